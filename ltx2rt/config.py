@@ -1,0 +1,223 @@
+"""What each network of a checkpoint looks like, independent of the layout it was read from.
+
+Decides the vocabulary of sizes; leaves to `ltx2rt.weights.configs` how the two layouts spell them.
+No field that shapes a network has a default: an absent key in a checkpoint is that module's error to raise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The audio-video diffusion transformer (spec: 48 blocks, 32 heads, video 4096 and audio 2048 wide)."""
+
+    num_layers: int
+    video_channels: int  # latent channels of one video token
+    audio_channels: int  # latent channels x mel bins of one audio token
+    num_heads: int
+    head_dim: int
+    audio_num_heads: int
+    audio_head_dim: int
+    caption_channels: int  # width of the text context when the caption projection sits in the transformer (2.0)
+    caption_projection: bool  # 2.0: Linear-GELU-Linear on the context inside the transformer
+    gated_attention: bool  # 2.3: 2*sigmoid gate per head
+    text_modulation: bool  # 2.3: 9-row tables, AdaLN around text cross-attention
+    prompt_adaln: bool  # 2.3: the prompt's scale/shift depend on sigma
+    ff_bias: bool
+    audio_ff_bias: bool
+    rope_theta: float
+    rope_max_pos: tuple[int, int, int]  # seconds, pixels, pixels
+    audio_rope_max_pos: int  # seconds
+    rope_float64_grid: bool
+    timestep_scale: float  # timesteps in [0,1] are multiplied by this
+    av_gate_scale: float  # timestep multiplier of the cross-modal gates, 1000 in every released file
+    norm_eps: float
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def audio_width(self) -> int:
+        return self.audio_num_heads * self.audio_head_dim
+
+
+@dataclass(frozen=True)
+class GemmaConfig:
+    """The text branch of Gemma 3."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    layer_is_sliding: tuple[bool, ...]
+    sliding_window: int
+    rope_theta: float  # full-attention layers
+    rope_scaling_factor: float  # full-attention layers: inverse frequencies are divided by it
+    rope_local_theta: float  # sliding layers
+    query_scale: float  # query_pre_attn_scalar ** -0.5
+    norm_eps: float
+    pad_token_id: int
+    eos_token_id: int
+    bos_token_id: int
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """One modality's embeddings connector: registers in place of padding, then 1-D transformer blocks."""
+
+    num_heads: int
+    head_dim: int
+    num_layers: int
+    num_registers: int
+    gated_attention: bool
+    ff_bias: bool
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Feature extraction from the Gemma states and both connectors."""
+
+    gemma_hidden: int
+    num_states: int  # Gemma layers + 1
+    per_token_norm: bool  # 2.3: RMS per token and layer, one projection with bias per modality; 2.0: one shared, min-max
+    projection_bias: bool
+    video: ConnectorConfig
+    audio: ConnectorConfig
+    rope_theta: float
+    rope_max_pos: int
+    rope_float64_grid: bool
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class VaeStage:
+    """One entry of the encoder's or decoder's block list, in the order of application.
+
+    kind "res": `num_layers` residual blocks at `channels` (= out_channels).
+    kind "sample": space-to-depth (encoder) or depth-to-space (decoder) by `stride` = (time, rows, columns).
+    """
+
+    kind: str
+    channels: int
+    out_channels: int
+    num_layers: int = 0
+    stride: tuple[int, int, int] = (1, 1, 1)
+    residual: bool = False  # decoder "sample": add the tiled depth-to-space of the input (2.0)
+
+
+@dataclass(frozen=True)
+class VideoVaeConfig:
+    latent_channels: int
+    patch_size: int
+    encoder: tuple[VaeStage, ...]
+    decoder: tuple[VaeStage, ...]
+    encoder_padding: str  # "zeros" or "reflect", rows and columns only; time always repeats the edge
+    decoder_padding: str
+    encoder_causal: bool
+    decoder_causal: bool
+
+    @property
+    def time_factor(self) -> int:
+        factor = 1
+        for stage in self.encoder:
+            factor *= stage.stride[0]
+        return factor
+
+    @property
+    def space_factor(self) -> int:
+        factor = self.patch_size
+        for stage in self.encoder:
+            factor *= stage.stride[1]
+        return factor
+
+
+@dataclass(frozen=True)
+class AudioVaeConfig:
+    base_channels: int
+    channel_multipliers: tuple[int, ...]
+    num_res_blocks: int
+    latent_channels: int
+    out_channels: int  # stereo
+    mel_bins: int
+    sample_rate: int  # Hz, of the mel front end
+    mel_hop: int  # samples
+
+    @property
+    def time_factor(self) -> int:
+        return 2 ** (len(self.channel_multipliers) - 1)
+
+    @property
+    def latent_mel_bins(self) -> int:
+        return self.mel_bins // self.time_factor
+
+    @property
+    def latents_per_second(self) -> float:
+        return self.sample_rate / self.mel_hop / self.time_factor
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """One HiFi-GAN (activation "leaky_relu") or BigVGAN (activation "snakebeta") generator."""
+
+    in_channels: int
+    hidden_channels: int
+    out_channels: int
+    upsample_rates: tuple[int, ...]
+    upsample_kernels: tuple[int, ...]
+    resblock_kernels: tuple[int, ...]
+    resblock_dilations: tuple[tuple[int, ...], ...]
+    activation: str
+    final_bias: bool
+    final_activation: str  # "tanh", "clamp" or "none"
+
+
+@dataclass(frozen=True)
+class VocoderConfig:
+    generator: GeneratorConfig
+    bandwidth_extension: GeneratorConfig | None  # 2.3: 16 kHz -> 48 kHz
+    stft_size: int  # n_fft = window, bandwidth extension only
+    stft_hop: int
+    stft_mels: int
+    input_sample_rate: int  # of the first generator
+    sample_rate: int  # of the output
+
+
+@dataclass(frozen=True)
+class UpsamplerConfig:
+    """The x2 spatial latent upsampler."""
+
+    in_channels: int
+    mid_channels: int
+    num_blocks: int  # per stage
+    rational: bool  # 2.0: the convolution is `upsampler.conv` and a blur buffer follows; else `upsampler.0`
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A checkpoint: its generation decides defaults only, never an architecture."""
+
+    version: tuple[int, ...]  # of the `model_version` metadata; () if absent
+    transformer: TransformerConfig
+    text: TextConfig
+    gemma: GemmaConfig | None  # None: no Gemma folder was found
+    video_vae: VideoVaeConfig
+    audio_vae: AudioVaeConfig
+    vocoder: VocoderConfig
+    upsampler: UpsamplerConfig | None
+
+    @property
+    def generation(self) -> str:
+        """ "2.3" or "2.0": by model version if the file states one, else by the keys only 2.3 has."""
+        if self.version:
+            return "2.3" if self.version >= (2, 3) else "2.0"
+        return "2.3" if self.transformer.text_modulation else "2.0"

@@ -1,0 +1,9 @@
+"""The errors a user or a file can cause. The command line prints them as one line and exits with 2."""
+
+
+class InputError(ValueError):
+    """Bad input: says what was found, what was expected, and what to do."""
+
+
+class GraphError(TypeError):
+    """A model text or a pass built an illegal graph: names the op, its axes and what they should be."""
