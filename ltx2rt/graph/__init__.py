@@ -1,0 +1,6 @@
+"""The model graph: typed SSA over named axes, traced from plain functions, interpreted by numpy."""
+
+from ltx2rt.graph.ir import Graph, Node, ParamSpec, Type, Value
+from ltx2rt.graph.trace import Ops, trace
+
+__all__ = ["Graph", "Node", "Ops", "ParamSpec", "Type", "Value", "trace"]

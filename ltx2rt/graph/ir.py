@@ -1,0 +1,128 @@
+"""The intermediate representation: values with named axes, nodes in execution order, graphs.
+
+Decides what a graph *is*. What an op means stands in `ops`, how model text becomes a graph in `trace`,
+which graphs are legal in `verify`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
+
+
+@dataclass(frozen=True)
+class Type:
+    """Named axes with concrete sizes, and a dtype. The axis "heads*head_dim" is two axes stored as one."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    def size(self, axis: str) -> int:
+        return self.shape[self.axes.index(axis)]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(self.axes, self.shape, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        short = {"float32": "f32", "bfloat16": "bf16", "int32": "i32"}[self.dtype]
+        return f"{short}[{', '.join(f'{a}={n}' for a, n in zip(self.axes, self.shape, strict=True))}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One SSA value. Compared by identity; the name serves printing and errors."""
+
+    name: str
+    type: Type
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One operation.
+
+    attrs: what the model text said, in axis names; passes read and print these.
+    plan: the same, resolved to positions for these operand types; lowerings and the interpreter read only this.
+    """
+
+    op: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    attrs: Mapping[str, Any]
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The plan of a `repeat` node: `body` runs `count` times.
+
+    The node's inputs are carries, then invariants, then per-iteration data (axis "layers" first); the body's
+    inputs are the same without that axis. The body's outputs are the carries, then per-iteration outputs, which
+    the node stacks along "layers". A body parameter with `*` in its name has one tensor per iteration.
+    """
+
+    body: Graph
+    count: int
+    num_carries: int
+    num_invariants: int
+
+    @property
+    def num_data(self) -> int:
+        return len(self.body.inputs) - self.num_carries - self.num_invariants
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One tensor that a graph reads: the checkpoint's shape, and the dtype the graph computes in."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class Graph:
+    """Inputs and parameters by name, nodes in execution order, outputs by name."""
+
+    name: str
+    inputs: dict[str, Value] = field(default_factory=dict)
+    params: dict[str, Value] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    outputs: dict[str, Value] = field(default_factory=dict)
+
+    def walk(self, times: int = 1) -> Iterator[tuple[Node, int]]:
+        """Every node with the number of its executions, bodies of repeats included."""
+        for node in self.nodes:
+            yield node, times
+            if node.op == "repeat":
+                yield from node.plan["repeat"].body.walk(times * node.plan["repeat"].count)
+
+    def all_params(self, count: int = 1) -> dict[str, tuple[Value, int]]:
+        """Every declared parameter, `*` names unexpanded, with its number of tensors."""
+        found = {name: (value, count if "*" in name else 1) for name, value in self.params.items()}
+        for node in self.nodes:
+            if node.op == "repeat":
+                repeat = node.plan["repeat"]
+                found.update(repeat.body.all_params(repeat.count))
+        return found
+
+    def parameters(self) -> dict[str, ParamSpec]:
+        """Every tensor this graph reads, under its concrete name in the checkpoint."""
+        specs = {}
+        for name, (value, count) in self.all_params().items():
+            spec = ParamSpec(value.type.shape, value.type.dtype)
+            for i in range(count):
+                specs[name.replace("*", str(i))] = spec
+        return specs

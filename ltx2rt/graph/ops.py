@@ -1,0 +1,484 @@
+"""The op table: for each op its typing rule, the positional plan that lowerings follow, and its numpy definition.
+
+A rule receives operand types and named attributes; it returns the result type and the plan (keyword arguments of the
+numpy definition and of every lowering's function of the same name). Rules raise GraphError in axis names. The
+interpreter widens bfloat16 to float32 before an op and rounds once after it; that is each op's meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.errors import GraphError
+from ltx2rt.graph.ir import Type
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    rule: Callable[..., tuple[Type, dict[str, Any]]]
+    numpy: Callable[..., np.ndarray]
+
+
+OPS: dict[str, Op] = {}
+
+
+def op(numpy: Callable[..., np.ndarray]):
+    """Enter the decorated rule into the table under its name, with its numpy definition."""
+
+    def register(rule):
+        name = rule.__name__.rstrip("_")
+        OPS[name] = Op(name, rule, numpy)
+        return rule
+
+    return register
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise GraphError(message)
+
+
+def _same_dtype(*types: Type) -> str:
+    _expect(len({t.dtype for t in types}) == 1, f"operands differ in dtype: {', '.join(map(str, types))}; cast first")
+    return types[0].dtype
+
+
+def _view(small: Type, axes: tuple[str, ...], what: str = "operand") -> tuple[int, ...]:
+    """Shape of `small` with an axis of 1 for every one of `axes` it lacks."""
+    it = iter(axes)
+    _expect(all(a in it for a in small.axes), f"{what} {small} does not fit the axes {axes} in order")
+    sizes = small.sizes
+    return tuple(sizes.get(a, 1) for a in axes)
+
+
+# --- elementwise ----------------------------------------------------------------------------------------------
+
+
+def _unary(name: str, numpy: Callable[..., np.ndarray]) -> None:
+    OPS[name] = Op(name, lambda x: (x, {}), numpy)
+
+
+def _sigmoid(x):
+    return (0.5 * (1 + np.tanh(0.5 * x))).astype(x.dtype)
+
+
+def _gelu(x):
+    """The tanh approximation, the only GELU of the family."""
+    return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))).astype(x.dtype)
+
+
+_unary("exp", np.exp)
+_unary("log", np.log)
+_unary("sqrt", np.sqrt)
+_unary("square", np.square)
+_unary("sin", np.sin)
+_unary("tanh", np.tanh)
+_unary("sigmoid", _sigmoid)
+_unary("silu", lambda x: x * _sigmoid(x))
+_unary("gelu", _gelu)
+
+
+def _binary(name: str, numpy: Callable[..., np.ndarray]) -> None:
+    def rule(x: Type, y: Type):
+        dtype = _same_dtype(x, y)
+        axes = x.axes if len(x.axes) >= len(y.axes) else y.axes
+        views = (_view(x, axes), _view(y, axes))
+        for a, n, m in zip(axes, *views, strict=True):
+            _expect(n == m or (a not in x.axes) or (a not in y.axes), f"{name}: axis {a} is {n} in {x} and {m} in {y}")
+        shape = tuple(max(n, m) for n, m in zip(*views, strict=True))
+        return Type(axes, shape, dtype), {"views": views}
+
+    def numpy_definition(x, y, views):
+        return numpy(x.reshape(views[0]), y.reshape(views[1]))
+
+    OPS[name] = Op(name, rule, numpy_definition)
+
+
+_binary("add", np.add)
+_binary("sub", np.subtract)
+_binary("mul", np.multiply)
+_binary("div", np.divide)
+
+
+@op(lambda x, scale, offset: x * np.float32(scale) + np.float32(offset))
+def affine(x: Type, *, scale: float = 1.0, offset: float = 0.0):
+    """x * scale + offset with two Python numbers."""
+    return x, {"scale": float(scale), "offset": float(offset)}
+
+
+@op(lambda x, low, high: np.clip(x, low, high))
+def clamp(x: Type, *, low: float | None = None, high: float | None = None):
+    return x, {"low": low, "high": high}
+
+
+@op(lambda x, slope: np.where(x >= 0, x, x * np.float32(slope)))
+def leaky_relu(x: Type, *, slope: float):
+    return x, {"slope": float(slope)}
+
+
+@op(lambda x, dtype: x)
+def cast(x: Type, *, dtype: str):
+    return Type(x.axes, x.shape, dtype), {"dtype": dtype}
+
+
+@op(lambda c, x, y, views: np.where(c.reshape(views[0]) != 0, x.reshape(views[1]), y.reshape(views[2])))
+def select(condition: Type, x: Type, y: Type):
+    """x where condition is not zero, else y; axes by name, the widest operand's order."""
+    dtype = _same_dtype(x, y)
+    axes = max((condition.axes, x.axes, y.axes), key=len)
+    views = tuple(_view(t, axes, "select") for t in (condition, x, y))
+    return Type(axes, tuple(map(max, *views)), dtype), {"views": views}
+
+
+@op(lambda x, scale, shift, views: x * (1 + scale.reshape(views[0])) + shift.reshape(views[1]))
+def modulate(x: Type, scale: Type, shift: Type):
+    """x * (1 + scale) + shift, the AdaLN modulation."""
+    _same_dtype(x, scale, shift)
+    return x, {"views": (_view(scale, x.axes, "scale"), _view(shift, x.axes, "shift"))}
+
+
+# --- reductions -----------------------------------------------------------------------------------------------
+
+
+def _reduction(name: str, numpy: Callable[..., np.ndarray]) -> None:
+    def rule(x: Type, *, over: tuple[str, ...]):
+        _expect(set(over) <= set(x.axes), f"{name} over {over}: {x} lacks some of them")
+        kept = tuple(a for a in x.axes if a not in over)
+        out = Type(kept, tuple(x.size(a) for a in kept), x.dtype)
+        return out, {"dims": tuple(x.axes.index(a) for a in over)}
+
+    OPS[name] = Op(name, rule, lambda x, dims: numpy(x, axis=dims))
+
+
+_reduction("sum", np.sum)
+_reduction("mean", np.mean)
+_reduction("max", np.max)
+_reduction("min", np.min)
+
+
+# --- shape ----------------------------------------------------------------------------------------------------
+
+
+@op(lambda x, shape: x.reshape(shape))
+def split(x: Type, *, axis: str, into: dict[str, int]):
+    """One axis into several, the first the slowest: `into={"heads": 32, "head_dim": 128}`."""
+    i = x.axes.index(axis)
+    _expect(
+        math.prod(into.values()) == x.shape[i], f"split {axis}={x.shape[i]} into {into}: sizes do not multiply to it"
+    )
+    axes = x.axes[:i] + tuple(into) + x.axes[i + 1 :]
+    shape = x.shape[:i] + tuple(into.values()) + x.shape[i + 1 :]
+    return Type(axes, shape, x.dtype), {"shape": shape}
+
+
+@op(lambda x, shape: x.reshape(shape))
+def merge(x: Type, *, axes: tuple[str, ...], into: str):
+    """Adjacent axes into one, the first the slowest."""
+    i = x.axes.index(axes[0])
+    _expect(x.axes[i : i + len(axes)] == tuple(axes), f"merge {axes}: they are not adjacent in {x}")
+    size = math.prod(x.shape[i : i + len(axes)])
+    new_axes = (*x.axes[:i], into, *x.axes[i + len(axes) :])
+    shape = (*x.shape[:i], size, *x.shape[i + len(axes) :])
+    return Type(new_axes, shape, x.dtype), {"shape": shape}
+
+
+@op(lambda x, perm: x.transpose(perm))
+def transpose(x: Type, *, axes: tuple[str, ...]):
+    _expect(sorted(axes) == sorted(x.axes), f"transpose to {axes}: not a permutation of {x}")
+    perm = tuple(x.axes.index(a) for a in axes)
+    return Type(tuple(axes), tuple(x.shape[i] for i in perm), x.dtype), {"perm": perm}
+
+
+@op(lambda x: x)
+def rename(x: Type, *, names: dict[str, str]):
+    return Type(tuple(names.get(a, a) for a in x.axes), x.shape, x.dtype), {}
+
+
+def _numpy_slice(x, dim, start, stop, step):
+    return x[(slice(None),) * dim + (slice(start, stop, step),)]
+
+
+@op(_numpy_slice)
+def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step: int = 1):
+    i, n = x.axes.index(axis), x.size(axis)
+    stop = n if stop is None else stop
+    _expect(0 <= start < stop <= n, f"slice {axis} {start}:{stop} of {x}")
+    shape = (*x.shape[:i], -(-(stop - start) // step), *x.shape[i + 1 :])
+    return Type(x.axes, shape, x.dtype), {"dim": i, "start": start, "stop": stop, "step": step}
+
+
+@op(lambda x, dim, index: x[(slice(None),) * dim + (index,)])
+def at(x: Type, *, axis: str, index: int):
+    """One position of an axis; the axis goes."""
+    i = x.axes.index(axis)
+    _expect(0 <= index < x.shape[i], f"at {axis}={index} of {x}")
+    out = Type(x.axes[:i] + x.axes[i + 1 :], x.shape[:i] + x.shape[i + 1 :], x.dtype)
+    return out, {"dim": i, "index": index}
+
+
+@op(lambda *xs, dim: np.concatenate(xs, axis=dim))
+def concat(*xs: Type, axis: str):
+    dtype = _same_dtype(*xs)
+    i = xs[0].axes.index(axis)
+    for x in xs:
+        _expect(
+            x.axes == xs[0].axes and x.shape[:i] + x.shape[i + 1 :] == xs[0].shape[:i] + xs[0].shape[i + 1 :],
+            f"concat along {axis}: {x} does not fit {xs[0]}",
+        )
+    shape = (*xs[0].shape[:i], sum(x.shape[i] for x in xs), *xs[0].shape[i + 1 :])
+    return Type(xs[0].axes, shape, dtype), {"dim": i}
+
+
+@op(lambda *xs, dim: np.stack(xs, axis=dim))
+def stack(*xs: Type, axis: str, dim: int):
+    dtype = _same_dtype(*xs)
+    _expect(all(x == xs[0] for x in xs), f"stack along {axis}: {', '.join(map(str, xs))} differ")
+    axes = (*xs[0].axes[:dim], axis, *xs[0].axes[dim:])
+    return Type(axes, (*xs[0].shape[:dim], len(xs), *xs[0].shape[dim:]), dtype), {"dim": dim}
+
+
+@op(lambda x, shape, dim: np.broadcast_to(np.expand_dims(x, dim), shape))
+def expand(x: Type, *, axis: str, size: int, before: str | None = None):
+    """A new axis along which x repeats, placed before the named axis (or last)."""
+    i = len(x.axes) if before is None else x.axes.index(before)
+    axes = (*x.axes[:i], axis, *x.axes[i:])
+    shape = (*x.shape[:i], size, *x.shape[i:])
+    return Type(axes, shape, x.dtype), {"shape": shape, "dim": i}
+
+
+def _numpy_pad(x, widths, mode):
+    return np.pad(x, widths, mode={"zeros": "constant"}.get(mode, mode))
+
+
+@op(_numpy_pad)
+def pad(x: Type, *, mode: str = "zeros", **widths: tuple[int, int]):
+    """Pad named axes by (before, after). mode: "zeros", "edge" (repeat the border) or "reflect" (border not repeated)."""
+    _expect(mode in ("zeros", "edge", "reflect"), f"pad mode {mode}")
+    _expect(set(widths) <= set(x.axes), f"pad {tuple(widths)}: {x} lacks some of them")
+    full = tuple(widths.get(a, (0, 0)) for a in x.axes)
+    if mode == "reflect":
+        for a, n, (before, after) in zip(x.axes, x.shape, full, strict=True):
+            _expect(max(before, after) < n, f"pad: cannot reflect {max(before, after)} beyond {a}={n}")
+    shape = tuple(n + b + e for n, (b, e) in zip(x.shape, full, strict=True))
+    return Type(x.axes, shape, x.dtype), {"widths": full, "mode": mode}
+
+
+def _numpy_take(x, index, dim, batch_dims):
+    if batch_dims == 0:
+        return np.take(x, index, axis=dim)
+    return np.stack([_numpy_take(a, b, dim - 1, batch_dims - 1) for a, b in zip(x, index, strict=True)])
+
+
+@op(_numpy_take)
+def take(x: Type, index: Type, *, axis: str):
+    """x at integer positions along `axis`; leading axes that x and index share are matched, the rest of index replaces `axis`."""
+    _expect(index.dtype == "int32", f"take: index is {index}, expected int32")
+    batch = 0
+    while batch < min(len(x.axes), len(index.axes)) and x.axes[batch] == index.axes[batch] != axis:
+        _expect(x.shape[batch] == index.shape[batch], f"take: {x} and {index} differ in {x.axes[batch]}")
+        batch += 1
+    i = x.axes.index(axis)
+    axes = x.axes[:i] + index.axes[batch:] + x.axes[i + 1 :]
+    _expect(len(set(axes)) == len(axes), f"take: result axes {axes} repeat a name; rename first")
+    shape = x.shape[:i] + index.shape[batch:] + x.shape[i + 1 :]
+    return Type(axes, shape, x.dtype), {"dim": i, "batch_dims": batch}
+
+
+# --- networks -------------------------------------------------------------------------------------------------
+
+
+def _numpy_linear(x, weight, bias=None, *, num_contracted, out_shape):
+    lead = x.shape[: x.ndim - num_contracted]
+    y = x.reshape(-1, weight.shape[1]) @ weight.T
+    if bias is not None:
+        y = y + bias
+    return y.reshape(*lead, *out_shape)
+
+
+@op(_numpy_linear)
+def linear(x: Type, weight: Type, bias: Type | None = None, *, contract: tuple[str, ...], out: dict[str, int]):
+    """x (..., *contract) times weight (prod out, prod contract), plus bias (prod out) -> (..., *out)."""
+    _same_dtype(x, weight, *([bias] if bias else []))
+    n = len(contract)
+    _expect(
+        x.axes[-n:] == tuple(contract) and weight.axes[1] == "*".join(contract),
+        f"linear: input ends in {x.axes[-n:]}, weight contracts {tuple(weight.axes[1].split('*'))}",
+    )
+    _expect(math.prod(x.shape[-n:]) == weight.shape[1], f"linear: {x} does not fit weight {weight}")
+    lead_axes, lead = x.axes[:-n], x.shape[:-n]
+    result = Type(lead_axes + tuple(out), lead + tuple(out.values()), x.dtype)
+    return result, {"num_contracted": n, "out_shape": tuple(out.values())}
+
+
+def _windows(x, kernel, stride, dilation):
+    """x (B, C, *spatial) -> (B, C, *out, *kernel), a view."""
+    n = len(kernel)
+    extent = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True))
+    view = np.lib.stride_tricks.sliding_window_view(x, extent, axis=tuple(range(2, 2 + n)))
+    view = view[(slice(None), slice(None), *(slice(None, None, s) for s in stride))]
+    return view[(Ellipsis, *(slice(None, None, d) for d in dilation))]
+
+
+def _numpy_conv(x, weight, bias=None, *, stride, dilation):
+    n = weight.ndim - 2
+    w = _windows(x, weight.shape[2:], stride, dilation)
+    y = np.tensordot(w, weight, axes=((1, *range(w.ndim - n, w.ndim)), tuple(range(1, 2 + n))))
+    y = np.moveaxis(y, -1, 1)
+    return y if bias is None else y + bias.reshape(-1, *(1,) * n)
+
+
+@op(_numpy_conv)
+def conv(x: Type, weight: Type, bias: Type | None = None, *, stride: tuple[int, ...], dilation: tuple[int, ...]):
+    """Correlation without padding: x (B, channels, *spatial), weight (out, in, *kernel) as torch stores it."""
+    _same_dtype(x, weight, *([bias] if bias else []))
+    kernel = weight.shape[2:]
+    _expect(
+        len(x.axes) == 2 + len(kernel),
+        f"conv: {x} has {len(x.axes) - 2} spatial axes, weight {weight} has {len(kernel)}",
+    )
+    _expect(x.shape[1] == weight.shape[1], f"conv: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[1]}")
+    spatial = tuple(
+        (n - (k - 1) * d - 1) // s + 1 for n, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)
+    )
+    _expect(min(spatial) > 0, f"conv: {x} is smaller than the kernel {kernel} dilated by {dilation}")
+    return Type(x.axes, (x.shape[0], weight.shape[0], *spatial), x.dtype), {"stride": stride, "dilation": dilation}
+
+
+def _numpy_conv_transpose(x, weight, bias=None, *, stride):
+    b, _, t = x.shape
+    k = weight.shape[2]
+    y = np.zeros((b, weight.shape[1], (t - 1) * stride + k), x.dtype)
+    for j in range(k):
+        y[:, :, j : j + (t - 1) * stride + 1 : stride] += np.einsum("bit,io->bot", x, weight[:, :, j])
+    return y if bias is None else y + bias[:, None]
+
+
+@op(_numpy_conv_transpose)
+def conv_transpose(x: Type, weight: Type, bias: Type | None = None, *, stride: int):
+    """1-D transposed convolution, uncropped: x (B, channels, time), weight (in, out, kernel) as torch stores it."""
+    _same_dtype(x, weight, *([bias] if bias else []))
+    _expect(
+        x.shape[1] == weight.shape[0],
+        f"conv_transpose: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[0]}",
+    )
+    length = (x.shape[2] - 1) * stride + weight.shape[2]
+    return Type(x.axes, (x.shape[0], weight.shape[1], length), x.dtype), {"stride": stride}
+
+
+def _numpy_rms_norm(x, weight=None, *, dims, weight_view, eps):
+    y = x / np.sqrt(np.mean(np.square(x), axis=dims, keepdims=True) + np.float32(eps))
+    return y if weight is None else y * weight.reshape(weight_view)
+
+
+@op(_numpy_rms_norm)
+def rms_norm(x: Type, weight: Type | None = None, *, over: tuple[str, ...], eps: float):
+    """x / rms(x) over the named axes, in float32, times weight (stored as one axis "a*b") if given."""
+    _expect(set(over) <= set(x.axes), f"rms_norm over {over}: {x} lacks some of them")
+    dims = tuple(x.axes.index(a) for a in over)
+    view = None
+    if weight is not None:
+        _expect(weight.axes == ("*".join(over),), f"rms_norm over {over}: weight is {weight}")
+        _expect(
+            weight.num_elements == math.prod(x.size(a) for a in over), f"rms_norm: {x} does not fit weight {weight}"
+        )
+        view = tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
+    return x, {"dims": dims, "weight_view": view, "eps": eps}
+
+
+def _numpy_layer_norm(x, *, dim, eps):
+    mean = x.mean(axis=dim, keepdims=True)
+    return (x - mean) / np.sqrt(np.square(x - mean).mean(axis=dim, keepdims=True) + np.float32(eps))
+
+
+@op(_numpy_layer_norm)
+def layer_norm(x: Type, *, over: str, eps: float):
+    """(x - mean) / sqrt(variance + eps) over one axis, without weight, in float32."""
+    return x, {"dim": x.axes.index(over), "eps": eps}
+
+
+def _numpy_group_norm(x, weight, bias, *, groups, eps):
+    y = x.reshape(x.shape[0], groups, -1)
+    y = _numpy_layer_norm(y, dim=2, eps=eps).reshape(x.shape)
+    view = (-1, *(1,) * (x.ndim - 2))
+    return y * weight.reshape(view) + bias.reshape(view)
+
+
+@op(_numpy_group_norm)
+def group_norm(x: Type, weight: Type, bias: Type, *, groups: int, eps: float):
+    """Statistics per sample and group of channels over all later axes: x (B, channels, *spatial)."""
+    _expect(x.shape[1] % groups == 0, f"group_norm: {x.axes[1]}={x.shape[1]} does not divide into {groups} groups")
+    return x, {"groups": groups, "eps": eps}
+
+
+def _numpy_attention(q, k, v, bias=None, *, scale, bias_view):
+    b, t, heads, d = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(b, t, kv_heads, heads // kv_heads, d)
+    scores = np.einsum("btngd,bsnd->bngts", q, k) * np.float32(scale)
+    if bias is not None:
+        scores = scores + bias.reshape(bias_view)[:, None]
+    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    scores = scores / scores.sum(axis=-1, keepdims=True)
+    return np.einsum("bngts,bsnd->btngd", scores, v).reshape(b, t, heads, d)
+
+
+@op(_numpy_attention)
+def attention(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: float):
+    """softmax(q k^T scale + bias) v with q (B, tokens, heads, head_dim), k and v (B, context, kv_heads, head_dim).
+
+    heads is a multiple of kv_heads (query head i reads kv head i // (heads / kv_heads)). bias: additive, any of
+    (B, tokens, context) in that order, shared by the heads. Softmax in float32.
+    """
+    _same_dtype(q, k, v)
+    _expect(len(q.axes) == len(k.axes) == 4 and k == v, f"attention: q {q}, k {k}, v {v}")
+    _expect(
+        q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[2] % k.shape[2] == 0,
+        f"attention: q {q} does not fit k {k}",
+    )
+    view = None
+    if bias is not None:
+        b, t, s = _view(bias, (q.axes[0], q.axes[1], k.axes[1]), "attention bias")
+        _expect((b in (1, q.shape[0])) and t in (1, q.shape[1]) and s in (1, k.shape[1]), f"attention: bias {bias}")
+        view = (b, 1, t, s)
+    return q, {"scale": float(scale), "bias_view": view}
+
+
+def _numpy_rope(x, cos, sin, *, view):
+    half = x.shape[-1] // 2
+    a, b, cos, sin = x[..., :half], x[..., half:], cos.reshape(view), sin.reshape(view)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+@op(_numpy_rope)
+def rope(x: Type, cos: Type, sin: Type):
+    """Rotate pairs (i, i + head_dim/2) of x (..., head_dim), in float32.
+
+    cos, sin: float32, x's axes in order, of which any may be missing, then "pairs" = head_dim / 2.
+    """
+    _expect(cos == sin and cos.axes[-1] == "pairs" and cos.dtype == "float32", f"rope: cos {cos}, sin {sin}")
+    _expect(x.shape[-1] == 2 * cos.shape[-1], f"rope: {x.axes[-1]}={x.shape[-1]} is not twice pairs={cos.shape[-1]}")
+    return x, {"view": _view(cos, (*x.axes[:-1], "pairs"), "rope table")}
+
+
+def sinusoid_frequencies(size: int) -> np.ndarray:
+    """exp(-ln(10000) i / (size/2)), i = 0..size/2-1, float32: the timestep embedding of diffusion transformers."""
+    half = size // 2
+    return np.exp(np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32) / np.float32(half))
+
+
+def _numpy_sinusoid(t, frequencies):
+    angles = t[..., None] * frequencies
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=-1)
+
+
+@op(_numpy_sinusoid)
+def sinusoid(t: Type, *, size: int):
+    """[cos(t f), sin(t f)] along a new last axis "frequencies", cosine first."""
+    _expect(t.dtype == "float32", f"sinusoid: {t} must be float32")
+    return Type((*t.axes, "frequencies"), (*t.shape, size), t.dtype), {"frequencies": sinusoid_frequencies(size)}

@@ -1,0 +1,178 @@
+"""From model text to a graph: calling `o.<op>` records a typed node.
+
+Model text is plain functions whose first argument is `o`. Every op of the table is a method of it; operands are
+positional, attributes are keywords. `o.under("attn1")` is the same namespace with a longer parameter prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ltx2rt.errors import GraphError
+from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value
+from ltx2rt.graph.ops import OPS
+from ltx2rt.graph.verify import verify
+
+
+class Ops:
+    """The namespace `o`: records into one graph; parameters are declared under `prefix` in `dtype`."""
+
+    def __init__(self, graph: Graph, dtype: str, prefix: str = ""):
+        self.graph, self.dtype, self.prefix = graph, dtype, prefix
+
+    def under(self, prefix: str) -> Ops:
+        return Ops(self.graph, self.dtype, f"{self.prefix}{prefix}.")
+
+    def input(self, name: str, dtype: str | None = None, **sizes: int) -> Value:
+        """Declare an input; keyword order is axis order."""
+        value = Value(name, Type(tuple(sizes), tuple(sizes.values()), dtype or self.dtype))
+        self.graph.inputs[name] = value
+        return value
+
+    def param(self, name: str, *, dtype: str | None = None, **sizes: int) -> Value:
+        """Declare a parameter in the checkpoint's shape; keyword order is axis order."""
+        return self._param(name, tuple(sizes), tuple(sizes.values()), dtype)
+
+    def _param(self, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str | None = None) -> Value:
+        full, type = self.prefix + name, Type(axes, shape, dtype or self.dtype)
+        known = self.graph.params.get(full)
+        if known is not None and known.type != type:
+            raise GraphError(f"{full}: declared as {known.type} and as {type}")
+        return self.graph.params.setdefault(full, Value(full, type))
+
+    def output(self, name: str, value: Value) -> None:
+        self.graph.outputs[name] = value
+
+    def __getattr__(self, name: str) -> Callable[..., Value]:
+        if name not in OPS:
+            raise AttributeError(f"o.{name}: no such op; the table has {', '.join(sorted(OPS))}")
+        return lambda *operands, **attrs: self._emit(name, operands, attrs)
+
+    def _emit(self, name: str, operands: tuple[Value | None, ...], attrs: dict[str, Any]) -> Value:
+        inputs = tuple(v for v in operands if v is not None)
+        try:
+            type, plan = OPS[name].rule(*(v.type for v in inputs), **attrs)
+        except GraphError as error:
+            where = ", ".join(v.name for v in inputs)
+            raise GraphError(f"{self.prefix or self.graph.name}: {error} (operands: {where})") from None
+        result = Value(f"%{sum(len(n.outputs) for n in self.graph.nodes)}", type)
+        self.graph.nodes.append(Node(name, inputs, (result,), attrs, plan))
+        return result
+
+    def linear(
+        self,
+        x: Value,
+        name: str,
+        out: dict[str, int],
+        contract: tuple[str, ...] | None = None,
+        bias: bool = True,
+    ) -> Value:
+        """Linear layer `name` (parameters name.weight, name.bias) over x's last axis, or its last axes `contract`."""
+        contract = contract or x.type.axes[-1:]
+        out_axis, in_axis = "*".join(out), "*".join(contract)
+        rows, columns = 1, 1
+        for n in out.values():
+            rows *= n
+        for n in x.type.shape[len(x.type.axes) - len(contract) :]:
+            columns *= n
+        weight = self._param(f"{name}.weight", (out_axis, in_axis), (rows, columns))
+        b = self._param(f"{name}.bias", (out_axis,), (rows,)) if bias else None
+        return self._emit("linear", (x, weight, b), {"contract": contract, "out": out})
+
+    def rms_norm(self, x: Value, name: str | None = None, *, over: tuple[str, ...], eps: float) -> Value:
+        """RMSNorm over the named axes; with the weight `name`.weight if a name is given."""
+        weight = None
+        if name is not None:
+            size = 1
+            for a in over:
+                size *= x.type.size(a)
+            weight = self._param(f"{name}.weight", ("*".join(over),), (size,))
+        return self._emit("rms_norm", (x, weight), {"over": over, "eps": eps})
+
+    def conv(
+        self,
+        x: Value,
+        name: str,
+        out_channels: int,
+        kernel: tuple[int, ...],
+        stride: tuple[int, ...] | None = None,
+        dilation: tuple[int, ...] | None = None,
+        bias: bool = True,
+    ) -> Value:
+        """Unpadded convolution layer `name` of x (B, channels, *spatial); the weight is (out, in, *kernel)."""
+        n = len(kernel)
+        axes = ("out", "in", *(f"k{i}" for i in range(n)))
+        weight = self._param(f"{name}.weight", axes, (out_channels, x.type.shape[1], *kernel))
+        b = self._param(f"{name}.bias", ("out",), (out_channels,)) if bias else None
+        return self._emit("conv", (x, weight, b), {"stride": stride or (1,) * n, "dilation": dilation or (1,) * n})
+
+    def conv_transpose(
+        self, x: Value, name: str, out_channels: int, kernel: int, stride: int, bias: bool = True
+    ) -> Value:
+        """Uncropped 1-D transposed convolution layer `name` of x (B, channels, time)."""
+        weight = self._param(f"{name}.weight", ("in", "out", "k0"), (x.type.shape[1], out_channels, kernel))
+        b = self._param(f"{name}.bias", ("out",), (out_channels,)) if bias else None
+        return self._emit("conv_transpose", (x, weight, b), {"stride": stride})
+
+    def group_norm(self, x: Value, name: str, groups: int, eps: float) -> Value:
+        weight = self._param(f"{name}.weight", ("channels",), (x.type.shape[1],))
+        bias = self._param(f"{name}.bias", ("channels",), (x.type.shape[1],))
+        return self._emit("group_norm", (x, weight, bias), {"groups": groups, "eps": eps})
+
+    def emit(self, name: str, *operands: Value | None, **attrs: Any) -> Value:
+        """An op of the table by name, with parameters given as values (for weights shared or not named `.weight`)."""
+        return self._emit(name, operands, attrs)
+
+    def repeat(
+        self,
+        body: Callable[[Ops, dict[str, Value], dict[str, Value], dict[str, Value]], tuple[dict, dict]],
+        count: int,
+        carry: dict[str, Value],
+        invariant: dict[str, Value] | None = None,
+        data: dict[str, Value] | None = None,
+        prefix: str = "",
+    ) -> tuple[dict[str, Value], dict[str, Value]]:
+        """Run `body` count times.
+
+        body(o, carry, invariant, data) -> (carry, outputs). data has the leading axis "layers" of size count here
+        and lacks it inside; outputs gain it. Parameters of the body are declared under `prefix`, in which `*` is
+        the iteration. Returns the final carry and the stacked outputs.
+        """
+        invariant, data = invariant or {}, data or {}
+        inner = Graph(f"{self.graph.name}.{prefix.rstrip('.') or 'body'}")
+        o = Ops(inner, self.dtype, self.prefix + prefix)
+        inputs: dict[str, dict[str, Value]] = {"carry": {}, "invariant": {}, "data": {}}
+        for kind, values in (("carry", carry), ("invariant", invariant), ("data", data)):
+            for name, value in values.items():
+                if name in inner.inputs:
+                    raise GraphError(f"repeat: {name} is given twice")
+                t = value.type
+                if kind == "data":
+                    if t.axes[0] != "layers" or t.shape[0] != count:
+                        raise GraphError(f"repeat: data {name} is {t}, expected a leading axis layers={count}")
+                    t = Type(t.axes[1:], t.shape[1:], t.dtype)
+                inner.inputs[name] = inputs[kind][name] = Value(name, t)
+        new_carry, outputs = body(o, inputs["carry"], inputs["invariant"], inputs["data"])
+        for name, value in carry.items():
+            if new_carry[name].type != value.type:
+                raise GraphError(f"repeat: carry {name} enters as {value.type} and leaves as {new_carry[name].type}")
+        inner.outputs = {name: new_carry[name] for name in carry} | outputs
+        verify(inner)
+        base = sum(len(n.outputs) for n in self.graph.nodes)
+        results = {name: Value(f"%{base + i}", value.type) for i, (name, value) in enumerate(carry.items())}
+        for i, (name, value) in enumerate(outputs.items()):
+            t = value.type
+            results[name] = Value(f"%{base + len(carry) + i}", Type(("layers", *t.axes), (count, *t.shape), t.dtype))
+        plan = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
+        operands = (*carry.values(), *invariant.values(), *data.values())
+        self.graph.nodes.append(Node("repeat", operands, tuple(results.values()), {"count": count}, plan))
+        return {n: results[n] for n in carry}, {n: results[n] for n in outputs}
+
+
+def trace(name: str, model: Callable[..., dict[str, Value]], dtype: str, *args: Any, **kwargs: Any) -> Graph:
+    """The verified graph of `model(o, *args, **kwargs)`, which declares its inputs and returns its outputs by name."""
+    graph = Graph(name)
+    graph.outputs = model(Ops(graph, dtype), *args, **kwargs)
+    verify(graph)
+    return graph
