@@ -26,6 +26,8 @@ class Ops:
 
     def input(self, name: str, dtype: str | None = None, **sizes: int) -> Value:
         """Declare an input; keyword order is axis order."""
+        if name in self.graph.inputs:
+            raise GraphError(f"{self.graph.name}: input {name} is declared twice")
         value = Value(name, Type(tuple(sizes), tuple(sizes.values()), dtype or self.dtype))
         self.graph.inputs[name] = value
         return value

@@ -1,4 +1,4 @@
-"""What a legal graph is: every operand is defined before its use, in the same graph, and every type follows its rule."""
+"""What a legal graph is: operands are defined before use, in the same graph, and every type follows its rule."""
 
 from __future__ import annotations
 

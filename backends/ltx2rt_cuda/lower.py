@@ -1,0 +1,85 @@
+"""Lower a graph to one FX function of (inputs, weights).
+
+A repeat's body becomes one GraphModule, called once per iteration with that iteration's tensors: compiled, it costs
+one compilation whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import fx
+
+from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Repeat as RepeatPlan
+from ltx2rt_cuda.ops import OPS
+
+
+class Repeat(torch.nn.Module):
+    """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], then a list per weight."""
+
+    def __init__(self, plan: RepeatPlan, block: Callable):
+        super().__init__()
+        self.plan, self.block = plan, block
+
+    def forward(self, *operands):
+        plan = self.plan
+        carry = operands[: plan.num_carries]
+        invariant = operands[plan.num_carries : plan.num_carries + plan.num_invariants]
+        per_layer = operands[plan.num_carries + plan.num_invariants :]
+        stacked: list[tuple] = []
+        for i in range(plan.count):
+            results = self.block(*carry, *invariant, *(p[i] for p in per_layer))
+            carry = results[: plan.num_carries]
+            stacked.append(results[plan.num_carries :])
+        return *carry, *(torch.stack(column) for column in zip(*stacked, strict=True))
+
+
+def lower(graph: Graph, device: torch.device, compile: bool = False) -> fx.GraphModule:
+    """A module called as module(*inputs, *weights) in the order of graph.inputs and graph.all_params()."""
+    built = fx.Graph()
+    modules: dict[str, torch.nn.Module | torch.Tensor] = {}
+    env = {id(v): built.placeholder(f"in_{name}") for name, v in graph.inputs.items()}
+    weights = {name: built.placeholder(f"w_{i}") for i, name in enumerate(graph.all_params())}
+    env |= {id(v): weights[name] for name, v in graph.params.items()}
+    for number, node in enumerate(graph.nodes):
+        operands = tuple(env[id(v)] for v in node.inputs)
+        if node.op == "repeat":
+            plan = node.plan["repeat"]
+            block = lower(plan.body, device)
+            modules[f"repeat_{number}"] = Repeat(plan, torch.compile(block, dynamic=False) if compile else block)
+            lists = [_per_layer(built, weights[name], name, plan.count) for name in plan.body.all_params()]
+            result = built.call_module(f"repeat_{number}", (*operands, *lists))
+            for i, v in enumerate(node.outputs):
+                env[id(v)] = built.call_function(_item, (result, i))
+            continue
+        kwargs = {}
+        for name, value in node.plan.items():
+            if isinstance(value, np.ndarray):
+                modules[f"constant_{number}_{name}"] = torch.from_numpy(value).to(device)
+                value = built.get_attr(f"constant_{number}_{name}")
+            kwargs[name] = value
+        env[id(node.outputs[0])] = built.call_function(OPS[node.op], operands, kwargs)
+    built.output(tuple(env[id(v)] for v in graph.outputs.values()))
+    root = torch.nn.Module()
+    for name, module in modules.items():
+        if isinstance(module, torch.Tensor):
+            root.register_buffer(name, module)
+        else:
+            root.add_module(name, module)
+    return fx.GraphModule(root, built)
+
+
+def _item(results, i: int):
+    return results[i]
+
+
+def _per_layer(built: fx.Graph, weight: fx.Node, name: str, count: int) -> fx.Node:
+    """A weight shared by all iterations is repeated as a list; a `*` weight already is one."""
+    return weight if "*" in name else built.call_function(_shared, (weight, count))
+
+
+def _shared(weight, count: int) -> list:
+    return [weight] * count

@@ -1,0 +1,230 @@
+"""Each op of the table as a torch function of tensors and the op's positional plan."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
+
+OPS = {
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "square": torch.square,
+    "sin": torch.sin,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+}
+
+
+def op(function):
+    OPS[function.__name__.rstrip("_")] = function
+    return function
+
+
+def _binary(name, function):
+    def run(x: Tensor, y: Tensor, views) -> Tensor:
+        return function(x.reshape(views[0]), y.reshape(views[1]))
+
+    run.__name__ = name
+    op(run)
+    globals()[name] = run  # FX prints call targets by their qualified name
+
+
+_binary("add", torch.add)
+_binary("sub", torch.sub)
+_binary("mul", torch.mul)
+_binary("div", torch.div)
+
+
+@op
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@op
+def affine(x: Tensor, scale: float, offset: float) -> Tensor:
+    x = x * scale if scale != 1.0 else x
+    return x + offset if offset != 0.0 else x
+
+
+@op
+def clamp(x: Tensor, low, high) -> Tensor:
+    return x.clamp(low, high)
+
+
+@op
+def leaky_relu(x: Tensor, slope: float) -> Tensor:
+    return F.leaky_relu(x, slope)
+
+
+@op
+def cast(x: Tensor, dtype: str) -> Tensor:
+    return x.to(DTYPES[dtype])
+
+
+@op
+def select(condition: Tensor, x: Tensor, y: Tensor, views) -> Tensor:
+    return torch.where(condition.reshape(views[0]) != 0, x.reshape(views[1]), y.reshape(views[2]))
+
+
+@op
+def modulate(x: Tensor, scale: Tensor, shift: Tensor, views) -> Tensor:
+    return x * (1 + scale.reshape(views[0])) + shift.reshape(views[1])
+
+
+@op
+def sum_(x: Tensor, dims) -> Tensor:
+    return x.sum(dims)
+
+
+@op
+def mean(x: Tensor, dims) -> Tensor:
+    return x.mean(dims)
+
+
+@op
+def max_(x: Tensor, dims) -> Tensor:
+    return x.amax(dims)
+
+
+@op
+def min_(x: Tensor, dims) -> Tensor:
+    return x.amin(dims)
+
+
+@op
+def split(x: Tensor, shape) -> Tensor:
+    return x.reshape(shape)
+
+
+@op
+def merge(x: Tensor, shape) -> Tensor:
+    return x.reshape(shape)
+
+
+@op
+def transpose(x: Tensor, perm) -> Tensor:
+    return x.permute(perm)
+
+
+@op
+def rename(x: Tensor) -> Tensor:
+    return x
+
+
+@op
+def slice_(x: Tensor, dim: int, start: int, stop: int, step: int) -> Tensor:
+    x = x.narrow(dim, start, stop - start)
+    return x if step == 1 else x[(slice(None),) * dim + (slice(None, None, step),)]
+
+
+@op
+def at(x: Tensor, dim: int, index: int) -> Tensor:
+    return x.select(dim, index)
+
+
+@op
+def concat(*xs: Tensor, dim: int) -> Tensor:
+    return torch.cat(xs, dim)
+
+
+@op
+def stack(*xs: Tensor, dim: int) -> Tensor:
+    return torch.stack(xs, dim)
+
+
+@op
+def expand(x: Tensor, shape, dim: int) -> Tensor:
+    return x.unsqueeze(dim).expand(shape)
+
+
+@op
+def pad(x: Tensor, widths, mode: str) -> Tensor:
+    if mode == "zeros":
+        return F.pad(x, [n for pair in reversed(widths) for n in pair])
+    for dim, (before, after) in enumerate(widths):
+        n = x.shape[dim]
+        if mode == "edge":
+            head, tail = x.narrow(dim, 0, 1), x.narrow(dim, n - 1, 1)
+            parts = [head] * before + [x] + [tail] * after
+        else:
+            parts = [x.narrow(dim, 1, before).flip(dim)] if before else []
+            parts += [x] + ([x.narrow(dim, n - 1 - after, after).flip(dim)] if after else [])
+        x = torch.cat(parts, dim) if before or after else x
+    return x
+
+
+@op
+def take(x: Tensor, index: Tensor, dim: int, batch_dims: int) -> Tensor:
+    if batch_dims == 0:
+        return x.index_select(dim, index.reshape(-1)).reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+    return torch.stack([take(a, b, dim - 1, batch_dims - 1) for a, b in zip(x, index, strict=True)])
+
+
+@op
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_contracted: int, out_shape) -> Tensor:
+    lead = x.shape[: x.ndim - num_contracted]
+    return F.linear(x.reshape(*lead, weight.shape[1]), weight, bias).reshape(*lead, *out_shape)
+
+
+@op
+def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride, dilation) -> Tensor:
+    function = (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
+    return function(x, weight, bias, stride=stride, dilation=dilation)
+
+
+@op
+def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int) -> Tensor:
+    return F.conv_transpose1d(x, weight, bias, stride=stride)
+
+
+@op
+def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps: float) -> Tensor:
+    if dims == tuple(range(x.ndim - len(dims), x.ndim)):
+        shape = x.shape[-len(dims) :]
+        return F.rms_norm(x, shape, None if weight is None else weight.reshape(shape), eps)
+    wide = x.float()
+    y = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
+    return (y if weight is None else y * weight.float().reshape(weight_view)).to(x.dtype)
+
+
+@op
+def layer_norm(x: Tensor, dim: int, eps: float) -> Tensor:
+    assert dim == x.ndim - 1, f"layer_norm over axis {dim} of {x.ndim}"
+    return F.layer_norm(x, x.shape[-1:], None, None, eps)
+
+
+@op
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
+    return F.group_norm(x, groups, weight, bias, eps)
+
+
+@op
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view) -> Tensor:
+    mask = None if bias is None else bias.reshape(bias_view).to(q.dtype)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        mask,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+@op
+def rope(x: Tensor, cos: Tensor, sin: Tensor, view) -> Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = cos.reshape(view), sin.reshape(view)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+@op
+def sinusoid(t: Tensor, frequencies: Tensor) -> Tensor:
+    angles = t.unsqueeze(-1) * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -1,0 +1,44 @@
+"""Lower a graph to one JAX function of (inputs, weights), to be traced under jit.
+
+A repeat is a `lax.scan` over its stacked weights and data: XLA compiles its body once whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jax import Array, lax
+
+from ltx2rt.graph.ir import Graph, Node
+from ltx2rt_tpu.ops import OPS
+
+
+def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array]) -> list[Array]:
+    """The graph's outputs. weights: by declared name; a `*` name holds one array with a leading layer axis."""
+    env = {id(v): x for v, x in zip(graph.inputs.values(), inputs, strict=True)}
+    env |= {id(v): weights[name] for name, v in graph.params.items()}
+    for node in graph.nodes:
+        operands = [env[id(v)] for v in node.inputs]
+        results = _repeat(node, weights, operands) if node.op == "repeat" else [OPS[node.op](*operands, **node.plan)]
+        for v, x in zip(node.outputs, results, strict=True):
+            assert x.shape == v.type.shape, f"{graph.name}: {node.op} gave {x.shape}, typed {v.type}"
+            assert x.dtype == v.type.dtype, f"{graph.name}: {node.op} gave {x.dtype}, typed {v.type}"
+            env[id(v)] = x
+    return [env[id(v)] for v in graph.outputs.values()]
+
+
+def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array]) -> list[Array]:
+    plan = node.plan["repeat"]
+    fixed = plan.num_carries + plan.num_invariants
+    invariant = operands[plan.num_carries : fixed]
+    names = plan.body.all_params()
+    shared = {name: weights[name] for name in names if "*" not in name}
+    stacked = {name: weights[name] for name in names if "*" in name}
+
+    def body(carry, per_layer):
+        data, layer_weights = per_layer
+        results = run(plan.body, shared | layer_weights, [*carry, *invariant, *data])
+        return results[: plan.num_carries], results[plan.num_carries :]
+
+    carry, outputs = lax.scan(body, operands[: plan.num_carries], (operands[fixed:], stacked), length=plan.count)
+    return [*carry, *outputs]

@@ -1,0 +1,227 @@
+"""Each op of the table as a JAX function of arrays and the op's positional plan.
+
+float32 operands are multiplied in float32 (precision HIGHEST): a TPU's default rounds them to bfloat16.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+OPS = {
+    "exp": jnp.exp,
+    "log": jnp.log,
+    "sqrt": jnp.sqrt,
+    "square": jnp.square,
+    "sin": jnp.sin,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+}
+
+
+def op(function):
+    OPS[function.__name__.rstrip("_")] = function
+    return function
+
+
+def _precision(x: Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def _binary(name, function):
+    OPS[name] = lambda x, y, views: function(x.reshape(views[0]), y.reshape(views[1]))
+
+
+_binary("add", jnp.add)
+_binary("sub", jnp.subtract)
+_binary("mul", jnp.multiply)
+_binary("div", jnp.divide)
+
+
+@op
+def gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+@op
+def affine(x: Array, scale: float, offset: float) -> Array:
+    x = x * scale if scale != 1.0 else x
+    return x + offset if offset != 0.0 else x
+
+
+@op
+def clamp(x: Array, low, high) -> Array:
+    return jnp.clip(x, low, high)
+
+
+@op
+def leaky_relu(x: Array, slope: float) -> Array:
+    return jnp.where(x >= 0, x, x * slope)
+
+
+@op
+def cast(x: Array, dtype: str) -> Array:
+    return x.astype(dtype)
+
+
+@op
+def select(condition: Array, x: Array, y: Array, views) -> Array:
+    return jnp.where(condition.reshape(views[0]) != 0, x.reshape(views[1]), y.reshape(views[2]))
+
+
+@op
+def modulate(x: Array, scale: Array, shift: Array, views) -> Array:
+    return x * (1 + scale.reshape(views[0])) + shift.reshape(views[1])
+
+
+@op
+def sum_(x: Array, dims) -> Array:
+    return x.sum(dims)
+
+
+@op
+def mean(x: Array, dims) -> Array:
+    return x.mean(dims)
+
+
+@op
+def max_(x: Array, dims) -> Array:
+    return x.max(dims)
+
+
+@op
+def min_(x: Array, dims) -> Array:
+    return x.min(dims)
+
+
+@op
+def split(x: Array, shape) -> Array:
+    return x.reshape(shape)
+
+
+@op
+def merge(x: Array, shape) -> Array:
+    return x.reshape(shape)
+
+
+@op
+def transpose(x: Array, perm) -> Array:
+    return x.transpose(perm)
+
+
+@op
+def rename(x: Array) -> Array:
+    return x
+
+
+@op
+def slice_(x: Array, dim: int, start: int, stop: int, step: int) -> Array:
+    return lax.slice_in_dim(x, start, stop, step, axis=dim)
+
+
+@op
+def at(x: Array, dim: int, index: int) -> Array:
+    return lax.index_in_dim(x, index, axis=dim, keepdims=False)
+
+
+@op
+def concat(*xs: Array, dim: int) -> Array:
+    return jnp.concatenate(xs, axis=dim)
+
+
+@op
+def stack(*xs: Array, dim: int) -> Array:
+    return jnp.stack(xs, axis=dim)
+
+
+@op
+def expand(x: Array, shape, dim: int) -> Array:
+    return jnp.broadcast_to(jnp.expand_dims(x, dim), shape)
+
+
+@op
+def pad(x: Array, widths, mode: str) -> Array:
+    return jnp.pad(x, widths, mode={"zeros": "constant"}.get(mode, mode))
+
+
+@op
+def take(x: Array, index: Array, dim: int, batch_dims: int) -> Array:
+    if batch_dims == 0:
+        return jnp.take(x, index, axis=dim)
+    return jax.vmap(lambda a, b: take(a, b, dim - 1, batch_dims - 1))(x, index)
+
+
+@op
+def linear(x: Array, weight: Array, bias: Array | None = None, *, num_contracted: int, out_shape) -> Array:
+    lead = x.shape[: x.ndim - num_contracted]
+    x = x.reshape(*lead, weight.shape[1])
+    y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=_precision(x))
+    y = y if bias is None else y + bias
+    return y.reshape(*lead, *out_shape)
+
+
+@op
+def conv(x: Array, weight: Array, bias: Array | None = None, *, stride, dilation) -> Array:
+    n = weight.ndim - 2
+    y = lax.conv_general_dilated(x, weight, stride, [(0, 0)] * n, rhs_dilation=dilation, precision=_precision(x))
+    return y if bias is None else y + bias.reshape(-1, *(1,) * n)
+
+
+@op
+def conv_transpose(x: Array, weight: Array, bias: Array | None = None, *, stride: int) -> Array:
+    k = weight.shape[2]
+    kernel = jnp.flip(weight, 2).transpose(1, 0, 2)
+    y = lax.conv_general_dilated(x, kernel, (1,), [(k - 1, k - 1)], lhs_dilation=(stride,), precision=_precision(x))
+    return y if bias is None else y + bias[:, None]
+
+
+@op
+def rms_norm(x: Array, weight: Array | None = None, *, dims, weight_view, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    y = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=dims, keepdims=True) + eps)
+    return (y if weight is None else y * weight.astype(jnp.float32).reshape(weight_view)).astype(x.dtype)
+
+
+def _standardise(x: Array, axis: int, eps: float) -> Array:
+    mean = x.mean(axis=axis, keepdims=True)
+    return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(axis=axis, keepdims=True) + eps)
+
+
+@op
+def layer_norm(x: Array, dim: int, eps: float) -> Array:
+    return _standardise(x.astype(jnp.float32), dim, eps).astype(x.dtype)
+
+
+@op
+def group_norm(x: Array, weight: Array, bias: Array, groups: int, eps: float) -> Array:
+    y = _standardise(x.astype(jnp.float32).reshape(x.shape[0], groups, -1), 2, eps).reshape(x.shape)
+    view = (-1, *(1,) * (x.ndim - 2))
+    return (y * weight.reshape(view) + bias.reshape(view)).astype(x.dtype)
+
+
+@op
+def attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
+    b, t, heads, d = q.shape
+    n = k.shape[2]
+    q = q.reshape(b, t, n, heads // n, d)
+    scores = jnp.einsum("btngd,bsnd->bngts", q, k, precision=_precision(q), preferred_element_type=jnp.float32)
+    scores = scores * scale
+    if bias is not None:
+        scores = scores + bias.reshape(bias_view)[:, None].astype(jnp.float32)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bngts,bsnd->btngd", weights, v, precision=_precision(v)).reshape(b, t, heads, d)
+
+
+@op
+def rope(x: Array, cos: Array, sin: Array, view) -> Array:
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos.reshape(view), sin.reshape(view)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+@op
+def sinusoid(t: Array, frequencies) -> Array:
+    angles = t[..., None] * frequencies
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

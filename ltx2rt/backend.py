@@ -1,0 +1,110 @@
+"""What a backend is to the rest of the program, and how one is found by name.
+
+The pipeline speaks this protocol only. The two implementations are discovered through the entry-point group
+`ltx2rt.backends`, so that the core never imports torch or jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Graph
+
+
+class TensorSource(Protocol):
+    """Tensors of a checkpoint under their canonical (official single-file) names."""
+
+    def names(self) -> Iterable[str]: ...
+    def info(self, name: str) -> Any:
+        """`.shape`, `.dtype` and `.nbytes`, from the header alone."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor; bfloat16 as ml_dtypes.bfloat16; a read-only view of the file where possible."""
+        ...
+
+
+class Program(Protocol):
+    """A lowered graph. Weights are arguments: one program serves the weights of both stages."""
+
+    graph: Graph
+
+    def __call__(self, weights: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Outputs by name as device arrays. inputs: numpy or device arrays, one for each graph input."""
+        ...
+
+    def denoise(
+        self, weights: Any, constants: Mapping[str, Any], sigmas: np.ndarray, state: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """For a guided-step graph: its outputs after each step, yielded once that step has really finished.
+
+        state: the inputs that the outputs of the same name replace. The input `sigmas` [2] is taken from
+        `sigmas` f32[num_steps + 1]; `constants` are all other inputs.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """name: what the driver calls it. total_bytes, free_bytes: its memory now (the host's, on a CPU)."""
+
+    kind: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+class Backend(Protocol):
+    """One device (or mesh) under one framework."""
+
+    name: str
+    device_kind: str  # "cpu", "cuda" or "tpu"
+    versions: dict[str, str]
+
+    def load(self, graphs: Iterable[Graph], source: TensorSource, base: Any = None) -> Any:
+        """Weights of all parameters of `graphs`, on the device, each cast once to the graph's dtype.
+
+        base: weights already loaded from the same checkpoint; every tensor that `source.touched()` does not
+        name is shared with them.
+        """
+        ...
+
+    def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
+        """layers: "scan" runs a repeat's body as a loop, "unrolled" writes it out."""
+        ...
+
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """a [m, r] @ b [r, n] with float32 accumulation, rounded once to a's dtype, on the device."""
+        ...
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """float32 (or int32) numpy copy of a device array; waits for it."""
+        ...
+
+    def synchronize(self) -> None: ...
+    def device(self) -> DeviceInfo: ...
+    def peak_bytes(self) -> int | None:
+        """Peak device memory since the start, if the framework tells."""
+        ...
+
+
+def backend_names() -> list[str]:
+    return sorted(e.name for e in entry_points(group="ltx2rt.backends"))
+
+
+def get_backend(name: str, device: str = "auto") -> Backend:
+    """The backend `name` on `device` ("auto", "cpu", "cuda", "tpu"). InputError if unknown, not installed or absent."""
+    found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
+    if not found:
+        raise InputError(f"unknown backend {name!r}; known backends: {', '.join(backend_names())}")
+    try:
+        factory = found[0].load()
+    except ImportError as error:
+        raise InputError(f"backend {name}: {error}; install it with: pip install 'ltx2rt[{name}]'") from error
+    return factory(device)

@@ -1,0 +1,112 @@
+"""Every op: both lowerings equal the numpy definition on fresh random inputs."""
+
+import numpy as np
+import pytest
+
+from ltx2rt.graph import trace
+from ltx2rt.graph.ops import OPS
+from ltx2rt.testing import random_params, relative_l2, run_graph
+
+rng = np.random.default_rng(np.random.SeedSequence().entropy)
+
+
+def _x(o, name="x", **sizes):
+    return o.input(name, **(sizes or {"B": 2, "tokens": 5, "heads": 3, "head_dim": 8}))
+
+
+def _conv(o, spatial, kernel, **kw):
+    x = o.input("x", B=2, channels=4, **dict(zip(("frames", "rows", "columns"), spatial, strict=False)))
+    return o.conv(x, "c", 6, kernel, **kw)
+
+
+CASES = {
+    "exp": lambda o: o.exp(_x(o)),
+    "log": lambda o: o.log(o.affine(o.square(_x(o)), offset=0.1)),
+    "sqrt": lambda o: o.sqrt(o.square(_x(o))),
+    "square": lambda o: o.square(_x(o)),
+    "sin": lambda o: o.sin(_x(o)),
+    "tanh": lambda o: o.tanh(_x(o)),
+    "sigmoid": lambda o: o.sigmoid(_x(o)),
+    "silu": lambda o: o.silu(_x(o)),
+    "gelu": lambda o: o.gelu(_x(o)),
+    "add": lambda o: o.add(_x(o), _x(o, "y", B=2, heads=3)),
+    "sub": lambda o: o.sub(_x(o, "y", tokens=5), _x(o)),
+    "mul": lambda o: o.mul(_x(o), _x(o, "y", tokens=5, head_dim=8)),
+    "div": lambda o: o.div(_x(o), o.affine(o.square(_x(o, "y", B=2)), offset=0.5)),
+    "affine": lambda o: o.affine(_x(o), scale=-2.5, offset=0.75),
+    "clamp": lambda o: o.clamp(_x(o), low=-0.5, high=0.25),
+    "leaky_relu": lambda o: o.leaky_relu(_x(o), slope=0.1),
+    "cast": lambda o: o.cast(o.affine(o.cast(_x(o), dtype="bfloat16"), scale=2.0), dtype="float32"),
+    "select": lambda o: o.select(o.input("c", "int32", tokens=5), _x(o), _x(o, "y", B=2)),
+    "modulate": lambda o: o.modulate(_x(o), _x(o, "s", B=2, head_dim=8), _x(o, "t", tokens=5)),
+    "sum": lambda o: o.sum(_x(o), over=("tokens", "head_dim")),
+    "mean": lambda o: o.mean(_x(o), over=("heads",)),
+    "max": lambda o: o.max(_x(o), over=("B", "heads")),
+    "min": lambda o: o.min(_x(o), over=("head_dim",)),
+    "split": lambda o: o.split(_x(o), axis="head_dim", into={"pair": 2, "half": 4}),
+    "merge": lambda o: o.merge(_x(o), axes=("heads", "head_dim"), into="D"),
+    "transpose": lambda o: o.transpose(_x(o), axes=("heads", "B", "head_dim", "tokens")),
+    "rename": lambda o: o.rename(_x(o), names={"tokens": "text"}),
+    "slice": lambda o: o.slice(_x(o), axis="tokens", start=1, stop=5, step=2),
+    "at": lambda o: o.at(_x(o), axis="heads", index=2),
+    "concat": lambda o: o.concat(_x(o), _x(o, "y", B=2, tokens=2, heads=3, head_dim=8), axis="tokens"),
+    "stack": lambda o: o.stack(_x(o), _x(o, "y", B=2, tokens=5, heads=3, head_dim=8), axis="n", dim=1),
+    "expand": lambda o: o.expand(_x(o), axis="n", size=3, before="heads"),
+    "pad": lambda o: o.pad(
+        o.pad(o.pad(_x(o), mode="edge", tokens=(2, 1)), mode="reflect", heads=(2, 1)), head_dim=(0, 3), B=(1, 0)
+    ),
+    "take": lambda o: o.concat(
+        o.take(_x(o), o.input("i", "int32", B=2, picked=4), axis="tokens"),
+        o.take(_x(o), o.input("j", "int32", picked=4), axis="tokens"),
+        axis="picked",
+    ),
+    "linear": lambda o: o.linear(_x(o), "l", out={"D": 6, "n": 2}, contract=("heads", "head_dim")),
+    "conv": lambda o: _conv(o, (7, 6, 5), (3, 2, 3), stride=(2, 1, 1)),
+    "conv_transpose": lambda o: o.conv_transpose(o.input("x", B=2, channels=4, time=9), "c", 3, kernel=7, stride=3),
+    "rms_norm": lambda o: o.rms_norm(
+        o.rms_norm(_x(o), "n", over=("heads", "head_dim"), eps=1e-6), over=("tokens",), eps=1e-3
+    ),
+    "layer_norm": lambda o: o.layer_norm(_x(o), over="head_dim", eps=1e-6),
+    "group_norm": lambda o: o.group_norm(o.input("x", B=2, channels=6, frames=3, rows=5), "g", groups=3, eps=1e-5),
+    "attention": lambda o: o.attention(
+        o.input("q", B=2, tokens=5, heads=4, head_dim=8),
+        o.input("k", B=2, text=7, kv_heads=2, head_dim=8),
+        o.input("v", B=2, text=7, kv_heads=2, head_dim=8),
+        o.input("m", B=2, text=7),
+        scale=0.3,
+    ),
+    "rope": lambda o: o.rope(
+        _x(o), o.input("cos", tokens=5, heads=3, pairs=4), o.input("sin", tokens=5, heads=3, pairs=4)
+    ),
+    "sinusoid": lambda o: o.sinusoid(o.input("t", B=2, levels=3), size=16),
+}
+
+
+def _inputs(graph):
+    return {
+        name: rng.integers(0, 5, v.type.shape) % 5 if v.type.dtype == "int32" else rng.standard_normal(v.type.shape)
+        for name, v in graph.inputs.items()
+    }
+
+
+def test_every_op_of_the_table_has_a_case():
+    assert set(CASES) == set(OPS)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_op_equals_its_numpy_definition(name, backend):
+    graph = trace(name, lambda o: {"y": CASES[name](o)}, "float32")
+    inputs, params = _inputs(graph), random_params(graph)
+    expected = run_graph("numpy", graph, params, inputs)["y"]
+    # Float32 sums in another order: a few ulps of 6e-8.
+    assert relative_l2(run_graph(backend, graph, params, inputs)["y"], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("spatial,kernel,kw", [((9,), (3,), {"dilation": (3,)}), ((5, 6), (3, 3), {"stride": (1, 2)})])
+def test_convolution_of_every_rank(backend, spatial, kernel, kw):
+    graph = trace("conv", lambda o: {"y": _conv(o, spatial, kernel, **kw)}, "float32")
+    inputs, params = _inputs(graph), random_params(graph)
+    expected = run_graph("numpy", graph, params, inputs)["y"]
+    assert relative_l2(run_graph(backend, graph, params, inputs)["y"], expected) <= 1e-5
