@@ -258,7 +258,7 @@ def _numpy_pad(x, widths, mode):
 
 @op(_numpy_pad)
 def pad(x: Type, *, mode: str = "zeros", **widths: tuple[int, int]):
-    """Pad named axes by (before, after) with zeros, the border ("edge"), or its mirror without the border ("reflect")."""
+    """Pad named axes by (before, after) with zeros, the border ("edge") or its mirror less the border ("reflect")."""
     _expect(mode in ("zeros", "edge", "reflect"), f"pad mode {mode}")
     _expect(set(widths) <= set(x.axes), f"pad {tuple(widths)}: {x} lacks some of them")
     full = tuple(widths.get(a, (0, 0)) for a in x.axes)
@@ -277,7 +277,7 @@ def _numpy_take(x, index, dim, batch_dims):
 
 @op(_numpy_take)
 def take(x: Type, index: Type, *, axis: str):
-    """x at integer positions along `axis`. Leading axes shared with index are matched; the rest of index replaces `axis`."""
+    """x at integer positions along `axis`. Leading axes shared with index match; the rest of it replaces `axis`."""
     _expect(index.dtype == "int32", f"take: index is {index}, expected int32")
     batch = 0
     while batch < min(len(x.axes), len(index.axes)) and x.axes[batch] == index.axes[batch] != axis:

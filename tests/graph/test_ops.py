@@ -57,7 +57,7 @@ CASES = {
     ),
     "take": lambda o: o.concat(
         o.take(_x(o), o.input("i", "int32", B=2, picked=4), axis="tokens"),
-        o.take(_x(o), o.input("j", "int32", picked=4), axis="tokens"),
+        o.take(_x(o, "y", B=2, tokens=5, heads=3, head_dim=8), o.input("j", "int32", picked=4), axis="tokens"),
         axis="picked",
     ),
     "linear": lambda o: o.linear(_x(o), "l", out={"D": 6, "n": 2}, contract=("heads", "head_dim")),
