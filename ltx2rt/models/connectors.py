@@ -1,0 +1,151 @@
+"""From Gemma's states to the text context of each modality: feature extraction, registers, 1-D transformer blocks.
+
+Decides both feature extractors (2.0: one shared projection of range-normalised states; 2.3: one projection per
+modality of RMS-normalised states) and the embeddings connectors. Leaves the states to `gemma`, and the 2.0 caption
+projection to `transformer`. Padding never reaches an output: registers take its place, so it need not be zeroed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ltx2rt.config import ConnectorConfig, TextConfig
+from ltx2rt.errors import InputError
+from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import trace as trace_graph
+from ltx2rt.models.gemma import check_mask
+from ltx2rt.models.positions import axis_angles, frequency_grid
+
+RANGE = 8.0  # 2.0: features span this after normalisation
+EPS = 1e-6  # of both feature normalisations
+FF_FACTOR = 4
+BEYOND = 1e30  # further from zero than any state
+
+
+def trace(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
+    """The graph of `connectors` alone, its states an input hidden_states (B, text, D, states)."""
+
+    def model(o: Ops) -> dict[str, Value]:
+        states = o.input("hidden_states", B=batch, text=tokens, D=config.gemma_hidden, states=config.num_states)
+        return connectors(o, config, states)
+
+    return trace_graph("connectors", model, dtype)
+
+
+def connectors(o: Ops, config: TextConfig, states: Value) -> dict[str, Value]:
+    """video_context and audio_context (B, text, D), D the width of each connector."""
+    features = per_token_features if config.per_token_norm else shared_features
+    video, audio = features(o, config, states)
+    return {
+        "video_context": connector(o, "video", video, config.video, config),
+        "audio_context": connector(o, "audio", audio, config.audio, config),
+    }
+
+
+def per_token_features(o: Ops, config: TextConfig, states: Value) -> tuple[Value, Value]:
+    """2.3: every token's and layer's state by its own RMS, rescaled to the modality's width, projected."""
+    unit = o.rms_norm(states, over=("D",), eps=EPS)
+
+    def project(name: str, width: int) -> Value:
+        scaled = o.affine(unit, scale=math.sqrt(width / config.gemma_hidden))
+        name = f"text_embedding_projection.{name}_aggregate_embed"
+        return o.linear(scaled, name, {"D": width}, contract=("D", "states"), bias=config.projection_bias)
+
+    return project("video", config.video.width), project("audio", config.audio.width)
+
+
+def shared_features(o: Ops, config: TextConfig, states: Value) -> tuple[Value, Value]:
+    """2.0: 8 (x - mean) / (max - min) per sample and layer, over the prompt's tokens and all channels, in float32."""
+    batch, tokens = states.type.shape[:2]
+    valid = o.cast(o.input("mask", "int32", B=batch, text=tokens), dtype="float32")
+    outside = o.affine(valid, scale=BEYOND, offset=-BEYOND)  # 0 on tokens, -BEYOND on padding
+    x, over = o.cast(states, dtype="float32"), ("text", "D")
+    count = o.affine(o.sum(valid, over=("text",)), scale=config.gemma_hidden, offset=EPS)
+    mean = o.div(o.sum(o.mul(x, valid), over=over), count)
+    span = o.sub(o.max(o.add(x, outside), over=over), o.min(o.sub(x, outside), over=over))
+    x = o.affine(o.div(o.sub(x, mean), o.affine(span, offset=EPS)), scale=RANGE)
+    shared = o.linear(
+        o.cast(x, dtype=o.dtype),
+        "text_embedding_projection.aggregate_embed",
+        {"D": config.gemma_hidden},
+        contract=("D", "states"),
+        bias=config.projection_bias,
+    )
+    return shared, shared
+
+
+def connector(o: Ops, modality: str, x: Value, config: ConnectorConfig, text: TextConfig) -> Value:
+    """x (B, text, D) in the tokenizer's order -> the context (B, text, D): tokens first, registers after them."""
+    batch, tokens, width = x.type.shape
+    if tokens % config.num_registers:
+        raise InputError(
+            f"the text is {tokens} tokens long, expected a multiple of the {config.num_registers} registers"
+        )
+    if width != config.width:
+        raise InputError(f"the {modality} connector is {config.width} wide, its features {width}")
+    order = shared_input(o, "order", "int32", B=batch, text=tokens)
+    is_token = shared_input(o, "is_token", "int32", B=batch, text=tokens)
+    tables = {"text": tokens, "heads": config.num_heads, "pairs": config.head_dim // 2}
+    invariant = {table: o.input(f"{modality}_{table}", "float32", **tables) for table in ("cos", "sin")}
+
+    o = o.under(f"model.diffusion_model.{modality}_embeddings_connector")
+    registers = o.param("learnable_registers", registers=config.num_registers, D=width)
+    copies = o.expand(registers, axis="copies", size=tokens // config.num_registers, before="registers")
+    x = o.select(is_token, o.take(x, order, axis="text"), o.merge(copies, axes=("copies", "registers"), into="text"))
+
+    def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
+        x, eps = carry["x"], text.norm_eps
+        x = o.add(x, attention(o.under("attn1"), o.rms_norm(x, over=("D",), eps=eps), invariant, config, eps))
+        return {"x": o.add(x, feed_forward(o.under("ff"), o.rms_norm(x, over=("D",), eps=eps), config))}, {}
+
+    carry, _ = o.repeat(block, config.num_layers, {"x": x}, invariant, prefix="transformer_1d_blocks.*.")
+    return o.rms_norm(carry["x"], over=("D",), eps=text.norm_eps)
+
+
+def attention(o: Ops, x: Value, rope: dict[str, Value], config: ConnectorConfig, eps: float) -> Value:
+    """Unmasked self-attention; q and k are normalised over all heads; 2.3: gate 2 sigmoid(logit) per head."""
+    heads = {"heads": config.num_heads, "head_dim": config.head_dim}
+    q, k, v = (o.linear(x, name, heads) for name in ("to_q", "to_k", "to_v"))
+    q, k = (o.rms_norm(a, f"{name}_norm", over=tuple(heads), eps=eps) for a, name in ((q, "q"), (k, "k")))
+    q, k = (o.rope(a, rope["cos"], rope["sin"]) for a in (q, k))
+    k, v = (o.rename(a, names={"text": "context"}) for a in (k, v))
+    y = o.attention(q, k, v, scale=config.head_dim**-0.5)
+    if config.gated_attention:
+        logits = o.linear(x, "to_gate_logits", {"heads": config.num_heads})
+        y = o.mul(y, o.affine(o.sigmoid(logits), scale=2.0))
+    return o.linear(y, "to_out.0", {"D": config.width}, contract=tuple(heads))
+
+
+def feed_forward(o: Ops, x: Value, config: ConnectorConfig) -> Value:
+    hidden = o.gelu(o.linear(x, "net.0.proj", {"ff": FF_FACTOR * config.width}, bias=config.ff_bias))
+    return o.linear(hidden, "net.2", {"D": config.width}, bias=config.ff_bias)
+
+
+def shared_input(o: Ops, name: str, dtype: str, **sizes: int) -> Value:
+    """The input `name`, declared by whichever connector comes first."""
+    return o.graph.inputs.get(name) or o.input(name, dtype, **sizes)
+
+
+def feeds(config: TextConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """The graph's inputs, hidden_states apart, for mask (B, text): 1 for a token and 0 for padding on either side.
+
+    order: the tokens' columns in their order, then padding's; is_token: whether a place of that order is a token.
+    """
+    mask = np.asarray(mask)
+    check_mask(mask)
+    tokens = mask.shape[1]
+    inputs = {
+        "order": np.argsort(mask == 0, axis=1, kind="stable").astype(np.int32),
+        "is_token": (np.arange(tokens) < mask.sum(axis=1, keepdims=True)).astype(np.int32),
+    }
+    if not config.per_token_norm:
+        inputs["mask"] = mask.astype(np.int32)
+    for modality, connector in (("video", config.video), ("audio", config.audio)):
+        grid = frequency_grid(connector.width, 1, config.rope_theta, config.rope_float64_grid)
+        for table, values in zip(
+            ("cos", "sin"), axis_angles(np.arange(tokens), config.rope_max_pos, grid), strict=True
+        ):
+            inputs[f"{modality}_{table}"] = values.reshape(tokens, connector.num_heads, connector.head_dim // 2)
+    return inputs

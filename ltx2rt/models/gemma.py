@@ -1,0 +1,139 @@
+"""Gemma 3 as a prompt encoder: token ids to the states of every layer.
+
+Decides the text branch's mathematics and, on the host, its masks and RoPE tables. Leaves tokenisation to
+`pipeline.text` and what is done with the states to `connectors`. No vision tower, no logits, no cache.
+"""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+from ltx2rt.config import GemmaConfig
+from ltx2rt.errors import InputError
+from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import trace as trace_graph
+
+PREFIX = "language_model.model"
+MASKED = -1e30  # added to a score: exp gives 0, and it stays finite in bfloat16, unlike float32's own minimum
+
+
+def trace(config: GemmaConfig, batch: int, tokens: int, dtype: str) -> Graph:
+    """The graph of `gemma` alone; its only output is hidden_states."""
+    return trace_graph("gemma", lambda o: {"hidden_states": gemma(o, config, batch, tokens)}, dtype)
+
+
+def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Value:
+    """All states (B, text, D, states), states = layers + 1.
+
+    State 0 is the scaled embedding, state i the output of layer i, the last one passed through the final norm;
+    the last layer's output before that norm is not among them.
+    """
+    token_ids = o.input("token_ids", "int32", B=batch, text=tokens)
+    is_sliding = o.input("is_sliding", "int32", layers=config.num_layers)
+    kinds = {}
+    for kind in ("full", "sliding"):
+        bias = kinds[f"{kind}_bias"] = o.input(f"{kind}_bias", "float32", B=batch, text=tokens, context=tokens)
+        kinds[f"{kind}_sees"] = o.cast(o.exp(o.max(bias, over=("context",))), dtype=o.dtype)
+        for table in ("cos", "sin"):
+            kinds[f"{kind}_{table}"] = o.input(f"{kind}_{table}", "float32", text=tokens, pairs=config.head_dim // 2)
+
+    o = o.under(PREFIX)
+    embedding = o.param("embed_tokens.weight", vocab=config.vocab_size, D=config.hidden_size)
+    x = o.affine(o.take(embedding, token_ids, axis="vocab"), scale=embedding_scale(config, o.dtype))
+
+    def layer(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
+        x, sliding = carry["x"], data["is_sliding"]
+        here = {
+            name: o.select(sliding, invariant[f"sliding_{name}"], invariant[f"full_{name}"])
+            for name in ("bias", "sees", "cos", "sin")
+        }
+        y = attention(o.under("self_attn"), norm(o, x, "input_layernorm", "D", config), here, config)
+        h = o.add(x, norm(o, y, "post_attention_layernorm", "D", config))
+        y = mlp(o.under("mlp"), norm(o, h, "pre_feedforward_layernorm", "D", config), config)
+        return {"x": o.add(h, norm(o, y, "post_feedforward_layernorm", "D", config))}, {"entering": x}
+
+    carry, stacked = o.repeat(layer, config.num_layers, {"x": x}, kinds, {"is_sliding": is_sliding}, "layers.*.")
+    last = o.expand(norm(o, carry["x"], "norm", "D", config), axis="layers", size=1, before="B")
+    states = o.concat(stacked["entering"], last, axis="layers")
+    return o.rename(o.transpose(states, axes=("B", "text", "D", "layers")), names={"layers": "states"})
+
+
+def norm(o: Ops, x: Value, name: str, axis: str, config: GemmaConfig) -> Value:
+    """RMSNorm times (1 + weight). The weight is float32 in any graph: the sum would lose it in bfloat16."""
+    weight = o.param(f"{name}.weight", dtype="float32", **{axis: x.type.size(axis)})
+    return o.emit("rms_norm", x, o.affine(weight, offset=1.0), over=(axis,), eps=config.norm_eps)
+
+
+def attention(o: Ops, x: Value, here: dict[str, Value], config: GemmaConfig) -> Value:
+    """Grouped-query attention; a row that sees no token at all (padding) gets zero, as in torch's SDPA."""
+    kv = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    q = o.linear(x, "q_proj", {"heads": config.num_heads, "head_dim": config.head_dim}, bias=False)
+    k, v = o.linear(x, "k_proj", kv, bias=False), o.linear(x, "v_proj", kv, bias=False)
+    q = o.rope(norm(o, q, "q_norm", "head_dim", config), here["cos"], here["sin"])
+    k = o.rope(norm(o, k, "k_norm", "head_dim", config), here["cos"], here["sin"])
+    k, v = (o.rename(a, names={"text": "context"}) for a in (k, v))
+    y = o.mul(o.attention(q, k, v, here["bias"], scale=config.query_scale), here["sees"])
+    return o.linear(y, "o_proj", {"D": config.hidden_size}, contract=("heads", "head_dim"), bias=False)
+
+
+def mlp(o: Ops, x: Value, config: GemmaConfig) -> Value:
+    ff = {"ff": config.intermediate_size}
+    gate, up = o.linear(x, "gate_proj", ff, bias=False), o.linear(x, "up_proj", ff, bias=False)
+    return o.linear(o.mul(o.gelu(gate), up), "down_proj", {"D": config.hidden_size}, bias=False)
+
+
+def embedding_scale(config: GemmaConfig, dtype: str) -> float:
+    """sqrt(D) rounded to the graph's dtype, as the reference does: 62.0 for D = 3840 in bfloat16."""
+    return float(np.dtype(getattr(ml_dtypes, dtype, dtype)).type(math.sqrt(config.hidden_size)))
+
+
+def feeds(config: GemmaConfig, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """The graph's inputs for token_ids (B, text) and mask (B, text), 1 for a token and 0 for padding on either side.
+
+    Positions count padding: the i-th column is position i. Raises InputError for ids outside the vocabulary, a mask
+    that is not of zeros and ones, and a prompt without a token.
+    """
+    token_ids, mask = np.asarray(token_ids), np.asarray(mask)
+    if token_ids.ndim != 2 or mask.shape != token_ids.shape:
+        raise InputError(f"token_ids {token_ids.shape} and mask {mask.shape}: expected the same [B,S] for both")
+    if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
+        raise InputError(
+            f"token_ids reach from {token_ids.min()} to {token_ids.max()}, the text encoder has {config.vocab_size} "
+            "tokens; use the tokenizer in its own folder"
+        )
+    check_mask(mask)
+    tokens = token_ids.shape[1]
+    back = np.arange(tokens)[:, None] - np.arange(tokens)  # how far column j lies behind row i
+    seen = (back >= 0) & (mask[:, None, :] != 0)
+    return {
+        "token_ids": token_ids.astype(np.int32),
+        "is_sliding": np.array(config.layer_is_sliding, np.int32),
+        "full_bias": additive(seen),
+        "sliding_bias": additive(seen & (back < config.sliding_window)),
+        **rope_tables("full", tokens, config.head_dim, config.rope_theta, config.rope_scaling_factor),
+        **rope_tables("sliding", tokens, config.head_dim, config.rope_local_theta, 1.0),
+    }
+
+
+def check_mask(mask: np.ndarray) -> None:
+    """Raise InputError unless mask (B, text) is of zeros and ones, with a one in every row."""
+    if not np.isin(mask, (0, 1)).all():
+        raise InputError(f"mask holds values from {mask.min()} to {mask.max()}, expected 1 (token) and 0 (padding)")
+    if not mask.any(axis=1).all():
+        raise InputError(f"mask row {int(np.argmin(mask.any(axis=1)))} has no token; an empty prompt is one BOS token")
+
+
+def additive(seen: np.ndarray) -> np.ndarray:
+    """float32 attention bias: 0 where seen, MASKED elsewhere."""
+    return np.where(seen, np.float32(0), np.float32(MASKED))
+
+
+def rope_tables(kind: str, tokens: int, head_dim: int, theta: float, scaling: float) -> dict[str, np.ndarray]:
+    """cos and sin (text, pairs) of position * theta^(-2i/head_dim) / scaling, in the reference's float32 order."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = np.float32(1) / np.float32(theta) ** exponents / np.float32(scaling)
+    angles = np.arange(tokens, dtype=np.float32)[:, None] * frequencies
+    return {f"{kind}_cos": np.cos(angles), f"{kind}_sin": np.sin(angles)}
