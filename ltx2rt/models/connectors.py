@@ -38,9 +38,11 @@ def connectors(o: Ops, config: TextConfig, states: Value) -> dict[str, Value]:
     """video_context and audio_context (B, text, D), D the width of each connector."""
     features = per_token_features if config.per_token_norm else shared_features
     video, audio = features(o, config, states)
+    batch, tokens = states.type.shape[:2]
+    places = [o.input(name, "int32", B=batch, text=tokens) for name in ("order", "is_token")]
     return {
-        "video_context": connector(o, "video", video, config.video, config),
-        "audio_context": connector(o, "audio", audio, config.audio, config),
+        "video_context": connector(o, "video", video, *places, config.video, config),
+        "audio_context": connector(o, "audio", audio, *places, config.audio, config),
     }
 
 
@@ -76,17 +78,17 @@ def shared_features(o: Ops, config: TextConfig, states: Value) -> tuple[Value, V
     return shared, shared
 
 
-def connector(o: Ops, modality: str, x: Value, config: ConnectorConfig, text: TextConfig) -> Value:
+def connector(
+    o: Ops, modality: str, x: Value, order: Value, is_token: Value, config: ConnectorConfig, text: TextConfig
+) -> Value:
     """x (B, text, D) in the tokenizer's order -> the context (B, text, D): tokens first, registers after them."""
-    batch, tokens, width = x.type.shape
+    tokens, width = x.type.shape[1:]
     if tokens % config.num_registers:
         raise InputError(
             f"the text is {tokens} tokens long, expected a multiple of the {config.num_registers} registers"
         )
     if width != config.width:
         raise InputError(f"the {modality} connector is {config.width} wide, its features {width}")
-    order = shared_input(o, "order", "int32", B=batch, text=tokens)
-    is_token = shared_input(o, "is_token", "int32", B=batch, text=tokens)
     tables = {"text": tokens, "heads": config.num_heads, "pairs": config.head_dim // 2}
     invariant = {table: o.input(f"{modality}_{table}", "float32", **tables) for table in ("cos", "sin")}
 
@@ -121,11 +123,6 @@ def attention(o: Ops, x: Value, rope: dict[str, Value], config: ConnectorConfig,
 def feed_forward(o: Ops, x: Value, config: ConnectorConfig) -> Value:
     hidden = o.gelu(o.linear(x, "net.0.proj", {"ff": FF_FACTOR * config.width}, bias=config.ff_bias))
     return o.linear(hidden, "net.2", {"D": config.width}, bias=config.ff_bias)
-
-
-def shared_input(o: Ops, name: str, dtype: str, **sizes: int) -> Value:
-    """The input `name`, declared by whichever connector comes first."""
-    return o.graph.inputs.get(name) or o.input(name, dtype, **sizes)
 
 
 def feeds(config: TextConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
