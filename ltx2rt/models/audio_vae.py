@@ -1,0 +1,98 @@
+"""The audio autoencoder: latents to log-mel spectrograms and back, as one graph each.
+
+Decides the two networks and the un-normalisation (statistics per channel and mel bin, in float32). Leaves the mel
+front end to `ltx2rt.media` and the waveform to `ltx2rt.models.vocoder`.
+
+Layout (B, channels, time, mel). Time is causal with zeros, mel symmetric: n latents are 4n - 3 mel frames.
+"""
+
+from __future__ import annotations
+
+from ltx2rt.config import AudioVaeConfig
+from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import trace as trace_graph
+
+NORM_EPS = 1e-6  # PixelNorm of the audio VAE; the video VAE has 1e-8
+
+
+def trace_decoder(config: AudioVaeConfig, batch: int, latents: int, dtype: str) -> Graph:
+    """Input `latent` float32 (B, 8, latents, 16), normalised; output `mel` (B, 2, 4 latents - 3, 64), natural log."""
+    return trace_graph("audio-decoder", decoder, dtype, config, batch, latents)
+
+
+def trace_encoder(config: AudioVaeConfig, batch: int, mel_frames: int, dtype: str) -> Graph:
+    """Input `mel` (B, 2, mel_frames, 64), natural log; output `latent` float32, the normalised mean."""
+    return trace_graph("audio-encoder", encoder, dtype, config, batch, mel_frames)
+
+
+def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[str, Value]:
+    x = o.input("latent", "float32", B=batch, channels=config.latent_channels, time=latents, mel=config.latent_mel_bins)
+    mean, std = _statistics(o, config)
+    x = o.cast(o.add(o.mul(x, std), mean), dtype=o.dtype)
+    net = o.under("audio_vae.decoder")
+    widths = [config.base_channels * m for m in config.channel_multipliers]
+    x = causal_conv(net, x, "conv_in.conv", widths[-1])
+    for name in ("mid.block_1", "mid.block_2"):
+        x = res_block(net.under(name), x, widths[-1])
+    for level in reversed(range(len(widths))):
+        stage = net.under(f"up.{level}")
+        for i in range(config.num_res_blocks + 1):
+            x = res_block(stage.under(f"block.{i}"), x, widths[level])
+        if level:
+            x = upsample(stage, x)
+    return {"mel": causal_conv(net, norm_silu(o, x), "conv_out.conv", config.out_channels)}
+
+
+def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict[str, Value]:
+    x = o.input("mel", B=batch, channels=config.out_channels, time=mel_frames, mel=config.mel_bins)
+    net = o.under("audio_vae.encoder")
+    widths = [config.base_channels * m for m in config.channel_multipliers]
+    x = causal_conv(net, x, "conv_in.conv", widths[0])
+    for level, width in enumerate(widths):
+        stage = net.under(f"down.{level}")
+        for i in range(config.num_res_blocks):
+            x = res_block(stage.under(f"block.{i}"), x, width)
+        if level < len(widths) - 1:
+            x = o.pad(x, time=(2, 0), mel=(0, 1))
+            x = stage.conv(x, "downsample.conv", width, (3, 3), stride=(2, 2))
+    for name in ("mid.block_1", "mid.block_2"):
+        x = res_block(net.under(name), x, widths[-1])
+    x = causal_conv(net, norm_silu(o, x), "conv_out.conv", 2 * config.latent_channels)
+    # The second half is the log-variance, which inference never samples.
+    x = o.cast(o.slice(x, axis="channels", stop=config.latent_channels), dtype="float32")
+    mean, std = _statistics(o, config)
+    return {"latent": o.div(o.sub(x, mean), std)}
+
+
+def _statistics(o: Ops, config: AudioVaeConfig) -> tuple[Value, Value]:
+    """Mean and std (channels, mel), stored as one axis in the order of packed tokens, channel * bins + bin."""
+    into = {"channels": config.latent_channels, "mel": config.latent_mel_bins}
+    size = config.latent_channels * config.latent_mel_bins
+    names = ("audio_vae.per_channel_statistics.mean-of-means", "audio_vae.per_channel_statistics.std-of-means")
+    mean, std = (o.split(o.param(name, dtype="float32", packed=size), axis="packed", into=into) for name in names)
+    return mean, std
+
+
+def causal_conv(o: Ops, x: Value, name: str, out_channels: int) -> Value:
+    return o.conv(o.pad(x, time=(2, 0), mel=(1, 1)), name, out_channels, (3, 3))
+
+
+def norm_silu(o: Ops, x: Value) -> Value:
+    return o.silu(o.rms_norm(x, over=("channels",), eps=NORM_EPS))
+
+
+def res_block(o: Ops, x: Value, out_channels: int) -> Value:
+    """shortcut(x) + conv2(silu(norm(conv1(silu(norm(x)))))); the shortcut is a 1x1 convolution if the width changes."""
+    y = causal_conv(o, norm_silu(o, x), "conv1.conv", out_channels)
+    y = causal_conv(o, norm_silu(o, y), "conv2.conv", out_channels)
+    if x.type.size("channels") != out_channels:
+        x = o.conv(x, "nin_shortcut.conv", out_channels, (1, 1))
+    return o.add(x, y)
+
+
+def upsample(o: Ops, x: Value) -> Value:
+    """Every time step and bin twice, a convolution, and the first time step dropped: n to 2n - 1."""
+    x = o.merge(o.expand(x, axis="copy", size=2, before="mel"), axes=("time", "copy"), into="time")
+    x = o.merge(o.expand(x, axis="copy", size=2), axes=("mel", "copy"), into="mel")
+    x = causal_conv(o, x, "upsample.conv.conv", x.type.size("channels"))
+    return o.slice(x, axis="time", start=1)

@@ -1,0 +1,169 @@
+"""The video autoencoder: latents to frames and frames to latents, as one graph each.
+
+Decides the convolutional network of every released file from its block lists. Normalised latents stay outside:
+the statistics are applied here, in float32. Leaves tiling to `ltx2rt.pipeline.tiling` and pixel ranges to the caller.
+
+Layout (B, channels, frames, rows, columns). Sizes: F = 8(f-1)+1 frames, H = 32h rows, W = 32w columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from ltx2rt.config import VaeStage, VideoVaeConfig
+from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import trace as trace_graph
+
+NORM_EPS = 1e-8  # PixelNorm of the video VAE; the audio VAE has 1e-6
+AXES = ("frames", "rows", "columns")
+STEPS = ("dt", "dy", "dx")  # positions inside a space-to-depth cell, slowest first
+
+Conv = Callable[[Ops, Value, str, int], Value]
+
+
+def trace_decoder(config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str) -> Graph:
+    """Input `latent` float32 (B, channels, frames, rows, columns), normalised; output `frames` (B, 3, F, H, W)."""
+    return trace_graph("video-decoder", decoder, dtype, config, batch, frames, rows, columns)
+
+
+def trace_encoder(config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str) -> Graph:
+    """Sizes in pixels. Input `frames` (B, 3, F, H, W) in [-1, 1]; output `latent` float32, the normalised mean."""
+    return trace_graph("video-encoder", encoder, dtype, config, batch, frames, rows, columns)
+
+
+def decoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Value]:
+    sizes = {"frames": frames, "rows": rows, "columns": columns}
+    x = o.input("latent", "float32", B=batch, channels=config.latent_channels, **sizes)
+    x = o.cast(unnormalise(o, x), dtype=o.dtype)
+    conv = functools.partial(padded_conv, padding=config.decoder_padding, causal=config.decoder_causal)
+    net = o.under("vae.decoder")
+    x = conv(net, x, "conv_in", config.decoder[0].channels)
+    for i, stage in enumerate(config.decoder):
+        block = net.under(f"up_blocks.{i}")
+        x = (res_blocks if stage.kind == "res" else upsample)(block, x, stage, conv)
+    x = o.silu(pixel_norm(o, x))
+    x = conv(net, x, "conv_out", 3 * config.patch_size**2)
+    return {"frames": unpatchify(o, x, config.patch_size)}
+
+
+def encoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Value]:
+    x = o.input("frames", B=batch, channels=3, frames=frames, rows=rows, columns=columns)
+    conv = functools.partial(padded_conv, padding=config.encoder_padding, causal=config.encoder_causal)
+    net = o.under("vae.encoder")
+    x = conv(net, patchify(o, x, config.patch_size), "conv_in", config.encoder[0].channels)
+    for i, stage in enumerate(config.encoder):
+        block = net.under(f"down_blocks.{i}")
+        x = (res_blocks if stage.kind == "res" else downsample)(block, x, stage, conv)
+    x = o.silu(pixel_norm(o, x))
+    # One more channel than the latent: the log-variance all channels share, which inference never samples.
+    x = conv(net, x, "conv_out", config.latent_channels + 1)
+    x = o.slice(x, axis="channels", stop=config.latent_channels)
+    return {"latent": normalise(o, o.cast(x, dtype="float32"))}
+
+
+def _statistics(o: Ops, channels: int) -> tuple[Value, Value]:
+    names = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
+    mean, std = (o.param(name, dtype="float32", channels=channels) for name in names)
+    return mean, std
+
+
+def unnormalise(o: Ops, x: Value) -> Value:
+    """x std + mean per channel; x float32, `o` without a prefix."""
+    mean, std = _statistics(o, x.type.size("channels"))
+    return o.add(o.mul(x, std), mean)
+
+
+def normalise(o: Ops, x: Value) -> Value:
+    """(x - mean) / std per channel; x float32, `o` without a prefix."""
+    mean, std = _statistics(o, x.type.size("channels"))
+    return o.div(o.sub(x, mean), std)
+
+
+def padded_conv(o: Ops, x: Value, name: str, out_channels: int, *, padding: str, causal: bool) -> Value:
+    """3x3x3 convolution that keeps every size. Time repeats its edge frames, twice before if causal; rows and columns
+    follow `padding`."""
+    x = o.pad(x, mode="edge", frames=(2, 0) if causal else (1, 1))
+    x = o.pad(x, mode=padding, rows=(1, 1), columns=(1, 1))
+    return o.conv(x, f"{name}.conv", out_channels, (3, 3, 3))
+
+
+def pixel_norm(o: Ops, x: Value) -> Value:
+    return o.rms_norm(x, over=("channels",), eps=NORM_EPS)
+
+
+def res_blocks(o: Ops, x: Value, stage: VaeStage, conv: Conv) -> Value:
+    """`num_layers` times x + conv2(silu(norm(conv1(silu(norm(x))))))."""
+
+    def block(o, carry, invariant, data):
+        y = carry["x"]
+        for name in ("conv1", "conv2"):
+            y = conv(o, o.silu(pixel_norm(o, y)), name, stage.channels)
+        return {"x": o.add(carry["x"], y)}, {}
+
+    return o.repeat(block, stage.num_layers, {"x": x}, prefix="res_blocks.*.")[0]["x"]
+
+
+def upsample(o: Ops, x: Value, stage: VaeStage, conv: Conv) -> Value:
+    """Depth to space after a convolution; `residual` adds the input's own, its channels tiled as whole blocks.
+
+    A stride of 2 in time maps n frames to 2n - 1: the first output frame goes.
+    """
+    y = depth_to_space(o, conv(o, x, "conv", stage.out_channels * math.prod(stage.stride)), stage.stride)
+    if stage.residual:
+        skip = depth_to_space(o, x, stage.stride)
+        repeats = stage.out_channels // skip.type.size("channels")
+        y = o.add(y, o.concat(*[skip] * repeats, axis="channels"))
+    return o.slice(y, axis="frames", start=1) if stage.stride[0] == 2 else y
+
+
+def downsample(o: Ops, x: Value, stage: VaeStage, conv: Conv) -> Value:
+    """Space to depth after a convolution, plus the input's own averaged over groups of adjacent channels.
+
+    A stride of 2 in time repeats the first frame once before both paths: 2n - 1 frames to n.
+    """
+    if stage.stride[0] == 2:
+        x = o.pad(x, mode="edge", frames=(1, 0))
+    skip = space_to_depth(o, x, stage.stride)
+    group = skip.type.size("channels") // stage.out_channels
+    skip = o.mean(
+        o.split(skip, axis="channels", into={"channels": stage.out_channels, "group": group}), over=("group",)
+    )
+    y = conv(o, x, "conv", stage.out_channels // math.prod(stage.stride))
+    return o.add(space_to_depth(o, y, stage.stride), skip)
+
+
+def depth_to_space(
+    o: Ops, x: Value, stride: tuple[int, ...], axes: tuple[str, ...] = AXES, steps: tuple[str, ...] = STEPS
+) -> Value:
+    """Channel index ((c * st + dt) * sh + dy) * sw + dx, with `steps` from slow to fast, into the `axes`."""
+    inner = dict(zip(steps, stride, strict=True))
+    x = o.split(x, axis="channels", into={"channels": x.type.size("channels") // math.prod(stride), **inner})
+    pairs = tuple(zip(axes, STEPS[-len(axes) :], strict=True))
+    x = o.transpose(x, axes=(*(a for a in x.type.axes if a not in (*axes, *steps)), *(a for p in pairs for a in p)))
+    for axis, step in pairs:
+        x = o.merge(x, axes=(axis, step), into=axis)
+    return x
+
+
+def space_to_depth(
+    o: Ops, x: Value, stride: tuple[int, ...], axes: tuple[str, ...] = AXES, steps: tuple[str, ...] = STEPS
+) -> Value:
+    """The inverse of `depth_to_space`."""
+    for axis, step in zip(axes, STEPS[-len(axes) :], strict=True):
+        n = stride[steps.index(step)]
+        x = o.split(x, axis=axis, into={axis: x.type.size(axis) // n, step: n})
+    kept = tuple(a for a in x.type.axes if a not in steps and a not in axes)
+    order = kept[: kept.index("channels") + 1]
+    x = o.transpose(x, axes=(*order, *steps, *(a for a in x.type.axes if a not in order and a not in steps)))
+    return o.merge(x, axes=("channels", *steps), into="channels")
+
+
+def patchify(o: Ops, x: Value, size: int) -> Value:
+    """Patches of size x size pixels into channels. The position across columns is the slower one."""
+    return space_to_depth(o, x, (size, size), AXES[1:], ("dx", "dy"))
+
+
+def unpatchify(o: Ops, x: Value, size: int) -> Value:
+    return depth_to_space(o, x, (size, size), AXES[1:], ("dx", "dy"))

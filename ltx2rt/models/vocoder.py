@@ -1,0 +1,171 @@
+"""From log-mel spectrograms to a waveform: HiFi-GAN (2.0), or BigVGAN and its bandwidth extension (2.3).
+
+Decides the whole road from the audio VAE's mel to samples. With bandwidth extension everything is float32, whatever
+dtype is asked for: bfloat16 costs a third of the signal there. The 16 kHz stage is always clamped to [-1, 1].
+
+Layout (B, channels, time); one anti-aliasing filter serves all channels, which then count as batch ("signals").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from ltx2rt.config import GeneratorConfig, VocoderConfig
+from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import trace as trace_graph
+
+LEAKY_SLOPE = 0.1
+FINAL_LEAKY_SLOPE = 0.01  # the activation before conv_post has the framework's default, in every released file
+SNAKE_EPS = 1e-9
+FILTER_TAPS = 12  # of both anti-aliasing filters
+LOG_FLOOR = 1e-5
+RESAMPLER_ZEROS, RESAMPLER_ROLLOFF = 6, 0.99  # Hann-windowed sinc
+
+
+def trace(config: VocoderConfig, batch: int, mel_frames: int, dtype: str) -> Graph:
+    """Inputs: see `feeds`, `mel` (B, 2, mel_frames, 64) first. Output `waveform` (B, 2, samples) in [-1, 1]."""
+    dtype = "float32" if config.bandwidth_extension else dtype
+    return trace_graph("vocoder", vocoder, dtype, config, batch, mel_frames)
+
+
+def feeds(config: VocoderConfig, mel: np.ndarray) -> dict[str, np.ndarray]:
+    """The inputs of the graph: `mel` and, with bandwidth extension, the resampler's filter, which no file stores."""
+    if config.bandwidth_extension is None:
+        return {"mel": mel}
+    return {"mel": mel, "resampler_filter": resampler_filter(config.sample_rate // config.input_sample_rate)}
+
+
+def resampler_filter(ratio: int) -> np.ndarray:
+    """f32[1, 1, taps]: sinc(t) w(t) rolloff / ratio, t = (j / ratio - width) rolloff, w(t) = cos^2(pi t / 12) to 6.
+
+    Not renormalised: at ratio 3 its 43 taps sum to 1.000466.
+    """
+    width = math.ceil(RESAMPLER_ZEROS / RESAMPLER_ROLLOFF)
+    t = (np.arange(2 * width * ratio + 1) / ratio - width) * RESAMPLER_ROLLOFF
+    window = np.cos(np.clip(t, -RESAMPLER_ZEROS, RESAMPLER_ZEROS) * np.pi / (2 * RESAMPLER_ZEROS)) ** 2
+    return (np.sinc(t) * window * RESAMPLER_ROLLOFF / ratio).astype(np.float32)[None, None]
+
+
+def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[str, Value]:
+    generator_config = config.generator
+    channels = generator_config.out_channels
+    mel_bins = generator_config.in_channels // channels
+    mel = o.input("mel", B=batch, channels=channels, time=mel_frames, mel=mel_bins)
+    if config.bandwidth_extension is None:
+        return {"waveform": generator(o.under("vocoder"), generator_config, mel)}
+    low = generator(o.under("vocoder.vocoder"), generator_config, mel)
+    low = o.clamp(low, low=-1.0, high=1.0)
+    return {"waveform": extend_bandwidth(o, config, low)}
+
+
+def generator(o: Ops, config: GeneratorConfig, mel: Value) -> Value:
+    """mel (B, channels, time, mel) to a waveform (B, channels, samples), the product of the rates per frame."""
+    x = o.merge(o.transpose(mel, axes=("B", "channels", "mel", "time")), axes=("channels", "mel"), into="channels")
+    x = same_conv(o, x, "conv_pre", config.hidden_channels, 7)
+    snake = config.activation == "snakebeta"
+    for i, (rate, kernel) in enumerate(zip(config.upsample_rates, config.upsample_kernels, strict=True)):
+        if not snake:
+            x = o.leaky_relu(x, slope=LEAKY_SLOPE)
+        x = o.conv_transpose(x, f"ups.{i}", config.hidden_channels >> (i + 1), kernel, rate)
+        crop = (kernel - rate) // 2
+        x = o.slice(x, axis="time", start=crop, stop=x.type.size("time") - crop)
+        blocks = [
+            res_block(o.under(f"resblocks.{i * len(config.resblock_kernels) + j}"), x, size, dilations, snake)
+            for j, (size, dilations) in enumerate(zip(config.resblock_kernels, config.resblock_dilations, strict=True))
+        ]
+        x = blocks[0]
+        for block in blocks[1:]:
+            x = o.add(x, block)
+        x = o.affine(x, scale=1 / len(blocks))
+    x = snake_beta(o.under("act_post"), x) if snake else o.leaky_relu(x, slope=FINAL_LEAKY_SLOPE)
+    x = same_conv(o, x, "conv_post", config.out_channels, 7, bias=config.final_bias)
+    return FINAL_ACTIVATIONS[config.final_activation](o, x)
+
+
+FINAL_ACTIVATIONS: dict[str, Callable[[Ops, Value], Value]] = {
+    "tanh": lambda o, x: o.tanh(x),
+    "clamp": lambda o, x: o.clamp(x, low=-1.0, high=1.0),
+    "none": lambda o, x: x,
+}
+
+
+def same_conv(o: Ops, x: Value, name: str, out: int, kernel: int, dilation: int = 1, bias: bool = True) -> Value:
+    """Convolution over time that keeps the length; zeros outside."""
+    pad = (kernel - 1) * dilation // 2
+    return o.conv(o.pad(x, time=(pad, pad)), name, out, (kernel,), dilation=(dilation,), bias=bias)
+
+
+def res_block(o: Ops, x: Value, kernel: int, dilations: tuple[int, ...], snake: bool) -> Value:
+    """For every dilation x + conv2(act2(conv1(act1(x)))), conv1 dilated."""
+
+    def activate(x: Value, name: str) -> Value:
+        return snake_beta(o.under(name), x) if snake else o.leaky_relu(x, slope=LEAKY_SLOPE)
+
+    width = x.type.size("channels")
+    for n, dilation in enumerate(dilations):
+        y = same_conv(o, activate(x, f"acts1.{n}"), f"convs1.{n}", width, kernel, dilation)
+        x = o.add(x, same_conv(o, activate(y, f"acts2.{n}"), f"convs2.{n}", width, kernel))
+    return x
+
+
+def snake_beta(o: Ops, x: Value) -> Value:
+    """x + sin(e^alpha x)^2 / e^beta per channel, at twice the rate between two low-pass filters."""
+    taps = [o.param(f"{name}.filter", out=1, one=1, k0=FILTER_TAPS) for name in ("upsample", "downsample.lowpass")]
+    width = x.type.size("channels")
+    alpha, beta = (o.param(f"act.{name}", channels=width) for name in ("alpha", "beta"))
+    x = resample_up(o, x, taps[0], 2)
+    wave = o.square(o.sin(o.mul(x, o.exp(alpha))))
+    x = o.add(x, o.div(wave, o.affine(o.exp(beta), offset=SNAKE_EPS)))
+    x = o.pad(signals(o, x), mode="edge", time=(FILTER_TAPS // 2 - 1, FILTER_TAPS // 2))
+    x = o.emit("conv", x, taps[1], stride=(2,), dilation=(1,))
+    return channels(o, x, width)
+
+
+def resample_up(o: Ops, x: Value, taps: Value, ratio: int) -> Value:
+    """Zeros between the samples, filtered: time to ratio * time, input sample n at output sample ratio * n."""
+    size = taps.type.size("k0")
+    pad = -(-(size // 2) // ratio)  # all that a kept output reads
+    left = pad * ratio + (size - 1) // 2
+    length = ratio * x.type.size("time")
+    y = o.pad(signals(o, x), mode="edge", time=(pad, pad))
+    y = o.affine(o.emit("conv_transpose", y, taps, stride=ratio), scale=ratio)
+    return channels(o, o.slice(y, axis="time", start=left, stop=left + length), x.type.size("channels"))
+
+
+def signals(o: Ops, x: Value) -> Value:
+    """(B, channels, time) -> (signals, one, time)."""
+    x = o.split(x, axis="channels", into={"channels": x.type.size("channels"), "one": 1})
+    return o.merge(x, axes=("B", "channels"), into="signals")
+
+
+def channels(o: Ops, x: Value, size: int) -> Value:
+    """The inverse of `signals`."""
+    x = o.split(x, axis="signals", into={"B": x.type.size("signals") // size, "channels": size})
+    return o.merge(x, axes=("channels", "one"), into="channels")
+
+
+def extend_bandwidth(o: Ops, config: VocoderConfig, low: Value) -> Value:
+    """low (B, channels, samples) in [-1, 1]; its resampling plus what a second generator adds, clamped."""
+    ratio, size, samples = config.sample_rate // config.input_sample_rate, config.stft_size, low.type.size("time")
+    x = o.pad(low, time=(0, -samples % config.stft_hop))
+    stft = o.under("vocoder.mel_stft")
+    # Causal STFT as a convolution: the first half of the basis is real, the second imaginary.
+    bins = size // 2 + 1
+    basis = stft.param("stft_fn.forward_basis", out=2 * bins, one=1, k0=size)
+    spectrum = o.pad(signals(o, x), time=(size - config.stft_hop, 0))
+    spectrum = o.emit("conv", spectrum, basis, stride=(config.stft_hop,), dilation=(1,))
+    real, imaginary = (o.slice(spectrum, axis="one", start=i * bins, stop=(i + 1) * bins) for i in (0, 1))
+    magnitude = o.sqrt(o.add(o.square(real), o.square(imaginary)))
+    magnitude = o.rename(o.transpose(magnitude, axes=("signals", "time", "one")), names={"one": "bins"})
+    mel_basis = stft.param("mel_basis", mel=config.stft_mels, bins=bins)
+    mel = o.emit("linear", magnitude, mel_basis, contract=("bins",), out={"mel": config.stft_mels})
+    mel = o.log(o.clamp(mel, low=LOG_FLOOR))
+    width = low.type.size("channels")
+    mel = o.split(mel, axis="signals", into={"B": low.type.size("B"), "channels": width})
+    residual = generator(o.under("vocoder.bwe_generator"), config.bandwidth_extension, mel)
+    taps = o.input("resampler_filter", out=1, one=1, k0=resampler_filter(ratio).shape[-1])
+    wave = o.clamp(o.add(residual, resample_up(o, x, taps, ratio)), low=-1.0, high=1.0)
+    return o.slice(wave, axis="time", stop=ratio * samples)
