@@ -1,0 +1,125 @@
+"""Parameter names: the official single file's (ours everywhere) <-> diffusers'; and the spellings of a Gemma folder.
+
+Both directions are one regular-expression pass over whole dotted words, so no rename can meet another's result.
+"""
+
+from __future__ import annotations
+
+import re
+
+WORDS = {  # component -> official word: diffusers word
+    "transformer": {
+        "patchify_proj": "proj_in",
+        "audio_patchify_proj": "audio_proj_in",
+        "adaln_single": "time_embed",
+        "audio_adaln_single": "audio_time_embed",
+        "prompt_adaln_single": "prompt_adaln",
+        "audio_prompt_adaln_single": "audio_prompt_adaln",
+        "av_ca_video_scale_shift_adaln_single": "av_cross_attn_video_scale_shift",
+        "av_ca_audio_scale_shift_adaln_single": "av_cross_attn_audio_scale_shift",
+        "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
+        "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
+        "scale_shift_table_a2v_ca_video": "video_a2v_cross_attn_scale_shift_table",
+        "scale_shift_table_a2v_ca_audio": "audio_a2v_cross_attn_scale_shift_table",
+        "q_norm": "norm_q",
+        "k_norm": "norm_k",
+    },
+    "text": {
+        "model.diffusion_model.video_embeddings_connector": "video_connector",
+        "model.diffusion_model.audio_embeddings_connector": "audio_connector",
+        "text_embedding_projection.aggregate_embed": "text_proj_in",
+        "text_embedding_projection.video_aggregate_embed": "video_text_proj_in",
+        "text_embedding_projection.audio_aggregate_embed": "audio_text_proj_in",
+        "transformer_1d_blocks": "transformer_blocks",
+        "q_norm": "norm_q",
+        "k_norm": "norm_k",
+    },
+    "video_vae": {
+        "per_channel_statistics.mean-of-means": "latents_mean",
+        "per_channel_statistics.std-of-means": "latents_std",
+        "res_blocks": "resnets",
+    },
+    "audio_vae": {
+        "per_channel_statistics.mean-of-means": "latents_mean",
+        "per_channel_statistics.std-of-means": "latents_std",
+    },
+    "vocoder": {
+        "conv_pre": "conv_in",
+        "conv_post": "conv_out",
+        "act_post": "act_out",
+        "ups": "upsamplers",
+        "resblocks": "resnets",
+        "downsample.lowpass": "downsample",
+    },
+    "upsampler": {},
+}
+PREFIXES = {  # of the official single file; "text" lives under two, both spelled out above
+    "transformer": "model.diffusion_model.",
+    "text": "",
+    "video_vae": "vae.",
+    "audio_vae": "audio_vae.",
+    "vocoder": "vocoder.",
+    "upsampler": "",
+}
+CONNECTORS = ("model.diffusion_model.video_embeddings_connector.", "model.diffusion_model.audio_embeddings_connector.")
+TEXT_PROJECTION = "text_embedding_projection."
+GEMMA = "language_model.model."
+_GEMMA_PREFIX = re.compile(
+    r"(?:language_model\.model\.|model\.language_model\.|model\.)?(?=(?:embed_tokens|layers|norm)\.)"
+)
+
+
+def _rename(name: str, words: dict[str, str]) -> str:
+    if not words:
+        return name
+    pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    return re.sub(rf"(?<![^.])(?:{pattern})(?![^.])", lambda match: words[match[0]], name)
+
+
+def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> str:
+    """num_encoder_stages: entries of the video VAE's encoder list, needed for that component only."""
+    name = _rename(official.removeprefix(PREFIXES[component]), WORDS[component])
+    if component == "video_vae":
+        name = re.sub(r"^(en|de)coder\.(down|up)_blocks\.(\d+)\.", lambda m: _stage(m, num_encoder_stages), name)
+    return name
+
+
+def _stage(match: re.Match[str], num_encoder_stages: int) -> str:
+    """Official stages are one list; diffusers pairs residual blocks with a resampler and has a mid_block."""
+    side, index = match[1], int(match[3])
+    if (side, index) in (("en", num_encoder_stages - 1), ("de", 0)):
+        return f"{side}coder.mid_block."
+    if side == "en":
+        return f"encoder.down_blocks.{index // 2}." + ("downsamplers.0." if index % 2 else "")
+    return f"decoder.up_blocks.{(index - 1) // 2}." + ("upsamplers.0." if index % 2 else "")
+
+
+def to_official(component: str, diffusers: str, num_encoder_stages: int = 0) -> str:
+    words = {theirs: ours for ours, theirs in WORDS[component].items()}
+    if component == "vocoder":  # the upsampling filter has no extra level
+        words |= {"downsample.filter": "downsample.lowpass.filter"}
+        del words["downsample"]
+    name = _rename(diffusers, words)
+    if component == "video_vae":
+        deepest = num_encoder_stages - 1
+
+        def stage(match: re.Match[str]) -> str:
+            if match["mid"]:
+                return f"encoder.down_blocks.{deepest}." if match["mid"] == "en" else "decoder.up_blocks.0."
+            if match["down"]:
+                return f"encoder.down_blocks.{2 * int(match['down']) + bool(match['downsampler'])}."
+            return f"decoder.up_blocks.{2 * int(match['up']) + 2 - bool(match['upsampler'])}."
+
+        name = re.sub(
+            r"^(?:(?P<mid>en|de)coder\.mid_block\.|encoder\.down_blocks\.(?P<down>\d+)\.(?P<downsampler>downsamplers\.0\.)?"
+            r"|decoder\.up_blocks\.(?P<up>\d+)\.(?P<upsampler>upsamplers\.0\.)?)",
+            stage,
+            name,
+        )
+    return PREFIXES[component] + name
+
+
+def gemma_to_canonical(name: str) -> str:
+    """`language_model.model.` for the text branch, however the folder spells it; every other name unchanged."""
+    match = _GEMMA_PREFIX.match(name)
+    return GEMMA + name[match.end() :] if match else name

@@ -1,0 +1,207 @@
+"""The sizes of the released models, and of two tiny ones with every feature of theirs.
+
+Decides sizes only. Tiny models keep what the outside sees (128 latent channels, 8 x 16 audio latents, strides, rates,
+1024 text tokens) and at least three blocks, so that anything written for the released ones runs on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ltx2rt.config import (
+    AudioVaeConfig,
+    ConnectorConfig,
+    GemmaConfig,
+    GeneratorConfig,
+    ModelConfig,
+    TextConfig,
+    TransformerConfig,
+    UpsamplerConfig,
+    VaeStage,
+    VideoVaeConfig,
+    VocoderConfig,
+)
+from ltx2rt.errors import InputError
+
+SPACE, TIME, BOTH = (1, 2, 2), (2, 1, 1), (2, 2, 2)
+
+
+@dataclass(frozen=True)
+class Preset:
+    config: ModelConfig
+    lora_rank: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What differs between a released model and its tiny copy."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    audio_head_dim: int
+    gemma: GemmaConfig
+    registers: int
+    encoder_layers: tuple[int, ...]
+    encoder_widths: tuple[int, ...]
+    decoder_layers: tuple[int, ...]
+    decoder_width: int  # of the last decoder stage
+    audio_multipliers: tuple[int, ...]
+    audio_blocks: int
+    vocoder_hidden: int
+    extension_hidden: int
+    upsampler_mid: int
+    upsampler_blocks: int
+    connector_layers: int
+    lora_rank: int
+
+
+def gemma(vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, ff: int, window: int):
+    return GemmaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=ff,
+        layer_is_sliding=tuple((layer + 1) % 6 != 0 for layer in range(layers)),
+        sliding_window=window,
+        rope_theta=1e6,
+        rope_scaling_factor=8.0,
+        rope_local_theta=1e4,
+        query_scale=head_dim**-0.5,
+        norm_eps=1e-6,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+
+
+FULL_GEMMA = gemma(262208, 3840, 48, 16, 8, 256, 15360, 1024)
+TINY_VOCABULARY = 480
+TINY_GEMMA = gemma(TINY_VOCABULARY, 64, 6, 4, 2, 16, 128, 16)
+
+SIZES = {
+    "ltx-2.0": Sizes(
+        48, 32, 128, 64, FULL_GEMMA, 128, (4, 6, 6, 2, 2), (128, 256, 512, 1024, 2048), (5, 5, 5, 5), 128,
+        (1, 2, 4), 2, 1024, 0, 1024, 4, 2, 384,
+    ),
+    "ltx-2.3": Sizes(
+        48, 32, 128, 64, FULL_GEMMA, 128, (4, 6, 4, 2, 2), (128, 256, 512, 1024, 1024), (2, 2, 4, 6, 4), 128,
+        (1, 2, 4), 2, 1536, 512, 1024, 4, 8, 384,
+    ),
+    "tiny-2.0": Sizes(
+        3, 4, 32, 16, TINY_GEMMA, 16, (1, 1, 1, 1, 1), (128, 128, 128, 128, 128), (1, 1, 1, 1), 16,
+        (2, 1, 1), 1, 64, 0, 32, 1, 2, 8,
+    ),
+    "tiny-2.3": Sizes(
+        3, 4, 32, 16, TINY_GEMMA, 16, (1, 1, 1, 1, 1), (128, 128, 128, 128, 128), (1, 1, 1, 1, 1), 8,
+        (2, 1, 1), 1, 128, 64, 32, 1, 2, 8,
+    ),
+}  # fmt: skip
+
+
+def preset(name: str) -> Preset:
+    if name not in SIZES:
+        raise InputError(f"unknown preset {name!r}, known are {', '.join(SIZES)}")
+    sizes, new = SIZES[name], name.endswith("2.3")
+    config = ModelConfig(
+        version=(2, 3, 0) if new else (2, 0, 0),
+        transformer=_transformer(sizes, new),
+        text=_text(sizes, new),
+        gemma=sizes.gemma,
+        video_vae=_video_vae(sizes, new),
+        audio_vae=AudioVaeConfig(128, sizes.audio_multipliers, sizes.audio_blocks, 8, 2, 64, 16000, 160),
+        vocoder=_vocoder(sizes, new),
+        upsampler=UpsamplerConfig(128, sizes.upsampler_mid, sizes.upsampler_blocks, rational=not new),
+    )
+    return Preset(config, sizes.lora_rank)
+
+
+def _transformer(s: Sizes, new: bool) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=s.layers,
+        video_channels=128,
+        audio_channels=128,
+        num_heads=s.heads,
+        head_dim=s.head_dim,
+        audio_num_heads=s.heads,
+        audio_head_dim=s.audio_head_dim,
+        caption_channels=s.gemma.hidden_size,
+        caption_projection=not new,
+        gated_attention=new,
+        text_modulation=new,
+        prompt_adaln=new,
+        ff_bias=True,
+        audio_ff_bias=True,
+        rope_theta=10000.0,
+        rope_max_pos=(20, 2048, 2048),
+        audio_rope_max_pos=20,
+        rope_float64_grid=True,
+        timestep_scale=1000.0,
+        av_gate_scale=1000.0,
+        norm_eps=1e-6,
+    )
+
+
+def _text(s: Sizes, new: bool) -> TextConfig:
+    def connector(head_dim: int) -> ConnectorConfig:
+        """2.0 keeps Gemma's width (30 heads of 128 there), 2.3 takes each modality's."""
+        heads, size = (s.heads, head_dim) if new else (s.gemma.hidden_size // s.head_dim, s.head_dim)
+        return ConnectorConfig(heads, size, s.connector_layers, s.registers, gated_attention=new, ff_bias=True)
+
+    return TextConfig(
+        gemma_hidden=s.gemma.hidden_size,
+        num_states=s.gemma.num_layers + 1,
+        per_token_norm=new,
+        projection_bias=new,
+        video=connector(s.head_dim),
+        audio=connector(s.audio_head_dim),
+        rope_theta=10000.0,
+        rope_max_pos=4096,
+        rope_float64_grid=True,
+        norm_eps=1e-6,
+    )
+
+
+def _video_vae(s: Sizes, new: bool) -> VideoVaeConfig:
+    def chain(start: int, layers: tuple[int, ...], samples: list[VaeStage]) -> tuple[VaeStage, ...]:
+        stages = [VaeStage("res", start, start, num_layers=layers[0])]
+        for count, sample in zip(layers[1:], samples, strict=True):
+            stages += [sample, VaeStage("res", sample.out_channels, sample.out_channels, num_layers=count)]
+        return tuple(stages)
+
+    widths = s.encoder_widths
+    downs = [
+        VaeStage("sample", channels, out, stride=stride)
+        for channels, out, stride in zip(widths, widths[1:], (SPACE, TIME, BOTH, BOTH), strict=False)
+    ]
+    ups, w = [], s.decoder_width * 8
+    for stride, factor in ((BOTH, 2), (BOTH, 1), (TIME, 2), (SPACE, 2)) if new else ((BOTH, 2),) * 3:
+        ups.append(VaeStage("sample", w, w // factor, stride=stride, residual=not new))
+        w //= factor
+    return VideoVaeConfig(
+        latent_channels=128,
+        patch_size=4,
+        encoder=chain(widths[0], s.encoder_layers, downs),
+        decoder=chain(s.decoder_width * 8, s.decoder_layers, ups),
+        encoder_padding="zeros",
+        decoder_padding="zeros" if new else "reflect",
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+
+
+def _vocoder(s: Sizes, new: bool) -> VocoderConfig:
+    def generator(hidden, rates, kernels, final):
+        activation = "snakebeta" if new else "leaky_relu"
+        dilations = ((1, 3, 5),) * 3
+        return GeneratorConfig(128, hidden, 2, rates, kernels, (3, 7, 11), dilations, activation, not new, final)
+
+    if not new:
+        first = generator(s.vocoder_hidden, (6, 5, 2, 2, 2), (16, 15, 8, 4, 4), "tanh")
+        return VocoderConfig(first, None, 0, 0, 0, 24000, 24000)
+    first = generator(s.vocoder_hidden, (5, 2, 2, 2, 2, 2), (11, 4, 4, 4, 4, 4), "clamp")
+    extension = generator(s.extension_hidden, (6, 5, 2, 2, 2), (12, 11, 4, 4, 4), "none")
+    return VocoderConfig(first, extension, 512, 80, 64, 16000, 48000)

@@ -1,0 +1,214 @@
+"""Configs: both spellings round-trip, equal the released values, and traps are refused by the key's name."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.weights import configs
+from ltx2rt.weights.configs import Keys
+from ltx2rt.weights.presets import SIZES, preset
+
+PRESETS = tuple(SIZES)
+RELEASED_VAE = {  # AutoencoderKLLTX2Video of the released 2.0 and 2.3
+    "ltx-2.0": {
+        "block_out_channels": [256, 512, 1024, 2048],
+        "layers_per_block": [4, 6, 6, 2, 2],
+        "downsample_type": ["spatial", "temporal", "spatiotemporal", "spatiotemporal"],
+        "decoder_block_out_channels": [256, 512, 1024],
+        "decoder_layers_per_block": [5, 5, 5, 5],
+        "upsample_type": ["spatiotemporal"] * 3,
+        "upsample_residual": [True] * 3,
+        "upsample_factor": [2, 2, 2],
+        "decoder_spatial_padding_mode": "reflect",
+    },
+    "ltx-2.3": {
+        "block_out_channels": [256, 512, 1024, 1024],
+        "layers_per_block": [4, 6, 4, 2, 2],
+        "downsample_type": ["spatial", "temporal", "spatiotemporal", "spatiotemporal"],
+        "decoder_block_out_channels": [256, 512, 512, 1024],
+        "decoder_layers_per_block": [4, 6, 4, 2, 2],
+        "upsample_type": ["spatiotemporal", "spatiotemporal", "temporal", "spatial"],
+        "upsample_residual": [False] * 4,
+        "upsample_factor": [2, 2, 1, 2],
+        "decoder_spatial_padding_mode": "zeros",
+    },
+}
+
+
+def official(name):
+    """The metadata object of a preset, as JSON data independent of our tuples."""
+    return copy.deepcopy(configs.official_json(preset(name).config))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_official_json_round_trips(name):
+    config = preset(name).config
+    data = official(name)
+    transformer = Keys(data["transformer"], "transformer")
+    width = config.text.gemma_hidden * config.text.num_states
+    assert configs.official_transformer(transformer) == config.transformer
+    assert configs.official_text(transformer, width) == config.text
+    assert configs.official_video_vae(Keys(data["vae"], "vae")) == config.video_vae
+    assert configs.official_audio_vae(Keys(data["audio_vae"], "audio_vae")) == config.audio_vae
+    assert configs.official_vocoder(Keys(data["vocoder"], "vocoder"), config.audio_vae) == config.vocoder
+    assert configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "official"), "u")) == config.upsampler
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_diffusers_json_round_trips(name):
+    config = preset(name).config
+    t = config.transformer
+    assert configs.diffusers_transformer(Keys(configs.diffusers_transformer_json(t), "t")) == t
+    assert configs.diffusers_text(Keys(configs.diffusers_text_json(config.text, t), "c"), t) == config.text
+    vae = configs.diffusers_video_vae_json(config.video_vae)
+    assert configs.diffusers_video_vae(Keys(vae, "v")) == config.video_vae
+    audio = configs.diffusers_audio_vae_json(config.audio_vae)
+    assert configs.diffusers_audio_vae(Keys(audio, "a")) == config.audio_vae
+    assert configs.diffusers_vocoder(Keys(configs.diffusers_vocoder_json(config.vocoder), "v")) == config.vocoder
+    assert configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "diffusers"), "u")) == config.upsampler
+    gemma = configs.gemma(Keys(configs.gemma_json(config.gemma, {}), "g"))
+    assert replace(gemma, query_scale=0) == replace(config.gemma, query_scale=0)
+    assert gemma.query_scale == pytest.approx(config.gemma.query_scale, rel=1e-15)
+
+
+@pytest.mark.parametrize("name", ["ltx-2.0", "ltx-2.3"])
+def test_full_size_equals_the_released_tables(name):
+    config = preset(name).config
+    vae = configs.diffusers_video_vae_json(config.video_vae)
+    assert {key: vae[key] for key in RELEASED_VAE[name]} == RELEASED_VAE[name]
+    assert (config.video_vae.time_factor, config.video_vae.space_factor) == (8, 32)
+    connector = (32, 128, 8) if name == "ltx-2.3" else (30, 128, 2)
+    video = config.text.video
+    assert (video.num_heads, video.head_dim, video.num_layers) == connector
+    assert config.generation == name[-3:]
+    blocks = official(name)["vae"]["decoder_blocks"]
+    first = ["res_x", {"num_layers": 4 if name == "ltx-2.3" else 5}]
+    second = {"ltx-2.0": ["compress_all", {"multiplier": 2, "residual": True}]}
+    assert blocks[0] == first
+    assert blocks[1] == second.get(name, ["compress_space", {"multiplier": 2}])
+    assert ("spatial_padding_mode" in official(name)["vae"]) == (name == "ltx-2.3")
+
+
+def test_bare_integers_and_default_multipliers_in_block_lists():
+    data = official("ltx-2.3")["vae"]
+    for blocks in (data["encoder_blocks"], data["decoder_blocks"]):
+        for block in blocks[::2]:
+            block[1] = block[1]["num_layers"]
+    del data["encoder_blocks"][1][1]["multiplier"], data["decoder_blocks"][5][1]["multiplier"]
+    assert configs.official_video_vae(Keys(data, "vae")) == preset("ltx-2.3").config.video_vae
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "av_ca_timestep_scale_multiplier",
+        "frequencies_precision",
+        "connector_positional_embedding_max_pos",
+        "connector_num_attention_heads",
+        "connector_num_layers",
+        "rope_type",
+        "positional_embedding_max_pos",
+        "use_middle_indices_grid",
+        "causal_temporal_positioning",
+        "num_layers",
+        "norm_eps",
+        "qk_norm",
+    ],
+)
+@pytest.mark.parametrize("name", ["tiny-2.0", "tiny-2.3"])
+def test_an_absent_key_is_named(name, key):
+    data = official(name)["transformer"]
+    del data[key]
+    with pytest.raises(InputError, match=f"required key {key} is absent"):
+        keys = Keys(data, "transformer")
+        configs.official_transformer(keys)
+        configs.official_text(keys, 448)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("transformer", "rope_type", "interleaved"),
+        ("transformer", "frequencies_precision", "bfloat16"),
+        ("transformer", "num_layers", "48"),
+        ("transformer", "num_layers", 0),
+        ("transformer", "num_layers", True),
+        ("transformer", "dropout", 0.1),
+        ("transformer", "caption_proj_input_norm", True),
+        ("transformer", "use_keyframes_abs_pos_embedding", True),
+        ("transformer", "cross_attention_dim", 100),
+        ("transformer", "positional_embedding_max_pos", [20]),
+        ("transformer", "audio_num_attention_heads", 2),
+        ("vae", "timestep_conditioning", True),
+        ("vae", "causal_decoder", True),
+        ("vae", "spatial_padding_mode", "replicate"),
+        ("vae", "latent_log_var", "constant"),
+        ("vae", "encoder_blocks", [["res_x", 1], ["attn", 1], ["res_x", 1]]),
+        ("vae", "encoder_blocks", [["res_x", 1], ["res_x", 1]]),
+    ],
+)
+def test_an_unsupported_value_is_named(part, key, value):
+    data = official("tiny-2.3")[part]
+    data[key] = value
+    read = configs.official_transformer if part == "transformer" else configs.official_video_vae
+    with pytest.raises(InputError, match=key):
+        read(Keys(data, part))
+
+
+def test_two_of_the_four_caption_keys_are_no_known_extractor():
+    data = official("tiny-2.3")["transformer"]
+    del data["caption_proj_input_norm"]
+    with pytest.raises(InputError, match="no known feature extractor"):
+        configs.official_transformer(Keys(data, "t"))
+
+
+def test_the_first_of_two_generators_clamps_whatever_diffusers_says():
+    data = configs.diffusers_vocoder_json(preset("tiny-2.3").config.vocoder)
+    assert data["final_act_fn"] is None
+    vocoder = configs.diffusers_vocoder(Keys(data, "v"))
+    assert vocoder.generator.final_activation == "clamp"
+    assert vocoder.bandwidth_extension.final_activation == "none"
+
+
+def test_gemma_reads_the_released_sparse_spelling():
+    released = {
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    }
+    expected = preset("ltx-2.3").config.gemma
+    assert configs.gemma(Keys(released, "g")) == expected
+    flat = released["text_config"] | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+    assert configs.gemma(Keys(flat, "g")) == expected
+
+
+def test_a_gemma_of_another_size_or_kind_is_refused():
+    small, text = preset("tiny-2.3").config.gemma, preset("ltx-2.3").config.text
+    with pytest.raises(InputError, match=r"hidden size 64 with 6 layers.*3840 with 48 layers.*--text-encoder"):
+        configs.check_gemma(small, text, "gemma")
+    with pytest.raises(InputError, match="gemma4"):
+        configs.gemma(Keys({"model_type": "gemma4_unified"}, "g"))
+
+
+def test_other_upsamplers_are_refused():
+    for change in ({"temporal_upsample": True}, {"spatial_scale": 1.5}):
+        data = configs.upsampler_json(preset("tiny-2.0").config.upsampler, "official") | change
+        with pytest.raises(InputError, match=next(iter(change))):
+            configs.upsampler(Keys(data, "u"))
+
+
+def test_versions_are_their_leading_integers():
+    assert configs.version_tuple("2.3.0") == (2, 3, 0)
+    assert configs.version_tuple("2-3-rc1.4") == (2, 3)
+    assert configs.version_tuple(None) == ()
