@@ -184,7 +184,8 @@ def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, str
 
 @op
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps: float) -> Tensor:
-    if dims == tuple(range(x.ndim - len(dims), x.ndim)):
+    # The fused kernel wants one dtype; Gemma's weights are float32 beside bfloat16 activations.
+    if dims == tuple(range(x.ndim - len(dims), x.ndim)) and (weight is None or weight.dtype == x.dtype):
         shape = x.shape[-len(dims) :]
         return F.rms_norm(x, shape, None if weight is None else weight.reshape(shape), eps)
     wide = x.float()

@@ -1,0 +1,167 @@
+"""Gemma 3 in graph form against transformers, on the interpreter and both backends."""
+
+from math import prod
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+
+from ltx2rt.config import GemmaConfig
+from ltx2rt.errors import InputError
+from ltx2rt.models import gemma
+from ltx2rt.testing import relative_l2, run_graph
+
+BATCH, TOKENS = 4, 13
+# Left padding, none, right padding, and a prompt of one token; longer than the window, so that padding rows of a
+# sliding layer may see nothing where those of a full layer see the prompt.
+MASK = np.ones((BATCH, TOKENS), np.int32)
+MASK[0, :4], MASK[2, 6:], MASK[3, :-1] = 0, 0, 0
+IDS = np.where(MASK, np.random.default_rng(5).integers(3, 61, MASK.shape), 0)
+
+
+def build(dtype: torch.dtype = torch.float32) -> Gemma3ForConditionalGeneration:
+    """7 layers, the 6th full; 6 heads on 2; weights representable in bfloat16."""
+    text = Gemma3TextConfig(
+        vocab_size=61,
+        hidden_size=42,
+        intermediate_size=72,
+        num_hidden_layers=7,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=20,
+        sliding_window=5,
+        sliding_window_pattern=6,
+        rms_norm_eps=1e-6,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    )
+    vision = SiglipVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
+    )
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    for _, p in sorted(model.model.language_model.named_parameters()):
+        scale = 0.3 if p.ndim == 1 else p.shape[1] ** -0.5
+        # Only parameters change dtype: `model.to` would round the RoPE frequencies too, which loading does not.
+        p.data = (scale * torch.randn(p.shape, generator=generator)).bfloat16().to(dtype)
+    return model
+
+
+def config_of(model: Gemma3ForConditionalGeneration) -> GemmaConfig:
+    text = model.config.text_config
+    full, sliding = (text.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    return GemmaConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        intermediate_size=text.intermediate_size,
+        layer_is_sliding=tuple(kind == "sliding_attention" for kind in text.layer_types),
+        sliding_window=text.sliding_window,
+        rope_theta=full["rope_theta"],
+        rope_scaling_factor=full["factor"],
+        rope_local_theta=sliding["rope_theta"],
+        query_scale=text.query_pre_attn_scalar**-0.5,
+        norm_eps=text.rms_norm_eps,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+
+
+def params_of(model: Gemma3ForConditionalGeneration) -> dict[str, np.ndarray]:
+    weights = model.model.language_model.state_dict()
+    return {f"language_model.model.{name}": tensor.float().numpy() for name, tensor in weights.items()}
+
+
+@torch.inference_mode()
+def reference(model: Gemma3ForConditionalGeneration) -> np.ndarray:
+    out = model.model(
+        input_ids=torch.from_numpy(IDS),
+        attention_mask=torch.from_numpy(MASK),
+        output_hidden_states=True,
+        use_cache=False,
+    )
+    return torch.stack(out.hidden_states, -1).float().numpy()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return reference(model)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+def test_every_state_equals_transformers_on_tokens_and_padding(model, expected, kind):
+    config = config_of(model)
+    graph = gemma.trace(config, BATCH, TOKENS, "float32")
+    states = run_graph(kind, graph, params_of(model), gemma.feeds(config, IDS, MASK))["hidden_states"]
+    assert states.shape == (BATCH, TOKENS, 42, 8)
+    for i in range(8):
+        # Contract: 1e-4. Reached: 1e-6, float32 rounding through 7 layers.
+        assert relative_l2(states[MASK == 1][..., i], expected[MASK == 1][..., i]) < 1e-5, f"state {i}, tokens"
+        assert relative_l2(states[MASK == 0][..., i], expected[MASK == 0][..., i]) < 1e-5, f"state {i}, padding"
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+def test_bfloat16_is_at_most_twice_as_far_as_transformers_own(model, expected, kind):
+    config = config_of(model)
+    graph = gemma.trace(config, BATCH, TOKENS, "bfloat16")
+    states = run_graph(kind, graph, params_of(model), gemma.feeds(config, IDS, MASK))["hidden_states"]
+    own = reference(build(torch.bfloat16))
+    for i in (3, 7):
+        ours, theirs = (relative_l2(a[MASK == 1][..., i], expected[MASK == 1][..., i]) for a in (states, own))
+        assert ours < 2 * theirs, f"state {i}: {ours} against {theirs}"
+
+
+def test_the_graph_reads_exactly_the_text_branch(model):
+    parameters = gemma.trace(config_of(model), 1, 4, "float32").parameters()
+    assert {n: s.shape for n, s in parameters.items()} == {n: a.shape for n, a in params_of(model).items()}
+
+
+def test_full_size_has_626_tensors_and_11_766_034_176_parameters():
+    sliding = tuple(i % 6 != 5 for i in range(48))
+    config = GemmaConfig(262208, 3840, 48, 16, 8, 256, 15360, sliding, 1024, 1e6, 8.0, 1e4, 1 / 16, 1e-6, 0, 1, 2)
+    specs = gemma.trace(config, 2, 1024, "bfloat16").parameters().values()
+    assert (len(specs), sum(prod(spec.shape) for spec in specs)) == (626, 11_766_034_176)
+    assert gemma.embedding_scale(config, "bfloat16") == 62.0
+    assert gemma.embedding_scale(config, "float32") == np.float32(np.sqrt(3840))
+
+
+def test_masked_scores_stay_finite_in_bfloat16():
+    assert np.isfinite(ml_dtypes.bfloat16(2 * gemma.MASKED))
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ([[2, 61]], [[1, 1]], "61 tokens"),
+        ([[2, -1]], [[1, 1]], "61 tokens"),
+        ([[2, 3]], [[1, 2]], "expected 1"),
+        ([[2, 3], [2, 3]], [[1, 1], [0, 0]], "row 1 has no token"),
+        ([[2, 3]], [[1, 1, 1]], "same"),
+    ],
+)
+def test_bad_prompts_are_refused(model, ids, mask, message):
+    with pytest.raises(InputError, match=message):
+        gemma.feeds(config_of(model), np.array(ids), np.array(mask))
