@@ -1,26 +1,61 @@
-"""RoPE angles on the host: the float64 frequency grid and the official float32 order of rounding.
+"""RoPE tables, made by numpy: devices only gather and combine them.
 
-Decides the tables' numbers. Leaves which coordinates there are, and how axes combine, to each network.
-Angles are numpy's business because XLA rewrites the division inside them and moves cosines by 1e-3.
+A token's angles are a frequency grid times its coordinate on each axis. There are few distinct coordinates (frames,
+rows, columns), so cos and sin are tabulated over those, in the reference's order of rounding: grid in float64 rounded
+once, then float32 throughout. A compiler that rewrote the division inside the angle would move cosines by 1e-3.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+
+from ltx2rt.graph import Ops, Value
 
 
 def frequency_grid(dim: int, num_axes: int, theta: float, float64: bool = True) -> np.ndarray:
-    """theta^(j/(n-1)) * pi/2 for j = 0..n-1, n = dim // (2 num_axes), as float32[n].
-
-    float64: powers and product in double precision, rounded once at the end (every released model).
-    """
+    """theta^(j/(n-1)) * pi/2 for j = 0..n-1, n = dim // (2 num_axes); float32[n]."""
     dtype = np.float64 if float64 else np.float32
     exponents = np.linspace(0.0, 1.0, dim // (2 * num_axes), dtype=dtype)
-    return (dtype(theta) ** exponents * dtype(np.pi / 2)).astype(np.float32)
+    return (np.power(dtype(theta), exponents) * dtype(math.pi) / dtype(2)).astype(np.float32)
 
 
 def axis_angles(coordinates: np.ndarray, max_pos: float, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin (*coordinates.shape, n) of (2 m / max_pos - 1) * grid, every operation in float32."""
-    fraction = np.asarray(coordinates, np.float32) / np.float32(max_pos)
-    angles = (fraction * np.float32(2) - np.float32(1))[..., None] * grid
+    """cos and sin of grid * (2 coordinate / max_pos - 1): float32[coordinates, frequencies] each."""
+    u = np.asarray(coordinates, np.float32) / np.float32(max_pos) * np.float32(2) - np.float32(1)
+    angles = u[:, None] * grid
     return np.cos(angles), np.sin(angles)
+
+
+def coordinate_table(name: str, bounds: np.ndarray, max_pos: float, grid: np.ndarray) -> dict[str, np.ndarray]:
+    """Graph inputs of one axis: `{name}_cos`, `{name}_sin` [coordinates, frequencies] and `{name}_index` like bounds.
+
+    bounds: float32[..., 2], a token's [start, end) on this axis; the angle is taken at the midpoint.
+    """
+    middle = (bounds[..., 0] + bounds[..., 1]) / np.float32(2)
+    unique, index = np.unique(middle, return_inverse=True)
+    cos, sin = axis_angles(unique, max_pos, grid)
+    return {f"{name}_cos": cos, f"{name}_sin": sin, f"{name}_index": index.reshape(middle.shape).astype(np.int32)}
+
+
+def gather_tables(o: Ops, axes: list[dict[str, Value]], heads: int) -> tuple[Value, Value]:
+    """cos and sin (..., tokens, heads, pairs) from each axis' {"cos", "sin", "index"}.
+
+    Angles lie frequency-major, axis-minor; identity pairs fill the front; heads then own different bands.
+    """
+    tables = []
+    for kind in ("cos", "sin"):
+        gathered = [o.take(axis[kind], axis["index"], axis="coordinates") for axis in axes]
+        x = gathered[0]
+        if len(gathered) > 1:
+            x = o.stack(*gathered, axis="axis", dim=len(x.type.axes))
+            x = o.merge(x, axes=("frequencies", "axis"), into="frequencies")
+        missing = -x.type.size("frequencies") % heads
+        if missing:
+            front = o.slice(x, axis="frequencies", stop=missing)
+            front = o.affine(front, scale=0.0, offset=1.0 if kind == "cos" else 0.0)
+            x = o.concat(front, x, axis="frequencies")
+        pairs = x.type.size("frequencies") // heads
+        tables.append(o.split(x, axis="frequencies", into={"heads": heads, "pairs": pairs}))
+    return tables[0], tables[1]

@@ -1,0 +1,55 @@
+"""The attention module shared by the transformer and the connectors, in graph form.
+
+q and k are normalised over all heads together (one RMSNorm over heads x head_dim), then rotated; optional per-head
+gate 2*sigmoid of the query-side input; optional per-sample pass-through of the values (spatio-temporal guidance).
+"""
+
+from __future__ import annotations
+
+from ltx2rt.graph import Ops, Value
+
+Rope = tuple[Value, Value]  # cos, sin: (..., tokens, heads, pairs)
+
+
+def attention(
+    o: Ops,
+    x: Value,
+    context: Value,
+    heads: int,
+    head_dim: int,
+    *,
+    eps: float,
+    gated: bool,
+    rope: Rope | None = None,
+    context_rope: Rope | None = None,
+    bias: Value | None = None,
+    keep: Value | None = None,
+) -> Value:
+    """x (B, tokens, D) attends to context (B, tokens or text, D'); returns x's type.
+
+    bias: additive (B, tokens, context). keep (B): where 0 the attention's result is replaced by the values
+    (self-attention only).
+    """
+    inner = {"heads": heads, "head_dim": head_dim}
+    q = o.rms_norm(o.linear(x, "to_q", inner), "q_norm", over=("heads", "head_dim"), eps=eps)
+    k = o.rms_norm(o.linear(context, "to_k", inner), "k_norm", over=("heads", "head_dim"), eps=eps)
+    v = o.linear(context, "to_v", inner)
+    if rope is not None:
+        q = o.rope(q, *rope)
+        k = o.rope(k, *(context_rope or rope))
+    y = o.attention(q, k, v, bias, scale=head_dim**-0.5)
+    if keep is not None:
+        y = o.select(keep, y, v)
+    if gated:
+        gate = o.affine(o.sigmoid(o.linear(x, "to_gate_logits", {"heads": heads})), scale=2.0)
+        y = o.mul(y, gate)
+    axis = x.type.axes[-1]
+    return o.linear(y, "to_out.0", {axis: x.type.size(axis)}, contract=("heads", "head_dim"))
+
+
+def feed_forward(o: Ops, x: Value, bias: bool = True, multiple: int = 4) -> Value:
+    """Linear, tanh-GELU, Linear: D -> 4 D -> D."""
+    axis = x.type.axes[-1]
+    width = x.type.size(axis)
+    h = o.gelu(o.linear(x, "net.0.proj", {"ff": multiple * width}, bias=bias))
+    return o.linear(h, "net.2", {axis: width}, bias=bias)

@@ -1,0 +1,193 @@
+"""One guided denoise step as a graph: the active branches through the transformer in one batch, guidance, Euler.
+
+Which branches exist is structure; guidance scales, sigmas and the STG block list are inputs, so changing them among
+non-neutral values compiles nothing. Everything after the transformer is float32.
+
+    x0   = x - v * mask * sigma                                        per branch
+    pred = c + (cfg-1)(c-u) + stg (c-p) + (modality-1)(c-q)            c cond, u uncond, p perturbed, q isolated
+    pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std per sample, unbiased, over tokens and channels
+    x0   = pred * mask + clean * (1 - mask)
+    x'   = x + (x - x0) / sigma * (sigma' - sigma)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ltx2rt.config import TransformerConfig
+from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import trace as trace_graph
+from ltx2rt.models.modulation import Levels
+from ltx2rt.models.transformer import Structure as TransformerStructure
+from ltx2rt.models.transformer import declare_context, declare_levels, declare_tables, streams, transformer
+
+CFG, STG, MODALITY, RESCALE = range(4)  # columns of the input `guidance` (modalities, scales)
+MIN_STD = 1e-5  # survives float16, unlike 1e-8
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Which guidance branches run besides the conditional one."""
+
+    uncond: bool = False
+    perturbed: bool = False
+    isolated: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        found = ["cond"]
+        found += [name for name in ("uncond", "perturbed", "isolated") if getattr(self, name)]
+        return tuple(found)
+
+    @classmethod
+    def of(cls, guidance: np.ndarray) -> Branches:
+        """The branches that `guidance` [2, 4] needs: those whose scale is not neutral for some modality."""
+        g = np.asarray(guidance, np.float32)
+        return cls(
+            uncond=not np.allclose(g[:, CFG], 1),
+            perturbed=not np.allclose(g[:, STG], 0),
+            isolated=not np.allclose(g[:, MODALITY], 1),
+        )
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What shapes a guided-step graph besides its config: the key under which programs are kept."""
+
+    branches: Branches
+    video_tokens: int
+    audio_tokens: int
+    text_tokens: int
+    coordinates: tuple[int, ...]
+    video_levels: int = 1
+    rule: str = "C"
+
+
+def mask_feeds(mask: np.ndarray) -> dict[str, np.ndarray]:
+    """`video_levels` [K] and, if K > 1, `video_level_index` [T] from the denoise mask [T] (1 generate, 0 keep)."""
+    levels, index = np.unique(np.asarray(mask, np.float32), return_inverse=True)
+    feeds = {"video_levels": levels}
+    if len(levels) > 1:
+        feeds["video_level_index"] = index.astype(np.int32)
+    return feeds
+
+
+def _std(o: Ops, x: Value, over: tuple[str, ...]) -> Value:
+    """Unbiased standard deviation per sample."""
+    n = 1
+    for axis in over:
+        n *= x.type.size(axis)
+    centred = o.sub(x, o.mean(x, over=over))
+    return o.sqrt(o.affine(o.sum(o.square(centred), over=over), scale=1 / max(n - 1, 1)))
+
+
+def _guide(o: Ops, x0: Value, names: tuple[str, ...], scales: list[Value], tokens: str) -> Value:
+    """The guided x0 (tokens, C) of one modality from all branches (B, tokens, C)."""
+    c = o.at(x0, axis="B", index=0)
+    pred = c
+    for name, column in (("uncond", CFG), ("perturbed", STG), ("isolated", MODALITY)):
+        if name in names:
+            scale = scales[column] if column == STG else o.affine(scales[column], offset=-1.0)
+            difference = o.sub(c, o.at(x0, axis="B", index=names.index(name)))
+            pred = o.add(pred, o.mul(difference, scale))
+    ratio = o.div(_std(o, c, (tokens, "C")), o.clamp(_std(o, pred, (tokens, "C")), low=MIN_STD))
+    r = scales[RESCALE]
+    factor = o.add(o.mul(ratio, r), o.affine(r, scale=-1.0, offset=1.0))
+    return o.mul(pred, factor)
+
+
+def _keeps(
+    o: Ops, config: TransformerConfig, names: tuple[str, ...], scales: dict[str, list[Value]]
+) -> dict[str, Value]:
+    """Keep masks (layers, B): STG's value pass-through in `stg_blocks`, cross-attention off in the isolated branch."""
+    if "perturbed" not in names and "isolated" not in names:
+        return {}
+    n = config.num_layers
+    blocks = o.input("stg_blocks", "float32", layers=n)
+    zeros = o.affine(blocks, scale=0.0)
+    ones = o.affine(zeros, offset=1.0)
+
+    def columns(branch: str, inside: Value) -> Value:
+        return o.stack(*(inside if name == branch else ones for name in names), axis="B", dim=1)
+
+    keeps = {}
+    for s in ("video", "audio"):
+        active = o.select(scales[s][STG], blocks, zeros)  # a modality whose own stg is 0 is not perturbed
+        keeps[f"{s}_self_keep"] = columns("perturbed", o.affine(active, scale=-1.0, offset=1.0))
+    cross = columns("isolated", zeros)
+    return keeps | {"a2v_keep": cross, "v2a_keep": cross}
+
+
+def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
+    """Inputs, for a modality m of video and audio, all float32 unless said:
+
+    m_latent, m_clean (tokens, C); m_mask (tokens); video_levels (K), video_level_index int32 (tokens) if K > 1;
+    m_context (1 or 2, text, C'): positive, then negative if the uncond branch runs; sigmas (2): from, to;
+    guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale (if any branch runs besides cond);
+    stg_blocks (layers): 1 = perturbed (if such a branch runs); the RoPE tables.
+    Outputs: video_latent, audio_latent, video_x0, audio_x0.
+    """
+
+    def model(o: Ops) -> dict[str, Value]:
+        names = s.branches.names
+        batch = len(names)
+        pair = streams(config)
+        axis = {"video": "tokens", "audio": "audio_tokens"}
+        size = {"video": s.video_tokens, "audio": s.audio_tokens}
+        channels = {"video": config.video_channels, "audio": config.audio_channels}
+
+        def spread(x: Value) -> Value:
+            return o.expand(x, axis="B", size=batch, before=x.type.axes[0] if x.type.axes else None)
+
+        pairs = o.input("sigmas", "float32", ends=2)
+        sigma, target = (o.at(pairs, axis="ends", index=i) for i in range(2))
+        scales: dict[str, list[Value]] = {}
+        if batch > 1:
+            guidance = o.input("guidance", "float32", modalities=2, scales=4)
+            for i, n in enumerate(axis):
+                row = o.at(guidance, axis="modalities", index=i)
+                scales[n] = [o.at(row, axis="scales", index=j) for j in range(4)]
+        x, clean, mask, levels, contexts = {}, {}, {}, {}, {}
+        for stream in pair:
+            n = stream.name
+            x[n] = o.input(f"{n}_latent", "float32", **{axis[n]: size[n]}, C=channels[n])
+            clean[n] = o.input(f"{n}_clean", "float32", **{axis[n]: size[n]}, C=channels[n])
+            mask[n] = o.input(f"{n}_mask", "float32", **{axis[n]: size[n]})
+            if n == "video":
+                own = declare_levels(o, n, s.video_levels, tokens=s.video_tokens)
+                levels[n] = Levels(spread(o.mul(own.values, sigma)), own.index)
+            else:  # audio has no conditioning tokens: one level, sigma itself
+                levels[n] = Levels(o.expand(spread(sigma), axis="levels", size=1), None)
+            context = declare_context(o, config, stream, contexts=2 if s.branches.uncond else 1, text=s.text_tokens)
+            context = o.rename(context, names={"contexts": "B"})
+            chosen = [o.slice(context, axis="B", start=i, stop=i + 1) for i in map(lambda b: int(b == "uncond"), names)]
+            contexts[n] = o.concat(*chosen, axis="B")
+        tables = declare_tables(
+            o, config,
+            TransformerStructure(batch, s.video_tokens, s.audio_tokens, s.text_tokens, s.coordinates),
+        )  # fmt: skip
+        velocity = transformer(
+            o, config,
+            latents={n: spread(x[n]) for n in x},
+            levels=levels,
+            sigmas={n: spread(sigma) for n in x},
+            contexts=contexts,
+            tables=tables,
+            keeps=_keeps(o, config, names, scales),
+            bias=None,
+            rule=s.rule,
+        )  # fmt: skip
+        outputs = {}
+        for n in x:
+            tokens = axis[n]
+            x0 = o.sub(spread(x[n]), o.mul(velocity[n], o.mul(mask[n], sigma)))
+            x0 = _guide(o, x0, names, scales[n], tokens) if batch > 1 else o.at(x0, axis="B", index=0)
+            x0 = o.add(o.mul(x0, mask[n]), o.mul(clean[n], o.affine(mask[n], scale=-1.0, offset=1.0)))
+            v = o.div(o.sub(x[n], x0), sigma)
+            outputs[f"{n}_latent"] = o.add(x[n], o.mul(v, o.sub(target, sigma)))
+            outputs[f"{n}_x0"] = x0
+        return {k: outputs[k] for k in ("video_latent", "audio_latent", "video_x0", "audio_x0")}
+
+    return trace_graph("guided-step", model, dtype)

@@ -1,0 +1,53 @@
+"""AdaLN: from timestep levels to scale, shift and gate of every token.
+
+A stream has few distinct timesteps (one in text-to-video, one more per conditioning strength). Modulation rows are
+computed per level [B, levels] and spread to tokens through a level index, never computed per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ltx2rt.graph import Ops, Value
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Timesteps of a stream. values: float32 (B, levels), already multiplied by the timestep scale (0..1000).
+    index: int32 ((B,) tokens) into levels, or None if there is one level."""
+
+    values: Value
+    index: Value | None
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """rows: (B, levels, rows, D) of a modulation MLP; index as in Levels."""
+
+    rows: Value
+    index: Value | None
+
+    def with_table(self, o: Ops, table: Value, start: int = 0) -> list[Value]:
+        """Each row plus its table entry, spread to tokens: (B, D) if there is one level, else (B, tokens, D).
+
+        table: (rows, D), of which the entries from `start` on are used.
+        """
+        count = self.rows.type.size("rows")
+        if start or table.type.size("rows") != count:
+            table = o.slice(table, axis="rows", start=start, stop=start + count)
+        rows = o.add(self.rows, table)
+        return [self._spread(o, o.at(rows, axis="rows", index=i)) for i in range(count)]
+
+    def _spread(self, o: Ops, row: Value) -> Value:
+        if self.index is None:
+            return o.at(row, axis="levels", index=0)
+        return o.take(row, self.index, axis="levels")
+
+
+def adaln(o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D") -> tuple[Modulation, Value]:
+    """Sinusoid(256), Linear, SiLU, Linear = embedding (B, levels, D); SiLU, Linear = its num_rows modulation rows."""
+    e = o.cast(o.sinusoid(levels.values, size=256), dtype=o.dtype)
+    e = o.silu(o.linear(e, "emb.timestep_embedder.linear_1", {axis: width}))
+    e = o.linear(e, "emb.timestep_embedder.linear_2", {axis: width})
+    rows = o.linear(o.silu(e), "linear", {"rows": num_rows, axis: width})
+    return Modulation(rows, levels.index), e
