@@ -41,8 +41,8 @@ def _copy(out: np.ndarray, array: np.ndarray) -> None:
 class Program:
     """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
 
-    def __init__(self, graph: Graph, device: jax.Device):
-        self.graph, self.jax_device = graph, device
+    def __init__(self, graph: Graph, device: jax.Device, unrolled: bool):
+        self.graph, self.jax_device, self.unrolled = graph, device, unrolled
         self.names = list(graph.all_params())
         self.function = jax.jit(self._run)
         self.loop = jax.jit(self._loop)

@@ -13,13 +13,16 @@ from ltx2rt.graph.ir import Graph, Node
 from ltx2rt_tpu.ops import OPS
 
 
-def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array]) -> list[Array]:
+def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array], unrolled: bool = False) -> list[Array]:
     """The graph's outputs. weights: by declared name; a `*` name holds one array with a leading layer axis."""
     env = {id(v): x for v, x in zip(graph.inputs.values(), inputs, strict=True)}
     env |= {id(v): weights[name] for name, v in graph.params.items()}
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]
-        results = _repeat(node, weights, operands) if node.op == "repeat" else [OPS[node.op](*operands, **node.plan)]
+        if node.op == "repeat":
+            results = _repeat(node, weights, operands, unrolled)
+        else:
+            results = [OPS[node.op](*operands, **node.plan)]
         for v, x in zip(node.outputs, results, strict=True):
             assert x.shape == v.type.shape, f"{graph.name}: {node.op} gave {x.shape}, typed {v.type}"
             assert x.dtype == v.type.dtype, f"{graph.name}: {node.op} gave {x.dtype}, typed {v.type}"
@@ -27,7 +30,7 @@ def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array]) -> list
     return [env[id(v)] for v in graph.outputs.values()]
 
 
-def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array]) -> list[Array]:
+def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unrolled: bool) -> list[Array]:
     plan = node.plan["repeat"]
     fixed = plan.num_carries + plan.num_invariants
     invariant = operands[plan.num_carries : fixed]
@@ -40,5 +43,8 @@ def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array]) -> 
         results = run(plan.body, shared | layer_weights, [*carry, *invariant, *data])
         return results[: plan.num_carries], results[plan.num_carries :]
 
-    carry, outputs = lax.scan(body, operands[: plan.num_carries], (operands[fixed:], stacked), length=plan.count)
+    xs = (operands[fixed:], stacked)
+    carry, outputs = lax.scan(
+        body, operands[: plan.num_carries], xs, length=plan.count, unroll=plan.count if unrolled else 1
+    )
     return [*carry, *outputs]

@@ -15,12 +15,12 @@ from ltx2rt.config import ConnectorConfig, TextConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Ops, Value
 from ltx2rt.graph import trace as trace_graph
+from ltx2rt.models.attention import attention, feed_forward
 from ltx2rt.models.gemma import check_mask
 from ltx2rt.models.positions import axis_angles, frequency_grid
 
 RANGE = 8.0  # 2.0: features span this after normalisation
 EPS = 1e-6  # of both feature normalisations
-FF_FACTOR = 4
 BEYOND = 1e30  # further from zero than any state
 
 
@@ -89,8 +89,8 @@ def connector(
         )
     if width != config.width:
         raise InputError(f"the {modality} connector is {config.width} wide, its features {width}")
-    tables = {"text": tokens, "heads": config.num_heads, "pairs": config.head_dim // 2}
-    invariant = {table: o.input(f"{modality}_{table}", "float32", **tables) for table in ("cos", "sin")}
+    sizes = {"text": tokens, "heads": config.num_heads, "pairs": config.head_dim // 2}
+    rope = {table: o.input(f"{modality}_{table}", "float32", **sizes) for table in ("cos", "sin")}
 
     o = o.under(f"model.diffusion_model.{modality}_embeddings_connector")
     registers = o.param("learnable_registers", registers=config.num_registers, D=width)
@@ -99,30 +99,14 @@ def connector(
 
     def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x, eps = carry["x"], text.norm_eps
-        x = o.add(x, attention(o.under("attn1"), o.rms_norm(x, over=("D",), eps=eps), invariant, config, eps))
-        return {"x": o.add(x, feed_forward(o.under("ff"), o.rms_norm(x, over=("D",), eps=eps), config))}, {}
+        h = o.rms_norm(x, over=("D",), eps=eps)
+        heads = (config.num_heads, config.head_dim)
+        rope = (invariant["cos"], invariant["sin"])
+        x = o.add(x, attention(o.under("attn1"), h, h, *heads, eps=eps, gated=config.gated_attention, rope=rope))
+        return {"x": o.add(x, feed_forward(o.under("ff"), o.rms_norm(x, over=("D",), eps=eps), config.ff_bias))}, {}
 
-    carry, _ = o.repeat(block, config.num_layers, {"x": x}, invariant, prefix="transformer_1d_blocks.*.")
+    carry, _ = o.repeat(block, config.num_layers, {"x": x}, rope, prefix="transformer_1d_blocks.*.")
     return o.rms_norm(carry["x"], over=("D",), eps=text.norm_eps)
-
-
-def attention(o: Ops, x: Value, rope: dict[str, Value], config: ConnectorConfig, eps: float) -> Value:
-    """Unmasked self-attention; q and k are normalised over all heads; 2.3: gate 2 sigmoid(logit) per head."""
-    heads = {"heads": config.num_heads, "head_dim": config.head_dim}
-    q, k, v = (o.linear(x, name, heads) for name in ("to_q", "to_k", "to_v"))
-    q, k = (o.rms_norm(a, f"{name}_norm", over=tuple(heads), eps=eps) for a, name in ((q, "q"), (k, "k")))
-    q, k = (o.rope(a, rope["cos"], rope["sin"]) for a in (q, k))
-    k, v = (o.rename(a, names={"text": "context"}) for a in (k, v))
-    y = o.attention(q, k, v, scale=config.head_dim**-0.5)
-    if config.gated_attention:
-        logits = o.linear(x, "to_gate_logits", {"heads": config.num_heads})
-        y = o.mul(y, o.affine(o.sigmoid(logits), scale=2.0))
-    return o.linear(y, "to_out.0", {"D": config.width}, contract=tuple(heads))
-
-
-def feed_forward(o: Ops, x: Value, config: ConnectorConfig) -> Value:
-    hidden = o.gelu(o.linear(x, "net.0.proj", {"ff": FF_FACTOR * config.width}, bias=config.ff_bias))
-    return o.linear(hidden, "net.2", {"D": config.width}, bias=config.ff_bias)
 
 
 def feeds(config: TextConfig, mask: np.ndarray) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ non-neutral values compiles nothing. Everything after the transformer is float32
 
     x0   = x - v * mask * sigma                                        per branch
     pred = c + (cfg-1)(c-u) + stg (c-p) + (modality-1)(c-q)            c cond, u uncond, p perturbed, q isolated
-    pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std per sample, unbiased, over tokens and channels
+    pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std unbiased, over tokens and channels
     x0   = pred * mask + clean * (1 - mask)
     x'   = x + (x - x0) / sigma * (sigma' - sigma)
 """

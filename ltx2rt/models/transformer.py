@@ -1,6 +1,6 @@
 """The audio-video diffusion transformer of LTX-2.0 and 2.3.
 
-Two token streams, video (axes tokens, D) and audio (axes audio_tokens, audio_D), go through the same blocks: self-attention,
+Two token streams, video (tokens, D) and audio (audio_tokens, audio_D), go through the same blocks: self-attention,
 attention to their text context, attention to each other, feed-forward; every part under AdaLN.
 
 Cross-modal timestep rules ("own" = the stream's per-token timesteps, "other" = the other stream's sigma):
@@ -71,7 +71,7 @@ def streams(config: TransformerConfig) -> tuple[Stream, Stream]:
 
 
 def position_feeds(config: TransformerConfig, video: np.ndarray, audio: np.ndarray) -> dict[str, np.ndarray]:
-    """RoPE inputs from video positions [(B,) 3, T, 2] (s, px, px; start, end) and audio positions [(B,) 1, Ta, 2] (s)."""
+    """RoPE inputs of video positions [(B,) 3, T, 2] (s, px, px; start, end) and audio positions [(B,) 1, Ta, 2] (s)."""
     c = config
     f64 = c.rope_float64_grid
     grid = frequency_grid(c.width, 3, c.rope_theta, f64)
@@ -309,7 +309,7 @@ def declare_context(o: Ops, config: TransformerConfig, s: Stream, **axes: int) -
 
 
 def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
-    """One forward. Inputs: video_latent, audio_latent, *_levels, *_level_index, *_sigma, *_context, tables, keeps, mask.
+    """One forward. Inputs per stream: *_latent, *_levels, *_level_index, *_sigma, *_context; tables, keeps, mask.
 
     Outputs: video_velocity, audio_velocity.
     """
