@@ -12,6 +12,8 @@ from ltx2rt.config import GemmaConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models import gemma
 from ltx2rt.testing import relative_l2, run_graph
+from ltx2rt.weights import configs
+from ltx2rt.weights.names import gemma_to_canonical
 
 BATCH, TOKENS = 4, 13
 # Left padding, none, right padding, and a prompt of one token; longer than the window, so that padding rows of a
@@ -57,32 +59,12 @@ def build(dtype: torch.dtype = torch.float32) -> Gemma3ForConditionalGeneration:
 
 
 def config_of(model: Gemma3ForConditionalGeneration) -> GemmaConfig:
-    text = model.config.text_config
-    full, sliding = (text.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
-    return GemmaConfig(
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=text.num_key_value_heads,
-        head_dim=text.head_dim,
-        intermediate_size=text.intermediate_size,
-        layer_is_sliding=tuple(kind == "sliding_attention" for kind in text.layer_types),
-        sliding_window=text.sliding_window,
-        rope_theta=full["rope_theta"],
-        rope_scaling_factor=full["factor"],
-        rope_local_theta=sliding["rope_theta"],
-        query_scale=text.query_pre_attn_scalar**-0.5,
-        norm_eps=text.rms_norm_eps,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
+    return configs.gemma(configs.Keys(model.config.to_dict(), "config.json"))
 
 
 def params_of(model: Gemma3ForConditionalGeneration) -> dict[str, np.ndarray]:
     weights = model.model.language_model.state_dict()
-    return {f"language_model.model.{name}": tensor.float().numpy() for name, tensor in weights.items()}
+    return {gemma_to_canonical(name): tensor.float().numpy() for name, tensor in weights.items()}
 
 
 @torch.inference_mode()

@@ -1,0 +1,205 @@
+"""Feature extraction and connectors of both generations against diffusers, on the interpreter and both backends."""
+
+import dataclasses
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from ltx2rt.config import ConnectorConfig, GemmaConfig, TextConfig
+from ltx2rt.errors import InputError
+from ltx2rt.models import connectors, gemma, text_encoder
+from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.weights.names import to_official
+
+HIDDEN, STATES, TOKENS, REGISTERS = 30, 4, 15, 5
+LENGTHS = (4, 15, 7)
+
+
+def connector_config(heads: int, head_dim: int, v23: bool, layers: int = 3, registers: int = REGISTERS):
+    return ConnectorConfig(heads, head_dim, layers, registers, gated_attention=v23, ff_bias=True)
+
+
+def text_config(v23: bool) -> TextConfig:
+    """2.0: both connectors as wide as Gemma; 2.3: 6 heads, of 8 and 4."""
+    video = connector_config(6, 8, True) if v23 else connector_config(3, 10, False)
+    audio = connector_config(6, 4, True) if v23 else connector_config(5, 6, False)
+    return TextConfig(HIDDEN, STATES, v23, v23, video, audio, 10000.0, 4096, True, 1e-6)
+
+
+CONFIGS = {"2.0": text_config(False), "2.3": text_config(True)}
+
+
+def build(generation: str, dtype: torch.dtype = torch.float32) -> LTX2TextConnectors:
+    """diffusers' module with weights representable in bfloat16, every one of them drawn."""
+    config = CONFIGS[generation]
+    sizes = {}
+    for modality, connector in (("video", config.video), ("audio", config.audio)):
+        sizes[f"{modality}_connector_num_attention_heads"] = connector.num_heads
+        sizes[f"{modality}_connector_attention_head_dim"] = connector.head_dim
+        sizes[f"{modality}_connector_num_layers"] = connector.num_layers
+        sizes[f"{modality}_connector_num_learnable_registers"] = connector.num_registers
+        sizes[f"{modality}_gated_attn"] = connector.gated_attention
+        sizes[f"{modality}_hidden_dim"] = connector.width
+    module = LTX2TextConnectors(
+        **sizes,
+        caption_channels=HIDDEN,
+        text_proj_in_factor=STATES,
+        connector_rope_base_seq_len=config.rope_max_pos,
+        rope_theta=config.rope_theta,
+        rope_double_precision=True,
+        rope_type="split",
+        per_modality_projections=config.per_token_norm,
+        proj_bias=config.projection_bias,
+    ).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, p in sorted(module.named_parameters()):
+        r = torch.randn(p.shape, generator=generator)
+        if "registers" not in name:
+            r = (1 + 0.3 * r if "norm" in name else 0.3 * r) if p.ndim == 1 else r * p.shape[1] ** -0.5
+        p.data = r.bfloat16().to(dtype)
+    return module
+
+
+def params_of(module: LTX2TextConnectors) -> dict[str, np.ndarray]:
+    return {to_official("text", name): tensor.float().numpy() for name, tensor in module.state_dict().items()}
+
+
+def padded(side: str) -> np.ndarray:
+    columns = np.arange(TOKENS)[::-1] if side == "left" else np.arange(TOKENS)
+    return (columns < np.array(LENGTHS)[:, None]).astype(np.int32)
+
+
+def drawn_states() -> np.ndarray:
+    """As unequal as Gemma's: layers of different scale and offset, and outliers."""
+    rng = np.random.default_rng(11)
+    states = rng.standard_normal((len(LENGTHS), TOKENS, HIDDEN, STATES), np.float32)
+    states *= np.array([0.3, 1, 20, 4], np.float32)
+    states[:, :, 3] += np.array([0, 5, -60, 1], np.float32)
+    return torch.from_numpy(states).bfloat16().float().numpy()
+
+
+@torch.inference_mode()
+def reference(module: LTX2TextConnectors, side: str, dtype: torch.dtype = torch.float32) -> dict[str, np.ndarray]:
+    states, mask = torch.from_numpy(drawn_states()).to(dtype), torch.from_numpy(padded(side))
+    video, audio, _ = module(states, mask, padding_side=side)
+    return {"video_context": video.float().numpy(), "audio_context": audio.float().numpy()}
+
+
+def run(kind: str, generation: str, params: dict, states: np.ndarray, mask: np.ndarray, dtype: str = "float32"):
+    graph = connectors.trace(CONFIGS[generation], *mask.shape, dtype)
+    return run_graph(kind, graph, params, {"hidden_states": states, **connectors.feeds(CONFIGS[generation], mask)})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_contexts_equal_diffusers_with_both_padding_sides_in_one_batch(generation, kind):
+    module, sides = build(generation), ("left", "right")
+    mask = np.concatenate([padded(side) for side in sides])
+    outputs = run(kind, generation, params_of(module), np.tile(drawn_states(), (2, 1, 1, 1)), mask)
+    expected = [reference(module, side) for side in sides]
+    for name in outputs:
+        for row, context in enumerate(np.concatenate([e[name] for e in expected])):
+            # Contract: 1e-4. Reached: 1e-6, float32 rounding.
+            assert relative_l2(outputs[name][row], context) < 1e-5, f"{name}, prompt {row}"
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
+    module = build(generation)
+    exact, own = reference(module, "left"), reference(build(generation, torch.bfloat16), "left", torch.bfloat16)
+    outputs = run(kind, generation, params_of(module), drawn_states(), padded("left"), "bfloat16")
+    for name, expected in exact.items():
+        ours, theirs = relative_l2(outputs[name], expected), relative_l2(own[name], expected)
+        assert ours < 2 * theirs, f"{name}: {ours} against {theirs}"
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_the_graph_reads_exactly_the_modules_of_diffusers(generation):
+    parameters = connectors.trace(CONFIGS[generation], 1, TOKENS, "float32").parameters()
+    assert {n: s.shape for n, s in parameters.items()} == {n: a.shape for n, a in params_of(build(generation)).items()}
+
+
+@pytest.mark.parametrize(
+    ("v23", "video", "audio", "counts"),
+    [
+        (False, (30, 128, False, 2, 128), (30, 128, False, 2, 128), (59, 1_431_475_200)),
+        (True, (32, 128, True, 8, 128), (32, 64, True, 8, 128), (262, 3_172_227_584)),
+    ],
+)
+def test_full_size_has_the_tensors_and_parameters_of_the_released_files(v23, video, audio, counts):
+    sizes = connector_config(*video), connector_config(*audio)
+    graph = connectors.trace(TextConfig(3840, 49, v23, v23, *sizes, 1e4, 4096, True, 1e-6), 2, 1024, "bfloat16")
+    specs = graph.parameters().values()
+    assert (len(specs), sum(prod(spec.shape) for spec in specs)) == counts
+    assert graph.outputs["audio_context"].type.shape == (2, 1024, sizes[1].width)
+
+
+masks = arrays(np.int32, (2, TOKENS), elements=st.integers(0, 1)).filter(lambda mask: mask.any(axis=1).all())
+
+
+@given(masks)
+def test_places_hold_the_tokens_in_order_and_then_no_token(mask):
+    inputs = connectors.feeds(CONFIGS["2.3"], mask)
+    for row in range(2):
+        length = mask[row].sum()
+        assert inputs["order"][row, :length].tolist() == np.flatnonzero(mask[row]).tolist()
+        assert sorted(inputs["order"][row]) == list(range(TOKENS))
+        assert inputs["is_token"][row].tolist() == [1] * length + [0] * (TOKENS - length)
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@settings(max_examples=10, deadline=None)
+@given(mask=masks, scale=st.sampled_from([0.0, 1e6]))
+def test_padding_changes_nothing(generation, mask, scale):
+    params = random_params(connectors.trace(CONFIGS[generation], 1, TOKENS, "float32"))
+    states = drawn_states()[:2]
+    changed = np.where(mask[:, :, None, None] == 1, states, np.float32(scale))
+    a, b = (run("numpy", generation, params, x, mask) for x in (states, changed))
+    for name in a:
+        # 2.0 sums over all columns, so the zeros of padding may change the order of rounding.
+        assert relative_l2(a[name], b[name]) < 1e-6
+
+
+def gemma_config(num_layers: int = STATES - 1) -> GemmaConfig:
+    sliding = tuple(i % 2 == 0 for i in range(num_layers))
+    return GemmaConfig(31, HIDDEN, num_layers, 4, 2, 8, 44, sliding, 6, 1e6, 8.0, 1e4, 0.3, 1e-6, 0, 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_text_encoder_is_gemma_then_the_connectors(generation, kind):
+    config, mask = CONFIGS[generation], padded("left")
+    ids = np.random.default_rng(0).integers(0, 31, mask.shape)
+    whole = text_encoder.trace(gemma_config(), config, *mask.shape, "float32")
+    params = random_params(whole)
+    outputs = run_graph(kind, whole, params, text_encoder.feeds(gemma_config(), config, ids, mask))
+    inputs = gemma.feeds(gemma_config(), ids, mask)
+    states = run_graph("numpy", gemma.trace(gemma_config(), *mask.shape, "float32"), params, inputs)
+    expected = states | run("numpy", generation, params, states["hidden_states"], mask)
+    assert outputs.keys() == {"hidden_states", "video_context", "audio_context"}
+    for name in outputs:
+        # Contract: 1e-4. Reached: 1e-6, float32 rounding through 3 + 3 layers.
+        assert relative_l2(outputs[name], expected[name]) < 1e-5, name
+
+
+def test_a_text_that_the_registers_do_not_tile_is_refused():
+    with pytest.raises(InputError, match="16 tokens long, expected a multiple of the 5 registers"):
+        connectors.trace(CONFIGS["2.0"], 1, 16, "float32")
+
+
+def test_features_of_another_width_than_the_connector_are_refused():
+    wide = dataclasses.replace(CONFIGS["2.0"], video=connector_config(6, 8, False))
+    with pytest.raises(InputError, match="video connector is 48 wide, its features 30"):
+        connectors.trace(wide, 1, TOKENS, "float32")
