@@ -48,9 +48,8 @@ class Program:
         self.loop = jax.jit(self._loop)
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
-        return dict(
-            zip(self.graph.outputs, run(self.graph, weights, [inputs[n] for n in self.graph.inputs]), strict=True)
-        )
+        ordered = [inputs[name] for name in self.graph.inputs]
+        return dict(zip(self.graph.outputs, run(self.graph, weights, ordered, self.unrolled), strict=True))
 
     def _loop(self, weights, constants, sigmas, outputs, first, last):
         """Steps first..last-1: one executable, traced bounds, no host callback (those are never cached on disk)."""
@@ -143,7 +142,7 @@ class TpuBackend:
         return weights
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
-        return Program(graph, self.jax_device)
+        return Program(graph, self.jax_device, layers == "unrolled")
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         wide = (jax.device_put(np.asarray(x, np.float32), self.jax_device) for x in (a, b))
