@@ -1,0 +1,287 @@
+"""The video VAE against diffusers, tiny and in float32; the traps of its layout in exact integers."""
+
+import copy
+import math
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLLTX2Video
+
+from ltx2rt.config import VaeStage, VideoVaeConfig
+from ltx2rt.graph import trace
+from ltx2rt.graph.interpret import interpret
+from ltx2rt.models import video_vae
+from ltx2rt.testing import random_params, relative_l2, run_graph
+
+KINDS = ["numpy", "cuda", "tpu"]
+SPACE, TIME, ALL = (1, 2, 2), (2, 1, 1), (2, 2, 2)
+DIFFUSERS = {
+    "2.0": dict(
+        block_out_channels=(16, 32, 64, 128),
+        layers_per_block=(1, 2, 1, 1, 1),
+        decoder_block_out_channels=(16, 32, 64),
+        decoder_layers_per_block=(1, 1, 2, 1),
+        decoder_spatio_temporal_scaling=(True,) * 3,
+        decoder_inject_noise=(False,) * 4,
+        upsample_type=("spatiotemporal",) * 3,
+        upsample_residual=(True,) * 3,
+        upsample_factor=(2, 2, 2),
+        decoder_spatial_padding_mode="reflect",
+    ),
+    "2.3": dict(
+        block_out_channels=(16, 32, 64, 64),
+        layers_per_block=(1, 1, 1, 2, 1),
+        decoder_block_out_channels=(16, 32, 32, 64),
+        decoder_layers_per_block=(1, 1, 1, 2, 1),
+        decoder_spatio_temporal_scaling=(True,) * 4,
+        decoder_inject_noise=(False,) * 5,
+        upsample_type=("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+        upsample_residual=(False,) * 4,
+        upsample_factor=(2, 2, 1, 2),
+        decoder_spatial_padding_mode="zeros",
+    ),
+}
+
+
+def chain(start: int, layers: list[int], samples: list[tuple[int, tuple[int, int, int]]], residual: bool = False):
+    stages = [VaeStage("res", start, start, layers[0])]
+    for (width, stride), count in zip(samples, layers[1:], strict=True):
+        stages.append(VaeStage("sample", stages[-1].out_channels, width, stride=stride, residual=residual))
+        stages.append(VaeStage("res", width, width, count))
+    return tuple(stages)
+
+
+OURS = {
+    "2.0": VideoVaeConfig(
+        latent_channels=16,
+        patch_size=4,
+        encoder=chain(16, [1, 2, 1, 1, 1], [(16, SPACE), (32, TIME), (64, ALL), (128, ALL)]),
+        decoder=chain(64, [1, 2, 1, 1], [(32, ALL), (16, ALL), (8, ALL)], residual=True),
+        encoder_padding="zeros",
+        decoder_padding="reflect",
+        encoder_causal=True,
+        decoder_causal=False,
+    ),
+    "2.3": VideoVaeConfig(
+        latent_channels=16,
+        patch_size=4,
+        encoder=chain(16, [1, 1, 1, 2, 1], [(16, SPACE), (32, TIME), (64, ALL), (64, ALL)]),
+        decoder=chain(64, [1, 2, 1, 1, 1], [(32, ALL), (32, ALL), (16, TIME), (8, SPACE)]),
+        encoder_padding="zeros",
+        decoder_padding="zeros",
+        encoder_causal=True,
+        decoder_causal=False,
+    ),
+}
+
+
+STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
+
+
+def diffusers_name(official: str, version: str) -> str:
+    """The official block lists interleave residual and sampling blocks; diffusers nests them."""
+    side, index, rest = re.fullmatch(r"vae\.(\w+)\.(?:\w+_blocks\.(\d+)\.)?(.*)", official).groups()
+    if index is None:
+        return f"{side}.{rest}"
+    i, word = int(index), "down" if side == "encoder" else "up"
+    rest = rest.replace("res_blocks.", "resnets.")
+    if i == (len(OURS[version].encoder) - 1 if side == "encoder" else 0):
+        return f"{side}.mid_block.{rest}"
+    sampler = f"{word}samplers.0." if rest.startswith("conv.") else ""
+    return f"{side}.{word}_blocks.{(i - (side == 'decoder')) // 2}.{sampler}{rest}"
+
+
+@cache
+def reference(version: str) -> tuple[AutoencoderKLLTX2Video, dict[str, np.ndarray]]:
+    """diffusers' module and its parameters under official names, everything random and no bias zero."""
+    model = AutoencoderKLLTX2Video(
+        latent_channels=16,
+        downsample_type=("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
+        encoder_causal=True,
+        decoder_causal=False,
+        encoder_spatial_padding_mode="zeros",
+        **DIFFUSERS[version],
+    ).eval()
+    graphs = (
+        video_vae.trace_decoder(OURS[version], 1, 1, 2, 2, "float32"),
+        video_vae.trace_encoder(OURS[version], 1, 1, 64, 64, "float32"),
+    )
+    params = random_params(graphs[0], seed=1) | random_params(graphs[1], seed=2)
+    params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])
+    state = {diffusers_name(k, version): torch.from_numpy(v) for k, v in params.items() if k not in STATISTICS}
+    for name, key in zip(("latents_mean", "latents_std"), STATISTICS, strict=True):
+        state[name] = torch.from_numpy(params[key])
+    model.load_state_dict(state, strict=True)
+    return model, params
+
+
+def statistics(params: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    mean, std = (torch.from_numpy(params[k]).reshape(-1, 1, 1, 1) for k in STATISTICS)
+    return mean, std
+
+
+def decode(model: AutoencoderKLLTX2Video, params: dict[str, np.ndarray], latent: np.ndarray, dtype=torch.float32):
+    mean, std = statistics(params)
+    with torch.no_grad():
+        z = (torch.from_numpy(latent) * std + mean).to(dtype)
+        return model.to(dtype).decode(z, return_dict=False)[0].float().numpy()
+
+
+def encode(model: AutoencoderKLLTX2Video, params: dict[str, np.ndarray], frames: np.ndarray, dtype=torch.float32):
+    mean, std = statistics(params)
+    with torch.no_grad():
+        posterior = model.to(dtype).encode(torch.from_numpy(frames).to(dtype), return_dict=False)[0]
+        return ((posterior.mode().float() - mean) / std).numpy()
+
+
+def normal(*shape: int, seed: int = 7) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+def test_decoder_is_diffusers(version, kind):
+    model, params = reference(version)
+    latent = normal(2, 16, 3, 3, 2)
+    graph = video_vae.trace_decoder(OURS[version], 2, 3, 3, 2, "float32")
+    frames = run_graph(kind, graph, params, {"latent": latent})["frames"]
+    assert frames.shape == (2, 3, 17, 96, 64)
+    # Summation order only: 2e-6 was reached.
+    assert relative_l2(frames, decode(model, params, latent)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+def test_encoder_is_diffusers(version, kind):
+    model, params = reference(version)
+    frames = np.clip(normal(2, 3, 9, 64, 96), -1, 1)
+    graph = video_vae.trace_encoder(OURS[version], 2, 9, 64, 96, "float32")
+    latent = run_graph(kind, graph, params, {"frames": frames})["latent"]
+    assert latent.shape == (2, 16, 2, 2, 3)
+    # Summation order only: 2e-6 was reached.
+    assert relative_l2(latent, encode(model, params, frames)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
+    model, params = reference("2.3")
+    latent, frames = normal(1, 16, 2, 2, 2), np.clip(normal(1, 3, 1, 64, 64), -1, 1)
+    cases = [
+        (decode, latent, video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 2, "bfloat16")),
+        (encode, frames, video_vae.trace_encoder(OURS["2.3"], 1, 1, 64, 64, "bfloat16")),
+    ]
+    for function, x, graph in cases:
+        exact = function(model, params, x)
+        theirs = function(copy.deepcopy(model), params, x, torch.bfloat16)
+        (ours,) = run_graph(kind, graph, params, {name: x for name in graph.inputs}).values()
+        assert relative_l2(ours, exact) <= 2 * relative_l2(theirs, exact)
+
+
+def test_first_latent_sees_the_first_frame_only():
+    _, params = reference("2.3")
+    graph = video_vae.trace_encoder(OURS["2.3"], 1, 9, 64, 64, "float32")
+    frames, other = normal(1, 3, 9, 64, 64), normal(1, 3, 9, 64, 64, seed=8)
+    other[:, :, 0] = frames[:, :, 0]
+    a, b = (run_graph("cuda", graph, params, {"frames": x})["latent"] for x in (frames, other))
+    assert np.array_equal(a[:, :, 0], b[:, :, 0])
+    assert not np.allclose(a[:, :, 1], b[:, :, 1])
+
+
+def test_decoder_looks_ahead():
+    _, params = reference("2.3")
+    graph = video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 2, "float32")
+    latent = normal(1, 16, 2, 2, 2)
+    other = latent.copy()
+    other[:, :, 1] += 1
+    a, b = (run_graph("cuda", graph, params, {"latent": x})["frames"] for x in (latent, other))
+    assert not np.allclose(a[:, :, 0], b[:, :, 0])
+
+
+def run_shape_op(function, x: np.ndarray) -> np.ndarray:
+    """x (B, channels, frames, rows, columns) through `function(o, x)`, interpreted."""
+    axes = ("B", "channels", "frames", "rows", "columns")
+
+    def model(o):
+        return {"y": function(o, o.input("x", **dict(zip(axes, x.shape, strict=True))))}
+
+    return interpret(trace("op", model, "float32"), {}, {"x": x})["y"]
+
+
+def test_patches_are_column_major():
+    x = np.zeros((1, 3, 1, 4, 8), np.float32)
+    x[0, 1, 0, 2, 3] = 1  # channel 1, row 2, column 3: 1 * 16 + 3 * 4 + 2
+    patches = run_shape_op(lambda o, v: video_vae.patchify(o, v, 4), x)
+    assert patches.shape == (1, 48, 1, 1, 2)
+    assert np.argwhere(patches).tolist() == [[0, 30, 0, 0, 0]]
+    pixels = normal(1, 3, 2, 8, 12)
+    assert np.array_equal(
+        run_shape_op(lambda o, v: video_vae.unpatchify(o, video_vae.patchify(o, v, 4), 4), pixels), pixels
+    )
+
+
+def test_depth_to_space_reads_channel_then_time_then_row_then_column():
+    y = run_shape_op(
+        lambda o, v: video_vae.depth_to_space(o, v, (2, 2, 2)),
+        np.arange(16, dtype=np.float32).reshape(1, 16, 1, 1, 1),
+    )
+    assert np.array_equal(y, np.arange(16).reshape(1, 2, 2, 2, 2))
+    x = normal(2, 3, 4, 2, 6)
+    there_and_back = run_shape_op(
+        lambda o, v: video_vae.depth_to_space(o, video_vae.space_to_depth(o, v, (2, 2, 2)), (2, 2, 2)), x
+    )
+    assert np.array_equal(there_and_back, x)
+
+
+def without_conv(o, x, name, out_channels):
+    """A convolution of zero weights."""
+    x = o.affine(o.slice(x, axis="channels", stop=1), scale=0.0)
+    return o.concat(*[x] * out_channels, axis="channels")
+
+
+def test_residual_upsampling_tiles_whole_blocks():
+    stage = VaeStage("sample", 16, 8, stride=(2, 2, 2), residual=True)
+    x = np.arange(16, dtype=np.float32).reshape(1, 16, 1, 1, 1)
+    y = run_shape_op(lambda o, v: video_vae.upsample(o, v, stage, without_conv), x)
+    # The second of two output frames stays; its first pixel is position 4 of each of the two channel blocks.
+    assert y[0, :, 0, 0, 0].tolist() == [4, 12] * 4
+
+
+def test_downsampling_averages_adjacent_channels():
+    stage = VaeStage("sample", 2, 4, stride=(1, 2, 2))
+    x = np.arange(8, dtype=np.float32).reshape(1, 2, 1, 2, 2)
+    y = run_shape_op(lambda o, v: video_vae.downsample(o, v, stage, without_conv), x)
+    assert y.ravel().tolist() == [0.5, 2.5, 4.5, 6.5]  # pairs of columns
+
+
+@pytest.mark.parametrize("frames, latents", [(1, 1), (9, 2), (17, 3), (121, 16)])
+def test_lengths(frames, latents):
+    encoder = video_vae.trace_encoder(OURS["2.0"], 1, frames, 64, 96, "bfloat16")
+    assert encoder.outputs["latent"].type.shape == (1, 16, latents, 2, 3)
+    decoder = video_vae.trace_decoder(OURS["2.3"], 1, latents, 2, 3, "bfloat16")
+    assert decoder.outputs["frames"].type.shape == (1, 3, frames, 64, 96)
+
+
+RELEASED = {  # tensors and parameters of the released files, statistics included
+    "2.0": (
+        chain(128, [4, 6, 6, 2, 2], [(256, SPACE), (512, TIME), (1024, ALL), (2048, ALL)]),
+        chain(1024, [5, 5, 5, 5], [(512, ALL), (256, ALL), (128, ALL)], residual=True),
+        (184, 1_222_479_601 + 256),
+    ),
+    "2.3": (
+        chain(128, [4, 6, 4, 2, 2], [(256, SPACE), (512, TIME), (1024, ALL), (1024, ALL)]),
+        chain(1024, [2, 2, 4, 6, 4], [(512, ALL), (512, ALL), (256, TIME), (128, SPACE)]),
+        (170, 726_105_969 + 256),
+    ),
+}
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+def test_released_sizes_declare_the_files_tensors(version):
+    encoder, decoder, expected = RELEASED[version]
+    config = VideoVaeConfig(128, 4, encoder, decoder, "zeros", "zeros", True, False)
+    specs = video_vae.trace_decoder(config, 1, 2, 2, 2, "bfloat16").parameters()
+    specs |= video_vae.trace_encoder(config, 1, 1, 64, 64, "bfloat16").parameters()
+    assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == expected
