@@ -1,0 +1,138 @@
+"""The audio VAE against diffusers, tiny and in float32."""
+
+import copy
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLLTX2Audio
+
+from ltx2rt.config import AudioVaeConfig
+from ltx2rt.models import audio_vae
+from ltx2rt.testing import random_params, relative_l2, run_graph
+
+KINDS = ["numpy", "cuda", "tpu"]
+CONFIG = AudioVaeConfig(
+    base_channels=8,
+    channel_multipliers=(1, 2, 4),
+    num_res_blocks=2,
+    latent_channels=8,
+    out_channels=2,
+    mel_bins=64,
+    sample_rate=16000,
+    mel_hop=160,
+)
+PREFIX = "audio_vae."
+STATISTICS = ("audio_vae.per_channel_statistics.mean-of-means", "audio_vae.per_channel_statistics.std-of-means")
+
+
+@cache
+def reference() -> tuple[AutoencoderKLLTX2Audio, dict[str, np.ndarray]]:
+    """diffusers' networks and all parameters under official names, everything random and no bias zero.
+
+    The statistics stay out of the module, which sizes them by its base width.
+    """
+    model = AutoencoderKLLTX2Audio(base_channels=8).eval()
+    params = random_params(audio_vae.trace_decoder(CONFIG, 1, 1, "float32"), seed=1)
+    params |= random_params(audio_vae.trace_encoder(CONFIG, 1, 1, "float32"), seed=2)
+    params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])
+    state = {k.removeprefix(PREFIX): torch.from_numpy(v) for k, v in params.items() if k not in STATISTICS}
+    model.load_state_dict(state | {k: getattr(model, k) for k in ("latents_mean", "latents_std")}, strict=True)
+    return model, params
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """(B, 8, n, 16) -> (B, n, 128), the order of the statistics."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def unpacked(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(2, (8, 16)).transpose(1, 2)
+
+
+def statistics(params: dict[str, np.ndarray]) -> list[torch.Tensor]:
+    return [torch.from_numpy(params[k]) for k in STATISTICS]
+
+
+def decode(model: AutoencoderKLLTX2Audio, params: dict[str, np.ndarray], latent: np.ndarray, dtype=torch.float32):
+    mean, std = statistics(params)
+    with torch.no_grad():
+        z = unpacked(packed(torch.from_numpy(latent)) * std + mean).to(dtype)
+        return model.to(dtype).decode(z, return_dict=False)[0].float().numpy()
+
+
+def encode(model: AutoencoderKLLTX2Audio, params: dict[str, np.ndarray], mel: np.ndarray):
+    mean, std = statistics(params)
+    with torch.no_grad():
+        z = model.encode(torch.from_numpy(mel), return_dict=False)[0].mode()
+        return unpacked((packed(z) - mean) / std).numpy()
+
+
+def normal(*shape: int, seed: int = 7) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("latents", [1, 10])
+def test_decoder_is_diffusers(kind, latents):
+    model, params = reference()
+    latent = normal(2, 8, latents, 16)
+    mel = run_graph(kind, audio_vae.trace_decoder(CONFIG, 2, latents, "float32"), params, {"latent": latent})["mel"]
+    assert mel.shape == (2, 2, 4 * latents - 3, 64)
+    # Summation order only: 2e-6 was reached.
+    assert relative_l2(mel, decode(model, params, latent)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoder_is_diffusers(kind):
+    model, params = reference()
+    mel = normal(2, 2, 37, 64)
+    latent = run_graph(kind, audio_vae.trace_encoder(CONFIG, 2, 37, "float32"), params, {"mel": mel})["latent"]
+    assert latent.shape == (2, 8, 10, 16)
+    # Summation order only: 2e-6 was reached.
+    assert relative_l2(latent, encode(model, params, mel)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
+    model, params = reference()
+    latent = normal(1, 8, 3, 16)
+    exact = decode(model, params, latent)
+    theirs = decode(copy.deepcopy(model), params, latent, torch.bfloat16)
+    ours = run_graph(kind, audio_vae.trace_decoder(CONFIG, 1, 3, "bfloat16"), params, {"latent": latent})["mel"]
+    assert relative_l2(ours, exact) <= 2 * relative_l2(theirs, exact)
+
+
+def test_time_is_causal_both_ways():
+    _, params = reference()
+    encoder, decoder = (
+        audio_vae.trace_encoder(CONFIG, 1, 9, "float32"),
+        audio_vae.trace_decoder(CONFIG, 1, 3, "float32"),
+    )
+    mel, latent = normal(1, 2, 9, 64), normal(1, 8, 3, 16)
+    for graph, x, name in ((encoder, mel, "latent"), (decoder, latent, "mel")):
+        other = x.copy()
+        other[:, :, 1:] += 1
+        (key,) = graph.inputs
+        a, b = (run_graph("cuda", graph, params, {key: v})[name] for v in (x, other))
+        assert np.array_equal(a[:, :, 0], b[:, :, 0])
+        assert not np.allclose(a[:, :, 1], b[:, :, 1])
+
+
+@pytest.mark.parametrize(
+    "frames, latents", [(1, 1), (4, 1), (5, 2), (9, 3), (37, 10), (40, 10), (501, 126), (505, 127)]
+)
+def test_lengths(frames, latents):
+    assert audio_vae.trace_encoder(CONFIG, 1, frames, "bfloat16").outputs["latent"].type.size("time") == latents
+    decoder = audio_vae.trace_decoder(CONFIG, 1, latents, "bfloat16")
+    assert decoder.outputs["mel"].type.size("time") == 4 * latents - 3
+
+
+def test_released_size_declares_the_files_tensors():
+    config = AudioVaeConfig(128, (1, 2, 4), 2, 8, 2, 64, 16000, 160)
+    specs = audio_vae.trace_decoder(config, 1, 2, "bfloat16").parameters()
+    specs |= audio_vae.trace_encoder(config, 1, 5, "bfloat16").parameters()
+    # From the released files: 102 tensors, the 256 statistics besides 53 248 146 parameters.
+    assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == (102, 53_248_146 + 256)

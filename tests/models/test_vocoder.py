@@ -1,0 +1,237 @@
+"""Both vocoders against diffusers, tiny and in float32; the resampler and the anti-aliasing in closed form."""
+
+import copy
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
+
+from ltx2rt.config import GeneratorConfig, VocoderConfig
+from ltx2rt.graph import trace
+from ltx2rt.graph.interpret import interpret
+from ltx2rt.models import vocoder
+from ltx2rt.testing import random_params, relative_l2, run_graph
+
+KINDS = ["numpy", "cuda", "tpu"]
+DILATIONS = ((1, 3), (1, 5))
+
+
+def generator(hidden: int, rates: tuple, kernels: tuple, activation: str, final: str) -> GeneratorConfig:
+    plain = activation == "leaky_relu"
+    return GeneratorConfig(8, hidden, 2, rates, kernels, (3, 7), DILATIONS, activation, plain, final)
+
+
+# Odd and even kernels over odd and even rates, two unlike blocks per stage. The 2.3 one makes 10 samples a frame and
+# its STFT hops by 8, so that the padding to whole hops is not empty.
+CONFIGS = {
+    "2.0": VocoderConfig(generator(16, (5, 2), (15, 4), "leaky_relu", "tanh"), None, 0, 0, 0, 1000, 1000),
+    "2.3": VocoderConfig(
+        generator(16, (5, 2), (11, 4), "snakebeta", "clamp"),
+        generator(16, (6, 4), (12, 8), "snakebeta", "none"),
+        stft_size=32,
+        stft_hop=8,
+        stft_mels=4,
+        input_sample_rate=1000,
+        sample_rate=3000,
+    ),
+}
+SIZES = dict(
+    in_channels=8,
+    hidden_channels=16,
+    upsample_factors=[5, 2],
+    upsample_kernel_sizes=[15, 4],
+    resnet_kernel_sizes=[3, 7],
+    resnet_dilations=[list(d) for d in DILATIONS],
+)
+
+
+def diffusers_name(official: str) -> str:
+    name = official.removeprefix("vocoder.")
+    for old, new in (
+        ("conv_pre", "conv_in"),
+        ("conv_post", "conv_out"),
+        ("act_post", "act_out"),
+        ("resblocks.", "resnets."),
+        ("downsample.lowpass", "downsample"),
+    ):
+        name = name.replace(old, new)
+    return ".".join("upsamplers" if part == "ups" else part for part in name.split("."))
+
+
+@cache
+def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
+    """diffusers' module and its parameters under official names: random, the filters too, so asymmetric."""
+    if version == "2.0":
+        model = LTX2Vocoder(**SIZES)
+    else:
+        sizes = SIZES | {"upsample_kernel_sizes": [11, 4]}
+        bwe = sizes | {"upsample_factors": [6, 4], "upsample_kernel_sizes": [12, 8]}
+        model = LTX2VocoderWithBWE(
+            **sizes,
+            **{f"bwe_{k}": v for k, v in bwe.items()},
+            final_act_fn="clamp",  # the official rule, whatever a diffusers config says
+            filter_length=32,
+            hop_length=8,
+            window_length=32,
+            num_mel_channels=4,
+            input_sampling_rate=1000,
+            output_sampling_rate=3000,
+        )
+        # Its padding to whole hops reads an attribute that it never sets.
+        model.hop_length = 8
+    params = random_params(vocoder.trace(CONFIGS[version], 1, 1, "float32"))
+    for name in params:
+        if name.endswith("mel_basis"):
+            params[name] = np.abs(params[name])  # a filterbank; a negative one would sit on the floor of the logarithm
+        if name.startswith("vocoder.vocoder.conv_post"):
+            params[name] *= 3  # the 16 kHz stage leaves [-1, 1] often
+    state = {diffusers_name(k): torch.from_numpy(v) for k, v in params.items()}
+    if version == "2.3":
+        state["mel_stft.stft_fn.inverse_basis"] = torch.zeros(34, 1, 32)  # in the file, never read
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == ([], [])
+    return model.eval(), params
+
+
+def normal(*shape: int, seed: int = 7) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def run(kind: str, version: str, mel: np.ndarray, dtype: str = "float32") -> np.ndarray:
+    config = CONFIGS[version]
+    graph = vocoder.trace(config, mel.shape[0], mel.shape[2], dtype)
+    return run_graph(kind, graph, reference(version)[1], vocoder.feeds(config, mel))["waveform"]
+
+
+def theirs(model: torch.nn.Module, mel: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(mel).to(next(model.parameters()).dtype)).float().numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version, samples", [("2.0", 70), ("2.3", 210)])
+def test_vocoder_is_diffusers(version, samples, kind):
+    mel = normal(2, 2, 7, 4)
+    waveform, expected = run(kind, version, mel), theirs(reference(version)[0], mel)
+    assert waveform.shape == (2, 2, samples)
+    # Summation order, amplified by the logarithm of small magnitudes in 2.3.
+    assert relative_l2(waveform, expected) <= 1e-4
+
+
+def test_the_low_stage_is_clamped():
+    model, _ = reference("2.3")
+    mel = normal(1, 2, 7, 4)
+    unclamped = copy.deepcopy(model)
+    unclamped.vocoder.final_act_fn = None
+    with torch.no_grad():
+        assert unclamped.vocoder(torch.from_numpy(mel)).abs().max() > 1.1
+    assert relative_l2(theirs(unclamped, mel), run("numpy", "2.3", mel)) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
+    model, _ = reference("2.0")
+    mel = normal(1, 2, 7, 4)
+    exact, rounded = theirs(model, mel), theirs(copy.deepcopy(model).bfloat16(), mel)
+    assert relative_l2(run(kind, "2.0", mel, "bfloat16"), exact) <= 2 * relative_l2(rounded, exact)
+
+
+def test_bandwidth_extension_is_float32_whatever_is_asked():
+    graph = vocoder.trace(CONFIGS["2.3"], 1, 3, "bfloat16")
+    assert {s.dtype for s in graph.parameters().values()} == {"float32"}
+    assert graph.outputs["waveform"].type.dtype == "float32"
+
+
+def test_resampler_taps():
+    taps = vocoder.resampler_filter(3)
+    assert taps.shape == (1, 1, 43)
+    assert taps.sum() == pytest.approx(1.000466, abs=1e-6)
+    assert np.allclose(taps, taps[:, :, ::-1], atol=1e-7)
+
+
+@pytest.mark.parametrize("taps, ratio", [(43, 3), (12, 2)])
+def test_resampling_keeps_the_place(taps, ratio):
+    """The centre of mass of an impulse at n lies at ratio n for an odd filter, half a sample later for an even one."""
+
+    def model(o):
+        x, f = o.input("x", B=1, channels=2, time=20), o.input("f", out=1, one=1, k0=taps)
+        return {"y": vocoder.resample_up(o, x, f, ratio)}
+
+    x = np.zeros((1, 2, 20), np.float32)
+    x[:, 1, 9] = 1
+    symmetric = np.hanning(taps + 2)[1:-1][None, None]
+    y = interpret(trace("up", model, "float32"), {}, {"x": x, "f": symmetric})["y"]
+    assert y.shape == (1, 2, 20 * ratio)
+    assert not y[:, 0].any()
+    centre = (y[0, 1] * np.arange(20 * ratio)).sum() / y.sum()
+    assert centre == pytest.approx(9 * ratio + (0.5 if taps % 2 == 0 else 0), abs=1e-3)
+
+
+# Section "anti-aliased activation": Kaiser-windowed sinc, cutoff 0.25, half-width 0.3, mirrored.
+KAISER = [0.00202896, 0.00938947, -0.02554346, -0.05765738, 0.12857258, 0.44320980]
+
+
+def test_anti_aliasing_passes_constants_and_stays_in_place():
+    def model(o):
+        return {"y": vocoder.snake_beta(o, o.input("x", B=1, channels=1, time=32))}
+
+    # alpha = -inf: the sine vanishes and the activation is its two filters.
+    filters = np.array(KAISER + KAISER[::-1], np.float32)[None, None]
+    params = {"upsample.filter": filters, "downsample.lowpass.filter": filters}
+    params |= {"act.alpha": np.array([-np.inf], np.float32), "act.beta": np.zeros(1, np.float32)}
+    graph = trace("snake", model, "float32")
+    constant = interpret(graph, params, {"x": np.full((1, 1, 32), 0.7, np.float32)})["y"]
+    assert np.allclose(constant, 0.7, atol=1e-6)
+    impulse = np.zeros((1, 1, 32), np.float32)
+    impulse[0, 0, 13] = 1
+    y = interpret(graph, params, {"x": impulse})["y"][0, 0]
+    assert y.argmax() == 13
+    assert y.max() == pytest.approx(0.8681, abs=1e-4)
+    assert y.sum() == pytest.approx(1, abs=1e-6)
+
+
+DILATED = ((1, 3, 5),) * 3
+RELEASED = {
+    "2.0": VocoderConfig(
+        GeneratorConfig(
+            128, 1024, 2, (6, 5, 2, 2, 2), (16, 15, 8, 4, 4), (3, 7, 11), DILATED, "leaky_relu", True, "tanh"
+        ),
+        None,
+        0,
+        0,
+        0,
+        24000,
+        24000,
+    ),
+    "2.3": VocoderConfig(
+        GeneratorConfig(
+            128, 1536, 2, (5, 2, 2, 2, 2, 2), (11, 4, 4, 4, 4, 4), (3, 7, 11), DILATED, "snakebeta", False, "clamp"
+        ),
+        GeneratorConfig(
+            128, 512, 2, (6, 5, 2, 2, 2), (12, 11, 4, 4, 4), (3, 7, 11), DILATED, "snakebeta", False, "none"
+        ),
+        512,
+        80,
+        64,
+        16000,
+        48000,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "version, mel_frames, samples, tensors, elements",
+    [
+        ("2.0", 501, 120_240, 194, 55_592_802),
+        # 547 584 of the file's elements are buffers; 514 x 512 of them, the inverse basis, nothing reads.
+        ("2.3", 501, 240_480, 1226, 128_537_448 + 547_584 - 514 * 512),
+    ],
+)
+def test_released_sizes_declare_the_files_tensors(version, mel_frames, samples, tensors, elements):
+    graph = vocoder.trace(RELEASED[version], 1, mel_frames, "float32")
+    specs = graph.parameters()
+    assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == (tensors, elements)
+    assert graph.outputs["waveform"].type.shape == (1, 2, samples)
