@@ -6,7 +6,7 @@ The pipeline speaks this protocol only. The two implementations are discovered t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -67,11 +67,12 @@ class Backend(Protocol):
     device_kind: str  # "cpu", "cuda" or "tpu"
     versions: dict[str, str]
 
-    def load(self, graphs: Iterable[Graph], source: TensorSource, base: Any = None) -> Any:
+    def load(
+        self, graphs: Iterable[Graph], source: TensorSource, base: Any = None, changed: Set[str] = frozenset()
+    ) -> Any:
         """Weights of all parameters of `graphs`, on the device, each cast once to the graph's dtype.
 
-        base: weights already loaded from the same checkpoint; every tensor that `source.touched()` does not
-        name is shared with them.
+        base: weights loaded before; every tensor of theirs that `changed` does not name is shared, not copied.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import ml_dtypes
@@ -93,19 +93,21 @@ class CudaBackend:
         torch.backends.cudnn.allow_tf32 = False
         self.versions = {"torch": torch.__version__}
 
-    def load(self, graphs: Iterable[Graph], source: TensorSource, base: Weights | None = None) -> Weights:
-        touched = source.touched() if base is not None else frozenset()  # type: ignore[attr-defined]
+    def load(
+        self,
+        graphs: Iterable[Graph],
+        source: TensorSource,
+        base: Weights | None = None,
+        changed: Set[str] = frozenset(),
+    ) -> Weights:
         weights: Weights = {}
-        for graph in graphs:
-            for name, spec in graph.parameters().items():
-                if name in weights:
-                    continue
-                if base is not None and name in base and name not in touched:
-                    weights[name] = base[name]
-                    continue
-                tensor = to_torch(source.read(name))
-                copied = tensor.to(self.torch_device, DTYPES[spec.dtype])
-                weights[name] = copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
+        for name, spec in {name: spec for graph in graphs for name, spec in graph.parameters().items()}.items():
+            if base is not None and name in base and name not in changed:
+                weights[name] = base[name]
+                continue
+            tensor = to_torch(source.read(name))
+            copied = tensor.to(self.torch_device, DTYPES[spec.dtype])
+            weights[name] = copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
         return weights
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:

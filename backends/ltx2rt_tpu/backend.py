@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -122,23 +121,25 @@ class TpuBackend:
                     ) from error
         return jax.devices("cpu")[0]
 
-    def load(self, graphs: Iterable[Graph], source: TensorSource, base: Weights | None = None) -> Weights:
-        touched = source.touched() if base is not None else frozenset()  # type: ignore[attr-defined]
-        patterns = {re.sub(r"\.\d+\.", ".*.", name) for name in touched} | set(touched)
+    def load(
+        self,
+        graphs: Iterable[Graph],
+        source: TensorSource,
+        base: Weights | None = None,
+        changed: Set[str] = frozenset(),
+    ) -> Weights:
         weights: Weights = {}
-        for graph in graphs:
-            for name, (value, count) in graph.all_params().items():
-                if name in weights:
-                    continue
-                if base is not None and name in base and re.sub(r"\.\d+\.", ".*.", name) not in patterns:
-                    weights[name] = base[name]
-                    continue
-                stacked = "*" in name
-                shape = (count, *value.type.shape) if stacked else value.type.shape
-                host = _aligned_empty(shape, NUMPY_DTYPES[value.type.dtype])
-                for i in range(count):
-                    _copy(host[i] if stacked else host, source.read(name.replace("*", str(i))))
-                weights[name] = jax.device_put(host, self.jax_device, may_alias=True)
+        for name, (value, count) in {k: v for graph in graphs for k, v in graph.all_params().items()}.items():
+            concrete = [name.replace("*", str(i)) for i in range(count)]
+            if base is not None and name in base and changed.isdisjoint(concrete):
+                weights[name] = base[name]
+                continue
+            stacked = "*" in name
+            shape = (count, *value.type.shape) if stacked else value.type.shape
+            host = _aligned_empty(shape, NUMPY_DTYPES[value.type.dtype])
+            for i, tensor in enumerate(concrete):
+                _copy(host[i] if stacked else host, source.read(tensor))
+            weights[name] = jax.device_put(host, self.jax_device, may_alias=True)
         return weights
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:

@@ -39,10 +39,11 @@ def connectors(o: Ops, config: TextConfig, states: Value) -> dict[str, Value]:
     features = per_token_features if config.per_token_norm else shared_features
     video, audio = features(o, config, states)
     batch, tokens = states.type.shape[:2]
-    places = [o.input(name, "int32", B=batch, text=tokens) for name in ("order", "is_token")]
+    order = o.input("order", "int32", B=batch, text=tokens)
+    is_token = o.input("is_token", "int32", B=batch, text=tokens)
     return {
-        "video_context": connector(o, "video", video, *places, config.video, config),
-        "audio_context": connector(o, "audio", audio, *places, config.audio, config),
+        "video_context": connector(o, "video", video, order, is_token, config.video, config),
+        "audio_context": connector(o, "audio", audio, order, is_token, config.audio, config),
     }
 
 
