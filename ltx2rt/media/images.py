@@ -1,0 +1,99 @@
+"""Conditioning images: from any still file to the pixels the video encoder reads.
+
+Decides orientation, colour, recompression, resizing and cropping, as the model saw them in training. Leaves encoding to
+the video encoder. Pillow reads, PyAV recompresses.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+
+ROTATIONS = {3: 180, 6: 270, 8: 90}  # EXIF orientation -> degrees counter-clockwise; mirrored ones stay as they are
+EXIF_ORIENTATION = 0x0112
+
+
+def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np.ndarray:
+    """f32[1, 3, 1, height, width] in [-1, 1]: recompressed at its own size, then scaled to cover and cropped.
+
+    crf: H.264 quality of the recompression, 0 = none. Raises InputError if the file is no readable image.
+    """
+    pixels = recompress(read_rgb(path), crf)
+    return (cover(pixels, width, height) / np.float32(127.5) - 1).transpose(2, 0, 1)[None, :, None]
+
+
+def read_rgb(path: Path) -> np.ndarray:
+    """The whole image upright in sRGB, u8[H, W, 3]; alpha is dropped, not composited. Raises InputError."""
+    from PIL import Image, ImageCms
+
+    try:
+        with Image.open(path) as image:
+            rotation = ROTATIONS.get(image.getexif().get(EXIF_ORIENTATION, 1))
+            profile = image.info.get("icc_profile")
+            if image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip instead of scale
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            image = image.convert("L" if image.mode in ("L", "LA") else "CMYK" if image.mode == "CMYK" else "RGB")
+            if profile:
+                source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+                image = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+            if rotation:
+                image = image.rotate(rotation, expand=True)
+            return np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
+        raise InputError(f"--image: {path} is no readable image ({error}); save it again as PNG or JPEG") from error
+    except ImageCms.PyCMSError as error:
+        raise InputError(f"--image: the ICC profile of {path} cannot be applied ({error}); remove it") from error
+
+
+def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:
+    """Through one H.264 frame (libx264, veryfast, yuv420p) and back: u8[H, W, 3] -> u8[even H, even W, 3].
+
+    crf 0 and images thinner than 2 pixels are returned as they are.
+    """
+    height, width = (size // 2 * 2 for size in pixels.shape[:2])
+    if crf == 0 or min(height, width) < 2:
+        return pixels
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=1, options={"crf": str(crf), "preset": "veryfast"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels[:height, :width]), format="rgb24")
+        container.mux(stream.encode(frame.reformat(format="yuv420p")))
+        container.mux(stream.encode())
+    file.seek(0)
+    with av.open(file) as container:
+        return next(container.decode(video=0)).to_ndarray(format="rgb24")
+
+
+def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+    """Scale u8[H, W, 3] to cover the size, bilinear without antialias, and crop the centre: f32[height, width, 3].
+
+    Half-pixel centres and clamped edges, which is torch's interpolate(mode="bilinear", align_corners=False).
+    """
+    rows, columns = pixels.shape[:2]
+    scale = max(height / rows, width / columns)
+    top, bottom, row_weight = _taps(rows, math.ceil(rows * scale), height)
+    left, right, column_weight = _taps(columns, math.ceil(columns * scale), width)
+    wide = [
+        pixels[i][:, left] * (1 - column_weight)[:, None] + pixels[i][:, right] * column_weight[:, None]
+        for i in (top, bottom)
+    ]
+    return wide[0] * (1 - row_weight)[:, None, None] + wide[1] * row_weight[:, None, None]
+
+
+def _taps(size: int, scaled: int, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For the `kept` central ones of `scaled` outputs: both source indices and the second one's weight (f32)."""
+    first = (scaled - kept) // 2
+    ratio = np.float32(size) / np.float32(scaled)
+    source = np.maximum(
+        ratio * (np.arange(first, first + kept, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0
+    )
+    low = np.minimum(source.astype(np.int64), size - 1)
+    return low, np.minimum(low + 1, size - 1), source - low.astype(np.float32)

@@ -1,0 +1,101 @@
+"""Conditioning images are read as the reference reads them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageCms
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.images import cover, load_conditioning_image, read_rgb, recompress
+
+
+def photo(height=37, width=53, seed=0):
+    """Smooth colour gradients with some noise, as a codec expects."""
+    y, x = np.mgrid[:height, :width]
+    base = np.stack([255 * x / width, 255 * y / height, 127 + 100 * np.sin(x / 9 + y / 7)], axis=-1)
+    return np.clip(base + np.random.default_rng(seed).normal(0, 4, base.shape), 0, 255).astype(np.uint8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(*(st.integers(1, 70) for _ in range(4)))
+def test_cover_equals_torch_interpolate_and_a_centre_crop(rows, columns, height, width):
+    import math
+
+    import torch
+
+    pixels = photo(rows, columns)
+    scale = max(height / rows, width / columns)
+    size = (math.ceil(rows * scale), math.ceil(columns * scale))
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None].float()
+    scaled = torch.nn.functional.interpolate(planes, size=size, mode="bilinear", align_corners=False)[0].permute(
+        1, 2, 0
+    )
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    expected = scaled[top : top + height, left : left + width].numpy()
+    # torch may fuse multiply and add: source coordinates near 70 carry 8e-6, times a step of at most 255
+    np.testing.assert_allclose(cover(pixels, width, height), expected, atol=4e-3)
+
+
+def test_recompression_equals_the_reference_bitwise():
+    from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf
+
+    pixels = photo(49, 64)
+    ours = recompress(pixels, 33)
+    assert ours.shape == (48, 64, 3)
+    np.testing.assert_array_equal(ours, apply_image_conditioning_crf(pixels, 33))
+    assert np.abs(ours.astype(int) - pixels[:48]).mean() > 1  # it does lose something
+    np.testing.assert_array_equal(recompress(pixels, 0), pixels)
+    assert recompress(pixels[:1], 33).shape == (1, 64, 3)
+
+
+def test_an_image_becomes_one_frame_in_minus_one_to_one(tmp_path):
+    Image.fromarray(photo()).save(tmp_path / "a.png")
+    frame = load_conditioning_image(tmp_path / "a.png", 64, 32, crf=0)
+    assert frame.shape == (1, 3, 1, 32, 64) and frame.dtype == np.float32
+    assert -1 <= frame.min() < -0.8 and 0.8 < frame.max() <= 1
+    expected = cover(photo(), 64, 32)
+    np.testing.assert_array_equal(frame[0, :, 0], (expected / np.float32(127.5) - 1).transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("orientation,turns", [(1, 0), (2, 0), (3, 2), (6, 3), (8, 1)])
+def test_exif_rotations_are_applied_and_mirrors_ignored(tmp_path, orientation, turns):
+    image = Image.fromarray(photo())
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    image.save(tmp_path / "a.png", exif=exif)
+    np.testing.assert_array_equal(read_rgb(tmp_path / "a.png"), np.rot90(photo(), turns))
+
+
+def test_alpha_is_dropped_not_composited(tmp_path):
+    alpha = np.full((37, 53, 1), 7, np.uint8)
+    Image.fromarray(np.concatenate([photo(), alpha], -1)).save(tmp_path / "rgba.png")
+    np.testing.assert_array_equal(read_rgb(tmp_path / "rgba.png"), photo())
+    Image.fromarray(photo()[..., :1].repeat(2, -1)).save(tmp_path / "la.png")
+    np.testing.assert_array_equal(read_rgb(tmp_path / "la.png"), photo()[..., :1].repeat(3, -1))
+
+
+def test_sixteen_bit_grey_is_scaled(tmp_path):
+    grey = photo()[..., 0]
+    Image.fromarray(grey.astype(np.uint16) << 8).save(tmp_path / "grey.png")
+    np.testing.assert_array_equal(read_rgb(tmp_path / "grey.png"), grey[..., None].repeat(3, -1))
+
+
+def test_an_icc_profile_is_converted_to_srgb(tmp_path):
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    Image.fromarray(photo()).save(tmp_path / "srgb.png", icc_profile=profile)
+    # sRGB to sRGB goes through the profile connection space: one 8-bit step of rounding
+    assert np.abs(read_rgb(tmp_path / "srgb.png").astype(int) - photo()).max() <= 1
+    Image.fromarray(photo()).save(tmp_path / "bad.png", icc_profile=b"no profile")
+    with pytest.raises(InputError, match=r"bad\.png"):
+        read_rgb(tmp_path / "bad.png")
+
+
+def test_unreadable_images_are_refused(tmp_path):
+    path = tmp_path / "a.png"
+    Image.fromarray(photo()).save(path)
+    whole = path.read_bytes()
+    for broken in (whole[: len(whole) // 2], b"", b"version https://git-lfs.github.com/spec/v1\n"):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match="no readable image"):
+            read_rgb(path)
