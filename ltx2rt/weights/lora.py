@@ -1,0 +1,214 @@
+"""LoRA files, and a tensor source that merges them while its tensors are read.
+
+Decides which weight each pair belongs to, its scale and the order of rounding. Which LoRAs a stage takes, and in what
+order, is the pipeline's decision. One tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.weights.checkpoint import Checkpoint, collapse, component_of
+from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
+from ltx2rt.weights.names import to_official
+
+Matmul = Callable[[np.ndarray, np.ndarray], np.ndarray]  # f32[out, rank], f32[rank, in] -> f32[out, in]
+BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+DTYPES = {"bfloat16": BF16, "float32": F32}
+_KEY = re.compile(r"(?P<module>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight")
+_TRANSFORMER = re.compile(r"^(?:model\.)?(?:diffusion_model|transformer)\.")
+_TEXT_PROJECTION = re.compile(r"^(?:model\.)?(?:text_embedding_projection\.|connectors\.(?:\w+_)?text_proj_in$)")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Delta W = up[out, rank] @ down[rank, in] x scale; keys of the LoRA file."""
+
+    down: str
+    up: str
+    scale: float  # strength x (alpha / rank if the file carries an alpha tensor for this module, else 1)
+
+
+@dataclass(frozen=True)
+class Lora:
+    path: Path
+    strength: float
+    file: TensorFile
+    pairs: dict[str, Pair]  # by the official name of the weight
+    skipped: tuple[str, ...]  # modules of the text projection, which the official code does not merge either
+    unknown: tuple[str, ...]  # keys that are no LoRA pair
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What became of one LoRA."""
+
+    file: str
+    strength: float
+    matched: int
+    total: int
+    skipped: int
+
+    def line(self) -> str:
+        skipped = f", skipped {self.skipped} of the text projection" if self.skipped else ""
+        return f"merged {self.matched}/{self.total} modules of {self.file} at strength {self.strength:g}{skipped}"
+
+
+def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
+    """Read the header (and the alpha scalars). Keys: official, diffusers/PEFT, and lora_down/lora_up with alpha."""
+    file = TensorFile(path)
+    down: dict[str, str] = {}
+    up: dict[str, str] = {}
+    alpha: dict[str, str] = {}
+    unknown = []
+    for key in file.names():
+        if match := _KEY.fullmatch(key):
+            side = down if match["down"] else up
+            if match["module"] in side:
+                raise InputError(f"{path}: {side[match['module']]} and {key} are the same half of one module")
+            side[match["module"]] = key
+        elif key.endswith(".alpha"):
+            alpha[key.removesuffix(".alpha")] = key
+        else:
+            unknown.append(key)
+    if not down and not up:
+        raise InputError(
+            f"{path}: no LoRA: none of its {len(list(file.names()))} keys ends in lora_A.weight or lora_down.weight"
+        )
+    if halves := sorted(down.keys() ^ up.keys()):
+        raise InputError(f"{path}: {len(halves)} modules have only one half of their pair: {collapse(halves)}")
+    unknown += [alpha[module] for module in sorted(alpha.keys() - down.keys())]
+    pairs: dict[str, Pair] = {}
+    skipped = []
+    for module in down:
+        if _TEXT_PROJECTION.match(module):
+            skipped.append(module)
+            continue
+        target = to_official("transformer", _TRANSFORMER.sub("", module) + ".weight")
+        rank = _rank(file, down[module], up[module])
+        own = float(file.read(alpha[module]).astype(np.float32).reshape(())) / rank if module in alpha else 1.0
+        if target in pairs:
+            raise InputError(f"{path}: {pairs[target].down} and {down[module]} both belong to {target}")
+        pairs[target] = Pair(down[module], up[module], strength * own)
+    return Lora(Path(path), strength, file, pairs, tuple(skipped), tuple(unknown))
+
+
+def _rank(file: TensorFile, down: str, up: str) -> int:
+    a, b = file.info(down).shape, file.info(up).shape
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
+        raise InputError(f"{file.path}: {down} {list(a)} and {up} {list(b)} are no pair [rank, in], [out, rank]")
+    return a[0]
+
+
+class MergedSource:
+    """A tensor source whose touched weights are read with the LoRAs merged, in the order given.
+
+    dtype bfloat16 rounds as the official code does: the first Delta = bf16(bf16(B*s) @ A), each further
+    Delta = bf16(Delta + s*(B @ A)), and W' = bf16(Delta + W), every product accumulated in float32.
+    dtype float32 does not round. Untouched tensors are the source's own views.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        loras: Sequence[Lora],
+        dtype: str | np.dtype,
+        matmul: Matmul | None = None,
+        allow_partial: bool = False,
+    ):
+        self._source = source
+        self._dtype = DTYPES[dtype] if isinstance(dtype, str) else np.dtype(dtype)
+        if self._dtype not in (BF16, F32):
+            raise ValueError(f"merged weights are bfloat16 or float32, not {self._dtype}")
+        self._matmul = matmul or np.matmul
+        self._pairs: dict[str, list[tuple[Lora, Pair]]] = {}
+        self.merges = [self._match(lora, allow_partial) for lora in loras]
+
+    def _match(self, lora: Lora, allow_partial: bool) -> Merge:
+        names = set(self._source.names())
+        matched = [name for name in lora.pairs if name in names]
+        lost = [*(name for name in lora.pairs if name not in names), *lora.unknown]
+        if not matched:
+            raise InputError(
+                f"{lora.path}: a LoRA of another model: none of its {len(lora.pairs)} modules is in this one"
+            )
+        for name in matched:
+            pair, shape = lora.pairs[name], self._source.info(name).shape
+            out, into = lora.file.info(pair.up).shape[0], lora.file.info(pair.down).shape[1]
+            if (out, into) != tuple(shape):
+                raise InputError(
+                    f"{lora.path}: a LoRA of another model: it changes {name} as {[out, into]}, not {list(shape)}"
+                )
+        if lost and not allow_partial:
+            raise InputError(
+                f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)}; "
+                f"pass --lora-allow-partial to merge the other {len(matched)}/{len(lora.pairs)} modules"
+            )
+        for name in matched:
+            if lora.pairs[name].scale != 0:
+                self._pairs.setdefault(name, []).append((lora, lora.pairs[name]))
+        return Merge(str(lora.path), lora.strength, len(matched), len(lora.pairs), len(lora.skipped))
+
+    def names(self) -> Iterable[str]:
+        return self._source.names()
+
+    def touched(self) -> set[str]:
+        """Names whose values differ from the source's."""
+        return set(self._pairs)
+
+    def info(self, name: str) -> TensorInfo:
+        info = self._source.info(name)
+        return TensorInfo(info.shape, self._dtype) if name in self._pairs else info
+
+    def read(self, name: str) -> np.ndarray:
+        weight = self._source.read(name)
+        if name not in self._pairs:
+            return weight
+        rounded = self._dtype == BF16
+        delta: np.ndarray | None = None  # f32[out, in], holding bf16 values where rounded
+        for lora, pair in self._pairs[name]:
+            up, down = (_floats(lora.file.read(key), rounded) for key in (pair.up, pair.down))
+            scale = np.float32(pair.scale)
+            if delta is None:
+                delta = self._matmul(_round(up * scale, rounded), down)
+            else:
+                delta = delta + scale * self._matmul(up, down)
+            delta = _round(delta, rounded)
+        assert delta is not None
+        return (delta + weight.astype(np.float32)).astype(self._dtype, copy=False)
+
+
+def _floats(array: np.ndarray, rounded: bool) -> np.ndarray:
+    return (array.astype(BF16) if rounded else array).astype(np.float32)
+
+
+def _round(array: np.ndarray, rounded: bool) -> np.ndarray:
+    return array.astype(BF16).astype(np.float32) if rounded else array
+
+
+def merge_to_file(
+    checkpoint: Checkpoint, loras: Sequence[Lora], tensor_names: Sequence[str], output: str | Path, dtype: str
+) -> list[Merge]:
+    """Write the named tensors, merged, under their official names as `dtype`; returns what was merged."""
+    merged = MergedSource(checkpoint.source("transformer"), loras, dtype)
+
+    def home(name: str) -> TensorSource:
+        component = component_of(name)
+        source = merged if component == "transformer" else checkpoint.sources.get(component or "")
+        if source is None or name not in set(source.names()):
+            raise InputError(
+                f"{checkpoint.path}: no tensor {name}; `ltx2rt weights inspect --json` lists the official names"
+            )
+        return source
+
+    sources = {name: home(name) for name in tensor_names}
+    infos = {name: TensorInfo(source.info(name).shape, DTYPES[dtype]) for name, source in sources.items()}
+    write_tensors(output, infos, lambda name: sources[name].read(name).astype(DTYPES[dtype], copy=False))
+    return merged.merges

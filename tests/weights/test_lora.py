@@ -1,0 +1,181 @@
+"""LoRA: every key style finds its weight, scales are the tensor's own, and merging rounds as the official code."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ltx2rt.errors import InputError
+from ltx2rt.weights.files import TensorInfo, write_arrays
+from ltx2rt.weights.lora import MergedSource, open_lora
+
+BF16 = ml_dtypes.bfloat16
+Q = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
+ADALN = "model.diffusion_model.av_ca_a2v_gate_adaln_single.linear.weight"
+
+
+class Memory:
+    """A tensor source in memory."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def names(self):
+        return self.arrays.keys()
+
+    def info(self, name):
+        return TensorInfo(self.arrays[name].shape, self.arrays[name].dtype)
+
+    def read(self, name):
+        return self.arrays[name]
+
+
+def weights(dtype=BF16):
+    rng = np.random.default_rng(7)
+    return {name: rng.standard_normal((6, 5)).astype(dtype) for name in (Q, ADALN, "untouched")}
+
+
+def pair(module, seed, rank=3, style=("lora_A", "lora_B"), out=6, into=5):
+    rng = np.random.default_rng(seed)
+    return {
+        f"{module}.{style[0]}.weight": rng.standard_normal((rank, into)).astype(BF16),
+        f"{module}.{style[1]}.weight": rng.standard_normal((out, rank)).astype(BF16),
+    }
+
+
+def saved(path, arrays, strength=1.0):
+    write_arrays(path, arrays)
+    return open_lora(path, strength)
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "style"),
+    [
+        ("diffusion_model.transformer_blocks.0.attn1.to_q", Q, ("lora_A", "lora_B")),
+        ("transformer.transformer_blocks.0.attn1.to_q", Q, ("lora_A", "lora_B")),
+        ("transformer_blocks.0.attn1.to_q", Q, ("lora_down", "lora_up")),
+        ("diffusion_model.av_ca_a2v_gate_adaln_single.linear", ADALN, ("lora_A", "lora_B")),
+        ("transformer.av_cross_attn_video_a2v_gate.linear", ADALN, ("lora_A.default", "lora_B.default")),
+    ],
+)
+def test_every_key_style_finds_its_weight(tmp_path, module, target, style):
+    lora = saved(tmp_path / "l.safetensors", pair(module, 1, style=style))
+    source = MergedSource(Memory(weights()), [lora], "float32")
+    assert source.touched() == {target}
+    a, b = (value.astype(np.float32) for value in pair(module, 1, style=style).values())
+    # float32, one product of three terms: only the order of the sum may differ
+    np.testing.assert_allclose(source.read(target), weights()[target].astype(np.float32) + b @ a, rtol=1e-5, atol=1e-6)
+    assert source.merges[0].line().startswith("merged 1/1 modules")
+
+
+def test_scale_is_the_tensors_own_alpha_over_its_own_rank(tmp_path):
+    arrays = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1, rank=4, style=("lora_down", "lora_up"))
+    arrays |= pair("diffusion_model.av_ca_a2v_gate_adaln_single.linear", 2, rank=2)
+    arrays["diffusion_model.transformer_blocks.0.attn1.to_q.alpha"] = np.array(2.0, np.float32)
+    write_arrays(tmp_path / "l.safetensors", arrays, {"lora_alpha": "384", "lora_rank": "384"})
+    lora = open_lora(tmp_path / "l.safetensors", 0.5)
+    assert lora.pairs[Q].scale == 0.5 * 2 / 4
+    assert lora.pairs[ADALN].scale == 0.5
+
+
+@settings(max_examples=25, deadline=None)
+@given(strengths=st.lists(st.sampled_from([1.0, 0.25, -0.7, 1.3]), min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_bf16_merge_equals_the_official_order_bit_for_bit(tmp_path_factory, strengths, seed):
+    """Oracle: torch in bfloat16 for every rounding; products in float32, as the official matmul accumulates."""
+    folder = tmp_path_factory.mktemp("l")
+    module, base = "diffusion_model.transformer_blocks.0.attn1.to_q", weights()
+    loras = [
+        saved(folder / f"{i}.safetensors", pair(module, seed + i), strength) for i, strength in enumerate(strengths)
+    ]
+    delta = None
+    for lora in loras:
+        a, b = (
+            torch.from_numpy(lora.file.read(key).astype(np.float32)).bfloat16()
+            for key in (lora.pairs[Q].down, lora.pairs[Q].up)
+        )
+        if delta is None:
+            delta = ((b * lora.strength).float() @ a.float()).bfloat16()
+        else:
+            delta = (delta.float() + lora.strength * (b.float() @ a.float())).bfloat16()
+    weight = torch.from_numpy(base[Q].astype(np.float32)).bfloat16()
+    merged = MergedSource(Memory(base), loras, "bfloat16").read(Q)
+    assert merged.dtype == BF16
+    np.testing.assert_array_equal(merged.astype(np.float32), (delta + weight).float().numpy())
+
+
+def test_untouched_tensors_are_shared_and_the_source_is_unchanged(tmp_path):
+    base = weights()
+    before = base[Q].copy()
+    lora = saved(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1))
+    source = MergedSource(Memory(base), [lora], "bfloat16")
+    assert source.read("untouched") is base["untouched"]
+    assert source.info(Q) == TensorInfo((6, 5), np.dtype(BF16))
+    assert not np.array_equal(source.read(Q), before)
+    np.testing.assert_array_equal(base[Q], before)
+
+
+def test_strength_zero_touches_nothing(tmp_path):
+    lora = saved(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1), 0.0)
+    source = MergedSource(Memory(weights()), [lora], "bfloat16")
+    assert source.touched() == set() and source.merges[0].matched == 1
+
+
+@pytest.mark.parametrize("module", ["text_embedding_projection.aggregate_embed", "connectors.text_proj_in"])
+def test_the_text_projection_pair_is_skipped_and_reported(tmp_path, module):
+    arrays = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1) | pair(module, 2)
+    source = MergedSource(Memory(weights()), [saved(tmp_path / "l.safetensors", arrays)], "bfloat16")
+    assert source.merges[0].line().endswith("strength 1, skipped 1 of the text projection")
+    assert (source.merges[0].matched, source.merges[0].total) == (1, 1)
+
+
+def test_unmatched_keys_fail_unless_partial_is_allowed(tmp_path):
+    arrays = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
+    arrays |= pair("diffusion_model.transformer_blocks.9.attn1.to_q", 2) | {"diffusion_model.x.diff": np.zeros(2, BF16)}
+    lora = saved(tmp_path / "l.safetensors", arrays)
+    with pytest.raises(InputError, match=r"2 keys match no weight.*--lora-allow-partial"):
+        MergedSource(Memory(weights()), [lora], "bfloat16")
+    merge = MergedSource(Memory(weights()), [lora], "bfloat16", allow_partial=True).merges[0]
+    assert (merge.matched, merge.total) == (1, 2)
+
+
+def test_a_lora_of_another_model_is_refused(tmp_path):
+    misshapen = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1, out=8)
+    foreign = pair("unet.down.attn.to_q", 1)
+    for i, arrays in enumerate((misshapen, foreign)):
+        lora = saved(tmp_path / f"{i}.safetensors", arrays)
+        with pytest.raises(InputError, match="LoRA of another model"):
+            MergedSource(Memory(weights()), [lora], "bfloat16", allow_partial=True)
+
+
+def test_broken_lora_files_are_refused(tmp_path):
+    good = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
+    half = dict([next(iter(good.items()))])
+    ranks = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1, rank=3) | {
+        "diffusion_model.transformer_blocks.0.attn1.to_q.lora_B.weight": np.zeros((6, 2), BF16)
+    }
+    twice = good | pair("transformer.transformer_blocks.0.attn1.to_q", 2)
+    for i, (arrays, says) in enumerate(
+        [
+            (half, "only one half"),
+            (ranks, "are no pair"),
+            (twice, "both belong to"),
+            ({"a": np.zeros(2, BF16)}, "no LoRA"),
+        ]
+    ):
+        write_arrays(tmp_path / f"{i}.safetensors", arrays)
+        with pytest.raises(InputError, match=says):
+            open_lora(tmp_path / f"{i}.safetensors")
+
+
+def test_matmul_can_be_a_backends(tmp_path):
+    calls = []
+
+    def matmul(left, right):
+        calls.append((left.shape, right.shape))
+        return left @ right
+
+    lora = saved(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1))
+    MergedSource(Memory(weights()), [lora], "bfloat16", matmul).read(Q)
+    assert calls == [((6, 3), (3, 5))]
