@@ -1,0 +1,135 @@
+"""Print a graph: as text for people and golden files, as dot for a picture, as JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ltx2rt.graph.ir import Graph, Node
+
+FORMATS = ("text", "dot", "json")
+
+
+def show(graph: Graph, format: str = "text") -> str:
+    return {"text": _text, "dot": _dot, "json": _json}[format](graph)
+
+
+def _attrs(node: Node) -> str:
+    def word(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k}={v}" for k, v in value.items()) + "}"
+        if isinstance(value, tuple):
+            return "(" + " ".join(map(str, value)) + ")"
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    return ", ".join(f"{k}={word(v)}" for k, v in node.attrs.items())
+
+
+def _text(graph: Graph) -> str:
+    lines = [f"graph {graph.name}"]
+    lines += [f"  in   {name}: {v.type}" for name, v in graph.inputs.items()]
+    _body(graph, lines, "  ")
+    lines += [f"  out  {name} = {v.name}: {v.type}" for name, v in graph.outputs.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _body(graph: Graph, lines: list[str], indent: str) -> None:
+    for node in graph.nodes:
+        results = ", ".join(v.name for v in node.outputs)
+        if node.op == "repeat":
+            plan = node.plan["repeat"]
+            names = list(plan.body.inputs)
+            fixed = plan.num_carries + plan.num_invariants
+            lines.append(f"{indent}{results} = repeat {plan.count}")
+            for kind, part in (("carry", slice(0, plan.num_carries)), ("data", slice(fixed, None))):
+                for name, v in list(zip(names, node.inputs, strict=True))[part]:
+                    lines.append(f"{indent}  {kind} {name} = {v.name}: {plan.body.inputs[name].type}")
+            reads = zip(names[plan.num_carries : fixed], node.inputs[plan.num_carries : fixed], strict=True)
+            lines.append(f"{indent}  reads " + ", ".join(f"{name} = {v.name}" for name, v in reads))
+            _body(plan.body, lines, indent + "  ")
+            for name, v in plan.body.outputs.items():
+                lines.append(f"{indent}  yield {name} = {v.name}: {v.type}")
+            continue
+        prefix = _common_prefix(graph)
+        operands = ", ".join(v.name.removeprefix(prefix) for v in node.inputs)
+        attrs = _attrs(node)
+        lines.append(
+            f"{indent}{results} = {node.op}({operands}{'; ' + attrs if attrs else ''}): {node.outputs[0].type}"
+        )
+
+
+def _common_prefix(graph: Graph) -> str:
+    """Everything up to and with the last `*.` that all parameters share: a block's names are shown relative to it."""
+    names = list(graph.params)
+    if not names or any("*." not in name for name in names):
+        return ""
+    prefix = names[0][: names[0].rindex("*.") + 2]
+    return prefix if all(name.startswith(prefix) for name in names) else ""
+
+
+def _dot(graph: Graph) -> str:
+    lines = ["digraph {", "  node [shape=box, fontname=monospace];"]
+    serial = 0
+
+    def emit(graph: Graph, indent: str, env: dict[int, str]) -> None:
+        nonlocal serial
+        for node in graph.nodes:
+            serial += 1
+            me = f"n{serial}"
+            lines.append(f'{indent}{me} [label="{node.op}\\n{node.outputs[0].type}"];')
+            for v in node.inputs:
+                if id(v) in env:
+                    lines.append(f"{indent}{env[id(v)]} -> {me};")
+            if node.op == "repeat":
+                plan = node.plan["repeat"]
+                lines.append(f'{indent}subgraph cluster_{me} {{ label="x{plan.count}";')
+                emit(plan.body, indent + "  ", {id(v): me for v in plan.body.inputs.values()})
+                lines.append(f"{indent}}}")
+            env |= {id(v): me for v in node.outputs}
+
+    env = {}
+    for name, v in graph.inputs.items():
+        serial += 1
+        env[id(v)] = f"n{serial}"
+        lines.append(f'  n{serial} [label="{name}\\n{v.type}", style=dashed];')
+    emit(graph, "  ", env)
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _json(graph: Graph) -> str:
+    def typed(v) -> dict[str, Any]:
+        return {"name": v.name, "axes": list(v.type.axes), "shape": list(v.type.shape), "dtype": v.type.dtype}
+
+    def nodes(graph: Graph) -> list[dict[str, Any]]:
+        found = []
+        for node in graph.nodes:
+            first = node.outputs[0].type
+            row: dict[str, Any] = {
+                "op": node.op,
+                "inputs": [v.name for v in node.inputs],
+                "outputs": [v.name for v in node.outputs],
+                "axes": list(first.axes),
+                "shape": list(first.shape),
+                "dtype": first.dtype,
+                "collective": None,
+            }
+            if node.op == "repeat":
+                plan = node.plan["repeat"]
+                row |= {"count": plan.count, "body": nodes(plan.body)}
+            else:
+                row["attrs"] = {k: list(v) if isinstance(v, tuple) else v for k, v in node.attrs.items()}
+            found.append(row)
+        return found
+
+    params = {
+        name: {"shape": list(v.type.shape), "dtype": v.type.dtype, "count": count}
+        for name, (v, count) in graph.all_params().items()
+    }
+    whole = {
+        "name": graph.name,
+        "inputs": [typed(v) for v in graph.inputs.values()],
+        "params": params,
+        "nodes": nodes(graph),
+        "outputs": {name: v.name for name, v in graph.outputs.items()},
+    }
+    return json.dumps(whole, indent=1) + "\n"

@@ -1,0 +1,243 @@
+"""A checkpoint's networks on one backend: each lowered once per structure, its weights loaded once.
+
+Decides which graph serves which call and which LoRAs are merged for which stage. Everything that headers can tell
+(missing tensors, LoRAs that do not fit) is told by `audit`, before a byte of data is read. The order of the calls is
+the pipelines' business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.backend import Backend, Program
+from ltx2rt.graph import Graph
+from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
+from ltx2rt.models.guided_step import Branches
+from ltx2rt.pipeline.conditioning import ModalityState
+from ltx2rt.pipeline.request import LoraSpec, ModelOptions
+from ltx2rt.pipeline.text import PROMPT_TOKENS
+from ltx2rt.weights.checkpoint import Checkpoint, audit
+from ltx2rt.weights.lora import Merge, MergedSource, open_lora
+
+SOURCES = {  # network -> the component of the checkpoint that holds its tensors
+    "text-encoder": ("gemma", "text"),
+    "transformer": ("transformer",),
+    "video-decoder": ("video_vae",),
+    "video-encoder": ("video_vae",),
+    "audio-decoder": ("audio_vae",),
+    "vocoder": ("vocoder",),
+    "upsampler": ("upsampler",),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one denoise step left behind, as device arrays without a batch axis: latents and x0 (tokens, C)."""
+
+    video: Any
+    audio: Any
+    video_x0: Any
+    audio_x0: Any
+
+
+class Networks:
+    """dtype: of everything but the vocoder, which is always float32 (bfloat16 is audible there)."""
+
+    def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
+        self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
+        self.config = checkpoint.config
+        self.load_s = 0.0
+        self._programs: dict[Hashable, Program] = {}
+        self._weights: dict[str, Any] = {}
+        self._stage_loras: dict[str, tuple[LoraSpec, ...]] = {}
+
+    # --- programs and weights -----------------------------------------------------------------------------------
+
+    def program(self, network: str, structure: Hashable, build: Callable[[], Graph]) -> Program:
+        key = (network, structure)
+        if key not in self._programs:
+            self._programs[key] = self.backend.lower(build(), self.options.layers, self.options.compile)
+        return self._programs[key]
+
+    def source(self, network: str, loras: Sequence[LoraSpec] = ()) -> Any:
+        """The tensor source of a network, LoRAs merged on reading."""
+        source = self.checkpoint.source(SOURCES[network][0])
+        for component in SOURCES[network][1:]:
+            more = self.checkpoint.source(component)
+            source = source.joined(more, more.names())
+        if not loras:
+            return source
+        opened = [open_lora(lora.path, lora.strength) for lora in loras]
+        return MergedSource(
+            source, opened, self.dtype, self.backend.matmul, allow_partial=self.options.lora_allow_partial
+        )
+
+    def weights(self, network: str, graph: Graph) -> Any:
+        """The network's weights on the device, loaded on first use."""
+        if network not in self._weights:
+            start = time.perf_counter()
+            self._weights[network] = self.backend.load([graph], self.source(network))
+            self.load_s += time.perf_counter() - start
+        return self._weights[network]
+
+    def free(self, *networks: str) -> None:
+        """Drop weights from the device; a later use loads them again."""
+        for network in networks:
+            self._weights.pop(network, None)
+
+    def audit(self, graphs: Mapping[str, Graph], loras: Sequence[Sequence[LoraSpec]] = ()) -> list[Merge]:
+        """Compare every graph's parameters with the checkpoint, and every LoRA's keys with both. Headers only.
+
+        Returns what every LoRA of every stage will merge. Raises InputError.
+        """
+        for network, graph in graphs.items():
+            source = self.source(network)
+            audit(graph.parameters(), source, source.where)
+        found: list[Merge] = []
+        for stage in loras:
+            if stage:
+                found += [merge for merge in self.source("transformer", stage).merges if merge not in found]
+        return found
+
+    def transformer_weights(self, graph: Graph, stage: str, loras: tuple[LoraSpec, ...]) -> Any:
+        """The transformer's weights with `loras` merged. Stages with the same LoRAs share one set.
+
+        With stage weights "resident" a second set shares every tensor in which the two sets' LoRAs agree; with
+        "reload" the first set goes before the second is read.
+        """
+        for other, theirs in self._stage_loras.items():
+            if theirs == loras and other in self._weights:
+                return self._weights[other]
+        base, changed = None, frozenset()
+        for other, theirs in self._stage_loras.items():
+            if other in self._weights:
+                base = self._weights[other]
+                changed = self._changed(theirs, loras)
+        if self.options.stage_weights == "reload":
+            base = None
+            self.free(*self._stage_loras)
+        start = time.perf_counter()
+        weights = self.backend.load([graph], self.source("transformer", loras), base, changed)
+        self.load_s += time.perf_counter() - start
+        self._weights[stage], self._stage_loras[stage] = weights, loras
+        return weights
+
+    def _changed(self, a: tuple[LoraSpec, ...], b: tuple[LoraSpec, ...]) -> frozenset[str]:
+        """Names of the tensors that merge differently under a and b: those after the common beginning touch."""
+        same = 0
+        while same < min(len(a), len(b)) and a[same] == b[same]:
+            same += 1
+        rest = [*a[same:], *b[same:]]
+        return frozenset(self.source("transformer", rest).touched()) if rest else frozenset()
+
+    # --- graphs -------------------------------------------------------------------------------------------------
+
+    def text_graph(self, batch: int, tokens: int = PROMPT_TOKENS) -> Graph:
+        self.checkpoint.source("gemma")  # raises if there is no Gemma
+        assert self.config.gemma is not None
+        return text_encoder.trace(self.config.gemma, self.config.text, batch, tokens, self.dtype)
+
+    def upsampler_graph(self, shape: tuple[int, ...]) -> Graph:
+        self.checkpoint.source("upsampler")
+        assert self.config.upsampler is not None
+        return upsampler.trace(self.config.upsampler, shape[0], *shape[2:], self.dtype)
+
+    def step_structure(self, branches: Branches, video: ModalityState, audio: ModalityState, text: int):
+        """The guided step's structure for one stage, and the feeds that positions and masks decide."""
+        feeds = transformer.position_feeds(self.config.transformer, video.positions, audio.positions)
+        feeds |= guided_step.mask_feeds(video.mask[0, :, 0])
+        structure = guided_step.Structure(
+            branches=branches,
+            video_tokens=video.shape[1],
+            audio_tokens=audio.shape[1],
+            text_tokens=text,
+            coordinates=transformer.coordinate_counts(feeds),
+            video_levels=len(feeds["video_levels"]),
+            rule=self.options.cross_timestep_rule,
+        )
+        for name, state in (("video", video), ("audio", audio)):
+            feeds |= {f"{name}_clean": state.clean[0], f"{name}_mask": state.mask[0, :, 0]}
+        return structure, feeds
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def run(self, network: str, graph: Callable[[], Graph], structure: Hashable, feeds: Mapping[str, Any]) -> dict:
+        program = self.program(network, structure, graph)
+        return program(self.weights(network, program.graph), feeds)
+
+    def encode_text(self, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+        """hidden_states [B,S,D,N+1], video_context and audio_context [B,S,C], for tokens and mask [B,S]."""
+        feeds = text_encoder.feeds(self.config.gemma, self.config.text, token_ids, mask)
+        outputs = self.run("text-encoder", lambda: self.text_graph(*token_ids.shape), token_ids.shape, feeds)
+        return {name: self.backend.to_host(x) for name, x in outputs.items()}
+
+    def encode_video(self, frames: np.ndarray) -> np.ndarray:
+        """frames [B,3,F,H,W] in [-1,1] -> normalised mean latent [B,C,f,h,w]."""
+        shape = frames.shape
+        outputs = self.run(
+            "video-encoder",
+            lambda: video_vae.trace_encoder(self.config.video_vae, shape[0], *shape[2:], self.dtype),
+            shape,
+            {"frames": frames},
+        )
+        return self.backend.to_host(outputs["latent"])
+
+    def decode_video(self, latent: Any) -> np.ndarray:
+        """One piece: normalised latent [B,C,f,h,w] -> frames [B,3,F,H,W], nominally [-1,1], unclamped."""
+        shape = tuple(latent.shape)
+        outputs = self.run(
+            "video-decoder",
+            lambda: video_vae.trace_decoder(self.config.video_vae, shape[0], *shape[2:], self.dtype),
+            shape,
+            {"latent": latent},
+        )
+        return self.backend.to_host(outputs["frames"])
+
+    def decode_audio(self, latent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Normalised latent [B,8,n,16] -> mel [B,2,T,64] and waveform [B,2,N] at config.vocoder.sample_rate."""
+        batch, _, count, _ = latent.shape
+        mel = self.run(
+            "audio-decoder",
+            lambda: audio_vae.trace_decoder(self.config.audio_vae, batch, count, self.dtype),
+            latent.shape,
+            {"latent": latent},
+        )["mel"]
+        mel = self.backend.to_host(mel)
+        waveform = self.run(
+            "vocoder",
+            lambda: vocoder.trace(self.config.vocoder, batch, mel.shape[2], "float32"),
+            mel.shape,
+            vocoder.feeds(self.config.vocoder, mel),
+        )["waveform"]
+        return mel, self.backend.to_host(waveform)
+
+    def upsample(self, latent: np.ndarray) -> np.ndarray:
+        """Normalised latent [B,C,f,h,w] -> normalised [B,C,f,2h,2w]."""
+        shape = latent.shape
+        outputs = self.run("upsampler", lambda: self.upsampler_graph(shape), shape, {"latent": latent})
+        return self.backend.to_host(outputs["latent"])
+
+    def denoise(
+        self,
+        stage: str,
+        loras: tuple[LoraSpec, ...],
+        structure: guided_step.Structure,
+        constants: Mapping[str, Any],
+        sigmas: np.ndarray,
+        video: np.ndarray,
+        audio: np.ndarray,
+    ) -> Iterator[Step]:
+        """Every step's result, yielded when the device has finished it. video, audio: initial latents (tokens, C)."""
+        program = self.program(
+            "guided-step", structure, lambda: guided_step.trace(self.config.transformer, structure, self.dtype)
+        )
+        weights = self.transformer_weights(program.graph, stage, loras)
+        constants = {name: constants[name] for name in program.graph.inputs if name in constants}
+        state = {"video_latent": np.asarray(video, np.float32), "audio_latent": np.asarray(audio, np.float32)}
+        for outputs in program.denoise(weights, constants, sigmas, state):
+            yield Step(outputs["video_latent"], outputs["audio_latent"], outputs["video_x0"], outputs["audio_x0"])

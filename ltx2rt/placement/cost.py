@@ -1,0 +1,75 @@
+"""What a graph costs: bytes of weights, bytes alive at once, floating-point operations. Read off the graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ltx2rt.graph.ir import DTYPE_BYTES, Graph, Node
+
+VIEWS = {"split", "merge", "rename", "slice", "at", "expand", "transpose"}  # ops that usually move nothing
+
+
+def weight_bytes(graphs: Iterable[Graph]) -> int:
+    """Bytes of all distinct parameters of `graphs`, each in the dtype its graph computes in."""
+    specs = {name: spec for graph in graphs for name, spec in graph.parameters().items()}
+    return sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in specs.values())
+
+
+def activation_bytes(graph: Graph) -> int:
+    """Largest sum of the bytes of values alive at once, in execution order, views counted as their own memory is not.
+
+    An estimate of what an eager execution holds: it leaves out kernels' workspaces and the allocator's slack.
+    """
+    last: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        for v in node.inputs:
+            last[id(v)] = i
+    keep = {id(v) for v in graph.outputs.values()}
+    owners: dict[int, int] = {}  # value -> the value whose memory it looks at
+    sizes: dict[int, int] = {}
+    for v in graph.inputs.values():
+        owners[id(v)], sizes[id(v)] = id(v), v.type.nbytes
+    for v in graph.params.values():
+        owners[id(v)], sizes[id(v)] = id(v), 0
+    until: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        for v in node.outputs:
+            view = node.op in VIEWS
+            owners[id(v)] = owners[id(node.inputs[0])] if view else id(v)
+            if not view:
+                sizes[id(v)] = v.type.nbytes
+            end = len(graph.nodes) if id(v) in keep else last.get(id(v), i)
+            until[owners[id(v)]] = max(until.get(owners[id(v)], i), end)
+    dying: dict[int, list[int]] = {}
+    for owner, end in until.items():
+        dying.setdefault(end, []).append(owner)
+    live = sum(v.type.nbytes for v in graph.inputs.values())
+    peak = live
+    for i, node in enumerate(graph.nodes):
+        live += sum(sizes[id(v)] for v in node.outputs if owners[id(v)] == id(v))
+        inner = activation_bytes(node.plan["repeat"].body) if node.op == "repeat" else 0
+        peak = max(peak, live + inner)
+        live -= sum(sizes[owner] for owner in dying.get(i, ()) if owner in sizes)
+    return peak
+
+
+def flops(graph: Graph) -> int:
+    """2 x multiply-adds of linears, convolutions and attention; everything else is bandwidth."""
+    return sum(_node_flops(node) * times for node, times in graph.walk())
+
+
+def _node_flops(node: Node) -> int:
+    if node.op == "linear":
+        x, weight = (v.type for v in node.inputs[:2])
+        return 2 * x.num_elements * weight.shape[0]
+    if node.op == "conv":
+        weight, out = node.inputs[1].type, node.outputs[0].type
+        return 2 * out.num_elements * math.prod(weight.shape[1:])
+    if node.op == "conv_transpose":
+        x, weight = node.inputs[0].type, node.inputs[1].type
+        return 2 * x.num_elements * math.prod(weight.shape[1:])
+    if node.op == "attention":
+        q, k = node.inputs[0].type, node.inputs[1].type
+        return 4 * q.num_elements * k.shape[1]
+    return 0

@@ -1,0 +1,233 @@
+"""Run one network on given tensors: what parity tests and people who port the model need.
+
+Decides the names, shapes and axes of the tensors of every component (a table), and refuses files that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.backend import get_backend
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.models import guided_step, transformer
+from ltx2rt.pipeline.networks import Networks
+from ltx2rt.pipeline.request import COMPONENTS, ProbeRequest, check_options
+from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.files import TensorFile, write_arrays
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Component:
+    """One row of the table. inputs and optional: name -> axes; an int is a fixed size, a word is bound on first sight."""
+
+    inputs: dict[str, tuple[str | int, ...]]
+    run: Callable[[Networks, ProbeRequest, Arrays], Arrays]
+    optional: dict[str, tuple[str | int, ...]] | None = None
+
+
+def run(request: ProbeRequest) -> None:
+    """Read the inputs, run the component, write the outputs as float32. Raises InputError before any weight is read."""
+    check_options(request.options)
+    if request.component not in COMPONENTS:
+        raise InputError(f"unknown component {request.component!r}; known components: {', '.join(COMPONENTS)}")
+    if not request.outputs.parent.is_dir():
+        raise InputError(f"--outputs: the folder {request.outputs.parent} does not exist; create it first")
+    backend = get_backend(request.options.backend, request.options.device)
+    checkpoint = open_checkpoint(request.options.model, request.options.text_encoder, request.options.upsampler)
+    networks = Networks(checkpoint, backend, request.options, request.options.dtype or "float32")
+    component = components(checkpoint.config)[request.component]
+    inputs: Arrays = {}
+    if request.component == "tokenizer":
+        if not request.prompts:
+            raise InputError("probe tokenizer reads --prompt TEXT ..., none was given")
+    elif request.inputs is None:
+        raise InputError(f"probe {request.component} reads --inputs FILE, none was given")
+    else:
+        inputs = read_inputs(request.inputs, request.component, component)
+    write_arrays(request.outputs, component.run(networks, request, inputs))
+
+
+def read_inputs(path: Path, name: str, component: Component) -> Arrays:
+    """The file's tensors, checked by name and shape against the table. int stays int32, all else becomes float32."""
+    file = TensorFile(path)
+    known = component.inputs | (component.optional or {})
+    found = set(file.names())
+    if unknown := sorted(found - known.keys()):
+        raise InputError(f"{path}: probe {name} has no input {', '.join(unknown)}; it reads {', '.join(known)}")
+    if missing := [n for n in component.inputs if n not in found]:
+        raise InputError(f"{path}: probe {name} misses {', '.join(missing)}; it reads {', '.join(component.inputs)}")
+    sizes: dict[str, int] = {}
+    for tensor, axes in known.items():
+        if tensor not in found:
+            continue
+        shape = tuple(file.info(tensor).shape)
+        expected = tuple(sizes.get(a, a) if isinstance(a, str) else a for a in axes)
+        fits = len(shape) == len(expected) and all(isinstance(e, str) or n == e for n, e in zip(shape, expected))
+        if not fits or 0 in shape:
+            listed = ", ".join(f"{a}={e}" if isinstance(a, str) and a != e else str(e) for a, e in zip(axes, expected))
+            raise InputError(f"{path}: {tensor} has shape {list(shape)}, expected [{listed}]")
+        sizes |= {a: n for a, n in zip(axes, shape, strict=True) if isinstance(a, str)}
+    arrays = {}
+    for tensor in found:
+        array = file.read(tensor)
+        arrays[tensor] = array.astype(np.int32 if np.issubdtype(array.dtype, np.integer) else np.float32)
+        if arrays[tensor].dtype == np.float32 and not np.isfinite(arrays[tensor]).all():
+            raise InputError(f"{path}: {tensor} holds values that are not finite")
+    return arrays
+
+
+def components(config: ModelConfig) -> dict[str, Component]:
+    """The table for one model; C, Ca are the widths of the text contexts."""
+    t = config.transformer
+    video, audio = transformer.streams(t)
+    widths = {s.name: t.caption_channels if t.caption_projection else s.width for s in (video, audio)}
+    latent = {"video": ("T", t.video_channels), "audio": ("Ta", t.audio_channels)}
+    vae, sound = config.video_vae, config.audio_vae
+    step = {}
+    for m, (tokens, channels) in latent.items():
+        step |= {f"{m}_latent": (1, tokens, channels), f"{m}_clean": (1, tokens, channels), f"{m}_mask": (1, tokens, 1)}
+        step |= {f"{m}_positions": (1, 3 if m == "video" else 1, tokens, 2), f"{m}_context": (2, "S", widths[m])}
+    step |= {"sigmas": (2,), "guidance": (2, 4), "stg_blocks": (t.num_layers,)}
+    forward = {}
+    for m, (tokens, channels) in latent.items():
+        forward |= {f"{m}_latent": ("B", tokens, channels), f"{m}_timesteps": ("B", tokens, 1), f"{m}_sigma": ("B",)}
+        forward |= {f"{m}_positions": ("B", 3 if m == "video" else 1, tokens, 2), f"{m}_context": ("B", "S", widths[m])}
+    keeps = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
+    video_latent = ("B", vae.latent_channels, "f", "h", "w")
+    return {
+        "transformer": Component(
+            forward,
+            _transformer,
+            {n: ("B", t.num_layers) for n in keeps} | {"video_attention_mask": ("B", "T", "T")},
+        ),
+        "guided-step": Component(step, _guided_step),
+        "text-encoder": Component({"token_ids": ("B", "S"), "mask": ("B", "S")}, _text_encoder),
+        "tokenizer": Component({}, _tokenizer),
+        "video-decoder": Component({"latent": video_latent}, lambda n, _, x: {"frames": n.decode_video(x["latent"])}),
+        "video-encoder": Component({"frames": ("B", 3, "F", "H", "W")}, _video_encoder),
+        "audio-decoder": Component(
+            {"latent": ("B", sound.latent_channels, "n", sound.latent_mel_bins)}, _audio_decoder
+        ),
+        "upsampler": Component({"latent": video_latent}, lambda n, _, x: {"latent": n.upsample(x["latent"])}),
+        "schedule": Component({"steps": (1,)}, _schedule),
+    }
+
+
+def _transformer(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays:
+    config = networks.config.transformer
+    feeds = transformer.position_feeds(config, x["video_positions"], x["audio_positions"])
+    for m in ("video", "audio"):
+        feeds |= transformer.level_feeds(m, x[f"{m}_timesteps"][:, :, 0])
+        feeds |= {name: x[name] for name in (f"{m}_latent", f"{m}_sigma", f"{m}_context")}
+    batch, video_tokens = x["video_latent"].shape[:2]
+    keeps = {n: a for n, a in x.items() if n.endswith("_keep")}
+    if keeps:
+        full = np.ones((batch, config.num_layers), np.float32)
+        names = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
+        feeds |= {name: keeps.get(name, full).T for name in names}
+    if "video_attention_mask" in x:
+        feeds["video_attention_mask"] = x["video_attention_mask"]
+    structure = transformer.Structure(
+        batch=batch,
+        video_tokens=video_tokens,
+        audio_tokens=x["audio_latent"].shape[1],
+        text_tokens=x["video_context"].shape[1],
+        coordinates=transformer.coordinate_counts(feeds),
+        video_levels=feeds["video_levels"].shape[1],
+        audio_levels=feeds["audio_levels"].shape[1],
+        batched_positions=True,
+        perturbed=bool(keeps),
+        masked="video_attention_mask" in x,
+        rule=request.options.cross_timestep_rule,
+    )
+    program = networks.program("transformer", structure, lambda: transformer.trace(config, structure, networks.dtype))
+    weights = networks.transformer_weights(program.graph, "stage1", _loras(request))
+    return {name: networks.backend.to_host(v) for name, v in program(weights, feeds).items()}
+
+
+def _loras(request: ProbeRequest):
+    """Every LoRA given, user LoRAs in order, then the distilled one."""
+    distilled = request.options.distilled_lora
+    return (*request.options.loras, *([distilled] if distilled else []))
+
+
+def _guided_step(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays:
+    config = networks.config.transformer
+    branches = guided_step.Branches.of(x["guidance"])
+    feeds = transformer.position_feeds(config, x["video_positions"][0], x["audio_positions"][0])
+    feeds |= guided_step.mask_feeds(x["video_mask"][0, :, 0])
+    audio_mask = x["audio_mask"][0, :, 0]
+    if not np.all(audio_mask == 1):
+        raise InputError(f"{request.inputs}: audio_mask must be 1 everywhere; audio is always generated whole")
+    for m in ("video", "audio"):
+        contexts = x[f"{m}_context"] if branches.uncond else x[f"{m}_context"][:1]
+        feeds |= {f"{m}_clean": x[f"{m}_clean"][0], f"{m}_mask": x[f"{m}_mask"][0, :, 0], f"{m}_context": contexts}
+    feeds |= {"guidance": x["guidance"], "stg_blocks": x["stg_blocks"]}
+    structure = guided_step.Structure(
+        branches=branches,
+        video_tokens=x["video_latent"].shape[1],
+        audio_tokens=x["audio_latent"].shape[1],
+        text_tokens=x["video_context"].shape[1],
+        coordinates=transformer.coordinate_counts(feeds),
+        video_levels=len(feeds["video_levels"]),
+        rule=request.options.cross_timestep_rule,
+    )
+    step = next(
+        networks.denoise(
+            "stage1", _loras(request), structure, feeds, x["sigmas"], x["video_latent"][0], x["audio_latent"][0]
+        )
+    )
+    host = networks.backend.to_host
+    found = {
+        "video_latent": step.video,
+        "audio_latent": step.audio,
+        "video_x0": step.video_x0,
+        "audio_x0": step.audio_x0,
+    }
+    return {name: host(value)[None] for name, value in found.items()}
+
+
+def _text_encoder(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays:
+    gemma = networks.config.gemma
+    if gemma is None:
+        networks.checkpoint.source("gemma")  # raises, naming the flag
+    return dict(networks.encode_text(x["token_ids"], x["mask"]))
+
+
+def _tokenizer(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays:
+    from ltx2rt.pipeline.text import tokenize
+
+    ids, mask = tokenize(networks.checkpoint.require_tokenizer(), request.prompts)
+    return {"token_ids": ids, "mask": mask}
+
+
+def _video_encoder(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays:
+    vae = networks.config.video_vae
+    _, _, frames, rows, columns = x["frames"].shape
+    if (frames - 1) % vae.time_factor or rows % vae.space_factor or columns % vae.space_factor:
+        raise InputError(
+            f"{request.inputs}: frames are {frames}x{rows}x{columns}, expected {vae.time_factor}k+1 frames "
+            f"and rows and columns divisible by {vae.space_factor}"
+        )
+    return {"latent": networks.encode_video(x["frames"])}
+
+
+def _audio_decoder(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays:
+    mel, waveform = networks.decode_audio(x["latent"])
+    return {"mel": mel, "waveform": waveform, "sample_rate": np.array([networks.config.vocoder.sample_rate], np.int32)}
+
+
+def _schedule(networks: Networks, request: ProbeRequest, x: Mapping[str, np.ndarray]) -> Arrays:
+    from ltx2rt.pipeline.schedule import shifted_sigmas
+
+    steps = int(x["steps"][0])
+    if steps < 1:
+        raise InputError(f"{request.inputs}: steps is {steps}, expected at least 1")
+    return {"sigmas": shifted_sigmas(steps)}
