@@ -50,15 +50,13 @@ def resampler_filter(ratio: int) -> np.ndarray:
 
 
 def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[str, Value]:
-    generator_config = config.generator
-    channels = generator_config.out_channels
-    mel_bins = generator_config.in_channels // channels
-    mel = o.input("mel", B=batch, channels=channels, time=mel_frames, mel=mel_bins)
-    if config.bandwidth_extension is None:
-        return {"waveform": generator(o.under("vocoder"), generator_config, mel)}
-    low = generator(o.under("vocoder.vocoder"), generator_config, mel)
-    low = o.clamp(low, low=-1.0, high=1.0)
-    return {"waveform": extend_bandwidth(o, config, low)}
+    first, extension = config.generator, config.bandwidth_extension
+    mel_bins = first.in_channels // first.out_channels
+    mel = o.input("mel", B=batch, channels=first.out_channels, time=mel_frames, mel=mel_bins)
+    if extension is None:
+        return {"waveform": generator(o.under("vocoder"), first, mel)}
+    low = generator(o.under("vocoder.vocoder"), first, mel)
+    return {"waveform": extend_bandwidth(o, config, extension, o.clamp(low, low=-1.0, high=1.0))}
 
 
 def generator(o: Ops, config: GeneratorConfig, mel: Value) -> Value:
@@ -147,7 +145,7 @@ def channels(o: Ops, x: Value, size: int) -> Value:
     return o.merge(x, axes=("channels", "one"), into="channels")
 
 
-def extend_bandwidth(o: Ops, config: VocoderConfig, low: Value) -> Value:
+def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, low: Value) -> Value:
     """low (B, channels, samples) in [-1, 1]; its resampling plus what a second generator adds, clamped."""
     ratio, size, samples = config.sample_rate // config.input_sample_rate, config.stft_size, low.type.size("time")
     x = o.pad(low, time=(0, -samples % config.stft_hop))
@@ -165,7 +163,7 @@ def extend_bandwidth(o: Ops, config: VocoderConfig, low: Value) -> Value:
     mel = o.log(o.clamp(mel, low=LOG_FLOOR))
     width = low.type.size("channels")
     mel = o.split(mel, axis="signals", into={"B": low.type.size("B"), "channels": width})
-    residual = generator(o.under("vocoder.bwe_generator"), config.bandwidth_extension, mel)
+    residual = generator(o.under("vocoder.bwe_generator"), extension, mel)
     taps = o.input("resampler_filter", out=1, one=1, k0=resampler_filter(ratio).shape[-1])
     wave = o.clamp(o.add(residual, resample_up(o, x, taps, ratio)), low=-1.0, high=1.0)
     return o.slice(wave, axis="time", stop=ratio * samples)

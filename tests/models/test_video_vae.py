@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from functools import cache
 
 import numpy as np
@@ -15,6 +14,7 @@ from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import video_vae
 from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.weights.names import to_diffusers
 
 KINDS = ["numpy", "cuda", "tpu"]
 SPACE, TIME, ALL = (1, 2, 2), (2, 1, 1), (2, 2, 2)
@@ -81,19 +81,6 @@ OURS = {
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 
 
-def diffusers_name(official: str, version: str) -> str:
-    """The official block lists interleave residual and sampling blocks; diffusers nests them."""
-    side, index, rest = re.fullmatch(r"vae\.(\w+)\.(?:\w+_blocks\.(\d+)\.)?(.*)", official).groups()
-    if index is None:
-        return f"{side}.{rest}"
-    i, word = int(index), "down" if side == "encoder" else "up"
-    rest = rest.replace("res_blocks.", "resnets.")
-    if i == (len(OURS[version].encoder) - 1 if side == "encoder" else 0):
-        return f"{side}.mid_block.{rest}"
-    sampler = f"{word}samplers.0." if rest.startswith("conv.") else ""
-    return f"{side}.{word}_blocks.{(i - (side == 'decoder')) // 2}.{sampler}{rest}"
-
-
 @cache
 def reference(version: str) -> tuple[AutoencoderKLLTX2Video, dict[str, np.ndarray]]:
     """diffusers' module and its parameters under official names, everything random and no bias zero."""
@@ -111,9 +98,8 @@ def reference(version: str) -> tuple[AutoencoderKLLTX2Video, dict[str, np.ndarra
     )
     params = random_params(graphs[0], seed=1) | random_params(graphs[1], seed=2)
     params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])
-    state = {diffusers_name(k, version): torch.from_numpy(v) for k, v in params.items() if k not in STATISTICS}
-    for name, key in zip(("latents_mean", "latents_std"), STATISTICS, strict=True):
-        state[name] = torch.from_numpy(params[key])
+    stages = len(OURS[version].encoder)
+    state = {to_diffusers("video_vae", k, stages): torch.from_numpy(v) for k, v in params.items()}
     model.load_state_dict(state, strict=True)
     return model, params
 

@@ -14,6 +14,7 @@ from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import vocoder
 from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.weights.names import to_diffusers
 
 KINDS = ["numpy", "cuda", "tpu"]
 DILATIONS = ((1, 3), (1, 5))
@@ -48,19 +49,6 @@ SIZES = dict(
 )
 
 
-def diffusers_name(official: str) -> str:
-    name = official.removeprefix("vocoder.")
-    for old, new in (
-        ("conv_pre", "conv_in"),
-        ("conv_post", "conv_out"),
-        ("act_post", "act_out"),
-        ("resblocks.", "resnets."),
-        ("downsample.lowpass", "downsample"),
-    ):
-        name = name.replace(old, new)
-    return ".".join("upsamplers" if part == "ups" else part for part in name.split("."))
-
-
 @cache
 def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     """diffusers' module and its parameters under official names: random, the filters too, so asymmetric."""
@@ -88,7 +76,7 @@ def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
             params[name] = np.abs(params[name])  # a filterbank; a negative one would sit on the floor of the logarithm
         if name.startswith("vocoder.vocoder.conv_post"):
             params[name] *= 3  # the 16 kHz stage leaves [-1, 1] often
-    state = {diffusers_name(k): torch.from_numpy(v) for k, v in params.items()}
+    state = {to_diffusers("vocoder", k): torch.from_numpy(v) for k, v in params.items()}
     if version == "2.3":
         state["mel_stft.stft_fn.inverse_basis"] = torch.zeros(34, 1, 32)  # in the file, never read
     missing, unexpected = model.load_state_dict(state, strict=False)

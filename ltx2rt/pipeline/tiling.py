@@ -1,0 +1,174 @@
+"""Decode a video latent in overlapping tiles and hand out its frames as soon as no later tile touches them.
+
+Decides which latents form a tile, how tiles blend, and in which order frames leave. Leaves to the caller how a tile
+is decoded, and where: any callable from a tile's latent to its frames. Tiles of equal shape share one program there.
+
+The same tiles are used on every backend and any number of devices: the decoder sees further (13 to 22 latents) than
+tiles overlap, so another layout is another video.
+
+Blending weights are trapezoids per axis, multiplied. A tile that starts inside the clip decodes its first latent to
+one frame, not to `time_factor`; so it starts one latent early, and that first frame has weight zero.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.config import VideoVaeConfig
+from ltx2rt.errors import InputError
+
+# The official automatic layout.
+TILE_PX, MIN_TILE_PX, OVERLAP_PX = 768, 96, 64  # the long side; the short one follows the aspect ratio
+TILE_FRAMES, OVERLAP_FRAMES = 80, 24
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """One tile's part of one axis: latents [start, stop), and the weight of every output position from `first` on."""
+
+    start: int
+    stop: int
+    first: int
+    weights: np.ndarray  # f32[positions]; over all spans of the axis they sum to 1 at every position
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.weights)
+
+    @property
+    def latents(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def positions(self) -> slice:
+        return slice(self.first, self.end)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiles of one video: every span of frames with every span of rows and of columns, in that order."""
+
+    frames: tuple[Span, ...]
+    rows: tuple[Span, ...]
+    columns: tuple[Span, ...]
+
+    @property
+    def tile_shapes(self) -> set[tuple[int, int, int]]:
+        """Latent shapes that occur: one decoder program each."""
+        axes = (self.frames, self.rows, self.columns)
+        return {tuple(s.stop - s.start for s in tile) for tile in itertools.product(*axes)}  # type: ignore[misc]
+
+
+def plan_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
+    """The tiles of a latent of (frames, rows, columns). mode: "auto", or "off" for one tile."""
+    if mode not in ("auto", "off"):
+        raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
+    frames, rows, columns = shape
+    if mode == "off":
+        sizes = shape
+    else:
+        long, shortest = TILE_PX // config.space_factor, MIN_TILE_PX // config.space_factor
+        longer = max(rows, columns)
+        tile_rows, tile_columns = (max(shortest, round(long * n / longer)) for n in (rows, columns))
+        sizes = (TILE_FRAMES // config.time_factor, tile_rows, tile_columns)
+    overlap = OVERLAP_PX // config.space_factor
+    return Tiling(
+        time_spans(frames, sizes[0], OVERLAP_FRAMES // config.time_factor, config.time_factor),
+        space_spans(rows, sizes[1], overlap, config.space_factor),
+        space_spans(columns, sizes[2], overlap, config.space_factor),
+    )
+
+
+def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
+    """[start, stop) of tiles of `size` latents that share `overlap` with the next; the last ends at `length`."""
+    if length <= size:
+        return [(0, length)]
+    return [(start, min(start + size, length)) for start in range(0, length - overlap, size - overlap)]
+
+
+def space_spans(length: int, size: int, overlap: int, factor: int) -> tuple[Span, ...]:
+    """Latent i covers positions [factor i, factor (i + 1)); weights rise and fall over the overlap, never to 0."""
+    tiles, ramp = intervals(length, size, overlap), overlap * factor
+    rise = np.arange(1, ramp + 1) / (ramp + 1)
+    spans = []
+    for start, stop in tiles:
+        weights = np.ones((stop - start) * factor)
+        if start > 0:
+            weights[:ramp] *= rise
+        if stop < length:
+            weights[-ramp:] *= rise[::-1]
+        spans.append(Span(start, stop, start * factor, weights))
+    return _normalised(spans)
+
+
+def time_spans(length: int, size: int, overlap: int, factor: int) -> tuple[Span, ...]:
+    """Latents [a, b) decode to frames [factor a, factor (b - 1) + 1); tiles after the first start one latent early."""
+    tiles, ramp = intervals(length, size, overlap), overlap * factor
+    spans = []
+    for start, stop in tiles:
+        start -= start > 0
+        weights = np.ones((stop - start - 1) * factor + 1)
+        if start > 0:
+            weights[: ramp + 1] *= np.arange(ramp + 1) / (ramp + 1)
+        if stop < length:
+            weights[-ramp:] *= np.arange(ramp, 0, -1) / (ramp + 1)
+        spans.append(Span(start, stop, start * factor, weights))
+    return _normalised(spans)
+
+
+def _normalised(spans: list[Span]) -> tuple[Span, ...]:
+    """Weights divided by their sum, which is 1 already unless tiles are so short that three of them overlap."""
+    total = np.zeros(spans[-1].end)
+    for s in spans:
+        total[s.positions] += s.weights
+    total = np.maximum(total, 1e-8)
+    return tuple(Span(s.start, s.stop, s.first, (s.weights / total[s.positions]).astype(np.float32)) for s in spans)
+
+
+def decode_tiles(
+    latent: np.ndarray,
+    tiling: Tiling,
+    decode: Callable[[np.ndarray], Any],
+    to_host: Callable[[Any], np.ndarray] = np.asarray,
+    in_flight: int = 2,
+) -> Iterator[np.ndarray]:
+    """Finished frames f32[3, n, H, W] in order, one chunk per span of frames.
+
+    latent: normalised, [1, channels, frames, rows, columns]. decode(tile's latent) -> [1, 3, F, h, w], on a device if
+    it likes: `to_host` is called on a tile only after `in_flight - 1` later ones have been asked for, so that devices
+    work while the host blends.
+    """
+    tiles = itertools.product(tiling.frames, tiling.rows, tiling.columns)
+    decoded = _delayed((decode(latent[:, :, t.latents, r.latents, c.latents]) for t, r, c in tiles), in_flight)
+    height, width = tiling.rows[-1].end, tiling.columns[-1].end
+    ends = [*(t.first for t in tiling.frames[1:]), tiling.frames[-1].end]
+    done, waiting = 0, np.zeros((3, 0, height, width), np.float32)  # frames [done, done + n), partly summed
+    for t, end in zip(tiling.frames, ends, strict=True):
+        frames = np.zeros((3, t.end - done, height, width), np.float32)
+        frames[:, : waiting.shape[1]] = waiting
+        for r, c in itertools.product(tiling.rows, tiling.columns):
+            tile = to_host(next(decoded))
+            expected = (1, 3, len(t.weights), len(r.weights), len(c.weights))
+            if tile.shape != expected:
+                raise ValueError(f"a decoded tile has shape {tile.shape}, expected {expected}")
+            weights = r.weights[:, None] * c.weights
+            for i, weight in enumerate(t.weights):  # frame by frame: no temporary as large as a tile
+                frames[:, t.first - done + i, r.positions, c.positions] += tile[0, :, i] * (weight * weights)
+        yield frames[:, : end - done]
+        done, waiting = end, frames[:, end - done :]
+
+
+def _delayed(items: Iterable[Any], count: int) -> Iterator[Any]:
+    """The items, each once `count - 1` later ones have been computed."""
+    queue: deque[Any] = deque()
+    for item in items:
+        queue.append(item)
+        if len(queue) >= count:
+            yield queue.popleft()
+    yield from queue
