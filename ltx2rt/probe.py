@@ -25,7 +25,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Component:
-    """One row of the table. inputs and optional: name -> axes; an int is a fixed size, a word is bound on first sight."""
+    """One row of the table. inputs, optional: name -> axes; an int is a size, a word takes the first size it meets."""
 
     inputs: dict[str, tuple[str | int, ...]]
     run: Callable[[Networks, ProbeRequest, Arrays], Arrays]
@@ -69,9 +69,11 @@ def read_inputs(path: Path, name: str, component: Component) -> Arrays:
             continue
         shape = tuple(file.info(tensor).shape)
         expected = tuple(sizes.get(a, a) if isinstance(a, str) else a for a in axes)
-        fits = len(shape) == len(expected) and all(isinstance(e, str) or n == e for n, e in zip(shape, expected))
+        fits = len(shape) == len(expected)
+        fits = fits and all(isinstance(e, str) or n == e for n, e in zip(shape, expected, strict=True))
         if not fits or 0 in shape:
-            listed = ", ".join(f"{a}={e}" if isinstance(a, str) and a != e else str(e) for a, e in zip(axes, expected))
+            pairs = zip(axes, expected, strict=True)
+            listed = ", ".join(f"{a}={e}" if isinstance(a, str) and a != e else str(e) for a, e in pairs)
             raise InputError(f"{path}: {tensor} has shape {list(shape)}, expected [{listed}]")
         sizes |= {a: n for a, n in zip(axes, shape, strict=True) if isinstance(a, str)}
     arrays = {}
@@ -162,13 +164,10 @@ def _guided_step(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays
     config = networks.config.transformer
     branches = guided_step.Branches.of(x["guidance"])
     feeds = transformer.position_feeds(config, x["video_positions"][0], x["audio_positions"][0])
-    feeds |= guided_step.mask_feeds(x["video_mask"][0, :, 0])
-    audio_mask = x["audio_mask"][0, :, 0]
-    if not np.all(audio_mask == 1):
-        raise InputError(f"{request.inputs}: audio_mask must be 1 everywhere; audio is always generated whole")
     for m in ("video", "audio"):
         contexts = x[f"{m}_context"] if branches.uncond else x[f"{m}_context"][:1]
-        feeds |= {f"{m}_clean": x[f"{m}_clean"][0], f"{m}_mask": x[f"{m}_mask"][0, :, 0], f"{m}_context": contexts}
+        feeds |= guided_step.mask_feeds(m, x[f"{m}_mask"][0, :, 0])
+        feeds |= {f"{m}_clean": x[f"{m}_clean"][0], f"{m}_context": contexts}
     feeds |= {"guidance": x["guidance"], "stg_blocks": x["stg_blocks"]}
     structure = guided_step.Structure(
         branches=branches,
@@ -177,6 +176,7 @@ def _guided_step(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays
         text_tokens=x["video_context"].shape[1],
         coordinates=transformer.coordinate_counts(feeds),
         video_levels=len(feeds["video_levels"]),
+        audio_levels=len(feeds["audio_levels"]),
         rule=request.options.cross_timestep_rule,
     )
     step = next(

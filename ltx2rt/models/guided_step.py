@@ -62,15 +62,17 @@ class Structure:
     text_tokens: int
     coordinates: tuple[int, ...]
     video_levels: int = 1
+    audio_levels: int = 1
     rule: str = "C"
 
 
-def mask_feeds(mask: np.ndarray) -> dict[str, np.ndarray]:
-    """`video_levels` [K] and, if K > 1, `video_level_index` [T] from the denoise mask [T] (1 generate, 0 keep)."""
-    levels, index = np.unique(np.asarray(mask, np.float32), return_inverse=True)
-    feeds = {"video_levels": levels}
+def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """`{name}_mask`, `{name}_levels` [K] and, if K > 1, `{name}_level_index` [T]; mask [T]: 1 generate, 0 keep."""
+    mask = np.asarray(mask, np.float32)
+    levels, index = np.unique(mask, return_inverse=True)
+    feeds = {f"{name}_mask": mask, f"{name}_levels": levels}
     if len(levels) > 1:
-        feeds["video_level_index"] = index.astype(np.int32)
+        feeds[f"{name}_level_index"] = index.astype(np.int32)
     return feeds
 
 
@@ -123,7 +125,7 @@ def _keeps(
 def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
     """Inputs, for a modality m of video and audio, all float32 unless said:
 
-    m_latent, m_clean (tokens, C); m_mask (tokens); video_levels (K), video_level_index int32 (tokens) if K > 1;
+    m_latent, m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and, if K > 1, m_level_index int32 (tokens);
     m_context (1 or 2, text, C'): positive, then negative if the uncond branch runs; sigmas (2): from, to;
     guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale (if any branch runs besides cond);
     stg_blocks (layers): 1 = perturbed (if such a branch runs); the RoPE tables.
@@ -155,11 +157,9 @@ def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
             x[n] = o.input(f"{n}_latent", "float32", **{axis[n]: size[n]}, C=channels[n])
             clean[n] = o.input(f"{n}_clean", "float32", **{axis[n]: size[n]}, C=channels[n])
             mask[n] = o.input(f"{n}_mask", "float32", **{axis[n]: size[n]})
-            if n == "video":
-                own = declare_levels(o, n, s.video_levels, tokens=s.video_tokens)
-                levels[n] = Levels(spread(o.mul(own.values, sigma)), own.index)
-            else:  # audio has no conditioning tokens: one level, sigma itself
-                levels[n] = Levels(o.expand(spread(sigma), axis="levels", size=1), None)
+            count = s.video_levels if n == "video" else s.audio_levels
+            own = declare_levels(o, n, count, **{axis[n]: size[n]})
+            levels[n] = Levels(spread(o.mul(own.values, sigma)), own.index)
             context = declare_context(o, config, stream, contexts=2 if s.branches.uncond else 1, text=s.text_tokens)
             context = o.rename(context, names={"contexts": "B"})
             chosen = [o.slice(context, axis="B", start=i, stop=i + 1) for i in map(lambda b: int(b == "uncond"), names)]

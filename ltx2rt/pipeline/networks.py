@@ -150,7 +150,9 @@ class Networks:
     def step_structure(self, branches: Branches, video: ModalityState, audio: ModalityState, text: int):
         """The guided step's structure for one stage, and the feeds that positions and masks decide."""
         feeds = transformer.position_feeds(self.config.transformer, video.positions, audio.positions)
-        feeds |= guided_step.mask_feeds(video.mask[0, :, 0])
+        for name, state in (("video", video), ("audio", audio)):
+            feeds |= guided_step.mask_feeds(name, state.mask[0, :, 0])
+            feeds[f"{name}_clean"] = state.clean[0]
         structure = guided_step.Structure(
             branches=branches,
             video_tokens=video.shape[1],
@@ -158,10 +160,9 @@ class Networks:
             text_tokens=text,
             coordinates=transformer.coordinate_counts(feeds),
             video_levels=len(feeds["video_levels"]),
+            audio_levels=len(feeds["audio_levels"]),
             rule=self.options.cross_timestep_rule,
         )
-        for name, state in (("video", video), ("audio", audio)):
-            feeds |= {f"{name}_clean": state.clean[0], f"{name}_mask": state.mask[0, :, 0]}
         return structure, feeds
 
     # --- calls --------------------------------------------------------------------------------------------------
