@@ -29,6 +29,7 @@ COMPONENTS = (
     "schedule",
 )
 SEED_LIMIT = 2**63
+MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 
 # The default of the LTX-2.0 and 2.3 family, as published with the models and in diffusers (Apache-2.0).
 DEFAULT_NEGATIVE_PROMPT = (
@@ -154,6 +155,8 @@ def parse_fps(text: str) -> Fraction:
         raise InputError(f"--fps: {text!r} is no number; give one such as 24, 23.976 or 30000/1001") from None
     if fps <= 0:
         raise InputError(f"--fps: {text}, expected more than 0")
+    if max(fps.numerator, fps.denominator) >= MAX_FPS_TERM:
+        raise InputError(f"--fps: {text} has too many digits for a container; write a fraction such as 24000/1001")
     return fps
 
 

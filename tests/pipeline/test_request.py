@@ -145,7 +145,7 @@ def test_ntsc_rates_are_exact(name, base):
 def test_other_rates_are_the_number_given():
     assert parse_fps("24") == 24 and parse_fps("23.98") == Fraction(2398, 100)
     assert parse_fps("24000/1001") == Fraction(24000, 1001)
-    for bad in ("fast", "0", "-24", "1/0", "nan"):
+    for bad in ("fast", "0", "-24", "1/0", "nan", "23.976023976"):
         with pytest.raises(InputError, match="--fps"):
             parse_fps(bad)
 

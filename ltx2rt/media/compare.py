@@ -1,0 +1,177 @@
+"""How close two clips are, in pictures and in sound.
+
+Decides the measures and their JSON-safe edge cases. Frames are compared in order, as decoded; sound at 48 kHz.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import durations
+
+RATE = 48000  # Hz; the rate for which BS.1770 tabulates its filters
+PSNR_CAP_DB = 200.0  # identical pictures; one wrong level in a 20 s 4K clip is still below it
+SILENCE_LUFS = -70.0  # BS.1770's absolute gate
+# ITU-R BS.1770-5, annex 1, tables 1 and 2: (b0, b1, b2), (1, a1, a2)
+SHELF = ((1.53512485958697, -2.69169618940638, 1.19839281085285), (1.0, -1.69065929318241, 0.73248077421585))
+HIGH_PASS = ((1.0, -2.0, 1.0), (1.0, -1.99004745483398, 0.99007225036621))
+FILTER_TAIL = RATE  # samples after which the high-pass (38 Hz) has died away
+
+
+def compare(a: Path, b: Path) -> dict[str, Any]:
+    """Measures of `b` against `a`, all finite numbers or None.
+
+    psnr_db over all 8-bit RGB samples of the frames both have (200 = identical); ssim of luma, mean over frames;
+    audio_corr: Pearson over both channels of the common length; lufs_*: integrated loudness (-70: silent);
+    duration_*_s; frames_* decoded; identical: every compared frame is. Sound is None where a file has none, lufs also
+    where it is shorter than 0.4 s, audio_corr also where one side is constant and the other is not.
+    Raises InputError if a file is no readable video or the sizes differ.
+    """
+    squared, samples, ssim_sum, compared, counts = 0, 0, 0.0, 0, [0, 0]
+    streams = [_frames(path) for path in (a, b)]
+    while True:
+        pair = [next(stream, None) for stream in streams]
+        counts = [count + (frame is not None) for count, frame in zip(counts, pair, strict=True)]
+        x, y = pair
+        if x is None and y is None:
+            break
+        if x is None or y is None:
+            continue
+        if x.shape != y.shape:
+            size_x, size_y = (f"{frame.shape[1]}x{frame.shape[0]}" for frame in (x, y))
+            raise InputError(f"compare: {a} is {size_x}, {b} is {size_y}; only clips of one size can be compared")
+        squared += int(((x.astype(np.int32) - y) ** 2).sum())
+        samples += x.size
+        ssim_sum += ssim(luma(x), luma(y))
+        compared += 1
+    if not compared:
+        raise InputError(f"compare: {b if counts[0] else a} has no frames")
+    sound = [_sound(path) for path in (a, b)]
+    lasting = [durations(path) for path in (a, b)]
+    return {
+        "psnr_db": 10 * math.log10(255**2 * samples / squared) if squared else PSNR_CAP_DB,
+        "ssim": ssim_sum / compared,
+        "identical": squared == 0 and counts[0] == counts[1],
+        "audio_corr": None if sound[0] is None or sound[1] is None else correlation(*sound),
+        **{f"lufs_{name}": None if wave is None else loudness(wave) for name, wave in zip("ab", sound, strict=True)},
+        **{f"duration_video_{name}_s": found.video_s for name, found in zip("ab", lasting, strict=True)},
+        **{f"duration_audio_{name}_s": found.audio_s for name, found in zip("ab", lasting, strict=True)},
+        **{f"frames_{name}": count for name, count in zip("ab", counts, strict=True)},
+    }
+
+
+def format_comparison(result: dict[str, Any]) -> str:
+    """One line per measure."""
+    shown = dict(result)
+    if result["psnr_db"] == PSNR_CAP_DB:
+        shown["psnr_db"] = "inf (the compared frames are identical)"
+    width = max(map(len, shown))
+    return "\n".join(
+        f"{name:<{width}}  {'none' if value is None else f'{value:.6g}' if isinstance(value, float) else value}"
+        for name, value in shown.items()
+    )
+
+
+def luma(rgb: np.ndarray) -> np.ndarray:
+    """BT.709 luma of u8[H, W, 3]: f64[H, W] in [0, 255]."""
+    return rgb @ np.array([0.2126, 0.7152, 0.0722])
+
+
+def ssim(x: np.ndarray, y: np.ndarray) -> float:
+    """Structural similarity of two f64[H, W] planes in [0, 255]: 8x8 windows every 4 pixels, as FFmpeg and x264 do.
+
+    (2 mx my + C1)(2 sxy + C2) / ((mx^2 + my^2 + C1)(sx^2 + sy^2 + C2)), C1 = (0.01*255)^2, C2 = (0.03*255)^2.
+    """
+    mean_x, mean_y, xx, yy, xy = (_window_means(plane) for plane in (x, y, x * x, y * y, x * y))
+    unbiased = 64 / 63
+    var_x, var_y = (xx - mean_x**2) * unbiased, (yy - mean_y**2) * unbiased
+    covariance = (xy - mean_x * mean_y) * unbiased
+    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    scores = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
+    return float((scores / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))).mean())
+
+
+def _window_means(plane: np.ndarray) -> np.ndarray:
+    """Means of 8x8 windows every 4 pixels; rows and columns beyond the last multiple of 4 are left out."""
+    rows, columns = (size // 4 for size in plane.shape)
+    blocks = plane[: rows * 4, : columns * 4].reshape(rows, 4, columns, 4).sum((1, 3))
+    return (blocks[:-1, :-1] + blocks[1:, :-1] + blocks[:-1, 1:] + blocks[1:, 1:]) / 64
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Pearson correlation of f64[2, N] over the common length; equal constants correlate fully, others not at all."""
+    size = min(x.shape[1], y.shape[1])
+    x, y = x[:, :size], y[:, :size]
+    if np.array_equal(x, y):
+        return 1.0
+    x, y = x - x.mean(), y - y.mean()
+    energy = math.sqrt(float((x * x).sum()) * float((y * y).sum()))
+    return float((x * y).sum()) / energy if energy else None
+
+
+def loudness(waveform: np.ndarray) -> float | None:
+    """Integrated loudness in LUFS of f64[channels, N] at 48 kHz (left and right weigh 1), None below 0.4 s.
+
+    ITU-R BS.1770: K-weighting, 0.4 s blocks every 0.1 s, an absolute gate at -70 and a relative one 10 below the mean.
+    """
+    block, hop = RATE * 4 // 10, RATE // 10
+    size = waveform.shape[1]
+    if size < block:
+        return None
+    power = np.concatenate([[0.0], np.cumsum((k_weighted(waveform) ** 2).sum(0))])
+    starts = np.arange(0, size - block + 1, hop)
+    blocks = (power[starts + block] - power[starts]) / block
+    loud = blocks[_lufs(blocks) > SILENCE_LUFS]
+    if loud.size:
+        loud = loud[_lufs(loud) > _lufs(loud.mean()) - 10]
+    return float(_lufs(loud.mean())) if loud.size else SILENCE_LUFS
+
+
+def k_weighted(waveform: np.ndarray) -> np.ndarray:
+    """Both BS.1770 filters, applied as their frequency response to the zero-padded f64[channels, N]."""
+    size = waveform.shape[1]
+    padded = size + FILTER_TAIL
+    z = np.exp(-2j * np.pi * np.arange(padded // 2 + 1) / padded)  # z^-1
+    response = np.ones_like(z)
+    for numerator, denominator in (SHELF, HIGH_PASS):
+        response *= np.polyval(numerator[::-1], z) / np.polyval(denominator[::-1], z)
+    return np.fft.irfft(np.fft.rfft(waveform, padded) * response, padded)[:, :size]
+
+
+def _lufs(power: np.ndarray) -> np.ndarray:
+    return -0.691 + 10 * np.log10(np.maximum(power, 1e-30))
+
+
+def _frames(path: Path) -> Iterator[np.ndarray]:
+    """u8[H, W, 3] per frame, converted with accurate rounding."""
+    import av
+    from av.video.reformatter import Interpolation
+
+    conversion = Interpolation.BILINEAR | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise InputError(f"compare: {path} has no video")
+            for frame in container.decode(video=0):
+                yield frame.to_ndarray(format="rgb24", interpolation=conversion)
+    except (av.FFmpegError, OSError) as error:
+        raise InputError(f"compare: {path} is no readable video ({error})") from error
+
+
+def _sound(path: Path) -> np.ndarray | None:
+    """The sound at 48 kHz stereo, f64[2, N]; None if the file has none."""
+    import av
+
+    with av.open(str(path)) as container:
+        if not container.streams.audio:
+            return None
+        resampler = av.AudioResampler(format="fltp", layout="stereo", rate=RATE)
+        frames = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
+        frames += resampler.resample(None)
+    return np.concatenate([frame.to_ndarray() for frame in frames], axis=-1).astype(np.float64)

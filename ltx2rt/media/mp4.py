@@ -1,0 +1,191 @@
+"""One MP4 with H.264 video and AAC sound, written while frames still arrive.
+
+Decides codecs, tags, exact rates and that a failed run leaves nothing behind. Where the frames come from is the
+pipeline's business. Encoding is deterministic: the number of threads is fixed, because x264's result depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+AAC_FRAME = 1024  # samples
+AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000
+MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
+ENCODER_THREADS = 8
+H264_OPTIONS = {"crf": "19", "preset": "veryfast"}
+BT709, LIMITED_RANGE = 1, 1  # the codes of H.264 annex E (matrix, primaries, transfer) and of FFmpeg's AVCOL_RANGE_MPEG
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of each stream of a file; None where there is none."""
+
+    video_s: float
+    audio_s: float | None
+
+
+def write_mp4(
+    path: Path,
+    chunks: Iterable[np.ndarray],
+    *,
+    num_frames: int,
+    fps: Fraction,
+    waveform: np.ndarray | None = None,
+    sample_rate: int = 0,
+    comment: dict[str, Any] | None = None,
+) -> Durations:
+    """Encode `chunks` as they come and rename the finished file to `path`.
+
+    chunks: f32[3, F, H, W] in [-1, 1] (clamped, rounded to the nearest 8-bit value) or u8[F, H, W, 3]; `num_frames` in
+    all, H and W even. The iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in [-1, 1]
+    (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound. comment: stored as JSON.
+    Raises ValueError for misshapen or non-finite data, RuntimeError if the streams of the written file disagree.
+    """
+    import av
+
+    if waveform is not None:
+        waveform = fit_audio(waveform, num_frames, fps, sample_rate)
+    with _replacing(path) as partial:
+        options = {"movflags": "+faststart", "movie_timescale": str(_movie_timescale(fps, sample_rate))}
+        with av.open(str(partial), "w", format="mp4", options=options) as container:
+            if comment is not None:
+                container.metadata["comment"] = json.dumps(comment, ensure_ascii=False)
+            video = container.add_stream("libx264", rate=fps, options=dict(H264_OPTIONS))
+            video.pix_fmt = "yuv420p"
+            codec = video.codec_context
+            codec.thread_count = ENCODER_THREADS
+            codec.time_base = 1 / fps
+            codec.color_range = LIMITED_RANGE
+            codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+            # both streams exist before the first packet: the header is written then
+            audio = None if waveform is None else container.add_stream("aac", rate=sample_rate, layout="stereo")
+            if audio is not None:
+                audio.bit_rate = AAC_BITS_PER_S
+            _encode_video(container, video, chunks, num_frames)
+            if audio is not None and waveform is not None:
+                _encode_audio(container, audio, waveform, sample_rate)
+        return _verify(partial, num_frames, fps, sample_rate, audio is not None)
+
+
+def fit_audio(waveform: np.ndarray, num_frames: int, fps: Fraction, sample_rate: int) -> np.ndarray:
+    """Pad with silence or trim f32[2, N] to exactly num_frames / fps seconds (rounded to a sample), clamped to +-1."""
+    if waveform.ndim != 2 or waveform.shape[0] != 2 or waveform.shape[1] == 0:
+        raise ValueError(f"waveform: shape {list(waveform.shape)}, expected [2, N]")
+    if not np.isfinite(waveform).all():
+        raise ValueError("waveform: holds NaN or infinite samples; the audio decoder went wrong")
+    size = round(num_frames / fps * sample_rate)
+    kept = waveform[:, :size].clip(-1, 1).astype(np.float32)
+    return np.pad(kept, ((0, 0), (0, size - kept.shape[1])))
+
+
+def to_rgb8(chunk: np.ndarray) -> np.ndarray:
+    """f32[3, F, H, W] in [-1, 1] -> u8[F, H, W, 3], clamped and rounded to nearest; u8 passes through."""
+    if chunk.dtype == np.uint8:
+        return chunk
+    if not np.isfinite(chunk).all():
+        raise ValueError("frames: hold NaN or infinite pixels; the video decoder went wrong")
+    scaled = (chunk.astype(np.float32) + 1) * np.float32(127.5) + np.float32(0.5)
+    return np.ascontiguousarray(scaled.clip(0, 255).astype(np.uint8).transpose(1, 2, 3, 0))
+
+
+def _encode_video(container: Any, stream: Any, chunks: Iterable[np.ndarray], num_frames: int) -> None:
+    import av
+    from av.video.reformatter import ColorRange, Colorspace, Interpolation
+
+    # without accurate rounding swscale darkens chroma by a fraction of a level
+    conversion = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
+    written = 0
+
+    def encode(chunk: np.ndarray) -> None:
+        nonlocal written
+        for pixels in to_rgb8(chunk):
+            height, width = pixels.shape[:2]
+            if written == 0:
+                stream.width, stream.height = width, height
+            elif (width, height) != (stream.width, stream.height):
+                raise ValueError(f"frames: {width}x{height} after {stream.width}x{stream.height}")
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
+                format="yuv420p",
+                dst_colorspace=Colorspace.ITU709,
+                dst_color_range=ColorRange.MPEG,
+                interpolation=conversion,
+            )
+            frame.pts, frame.time_base = written, stream.codec_context.time_base
+            container.mux(stream.encode(frame))
+            written += 1
+
+    with ThreadPoolExecutor(1, thread_name_prefix="mp4") as encoder:
+        pending: deque[Future[None]] = deque()
+        for chunk in chunks:
+            if len(pending) == MAX_PENDING_CHUNKS:
+                pending.popleft().result()
+            pending.append(encoder.submit(encode, chunk))
+        for future in pending:
+            future.result()
+    if written != num_frames:
+        raise ValueError(f"frames: {written} arrived, expected {num_frames}")
+    container.mux(stream.encode())
+
+
+def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate: int) -> None:
+    import av
+
+    for start in range(0, waveform.shape[1], AAC_FRAME):
+        samples = np.ascontiguousarray(waveform[:, start : start + AAC_FRAME])
+        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
+        frame.sample_rate, frame.pts, frame.time_base = sample_rate, start, Fraction(1, sample_rate)
+        container.mux(stream.encode(frame))
+    container.mux(stream.encode())
+
+
+def durations(path: Path) -> Durations:
+    """What the file's own index says."""
+    import av
+
+    with av.open(str(path)) as container:
+        seconds = {s.type: float((s.duration or 0) * s.time_base) for s in container.streams}
+    return Durations(seconds["video"], seconds.get("audio"))
+
+
+def _movie_timescale(fps: Fraction, sample_rate: int) -> int:
+    """Units per second of the edit lists: whole for frames and samples alike, where 32 bits allow (default: 1000)."""
+    both = math.lcm(fps.numerator, sample_rate or 1)
+    return both if both < 2**31 else fps.numerator
+
+
+def _verify(path: Path, num_frames: int, fps: Fraction, sample_rate: int, has_audio: bool) -> Durations:
+    """Reopen the file: the video lasts num_frames / fps, and the sound as long within a frame and an AAC frame."""
+    found = durations(path)
+    expected_s, frame_s = float(num_frames / fps), float(1 / fps)
+    if abs(found.video_s - expected_s) > frame_s / 2:
+        raise RuntimeError(f"{path}: the written video lasts {found.video_s:.4f} s, expected {expected_s:.4f} s")
+    if has_audio:
+        slack_s = frame_s + AAC_FRAME / sample_rate
+        if found.audio_s is None or abs(found.audio_s - found.video_s) > slack_s:
+            raise RuntimeError(
+                f"{path}: video {found.video_s:.4f} s, sound {found.audio_s} s; they may differ {slack_s:.4f} s"
+            )
+    return found
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path`, renamed to it on success and deleted on any failure."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

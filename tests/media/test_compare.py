@@ -1,0 +1,121 @@
+"""The measures equal their definitions; every edge case stays JSON."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.compare import RATE, compare, correlation, format_comparison, k_weighted, loudness, luma, ssim
+from ltx2rt.media.mp4 import write_mp4
+
+
+def sine(level_dbfs, seconds, hertz=997.0):
+    t = np.arange(round(seconds * RATE)) / RATE
+    return np.stack([10 ** (level_dbfs / 20) * np.sin(2 * np.pi * hertz * t)] * 2)
+
+
+def test_loudness_of_the_standard_calibration_tone():
+    # EBU Tech 3341, case 1: a stereo 1 kHz sine at -23 dBFS measures -23.0 LUFS, +-0.1
+    assert loudness(sine(-23, 4, 1000)) == pytest.approx(-23.0, abs=0.1)
+
+
+def test_quiet_parts_are_gated():
+    # EBU Tech 3341, case 3: 10 s at -36, 60 s at -23, 10 s at -36 dBFS measures -23.0 LUFS; here a tenth as long
+    clip = np.concatenate([sine(-36, 1), sine(-23, 6), sine(-36, 1)], axis=-1)
+    ungated = -0.691 + 10 * np.log10((k_weighted(clip) ** 2).sum(0).mean())
+    assert loudness(clip) == pytest.approx(-23.0, abs=0.3)  # blocks across a step weigh more in a shorter clip
+    assert loudness(clip) > ungated + 0.5
+
+
+def test_the_frequency_domain_filter_is_the_recursion():
+    from ltx2rt.media.compare import HIGH_PASS, SHELF
+
+    x = np.random.default_rng(0).standard_normal((1, 500))
+    expected = x
+    for (b0, b1, b2), (_, a1, a2) in (SHELF, HIGH_PASS):
+        y = np.zeros_like(expected)
+        for n in range(x.shape[1]):
+            past = [expected[0, n - k] if n >= k else 0.0 for k in (0, 1, 2)]
+            y[0, n] = b0 * past[0] + b1 * past[1] + b2 * past[2]
+            y[0, n] -= sum(a * (y[0, n - k] if n >= k else 0.0) for k, a in ((1, a1), (2, a2)))
+        expected = y
+    # what is left of the 38 Hz high-pass after one second of padding wraps around
+    np.testing.assert_allclose(k_weighted(x), expected, atol=1e-9)
+
+
+def test_silence_and_short_sound_have_finite_answers():
+    assert loudness(np.zeros((2, RATE))) == -70.0
+    assert loudness(np.zeros((2, RATE // 4))) is None
+
+
+def test_correlation_is_pearsons_and_constants_are_decided():
+    x, y = np.random.default_rng(0).standard_normal((2, 2, 900))
+    assert correlation(x, x + y[:, :700].mean() + 2) == pytest.approx(1)
+    assert correlation(x, -x) == pytest.approx(-1)
+    assert correlation(x, y) == pytest.approx(np.corrcoef(x.ravel(), y.ravel())[0, 1])
+    assert correlation(x * 0, y * 0) == 1.0 and correlation(x * 0, y) is None
+
+
+def test_ssim_equals_its_definition():
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 255, (16, 24))
+    y = np.clip(x + rng.normal(0, 30, x.shape), 0, 255)
+    scores = []
+    for i in range(0, 9, 4):
+        for j in range(0, 17, 4):
+            p, q = x[i : i + 8, j : j + 8].ravel(), y[i : i + 8, j : j + 8].ravel()
+            c = np.cov(p, q)
+            c1, c2 = 6.5025, 58.5225
+            scores.append(
+                (2 * p.mean() * q.mean() + c1) * (2 * c[0, 1] + c2)
+                / ((p.mean() ** 2 + q.mean() ** 2 + c1) * (c[0, 0] + c[1, 1] + c2))
+            )  # fmt: skip
+    assert ssim(x, y) == pytest.approx(np.mean(scores), rel=1e-9)
+    assert ssim(x, x) == pytest.approx(1)
+    assert luma(np.full((1, 1, 3), 255, np.uint8))[0, 0] == pytest.approx(255)
+
+
+def write(path, shift=0.0, num_frames=9, size=(32, 64), sound=True, rate=24000):
+    f, y, x = np.mgrid[:num_frames, : size[0], : size[1]].astype(np.float32)
+    frames = np.stack([np.sin(x / 12 + f / 5 + shift), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(np.float32)
+    wave = (sine(-20, 2)[:, :: 48000 // rate] + 0.01 * shift).astype(np.float32) if sound else None
+    write_mp4(path, [frames], num_frames=num_frames, fps=Fraction(16), waveform=wave, sample_rate=rate)
+    return path
+
+
+def test_identical_files_are_identical(tmp_path):
+    a = write(tmp_path / "a.mp4")
+    result = compare(a, a)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert result["identical"] and result["psnr_db"] == 200 and result["audio_corr"] == 1
+    assert result["ssim"] == pytest.approx(1)
+    assert result["lufs_a"] == result["lufs_b"] == pytest.approx(-20, abs=0.5)
+    assert result["duration_video_a_s"] == pytest.approx(9 / 16) == result["duration_audio_b_s"]
+    assert "inf (the compared frames are identical)" in format_comparison(result)
+
+
+def test_different_files_are_measured(tmp_path):
+    a = write(tmp_path / "a.mp4")
+    near, far = (compare(a, write(tmp_path / "b.mp4", shift, rate=48000)) for shift in (0.1, 1.0))
+    assert 10 < far["psnr_db"] < near["psnr_db"] < 40 and far["ssim"] < near["ssim"] < 1
+    assert near["audio_corr"] > 0.99 and not near["identical"]
+
+
+def test_missing_sound_and_frames_are_reported_not_guessed(tmp_path):
+    result = compare(write(tmp_path / "a.mp4"), write(tmp_path / "b.mp4", num_frames=17, sound=False))
+    assert result["audio_corr"] is result["lufs_b"] is result["duration_audio_b_s"] is None
+    assert (result["frames_a"], result["frames_b"], result["identical"]) == (9, 17, False)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    a = write(tmp_path / "a.mp4")
+    (tmp_path / "text.mp4").write_text("no video")
+    for other, message in (
+        (write(tmp_path / "b.mp4", size=(64, 64)), "64x32, .* is 64x64"),
+        (tmp_path / "text.mp4", "no readable video"),
+        (tmp_path / "gone.mp4", "no readable video"),
+    ):
+        with pytest.raises(InputError, match=message):
+            compare(a, other)

@@ -1,0 +1,155 @@
+"""The written file plays what was given, exactly as long, or does not exist."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+
+from ltx2rt.media.mp4 import fit_audio, to_rgb8, write_mp4
+
+NTSC = Fraction(24000, 1001)
+
+
+def clip(num_frames=17, height=32, width=64):
+    """A colour gradient moving sideways: f32[3, F, H, W] in [-1, 1]."""
+    f, y, x = np.mgrid[:num_frames, :height, :width].astype(np.float32)
+    return np.stack([np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(np.float32)
+
+
+def tone(seconds, rate, hertz=440.0):
+    t = np.arange(round(seconds * rate)) / rate
+    return np.stack([0.5 * np.sin(2 * np.pi * hertz * t), 0.25 * np.sin(4 * np.pi * hertz * t)]).astype(np.float32)
+
+
+def decode(path):
+    from av.video.reformatter import Interpolation
+
+    exact = Interpolation.BILINEAR | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
+    with av.open(str(path)) as container:
+        rgb = [frame.to_ndarray(format="rgb24", interpolation=exact) for frame in container.decode(video=0)]
+        frames = np.stack(rgb)
+    with av.open(str(path)) as container:
+        if not container.streams.audio:
+            return frames, None
+        return frames, np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=-1)
+
+
+@pytest.mark.parametrize("rate", [24000, 48000])
+@pytest.mark.parametrize("fps", [Fraction(24), NTSC, Fraction(30000, 1001), Fraction(2398, 100), Fraction(50)])
+def test_rates_and_durations_are_exact(tmp_path, fps, rate):
+    path = tmp_path / "a.mp4"
+    found = write_mp4(path, [clip()], num_frames=17, fps=fps, waveform=tone(1, rate), sample_rate=rate)
+    with av.open(str(path)) as container:
+        video, audio = container.streams.video[0], container.streams.audio[0]
+        assert video.average_rate == fps
+        assert video.duration * video.time_base == 17 / fps
+        assert (audio.rate, audio.codec_context.layout.name) == (rate, "stereo")
+        # the container counts whole samples
+        assert abs(audio.duration * audio.time_base - 17 / fps) <= Fraction(1, rate)
+    assert found.video_s == float(17 / fps)
+    _, samples = decode(path)
+    # a decoder may play the encoder's last frame to its end
+    assert 0 <= samples.shape[1] - round(17 / fps * rate) < 1024
+
+
+def test_pictures_and_sound_survive(tmp_path):
+    path, frames, sound = tmp_path / "a.mp4", clip(33), tone(33 / 24, 48000)
+    write_mp4(path, iter([frames[:, :9], frames[:, 9:17], frames[:, 17:]]), num_frames=33, fps=Fraction(24),
+              waveform=sound, sample_rate=48000)  # fmt: skip
+    pictures, heard = decode(path)
+    error = pictures.astype(np.float64) - to_rgb8(frames)
+    assert pictures.shape == (33, 32, 64, 3)
+    assert np.sqrt((error**2).mean()) < 6  # H.264 at crf 19 with halved chroma
+    assert np.abs(error.mean(axis=(0, 1, 2))).max() < 0.7  # a wrong matrix or range casts several levels
+    n = sound.shape[1]
+    assert np.corrcoef(heard[0, 2000 : n - 2000], sound[0, 2000 : n - 2000])[0, 1] > 0.999  # aligned, no priming left
+
+
+@pytest.mark.parametrize("colour", [(1, -1, -1), (-1, 1, -1), (-1, -1, 1), (1, 1, 1), (-1, -1, -1), (0, 0.5, -0.5)])
+def test_flat_colours_return_within_two_levels(tmp_path, colour):
+    frames = np.broadcast_to(np.float32(colour)[:, None, None, None], (3, 1, 32, 32))
+    write_mp4(tmp_path / "a.mp4", [frames], num_frames=1, fps=Fraction(24))
+    pictures, _ = decode(tmp_path / "a.mp4")
+    # 8-bit limited-range YUV has steps of 1.2 levels in each plane
+    assert np.abs(pictures.astype(int) - to_rgb8(frames)).max() <= 3
+
+
+def test_the_stream_is_tagged_bt709_limited(tmp_path):
+    write_mp4(tmp_path / "a.mp4", [clip()], num_frames=17, fps=Fraction(24))
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        codec = container.streams.video[0].codec_context
+        assert (codec.pix_fmt, codec.color_range, codec.colorspace) == ("yuv420p", 1, 1)
+        assert (codec.color_primaries, codec.color_trc) == (1, 1)
+
+
+def test_the_comment_is_json_and_may_be_left_out(tmp_path):
+    comment = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}
+    for name, value in (("a.mp4", comment), ("b.mp4", None)):
+        write_mp4(tmp_path / name, [clip()], num_frames=17, fps=Fraction(24), comment=value)
+    with av.open(str(tmp_path / "a.mp4")) as a, av.open(str(tmp_path / "b.mp4")) as b:
+        assert json.loads(a.metadata["comment"]) == comment
+        assert "comment" not in b.metadata
+
+
+@pytest.mark.parametrize("given_s", [0.1, 0.5, 2.0])
+def test_sound_is_padded_or_trimmed_to_the_video(given_s):
+    sound = tone(given_s, 24000)
+    fitted = fit_audio(sound, 12, Fraction(24), 24000)
+    kept = min(sound.shape[1], 12000)
+    assert fitted.shape == (2, 12000)
+    np.testing.assert_array_equal(fitted[:, :kept], sound[:, :kept])
+    assert np.all(fitted[:, kept:] == 0)
+
+
+def test_frames_are_clamped_and_rounded_to_nearest():
+    levels = np.float32([-2, -1, -1 + 0.9 / 127.5, 0, 1, 2]).reshape(1, 1, 1, 6).repeat(3, 0)
+    assert to_rgb8(levels)[0, 0, :, 0].tolist() == [0, 0, 1, 128, 255, 255]
+
+
+def failing():
+    yield clip(9)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "chunks,error",
+    [
+        (lambda: [clip(9)], "9 arrived, expected 17"),
+        (lambda: [clip(9), clip(8, 64)], "64x64 after 64x32"),
+        (lambda: [np.full((3, 17, 32, 32), np.nan, np.float32)], "NaN"),
+        (failing, None),
+    ],
+)
+def test_a_failure_leaves_nothing(tmp_path, chunks, error):
+    with pytest.raises(ValueError if error else KeyboardInterrupt, match=error):
+        write_mp4(
+            tmp_path / "a.mp4", chunks(), num_frames=17, fps=Fraction(24), waveform=tone(1, 24000), sample_rate=24000
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_keeps_the_previous_file(tmp_path):
+    path = tmp_path / "a.mp4"
+    path.write_bytes(b"before")
+    with pytest.raises(ValueError, match="waveform"):
+        write_mp4(path, [clip()], num_frames=17, fps=Fraction(24), waveform=np.zeros((1, 5)), sample_rate=24000)
+    assert path.read_bytes() == b"before"
+
+
+def test_two_processes_write_the_same_bytes(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_mp4 import *\n"
+        "write_mp4(Path(sys.argv[1]), [clip(33, 64, 96)], num_frames=33, fps=NTSC, waveform=tone(2, 48000),"
+        " sample_rate=48000)"
+    )
+    digests = set()
+    for name in ("a.mp4", "b.mp4"):
+        here = str(__import__("pathlib").Path(__file__).parent)
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / name), here], check=True)
+        digests.add(hashlib.sha256((tmp_path / name).read_bytes()).hexdigest())
+    assert len(digests) == 1
