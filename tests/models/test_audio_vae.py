@@ -12,6 +12,7 @@ from diffusers import AutoencoderKLLTX2Audio
 from ltx2rt.config import AudioVaeConfig
 from ltx2rt.models import audio_vae
 from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.weights.presets import preset
 
 KINDS = ["numpy", "cuda", "tpu"]
 CONFIG = AudioVaeConfig(
@@ -131,7 +132,7 @@ def test_lengths(frames, latents):
 
 
 def test_released_size_declares_the_files_tensors():
-    config = AudioVaeConfig(128, (1, 2, 4), 2, 8, 2, 64, 16000, 160)
+    config = preset("ltx-2.3").config.audio_vae
     specs = audio_vae.trace_decoder(config, 1, 2, "bfloat16").parameters()
     specs |= audio_vae.trace_encoder(config, 1, 5, "bfloat16").parameters()
     # From the released files: 102 tensors, the 256 statistics besides 53 248 146 parameters.

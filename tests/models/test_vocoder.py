@@ -15,6 +15,7 @@ from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import vocoder
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_diffusers
+from ltx2rt.weights.presets import preset
 
 KINDS = ["numpy", "cuda", "tpu"]
 DILATIONS = ((1, 3), (1, 5))
@@ -181,35 +182,6 @@ def test_anti_aliasing_passes_constants_and_stays_in_place():
     assert y.sum() == pytest.approx(1, abs=1e-6)
 
 
-DILATED = ((1, 3, 5),) * 3
-RELEASED = {
-    "2.0": VocoderConfig(
-        GeneratorConfig(
-            128, 1024, 2, (6, 5, 2, 2, 2), (16, 15, 8, 4, 4), (3, 7, 11), DILATED, "leaky_relu", True, "tanh"
-        ),
-        None,
-        0,
-        0,
-        0,
-        24000,
-        24000,
-    ),
-    "2.3": VocoderConfig(
-        GeneratorConfig(
-            128, 1536, 2, (5, 2, 2, 2, 2, 2), (11, 4, 4, 4, 4, 4), (3, 7, 11), DILATED, "snakebeta", False, "clamp"
-        ),
-        GeneratorConfig(
-            128, 512, 2, (6, 5, 2, 2, 2), (12, 11, 4, 4, 4), (3, 7, 11), DILATED, "snakebeta", False, "none"
-        ),
-        512,
-        80,
-        64,
-        16000,
-        48000,
-    ),
-}
-
-
 @pytest.mark.parametrize(
     "version, mel_frames, samples, tensors, elements",
     [
@@ -219,7 +191,7 @@ RELEASED = {
     ],
 )
 def test_released_sizes_declare_the_files_tensors(version, mel_frames, samples, tensors, elements):
-    graph = vocoder.trace(RELEASED[version], 1, mel_frames, "float32")
+    graph = vocoder.trace(preset(f"ltx-{version}").config.vocoder, 1, mel_frames, "float32")
     specs = graph.parameters()
     assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == (tensors, elements)
     assert graph.outputs["waveform"].type.shape == (1, 2, samples)
