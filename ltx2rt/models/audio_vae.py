@@ -47,7 +47,7 @@ def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict
     x = o.input("mel", B=batch, channels=config.out_channels, time=mel_frames, mel=config.mel_bins)
     net = o.under("audio_vae.encoder")
     widths = [config.base_channels * m for m in config.channel_multipliers]
-    x = causal_conv(net, x, "conv_in.conv", widths[0])
+    x = causal_conv(net, x, "conv_in.conv", config.base_channels)
     for level, width in enumerate(widths):
         stage = net.under(f"down.{level}")
         for i in range(config.num_res_blocks):
