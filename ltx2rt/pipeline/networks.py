@@ -7,8 +7,8 @@ the pipelines' business.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class Networks:
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
         self.config = checkpoint.config
-        self.load_s = 0.0
+        self.loading: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around every load of weights
         self._programs: dict[Hashable, Program] = {}
         self._weights: dict[str, Any] = {}
         self._stage_loras: dict[str, tuple[LoraSpec, ...]] = {}
@@ -80,9 +80,8 @@ class Networks:
     def weights(self, network: str, graph: Graph) -> Any:
         """The network's weights on the device, loaded on first use."""
         if network not in self._weights:
-            start = time.perf_counter()
-            self._weights[network] = self.backend.load([graph], self.source(network))
-            self.load_s += time.perf_counter() - start
+            with self.loading():
+                self._weights[network] = self.backend.load([graph], self.source(network))
         return self._weights[network]
 
     def free(self, *networks: str) -> None:
@@ -121,9 +120,8 @@ class Networks:
         if self.options.stage_weights == "reload":
             base = None
             self.free(*self._stage_loras)
-        start = time.perf_counter()
-        weights = self.backend.load([graph], self.source("transformer", loras), base, changed)
-        self.load_s += time.perf_counter() - start
+        with self.loading():
+            weights = self.backend.load([graph], self.source("transformer", loras), base, changed)
         self._weights[stage], self._stage_loras[stage] = weights, loras
         return weights
 
@@ -146,6 +144,21 @@ class Networks:
         self.checkpoint.source("upsampler")
         assert self.config.upsampler is not None
         return upsampler.trace(self.config.upsampler, shape[0], *shape[2:], self.dtype)
+
+    def decoder_graph(self, shape: tuple[int, ...]) -> Graph:
+        return video_vae.trace_decoder(self.config.video_vae, shape[0], *shape[2:], self.dtype)
+
+    def encoder_graph(self, shape: tuple[int, ...]) -> Graph:
+        return video_vae.trace_encoder(self.config.video_vae, shape[0], *shape[2:], self.dtype)
+
+    def audio_graph(self, batch: int, latents: int) -> Graph:
+        return audio_vae.trace_decoder(self.config.audio_vae, batch, latents, self.dtype)
+
+    def vocoder_graph(self, batch: int, mel_frames: int) -> Graph:
+        return vocoder.trace(self.config.vocoder, batch, mel_frames, "float32")
+
+    def step_graph(self, structure: guided_step.Structure) -> Graph:
+        return guided_step.trace(self.config.transformer, structure, self.dtype)
 
     def step_structure(self, branches: Branches, video: ModalityState, audio: ModalityState, text: int):
         """The guided step's structure for one stage, and the feeds that positions and masks decide."""
@@ -171,6 +184,9 @@ class Networks:
         program = self.program(network, structure, graph)
         return program(self.weights(network, program.graph), feeds)
 
+    def step_program(self, structure: guided_step.Structure) -> Program:
+        return self.program("guided-step", structure, lambda: self.step_graph(structure))
+
     def encode_text(self, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
         """hidden_states [B,S,D,N+1], video_context and audio_context [B,S,C], for tokens and mask [B,S]."""
         feeds = text_encoder.feeds(self.config.gemma, self.config.text, token_ids, mask)
@@ -182,36 +198,34 @@ class Networks:
         shape = frames.shape
         outputs = self.run(
             "video-encoder",
-            lambda: video_vae.trace_encoder(self.config.video_vae, shape[0], *shape[2:], self.dtype),
+            lambda: self.encoder_graph(shape),
             shape,
             {"frames": frames},
         )
         return self.backend.to_host(outputs["latent"])
 
-    def decode_video(self, latent: Any) -> np.ndarray:
-        """One piece: normalised latent [B,C,f,h,w] -> frames [B,3,F,H,W], nominally [-1,1], unclamped."""
+    def decode_tile(self, latent: np.ndarray) -> Any:
+        """Normalised latent [B,C,f,h,w] -> frames [B,3,F,H,W] on the device, nominally [-1,1], unclamped."""
         shape = tuple(latent.shape)
-        outputs = self.run(
-            "video-decoder",
-            lambda: video_vae.trace_decoder(self.config.video_vae, shape[0], *shape[2:], self.dtype),
-            shape,
-            {"latent": latent},
-        )
-        return self.backend.to_host(outputs["frames"])
+        return self.run("video-decoder", lambda: self.decoder_graph(shape), shape, {"latent": latent})["frames"]
+
+    def decode_video(self, latent: np.ndarray) -> np.ndarray:
+        """The same in one piece, on the host."""
+        return self.backend.to_host(self.decode_tile(latent))
 
     def decode_audio(self, latent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Normalised latent [B,8,n,16] -> mel [B,2,T,64] and waveform [B,2,N] at config.vocoder.sample_rate."""
         batch, _, count, _ = latent.shape
         mel = self.run(
             "audio-decoder",
-            lambda: audio_vae.trace_decoder(self.config.audio_vae, batch, count, self.dtype),
+            lambda: self.audio_graph(batch, count),
             latent.shape,
             {"latent": latent},
         )["mel"]
         mel = self.backend.to_host(mel)
         waveform = self.run(
             "vocoder",
-            lambda: vocoder.trace(self.config.vocoder, batch, mel.shape[2], "float32"),
+            lambda: self.vocoder_graph(*mel.shape[:3:2]),
             mel.shape,
             vocoder.feeds(self.config.vocoder, mel),
         )["waveform"]
@@ -234,9 +248,7 @@ class Networks:
         audio: np.ndarray,
     ) -> Iterator[Step]:
         """Every step's result, yielded when the device has finished it. video, audio: initial latents (tokens, C)."""
-        program = self.program(
-            "guided-step", structure, lambda: guided_step.trace(self.config.transformer, structure, self.dtype)
-        )
+        program = self.step_program(structure)
         weights = self.transformer_weights(program.graph, stage, loras)
         constants = {name: constants[name] for name in program.graph.inputs if name in constants}
         state = {"video_latent": np.asarray(video, np.float32), "audio_latent": np.asarray(audio, np.float32)}

@@ -1,0 +1,374 @@
+"""`ltx2rt generate`: from a request to one MP4, the same on every backend.
+
+    check -> plan (headers only: sizes, audits, LoRAs, memory) -> text -> stage 1 -> upsample -> stage 2 -> decode
+
+Everything that can be refused is refused in the plan. What each stage does to the latents reads top to bottom in
+`denoise_stage`; which stages there are stands in `stages`.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ltx2rt
+from ltx2rt.backend import Backend, get_backend
+from ltx2rt.errors import InputError
+from ltx2rt.graph import Graph
+from ltx2rt.media.images import load_conditioning_image, read_rgb
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.models.guided_step import Structure
+from ltx2rt.pipeline.conditioning import ImageLatent, ModalityState, audio_state, video_state
+from ltx2rt.pipeline.latents import Geometry, pack_audio, pack_video, unpack_audio, unpack_video
+from ltx2rt.pipeline.networks import Networks
+from ltx2rt.pipeline.noise import standard_normal
+from ltx2rt.pipeline.report import Stopwatch, write_report
+from ltx2rt.pipeline.request import Request, check, resolve
+from ltx2rt.pipeline.stages import Stage, plan_stages
+from ltx2rt.pipeline.text import PROMPT_TOKENS, tokenize
+from ltx2rt.pipeline.tiling import Tiling, decode_tiles, plan_tiles
+from ltx2rt.placement.cost import activation_bytes, weight_bytes
+from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
+from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.lora import Merge
+
+MODALITIES = ("video", "audio")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage's sizes and structure, known before any weight is read."""
+
+    stage: Stage
+    geometry: Geometry
+    structure: Structure
+    noise_shapes: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    request: Request
+    networks: Networks
+    stages: tuple[StagePlan, ...]
+    tiling: Tiling
+    graphs: dict[str, Graph]
+    merges: list[Merge]
+
+
+@dataclass
+class Latents:
+    """The latents between stages, normalised: video [1,C,f,h,w], audio [1,8,n,16]."""
+
+    video: np.ndarray | None = None
+    audio: np.ndarray | None = None
+    record: dict[str, np.ndarray] = field(default_factory=dict)  # what --latents-out writes
+    keep: bool = False
+
+    def put(self, name: str, value: Any) -> None:
+        if self.keep:
+            self.record[name] = np.asarray(value, np.float32)
+
+
+def run(request: Request) -> None:
+    """Generate one clip and say where it is. What the user can mend raises InputError before any weight is read."""
+    check(request)
+    backend = get_backend(request.options.backend, request.options.device)
+    checkpoint = open_checkpoint(request.options.model, request.options.text_encoder, request.options.upsampler)
+    plan = make_plan(request, checkpoint, backend)
+    generate(plan)
+
+
+def make_plan(request: Request, checkpoint: Checkpoint, backend: Backend) -> Plan:
+    """Resolve the request against the model and check everything that headers tell. Raises InputError."""
+    request = resolve(request, checkpoint.config)
+    dtype = request.options.dtype or ("float32" if backend.device_kind == "cpu" else "bfloat16")
+    networks = Networks(checkpoint, backend, request.options, dtype)
+    found = None
+    if request.pipeline == "two-stage" and request.options.distilled_lora is None:
+        found = checkpoint.distilled_lora()
+    stages = tuple(_plan_stage(networks, request, s) for s in plan_stages(request, found))
+    last = stages[-1].geometry
+    tiling = plan_tiles(request.options.vae_tiling, last.video_shape[2:], checkpoint.config.video_vae)
+    graphs: dict[str, Graph] = {"text-encoder": networks.text_graph(_num_prompts(stages))}
+    checkpoint.require_tokenizer()
+    if request.images:
+        for image in request.images:
+            read_rgb(image.path)
+        graphs["video-encoder"] = networks.encoder_graph((1, 3, 1, request.height, request.width))
+    for s in stages:
+        graphs["transformer"] = networks.step_graph(s.structure)
+    if len(stages) > 1:
+        graphs["upsampler"] = networks.upsampler_graph(stages[0].geometry.video_shape)
+    largest = max(tiling.tile_shapes, key=lambda shape: shape[0] * shape[1] * shape[2])
+    graphs["video-decoder"] = networks.decoder_graph((1, last.video_channels, *largest))
+    if request.audio:
+        graphs["audio-decoder"] = networks.audio_graph(1, last.audio_latents)
+        mel = graphs["audio-decoder"].outputs["mel"].type.size("time")
+        graphs["vocoder"] = networks.vocoder_graph(1, mel)
+    merges = networks.audit(graphs, [s.stage.loras for s in stages])
+    _check_noise(request.noise_in, stages)
+    _check_memory(networks, request, graphs, stages)
+    return Plan(request, networks, stages, tiling, graphs, merges)
+
+
+def _num_prompts(stages: tuple[StagePlan, ...]) -> int:
+    """Positive alone, or positive and negative in one batch if any stage runs the uncond branch."""
+    return 2 if any(s.stage.branches.uncond for s in stages) else 1
+
+
+def _plan_stage(networks: Networks, request: Request, stage: Stage) -> StagePlan:
+    geometry = Geometry.of(networks.config, stage.width, stage.height, request.num_frames, request.fps)
+    blank = np.zeros((1, geometry.video_channels, 1, geometry.rows, geometry.columns), np.float32)
+    video = video_state(geometry, [ImageLatent(blank, i.frame, i.strength) for i in request.images])
+    audio = audio_state(geometry)
+    structure, _ = networks.step_structure(stage.branches, video, audio, PROMPT_TOKENS)
+    return StagePlan(stage, geometry, structure, {"video": video.shape, "audio": audio.shape})
+
+
+def _check_noise(path: Path | None, stages: tuple[StagePlan, ...]) -> None:
+    """Every tensor that the run draws is in --noise-in, in its shape, and nothing else."""
+    if path is None:
+        return
+    file = TensorFile(path)
+    expected = {f"{s.stage.name}.{m}": s.noise_shapes[m] for s in stages for m in MODALITIES}
+    found = {name: tuple(file.info(name).shape) for name in file.names()}
+    for name, shape in expected.items():
+        if name not in found:
+            raise InputError(f"--noise-in: {path} has no tensor {name}; it must hold {', '.join(expected)}")
+        if found[name] != shape:
+            raise InputError(f"--noise-in: {name} in {path} is {list(found[name])}, expected {list(shape)}")
+    if extra := sorted(found.keys() - expected.keys()):
+        raise InputError(f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read")
+
+
+def _check_memory(
+    networks: Networks, request: Request, graphs: dict[str, Graph], stages: tuple[StagePlan, ...]
+) -> None:
+    """Refuse a run whose weights and largest activations do not fit the device."""
+    weights = {name: weight_bytes([graph]) for name, graph in graphs.items()}
+    if len({s.stage.loras for s in stages}) > 1 and request.options.stage_weights == "resident":
+        changed = set().union(
+            *(networks.source("transformer", s.stage.loras).touched() for s in stages if s.stage.loras)
+        )
+        specs = graphs["transformer"].parameters()
+        size = weights["transformer"] / sum(np.prod(spec.shape) for spec in specs.values())
+        weights["second stage"] = int(sum(np.prod(specs[name].shape) for name in changed if name in specs) * size)
+    peak = max(activation_bytes(g) for g in graphs.values())
+    text = weights["text-encoder"]
+    rest = sum(weights.values()) - text
+    needed = peak + (max(text, rest) if request.options.text_encoder_offload else text + rest)
+    device = networks.backend.device()
+    free = device.free_bytes
+    if request.options.max_memory_gb is not None:
+        free = min(free, int(request.options.max_memory_gb * 1e9))
+    if needed > free:
+        advice = []
+        if not request.options.text_encoder_offload and peak + max(text, rest) <= free:
+            advice.append("--text-encoder-offload")
+        if "second stage" in weights:
+            advice.append("--stage-weights reload")
+        advice.append("fewer frames or a smaller size")
+        raise InputError(
+            f"no room on {device.name}: this run needs {needed / 1e9:.2f} GB "
+            f"({(text + rest) / 1e9:.2f} weights, {peak / 1e9:.2f} activations), {free / 1e9:.2f} GB are free; "
+            f"try {' or '.join(advice)}"
+        )
+
+
+def generate(plan: Plan) -> None:
+    """Run the plan, write its files, print the closing line."""
+    request, networks = plan.request, plan.networks
+    device = networks.backend.device()
+    watch = Stopwatch(synchronize=networks.backend.synchronize)
+    networks.loading = lambda: watch.apart("load")
+    if request.options.device == "auto" and networks.backend.device_kind == "cpu":
+        _say(f"no {'GPU' if request.options.backend == 'cuda' else 'TPU'} was found: running on the CPU")
+    _say(f"seed {request.seed}; {networks.dtype} on {device.name}")
+    for merge in plan.merges:
+        _say(merge.line())
+    if request.warmup:
+        with watch.apart("warmup"):
+            _warm_up(plan)
+    latents = Latents(keep=request.latents_out is not None)
+    waveform = _produce_latents(plan, watch, latents)
+    write_mp4(
+        request.output,
+        _frames(plan, watch, latents),
+        num_frames=request.num_frames,
+        fps=request.fps,
+        waveform=waveform,
+        sample_rate=networks.config.vocoder.sample_rate,
+        comment=_metadata(plan) if request.metadata else None,
+    )
+    if request.latents_out:
+        write_arrays(request.latents_out, latents.record)
+    if request.report:
+        assert request.seed is not None
+        facts = watch.report(
+            seed=request.seed,
+            settings=request.settings,
+            peak_bytes=networks.backend.peak_bytes(),
+            versions=_versions(networks.backend),
+            device=device.name,
+            lora=[{"file": m.file, "matched": m.matched, "total": m.total} for m in plan.merges],
+        )
+        write_report(request.report, facts)
+    print(watch.closing_line(request.output, request.seed))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _warm_up(plan: Plan) -> None:
+    """Compile and load everything: the same run with one step a stage, its result thrown away."""
+    networks = plan.networks
+    stages = tuple(replace(s, stage=replace(s.stage, sigmas=s.stage.sigmas[[0, -1]])) for s in plan.stages)
+    short = replace(plan, stages=stages)
+    silent = Stopwatch(stream=io.StringIO(), synchronize=networks.backend.synchronize)
+    networks.loading = nullcontext
+    latents = Latents()
+    _produce_latents(short, silent, latents)
+    for _ in _frames(short, silent, latents):
+        pass
+
+
+def _produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarray | None:
+    """All stages up to the decoder. Leaves the final latents in `latents`, returns the waveform [2,N] if wanted."""
+    request, networks = plan.request, plan.networks
+    prompts = [request.prompt, request.negative_prompt or ""][: _num_prompts(plan.stages)]
+    networks.weights("text-encoder", plan.graphs["text-encoder"])
+    with watch.stage("text"):
+        encoded = networks.encode_text(*tokenize(networks.checkpoint.require_tokenizer(), prompts))
+        contexts = {m: encoded[f"{m}_context"] for m in MODALITIES}
+        del encoded
+    if request.options.text_encoder_offload:
+        networks.free("text-encoder")
+    for s in plan.stages:
+        images = _encode_images(plan, s)
+        if latents.video is not None:
+            networks.weights("upsampler", plan.graphs["upsampler"])
+            with watch.stage("upsample"):
+                latents.video = networks.upsample(latents.video)
+            latents.put("upsampled", latents.video)
+        video, audio = denoise_stage(plan, s, contexts, images, latents, watch)
+        latents.video = unpack_video(video, s.geometry)
+        if s.stage.name == request.audio_from:
+            chosen = unpack_audio(audio, s.geometry)
+        latents.audio = unpack_audio(audio, s.geometry)
+    latents.audio = chosen
+    latents.put("video_latent", latents.video)
+    latents.put("audio_latent", latents.audio)
+    if not request.audio:
+        return None
+    networks.weights("audio-decoder", plan.graphs["audio-decoder"])
+    networks.weights("vocoder", plan.graphs["vocoder"])
+    with watch.stage("audio"):
+        waveform = networks.decode_audio(latents.audio)[1][0]
+    latents.put("waveform", waveform)
+    return waveform
+
+
+def _encode_images(plan: Plan, s: StagePlan) -> list[ImageLatent]:
+    """The request's images at this stage's size, as normalised latents."""
+    found = []
+    for image in plan.request.images:
+        pixels = load_conditioning_image(image.path, s.stage.width, s.stage.height, plan.request.image_crf or 0)
+        found.append(ImageLatent(plan.networks.encode_video(pixels), image.frame, image.strength))
+    return found
+
+
+def denoise_stage(
+    plan: Plan,
+    s: StagePlan,
+    contexts: dict[str, np.ndarray],
+    images: list[ImageLatent],
+    latents: Latents,
+    watch: Stopwatch,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Noise, mix with the start and the images, denoise; returns target tokens of video and audio, [1,T,C] each.
+
+    The first stage starts from zeros under full noise; a later one from `latents` under noise of its first sigma.
+    """
+    request, networks, stage = plan.request, plan.networks, s.stage
+    states: dict[str, ModalityState] = {"video": video_state(s.geometry, images), "audio": audio_state(s.geometry)}
+    structure, feeds = networks.step_structure(stage.branches, states["video"], states["audio"], PROMPT_TOKENS)
+    assert structure == s.structure, f"{stage.name}: planned {s.structure}, found {structure}"
+    start = {
+        "video": None if latents.video is None else pack_video(latents.video),
+        "audio": None if latents.audio is None else pack_audio(latents.audio),
+    }
+    initial = {}
+    for m, state in states.items():
+        noise = _noise(request, f"{stage.name}.{m}", state.shape)
+        initial[m] = state.initial(noise, float(stage.sigmas[0]), start[m])
+        latents.put(f"{stage.name}.{m}.noise", noise)
+        latents.put(f"{stage.name}.{m}.start", initial[m])
+        feeds[f"{m}_context"] = contexts[m][: 2 if stage.branches.uncond else 1]
+    assert request.stg_blocks is not None
+    blocks = np.zeros(networks.config.transformer.num_layers, np.float32)
+    blocks[list(request.stg_blocks)] = 1
+    feeds |= {"guidance": stage.guidance, "stg_blocks": blocks}
+    program = networks.step_program(structure)
+    networks.transformer_weights(program.graph, stage.name, stage.loras)
+    steps = len(stage.sigmas) - 1
+    trail: dict[str, list[np.ndarray]] = {}
+    host = networks.backend.to_host
+    with watch.stage(stage.name, steps) as done:
+        results = networks.denoise(
+            stage.name, stage.loras, structure, feeds, stage.sigmas, initial["video"][0], initial["audio"][0]
+        )
+        last = None
+        for last in results:
+            done()
+            if latents.keep:
+                values = {"video.steps": last.video, "audio.steps": last.audio}
+                values |= {"video.x0": last.video_x0, "audio.x0": last.audio_x0}
+                for name, value in values.items():
+                    trail.setdefault(f"{stage.name}.{name}", []).append(host(value))
+        assert last is not None
+        video, audio = (states[m].clear(host(x)[None]) for m, x in (("video", last.video), ("audio", last.audio)))
+    for name, values in trail.items():
+        latents.put(name, np.stack(values))
+    return video, audio
+
+
+def _noise(request: Request, stream: str, shape: tuple[int, ...]) -> np.ndarray:
+    if request.noise_in is not None:
+        return TensorFile(request.noise_in).read(stream).astype(np.float32)
+    assert request.seed is not None
+    return standard_normal(request.seed, stream, shape)
+
+
+def _frames(plan: Plan, watch: Stopwatch, latents: Latents) -> Iterator[np.ndarray]:
+    """Finished chunks of frames f32[3,n,H,W], while the decoder works on the next tiles."""
+    networks = plan.networks
+    networks.weights("video-decoder", plan.graphs["video-decoder"])
+    with watch.stage("decode", len(plan.tiling.frames)) as done:
+        for chunk in decode_tiles(latents.video, plan.tiling, networks.decode_tile, networks.backend.to_host):
+            done()
+            yield chunk
+
+
+def _versions(backend: Backend) -> dict[str, str]:
+    return {"ltx2rt": ltx2rt.__version__, "python": sys.version.split()[0], "numpy": np.__version__, **backend.versions}
+
+
+def _metadata(plan: Plan) -> dict[str, Any]:
+    """What the MP4 says about itself: prompt, seed, model, versions and every setting."""
+    request, checkpoint = plan.request, plan.networks.checkpoint
+    model = {"path": str(checkpoint.path), "layout": checkpoint.layout, "generation": checkpoint.config.generation}
+    return {
+        "prompt": request.prompt,
+        "seed": request.seed,
+        "model": model,
+        "versions": _versions(plan.networks.backend),
+        "settings": request.settings,
+    }
