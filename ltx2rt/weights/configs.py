@@ -546,7 +546,10 @@ def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": "bfloat16",
         "text_config": text,
         "vision_config": dict(vision),
-        "mm_tokens_per_image": 4,
+        "mm_tokens_per_image": 256 if vision.get("image_size") == 896 else 4,
+        "boi_token_index": 7,
+        "eoi_token_index": 8,
+        "image_token_index": 9,
         "tie_word_embeddings": True,
         **tokens,
     }

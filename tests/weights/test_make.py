@@ -1,0 +1,191 @@
+"""Made checkpoints: the released counts, the same weights in both layouts, and diffusers loads them strictly."""
+
+import json
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.pipeline.text import tokenize
+from ltx2rt.weights import filters
+from ltx2rt.weights.checkpoint import COMPONENTS, STATISTICS, audit, component_of, open_checkpoint
+from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.make import SINGLE_FILE, make_checkpoint, networks, plan_checkpoint, tokenizer_json
+from ltx2rt.weights.presets import preset
+
+TINY = ["tiny-2.0", "tiny-2.3"]
+LAYOUTS = ["official", "diffusers"]
+RELEASED = {  # tensors and elements per component of the released files
+    "ltx-2.0": {
+        "transformer": (3510, 18_876_174_592),
+        "text": (59, 1_431_475_200),
+        "video_vae": (184, 1_222_479_857),
+        "audio_vae": (102, 53_248_402),
+        "vocoder": (194, 55_592_802),
+    },
+    "ltx-2.3": {
+        "transformer": (4186, 18_988_838_144),
+        "text": (262, 3_172_227_584),
+        "video_vae": (170, 726_106_225),
+        "audio_vae": (102, 53_248_402),
+        "vocoder": (1227, 129_085_032),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "tables", "modules", "upsampler"),
+    [("ltx-2.0", 4049, 194, 1371, (73, 497_867_929)), ("ltx-2.3", 5947, 290, 1660, (72, 497_867_904))],
+)
+def test_full_size_manifest_equals_the_released_counts(name, total, tables, modules, upsampler):
+    plan = plan_checkpoint(preset(name), name, "official")
+    main = plan.tensors[f"{name}.safetensors"]
+    assert len(main) == total
+    found = dict.fromkeys(SINGLE_FILE, (0, 0))
+    for key, tensor in main.items():
+        count, elements = found[component_of(key)]
+        found[component_of(key)] = (count + 1, elements + prod(tensor.info.shape))
+    assert found == RELEASED[name]
+    assert sum(tensor.info.dtype == np.float32 for tensor in main.values()) == tables
+    lora = plan.tensors[f"{name}-distilled-lora.safetensors"]
+    assert len(lora) == 2 * modules
+    x2 = plan.tensors[f"{name}-spatial-upsampler-x2.safetensors"]
+    assert (len(x2), sum(prod(tensor.info.shape) for tensor in x2.values())) == upsampler
+    text = make_checkpoint(name, "official", "nowhere", dry_run=True)
+    assert (
+        f"{name}.safetensors: {total} tensors" in text and f"  transformer: {found['transformer'][0]} tensors" in text
+    )
+
+
+def test_released_lora_ranks():
+    """Rank 384 except where a layer is narrower: 8 timestep layers, 4 patch projections, 288 gates."""
+    lora = plan_checkpoint(preset("ltx-2.3"), "x", "official").tensors["x-distilled-lora.safetensors"]
+    ranks = [tensor.info.shape[0] for key, tensor in lora.items() if key.endswith("lora_A.weight")]
+    assert {rank: ranks.count(rank) for rank in set(ranks)} == {384: 1360, 256: 8, 128: 4, 32: 288}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_checkpoints_are_complete_and_small(tiny, name, layout):
+    folder = tiny(name, layout)
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 40_000_000
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.layout == layout
+    expected = preset(name).config
+    assert replace(checkpoint.config, version=()) == replace(expected, version=())
+    assert checkpoint.config.generation == name[-3:]
+    for component, shapes in networks(expected).items():
+        parameters = {key: np.empty(shape, np.int8) for key, shape in shapes.items() if "inverse" not in key}
+        parameters.pop("upsampler.blur_down.kernel", None)
+        source = checkpoint.source(component)
+        if component == "upsampler":
+            parameters |= {key: np.empty(128, np.int8) for key in STATISTICS}
+        audit(parameters, source, folder)
+    merged = MergedSource(checkpoint.source("transformer"), [open_lora(checkpoint.distilled_lora())], "bfloat16")
+    total = sum(len(shape) == 2 and key.endswith("weight") for key, shape in networks(expected)["transformer"].items())
+    assert merged.merges[0].line().startswith(f"merged {total}/{total} modules")
+    assert merged.merges[0].skipped == (name == "tiny-2.0")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_both_layouts_hold_the_same_weights(tiny, name):
+    official, diffusers = (open_checkpoint(tiny(name, layout)) for layout in LAYOUTS)
+    for component in COMPONENTS:
+        ours, theirs = official.source(component), diffusers.source(component)
+        assert set(ours.names()) == set(theirs.names())
+        for key in ours.names():
+            assert ours.info(key) == theirs.info(key)
+            np.testing.assert_array_equal(ours.read(key), theirs.read(key))
+
+
+def test_the_seed_decides_every_random_tensor(tiny, tmp_path):
+    make_checkpoint("tiny-2.3", "official", tmp_path / "same")
+    make_checkpoint("tiny-2.3", "official", tmp_path / "other", seed=1)
+    for path in sorted(tiny("tiny-2.3", "official").rglob("*.*")):
+        relative = path.relative_to(tiny("tiny-2.3", "official"))
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "same" / relative).read_bytes(), relative
+    a, b = (open_checkpoint(tmp_path / which).source("transformer") for which in ("same", "other"))
+    assert not [key for key in a.names() if np.array_equal(a.read(key), b.read(key))]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_tensor_is_zero_or_extreme(tiny, name):
+    checkpoint = open_checkpoint(tiny(name, "official"))
+    for component in COMPONENTS:
+        source = checkpoint.source(component)
+        for key in source.names():
+            array = source.read(key).astype(np.float32)
+            assert np.isfinite(array).all() and 0 < np.abs(array).max() < 8, key
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_diffusers_loads_every_folder_strictly(tiny, name):
+    """The oracle for configs and names: no missing, unexpected or misshapen key in any network."""
+    import torch
+    from diffusers import AutoencoderKLLTX2Audio, AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
+    from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+    from transformers import Gemma3ForConditionalGeneration
+
+    folder = tiny(name, "diffusers")
+    models = {
+        "transformer": LTX2VideoTransformer3DModel,
+        "connectors": LTX2TextConnectors,
+        "vae": AutoencoderKLLTX2Video,
+        "audio_vae": AutoencoderKLLTX2Audio,
+        "vocoder": LTX2VocoderWithBWE if name.endswith("3") else LTX2Vocoder,
+        "latent_upsampler": LTX2LatentUpsamplerModel,
+        "text_encoder": Gemma3ForConditionalGeneration,
+    }
+    for part, model in models.items():
+        loaded, info = model.from_pretrained(folder / part, output_loading_info=True, dtype=torch.float32)
+        assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (part, info)
+        if part != "text_encoder":
+            ours = json.loads((folder / part / "config.json").read_text())
+            defaults = {key for key in loaded.config if key not in ours and not key.startswith("_")}
+            assert not defaults & {"rope_type", "decoder_causal", "final_act_fn", "upsample_factor"}
+
+
+def test_the_diffusers_pipeline_opens_the_folder(tiny):
+    import torch
+    from diffusers import LTX2Pipeline
+
+    folder = tiny("tiny-2.3", "diffusers")
+    pipe = LTX2Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    prompts = ["a robot dancing in the rain", "Émile!"]
+    theirs = pipe.tokenizer(prompts, padding="max_length", max_length=64, truncation=True, return_tensors="np")
+    ids, mask = tokenize(folder / "tokenizer" / "tokenizer.json", prompts, 64)
+    np.testing.assert_array_equal(ids, theirs.input_ids)
+    np.testing.assert_array_equal(mask, theirs.attention_mask)
+
+
+def test_tokenizer_fits_the_vocabulary_and_is_the_same_every_time():
+    config = preset("tiny-2.3").config.gemma
+    text = tokenizer_json(config)
+    assert max(json.loads(text)["model"]["vocab"].values()) < config.vocab_size
+    assert tokenizer_json(config) == text
+
+
+def test_filters_have_the_documented_values():
+    taps = [0.00202896, 0.00938947, -0.02554346, -0.05765738, 0.12857258, 0.44320980]
+    np.testing.assert_allclose(filters.antialias_taps(), taps + taps[::-1], atol=1e-7)  # eight printed digits
+    mel = filters.mel_basis(64, 512, 16000)
+    assert mel.shape == (64, 257) and (mel.max(axis=1) > 0).all()
+    width = 8000 / 256  # every triangle has area 1; narrow ones are sampled coarsely, hence the wide bound
+    np.testing.assert_allclose(mel[32:].sum(axis=1) * width, 1, rtol=0.05)
+    spectrum = filters.stft_basis(512)[:, 0] @ np.sin(2 * np.pi * 40 * np.arange(512) / 512)
+    assert np.hypot(spectrum[:257], spectrum[257:]).argmax() == 40
+
+
+def test_bad_requests_are_refused(tiny, tmp_path):
+    for arguments, says in [
+        (("tiny-2.5", "official", tmp_path), "unknown preset"),
+        (("tiny-2.3", "comfy", tmp_path), "unknown layout"),
+        (("tiny-2.3", "official", tmp_path, -1), "negative"),
+        (("tiny-2.3", "official", tiny("tiny-2.3", "official")), "exists"),
+    ]:
+        with pytest.raises(InputError, match=says):
+            make_checkpoint(*arguments)
