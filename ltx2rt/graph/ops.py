@@ -443,6 +443,7 @@ def attention(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: flo
     )
     view = None
     if bias is not None:
+        _expect(q.axes[1] != k.axes[1], f"attention with bias: {q.axes[1]} names queries and keys; rename the keys")
         b, t, s = _view(bias, (q.axes[0], q.axes[1], k.axes[1]), "attention bias")
         _expect((b in (1, q.shape[0])) and t in (1, q.shape[1]) and s in (1, k.shape[1]), f"attention: bias {bias}")
         view = (b, 1, t, s)

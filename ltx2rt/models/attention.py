@@ -27,7 +27,7 @@ def attention(
 ) -> Value:
     """x (B, tokens, D) attends to context (B, tokens or text, D'); returns x's type.
 
-    bias: additive (B, tokens, context). keep (B): where 0 the attention's result is replaced by the values
+    bias: additive (B, tokens, keys). keep (B): where 0 the attention's result is replaced by the values
     (self-attention only).
     """
     inner = {"heads": heads, "head_dim": head_dim}
@@ -37,7 +37,10 @@ def attention(
     if rope is not None:
         q = o.rope(q, *rope)
         k = o.rope(k, *(context_rope or rope))
-    y = o.attention(q, k, v, bias, scale=head_dim**-0.5)
+    seen = v
+    if bias is not None:  # its last axis names the keys, which in self-attention are not the queries
+        k, seen = (o.rename(a, names={a.type.axes[1]: bias.type.axes[-1]}) for a in (k, v))
+    y = o.attention(q, k, seen, bias, scale=head_dim**-0.5)
     if keep is not None:
         y = o.select(keep, y, v)
     if gated:

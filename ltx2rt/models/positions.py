@@ -39,7 +39,7 @@ def coordinate_table(name: str, bounds: np.ndarray, max_pos: float, grid: np.nda
     return {f"{name}_cos": cos, f"{name}_sin": sin, f"{name}_index": index.reshape(middle.shape).astype(np.int32)}
 
 
-def gather_tables(o: Ops, axes: list[dict[str, Value]], heads: int) -> tuple[Value, Value]:
+def gather_tables(o: Ops, axes: list[dict[str, Value]], heads: int, head_dim: int) -> tuple[Value, Value]:
     """cos and sin (..., tokens, heads, pairs) from each axis' {"cos", "sin", "index"}.
 
     Angles lie frequency-major, axis-minor; identity pairs fill the front; heads then own different bands.
@@ -51,11 +51,11 @@ def gather_tables(o: Ops, axes: list[dict[str, Value]], heads: int) -> tuple[Val
         if len(gathered) > 1:
             x = o.stack(*gathered, axis="axis", dim=len(x.type.axes))
             x = o.merge(x, axes=("frequencies", "axis"), into="frequencies")
-        missing = -x.type.size("frequencies") % heads
+        pairs = head_dim // 2
+        missing = heads * pairs - x.type.size("frequencies")
         if missing:
             front = o.slice(x, axis="frequencies", stop=missing)
             front = o.affine(front, scale=0.0, offset=1.0 if kind == "cos" else 0.0)
             x = o.concat(front, x, axis="frequencies")
-        pairs = x.type.size("frequencies") // heads
         tables.append(o.split(x, axis="frequencies", into={"heads": heads, "pairs": pairs}))
     return tables[0], tables[1]

@@ -123,10 +123,10 @@ def declare_tables(o: Ops, config: TransformerConfig, s: Structure) -> dict[str,
 
 def rope_tables(o: Ops, config: TransformerConfig, tables: dict[str, dict[str, Value]]) -> dict[str, Value]:
     """cos and sin of the four attentions that rotate, as named values."""
-    video = gather_tables(o, [tables[name] for name in TABLES[:3]], config.num_heads)
+    video = gather_tables(o, [tables[name] for name in TABLES[:3]], config.num_heads, config.head_dim)
     found = {"video": video}
     for name, table in (("video_cross", "video_cross"), ("audio", "audio_time"), ("audio_cross", "audio_cross")):
-        found[name] = gather_tables(o, [tables[table]], config.audio_num_heads)
+        found[name] = gather_tables(o, [tables[table]], config.audio_num_heads, config.audio_head_dim)
     return {f"{name}_{kind}": x for name, pair in found.items() for kind, x in zip(("cos", "sin"), pair, strict=True)}
 
 
