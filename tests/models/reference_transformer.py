@@ -1,0 +1,185 @@
+"""The transformer's oracle: diffusers' module of a tiny configuration, with every parameter drawn."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from functools import cache
+
+import numpy as np
+import torch
+from diffusers import LTX2VideoTransformer3DModel
+from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
+
+from ltx2rt.backend import get_backend
+from ltx2rt.config import TransformerConfig
+from ltx2rt.models import transformer
+from ltx2rt.testing import ArraySource, run_graph
+from ltx2rt.weights.configs import diffusers_transformer_json
+from ltx2rt.weights.names import to_official
+
+KINDS = ("numpy", "cuda", "tpu")
+GENERATIONS = ("2.0", "2.3")
+NAMES = ("video", "audio")
+
+
+def config_of(generation: str, **changes) -> TransformerConfig:
+    """3 blocks of 3 heads, video 24 wide, audio 12; 16 video and 32 audio channels."""
+    new = generation == "2.3"
+    sizes = dict(
+        num_layers=3, video_channels=16, audio_channels=32, num_heads=3, head_dim=8, audio_num_heads=3,
+        audio_head_dim=4, caption_channels=20, caption_projection=not new, gated_attention=new, text_modulation=new,
+        prompt_adaln=new, ff_bias=True, audio_ff_bias=True, rope_theta=10000.0, rope_max_pos=(20, 2048, 2048),
+        audio_rope_max_pos=20, rope_float64_grid=True, timestep_scale=1000.0, av_gate_scale=1000.0, norm_eps=1e-6,
+    )  # fmt: skip
+    return TransformerConfig(**(sizes | changes))
+
+
+def module_of(config: TransformerConfig) -> LTX2VideoTransformer3DModel:
+    """diffusers' module; its STG works for both generations."""
+    sizes = diffusers_transformer_json(config) | {"perturbed_attn": True}
+    return LTX2VideoTransformer3DModel(**{k: v for k, v in sizes.items() if not k.startswith("_")}).eval()
+
+
+@cache
+def build(config: TransformerConfig, seed: int = 0) -> LTX2VideoTransformer3DModel:
+    """Weights representable in bfloat16: matrices N(0, 1/fan_in), vectors near 1 ("norm") or N(0, 0.2^2)."""
+    module = module_of(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in sorted(module.named_parameters()):
+        r = torch.randn(p.shape, generator=generator)
+        if "table" in name:
+            r = 0.3 * r
+        elif p.ndim == 1:
+            r = 1 + 0.2 * r if "norm" in name else 0.2 * r
+        else:
+            r = r * p.shape[1] ** -0.5
+        p.data = r.bfloat16().float()
+    return module
+
+
+def params_of(module: LTX2VideoTransformer3DModel) -> dict[str, np.ndarray]:
+    return {to_official("transformer", name): t.float().numpy() for name, t in module.state_dict().items()}
+
+
+def draw(
+    config: TransformerConfig,
+    batch: int = 2,
+    grid: tuple[int, int, int] = (3, 2, 3),
+    audio_tokens: int = 11,
+    text_tokens: int = 7,
+    levels: tuple[int, int] = (3, 2),
+    seed: int = 1,
+) -> dict[str, np.ndarray]:
+    """One forward's semantic inputs, representable in bfloat16. Every sample has `levels` distinct timesteps."""
+    rng = np.random.default_rng(seed)
+    tokens = {"video": int(np.prod(grid)), "audio": audio_tokens}
+    channels = {"video": config.video_channels, "audio": config.audio_channels}
+    widths = {"video": config.width, "audio": config.audio_width}
+    feeds = {}
+    for name, count in zip(NAMES, levels, strict=True):
+        context = (batch, text_tokens, config.caption_channels if config.caption_projection else widths[name])
+        for kind, shape in (("latent", (batch, tokens[name], channels[name])), ("context", context)):
+            r = rng.standard_normal(shape, np.float32)
+            feeds[f"{name}_{kind}"] = torch.from_numpy(r).bfloat16().float().numpy()
+        values = rng.permuted(np.tile(np.linspace(0.05, 0.95, 4 * count, dtype=np.float32), (batch, 1)), axis=1)
+        which = rng.permuted(np.tile(np.arange(tokens[name]) % count, (batch, 1)), axis=1)
+        feeds[f"{name}_timesteps"] = np.take_along_axis(values[:, :count], which, axis=1)
+        feeds[f"{name}_sigma"] = values[:, -1]
+    video = LTX2AudioVideoRotaryPosEmbed(config.width, modality="video")
+    audio = LTX2AudioVideoRotaryPosEmbed(config.audio_width, modality="audio", scale_factors=(4,))
+    feeds["video_positions"] = video.prepare_video_coords(batch, *grid, "cpu", fps=24.0).numpy()
+    feeds["audio_positions"] = audio.prepare_audio_coords(batch, audio_tokens, "cpu").numpy()
+    return feeds
+
+
+@contextmanager
+def gates_follow_the_other_sigma(module: LTX2VideoTransformer3DModel, sigmas: dict[str, torch.Tensor]):
+    """Rule C, which diffusers lacks: rule A with the two gate modules given the other stream's sigma."""
+    factor = module.config.cross_attn_timestep_scale_multiplier
+    gates = {"audio": module.av_cross_attn_video_a2v_gate, "video": module.av_cross_attn_audio_v2a_gate}
+    handles = [
+        gate.register_forward_pre_hook(lambda _, args, s=sigmas[name]: (s * factor, *args[1:]))
+        for name, gate in gates.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def audio_is_never_perturbed(module: LTX2VideoTransformer3DModel):
+    """diffusers perturbs both streams at the listed blocks; here the video's only."""
+
+    def hook(_, args, kwargs):
+        return args, kwargs | {"perturbation_mask": None, "all_perturbed": False}
+
+    handles = [
+        block.audio_attn1.register_forward_pre_hook(hook, with_kwargs=True) for block in module.transformer_blocks
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.inference_mode()
+def reference(module, feeds: dict[str, np.ndarray], rule: str = "B", **kwargs) -> dict[str, np.ndarray]:
+    """diffusers' velocities, computed in the module's dtype. kwargs go to its forward."""
+    dtype = module.dtype
+    x = {name: torch.tensor(value) for name, value in feeds.items()}
+    scale = module.config.timestep_scale_multiplier
+    sigmas = {name: x[f"{name}_sigma"] for name in NAMES}
+    with gates_follow_the_other_sigma(module, sigmas) if rule == "C" else nullcontext():
+        velocities = module(
+            *(x[name].to(dtype) for name in ("video_latent", "audio_latent", "video_context", "audio_context")),
+            *(x[f"{name}_timesteps"] * scale for name in NAMES),
+            *(sigmas[name] * scale for name in NAMES),
+            video_coords=x["video_positions"], audio_coords=x["audio_positions"], use_cross_timestep=rule == "B",
+            return_dict=False, **kwargs,
+        )  # fmt: skip
+    return {f"{name}_velocity": v.double().numpy() for name, v in zip(NAMES, velocities, strict=True)}
+
+
+@cache
+def program(kind: str, config: TransformerConfig, structure: transformer.Structure, dtype: str):
+    """run(params, inputs) of one lowered graph: tests of one structure share its compilation."""
+    graph = transformer.trace(config, structure, dtype)
+    if kind == "numpy":
+        return lambda params, inputs: run_graph(kind, graph, params, inputs)
+    backend = get_backend(kind, "cpu")
+    lowered = backend.lower(graph)
+
+    def run(params, inputs):
+        outputs = lowered(backend.load([graph], ArraySource(params)), inputs)
+        return {name: backend.to_host(value) for name, value in outputs.items()}
+
+    return run
+
+
+def ours(
+    kind: str,
+    config: TransformerConfig,
+    feeds: dict[str, np.ndarray],
+    rule: str = "B",
+    dtype: str = "float32",
+    keeps: dict[str, np.ndarray] | None = None,
+    mask: np.ndarray | None = None,
+    params: dict[str, np.ndarray] | None = None,
+) -> dict[str, np.ndarray]:
+    """Our velocities. keeps: all four masks (layers, B). mask: video self-attention (B, T, T)."""
+    inputs = {k: v for k, v in feeds.items() if k.endswith(("_latent", "_context", "_sigma"))} | (keeps or {})
+    inputs |= transformer.position_feeds(config, feeds["video_positions"], feeds["audio_positions"])
+    for name in NAMES:
+        inputs |= transformer.level_feeds(name, feeds[f"{name}_timesteps"])
+    if mask is not None:
+        inputs["video_attention_mask"] = mask
+    batch, video_tokens, _ = feeds["video_latent"].shape
+    structure = transformer.Structure(
+        batch, video_tokens, feeds["audio_latent"].shape[1], feeds["video_context"].shape[1],
+        transformer.coordinate_counts(inputs), inputs["video_levels"].shape[1], inputs["audio_levels"].shape[1],
+        batched_positions=True, perturbed=keeps is not None, masked=mask is not None, rule=rule,
+    )  # fmt: skip
+    return program(kind, config, structure, dtype)(params or params_of(build(config)), inputs)

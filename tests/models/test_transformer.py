@@ -1,0 +1,193 @@
+"""The audio-video transformer of both generations equals diffusers', on the interpreter and both backends."""
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
+from reference_transformer import GENERATIONS, KINDS, NAMES, build, config_of, draw, module_of, ours, params_of
+from reference_transformer import reference as diffusers
+
+from ltx2rt.graph import trace
+from ltx2rt.models import transformer
+from ltx2rt.models.modulation import adaln
+from ltx2rt.testing import relative_l2, run_graph
+from ltx2rt.weights.names import to_official
+
+CLOSE = 1e-5  # contract: 1e-4; float32 rounding over 3 blocks reaches 1e-6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def assert_close(actual: dict, expected: dict, bound: float = CLOSE) -> None:
+    for name in NAMES:
+        distance = relative_l2(actual[f"{name}_velocity"], expected[f"{name}_velocity"])
+        assert distance <= bound, f"{name}: {distance}"
+
+
+def all_kept(config, batch: int) -> dict[str, np.ndarray]:
+    names = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
+    return {name: np.ones((config.num_layers, batch), np.float32) for name in names}
+
+
+# A rule is a matter of the graph, not of its lowering: JAX, which takes seconds to compile, is spared one.
+@pytest.mark.parametrize("rule,kind", [(r, k) for r in "ABC" for k in KINDS if (r, k) != ("A", "tpu")])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_mixed_batch_equals_diffusers_run_branch_by_branch(generation, rule, kind):
+    """Per-token timesteps, sigma_v != sigma_a; sample 0 plain, 1 perturbed in blocks 0 and 2, 2 isolated."""
+    config = config_of(generation)
+    module, feeds, keeps = build(config), draw(config, batch=3), all_kept(config, 3)
+    perturbed = torch.tensor([1.0, 0.0, 1.0])
+    expected = [
+        diffusers(module, feeds, rule),
+        diffusers(module, feeds, rule, spatio_temporal_guidance_blocks=[0, 2], perturbation_mask=perturbed),
+        diffusers(module, feeds, rule, isolate_modalities=True),
+    ]
+    for name in ("video_self_keep", "audio_self_keep"):
+        keeps[name][[0, 2], 1] = 0
+    for name in ("a2v_keep", "v2a_keep"):
+        keeps[name][:, 2] = 0
+    actual = ours(kind, config, feeds, rule, keeps=keeps)
+    for row, branch in enumerate(expected):
+        assert_close({n: v[row] for n, v in actual.items()}, {n: v[row] for n, v in branch.items()})
+    for row in (1, 2):  # the branches differ by far more than the tolerance
+        assert relative_l2(expected[row]["video_velocity"][row], expected[0]["video_velocity"][row]) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_rules_differ_per_token_and_agree_on_uniform_timesteps(generation):
+    config = config_of(generation)
+    feeds = draw(config)
+    a, b, c = (ours("cuda", config, feeds, rule)["video_velocity"] for rule in "ABC")
+    assert min(relative_l2(a, b), relative_l2(b, c), relative_l2(a, c)) > 100 * CLOSE
+    for name in NAMES:
+        feeds[f"{name}_sigma"] = feeds["video_sigma"]
+        feeds[f"{name}_timesteps"] = np.broadcast_to(feeds["video_sigma"][:, None], feeds[f"{name}_timesteps"].shape)
+    expected = diffusers(build(config), feeds, "B")
+    for rule in "ABC":
+        assert_close(ours("cuda", config, feeds, rule), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clip_of_twenty_seconds_reaches_beyond_the_position_range(kind):
+    """61 latent frames at 24 fps: the last midpoint lies past the 20 s the positions are divided by."""
+    config = config_of("2.3", num_layers=1)
+    feeds = draw(config, batch=1, grid=(61, 1, 2), audio_tokens=501, text_tokens=13)
+    assert feeds["video_positions"][0, 0, -1].mean() > 19.8 and feeds["audio_positions"].max() > 20
+    assert_close(ours(kind, config, feeds), diffusers(build(config), feeds))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_self_attention_mask_equals_diffusers(kind):
+    """Zeros and ones as they are; a fraction m weighs exp(score) by m.
+
+    diffusers adds -10000 (1 - m), so it is given 1 + ln(m) / 10000, in float64, which carries that difference.
+    """
+    config = config_of("2.3")
+    feeds, rng = draw(config), np.random.default_rng(2)
+    tokens = feeds["video_latent"].shape[1]
+    mask = rng.choice(np.array([0, 0.03, 0.6, 1], np.float32), (2, tokens, tokens))
+    mask[:, np.arange(tokens), np.arange(tokens)] = 1
+    mask[0] = mask[0] > 0.5
+    with np.errstate(divide="ignore"):
+        theirs = np.where(mask > 0, 1 + np.log(mask.astype(np.float64)) / 10000, 0)
+    module = deepcopy(build(config)).double()
+    expected = diffusers(module, feeds, video_self_attention_mask=torch.from_numpy(theirs))
+    assert_close(ours(kind, config, feeds, mask=mask), expected)
+    assert relative_l2(diffusers(build(config), feeds)["video_velocity"], expected["video_velocity"]) > 100 * CLOSE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ff_bias": False, "prompt_adaln": False},
+        {"num_heads": 5, "audio_num_heads": 5, "av_gate_scale": 1.0},
+        {"num_heads": 2, "audio_num_heads": 2, "rope_max_pos": (16, 1024, 512), "audio_rope_max_pos": 30},
+        {"num_layers": 1, "rope_float64_grid": False},
+    ],
+)
+@pytest.mark.parametrize("kind", ["numpy", "cuda"])
+def test_every_configured_variant_equals_diffusers(kind, changes):
+    config = config_of("2.3", **changes)
+    feeds = draw(config)
+    assert_close(ours(kind, config, feeds), diffusers(build(config), feeds))
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_graph_declares_exactly_the_checkpoint_of_diffusers(generation):
+    config = config_of(generation)
+    graph = transformer.trace(config, transformer.Structure(1, 6, 3, 5, (1, 2, 3, 1, 3, 3)), "float32")
+    expected = {name: array.shape for name, array in params_of(build(config)).items()}
+    assert {name: spec.shape for name, spec in graph.parameters().items()} == expected
+
+
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
+    config = config_of(generation, head_dim=16, audio_head_dim=8)
+    module, feeds = build(config), draw(config)
+    exact = diffusers(module, feeds)
+    theirs = diffusers(deepcopy(module).bfloat16(), feeds)
+    actual = ours(kind, config, feeds, dtype="bfloat16")
+    for name in (f"{n}_velocity" for n in NAMES):
+        assert relative_l2(actual[name], exact[name]) <= 2 * relative_l2(theirs[name], exact[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_levels", [1, 2])
+def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
+    """Three rows of two samples with different timesteps, against diffusers' module run on every token."""
+    rng, tokens, width, rows = np.random.default_rng(3), 7, 12, 3
+    module = LTX2AdaLayerNormSingle(width, num_mod_params=rows, use_additional_conditions=False).eval()
+    params = {f"a.{name}": t.detach().numpy() for name, t in module.named_parameters()}
+    table = params["table"] = rng.standard_normal((rows, width), np.float32)
+    picked = np.arange(tokens) % num_levels
+    timesteps = rng.random((2, num_levels), np.float32)[:, picked]
+    feeds = transformer.level_feeds("video", timesteps)
+    assert feeds["video_levels"].shape == (2, num_levels)
+
+    def model(o):
+        levels = transformer.declare_levels(o, "video", num_levels, B=2, tokens=tokens)
+        scaled = type(levels)(o.affine(levels.values, scale=1000.0), levels.index)
+        modulation, _ = adaln(o.under("a"), scaled, width, rows)
+        return {f"row{i}": v for i, v in enumerate(modulation.with_table(o, o.param("table", rows=rows, D=width)))}
+
+    actual = run_graph(kind, trace("adaln", model, "float32"), params, feeds)
+    with torch.inference_mode():
+        expected = module(torch.from_numpy(timesteps * np.float32(1000)).flatten(), hidden_dtype=torch.float32)[0]
+    expected = expected.numpy().reshape(2, tokens, rows, width) + table
+    for i in range(rows):
+        row = (
+            actual[f"row{i}"]
+            if num_levels > 1
+            else np.broadcast_to(actual[f"row{i}"][:, None], expected[:, :, i].shape)
+        )
+        assert relative_l2(row, expected[:, :, i]) <= 1e-6  # one rounding of each sum
+
+
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_block_at_full_width_equals_diffusers(kind):
+    """32 heads of 128 and 64, one block of 2.3. All parameters are slices of one random buffer: 0.6 GB, not 3."""
+    config = config_of(
+        "2.3", num_layers=1, video_channels=128, audio_channels=128, num_heads=32, head_dim=128, audio_num_heads=32,
+        audio_head_dim=64, caption_channels=3840,
+    )  # fmt: skip
+    with torch.device("meta"):
+        module = module_of(config)
+    shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
+    rng = np.random.default_rng(4)
+    buffer = rng.random(max(map(np.prod, shapes.values())) + 97 * len(shapes), np.float32)
+    buffer -= np.float32(0.5)
+    buffer *= np.float32(12**0.5 / 64)  # standard deviation 1 / sqrt(4096)
+    state = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        part = buffer[97 * i :][: np.prod(shape)].reshape(shape)
+        state[name] = 1 + part if "norm" in name else part
+    module.load_state_dict({name: torch.from_numpy(p) for name, p in state.items()}, assign=True)
+    feeds = draw(config, batch=1, grid=(2, 1, 3), audio_tokens=3, text_tokens=4)
+    params = {to_official("transformer", name): p for name, p in state.items()}
+    assert_close(ours(kind, config, feeds, params=params), diffusers(module, feeds))
