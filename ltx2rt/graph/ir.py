@@ -6,6 +6,7 @@ which graphs are legal in `verify`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class Graph:
     params: dict[str, Value] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     outputs: dict[str, Value] = field(default_factory=dict)
+    serial: Iterator[int] = field(default_factory=itertools.count, repr=False)  # numbers the values
 
     def walk(self, times: int = 1) -> Iterator[tuple[Node, int]]:
         """Every node with the number of its executions, bodies of repeats included."""

@@ -34,6 +34,7 @@ def _text(graph: Graph) -> str:
 
 
 def _body(graph: Graph, lines: list[str], indent: str) -> None:
+    prefix = _common_prefix(graph)
     for node in graph.nodes:
         results = ", ".join(v.name for v in node.outputs)
         if node.op == "repeat":
@@ -50,7 +51,6 @@ def _body(graph: Graph, lines: list[str], indent: str) -> None:
             for name, v in plan.body.outputs.items():
                 lines.append(f"{indent}  yield {name} = {v.name}: {v.type}")
             continue
-        prefix = _common_prefix(graph)
         operands = ", ".join(v.name.removeprefix(prefix) for v in node.inputs)
         attrs = _attrs(node)
         lines.append(

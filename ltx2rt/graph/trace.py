@@ -58,7 +58,7 @@ class Ops:
         except GraphError as error:
             where = ", ".join(v.name for v in inputs)
             raise GraphError(f"{self.prefix or self.graph.name}: {error} (operands: {where})") from None
-        result = Value(f"%{sum(len(n.outputs) for n in self.graph.nodes)}", type)
+        result = Value(f"%{next(self.graph.serial)}", type)
         self.graph.nodes.append(Node(name, inputs, (result,), attrs, plan))
         return result
 
@@ -161,11 +161,12 @@ class Ops:
                 raise GraphError(f"repeat: carry {name} enters as {value.type} and leaves as {new_carry[name].type}")
         inner.outputs = {name: new_carry[name] for name in carry} | outputs
         verify(inner)
-        base = sum(len(n.outputs) for n in self.graph.nodes)
-        results = {name: Value(f"%{base + i}", value.type) for i, (name, value) in enumerate(carry.items())}
-        for i, (name, value) in enumerate(outputs.items()):
+        results = {}
+        for name, value in (carry | outputs).items():
             t = value.type
-            results[name] = Value(f"%{base + len(carry) + i}", Type(("layers", *t.axes), (count, *t.shape), t.dtype))
+            if name in outputs:
+                t = Type(("layers", *t.axes), (count, *t.shape), t.dtype)
+            results[name] = Value(f"%{next(self.graph.serial)}", t)
         plan = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
         operands = (*carry.values(), *invariant.values(), *data.values())
         self.graph.nodes.append(Node("repeat", operands, tuple(results.values()), {"count": count}, plan))

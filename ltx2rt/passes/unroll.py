@@ -21,7 +21,7 @@ def unroll(graph: Graph) -> Graph:
 
 def _emit(out: Graph, op: str, inputs: tuple[Value, ...], attrs: dict) -> Value:
     type, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
-    value = Value(f"%{len(out.nodes)}", type)
+    value = Value(f"%{next(out.serial)}", type)
     out.nodes.append(Node(op, inputs, (value,), attrs, plan))
     return value
 

@@ -146,6 +146,20 @@ class ProbeRequest:
     prompts: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class GraphRequest:
+    """One graph to print, of a checkpoint (`model`) or of a preset's sizes; exactly one of the two is given."""
+
+    component: str
+    model: Path | None = None
+    preset: str | None = None
+    width: int = 768
+    height: int = 512
+    num_frames: int = 121
+    branches: int = 4  # guidance branches of a guided step
+    format: str = "text"
+
+
 def parse_fps(text: str) -> Fraction:
     """23.976, 29.97 and 59.94 mean x*1000/1001 of the next integer; anything else is the decimal or fraction given."""
     ntsc = {"23.976": 24, "29.97": 30, "59.94": 60}
