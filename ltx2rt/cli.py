@@ -1,0 +1,296 @@
+"""The command line: flags in, exit status out.
+
+Decides spelling, help and how failures are reported: 2 for bad input, 1 for any other failure, 130 when interrupted,
+one line on stderr each time. Handlers import what they need, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ltx2rt import __version__
+from ltx2rt.errors import InputError
+from ltx2rt.pipeline import request as asked
+
+Handler = Callable[[argparse.Namespace], None]
+PRESETS = ("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3")
+BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with its errors in one line and no guessing of abbreviated flags."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"ltx2rt: error: {message}; see `{self.prog} --help`\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    if argv is None:  # a process of its own: let `kill` unwind, so that no partial file stays behind
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    args = parser().parse_args(argv)
+    try:
+        args.handler(args)
+        sys.stdout.flush()
+        return 0
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except InputError as error:
+        return _fail(str(error), BAD_INPUT)
+    except Exception as error:
+        return _fail(f"{type(error).__name__}: {error}", FAILED)
+
+
+def _fail(message: str, status: int) -> int:
+    if os.environ.get("LTX2RT_TRACEBACK") == "1":
+        import traceback
+
+        traceback.print_exc()
+    print(f"ltx2rt: error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def parser() -> Parser:
+    top = Parser(prog="ltx2rt", description="Generate video with sound by LTX-2, with PyTorch or JAX.")
+    top.add_argument("--version", action="version", version=f"ltx2rt {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(to, name: str, handler: Handler, help: str) -> Parser:
+        added = to.add_parser(name, help=help, description=help)
+        added.set_defaults(handler=handler)
+        return added
+
+    _generate_flags(command(commands, "generate", generate, "turn a prompt into one MP4 with sound"))
+    _probe_flags(command(commands, "probe", probe, "run one network on given tensors"))
+
+    weights = commands.add_parser("weights", help="make, inspect or merge checkpoints")
+    weights_commands = weights.add_subparsers(metavar="COMMAND", required=True)
+    make = command(weights_commands, "make", weights_make, "write a random checkpoint in a real layout")
+    make.add_argument("directory", type=Path, metavar="DIR")
+    make.add_argument("--preset", choices=PRESETS, required=True)
+    make.add_argument("--layout", choices=("official", "diffusers"), required=True)
+    make.add_argument("--seed", type=int, default=0)
+    make.add_argument("--dry-run", action="store_true", help="print the manifest, write nothing")
+    inspect = command(weights_commands, "inspect", weights_inspect, "say what a file or folder is")
+    inspect.add_argument("path", type=Path)
+    inspect.add_argument("--json", action="store_true")
+    merge = command(weights_commands, "merge", weights_merge, "write tensors with LoRAs merged")
+    merge.add_argument("--model", type=Path, required=True)
+    merge.add_argument("--lora", nargs="+", action="extend", required=True, metavar="FILE[:STRENGTH]")
+    merge.add_argument("--tensor", nargs="+", action="extend", required=True, metavar="OFFICIAL_NAME")
+    merge.add_argument("--output", type=Path, required=True, metavar="FILE")
+    merge.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="default: float32")
+
+    compare_ = command(commands, "compare", compare, "measure how close two clips are")
+    compare_.add_argument("a", type=Path, metavar="A.mp4")
+    compare_.add_argument("b", type=Path, metavar="B.mp4")
+    compare_.add_argument("--json", action="store_true")
+
+    _graph_flags(command(commands, "graph", graph, "print the graph of a network"))
+    command(commands, "devices", devices, "list the backends and their devices")
+    return top
+
+
+def _model_flags(to: argparse.ArgumentParser) -> None:
+    """The flags of `ModelOptions`."""
+    to.add_argument("--backend", required=True, help="cuda (PyTorch) or tpu (JAX); both run on a CPU too")
+    to.add_argument("--model", type=Path, required=True, metavar="PATH", help="a checkpoint: a file or a folder")
+    to.add_argument("--text-encoder", type=Path, metavar="DIR", help="the Gemma 3 folder (default: found near --model)")
+    to.add_argument("--upsampler", type=Path, metavar="FILE", help="the x2 upsampler (default: found near --model)")
+    to.add_argument("--distilled-lora", metavar="FILE[:STRENGTH]", help="strength 1.0 (default: found near --model)")
+    lora = "FILE[:STRENGTH[:stage1|stage2]]"
+    to.add_argument("--lora", nargs="+", action="extend", default=[], metavar=lora, help="strength 1.0, both stages")
+    to.add_argument("--lora-allow-partial", action="store_true", help="accept a LoRA with keys this model lacks")
+    dtype_help = "default: bfloat16 on accelerators, float32 on a CPU; probe: float32"
+    to.add_argument("--dtype", choices=("bfloat16", "float32"), help=dtype_help)
+    to.add_argument("--device", choices=("auto", "cpu", "cuda", "tpu"), default="auto", help="default: auto")
+    to.add_argument("--cross-timestep-rule", choices=("A", "B", "C"), default="C", help="default: C, the official one")
+    to.add_argument("--stage-weights", choices=("resident", "reload"), default="resident", help="default: resident")
+    to.add_argument("--text-encoder-offload", action="store_true", help="keep the text encoder's weights on the host")
+    to.add_argument("--vae-tiling", choices=("auto", "off"), default="auto", help="default: auto")
+    to.add_argument("--layers", choices=("scan", "unrolled"), default="scan", help="default: scan")
+    to.add_argument("--compile", action="store_true", help="torch: compile the repeated block with Inductor")
+    to.add_argument("--max-memory", type=float, metavar="GB", help="pretend the device has this much memory")
+
+
+def _generate_flags(to: argparse.ArgumentParser) -> None:
+    _model_flags(to)
+    to.add_argument("--prompt", required=True, metavar="TEXT")
+    to.add_argument("--negative-prompt", metavar="TEXT", help="default: the model's")
+    to.add_argument("--output", type=Path, required=True, metavar="FILE.mp4")
+    to.add_argument("--pipeline", choices=asked.PIPELINES, default="two-stage", help="default: two-stage")
+    to.add_argument("--width", type=int, default=768, help="of the output, in pixels (default: 768)")
+    to.add_argument("--height", type=int, default=512, help="of the output, in pixels (default: 512)")
+    to.add_argument("--num-frames", type=int, default=121, help="8k+1, at most 20 s (default: 121)")
+    to.add_argument("--fps", default="24", help="23.976, 29.97 and 59.94 mean x*1000/1001 (default: 24)")
+    steps = "of the guided stage (default: 40 for 2.0, 30 for 2.3); distilled has its own 8"
+    to.add_argument("--steps", type=int, metavar="N", help=steps)
+    to.add_argument("--seed", type=int, metavar="N", help="default: drawn, and reported")
+    image_help = "condition a pixel frame on an image, strength 1.0"
+    to.add_argument("--image", nargs="+", action="extend", default=[], metavar="FILE:FRAME[:STRENGTH]", help=image_help)
+    to.add_argument("--image-crf", type=int, metavar="N", help="H.264 recompression of images, 0 = off (default: 33)")
+    for name, default in (("cfg", (3.0, 7.0)), ("stg", (1.0, 1.0)), ("modality", (3.0, 3.0)), ("rescale", (0.7, 0.7))):
+        for modality, value in zip(("video", "audio"), default, strict=True):
+            to.add_argument(f"--{modality}-{name}", type=float, default=value, help=f"guidance (default: {value:g})")
+    to.add_argument("--stg-blocks", metavar="LIST", help="default: 29 for 2.0, 28 for 2.3")
+    audio_from = "which stage's sound is kept (default: stage1; distilled: stage2)"
+    to.add_argument("--audio-from", choices=("stage1", "stage2"), help=audio_from)
+    to.add_argument("--warmup", action="store_true", help="run each stage's step once before timing")
+    to.add_argument("--noise-in", type=Path, metavar="FILE", help="safetensors with the noise to use")
+    to.add_argument("--latents-out", type=Path, metavar="FILE", help="safetensors with every latent of the run")
+    to.add_argument("--report", type=Path, metavar="FILE", help="JSON with times, memory and versions")
+    to.add_argument("--no-audio", dest="audio", action="store_false", help="write the video only")
+    to.add_argument("--no-metadata", dest="metadata", action="store_false", help="leave the settings out of the file")
+
+
+def _probe_flags(to: argparse.ArgumentParser) -> None:
+    _model_flags(to)
+    to.add_argument("--component", required=True, metavar="NAME", help=", ".join(asked.COMPONENTS))
+    to.add_argument("--inputs", type=Path, metavar="FILE", help="safetensors")
+    to.add_argument("--outputs", type=Path, required=True, metavar="FILE", help="safetensors, float32")
+    to.add_argument("--prompt", nargs="+", action="extend", default=[], metavar="TEXT", help="for the tokenizer")
+
+
+def _graph_flags(to: argparse.ArgumentParser) -> None:
+    to.add_argument("component", metavar="COMPONENT", help="a component of `probe`, such as transformer")
+    model = to.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", type=Path, metavar="PATH")
+    model.add_argument("--preset", choices=PRESETS)
+    to.add_argument("--width", type=int, default=768)
+    to.add_argument("--height", type=int, default=512)
+    to.add_argument("--num-frames", type=int, default=121)
+    to.add_argument("--branches", type=int, default=4, metavar="N", help="guidance branches (default: 4)")
+    to.add_argument("--format", choices=("text", "dot", "json"), default="text")
+
+
+def model_options(args: argparse.Namespace) -> asked.ModelOptions:
+    distilled = args.distilled_lora
+    return asked.ModelOptions(
+        backend=args.backend,
+        model=args.model,
+        text_encoder=args.text_encoder,
+        upsampler=args.upsampler,
+        distilled_lora=asked.parse_lora(distilled, "--distilled-lora") if distilled else None,
+        loras=tuple(map(asked.parse_lora, args.lora)),
+        lora_allow_partial=args.lora_allow_partial,
+        dtype=args.dtype,
+        device=args.device,
+        cross_timestep_rule=args.cross_timestep_rule,
+        stage_weights=args.stage_weights,
+        text_encoder_offload=args.text_encoder_offload,
+        vae_tiling=args.vae_tiling,
+        layers=args.layers,
+        compile=args.compile,
+        max_memory_gb=args.max_memory,
+    )
+
+
+def generate_request(args: argparse.Namespace) -> asked.Request:
+    return asked.Request(
+        options=model_options(args),
+        prompt=args.prompt,
+        output=args.output,
+        pipeline=args.pipeline,
+        negative_prompt=args.negative_prompt,
+        width=args.width,
+        height=args.height,
+        num_frames=args.num_frames,
+        fps=asked.parse_fps(args.fps),
+        steps=args.steps,
+        seed=args.seed,
+        images=tuple(map(asked.parse_image, args.image)),
+        image_crf=args.image_crf,
+        video_guidance=asked.GuidanceScales(args.video_cfg, args.video_stg, args.video_modality, args.video_rescale),
+        audio_guidance=asked.GuidanceScales(args.audio_cfg, args.audio_stg, args.audio_modality, args.audio_rescale),
+        stg_blocks=None if args.stg_blocks is None else asked.parse_blocks(args.stg_blocks),
+        audio_from=args.audio_from,
+        warmup=args.warmup,
+        noise_in=args.noise_in,
+        latents_out=args.latents_out,
+        report=args.report,
+        audio=args.audio,
+        metadata=args.metadata,
+    )
+
+
+def generate(args: argparse.Namespace) -> None:
+    request = generate_request(args)
+    asked.check(request)  # before torch or jax is imported, which takes seconds
+    from ltx2rt.pipeline import generate
+
+    generate.run(request)
+
+
+def probe(args: argparse.Namespace) -> None:
+    request = asked.ProbeRequest(model_options(args), args.component, args.outputs, args.inputs, tuple(args.prompt))
+    asked.check_options(request.options)
+    from ltx2rt import probe
+
+    probe.run(request)
+
+
+def weights_make(args: argparse.Namespace) -> None:
+    from ltx2rt.weights.make import make_checkpoint
+
+    print(make_checkpoint(args.preset, args.layout, args.directory, seed=args.seed, dry_run=args.dry_run))
+
+
+def weights_inspect(args: argparse.Namespace) -> None:
+    from ltx2rt.weights.inspect import format_inspection, inspect_path
+
+    found = inspect_path(args.path)
+    print(json.dumps(found, indent=1) if args.json else format_inspection(found))
+
+
+def weights_merge(args: argparse.Namespace) -> None:
+    specs = [asked.parse_lora(text) for text in args.lora]
+    from ltx2rt.weights.checkpoint import open_checkpoint
+    from ltx2rt.weights.lora import merge_to_file, open_lora
+
+    loras = [open_lora(spec.path, spec.strength) for spec in specs]
+    for merge in merge_to_file(open_checkpoint(args.model), loras, args.tensor, args.output, args.dtype):
+        print(merge.line())
+
+
+def compare(args: argparse.Namespace) -> None:
+    from ltx2rt.media.compare import compare, format_comparison
+
+    result = compare(args.a, args.b)
+    print(json.dumps(result, indent=1, allow_nan=False) if args.json else format_comparison(result))
+
+
+def graph(args: argparse.Namespace) -> None:
+    from ltx2rt.graph import show
+
+    names = ("component", "model", "preset", "width", "height", "num_frames", "branches", "format")
+    print(show.run(asked.GraphRequest(**{name: getattr(args, name) for name in names})), end="")
+
+
+def devices(args: argparse.Namespace) -> None:
+    from ltx2rt.backend import backend_names, get_backend
+
+    for name in backend_names():
+        try:
+            backend = get_backend(name)
+        except InputError as error:
+            print(f"{name}: not available ({error})")
+            continue
+        found, versions = backend.device(), ", ".join(f"{k} {v}" for k, v in backend.versions.items())
+        free, total = found.free_bytes / 2**30, found.total_bytes / 2**30
+        print(f"{name}: {found.name} ({found.kind}), {free:.1f} of {total:.1f} GiB free, {versions}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The command line's spelling, exit status and one-line errors."""
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from ltx2rt import cli
+from ltx2rt.errors import InputError
+from ltx2rt.pipeline.request import GuidanceScales, ImageSpec, LoraSpec, ModelOptions, Request
+
+MINIMAL = ["generate", "--backend", "cuda", "--model", "m", "--prompt", "a cat", "--output", "o.mp4"]
+
+
+def run(*argv):
+    return subprocess.run([sys.executable, "-m", "ltx2rt.cli", *argv], capture_output=True, text=True)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom ltx2rt import cli\ncli.parser().format_help()\n"
+        "heavy = {'numpy', 'torch', 'jax', 'av', 'PIL', 'tokenizers', 'transformers', 'tqdm', 'safetensors'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_request_without_flags_has_only_defaults():
+    args = cli.parser().parse_args(MINIMAL)
+    assert cli.generate_request(args) == Request(ModelOptions("cuda", Path("m")), "a cat", Path("o.mp4"))
+
+
+def test_every_flag_arrives():
+    text = (
+        "--negative-prompt n --pipeline one-stage --text-encoder g --upsampler u --distilled-lora d:0.5"
+        " --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial --width 64 --height 96 --num-frames 9 --fps 23.976"
+        " --steps 2 --seed 5 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2 --video-stg 3"
+        " --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7 --audio-rescale 8 --stg-blocks 1,2"
+        " --audio-from stage2 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
+        " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
+        " --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
+    )
+    options = ModelOptions(
+        "cuda", Path("m"), Path("g"), Path("u"), LoraSpec(Path("d"), 0.5),
+        (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
+        True, "float32", "cpu", "B", "reload", True, "off", "unrolled", True, 3.5,
+    )  # fmt: skip
+    expected = Request(
+        options, "a cat", Path("o.mp4"), "one-stage", "n", 64, 96, 9, Fraction(24000, 1001), 2, 5,
+        (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5)), 0,
+        GuidanceScales(1, 3, 5, 7), GuidanceScales(2, 4, 6, 8), (1, 2), "stage2", True,
+        Path("ni"), Path("lo"), Path("r"), False, False,
+    )  # fmt: skip
+    assert cli.generate_request(cli.parser().parse_args(MINIMAL + text.split())) == expected
+
+
+@pytest.mark.parametrize("flag", ["--mesh", "--num-gpus", "--tp-size", "--profile", "--promp"])
+def test_flags_of_later_issues_and_abbreviations_are_unknown(flag, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.parser().parse_args([*MINIMAL, flag, "1"])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and error.count("\n") == 1 and flag in error
+
+
+@pytest.mark.parametrize(
+    "raised,status,shown",
+    [
+        (InputError("bad\n  input"), 2, "ltx2rt: error: bad input\n"),
+        (RuntimeError("no luck"), 1, "ltx2rt: error: RuntimeError: no luck\n"),
+        (KeyboardInterrupt(), 130, "ltx2rt: error: interrupted\n"),
+    ],
+)
+def test_every_failure_is_one_line_and_a_status(monkeypatch, capsys, raised, status, shown):
+    def handler(args):
+        raise raised
+
+    monkeypatch.setattr(cli, "devices", handler)
+    monkeypatch.delenv("LTX2RT_TRACEBACK", raising=False)
+    assert cli.main(["devices"]) == status
+    assert capsys.readouterr().err == shown
+    monkeypatch.setenv("LTX2RT_TRACEBACK", "1")
+    assert cli.main(["devices"]) == status
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"--steps": "0"}, "--steps: 0, expected at least 1"),
+        ({"--seed": "-1"}, "--seed: -1"),
+        ({"--steps": "many"}, "invalid int value: 'many'"),
+        ({"--image": "cat.png"}, "expected FILE:FRAME"),
+        ({"--fps": "fast"}, "--fps: 'fast'"),
+        ({"--model": "/nowhere"}, "--model: /nowhere does not exist"),
+        ({"--output": "/nowhere/o.mp4"}, "the folder /nowhere does not exist"),
+    ],
+)
+def test_bad_input_exits_with_2_before_any_backend_is_imported(tmp_path, change, message):
+    flags = {"--backend": "cuda", "--model": str(tmp_path), "--prompt": "x", "--output": str(tmp_path / "o.mp4")}
+    done = run("generate", *(word for pair in (flags | change).items() for word in pair))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("ltx2rt: error: ") and message in done.stderr and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compare_prints_json_on_stdout(tmp_path):
+    import numpy as np
+
+    from ltx2rt.media.mp4 import write_mp4
+
+    frames = np.zeros((9, 32, 32, 3), np.uint8)
+    write_mp4(tmp_path / "a.mp4", [frames], num_frames=9, fps=Fraction(24))
+    done = run("compare", str(tmp_path / "a.mp4"), str(tmp_path / "a.mp4"), "--json")
+    assert done.returncode == 0 and done.stderr == ""
+    assert json.loads(done.stdout)["psnr_db"] == 200
+
+
+def test_no_command_is_bad_input():
+    assert run().returncode == 2
+    assert run("weights").returncode == 2
