@@ -51,10 +51,12 @@ class Stopwatch:
     @contextmanager
     def apart(self, account: str) -> Iterator[None]:
         """Charge the body to `account` ("load", "warmup") and to no stage."""
+        self.synchronize()
         start = self.clock()
         try:
             yield
         finally:
+            self.synchronize()
             self.apart_s[account] = self.apart_s.get(account, 0.0) + self.clock() - start
 
     @contextmanager
@@ -63,6 +65,7 @@ class Stopwatch:
         from tqdm import tqdm
 
         stage = StageTime(name)
+        self.synchronize()
         begin = last = self._charged()
         with tqdm(total=steps, desc=name, file=self.stream, disable=steps == 0, leave=False) as bar:
 
