@@ -21,10 +21,10 @@ import numpy as np
 from ltx2rt import __version__
 from ltx2rt.config import GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.models import audio_vae, connectors, gemma, transformer, upsampler, video_vae, vocoder
 from ltx2rt.weights import configs, filters
-from ltx2rt.weights.checkpoint import STATISTICS, component_of
+from ltx2rt.weights.checkpoint import component_of
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
+from ltx2rt.weights.manifest import stored
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import Preset, preset
 
@@ -129,41 +129,6 @@ def make_checkpoint(name: str, layout: str, directory: str | Path, seed: int = 0
 # ---- which tensors --------------------------------------------------------------------------------------------------
 
 
-def networks(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Component -> canonical name -> shape, read off the graphs at the smallest legal inputs."""
-    tokens = max(config.text.video.num_registers, config.text.audio.num_registers)
-    space, c = config.video_vae.space_factor, config
-    structure = transformer.Structure(1, 1, 1, tokens, (1,) * len(transformer.TABLES))
-    assert c.gemma is not None and c.upsampler is not None
-    graphs = {
-        "transformer": [transformer.trace(c.transformer, structure, "float32")],
-        "text": [connectors.trace(c.text, 1, tokens, "float32")],
-        "gemma": [gemma.trace(c.gemma, 1, tokens, "float32")],
-        "video_vae": [
-            video_vae.trace_encoder(c.video_vae, 1, 1, space, space, "float32"),
-            video_vae.trace_decoder(c.video_vae, 1, 2, 2, 2, "float32"),
-        ],
-        "audio_vae": [
-            audio_vae.trace_encoder(c.audio_vae, 1, c.audio_vae.time_factor + 1, "float32"),
-            audio_vae.trace_decoder(c.audio_vae, 1, 2, "float32"),
-        ],
-        "vocoder": [vocoder.trace(c.vocoder, 1, 5, "float32")],
-        "upsampler": [upsampler.trace(c.upsampler, 1, 1, 2, 2, "float32")],
-    }
-    shapes = {
-        component: {name: spec.shape for graph in traced for name, spec in graph.parameters().items()}
-        for component, traced in graphs.items()
-    }
-    for name in STATISTICS:  # the upsampler's graph reads the autoencoder's
-        shapes["upsampler"].pop(name, None)
-    basis = "vocoder.mel_stft.stft_fn.forward_basis"
-    if basis in shapes["vocoder"]:  # stored beside the forward basis and read by nobody
-        shapes["vocoder"]["vocoder.mel_stft.stft_fn.inverse_basis"] = shapes["vocoder"][basis]
-    if config.upsampler and config.upsampler.rational:  # identity at x2
-        shapes["upsampler"]["upsampler.blur_down.kernel"] = (1, 1, 5, 5)
-    return shapes
-
-
 def lora_tensors(
     config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], rank: int
 ) -> dict[str, Tensor]:
@@ -210,7 +175,7 @@ def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple
 def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
     config, plan = made.config, Plan()
     assert config.gemma is not None and config.upsampler is not None
-    shapes = networks(config)
+    shapes = stored(config)
     version = {"model_version": ".".join(map(str, config.version))}
 
     def tensors(component: str) -> dict[str, Tensor]:
@@ -247,8 +212,8 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
         "upsampler": configs.upsampler_json(config.upsampler, "diffusers"),
     }
     for component, folder in DIFFUSERS_FOLDERS.items():
-        stored = {to_diffusers(component, key, stages): tensor for key, tensor in tensors(component).items()}
-        plan.add(f"{folder}/diffusion_pytorch_model.safetensors", stored, {"format": "pt"})
+        theirs = {to_diffusers(component, key, stages): tensor for key, tensor in tensors(component).items()}
+        plan.add(f"{folder}/diffusion_pytorch_model.safetensors", theirs, {"format": "pt"})
         plan.add_json(f"{folder}/config.json", texts[component])
     plan.add_json("scheduler/scheduler_config.json", SCHEDULER_CONFIG)
     plan.add_json("model_index.json", model_index(texts["vocoder"]["_class_name"]))

@@ -1,0 +1,52 @@
+"""Which tensors a checkpoint of a given config holds, read off the graphs.
+
+Decides nothing about values or files. The few tensors that released files carry and no graph reads are added by hand.
+"""
+
+from __future__ import annotations
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.models import audio_vae, connectors, gemma, transformer, upsampler, video_vae, vocoder
+from ltx2rt.weights.checkpoint import STATISTICS
+
+Shapes = dict[str, dict[str, tuple[int, ...]]]  # component -> canonical name -> shape
+FORWARD_BASIS, INVERSE_BASIS = (f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse"))
+
+
+def networks(config: ModelConfig) -> Shapes:
+    """What the graphs read, traced at the smallest legal inputs; without Gemma or upsampler where there is none."""
+    c, space = config, config.video_vae.space_factor
+    tokens = max(c.text.video.num_registers, c.text.audio.num_registers)
+    structure = transformer.Structure(1, 1, 1, tokens, (1,) * len(transformer.TABLES))
+    graphs = {
+        "transformer": [transformer.trace(c.transformer, structure, "float32")],
+        "text": [connectors.trace(c.text, 1, tokens, "float32")],
+        "gemma": [gemma.trace(c.gemma, 1, tokens, "float32")] if c.gemma else [],
+        "video_vae": [
+            video_vae.trace_encoder(c.video_vae, 1, 1, space, space, "float32"),
+            video_vae.trace_decoder(c.video_vae, 1, 2, 2, 2, "float32"),
+        ],
+        "audio_vae": [
+            audio_vae.trace_encoder(c.audio_vae, 1, c.audio_vae.time_factor + 1, "float32"),
+            audio_vae.trace_decoder(c.audio_vae, 1, 2, "float32"),
+        ],
+        "vocoder": [vocoder.trace(c.vocoder, 1, 5, "float32")],
+        "upsampler": [upsampler.trace(c.upsampler, 1, 1, 2, 2, "float32")] if c.upsampler else [],
+    }
+    return {
+        component: {name: spec.shape for graph in traced for name, spec in graph.parameters().items()}
+        for component, traced in graphs.items()
+        if traced
+    }
+
+
+def stored(config: ModelConfig) -> Shapes:
+    """What the files hold: each tensor once, and those that are carried along unread."""
+    shapes = networks(config)
+    for name in STATISTICS:  # the upsampler's graph reads the autoencoder's
+        shapes.get("upsampler", {}).pop(name, None)
+    if FORWARD_BASIS in shapes["vocoder"]:
+        shapes["vocoder"][INVERSE_BASIS] = shapes["vocoder"][FORWARD_BASIS]
+    if config.upsampler and config.upsampler.rational:  # at x2 it blurs nothing
+        shapes["upsampler"]["upsampler.blur_down.kernel"] = (1, 1, 5, 5)
+    return shapes
