@@ -1,0 +1,165 @@
+"""The guided step equals its formula over diffusers' transformer, one call per branch; scales are data."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from reference_transformer import (
+    GENERATIONS,
+    KINDS,
+    NAMES,
+    audio_is_never_perturbed,
+    build,
+    config_of,
+    draw,
+    params_of,
+)
+from reference_transformer import reference as velocities
+
+from ltx2rt.models import guided_step, transformer
+from ltx2rt.models.guided_step import Branches
+from ltx2rt.testing import relative_l2, run_graph
+
+CLOSE = 2e-5  # contract: 1e-4; guidance subtracts near-equal float32 predictions and multiplies by up to 6
+GUIDANCE = np.array([[3.0, 1.5, 2.5, 0.7], [7.0, 0.8, 1.7, 0.4]], np.float32)
+SIGMAS = np.array([0.81, 0.59], np.float32)
+BLOCKS = np.array([0, 1, 1], np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def drawn(config, seed: int = 5) -> dict[str, np.ndarray]:
+    """A step's inputs. Two contexts; the first frame half kept, one token of it entirely; two audio tokens too."""
+    feeds, rng = draw(config, seed=seed), np.random.default_rng(seed)
+    inputs = {k: v for k, v in feeds.items() if k.endswith("_context")}
+    for name in NAMES:
+        inputs[f"{name}_latent"] = feeds[f"{name}_latent"][0]
+        inputs[f"{name}_clean"] = rng.standard_normal(inputs[f"{name}_latent"].shape, np.float32)
+        inputs[f"{name}_mask"] = np.ones(len(inputs[f"{name}_latent"]), np.float32)
+        inputs[f"{name}_positions"] = feeds[f"{name}_positions"][0]
+    inputs["video_mask"][:6] = 0.35
+    inputs["video_mask"][2] = 0
+    inputs["audio_mask"][3:5] = 0.6
+    return inputs | {"sigmas": SIGMAS, "guidance": GUIDANCE, "stg_blocks": BLOCKS}
+
+
+def ours(kind, config, inputs, branches: Branches | None = None, rule: str = "B", params=None) -> dict[str, np.ndarray]:
+    branches = branches or Branches.of(inputs["guidance"])
+    feeds = {k: v for k, v in inputs.items() if not k.endswith("_positions")}
+    if not branches.uncond:
+        feeds |= {f"{name}_context": inputs[f"{name}_context"][:1] for name in NAMES}
+    feeds |= transformer.position_feeds(config, inputs["video_positions"], inputs["audio_positions"])
+    for name in NAMES:
+        feeds |= guided_step.mask_feeds(name, inputs[f"{name}_mask"])
+    structure = guided_step.Structure(
+        branches, len(inputs["video_mask"]), len(inputs["audio_mask"]), inputs["video_context"].shape[1],
+        transformer.coordinate_counts(feeds), len(feeds["video_levels"]),
+        len(feeds["audio_levels"]), rule,
+    )  # fmt: skip
+    graph = guided_step.trace(config, structure, "float32")
+    params = params_of(build(config)) if params is None else params
+    return run_graph(kind, graph, params, {name: feeds[name] for name in graph.inputs})
+
+
+def expected_step(config, inputs, rule: str = "B") -> dict[str, np.ndarray]:
+    """The formula in float64 over diffusers' velocities, one forward of batch 1 per branch."""
+    module, guidance = build(config), inputs["guidance"].astype(np.float64)
+    sigma, target = inputs["sigmas"].astype(np.float64)
+    feeds = {f"{n}_{k}": inputs[f"{n}_{k}"][None] for n in NAMES for k in ("latent", "positions")}
+    feeds |= {f"{n}_sigma": inputs["sigmas"][:1] for n in NAMES}
+    feeds |= {f"{n}_timesteps": inputs[f"{n}_mask"][None] * inputs["sigmas"][0] for n in NAMES}
+
+    def branch(context: int = 0, **kwargs) -> dict[str, np.ndarray]:
+        chosen = {f"{n}_context": inputs[f"{n}_context"][context : context + 1] for n in NAMES}
+        v = velocities(module, feeds | chosen, rule, **kwargs)
+        return {n: inputs[f"{n}_latent"] - v[f"{n}_velocity"][0] * inputs[f"{n}_mask"][:, None] * sigma for n in NAMES}
+
+    cond, uncond, isolated = branch(), branch(1), branch(isolate_modalities=True)
+    assert guidance[0, guided_step.STG], "diffusers has no way to perturb the audio alone"
+    with nullcontext() if guidance[1, guided_step.STG] else audio_is_never_perturbed(module):
+        perturbed = branch(spatio_temporal_guidance_blocks=list(np.flatnonzero(inputs["stg_blocks"])))
+    outputs = {}
+    for n, (cfg, stg, modality, rescale) in zip(NAMES, guidance, strict=True):
+        c = cond[n]
+        pred = c + (cfg - 1) * (c - uncond[n]) + stg * (c - perturbed[n]) + (modality - 1) * (c - isolated[n])
+        pred = pred * (rescale * c.std(ddof=1) / pred.std(ddof=1) + 1 - rescale)
+        mask = inputs[f"{n}_mask"][:, None].astype(np.float64)
+        x, x0 = inputs[f"{n}_latent"], pred * mask + inputs[f"{n}_clean"] * (1 - mask)
+        outputs[f"{n}_x0"], outputs[f"{n}_latent"] = x0, x + (x - x0) / sigma * (target - sigma)
+    return outputs
+
+
+def assert_close(actual, expected) -> None:
+    for name in expected:
+        assert relative_l2(actual[name], expected[name]) <= CLOSE, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("generation,rule", [("2.0", "B"), ("2.3", "B"), ("2.3", "C")])
+def test_step_equals_the_formula_over_diffusers(generation, rule, kind):
+    config = config_of(generation)
+    inputs = drawn(config)
+    assert_close(ours(kind, config, inputs, rule=rule), expected_step(config, inputs, rule))
+
+
+@pytest.mark.parametrize("scales", [(1, 1.5, 1), (3, 1.5, 1), (1, 1.5, 2), (3, 1e-9, 2), (1, 1e-9, 1), (3, 1e-9, 1)])
+def test_branches_of_neutral_scales_are_left_out(scales):
+    """A scale of 1e-9 counts as neutral: its branch is not run, and the formula does not feel it."""
+    config = config_of("2.3")
+    inputs = drawn(config)
+    inputs["guidance"] = inputs["guidance"].copy()
+    inputs["guidance"][:, :3] = scales
+    branches = Branches.of(inputs["guidance"])
+    assert branches == Branches(scales[0] != 1, scales[1] > 1, scales[2] != 1)
+    assert len(branches.names) == 1 + sum((scales[0] != 1, scales[1] > 1, scales[2] != 1))
+    assert_close(ours("cuda", config, inputs), expected_step(config, inputs))
+
+
+@pytest.mark.parametrize("column,field", [(0, "uncond"), (1, "perturbed"), (2, "isolated")])
+@pytest.mark.parametrize("modality", [0, 1])
+def test_branch_runs_if_one_modality_needs_it(modality, column, field):
+    guidance = np.array([[1, 0, 1, 0.7], [1, 0, 1, 0.7]], np.float32)
+    assert Branches.of(guidance) == Branches()
+    guidance[modality, column] = 2
+    assert Branches.of(guidance) == replace(Branches(), **{field: True})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modality_with_neutral_stg_is_not_perturbed(kind):
+    """The video's perturbed branch sees the unperturbed audio, through the cross-attentions."""
+    config = config_of("2.3")
+    inputs = drawn(config)
+    both = expected_step(config, inputs)
+    inputs["guidance"] = GUIDANCE.copy()
+    inputs["guidance"][1, guided_step.STG] = 0
+    expected = expected_step(config, inputs)
+    assert relative_l2(both["video_x0"], expected["video_x0"]) > 10 * CLOSE
+    assert_close(ours(kind, config, inputs), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rescale_of_a_constant_prediction_is_finite(kind):
+    """Zero velocity and a constant latent: std 0 over the floor is ratio 0, which leaves 1 - rescale."""
+    config = config_of("2.3", num_layers=1)
+    inputs = drawn(config) | {"stg_blocks": BLOCKS[1:2]}
+    params = {k: np.zeros_like(v) if "proj_out" in k else v for k, v in params_of(build(config)).items()}
+    for name in NAMES:
+        inputs[f"{name}_latent"] = np.full_like(inputs[f"{name}_latent"], 0.5)
+    actual = ours(kind, config, inputs, params=params)
+    for row, name in enumerate(NAMES):
+        mask = inputs[f"{name}_mask"][:, None]
+        x0 = 0.5 * (1 - GUIDANCE[row, guided_step.RESCALE]) * mask + inputs[f"{name}_clean"] * (1 - mask)
+        np.testing.assert_allclose(actual[f"{name}_x0"], x0, rtol=1e-5, atol=1e-6)
+
+
+def test_last_step_returns_x0_itself():
+    config = config_of("2.0", num_layers=1)
+    inputs = drawn(config) | {"stg_blocks": BLOCKS[1:2], "sigmas": np.array([0.421875, 0], np.float32)}
+    outputs = ours("cuda", config, inputs)
+    for name in NAMES:
+        assert relative_l2(outputs[f"{name}_latent"], outputs[f"{name}_x0"]) <= 1e-6
