@@ -272,10 +272,15 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def graph(args: argparse.Namespace) -> None:
-    from ltx2rt.graph import show
-
     names = ("component", "model", "preset", "width", "height", "num_frames", "branches", "format")
-    print(show.run(asked.GraphRequest(**{name: getattr(args, name) for name in names})), end="")
+    request = asked.GraphRequest(**{name: getattr(args, name) for name in names})
+    from ltx2rt.graph.show import show
+    from ltx2rt.pipeline.graphs import component_graph
+    from ltx2rt.weights.checkpoint import open_checkpoint
+    from ltx2rt.weights.presets import preset
+
+    config = preset(request.preset).config if request.preset else open_checkpoint(request.model).config
+    print(show(component_graph(config, request), request.format), end="")
 
 
 def devices(args: argparse.Namespace) -> None:
