@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from reference_transformer import (
-    GENERATIONS,
     KINDS,
     NAMES,
     audio_is_never_perturbed,
