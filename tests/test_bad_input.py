@@ -1,0 +1,117 @@
+"""Through the real command line: bad input exits with 2 and one line, reads no weight and leaves no file."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ltx2rt import cli
+from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.make import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint("tiny-2.3", "official", directory)
+    return directory
+
+
+@pytest.fixture
+def refused(model, tmp_path, monkeypatch, capsys):
+    """Runs generate with changed flags; returns the one line it printed."""
+
+    def run(*flags, backend="cuda", output=None):
+        before = sorted(tmp_path.iterdir())
+        output = output or tmp_path / "out.mp4"
+        fixed = {"--backend": backend, "--model": model, "--prompt": "a cat", "--output": output, "--device": "cpu"}
+        fixed |= {"--width": 128, "--height": 64, "--num-frames": 9, "--steps": 2, "--seed": 1}
+        words = ["generate", *(str(word) for pair in fixed.items() for word in pair), *map(str, flags)]
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
+            assert cli.main(words) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("ltx2rt: error: ")
+        assert sorted(tmp_path.iterdir()) == before
+        return captured.err
+
+    return run
+
+
+def main_file(model):
+    return model / "tiny-2.3.safetensors"
+
+
+def test_sizes_rates_and_counts(refused):
+    for flags, message in (
+        (("--width", 96), "the nearest are 64 and 128 px"),
+        (("--width", 100, "--pipeline", "one-stage"), "the nearest are 96 and 128 px"),
+        (("--num-frames", 16), "the nearest are 9 and 17 frames"),
+        (("--num-frames", 481, "--fps", "23.976"), "limit is 20 s; at most 473 frames"),
+        (("--steps", 0), "--steps: 0"),
+        (("--seed", -1), "--seed: -1"),
+        (("--stg-blocks", 3), "block 3, but the model has blocks 0 to 2"),
+        (("--audio-from", "stage2", "--pipeline", "one-stage"), "--audio-from"),
+    ):
+        assert message in refused(*flags)
+
+
+def test_names_that_nobody_knows(refused, tmp_path):
+    assert "known backends: cuda, tpu" in refused(backend="metal")
+    assert "--model: /nowhere does not exist" in refused("--model", "/nowhere")
+    assert "the folder" in refused(output=tmp_path / "gone" / "out.mp4")
+
+
+def test_files_that_are_no_checkpoint(refused, model, tmp_path):
+    data = main_file(model).read_bytes()
+    for name, content, message in (
+        ("cut.safetensors", data[: len(data) // 2], "truncated"),
+        ("head.safetensors", data[:100], "truncated"),
+        ("empty.safetensors", b"", "not a safetensors file"),
+        ("pointer.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs pointer"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert message in refused("--model", tmp_path / name, "--text-encoder", model / "gemma-3")
+    (tmp_path / "folder").mkdir()
+    assert "no checkpoint" in refused("--model", tmp_path / "folder")
+    assert "--text-encoder" in refused("--model", model / "gemma-3")
+
+
+def test_a_gemma_of_the_wrong_size(refused, model, tmp_path):
+    gemma = tmp_path / "gemma"
+    shutil.copytree(model / "gemma-3", gemma)
+    config = json.loads((gemma / "config.json").read_text())
+    config.get("text_config", config)["num_hidden_layers"] += 1
+    layer_types = config.get("text_config", config).get("layer_types")
+    if layer_types:
+        layer_types.append("full_attention")
+    (gemma / "config.json").write_text(json.dumps(config))
+    assert str(gemma) in refused("--text-encoder", gemma)
+
+
+def test_loras_and_upsamplers_of_something_else(refused, model, tmp_path):
+    zeros = np.zeros((4, 4), np.float32)
+    names = [f"diffusion_model.elsewhere.lora_{side}.weight" for side in "AB"]
+    write_arrays(tmp_path / "other.safetensors", dict.fromkeys(names, zeros))
+    assert "another model" in refused("--lora", tmp_path / "other.safetensors")
+    assert "no LoRA" in refused("--lora", main_file(model))
+    assert "--upsampler" in refused("--upsampler", main_file(model))
+
+
+def test_images_and_noise_that_cannot_be_used(refused, tmp_path):
+    picture, broken = tmp_path / "a.png", tmp_path / "cut.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), np.uint8)).save(picture)
+    broken.write_bytes(picture.read_bytes()[:900])
+    assert "frames 0 to 8" in refused("--image", f"{picture}:9")
+    assert "no readable image" in refused("--image", f"{broken}:0")
+    assert "does not exist" in refused("--image", f"{tmp_path}/gone.png:0")
+    write_arrays(tmp_path / "n.safetensors", {"stage1.video": np.zeros((1, 3, 128), np.float32)})
+    assert "stage1.video" in refused("--noise-in", tmp_path / "n.safetensors")
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_no_room_names_needed_and_free(refused, backend):
+    message = refused("--max-memory", 0.01, backend=backend)
+    assert "needs" in message and "0.01 GB are free" in message
