@@ -64,9 +64,9 @@ class Program:
         spec = self.graph.inputs[name].type
         if tuple(value.shape) != spec.shape:
             raise ValueError(f"{self.graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}")
-        if isinstance(value, Array):
-            return value.astype(spec.dtype)
-        return jax.device_put(np.asarray(value, NUMPY_DTYPES[spec.dtype]), self.jax_device)
+        # device_put also commits: jit compiles once more for an argument that is not committed to its device.
+        typed = value.astype(spec.dtype) if isinstance(value, Array) else np.asarray(value, NUMPY_DTYPES[spec.dtype])
+        return jax.device_put(typed, self.jax_device)
 
     def _weights(self, weights: Weights) -> Weights:
         return {name: weights[name] for name in self.names}
@@ -81,7 +81,9 @@ class Program:
         own = self._weights(weights)
         constants = {name: self._upload(name, value) for name, value in constants.items()}
         outputs = {
-            name: self._upload(name, state[name]) if name in state else jnp.zeros(v.type.shape, v.type.dtype)
+            name: self._upload(name, state[name])
+            if name in state
+            else jax.device_put(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.jax_device)
             for name, v in self.graph.outputs.items()
         }
         num_steps = len(sigmas) - 1
