@@ -1,0 +1,267 @@
+"""Programs of both backends: the denoise loop, what compiles and what does not, scan against unrolled, isolation."""
+
+import functools
+from itertools import pairwise
+
+import jax
+import ltx2rt_cuda.backend
+import ltx2rt_cuda.lower
+import numpy as np
+import pytest
+import torch
+
+from ltx2rt.backend import get_backend
+from ltx2rt.config import TransformerConfig
+from ltx2rt.graph import trace
+from ltx2rt.models import guided_step, transformer
+from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
+
+BACKENDS = ("cuda", "tpu")
+LAYERS, TOKENS, AUDIO_TOKENS, TEXT = 3, 6, 5, 4
+CONFIG = TransformerConfig(
+    num_layers=LAYERS, video_channels=4, audio_channels=8, num_heads=3, head_dim=8, audio_num_heads=3,
+    audio_head_dim=4, caption_channels=20, caption_projection=False, gated_attention=True, text_modulation=True,
+    prompt_adaln=True, ff_bias=True, audio_ff_bias=True, rope_theta=10000.0, rope_max_pos=(20, 2048, 2048),
+    audio_rope_max_pos=20, rope_float64_grid=True, timestep_scale=1000.0, av_gate_scale=1000.0, norm_eps=1e-6,
+)  # fmt: skip
+GUIDANCE = np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]], np.float32)
+SIGMAS = np.array([1, 0.9, 0.65, 0.3, 0], np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def job(seed: int, guidance: np.ndarray = GUIDANCE) -> dict[str, dict[str, np.ndarray]]:
+    """constants and state of a denoise loop, the first two video tokens held at 0.3."""
+    rng = np.random.default_rng(seed)
+    video = np.stack([np.indices((1, 2, 3), np.float32).reshape(3, -1) * 32] * 2, axis=-1)
+    audio = np.stack([np.arange(AUDIO_TOKENS, dtype=np.float32) * 0.04] * 2, axis=-1)[None]
+    constants = transformer.position_feeds(CONFIG, video, audio)
+    constants |= guided_step.mask_feeds("video", np.array([0.3, 0.3, 1, 1, 1, 1]))
+    constants |= guided_step.mask_feeds("audio", np.ones(AUDIO_TOKENS))
+    constants |= {"guidance": guidance, "stg_blocks": np.array([0, 1, 0], np.float32)}
+    state = {}
+    for name, tokens, channels, width in (("video", TOKENS, 4, 24), ("audio", AUDIO_TOKENS, 8, 12)):
+        state[f"{name}_latent"] = rng.standard_normal((tokens, channels), np.float32)
+        constants[f"{name}_clean"] = rng.standard_normal((tokens, channels), np.float32)
+        constants[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
+    return {"constants": constants, "state": state}
+
+
+def step_graph():
+    counts = transformer.coordinate_counts(job(0)["constants"])
+    branches = guided_step.Branches.of(GUIDANCE)
+    structure = guided_step.Structure(branches, TOKENS, AUDIO_TOKENS, TEXT, counts, video_levels=2)
+    return guided_step.trace(CONFIG, structure, "float32")
+
+
+def fresh(name: str, seed: int = 0, **options):
+    """A backend of its own, the guided step lowered on it, and its weights."""
+    backend, graph = get_backend(name, "cpu"), step_graph()
+    program = backend.lower(graph, **options)
+    return backend, program, backend.load([graph], ArraySource(random_params(graph, seed)))
+
+
+shared = functools.cache(fresh)
+
+
+def denoise(handle, sigmas: np.ndarray, constants: dict, state: dict) -> list[dict[str, np.ndarray]]:
+    backend, program, weights = handle
+    steps = program.denoise(weights, constants, sigmas, state)
+    return [{name: backend.to_host(x) for name, x in outputs.items()} for outputs in steps]
+
+
+def assert_bitwise(actual: list[dict], expected: list[dict]) -> None:
+    assert len(actual) == len(expected)
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        for name in b:
+            assert np.array_equal(a[name], b[name]), f"step {i}, {name}"
+
+
+@pytest.fixture
+def xla_compilations():
+    """The number of XLA compilations so far, as a function."""
+    seen = []
+
+    def listen(event: str, duration: float, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: len(seen)
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_denoise_equals_the_step_called_by_hand(name):
+    backend, program, weights = shared(name)
+    work = job(1)
+    state, steps = dict(work["state"]), denoise(shared(name), SIGMAS, **work)
+    for i, outputs in enumerate(steps):
+        pair = {"sigmas": SIGMAS[i : i + 2]}
+        by_hand = {k: backend.to_host(v) for k, v in program(weights, work["constants"] | state | pair).items()}
+        for key, expected in by_hand.items():
+            # JAX fuses a step inside the loop otherwise than alone: rounding, carried over the steps.
+            assert relative_l2(outputs[key], expected) <= (1e-5 if name == "tpu" else 0), f"step {i}, {key}"
+        state = {key: by_hand[key] for key in state}
+    assert relative_l2(steps[-1]["video_latent"], work["state"]["video_latent"]) > 0.1
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_denoise_equals_the_interpreter_to_the_last_step(name):
+    work, params = job(2), random_params(step_graph())
+    state = dict(work["state"])
+    for outputs, pair in zip(denoise(shared(name), SIGMAS, **work), pairwise(SIGMAS), strict=True):
+        inputs = work["constants"] | state | {"sigmas": np.array(pair)}
+        expected = run_graph("numpy", step_graph(), params, inputs)
+        for key in expected:
+            # Contract: 1e-3 on a trajectory; float32 rounding through guidance reaches 1e-5.
+            assert relative_l2(outputs[key], expected[key]) <= 1e-4, key
+        state = {key: expected[key] for key in state}
+
+
+def test_loop_over_all_steps_equals_the_loop_step_by_step():
+    backend, program, weights = shared("tpu")
+    work = job(3)
+    last = denoise((backend, program, weights), SIGMAS, **work)[-1]
+    outputs = {k: np.zeros(v.type.shape, np.float32) for k, v in program.graph.outputs.items()} | work["state"]
+    uploaded = {k: program._upload(k, v) for k, v in work["constants"].items()}
+    levels = np.pad(SIGMAS, (0, 64 - len(SIGMAS)))
+    whole = program.loop(
+        program._weights(weights),
+        uploaded,
+        *jax.device_put((levels, outputs), program.jax_device),
+        np.int32(0),
+        np.int32(4),
+    )
+    assert_bitwise([{k: backend.to_host(v) for k, v in whole.items()}], [last])
+
+
+def test_guidance_sigmas_and_number_of_steps_compile_nothing_in_jax(xla_compilations):
+    handle = fresh("tpu")
+    _, program, weights = handle
+    work, before = job(4), xla_compilations()
+    denoise(handle, SIGMAS, **work)
+    assert xla_compilations() == before + 1, "the first step enters the loop with other kinds of arrays than the rest"
+    program(weights, work["constants"] | work["state"] | {"sigmas": SIGMAS[:2]})
+    before = xla_compilations()
+    for seed, num_steps in ((5, 2), (6, 9), (7, 30)):
+        other = job(seed, GUIDANCE * np.float32(0.9 + 0.1 * seed))
+        other["constants"]["stg_blocks"] = np.array([1, 0, 1], np.float32)
+        sigmas = np.linspace(0.95, 0.1, num_steps + 1, dtype=np.float32)
+        denoise(handle, sigmas, **other)
+        program(weights, other["constants"] | other["state"] | {"sigmas": sigmas[:2]})
+    assert xla_compilations() == before
+    assert program.loop._cache_size() == 1 and program.function._cache_size() == 1
+
+
+def test_listener_sees_a_compilation(xla_compilations):
+    jax.jit(lambda x: x * 3.25 + 1)(np.ones(17, np.float32))
+    assert xla_compilations() == 1
+
+
+def test_torch_lowers_once_however_often_it_is_called(monkeypatch):
+    calls = []
+
+    def counted(graph, *args, **kwargs):
+        calls.append(graph.name)
+        return ltx2rt_cuda.lower.lower(graph, *args, **kwargs)
+
+    monkeypatch.setattr(ltx2rt_cuda.backend, "lower", counted)
+    handle = fresh("cuda")
+    for seed in (8, 9):
+        denoise(handle, SIGMAS, **job(seed, GUIDANCE * np.float32(1.0 + 0.1 * seed)))
+    assert calls == ["guided-step"]
+
+
+def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
+    """Three layers, several steps, other scales and other weights: one graph, run by a compiler that only counts."""
+    compiled, runs = [], []
+
+    def counting(module, _):
+        compiled.append(module)
+        return lambda *args: runs.append(1) or module(*args)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting, fullgraph=True))
+    handle = fresh("cuda", compile=True)
+    monkeypatch.undo()
+    for seed in (10, 11):
+        work = job(seed, GUIDANCE * np.float32(0.1 * seed))
+        steps = denoise(handle, SIGMAS[:3], **work)
+        assert_bitwise(steps, denoise(shared("cuda"), SIGMAS[:3], **work))
+    backend, program, _ = handle
+    other = backend.load([program.graph], ArraySource(random_params(program.graph, seed=1)))
+    denoise((backend, program, other), SIGMAS[:2], **job(12))
+    assert len(compiled) == 1
+    assert len(runs) == LAYERS * 5
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own import of inductor
+def test_inductor_runs_a_compiled_block():
+    def block(o, carry, invariant, data):
+        x = o.add(carry["x"], o.linear(o.gelu(carry["x"]), "proj", {"D": 8}))
+        return {"x": o.mul(x, data["gain"])}, {}
+
+    def model(o):
+        x, gain = o.input("x", tokens=5, D=8), o.input("gain", layers=LAYERS)
+        return {"y": o.repeat(block, LAYERS, {"x": x}, data={"gain": gain}, prefix="layers.*.")[0]["x"]}
+
+    graph = trace("stack", model, "float32")
+    params, rng = random_params(graph), np.random.default_rng(0)
+    inputs = {"x": rng.standard_normal((5, 8), np.float32), "gain": np.array([0.5, 1, 2], np.float32)}
+    backend = get_backend("cuda", "cpu")
+    program = backend.lower(graph, compile=True)
+    y = backend.to_host(program(backend.load([graph], ArraySource(params)), inputs)["y"])
+    assert relative_l2(y, run_graph("numpy", graph, params, inputs)["y"]) <= 1e-6
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_unrolled_layers_agree_with_the_loop_over_layers(name):
+    work = job(13)
+    unrolled = denoise(fresh(name, layers="unrolled"), SIGMAS[:2], **work)
+    for key, value in denoise(shared(name), SIGMAS[:2], **work)[0].items():
+        assert relative_l2(unrolled[0][key], value) <= 1e-5, key  # XLA fuses across layers once they are written out
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
+    """Interleaved step by step on one program, with other weights, scales and lengths; then each on its own."""
+    backend, program, weights = shared(name)
+    other = backend.load([program.graph], ArraySource(random_params(program.graph, seed=1)))
+    first, second = job(14), job(15, GUIDANCE * np.float32(1.3))
+    runs = [
+        program.denoise(weights, first["constants"], SIGMAS, first["state"]),
+        program.denoise(other, second["constants"], SIGMAS[1:], second["state"]),
+    ]
+    together = [[], []]
+    for _ in range(len(SIGMAS) - 1):
+        for run, found in zip(runs, together, strict=True):
+            outputs = next(run, None)
+            if outputs is not None:
+                found.append({key: backend.to_host(x) for key, x in outputs.items()})
+    assert_bitwise(together[0], denoise(fresh(name), SIGMAS, **first))
+    assert_bitwise(together[1], denoise(fresh(name, seed=1), SIGMAS[1:], **second))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_loading_shares_no_memory_with_its_source(name):
+    """A source may be a file map that is closed, or an array that its owner changes."""
+    graph = trace("scale", lambda o: {"y": o.mul(o.input("x", D=4096), o.param("gain.weight", D=4096))}, "float32")
+    gain = np.ones(4096, np.float32)
+    backend = get_backend(name, "cpu")
+    weights = backend.load([graph], ArraySource({"gain.weight": gain}))
+    gain[:] = 7
+    y = backend.to_host(backend.lower(graph)(weights, {"x": np.ones(4096, np.float32)})["y"])
+    assert np.array_equal(y, np.ones(4096))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_misshapen_input_is_refused_by_name(name):
+    _, program, weights = shared(name)
+    work = job(16)
+    inputs = work["constants"] | work["state"] | {"sigmas": SIGMAS[:3]}
+    with pytest.raises(ValueError, match=r"guided-step: input sigmas has shape \(3,\), expected f32\[ends=2\]"):
+        program(weights, inputs)
