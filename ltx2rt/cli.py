@@ -279,7 +279,7 @@ def graph(args: argparse.Namespace) -> None:
     from ltx2rt.weights.checkpoint import open_checkpoint
     from ltx2rt.weights.presets import preset
 
-    config = preset(request.preset).config if request.preset else open_checkpoint(request.model).config
+    config = open_checkpoint(request.model).config if request.model else preset(request.preset or "").config
     print(show(component_graph(config, request), request.format), end="")
 
 

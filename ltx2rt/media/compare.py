@@ -52,14 +52,15 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         compared += 1
     if not compared:
         raise InputError(f"compare: {b if counts[0] else a} has no frames")
-    sound = [_sound(path) for path in (a, b)]
+    sound_a, sound_b = (_sound(path) for path in (a, b))
     lasting = [durations(path) for path in (a, b)]
     return {
         "psnr_db": 10 * math.log10(255**2 * samples / squared) if squared else PSNR_CAP_DB,
         "ssim": ssim_sum / compared,
         "identical": squared == 0 and counts[0] == counts[1],
-        "audio_corr": None if sound[0] is None or sound[1] is None else correlation(*sound),
-        **{f"lufs_{name}": None if wave is None else loudness(wave) for name, wave in zip("ab", sound, strict=True)},
+        "audio_corr": None if sound_a is None or sound_b is None else correlation(sound_a, sound_b),
+        "lufs_a": None if sound_a is None else loudness(sound_a),
+        "lufs_b": None if sound_b is None else loudness(sound_b),
         **{f"duration_video_{name}_s": found.video_s for name, found in zip("ab", lasting, strict=True)},
         **{f"duration_audio_{name}_s": found.audio_s for name, found in zip("ab", lasting, strict=True)},
         **{f"frames_{name}": count for name, count in zip("ab", counts, strict=True)},
@@ -151,6 +152,7 @@ def _lufs(power: np.ndarray) -> np.ndarray:
 def _frames(path: Path) -> Iterator[np.ndarray]:
     """u8[H, W, 3] per frame, converted with accurate rounding."""
     import av
+    from av.error import FFmpegError
     from av.video.reformatter import Interpolation
 
     conversion = Interpolation.BILINEAR | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
@@ -160,7 +162,7 @@ def _frames(path: Path) -> Iterator[np.ndarray]:
                 raise InputError(f"compare: {path} has no video")
             for frame in container.decode(video=0):
                 yield frame.to_ndarray(format="rgb24", interpolation=conversion)
-    except (av.FFmpegError, OSError) as error:
+    except (FFmpegError, OSError) as error:
         raise InputError(f"compare: {path} is no readable video ({error})") from error
 
 

@@ -41,6 +41,7 @@ def read_rgb(path: Path) -> np.ndarray:
             if profile:
                 source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
                 image = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+                assert image is not None, "only an in-place conversion returns None"
             if rotation:
                 image = image.rotate(rotation, expand=True)
             return np.asarray(image.convert("RGB"))
@@ -68,8 +69,8 @@ def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:
         container.mux(stream.encode(frame.reformat(format="yuv420p")))
         container.mux(stream.encode())
     file.seek(0)
-    with av.open(file) as container:
-        return next(container.decode(video=0)).to_ndarray(format="rgb24")
+    with av.open(file, "r") as compressed:
+        return next(compressed.decode(video=0)).to_ndarray(format="rgb24")
 
 
 def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:

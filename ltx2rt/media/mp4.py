@@ -155,7 +155,7 @@ def durations(path: Path) -> Durations:
     import av
 
     with av.open(str(path)) as container:
-        seconds = {s.type: float((s.duration or 0) * s.time_base) for s in container.streams}
+        seconds = {s.type: float((s.duration or 0) * (s.time_base or 0)) for s in container.streams}
     return Durations(seconds["video"], seconds.get("audio"))
 
 

@@ -113,7 +113,9 @@ def video_positions(geometry: Geometry) -> np.ndarray:
     """
     g = geometry
     pixel_bounds = _causal(_bounds(g.frames, g.time_factor), g.time_factor)
-    return _grid(pixel_bounds / np.float32(g.fps), _bounds(g.rows, g.space_factor), _bounds(g.columns, g.space_factor))
+    return _grid(
+        pixel_bounds / np.float32(float(g.fps)), _bounds(g.rows, g.space_factor), _bounds(g.columns, g.space_factor)
+    )
 
 
 def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
@@ -122,7 +124,7 @@ def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
     The image lasts one pixel frame and gets no causal fix: [frame, frame + 1) / fps.
     """
     g = geometry
-    seconds = np.float32([[frame, frame + 1]]) / np.float32(g.fps)
+    seconds = np.array([[frame, frame + 1]], np.float32) / np.float32(float(g.fps))
     return _grid(seconds, _bounds(g.rows, g.space_factor), _bounds(g.columns, g.space_factor))
 
 

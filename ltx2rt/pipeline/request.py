@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
@@ -130,9 +131,9 @@ class Request:
         return 1 if self.pipeline == "one-stage" else 2
 
     @property
-    def settings(self) -> dict:
+    def settings(self) -> dict[str, Any]:
         """Every setting as JSON-able values: what the MP4's metadata and the report carry."""
-        return _plain(self)
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -357,6 +358,6 @@ def _plain(value: object) -> object:
         return str(value)
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
+    if is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     return value
