@@ -35,13 +35,11 @@ class Modulation:
         count = self.rows.type.size("rows")
         if start or table.type.size("rows") != count:
             table = o.slice(table, axis="rows", start=start, stop=start + count)
-        rows = o.add(self.rows, table)
-        return [self._spread(o, o.at(rows, axis="rows", index=i)) for i in range(count)]
-
-    def _spread(self, o: Ops, row: Value) -> Value:
         if self.index is None:
-            return o.at(row, axis="levels", index=0)
-        return o.take(row, self.index, axis="levels")
+            rows = o.add(o.at(self.rows, axis="levels", index=0), table)
+            return [o.at(rows, axis="rows", index=i) for i in range(count)]
+        rows = o.add(self.rows, table)
+        return [o.take(o.at(rows, axis="rows", index=i), self.index, axis="levels") for i in range(count)]
 
 
 def adaln(o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D") -> tuple[Modulation, Value]:

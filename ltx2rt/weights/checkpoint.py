@@ -366,7 +366,8 @@ def open_upsampler(path: Path) -> tuple[Any, RenamedSource]:
         if "config" not in tensors.metadata:
             raise InputError(f"{path}: its metadata has no `config`; pass the original file, not a re-saved one")
         keys = parse_json(tensors.metadata["config"], f"{path}: config")
-    return configs.upsampler(keys), renamed(tensors, path, lambda name: name)
+    rational = "upsampler.conv.weight" in set(tensors.names())
+    return configs.upsampler(keys, rational), renamed(tensors, path, lambda name: name)
 
 
 def renamed(tensors: TensorFile | TensorFolder, where: Path, canonical: Callable[[str], str]) -> RenamedSource:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
@@ -91,7 +92,7 @@ def _audits(checkpoint: Checkpoint) -> list[str]:
     problems = []
     for component, shapes in networks(checkpoint.config).items():
         if component in checkpoint.sources:
-            parameters = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+            parameters = {name: TensorInfo(shape, np.dtype(np.float32)) for name, shape in shapes.items()}
             try:
                 audit(parameters, checkpoint.sources[component], checkpoint.sources[component].where)
             except InputError as error:

@@ -177,10 +177,10 @@ class MergedSource:
             up, down = (_floats(lora.file.read(key), rounded) for key in (pair.up, pair.down))
             scale = np.float32(pair.scale)
             if delta is None:
-                delta = self._matmul(_round(up * scale, rounded), down)
+                change = self._matmul(_round(up * scale, rounded), down)
             else:
-                delta = delta + scale * self._matmul(up, down)
-            delta = _round(delta, rounded)
+                change = delta + scale * self._matmul(up, down)
+            delta = _round(change, rounded)
         assert delta is not None
         return (delta + weight.astype(np.float32)).astype(self._dtype, copy=False)
 

@@ -53,7 +53,10 @@ def test_official_json_round_trips(name):
     assert configs.official_video_vae(Keys(data["vae"], "vae")) == config.video_vae
     assert configs.official_audio_vae(Keys(data["audio_vae"], "audio_vae")) == config.audio_vae
     assert configs.official_vocoder(Keys(data["vocoder"], "vocoder"), config.audio_vae) == config.vocoder
-    assert configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "official"), "u")) == config.upsampler
+    assert (
+        configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "official"), "u"), config.upsampler.rational)
+        == config.upsampler
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -67,7 +70,10 @@ def test_diffusers_json_round_trips(name):
     audio = configs.diffusers_audio_vae_json(config.audio_vae)
     assert configs.diffusers_audio_vae(Keys(audio, "a")) == config.audio_vae
     assert configs.diffusers_vocoder(Keys(configs.diffusers_vocoder_json(config.vocoder), "v")) == config.vocoder
-    assert configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "diffusers"), "u")) == config.upsampler
+    assert (
+        configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "diffusers"), "u"), config.upsampler.rational)
+        == config.upsampler
+    )
     gemma = configs.gemma(Keys(configs.gemma_json(config.gemma, {}), "g"))
     assert replace(gemma, query_scale=0) == replace(config.gemma, query_scale=0)
     assert gemma.query_scale == pytest.approx(config.gemma.query_scale, rel=1e-15)
@@ -202,13 +208,39 @@ def test_a_gemma_of_another_size_or_kind_is_refused():
 
 
 def test_other_upsamplers_are_refused():
-    for change in ({"temporal_upsample": True}, {"spatial_scale": 1.5}):
+    for change in ({"temporal_upsample": True}, {"spatial_scale": 1.5}, {"rational_resampler": False}):
         data = configs.upsampler_json(preset("tiny-2.0").config.upsampler, "official") | change
         with pytest.raises(InputError, match=next(iter(change))):
-            configs.upsampler(Keys(data, "u"))
+            configs.upsampler(Keys(data, "u"), rational=True)
 
 
 def test_versions_are_their_leading_integers():
     assert configs.version_tuple("2.3.0") == (2, 3, 0)
     assert configs.version_tuple("2-3-rc1.4") == (2, 3)
     assert configs.version_tuple(None) == ()
+
+
+def test_the_first_released_diffusers_configs_have_fewer_keys():
+    """2.0's were written before these keys existed; the classes then meant one thing."""
+    config = preset("ltx-2.0").config
+    vae = configs.diffusers_video_vae_json(config.video_vae)
+    del vae["upsample_type"]
+    assert configs.diffusers_video_vae(Keys(vae, "v")) == config.video_vae
+    vocoder = configs.diffusers_vocoder_json(config.vocoder)
+    for key in ("act_fn", "final_act_fn", "final_bias", "antialias", "antialias_ratio", "antialias_kernel_size"):
+        del vocoder[key]
+    assert configs.diffusers_vocoder(Keys(vocoder, "v")) == config.vocoder
+    t = configs.diffusers_transformer_json(config.transformer)
+    for key in (
+        "gated_attn",
+        "audio_gated_attn",
+        "cross_attn_mod",
+        "audio_cross_attn_mod",
+        "use_prompt_embeddings",
+        "perturbed_attn",
+        "ff_bias",
+        "audio_ff_bias",
+        "use_prompt_adaln_single",
+    ):
+        del t[key]
+    assert configs.diffusers_transformer(Keys(t, "t")) == config.transformer
