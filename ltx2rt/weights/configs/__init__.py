@@ -1,0 +1,89 @@
+"""Configuration files of both layouts <-> the dataclasses of `ltx2rt.config`.
+
+Decides which keys matter. A key that shapes a network and is absent, or holds something no released LTX-2.0/2.3
+file holds, is an InputError naming it: the customary defaults (interleaved RoPE, float32 grid, multiplier 1,
+timestep conditioning on) are each wrong for these checkpoints. Keys that change nothing are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.weights.configs.audio import (
+    diffusers_audio_vae,
+    diffusers_audio_vae_json,
+    diffusers_vocoder,
+    diffusers_vocoder_json,
+    official_audio_vae,
+    official_audio_vae_json,
+    official_vocoder,
+    official_vocoder_json,
+)
+from ltx2rt.weights.configs.gemma3 import check_gemma, gemma, gemma_json
+from ltx2rt.weights.configs.keys import Keys, parse_json
+from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json
+from ltx2rt.weights.configs.transformer import (
+    diffusers_text,
+    diffusers_text_json,
+    diffusers_transformer,
+    diffusers_transformer_json,
+    official_text,
+    official_transformer,
+    official_transformer_json,
+)
+from ltx2rt.weights.configs.video_vae import (
+    diffusers_video_vae,
+    diffusers_video_vae_json,
+    official_video_vae,
+    official_video_vae_json,
+)
+
+__all__ = [
+    "Keys",
+    "check_gemma",
+    "diffusers_audio_vae",
+    "diffusers_audio_vae_json",
+    "diffusers_text",
+    "diffusers_text_json",
+    "diffusers_transformer",
+    "diffusers_transformer_json",
+    "diffusers_video_vae",
+    "diffusers_video_vae_json",
+    "diffusers_vocoder",
+    "diffusers_vocoder_json",
+    "gemma",
+    "gemma_json",
+    "official_audio_vae",
+    "official_json",
+    "official_text",
+    "official_transformer",
+    "official_video_vae",
+    "official_vocoder",
+    "parse_json",
+    "upsampler",
+    "upsampler_json",
+    "version_tuple",
+]
+
+
+def official_json(config: ModelConfig) -> dict[str, Any]:
+    """The object under `__metadata__["config"]` of the official single file."""
+    scheduler = {"_class_name": "RectifiedFlowScheduler", "num_train_timesteps": 1000, "sampler": "LinearQuadratic"}
+    return {
+        "transformer": official_transformer_json(config.transformer, config.text),
+        "vae": official_video_vae_json(config.video_vae),
+        "scheduler": scheduler,
+        "audio_vae": official_audio_vae_json(config.audio_vae),
+        "vocoder": official_vocoder_json(config.vocoder),
+    }
+
+
+def version_tuple(text: str | None) -> tuple[int, ...]:
+    """ "2.3.0" -> (2, 3, 0): the leading integers, "-" read as "."; () if there are none."""
+    parts: list[int] = []
+    for part in (text or "").strip().strip('"').replace("-", ".").split("."):
+        if not part.isdecimal():
+            break
+        parts.append(int(part))
+    return tuple(parts)

@@ -1,0 +1,190 @@
+"""Configs of the audio autoencoder and the vocoders, in both layouts."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ltx2rt.config import AudioVaeConfig, GeneratorConfig, VocoderConfig
+from ltx2rt.errors import InputError
+from ltx2rt.weights.configs.keys import Keys, Row, read_diffusers, read_official, write_diffusers, write_official
+
+STEREO = 2
+DDCONFIG = [
+    Row("base_channels", "ch", "base_channels", "int"),
+    Row("channel_multipliers", "ch_mult", "ch_mult", "sizes"),
+    Row("num_res_blocks", "num_res_blocks", "num_res_blocks", "int"),
+    Row("latent_channels", "z_channels", "latent_channels", "int"),
+    Row("out_channels", "out_ch", "output_channels", "int"),
+    Row("mel_bins", "mel_bins", "mel_bins", "int"),
+]
+RATES = [
+    Row("sample_rate", "sampling_rate", "sample_rate", "int"),
+    Row("mel_hop", "hop_length", "mel_hop_length", "int"),
+]
+VAE_FIXED = {"double_z": True, "norm_type": "pixel", "causality_axis": "height"}
+VAE_USUAL = {"mid_block_add_attention": False, "dropout": 0.0, "in_channels": STEREO}
+KERNELS, DILATIONS = (3, 7, 11), ((1, 3, 5),) * 3  # of every HiFi-GAN and BigVGAN released here
+GENERATOR = [
+    Row("hidden_channels", "upsample_initial_channel", "hidden_channels", "int"),
+    Row("upsample_rates", "upsample_rates", "upsample_factors", "sizes"),
+    Row("upsample_kernels", "upsample_kernel_sizes", "upsample_kernel_sizes", "sizes"),
+    Row("resblock_kernels", "resblock_kernel_sizes", "resnet_kernel_sizes", "sizes", KERNELS),
+    Row("resblock_dilations", "resblock_dilation_sizes", "resnet_dilations", "rows", DILATIONS),
+]
+EXTENSION = [
+    Row("stft_size", "n_fft", "filter_length", "int"),
+    Row("stft_hop", "hop_length", "hop_length", "int"),
+    Row("stft_mels", "num_mels", "num_mel_channels", "int"),
+    Row("input_sample_rate", "input_sampling_rate", "input_sampling_rate", "int"),
+    Row("sample_rate", "output_sampling_rate", "output_sampling_rate", "int"),
+]
+
+
+def official_audio_vae(keys: Keys) -> AudioVaeConfig:
+    params = keys.inner("model").inner("params")
+    dd = params.inner("ddconfig")
+    dd.must(**VAE_FIXED)
+    dd.may(**VAE_USUAL)
+    _refuse_attention(dd)
+    rates = {
+        "sampling_rate": params.need("sampling_rate"),
+        "hop_length": keys.inner("preprocessing").inner("stft").need("hop_length"),
+    }
+    return AudioVaeConfig(**read_official(DDCONFIG, dd), **read_official(RATES, Keys(rates, keys.where)))
+
+
+def _refuse_attention(keys: Keys) -> None:
+    if keys.get("attn_resolutions", None):
+        raise InputError(
+            f"{keys.where}: attn_resolutions = {keys.data['attn_resolutions']} is not supported, expected none"
+        )
+
+
+def official_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
+    ddconfig = VAE_FIXED | VAE_USUAL | write_official(DDCONFIG, a)
+    ddconfig |= {"resolution": 256, "downsample_time": False, "attn_resolutions": []}
+    stft = {"filter_length": 1024, "hop_length": a.mel_hop, "win_length": 1024, "causal": True}
+    audio = {"sampling_rate": a.sample_rate, "max_wav_value": 32768.0, "duration": 5.12, "stereo": True}
+    mel = {"n_mel_channels": a.mel_bins, "mel_fmin": 0, "mel_fmax": a.sample_rate // 2}
+    return {
+        "model": {"params": {"ddconfig": ddconfig, "sampling_rate": a.sample_rate}},
+        "preprocessing": {"audio": audio | {"causal_padding": 3}, "stft": stft, "mel": mel},
+    }
+
+
+def diffusers_audio_vae(keys: Keys) -> AudioVaeConfig:
+    keys.must(**VAE_FIXED)
+    keys.may(**VAE_USUAL, is_causal=True)
+    _refuse_attention(keys)
+    return AudioVaeConfig(**read_diffusers(DDCONFIG + RATES, keys))
+
+
+def diffusers_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
+    shared = VAE_FIXED | VAE_USUAL | write_diffusers(DDCONFIG + RATES, a)
+    more = {"is_causal": True, "attn_resolutions": None, "resolution": 256}
+    return {"_class_name": "AutoencoderKLLTX2Audio", **shared, **more}
+
+
+def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:
+    """Flat: HiFi-GAN (2.0), its rate follows from the mel rate. Nested `vocoder` and `bwe`: BigVGAN (2.3)."""
+    if "bwe" not in keys:
+        first = _official_generator(keys, "leaky_relu", audio.mel_bins)
+        return _plain(first, audio.sample_rate // audio.mel_hop * prod(first.upsample_rates))
+    bwe = keys.inner("bwe")
+    bwe.must(win_size=bwe.need("n_fft"))
+    return VocoderConfig(
+        generator=_official_generator(keys.inner("vocoder"), "snakebeta", audio.mel_bins),
+        bandwidth_extension=_official_generator(bwe, "snakebeta", bwe.number("num_mels")),
+        **read_official(EXTENSION, bwe),
+    )
+
+
+def _plain(generator: GeneratorConfig, sample_rate: int) -> VocoderConfig:
+    return VocoderConfig(generator, None, 0, 0, 0, sample_rate, sample_rate)
+
+
+def _official_generator(keys: Keys, activation: str, mel_bins: int) -> GeneratorConfig:
+    if activation == "snakebeta":
+        keys.must(activation="snakebeta")
+    keys.may(resblock="AMP1" if activation == "snakebeta" else "1", stereo=True)
+    final = "none"
+    if keys.flag("apply_final_activation", True):
+        final = "tanh" if keys.flag("use_tanh_at_final", True) else "clamp"
+    return GeneratorConfig(
+        **read_official(GENERATOR, keys),
+        in_channels=STEREO * mel_bins,
+        out_channels=STEREO,
+        activation=activation,
+        final_bias=keys.flag("use_bias_at_final", True),
+        final_activation=final,
+    )
+
+
+def official_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
+    def generator(g: GeneratorConfig) -> dict[str, Any]:
+        snake = g.activation == "snakebeta"
+        out = {"resblock": "AMP1" if snake else "1", "stereo": True, **write_official(GENERATOR, g)}
+        if snake:
+            out |= {"activation": "snakebeta", "use_tanh_at_final": False, "use_bias_at_final": g.final_bias}
+        return out | ({"apply_final_activation": False} if g.final_activation == "none" else {})
+
+    if v.bandwidth_extension is None:
+        return generator(v.generator)
+    bwe = generator(v.bandwidth_extension) | write_official(EXTENSION, v) | {"win_size": v.stft_size}
+    return {"vocoder": generator(v.generator), "bwe": bwe}
+
+
+def diffusers_vocoder(keys: Keys) -> VocoderConfig:
+    extended = keys.choice("_class_name", {"LTX2Vocoder": False, "LTX2VocoderWithBWE": True})
+    if not extended:
+        return _plain(_diffusers_generator(keys, "", "leaky_relu"), keys.number("output_sampling_rate"))
+    keys.must(window_length=keys.need("filter_length"))
+    return VocoderConfig(
+        generator=_diffusers_generator(keys, "", "snakebeta"),
+        bandwidth_extension=_diffusers_generator(keys, "bwe_", "snakebeta"),
+        **read_diffusers(EXTENSION, keys),
+    )
+
+
+def _diffusers_generator(keys: Keys, prefix: str, activation: str) -> GeneratorConfig:
+    """The first of two generators clamps whatever its config says, as the official code does.
+
+    The first released configs have no keys for activation, final activation and final bias: the class means one thing.
+    """
+    plain = activation == "leaky_relu"
+    slope = {f"{prefix}leaky_relu_negative_slope": 0.1} if plain else {}
+    keys.may(**slope, **{f"{prefix}act_fn": activation})
+    keys.may(**{f"{prefix}antialias": not plain, f"{prefix}antialias_ratio": 2, f"{prefix}antialias_kernel_size": 12})
+    finals = {"tanh": "tanh", "clamp": "clamp", None: "none"}
+    final = keys.choice(f"{prefix}final_act_fn", finals, "tanh" if plain else None)
+    return GeneratorConfig(
+        **read_diffusers(GENERATOR, keys, prefix),
+        in_channels=keys.number(f"{prefix}in_channels"),
+        out_channels=keys.number(f"{prefix}out_channels"),
+        activation=activation,
+        final_bias=keys.flag(f"{prefix}final_bias", plain),
+        final_activation=final if plain or prefix else "clamp",
+    )
+
+
+def diffusers_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
+    def generator(g: GeneratorConfig, prefix: str) -> dict[str, Any]:
+        rest = {
+            "in_channels": g.in_channels,
+            "out_channels": g.out_channels,
+            "act_fn": g.activation,
+            "leaky_relu_negative_slope": 0.1,
+            "antialias": g.activation == "snakebeta",
+            "antialias_ratio": 2,
+            "antialias_kernel_size": 12,
+            "final_act_fn": "tanh" if g.final_activation == "tanh" else None,  # the released 2.3 config says null
+            "final_bias": g.final_bias,
+        }
+        return write_diffusers(GENERATOR, g, prefix) | {prefix + key: value for key, value in rest.items()}
+
+    first = generator(v.generator, "")
+    if v.bandwidth_extension is None:
+        return {"_class_name": "LTX2Vocoder", **first, "output_sampling_rate": v.sample_rate}
+    extension = generator(v.bandwidth_extension, "bwe_") | write_diffusers(EXTENSION, v)
+    return {"_class_name": "LTX2VocoderWithBWE", **first, **extension, "window_length": v.stft_size}

@@ -1,0 +1,131 @@
+"""A JSON object that knows where it came from, and tables that spell a dataclass's fields in each layout.
+
+Decides how a missing or unsupported key is reported: one InputError with the file, the key and what was expected.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ltx2rt.errors import InputError
+
+MISSING = object()
+
+
+class Keys:
+    """Every access names the key it misses."""
+
+    def __init__(self, data: Any, where: str):
+        if not isinstance(data, Mapping):
+            raise InputError(f"{where}: expected a JSON object, found {type(data).__name__}")
+        self.data, self.where = data, where
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.data
+
+    def inner(self, key: str) -> Keys:
+        return Keys(self.need(key), f"{self.where}.{key}")
+
+    def need(self, key: str) -> Any:
+        if key not in self.data:
+            raise InputError(f"{self.where}: required key {key} is absent; pass a checkpoint with its full metadata")
+        return self.data[key]
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value, null included; `default` if the key is absent, an error if that is MISSING."""
+        return self.need(key) if default is MISSING else self.data.get(key, default)
+
+    def number(self, key: str, kind: type = int, default: Any = MISSING) -> Any:
+        """A number > 0 as `kind` (int: integral)."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or kind(value) != value:
+            raise InputError(f"{self.where}: {key} = {value!r}, expected a positive {kind.__name__}")
+        return kind(value)
+
+    def flag(self, key: str, default: Any = MISSING) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise InputError(f"{self.where}: {key} = {value!r}, expected true or false")
+        return value
+
+    def sizes(self, key: str, length: int | None = None, default: Any = MISSING) -> tuple[int, ...]:
+        value = self.get(key, default)
+        if not isinstance(value, list | tuple) or not value or length not in (None, len(value)):
+            raise InputError(f"{self.where}: {key} = {value!r}, expected {length or 'some'} integers")
+        return tuple(Keys({key: item}, self.where).number(key) for item in value)
+
+    def rows(self, key: str, default: Any = MISSING) -> tuple[tuple[int, ...], ...]:
+        value = self.get(key, default)
+        if not isinstance(value, list | tuple):
+            raise InputError(f"{self.where}: {key} = {value!r}, expected a list of lists of integers")
+        return tuple(Keys({key: row}, self.where).sizes(key) for row in value)
+
+    def choice(self, key: str, known: Mapping[Any, Any], default: Any = MISSING) -> Any:
+        value = self.get(key, default)
+        if isinstance(value, list | dict) or value not in known:
+            raise InputError(f"{self.where}: {key} = {value!r} is not supported, known: {', '.join(map(repr, known))}")
+        return known[value]
+
+    def must(self, **expected: Any) -> None:
+        """Keys that have to be there with this value."""
+        for key, value in expected.items():
+            if self.need(key) != value:
+                raise InputError(f"{self.where}: {key} = {self.data[key]!r} is not supported, expected {value!r}")
+
+    def may(self, **expected: Any) -> None:
+        """Keys whose absence means this value."""
+        self.must(**{key: value for key, value in expected.items() if key in self.data})
+
+
+def parse_json(text: str | bytes, where: str) -> Keys:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not valid JSON: {error}") from error
+    return Keys(data, where)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One field of a dataclass: its key in each layout, its kind, and what an absent key means (MISSING: an error)."""
+
+    field: str
+    official: str
+    diffusers: str
+    kind: str  # "int", "float", "flag", "sizes", "rows"
+    official_default: Any = MISSING
+    diffusers_default: Any = MISSING
+
+    def read(self, keys: Keys, key: str, default: Any) -> Any:
+        if self.kind == "flag":
+            return keys.flag(key, default)
+        if self.kind == "sizes":
+            return keys.sizes(key, default=default)
+        if self.kind == "rows":
+            return keys.rows(key, default)
+        return keys.number(key, {"int": int, "float": float}[self.kind], default)
+
+
+def read_official(rows: Iterable[Row], keys: Keys) -> dict[str, Any]:
+    return {row.field: row.read(keys, row.official, row.official_default) for row in rows}
+
+
+def read_diffusers(rows: Iterable[Row], keys: Keys, prefix: str = "") -> dict[str, Any]:
+    return {row.field: row.read(keys, prefix + row.diffusers, row.diffusers_default) for row in rows}
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_json(item) for item in value]
+    return value
+
+
+def write_official(rows: Iterable[Row], config: Any) -> dict[str, Any]:
+    return {row.official: _json(getattr(config, row.field)) for row in rows}
+
+
+def write_diffusers(rows: Iterable[Row], config: Any, prefix: str = "") -> dict[str, Any]:
+    return {prefix + row.diffusers: _json(getattr(config, row.field)) for row in rows}

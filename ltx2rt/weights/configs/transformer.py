@@ -1,0 +1,288 @@
+"""Configs of the transformer, the text projection and the connectors, in both layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ltx2rt.config import ConnectorConfig, TextConfig, TransformerConfig
+from ltx2rt.errors import InputError
+from ltx2rt.weights.configs.keys import Keys, Row, read_diffusers, read_official, write_diffusers, write_official
+
+ROWS = [
+    Row("num_layers", "num_layers", "num_layers", "int"),
+    Row("video_channels", "in_channels", "in_channels", "int"),
+    Row("audio_channels", "audio_out_channels", "audio_in_channels", "int"),
+    Row("num_heads", "num_attention_heads", "num_attention_heads", "int"),
+    Row("head_dim", "attention_head_dim", "attention_head_dim", "int"),
+    Row("audio_num_heads", "audio_num_attention_heads", "audio_num_attention_heads", "int"),
+    Row("audio_head_dim", "audio_attention_head_dim", "audio_attention_head_dim", "int"),
+    Row("caption_channels", "caption_channels", "caption_channels", "int"),
+    Row("gated_attention", "apply_gated_attention", "gated_attn", "flag", False, False),
+    Row("text_modulation", "cross_attention_adaln", "cross_attn_mod", "flag", False, False),
+    Row("ff_bias", "ff_bias", "ff_bias", "flag", True, True),
+    Row("audio_ff_bias", "audio_ff_bias", "audio_ff_bias", "flag", True, True),
+    Row("rope_theta", "positional_embedding_theta", "rope_theta", "float"),
+    Row("timestep_scale", "timestep_scale_multiplier", "timestep_scale_multiplier", "float"),
+    Row("av_gate_scale", "av_ca_timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier", "float"),
+    Row("norm_eps", "norm_eps", "norm_eps", "float"),
+]
+SWITCHES = {"ff_bias", "audio_ff_bias", "apply_gated_attention", "cross_attention_adaln"}  # official: absent if usual
+CAPTION_KEYS = {  # all four: the 2.3 feature extractor; none: the 2.0 one
+    "caption_proj_before_connector": True,
+    "caption_projection_first_linear": False,
+    "caption_proj_input_norm": False,
+    "caption_projection_second_linear": False,
+}
+OFFICIAL_FIXED = {
+    "rope_type": "split",
+    "use_middle_indices_grid": True,
+    "causal_temporal_positioning": True,
+    "qk_norm": "rms_norm",
+}
+OFFICIAL_USUAL = {
+    "dropout": 0.0,
+    "attention_bias": True,
+    "activation_fn": "gelu-approximate",
+    "num_embeds_ada_norm": 1000,
+    "use_linear_projection": False,
+    "only_cross_attention": False,
+    "double_self_attention": False,
+    "upcast_attention": False,
+    "share_ff": False,
+    "norm_elementwise_affine": False,
+    "cross_attention_norm": True,
+    "av_cross_ada_norm": True,
+    "use_audio_video_cross_attention": True,
+    "standardization_norm": "rms_norm",
+    "positional_embedding_type": "rope",
+    "use_embeddings_connector": True,
+    "connector_norm_output": True,
+}
+DIFFUSERS_FIXED = {"rope_type": "split", "causal_offset": 1, "vae_scale_factors": [8, 32, 32]}
+DIFFUSERS_USUAL = {
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "audio_patch_size": 1,
+    "audio_patch_size_t": 1,
+    "activation_fn": "gelu-approximate",
+    "qk_norm": "rms_norm_across_heads",
+    "norm_elementwise_affine": False,
+    "attention_bias": True,
+    "attention_out_bias": True,
+}
+PRECISIONS = {"float64": True, "float32": False}
+
+
+def official_transformer(keys: Keys) -> TransformerConfig:
+    _refuse_25(keys)
+    keys.must(**OFFICIAL_FIXED)
+    keys.may(**OFFICIAL_USUAL)
+    fields = read_official(ROWS, keys)
+    config = TransformerConfig(
+        **fields,
+        caption_projection=not _caption_before_connector(keys),
+        prompt_adaln=fields["text_modulation"] and keys.flag("use_prompt_adaln_single", True),
+        rope_max_pos=keys.sizes("positional_embedding_max_pos", 3),  # type: ignore[arg-type]
+        audio_rope_max_pos=keys.sizes("audio_positional_embedding_max_pos", 1)[0],
+        rope_float64_grid=keys.choice("frequencies_precision", PRECISIONS),
+    )
+    keys.must(audio_num_attention_heads=config.num_heads, out_channels=config.video_channels)
+    keys.may(audio_in_channels=config.audio_channels)
+    keys.must(cross_attention_dim=config.width, audio_cross_attention_dim=config.audio_width)
+    return config
+
+
+def _refuse_25(keys: Keys) -> None:
+    if keys.get("use_keyframes_abs_pos_embedding", False):
+        raise InputError(
+            f"{keys.where}: use_keyframes_abs_pos_embedding: LTX-2.5 is not supported, pass LTX-2.0 or 2.3"
+        )
+
+
+def _caption_before_connector(keys: Keys) -> bool:
+    present = {key: keys.data[key] for key in CAPTION_KEYS if key in keys}
+    if present and present != CAPTION_KEYS:
+        raise InputError(
+            f"{keys.where}: {present} is no known feature extractor; expected none of them or {CAPTION_KEYS}"
+        )
+    return bool(present)
+
+
+def official_text(keys: Keys, projection_in: int) -> TextConfig:
+    """projection_in: input width of the text projection, = Gemma's hidden size x (layers + 1)."""
+    hidden = keys.number("caption_channels")
+    if projection_in % hidden:
+        raise InputError(
+            f"{keys.where}: the text projection takes {projection_in}, no multiple of caption_channels = {hidden}"
+        )
+    per_token = _caption_before_connector(keys)
+
+    def connector(prefix: str) -> ConnectorConfig:
+        def size(name: str) -> int:
+            own = f"{prefix}connector_{name}"
+            return keys.number(own if own in keys else f"connector_{name}")
+
+        return ConnectorConfig(
+            num_heads=size("num_attention_heads"),
+            head_dim=size("attention_head_dim"),
+            num_layers=size("num_layers"),
+            num_registers=keys.number("connector_num_learnable_registers"),
+            gated_attention=keys.flag("connector_apply_gated_attention", False),
+            ff_bias=keys.flag("connector_ff_bias", True),
+        )
+
+    return TextConfig(
+        gemma_hidden=hidden,
+        num_states=projection_in // hidden,
+        per_token_norm=per_token,
+        projection_bias=per_token,
+        video=connector(""),
+        audio=connector("audio_"),
+        rope_theta=keys.number("positional_embedding_theta", float),
+        rope_max_pos=keys.sizes("connector_positional_embedding_max_pos", 1)[0],
+        rope_float64_grid=keys.choice("frequencies_precision", PRECISIONS),
+        norm_eps=keys.number("norm_eps", float),
+    )
+
+
+def official_transformer_json(transformer: TransformerConfig, text: TextConfig) -> dict[str, Any]:
+    t, video, audio = transformer, text.video, text.audio
+    out = {"_class_name": "AVTransformer3DModel", **OFFICIAL_FIXED, **OFFICIAL_USUAL}
+    out |= {"attention_type": "default", "num_vector_embeds": None, "norm_num_groups": 32}
+    out |= {key: value for key, value in write_official(ROWS, t).items() if key not in SWITCHES}
+    out |= {
+        "timestep_scale_multiplier": int(t.timestep_scale),
+        "out_channels": t.video_channels,
+        "cross_attention_dim": t.width,
+        "audio_cross_attention_dim": t.audio_width,
+        "positional_embedding_max_pos": list(t.rope_max_pos),
+        "audio_positional_embedding_max_pos": [t.audio_rope_max_pos],
+        "frequencies_precision": "float64" if t.rope_float64_grid else "float32",
+        "connector_num_attention_heads": video.num_heads,
+        "connector_attention_head_dim": video.head_dim,
+        "connector_num_layers": video.num_layers,
+        "connector_num_learnable_registers": video.num_registers,
+        "connector_positional_embedding_max_pos": [text.rope_max_pos],
+    }
+    if not t.caption_projection:
+        out |= CAPTION_KEYS | {
+            "cross_attention_adaln": t.text_modulation,
+            "apply_gated_attention": t.gated_attention,
+            "connector_apply_gated_attention": video.gated_attention,
+            "audio_connector_num_attention_heads": audio.num_heads,
+            "audio_connector_attention_head_dim": audio.head_dim,
+            "audio_connector_num_layers": audio.num_layers,
+            "text_encoder_norm_type": "per_token_rms",
+        }
+    switches = {
+        "use_prompt_adaln_single": t.prompt_adaln or not t.text_modulation,
+        "ff_bias": t.ff_bias,
+        "audio_ff_bias": t.audio_ff_bias,
+        "connector_ff_bias": video.ff_bias,
+    }
+    return out | {key: value for key, value in switches.items() if not value}
+
+
+def diffusers_transformer(keys: Keys) -> TransformerConfig:
+    """`perturbed_attn` is ignored: it says whether diffusers runs STG, which every checkpoint supports."""
+    _refuse_25(keys)
+    keys.must(**DIFFUSERS_FIXED)
+    keys.may(**DIFFUSERS_USUAL)
+    fields = read_diffusers(ROWS, keys)
+    config = TransformerConfig(
+        **fields,
+        caption_projection=keys.flag("use_prompt_embeddings", True),
+        prompt_adaln=fields["text_modulation"] and keys.flag("use_prompt_adaln_single", True),
+        rope_max_pos=(keys.number("pos_embed_max_pos"), keys.number("base_height"), keys.number("base_width")),
+        audio_rope_max_pos=keys.number("audio_pos_embed_max_pos"),
+        rope_float64_grid=keys.flag("rope_double_precision"),
+    )
+    keys.may(audio_gated_attn=config.gated_attention, audio_cross_attn_mod=config.text_modulation)
+    keys.may(out_channels=config.video_channels, audio_out_channels=config.audio_channels)
+    keys.must(cross_attention_dim=config.width, audio_cross_attention_dim=config.audio_width)
+    return config
+
+
+def diffusers_transformer_json(t: TransformerConfig) -> dict[str, Any]:
+    return {
+        "_class_name": "LTX2VideoTransformer3DModel",
+        **DIFFUSERS_FIXED,
+        **DIFFUSERS_USUAL,
+        **write_diffusers(ROWS, t),
+        "timestep_scale_multiplier": int(t.timestep_scale),
+        "cross_attn_timestep_scale_multiplier": int(t.av_gate_scale),
+        "out_channels": t.video_channels,
+        "audio_out_channels": t.audio_channels,
+        "cross_attention_dim": t.width,
+        "audio_cross_attention_dim": t.audio_width,
+        "use_prompt_embeddings": t.caption_projection,
+        "audio_gated_attn": t.gated_attention,
+        "audio_cross_attn_mod": t.text_modulation,
+        "use_prompt_adaln_single": t.prompt_adaln or not t.text_modulation,
+        "perturbed_attn": t.text_modulation,  # as the released configs: true in 2.3 only
+        "pos_embed_max_pos": t.rope_max_pos[0],
+        "base_height": t.rope_max_pos[1],
+        "base_width": t.rope_max_pos[2],
+        "audio_pos_embed_max_pos": t.audio_rope_max_pos,
+        "rope_double_precision": t.rope_float64_grid,
+        "audio_scale_factor": 4,
+        "audio_sampling_rate": 16000,
+        "audio_hop_length": 160,
+    }
+
+
+def diffusers_text(keys: Keys, transformer: TransformerConfig) -> TextConfig:
+    keys.must(rope_type="split")
+    keys.may(causal_temporal_positioning=False)
+    per_token = keys.flag("per_modality_projections", False)
+    if per_token:
+        keys.must(video_hidden_dim=transformer.width, audio_hidden_dim=transformer.audio_width)
+
+    def connector(prefix: str) -> ConnectorConfig:
+        return ConnectorConfig(
+            num_heads=keys.number(f"{prefix}_connector_num_attention_heads"),
+            head_dim=keys.number(f"{prefix}_connector_attention_head_dim"),
+            num_layers=keys.number(f"{prefix}_connector_num_layers"),
+            num_registers=keys.number(f"{prefix}_connector_num_learnable_registers"),
+            gated_attention=keys.flag(f"{prefix}_gated_attn", False),
+            ff_bias=True,
+        )
+
+    return TextConfig(
+        gemma_hidden=keys.number("caption_channels"),
+        num_states=keys.number("text_proj_in_factor"),
+        per_token_norm=per_token,
+        projection_bias=keys.flag("proj_bias", False),
+        video=connector("video"),
+        audio=connector("audio"),
+        rope_theta=keys.number("rope_theta", float),
+        rope_max_pos=keys.number("connector_rope_base_seq_len"),
+        rope_float64_grid=keys.flag("rope_double_precision"),
+        norm_eps=transformer.norm_eps,
+    )
+
+
+def diffusers_text_json(text: TextConfig, transformer: TransformerConfig) -> dict[str, Any]:
+    out = {
+        "_class_name": "LTX2TextConnectors",
+        "caption_channels": text.gemma_hidden,
+        "text_proj_in_factor": text.num_states,
+        "per_modality_projections": text.per_token_norm,
+        "proj_bias": text.projection_bias,
+        "video_hidden_dim": transformer.width,
+        "audio_hidden_dim": transformer.audio_width,
+        "connector_rope_base_seq_len": text.rope_max_pos,
+        "rope_theta": text.rope_theta,
+        "rope_type": "split",
+        "rope_double_precision": text.rope_float64_grid,
+        "causal_temporal_positioning": False,
+    }
+    for prefix, connector in (("video", text.video), ("audio", text.audio)):
+        out |= {
+            f"{prefix}_connector_num_attention_heads": connector.num_heads,
+            f"{prefix}_connector_attention_head_dim": connector.head_dim,
+            f"{prefix}_connector_num_layers": connector.num_layers,
+            f"{prefix}_connector_num_learnable_registers": connector.num_registers,
+            f"{prefix}_gated_attn": connector.gated_attention,
+        }
+    return out

@@ -1,0 +1,209 @@
+"""Configs of the video autoencoder, in both layouts."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ltx2rt.config import VaeStage, VideoVaeConfig
+from ltx2rt.errors import InputError
+from ltx2rt.weights.configs.keys import Keys
+
+STRIDES = {"space": (1, 2, 2), "time": (2, 1, 1), "all": (2, 2, 2)}
+STRIDE_WORDS = {stride: word for word, stride in STRIDES.items()}
+DIFFUSERS_STRIDES = {"spatial": (1, 2, 2), "temporal": (2, 1, 1), "spatiotemporal": (2, 2, 2)}
+DIFFUSERS_STRIDE_WORDS = {stride: word for word, stride in DIFFUSERS_STRIDES.items()}
+PADDINGS = {"zeros": "zeros", "reflect": "reflect"}
+OFFICIAL_VAE_FIXED = {"timestep_conditioning": False}
+OFFICIAL_VAE_USUAL = {
+    "_class_name": "CausalVideoAutoencoder",
+    "dims": 3,
+    "in_channels": 3,
+    "out_channels": 3,
+    "scaling_factor": 1.0,
+    "norm_layer": "pixel_norm",
+    "latent_log_var": "uniform",
+    "use_quant_conv": False,
+    "causal_decoder": False,
+    "normalize_latent_channels": False,
+}
+
+
+def official_video_vae(keys: Keys) -> VideoVaeConfig:
+    """Encoder blocks apply in the order listed, decoder blocks in the reverse order."""
+    if keys.get("_class_name", None) == "CausalDiffusionVAE":
+        raise InputError(f"{keys.where}: the diffusion VAE of LTX-2.5 is not supported, pass a convolutional one")
+    keys.must(**OFFICIAL_VAE_FIXED)
+    keys.may(**OFFICIAL_VAE_USUAL)
+    channels = keys.number("encoder_base_channels")
+    encoder = []
+    for name, block in _blocks(keys, "encoder_blocks"):
+        stage = _official_stage(name, block, "_res", channels, encode=True)
+        encoder.append(stage)
+        channels = stage.out_channels
+    blocks = _blocks(keys, "decoder_blocks")[::-1]
+    factors = [block.number("multiplier", default=1) for name, block in blocks if name != "res_x"]
+    channels = keys.number("decoder_base_channels") * prod(factors)
+    decoder = []
+    for name, block in blocks:
+        stage = _official_stage(name, block, "", channels, encode=False)
+        decoder.append(stage)
+        channels = stage.out_channels
+    padding = keys.choice("spatial_padding_mode", PADDINGS | {None: None}, None)
+    return VideoVaeConfig(
+        latent_channels=keys.number("latent_channels"),
+        patch_size=keys.number("patch_size"),
+        encoder=tuple(encoder),
+        decoder=tuple(decoder),
+        encoder_padding=padding or keys.choice("encoder_spatial_padding_mode", PADDINGS, "zeros"),
+        decoder_padding=padding or "reflect",
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+
+
+def _blocks(keys: Keys, key: str) -> list[tuple[str, Keys]]:
+    blocks = keys.need(key)
+    where = f"{keys.where}.{key}"
+    if not isinstance(blocks, list) or not all(isinstance(block, list) and len(block) == 2 for block in blocks):
+        raise InputError(f"{where}: expected a list of [name, parameters]")
+    out = [(str(n), Keys({"num_layers": p} if isinstance(p, int) else p, f"{where}.{n}")) for n, p in blocks]
+    names = [name for name, _ in out]
+    if not names or any((name == "res_x") != (i % 2 == 0) for i, name in enumerate(names)) or len(names) % 2 == 0:
+        raise InputError(f"{where}: {names}, expected res_x blocks with one compress_* between each two")
+    return out
+
+
+def _official_stage(name: str, block: Keys, suffix: str, channels: int, *, encode: bool) -> VaeStage:
+    block.may(inject_noise=False)
+    if name == "res_x":
+        return VaeStage("res", channels, channels, num_layers=block.number("num_layers"))
+    names = {f"compress_{word}{suffix}": stride for word, stride in STRIDES.items()}
+    stride = Keys({"block": name}, block.where).choice("block", names)
+    multiplier = block.number("multiplier", default=2 if encode else 1)
+    out = channels * multiplier if encode else channels // multiplier
+    residual = not encode and name == "compress_all" and block.flag("residual", False)
+    return VaeStage("sample", channels, out, stride=stride, residual=residual)
+
+
+def official_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:
+    def block(stage: VaeStage, suffix: str) -> list[Any]:
+        if stage.kind == "res":
+            return ["res_x", {"num_layers": stage.num_layers}]
+        large, small = max(stage.channels, stage.out_channels), min(stage.channels, stage.out_channels)
+        parameters = {"multiplier": large // small} | ({"residual": True} if stage.residual else {})
+        return [f"compress_{STRIDE_WORDS[stage.stride]}{suffix}", parameters]
+
+    out = OFFICIAL_VAE_USUAL | OFFICIAL_VAE_FIXED
+    out |= {
+        "latent_channels": v.latent_channels,
+        "patch_size": v.patch_size,
+        "encoder_blocks": [block(stage, "_res") for stage in v.encoder],
+        "decoder_blocks": [block(stage, "") for stage in reversed(v.decoder)],
+        "encoder_base_channels": v.encoder[0].channels,
+        "decoder_base_channels": v.decoder[-1].channels,
+    }
+    if v.decoder_padding == "zeros":  # 2.0 has no such key: its absence means reflect in the decoder
+        out["spatial_padding_mode"] = "zeros"
+    return out
+
+
+DIFFUSERS_VAE_USUAL = {"in_channels": 3, "out_channels": 3, "patch_size_t": 1, "scaling_factor": 1.0}
+
+
+def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
+    """The encoder's first width is the number of latent channels; decoder lists are reversed except upsample_type.
+
+    The first released configs have no upsample_type: every stage doubled all three axes.
+    """
+    keys.may(**DIFFUSERS_VAE_USUAL)
+    keys.must(timestep_conditioning=False)
+    latent = keys.number("latent_channels")
+
+    def per_stage(key: str, count: int, default: Any) -> list[Any]:
+        value = keys.get(key, default)
+        value = value if isinstance(value, list | tuple) else [value] * count
+        if len(value) != count:
+            raise InputError(f"{keys.where}: {key} has {len(value)} entries, expected {count}")
+        return list(value)
+
+    def strides(key: str, count: int) -> list[tuple[int, int, int]]:
+        words = per_stage(key, count, "spatiotemporal" if key == "upsample_type" else keys.need(key))
+        return [Keys({key: word}, keys.where).choice(key, DIFFUSERS_STRIDES) for word in words]
+
+    widths, layers = keys.sizes("block_out_channels"), keys.sizes("layers_per_block")
+    encoder, channels = [], latent
+    for width, num_layers, stride in zip(widths, layers, strides("downsample_type", len(widths)), strict=False):
+        encoder.append(VaeStage("res", channels, channels, num_layers=num_layers))
+        encoder.append(VaeStage("sample", channels, width, stride=stride))
+        channels = width
+    encoder.append(VaeStage("res", channels, channels, num_layers=layers[-1]))
+
+    widths = keys.sizes("decoder_block_out_channels")[::-1]
+    count = len(widths)
+    decoder_layers = keys.sizes("decoder_layers_per_block")[::-1]
+    factors = per_stage("upsample_factor", count, keys.sizes("upsample_factor"))[::-1]
+    residuals = per_stage("upsample_residual", count, keys.need("upsample_residual"))[::-1]
+    if len(layers) != len(encoder) // 2 + 1 or len(decoder_layers) != count + 1:
+        raise InputError(f"{keys.where}: layers_per_block must have one entry more than block_out_channels")
+    for key in ("spatio_temporal_scaling", "decoder_spatio_temporal_scaling"):
+        if not all(per_stage(key, count if key.startswith("decoder") else len(encoder) // 2, True)):
+            raise InputError(f"{keys.where}: {key} = {keys.data[key]!r} is not supported, expected all true")
+    if any(per_stage("decoder_inject_noise", count + 1, False)):
+        raise InputError(f"{keys.where}: decoder_inject_noise is not supported, expected all false")
+    channels = widths[0]
+    decoder = [VaeStage("res", channels, channels, num_layers=decoder_layers[0])]
+    for i, stride in enumerate(strides("upsample_type", count)):
+        out = widths[i] // factors[i]
+        if channels != out * factors[i]:
+            raise InputError(
+                f"{keys.where}: decoder stage {i} gets {channels} channels, its lists say {out * factors[i]}"
+            )
+        decoder.append(VaeStage("sample", channels, out, stride=stride, residual=bool(residuals[i])))
+        decoder.append(VaeStage("res", out, out, num_layers=decoder_layers[i + 1]))
+        channels = out
+    return VideoVaeConfig(
+        latent_channels=latent,
+        patch_size=keys.number("patch_size"),
+        encoder=tuple(encoder),
+        decoder=tuple(decoder),
+        encoder_padding=keys.choice("encoder_spatial_padding_mode", PADDINGS),
+        decoder_padding=keys.choice("decoder_spatial_padding_mode", PADDINGS),
+        encoder_causal=keys.flag("encoder_causal"),
+        decoder_causal=keys.flag("decoder_causal"),
+    )
+
+
+def diffusers_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:
+    if v.encoder[0].channels != v.latent_channels:
+        raise InputError(
+            f"diffusers ties the encoder's first width to the latent channels, {v.latent_channels}; "
+            f"found {v.encoder[0].channels}"
+        )
+    downs, ups = v.encoder[1::2], v.decoder[1::2]
+    return {
+        "_class_name": "AutoencoderKLLTX2Video",
+        **DIFFUSERS_VAE_USUAL,
+        "latent_channels": v.latent_channels,
+        "patch_size": v.patch_size,
+        "block_out_channels": [stage.out_channels for stage in downs],
+        "down_block_types": ["LTX2VideoDownBlock3D"] * len(downs),
+        "layers_per_block": [stage.num_layers for stage in v.encoder[::2]],
+        "spatio_temporal_scaling": [True] * len(downs),
+        "downsample_type": [DIFFUSERS_STRIDE_WORDS[stage.stride] for stage in downs],
+        "decoder_block_out_channels": [stage.channels for stage in reversed(ups)],
+        "decoder_layers_per_block": [stage.num_layers for stage in v.decoder[::-2]],
+        "decoder_spatio_temporal_scaling": [True] * len(ups),
+        "decoder_inject_noise": [False] * (len(ups) + 1),
+        "upsample_type": [DIFFUSERS_STRIDE_WORDS[stage.stride] for stage in ups],
+        "upsample_factor": [stage.channels // stage.out_channels for stage in reversed(ups)],
+        "upsample_residual": [stage.residual for stage in reversed(ups)],
+        "timestep_conditioning": False,
+        "encoder_causal": v.encoder_causal,
+        "decoder_causal": v.decoder_causal,
+        "encoder_spatial_padding_mode": v.encoder_padding,
+        "decoder_spatial_padding_mode": v.decoder_padding,
+        "resnet_norm_eps": 1e-6,
+        "spatial_compression_ratio": v.space_factor,
+        "temporal_compression_ratio": v.time_factor,
+    }
