@@ -89,7 +89,9 @@ class TextConfig:
 
     gemma_hidden: int
     num_states: int  # Gemma layers + 1
-    per_token_norm: bool  # 2.3: RMS per token and layer, one projection with bias per modality; 2.0: one shared, min-max
+    per_token_norm: (
+        bool  # 2.3: RMS per token and layer, one projection with bias per modality; 2.0: one shared, min-max
+    )
     projection_bias: bool
     video: ConnectorConfig
     audio: ConnectorConfig

@@ -6,7 +6,7 @@ Decides the names, shapes and axes of the tensors of every component (a table), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +27,9 @@ Arrays = dict[str, np.ndarray]
 class Component:
     """One row of the table. inputs, optional: name -> axes; an int is a size, a word takes the first size it meets."""
 
-    inputs: dict[str, tuple[str | int, ...]]
+    inputs: Mapping[str, tuple[str | int, ...]]
     run: Callable[[Networks, ProbeRequest, Arrays], Arrays]
-    optional: dict[str, tuple[str | int, ...]] | None = None
+    optional: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
 
 def run(request: ProbeRequest) -> None:
@@ -57,7 +57,7 @@ def run(request: ProbeRequest) -> None:
 def read_inputs(path: Path, name: str, component: Component) -> Arrays:
     """The file's tensors, checked by name and shape against the table. int stays int32, all else becomes float32."""
     file = TensorFile(path)
-    known = component.inputs | (component.optional or {})
+    known = {**component.inputs, **component.optional}
     found = set(file.names())
     if unknown := sorted(found - known.keys()):
         raise InputError(f"{path}: probe {name} has no input {', '.join(unknown)}; it reads {', '.join(known)}")

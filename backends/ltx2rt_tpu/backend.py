@@ -40,7 +40,7 @@ def _copy(out: np.ndarray, array: np.ndarray) -> None:
 class Program:
     """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
 
-    def __init__(self, graph: Graph, device: jax.Device, unrolled: bool):
+    def __init__(self, graph: Graph, device: Any, unrolled: bool):
         self.graph, self.jax_device, self.unrolled = graph, device, unrolled
         self.names = list(graph.all_params())
         self.function = jax.jit(self._run)
@@ -112,7 +112,7 @@ class TpuBackend:
         self.versions = {"jax": jax.__version__}
 
     @staticmethod
-    def _find(device: str) -> jax.Device:
+    def _find(device: str) -> Any:
         if device != "cpu":
             try:
                 return jax.devices("tpu")[0]

@@ -253,7 +253,8 @@ def expand(x: Type, *, axis: str, size: int, before: str | None = None):
 
 
 def _numpy_pad(x, widths, mode):
-    return np.pad(x, widths, mode={"zeros": "constant"}.get(mode, mode))
+    kind: Any = {"zeros": "constant"}.get(mode, mode)
+    return np.pad(x, widths, mode=kind)
 
 
 @op(_numpy_pad)

@@ -32,7 +32,7 @@ class Ops:
         self.graph.inputs[name] = value
         return value
 
-    def param(self, name: str, *, dtype: str | None = None, **sizes: int) -> Value:
+    def param(self, name: str, *, dtype: Any = None, **sizes: int) -> Value:
         """Declare a parameter in the checkpoint's shape; keyword order is axis order."""
         return self._param(name, tuple(sizes), tuple(sizes.values()), dtype)
 

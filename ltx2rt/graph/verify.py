@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ltx2rt.errors import GraphError
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Graph, Node, Repeat, Type
 from ltx2rt.graph.ops import OPS
 
 
@@ -20,10 +20,7 @@ def verify(graph: Graph) -> None:
         if node.op == "repeat":
             repeat = node.plan["repeat"]
             verify(repeat.body)
-            if len(repeat.body.inputs) != len(node.inputs):
-                raise GraphError(
-                    f"{graph.name}: repeat passes {len(node.inputs)} operands to {len(repeat.body.inputs)} inputs"
-                )
+            _verify_repeat(graph.name, node, repeat)
         else:
             type, plan = OPS[node.op].rule(*(v.type for v in node.inputs), **node.attrs)
             if type != node.outputs[0].type or plan.keys() != node.plan.keys():
@@ -32,3 +29,25 @@ def verify(graph: Graph) -> None:
     for name, value in graph.outputs.items():
         if id(value) not in known:
             raise GraphError(f"{graph.name}: output {name} is not defined in this graph")
+
+
+def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
+    """Operands fit the body's inputs, results its outputs; data and per-iteration outputs lead with "layers"."""
+    inputs, outputs = repeat.body.inputs, repeat.body.outputs
+    if len(inputs) != len(node.inputs):
+        raise GraphError(f"{where}: repeat passes {len(node.inputs)} operands to {len(inputs)} inputs")
+    if len(outputs) != len(node.outputs):
+        raise GraphError(f"{where}: repeat has {len(node.outputs)} results of {len(outputs)} outputs")
+
+    def stacked(type: Type) -> Type:
+        return Type(("layers", *type.axes), (repeat.count, *type.shape), type.dtype)
+
+    first_data = repeat.num_carries + repeat.num_invariants
+    for i, (value, (name, inner)) in enumerate(zip(node.inputs, inputs.items(), strict=True)):
+        expected = inner.type if i < first_data else stacked(inner.type)
+        if value.type != expected:
+            raise GraphError(f"{where}: repeat passes {value.name}: {value.type} to {name}: {expected}")
+    for i, (value, (name, inner)) in enumerate(zip(node.outputs, outputs.items(), strict=True)):
+        expected = inner.type if i < repeat.num_carries else stacked(inner.type)
+        if value.type != expected:
+            raise GraphError(f"{where}: repeat gives {name}: {expected}, typed {value.type}")

@@ -183,14 +183,14 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
     # Rows of the cross-modal tables are scale first: 0,1 scale and shift for a2v; 2,3 for v2a; 4 the gate.
     cv, ca = (mod(f"{s}_cross_mod", f"scale_shift_table_a2v_ca_{s}") for s in ("video", "audio"))
     (gv,), (ga,) = (mod(f"{s}_gate_mod", f"scale_shift_table_a2v_ca_{s}", start=4) for s in ("video", "audio"))
-    cross = dict(eps=eps, gated=gated, heads=config.audio_num_heads, head_dim=config.audio_head_dim)
+    heads = (config.audio_num_heads, config.audio_head_dim)
     dv = attention(
         o.under("audio_to_video_attn"), o.modulate(nv, cv[0], cv[1]), o.modulate(na, ca[0], ca[1]),
-        rope=rope("video_cross"), context_rope=rope("audio_cross"), **cross,
+        *heads, eps=eps, gated=gated, rope=rope("video_cross"), context_rope=rope("audio_cross"),
     )  # fmt: skip
     da = attention(
         o.under("video_to_audio_attn"), o.modulate(na, ca[2], ca[3]), o.modulate(nv, cv[2], cv[3]),
-        rope=rope("audio_cross"), context_rope=rope("video_cross"), **cross,
+        *heads, eps=eps, gated=gated, rope=rope("audio_cross"), context_rope=rope("video_cross"),
     )  # fmt: skip
     for name, delta, gate, keep in (("video", dv, gv, "a2v_keep"), ("audio", da, ga, "v2a_keep")):
         delta = o.mul(delta, gate)

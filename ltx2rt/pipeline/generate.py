@@ -95,7 +95,7 @@ def make_plan(request: Request, checkpoint: Checkpoint, backend: Backend) -> Pla
         found = checkpoint.distilled_lora()
     stages = tuple(_plan_stage(networks, request, s) for s in plan_stages(request, found))
     last = stages[-1].geometry
-    tiling = plan_tiles(request.options.vae_tiling, last.video_shape[2:], checkpoint.config.video_vae)
+    tiling = plan_tiles(request.options.vae_tiling, (last.frames, last.rows, last.columns), checkpoint.config.video_vae)
     graphs: dict[str, Graph] = {"text-encoder": networks.text_graph(_num_prompts(stages))}
     checkpoint.require_tokenizer()
     if request.images:
@@ -176,8 +176,8 @@ def _check_memory(
             advice.append("--stage-weights reload")
         advice.append("fewer frames or a smaller size")
         raise InputError(
-            f"no room on {device.name}: this run needs {needed / 1e9:.2f} GB "
-            f"({(text + rest) / 1e9:.2f} weights, {peak / 1e9:.2f} activations), {free / 1e9:.2f} GB are free; "
+            f"no room on {device.name}: this run needs {needed / 1e9:.3g} GB "
+            f"({(text + rest) / 1e9:.3g} weights, {peak / 1e9:.3g} activations), {free / 1e9:.3g} GB are free; "
             f"try {' or '.join(advice)}"
         )
 
@@ -185,6 +185,7 @@ def _check_memory(
 def generate(plan: Plan) -> None:
     """Run the plan, write its files, print the closing line."""
     request, networks = plan.request, plan.networks
+    assert request.seed is not None, "the request is not resolved"
     device = networks.backend.device()
     watch = Stopwatch(synchronize=networks.backend.synchronize)
     networks.loading = lambda: watch.apart("load")
@@ -210,7 +211,6 @@ def generate(plan: Plan) -> None:
     if request.latents_out:
         write_arrays(request.latents_out, latents.record)
     if request.report:
-        assert request.seed is not None
         facts = watch.report(
             seed=request.seed,
             settings=request.settings,
@@ -350,6 +350,7 @@ def _noise(request: Request, stream: str, shape: tuple[int, ...]) -> np.ndarray:
 def _frames(plan: Plan, watch: Stopwatch, latents: Latents) -> Iterator[np.ndarray]:
     """Finished chunks of frames f32[3,n,H,W], while the decoder works on the next tiles."""
     networks = plan.networks
+    assert latents.video is not None
     networks.weights("video-decoder", plan.graphs["video-decoder"])
     with watch.stage("decode", len(plan.tiling.frames)) as done:
         for chunk in decode_tiles(latents.video, plan.tiling, networks.decode_tile, networks.backend.to_host):

@@ -143,13 +143,13 @@ class Networks:
     def upsampler_graph(self, shape: tuple[int, ...]) -> Graph:
         self.checkpoint.source("upsampler")
         assert self.config.upsampler is not None
-        return upsampler.trace(self.config.upsampler, shape[0], *shape[2:], self.dtype)
+        return upsampler.trace(self.config.upsampler, shape[0], shape[2], shape[3], shape[4], self.dtype)
 
     def decoder_graph(self, shape: tuple[int, ...]) -> Graph:
-        return video_vae.trace_decoder(self.config.video_vae, shape[0], *shape[2:], self.dtype)
+        return video_vae.trace_decoder(self.config.video_vae, shape[0], shape[2], shape[3], shape[4], self.dtype)
 
     def encoder_graph(self, shape: tuple[int, ...]) -> Graph:
-        return video_vae.trace_encoder(self.config.video_vae, shape[0], *shape[2:], self.dtype)
+        return video_vae.trace_encoder(self.config.video_vae, shape[0], shape[2], shape[3], shape[4], self.dtype)
 
     def audio_graph(self, batch: int, latents: int) -> Graph:
         return audio_vae.trace_decoder(self.config.audio_vae, batch, latents, self.dtype)
@@ -189,6 +189,7 @@ class Networks:
 
     def encode_text(self, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
         """hidden_states [B,S,D,N+1], video_context and audio_context [B,S,C], for tokens and mask [B,S]."""
+        assert self.config.gemma is not None, "no Gemma"
         feeds = text_encoder.feeds(self.config.gemma, self.config.text, token_ids, mask)
         outputs = self.run("text-encoder", lambda: self.text_graph(*token_ids.shape), token_ids.shape, feeds)
         return {name: self.backend.to_host(x) for name, x in outputs.items()}
