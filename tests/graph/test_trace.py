@@ -1,0 +1,158 @@
+"""Model text becomes a typed graph, or an error that speaks axis names before any weight is read."""
+
+import pytest
+
+from ltx2rt.errors import GraphError
+from ltx2rt.graph import ParamSpec, trace
+from ltx2rt.graph.ops import OPS
+
+
+def graph_of(model, dtype="float32"):
+    return trace("net", model, dtype)
+
+
+def x_of(o, name="x", dtype=None, **sizes):
+    return o.input(name, dtype, **(sizes or {"B": 2, "tokens": 5, "D": 6}))
+
+
+def refused(model, message: str):
+    with pytest.raises(GraphError, match=message):
+        graph_of(lambda o: {"y": model(o)})
+
+
+def test_contraction_mismatch_names_both_sides_axes():
+    def model(o):
+        weight = o.param("ff.net.2.weight", **{"D": 4, "heads*head_dim": 6})
+        return o.emit("linear", x_of(o), weight, contract=("D",), out={"D": 4})
+
+    refused(model, r"net: linear: input ends in \('D',\), weight contracts \('heads', 'head_dim'\) \(operands: x, ff")
+
+
+def test_contraction_of_the_wrong_size_names_the_types():
+    def model(o):
+        weight = o.param("w", out=4, D=7)
+        return o.emit("linear", x_of(o), weight, contract=("D",), out={"out": 4})
+
+    refused(model, r"f32\[B=2, tokens=5, D=6\] does not fit weight f32\[out=4, D=7\]")
+
+
+def test_error_names_the_parameter_prefix():
+    refused(lambda o: o.under("blocks.3").add(x_of(o), x_of(o, "y", tokens=4)), r"^blocks\.3\.: add: axis tokens is 5 ")
+
+
+def test_dtype_mismatch_asks_for_a_cast():
+    refused(
+        lambda o: o.mul(x_of(o), x_of(o, "y", "bfloat16", D=6)),
+        r"operands differ in dtype: f32\[.*\], bf16\[D=6\]; cast first",
+    )
+    refused(lambda o: o.take(x_of(o), x_of(o, "i", picked=3), axis="tokens"), "expected int32")
+
+
+def test_broadcast_needs_the_wide_operands_order():
+    refused(lambda o: o.add(x_of(o), x_of(o, "y", D=6, tokens=5)), "does not fit the axes")
+    refused(lambda o: o.add(x_of(o), x_of(o, "y", heads=6)), "does not fit the axes")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda o: o.split(x_of(o), axis="D", into={"heads": 4, "head_dim": 2}),
+        lambda o: o.merge(x_of(o), axes=("B", "D"), into="both"),
+        lambda o: o.transpose(x_of(o), axes=("B", "D")),
+        lambda o: o.slice(x_of(o), axis="tokens", start=2, stop=6),
+        lambda o: o.at(x_of(o), axis="tokens", index=5),
+        lambda o: o.concat(x_of(o), x_of(o, "y", B=2, tokens=5, D=7), axis="tokens"),
+        lambda o: o.stack(x_of(o), x_of(o, "y", B=2, tokens=4, D=6), axis="n", dim=0),
+        lambda o: o.pad(x_of(o), mode="reflect", tokens=(5, 0)),
+        lambda o: o.pad(x_of(o), mode="wrap", tokens=(1, 0)),
+        lambda o: o.pad(x_of(o), rows=(1, 0)),
+        lambda o: o.sum(x_of(o), over=("rows",)),
+        lambda o: o.take(x_of(o), x_of(o, "i", "int32", D=3), axis="tokens"),
+        lambda o: o.group_norm(x_of(o, B=1, channels=6, time=2), "n", groups=4, eps=1e-5),
+        lambda o: o.rope(x_of(o), x_of(o, "cos", pairs=2), x_of(o, "sin", pairs=2)),
+    ],
+)
+def test_illegal_shape_is_refused_when_traced(model):
+    refused(model, "net: ")
+
+
+def test_masked_self_attention_must_tell_queries_and_keys_apart():
+    def model(o):
+        q = x_of(o, B=1, tokens=4, heads=2, head_dim=3)
+        return o.attention(q, q, q, x_of(o, "mask", tokens=4, keys=4), scale=1.0)
+
+    refused(model, "tokens names queries and keys; rename the keys")
+
+
+def test_unknown_op_lists_the_table():
+    with pytest.raises(AttributeError, match=r"o\.softmax: no such op; the table has add, affine, .*transpose"):
+        graph_of(lambda o: {"y": o.softmax(x_of(o))})
+
+
+def test_input_declared_twice_is_refused():
+    refused(lambda o: o.add(x_of(o), x_of(o)), "net: input x is declared twice")
+
+
+def test_parameter_declared_twice_is_shared_if_alike_and_refused_if_not():
+    graph = graph_of(lambda o: {"y": o.add(o.param("table", D=3), o.param("table", D=3))})
+    assert list(graph.params) == ["table"]
+    refused(
+        lambda o: o.add(o.param("table", D=3), o.param("table", D=4)),
+        r"table: declared as f32\[D=3\] and as f32\[D=4\]",
+    )
+
+
+def test_parameters_of_a_repeat_are_listed_under_concrete_names():
+    def block(o, carry, invariant, data):
+        return {"x": o.linear(o.rms_norm(carry["x"], "norm", over=("D",), eps=1e-6), "to_q", {"D": 6}, bias=False)}, {}
+
+    def model(o):
+        o = o.under("model")
+        x, _ = o.repeat(block, 2, {"x": o.linear(x_of(o), "in", {"D": 6})}, prefix="layers.*.")
+        return {"y": x["x"]}
+
+    assert graph_of(model, "bfloat16").parameters() == {
+        "model.in.weight": ParamSpec((6, 6), "bfloat16"),
+        "model.in.bias": ParamSpec((6,), "bfloat16"),
+        "model.layers.0.norm.weight": ParamSpec((6,), "bfloat16"),
+        "model.layers.1.norm.weight": ParamSpec((6,), "bfloat16"),
+        "model.layers.0.to_q.weight": ParamSpec((6, 6), "bfloat16"),
+        "model.layers.1.to_q.weight": ParamSpec((6, 6), "bfloat16"),
+    }
+
+
+def test_walk_counts_the_executions_of_a_body():
+    def block(o, carry, invariant, data):
+        return {"x": o.square(carry["x"])}, {}
+
+    graph = graph_of(lambda o: {"y": o.exp(o.repeat(block, 5, {"x": x_of(o)})[0]["x"])})
+    assert {node.op: times for node, times in graph.walk()} == {"repeat": 1, "square": 5, "exp": 1}
+    assert {node.op for node, _ in graph.walk()} <= set(OPS) | {"repeat"}
+
+
+def test_carry_must_leave_as_it_entered():
+    def block(o, carry, invariant, data):
+        return {"x": o.cast(carry["x"], dtype="bfloat16")}, {}
+
+    refused(
+        lambda o: o.repeat(block, 2, {"x": x_of(o)})[0]["x"],
+        r"carry x enters as f32\[B=2, tokens=5, D=6\] and leaves as bf16\[B=2, tokens=5, D=6\]",
+    )
+
+
+def test_data_must_lead_with_one_row_per_layer():
+    def block(o, carry, invariant, data):
+        return {"x": o.mul(carry["x"], data["d"])}, {}
+
+    for sizes in ({"layers": 4}, {"D": 6, "layers": 3}):
+        refused(
+            lambda o, sizes=sizes: o.repeat(block, 3, {"x": x_of(o)}, data={"d": x_of(o, "d", **sizes)})[0]["x"],
+            "expected a leading axis layers=3",
+        )
+
+
+def test_one_name_cannot_be_carry_and_data():
+    refused(
+        lambda o: o.repeat(lambda *_: ({}, {}), 3, {"x": x_of(o)}, data={"x": x_of(o, "d", layers=3)})[0]["x"],
+        "repeat: x is given twice",
+    )
