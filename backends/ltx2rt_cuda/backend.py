@@ -25,7 +25,7 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         if array.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(np.ascontiguousarray(array))
+        return torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray gives a scalar an axis
 
 
 class Program:

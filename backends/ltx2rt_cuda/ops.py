@@ -161,7 +161,7 @@ def pad(x: Tensor, widths, mode: str) -> Tensor:
 @op
 def take(x: Tensor, index: Tensor, dim: int, batch_dims: int) -> Tensor:
     if batch_dims == 0:
-        return x.index_select(dim, index.reshape(-1)).reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+        return x.index_select(dim, index.reshape(-1)).reshape(x.shape[:dim] + index.shape + x.shape[dim + 1 :])
     return torch.stack([take(a, b, dim - 1, batch_dims - 1) for a, b in zip(x, index, strict=True)])
 
 
