@@ -194,6 +194,22 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps:
 
 
 @op
+def sum_squares(x: Tensor, dims) -> Tensor:
+    return x.float().square().sum(dims)
+
+
+@op
+def rms_scale(
+    x: Tensor, sum_squares: Tensor, weight: Tensor | None = None, *, dims, weight_view, count: int, eps: float
+) -> Tensor:
+    scale = torch.rsqrt(sum_squares / count + eps)
+    for dim in dims:
+        scale = scale.unsqueeze(dim)
+    y = x.float() * scale
+    return (y if weight is None else y * weight.float().reshape(weight_view)).to(x.dtype)
+
+
+@op
 def layer_norm(x: Tensor, dim: int, eps: float) -> Tensor:
     assert dim == x.ndim - 1, f"layer_norm over axis {dim} of {x.ndim}"
     return F.layer_norm(x, x.shape[-1:], None, None, eps)

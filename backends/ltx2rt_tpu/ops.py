@@ -184,6 +184,20 @@ def rms_norm(x: Array, weight: Array | None = None, *, dims, weight_view, eps: f
     return (y if weight is None else y * weight.astype(jnp.float32).reshape(weight_view)).astype(x.dtype)
 
 
+@op
+def sum_squares(x: Array, dims) -> Array:
+    return jnp.square(x.astype(jnp.float32)).sum(dims)
+
+
+@op
+def rms_scale(
+    x: Array, sum_squares: Array, weight: Array | None = None, *, dims, weight_view, count: int, eps: float
+) -> Array:
+    scale = lax.rsqrt(jnp.expand_dims(sum_squares, dims) / count + eps)
+    y = x.astype(jnp.float32) * scale
+    return (y if weight is None else y * weight.astype(jnp.float32).reshape(weight_view)).astype(x.dtype)
+
+
 def _standardise(x: Array, axis: int, eps: float) -> Array:
     mean = x.mean(axis=axis, keepdims=True)
     return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(axis=axis, keepdims=True) + eps)

@@ -1,4 +1,7 @@
-"""Run a graph with numpy: the oracle that every lowering is compared with. Clear before fast."""
+"""Run a graph with numpy: the oracle that every lowering is compared with. Clear before fast.
+
+A placed graph runs on all devices of one mesh axis in step; anything else is the same with one device.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +11,86 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ir import Graph, Layout, Node
 from ltx2rt.graph.ops import OPS
 
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "int32": np.dtype(np.int32)}
+GROUP_OPS = {"shard", "all_reduce"}  # defined over all devices at once
+Group = list[np.ndarray]  # one array per device
 
 
 def interpret(graph: Graph, params: Mapping[str, np.ndarray], inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Outputs of `graph` by name. params: concrete checkpoint names; inputs: every graph input, shaped as typed."""
-    values = [np.asarray(inputs[name]).astype(NUMPY_DTYPES[v.type.dtype]) for name, v in graph.inputs.items()]
-    for (name, v), array in zip(graph.inputs.items(), values, strict=True):
+    """Outputs of `graph` by name, of the first device. params: the checkpoint's tensors; inputs: shaped as typed."""
+    if len(graph.mesh) > 1:
+        raise ValueError(f"{graph.name}: the interpreter runs one mesh axis, not {dict(graph.mesh)}")
+    (size,) = graph.mesh.values() or (1,)
+    values = []
+    for name, v in graph.inputs.items():
+        array = np.asarray(inputs[name]).astype(NUMPY_DTYPES[v.type.dtype])
         if array.shape != v.type.shape:
             raise ValueError(f"{graph.name}: input {name} has shape {array.shape}, expected {v.type}")
-    return dict(zip(graph.outputs, _run(graph, params, values, None), strict=True))
+        values.append([array] * size)
+    return {name: group[0] for name, group in zip(graph.outputs, _run(graph, params, values, None, size), strict=True)}
+
+
+def assemble(layout: Layout, read: Any, coordinate: int, layer: int | None = None) -> np.ndarray:
+    """A device's parameter. read: a tensor of the checkpoint by concrete name; coordinate: on the split's mesh axis."""
+    parts = []
+    for name, shape in layout.parts:
+        concrete = name if layer is None else name.replace("*", str(layer))
+        array = read(concrete)
+        assert array.shape == shape, f"{concrete}: shape {array.shape}, expected {shape}"
+        if layout.split is not None:
+            dim, _, count = layout.split
+            size = shape[dim] // count
+            array = array[(slice(None),) * dim + (slice(coordinate * size, (coordinate + 1) * size),)]
+        parts.append(array)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _run(
-    graph: Graph, params: Mapping[str, np.ndarray], inputs: list[np.ndarray], layer: int | None
-) -> list[np.ndarray]:
-    env = {id(v): array for v, array in zip(graph.inputs.values(), inputs, strict=True)}
+    graph: Graph, params: Mapping[str, np.ndarray], inputs: list[Group], layer: int | None, size: int
+) -> list[Group]:
+    env = {id(v): group for v, group in zip(graph.inputs.values(), inputs, strict=True)}
+    layouts = graph.all_layouts()
     for name, v in graph.params.items():
-        array = np.asarray(params[name if layer is None else name.replace("*", str(layer))])
-        env[id(v)] = array.astype(NUMPY_DTYPES[v.type.dtype])
+        group = [assemble(layouts[name], lambda n: np.asarray(params[n]), i, layer) for i in range(size)]
+        env[id(v)] = [array.astype(NUMPY_DTYPES[v.type.dtype]) for array in group]
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]
-        results = _repeat(node, params, operands) if node.op == "repeat" else [_apply(node, operands)]
-        for v, array in zip(node.outputs, results, strict=True):
-            assert array.shape == v.type.shape, f"{graph.name}: {node.op} gave {array.shape}, typed {v.type}"
-            env[id(v)] = array
+        results = _repeat(node, params, operands, size) if node.op == "repeat" else _apply(node, operands, size)
+        for v, group in zip(node.outputs, results, strict=True):
+            assert all(a.shape == v.type.shape for a in group), (
+                f"{graph.name}: {node.op} gave {group[0].shape}: {v.type}"
+            )
+            env[id(v)] = group
     return [env[id(v)] for v in graph.outputs.values()]
 
 
-def _apply(node: Node, operands: list[np.ndarray]) -> np.ndarray:
-    wide = [a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for a in operands]
-    return np.asarray(OPS[node.op].numpy(*wide, **node.plan)).astype(NUMPY_DTYPES[node.outputs[0].type.dtype])
+def _apply(node: Node, operands: list[Group], size: int) -> list[Group]:
+    wide = [[a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for a in group] for group in operands]
+    function = OPS[node.op].numpy
+    if node.op in GROUP_OPS:
+        found = function(*wide, **node.plan)
+        results = found if node.op == "all_reduce" else [found]
+    else:
+        results = [[np.asarray(function(*(group[i] for group in wide), **node.plan)) for i in range(size)]]
+    return [
+        [array.astype(NUMPY_DTYPES[v.type.dtype]) for array in group]
+        for v, group in zip(node.outputs, results, strict=True)
+    ]
 
 
-def _repeat(node: Node, params: Mapping[str, np.ndarray], operands: list[np.ndarray]) -> list[np.ndarray]:
+def _repeat(node: Node, params: Mapping[str, np.ndarray], operands: list[Group], size: int) -> list[Group]:
     repeat = node.plan["repeat"]
     carry = operands[: repeat.num_carries]
     invariant = operands[repeat.num_carries : repeat.num_carries + repeat.num_invariants]
     data = operands[repeat.num_carries + repeat.num_invariants :]
-    stacked: list[list[np.ndarray]] = []
+    stacked: list[list[Group]] = []
     for i in range(repeat.count):
-        results = _run(repeat.body, params, [*carry, *invariant, *(d[i] for d in data)], i)
+        now = [*carry, *invariant, *([d[i] for d in group] for group in data)]
+        results = _run(repeat.body, params, now, i, size)
         carry, outputs = results[: repeat.num_carries], results[repeat.num_carries :]
         stacked.append(outputs)
-    return [*carry, *(np.stack(column) for column in zip(*stacked, strict=True))]
+    columns = zip(*stacked, strict=True)
+    return [*carry, *([np.stack([g[d] for g in column]) for d in range(size)] for column in columns)]

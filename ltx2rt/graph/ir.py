@@ -93,15 +93,33 @@ class ParamSpec:
     dtype: str
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter is made from the checkpoint's tensors on one device.
+
+    parts: the tensors, in the file's shapes, joined along their first dimension. split: (dim, mesh axis, its size) if
+    every part is cut into equal slices along `dim`, of which a device holds the one at its mesh coordinate.
+    """
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    split: tuple[int, str, int] | None = None
+
+
 @dataclass
 class Graph:
-    """Inputs and parameters by name, nodes in execution order, outputs by name."""
+    """Inputs and parameters by name, nodes in execution order, outputs by name.
+
+    layouts: of the parameters that are not simply one whole tensor of their own name.
+    mesh: sizes of the mesh axes that a placed graph is for; its shapes are then those of one device.
+    """
 
     name: str
     inputs: dict[str, Value] = field(default_factory=dict)
     params: dict[str, Value] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     outputs: dict[str, Value] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
     serial: Iterator[int] = field(default_factory=itertools.count, repr=False)  # numbers the values
 
     def walk(self, times: int = 1) -> Iterator[tuple[Node, int]]:
@@ -120,11 +138,19 @@ class Graph:
                 found.update(repeat.body.all_params(repeat.count))
         return found
 
+    def all_layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter of `all_params`, under its declared name."""
+        found = {name: self.layouts.get(name, Layout(((name, v.type.shape),))) for name, v in self.params.items()}
+        for node in self.nodes:
+            if node.op == "repeat":
+                found.update(node.plan["repeat"].body.all_layouts())
+        return found
+
     def parameters(self) -> dict[str, ParamSpec]:
         """Every tensor this graph reads, under its concrete name in the checkpoint."""
-        specs = {}
+        specs, layouts = {}, self.all_layouts()
         for name, (value, count) in self.all_params().items():
-            spec = ParamSpec(value.type.shape, value.type.dtype)
-            for i in range(count):
-                specs[name.replace("*", str(i))] = spec
+            for part, shape in layouts[name].parts:
+                for i in range(count):
+                    specs[part.replace("*", str(i))] = ParamSpec(shape, value.type.dtype)
         return specs

@@ -21,7 +21,7 @@ from ltx2rt.graph.ir import Type
 @dataclass(frozen=True)
 class Op:
     name: str
-    rule: Callable[..., tuple[Type, dict[str, Any]]]
+    rule: Callable[..., tuple[Type | tuple[Type, ...], dict[str, Any]]]  # a tuple of types: an op with several results
     numpy: Callable[..., np.ndarray]
 
 
@@ -484,3 +484,56 @@ def sinusoid(t: Type, *, size: int):
     """[cos(t f), sin(t f)] along a new last axis "frequencies", cosine first."""
     _expect(t.dtype == "float32", f"sinusoid: {t} must be float32")
     return Type((*t.axes, "frequencies"), (*t.shape, size), t.dtype), {"frequencies": sinusoid_frequencies(size)}
+
+
+# --- placement: written by passes, never by model text ------------------------------------------------------------
+# A graph with these runs on every device of a mesh in step. Their numpy definitions take all devices at once: operands
+# and results are lists over the devices of one group, in the order of their coordinate on the mesh axis.
+
+
+def _numpy_shard(group, *, dim, mesh_axis, parts):
+    return [np.split(x, parts, axis=dim)[i] for i, x in enumerate(group)]
+
+
+@op(_numpy_shard)
+def shard(x: Type, *, axis: str, mesh_axis: str, parts: int):
+    """This device's slice of an axis that all devices of `mesh_axis` hold whole. Moves no byte between devices."""
+    i = x.axes.index(axis)
+    _expect(x.shape[i] % parts == 0, f"shard {axis}={x.shape[i]} over {mesh_axis}={parts}: does not divide")
+    shape = (*x.shape[:i], x.shape[i] // parts, *x.shape[i + 1 :])
+    return Type(x.axes, shape, x.dtype), {"dim": i, "mesh_axis": mesh_axis, "parts": parts}
+
+
+def _numpy_all_reduce(*groups, mesh_axis):
+    return [[np.sum(group, axis=0, dtype=group[0].dtype)] * len(group) for group in groups]
+
+
+@op(_numpy_all_reduce)
+def all_reduce(*xs: Type, mesh_axis: str):
+    """The sum of each operand over the devices of `mesh_axis`, all in one communication; one result per operand."""
+    _same_dtype(*xs)
+    return xs, {"mesh_axis": mesh_axis}
+
+
+@op(lambda x, dims: np.sum(np.square(x.astype(np.float32)), axis=dims))
+def sum_squares(x: Type, *, over: tuple[str, ...]):
+    """The sum of x^2 over the named axes, in float32: what devices that hold different heads add up for one RMSNorm."""
+    kept = tuple(a for a in x.axes if a not in over)
+    out = Type(kept, tuple(x.size(a) for a in kept), "float32")
+    return out, {"dims": tuple(x.axes.index(a) for a in over)}
+
+
+def _numpy_rms_scale(x, sum_squares, weight=None, *, dims, weight_view, count, eps):
+    mean = np.expand_dims(sum_squares, dims) / np.float32(count)
+    y = x / np.sqrt(mean + np.float32(eps))
+    return y if weight is None else y * weight.reshape(weight_view)
+
+
+@op(_numpy_rms_scale)
+def rms_scale(x: Type, sum_squares: Type, weight: Type | None = None, *, over: tuple[str, ...], count: int, eps: float):
+    """x / sqrt(sum_squares / count + eps), in float32, times this device's part of the norm weight."""
+    kept = tuple(a for a in x.axes if a not in over)
+    _expect(sum_squares.axes == kept and sum_squares.dtype == "float32", f"rms_scale: {sum_squares} does not fit {x}")
+    view = None if weight is None else tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
+    dims = tuple(x.axes.index(a) for a in over)
+    return x, {"dims": dims, "weight_view": view, "count": count, "eps": eps}

@@ -51,16 +51,18 @@ class Ops:
             raise AttributeError(f"o.{name}: no such op; the table has {', '.join(sorted(OPS))}")
         return lambda *operands, **attrs: self._emit(name, operands, attrs)
 
-    def _emit(self, name: str, operands: tuple[Value | None, ...], attrs: dict[str, Any]) -> Value:
+    def _emit(self, name: str, operands: tuple[Value | None, ...], attrs: dict[str, Any]) -> Any:
+        """Record a node; returns its result, or a tuple for an op with several."""
         inputs = tuple(v for v in operands if v is not None)
         try:
-            type, plan = OPS[name].rule(*(v.type for v in inputs), **attrs)
+            types, plan = OPS[name].rule(*(v.type for v in inputs), **attrs)
         except GraphError as error:
             where = ", ".join(v.name for v in inputs)
             raise GraphError(f"{self.prefix or self.graph.name}: {error} (operands: {where})") from None
-        result = Value(f"%{next(self.graph.serial)}", type)
-        self.graph.nodes.append(Node(name, inputs, (result,), attrs, plan))
-        return result
+        many = isinstance(types, tuple)
+        results = tuple(Value(f"%{next(self.graph.serial)}", t) for t in (types if many else (types,)))
+        self.graph.nodes.append(Node(name, inputs, results, attrs, plan))
+        return results if many else results[0]
 
     def linear(
         self,
@@ -122,7 +124,7 @@ class Ops:
         bias = self._param(f"{name}.bias", ("channels",), (x.type.shape[1],))
         return self._emit("group_norm", (x, weight, bias), {"groups": groups, "eps": eps})
 
-    def emit(self, name: str, *operands: Value | None, **attrs: Any) -> Value:
+    def emit(self, name: str, *operands: Value | None, **attrs: Any) -> Any:
         """An op of the table by name, with parameters given as values (for weights shared or not named `.weight`)."""
         return self._emit(name, operands, attrs)
 

@@ -22,13 +22,19 @@ def verify(graph: Graph) -> None:
             verify(repeat.body)
             _verify_repeat(graph.name, node, repeat)
         else:
-            type, plan = OPS[node.op].rule(*(v.type for v in node.inputs), **node.attrs)
-            if type != node.outputs[0].type or plan.keys() != node.plan.keys():
-                raise GraphError(f"{graph.name}: {node.op} is typed {node.outputs[0].type}, its rule says {type}")
+            types, plan = OPS[node.op].rule(*(v.type for v in node.inputs), **node.attrs)
+            types = types if isinstance(types, tuple) else (types,)
+            typed = tuple(v.type for v in node.outputs)
+            if types != typed or plan.keys() != node.plan.keys():
+                raise GraphError(f"{graph.name}: {node.op} is typed {_list(typed)}, its rule says {_list(types)}")
         known.update(id(v) for v in node.outputs)
     for name, value in graph.outputs.items():
         if id(value) not in known:
             raise GraphError(f"{graph.name}: output {name} is not defined in this graph")
+
+
+def _list(types: tuple[Type, ...]) -> str:
+    return ", ".join(map(str, types))
 
 
 def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:

@@ -93,7 +93,7 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
             continue
         target = to_official("transformer", _TRANSFORMER.sub("", module) + ".weight")
         rank = _rank(file, down[module], up[module])
-        own = float(file.read(alpha[module]).astype(np.float32).reshape(())) / rank if module in alpha else 1.0
+        own = _alpha(file, alpha[module]) / rank if module in alpha else 1.0
         if target in pairs:
             raise InputError(f"{path}: {pairs[target].down} and {down[module]} both belong to {target}")
         pairs[target] = Pair(down[module], up[module], strength * own)
@@ -105,6 +105,13 @@ def _rank(file: TensorFile, down: str, up: str) -> int:
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
         raise InputError(f"{file.path}: {down} {list(a)} and {up} {list(b)} are no pair [rank, in], [out, rank]")
     return a[0]
+
+
+def _alpha(file: TensorFile, key: str) -> float:
+    value = file.read(key).astype(np.float32)
+    if value.size != 1 or not np.isfinite(value).all():
+        raise InputError(f"{file.path}: {key} has shape {list(value.shape)}, expected one finite number")
+    return float(value.reshape(()))
 
 
 class MergedSource:
@@ -197,6 +204,8 @@ def merge_to_file(
     checkpoint: Checkpoint, loras: Sequence[Lora], tensor_names: Sequence[str], output: str | Path, dtype: str
 ) -> list[Merge]:
     """Write the named tensors, merged, under their official names as `dtype`; returns what was merged."""
+    if not Path(output).parent.is_dir():
+        raise InputError(f"{output}: its folder does not exist; create it or write elsewhere")
     merged = MergedSource(checkpoint.source("transformer"), loras, dtype)
 
     def home(name: str) -> TensorSource:

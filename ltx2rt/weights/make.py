@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -114,6 +115,7 @@ def make_checkpoint(name: str, layout: str, directory: str | Path, seed: int = 0
     if dry_run:
         return plan.manifest()
     directory = Path(directory)
+    _check_room(directory, sum(tensor.info.nbytes for file in plan.tensors.values() for tensor in file.values()))
     if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
         raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
     for path in (*plan.tensors, *plan.texts):
@@ -124,6 +126,16 @@ def make_checkpoint(name: str, layout: str, directory: str | Path, seed: int = 0
     for path, text in plan.texts.items():
         (directory / path).write_text(text)
     return "\n".join(f"{directory / line}" if not line.startswith(" ") else line for line in plan.summary())
+
+
+def _check_room(directory: Path, needed: int) -> None:
+    """The nearest existing folder must be one, and have room."""
+    nearest = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise InputError(f"{nearest}: is a file; pass a folder to write the checkpoint into")
+    free = shutil.disk_usage(nearest).free
+    if free < needed:
+        raise InputError(f"{directory}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; choose another disk")
 
 
 # ---- which tensors --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.graph import trace
+from ltx2rt.graph.interpret import GROUP_OPS
 from ltx2rt.graph.ops import OPS
 from ltx2rt.testing import random_params, relative_l2, run_graph
 
@@ -66,6 +67,15 @@ CASES = {
     "rms_norm": lambda o: o.rms_norm(
         o.rms_norm(_x(o), "n", over=("heads", "head_dim"), eps=1e-6), over=("tokens",), eps=1e-3
     ),
+    "sum_squares": lambda o: o.sum_squares(_x(o), over=("heads", "head_dim")),
+    "rms_scale": lambda o: o.rms_scale(
+        _x(o),
+        o.square(_x(o, "s", B=2, tokens=5)),
+        o.param("w", **{"heads*head_dim": 24}),
+        over=("heads", "head_dim"),
+        count=48,
+        eps=1e-6,
+    ),
     "layer_norm": lambda o: o.layer_norm(_x(o), over="head_dim", eps=1e-6),
     "group_norm": lambda o: o.group_norm(o.input("x", B=2, channels=6, frames=3, rows=5), "g", groups=3, eps=1e-5),
     "attention": lambda o: o.attention(
@@ -90,7 +100,7 @@ def _inputs(graph):
 
 
 def test_every_op_of_the_table_has_a_case():
-    assert set(CASES) == set(OPS)
+    assert set(CASES) | GROUP_OPS == set(OPS)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])

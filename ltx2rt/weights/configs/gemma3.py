@@ -48,6 +48,8 @@ def gemma(outer: Keys) -> GemmaConfig:
 
     num_layers = keys.number("num_hidden_layers")
     if (types := keys.get("layer_types", None)) is not None:
+        if not isinstance(types, list | tuple):
+            raise InputError(f"{keys.where}: layer_types = {types!r}, expected one kind per layer")
         known = {"sliding_attention": True, "full_attention": False}
         sliding = tuple(Keys({"layer_types": kind}, keys.where).choice("layer_types", known) for kind in types)
     else:

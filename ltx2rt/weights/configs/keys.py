@@ -41,7 +41,8 @@ class Keys:
     def number(self, key: str, kind: type = int, default: Any = MISSING) -> Any:
         """A number > 0 as `kind` (int: integral)."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or kind(value) != value:
+        usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**53  # nan is not
+        if not usable or kind(value) != value:
             raise InputError(f"{self.where}: {key} = {value!r}, expected a positive {kind.__name__}")
         return kind(value)
 
