@@ -1,9 +1,12 @@
 """Configs: both spellings round-trip, equal the released values, and traps are refused by the key's name."""
 
+import contextlib
 import copy
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
 from ltx2rt.weights import configs
@@ -35,6 +38,13 @@ RELEASED_VAE = {  # AutoencoderKLLTX2Video of the released 2.0 and 2.3
         "decoder_spatial_padding_mode": "zeros",
     },
 }
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
 
 
 def official(name):
@@ -244,3 +254,49 @@ def test_the_first_released_diffusers_configs_have_fewer_keys():
     ):
         del t[key]
     assert configs.diffusers_transformer(Keys(t, "t")) == config.transformer
+
+
+def readers():
+    """name -> (JSON data, function that reads it)"""
+    c = preset("tiny-2.3").config
+    data = official("tiny-2.3")
+    return {
+        "transformer": (data["transformer"], configs.official_transformer),
+        "text": (data["transformer"], lambda keys: configs.official_text(keys, 448)),
+        "vae": (data["vae"], configs.official_video_vae),
+        "audio_vae": (data["audio_vae"], configs.official_audio_vae),
+        "vocoder": (data["vocoder"], lambda keys: configs.official_vocoder(keys, c.audio_vae)),
+        "d.transformer": (configs.diffusers_transformer_json(c.transformer), configs.diffusers_transformer),
+        "d.text": (
+            configs.diffusers_text_json(c.text, c.transformer),
+            lambda keys: configs.diffusers_text(keys, c.transformer),
+        ),
+        "d.vae": (configs.diffusers_video_vae_json(c.video_vae), configs.diffusers_video_vae),
+        "d.audio_vae": (configs.diffusers_audio_vae_json(c.audio_vae), configs.diffusers_audio_vae),
+        "d.vocoder": (configs.diffusers_vocoder_json(c.vocoder), configs.diffusers_vocoder),
+        "upsampler": (configs.upsampler_json(c.upsampler, "official"), lambda keys: configs.upsampler(keys, False)),
+        "gemma": (configs.gemma_json(c.gemma, {}), configs.gemma),
+    }
+
+
+def places(data, path=()):
+    """Every place in a JSON value, as a path of keys."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(place for key, value in items for place in places(value, (*path, key)))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(reader=st.sampled_from(sorted(readers())), value=values | st.just("DELETE"), draw=st.data())
+def test_no_config_makes_anything_but_a_config_or_an_input_error(reader, value, draw):
+    data, read = readers()[reader]
+    data = copy.deepcopy(data)
+    path = draw.draw(st.sampled_from(places(data)[1:]))
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    if value == "DELETE":
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    with contextlib.suppress(InputError):
+        read(Keys(data, reader))

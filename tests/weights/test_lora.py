@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
-from ltx2rt.weights.files import TensorInfo, write_arrays
-from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays
+from ltx2rt.weights.lora import MergedSource, merge_to_file, open_lora
 
 BF16 = ml_dtypes.bfloat16
 Q = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
@@ -156,8 +157,10 @@ def test_broken_lora_files_are_refused(tmp_path):
         "diffusion_model.transformer_blocks.0.attn1.to_q.lora_B.weight": np.zeros((6, 2), BF16)
     }
     twice = good | pair("transformer.transformer_blocks.0.attn1.to_q", 2)
+    alphas = good | {"diffusion_model.transformer_blocks.0.attn1.to_q.alpha": np.ones(2, np.float32)}
     for i, (arrays, says) in enumerate(
         [
+            (alphas, "one finite number"),
             (half, "only one half"),
             (ranks, "are no pair"),
             (twice, "both belong to"),
@@ -167,6 +170,24 @@ def test_broken_lora_files_are_refused(tmp_path):
         write_arrays(tmp_path / f"{i}.safetensors", arrays)
         with pytest.raises(InputError, match=says):
             open_lora(tmp_path / f"{i}.safetensors")
+
+
+def test_merged_tensors_are_written_under_their_official_names(tiny, tmp_path):
+    checkpoint = open_checkpoint(tiny("tiny-2.0", "diffusers"))
+    lora = open_lora(checkpoint.distilled_lora(), 0.5)
+    vae = "vae.decoder.conv_in.conv.bias"
+    merges = merge_to_file(checkpoint, [lora], [Q, vae], tmp_path / "m.safetensors", "float32")
+    written = TensorFile(tmp_path / "m.safetensors")
+    assert merges[0].matched == merges[0].total == 110
+    assert {written.info(name).dtype for name in written.names()} == {np.dtype(np.float32)}
+    np.testing.assert_array_equal(
+        written.read(Q), MergedSource(checkpoint.source("transformer"), [lora], "float32").read(Q)
+    )
+    np.testing.assert_array_equal(written.read(vae), checkpoint.source("video_vae").read(vae).astype(np.float32))
+    with pytest.raises(InputError, match="no tensor attn1"):
+        merge_to_file(checkpoint, [lora], ["attn1"], tmp_path / "n.safetensors", "float32")
+    with pytest.raises(InputError, match="folder does not exist"):
+        merge_to_file(checkpoint, [lora], [Q], tmp_path / "no" / "n.safetensors", "float32")
 
 
 def test_matmul_can_be_a_backends(tmp_path):

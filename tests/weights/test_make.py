@@ -187,6 +187,16 @@ def test_bad_requests_are_refused(tiny, tmp_path):
         (("tiny-2.3", "comfy", tmp_path), "unknown layout"),
         (("tiny-2.3", "official", tmp_path, -1), "negative"),
         (("tiny-2.3", "official", tiny("tiny-2.3", "official")), "exists"),
+        (("tiny-2.3", "official", tiny("tiny-2.3", "official") / "tiny-2.3.safetensors" / "x"), "is a file"),
     ]:
         with pytest.raises(InputError, match=says):
             make_checkpoint(*arguments)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(InputError, match=r"needs 79\.1 GB, 0\.0 GB are free"):
+        make_checkpoint("ltx-2.3", "official", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
