@@ -98,8 +98,11 @@ def assert_close(actual, expected) -> None:
         assert relative_l2(actual[name], expected[name]) <= CLOSE, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("generation,rule", [("2.0", "B"), ("2.3", "B"), ("2.3", "C")])
+# JAX takes seconds to compile a step, and rules and scales are the graph's matter: it runs two of the cases.
+CASES = [("2.0", "B", kind) for kind in KINDS] + [("2.3", "B", kind) for kind in KINDS[:2]]
+
+
+@pytest.mark.parametrize("generation,rule,kind", CASES + [("2.3", "C", kind) for kind in KINDS])
 def test_step_equals_the_formula_over_diffusers(generation, rule, kind):
     config = config_of(generation)
     inputs = drawn(config)
@@ -128,7 +131,7 @@ def test_branch_runs_if_one_modality_needs_it(modality, column, field):
     assert Branches.of(guidance) == replace(Branches(), **{field: True})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["numpy", "cuda"])
 def test_modality_with_neutral_stg_is_not_perturbed(kind):
     """The video's perturbed branch sees the unperturbed audio, through the cross-attentions."""
     config = config_of("2.3")
@@ -141,7 +144,7 @@ def test_modality_with_neutral_stg_is_not_perturbed(kind):
     assert_close(ours(kind, config, inputs), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["numpy", "cuda"])
 def test_rescale_of_a_constant_prediction_is_finite(kind):
     """Zero velocity and a constant latent: std 0 over the floor is ratio 0, which leaves 1 - rescale."""
     config = config_of("2.3", num_layers=1)
