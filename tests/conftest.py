@@ -1,0 +1,147 @@
+"""Tiny checkpoints and whole runs, for every test that concerns more than one network."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SMALL = {"--width": 128, "--height": 64, "--num-frames": 17, "--fps": 48, "--steps": 3, "--image-crf": 0}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one `ltx2rt generate` left behind. status: its exit status; the files lie in `folder`."""
+
+    status: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+    @property
+    def clip(self) -> Path:
+        return self.folder / "clip.mp4"
+
+    @property
+    def latents_file(self) -> Path:
+        return self.folder / "latents.safetensors"
+
+    @cached_property
+    def latents(self) -> dict[str, np.ndarray]:
+        from safetensors.numpy import load_file
+
+        return load_file(self.latents_file)
+
+    @cached_property
+    def report(self) -> dict:
+        return json.loads((self.folder / "report.json").read_text())
+
+
+def run_cli(argv: list[str]) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `ltx2rt argv`, in this process."""
+    from ltx2rt import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = cli.main(argv)
+        except SystemExit as exit_:  # argparse
+            status = int(exit_.code or 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., tuple[int, str, str]]:
+    """command(*argv) -> (exit status, stdout, stderr) of `ltx2rt argv`."""
+    return lambda *argv: run_cli([str(word) for word in argv])
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Callable[[str, str], Path]:
+    """(preset, layout) -> folder. Tests must not change what lies there."""
+    from ltx2rt.weights.make import make_checkpoint
+
+    made: dict[tuple[str, str], Path] = {}
+
+    def get(name: str, layout: str) -> Path:
+        if (name, layout) not in made:
+            folder = tmp_path_factory.mktemp(f"{name}-{layout}")
+            make_checkpoint(name, layout, folder)
+            made[name, layout] = folder
+        return made[name, layout]
+
+    return get
+
+
+@dataclass(frozen=True)
+class Job:
+    """One small clip on the CPU, with every file that can be asked for; later flags win over the defaults."""
+
+    backend: str
+    model: Path
+    flags: tuple[object, ...]
+
+    def argv(self, folder: Path) -> list[str]:
+        files = {"--output": "clip.mp4", "--report": "report.json", "--latents-out": "latents.safetensors"}
+        words = ["generate", "--backend", self.backend, "--device", "cpu", "--model", self.model]
+        words += ["--prompt", "a robot dancing", *(x for pair in SMALL.items() for x in pair)]
+        words += [x for flag, name in files.items() for x in (flag, folder / name)]
+        return [str(word) for word in (*words, *self.flags)]
+
+
+@pytest.fixture(scope="session")
+def generate(tmp_path_factory) -> Callable[..., Run]:
+    """generate(backend, model, *flags) -> Run, in this process."""
+
+    def call(backend: str, model: Path, *flags: object) -> Run:
+        folder = tmp_path_factory.mktemp("run")
+        return Run(*run_cli(Job(backend, model, flags).argv(folder)), folder)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def generate_on_both(tmp_path_factory) -> Callable[..., tuple[Run, Run]]:
+    """generate_on_both(model, *flags) -> (cuda, tpu), each in a process of its own, side by side."""
+    cache = tmp_path_factory.mktemp("xla")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+
+    def call(model: Path, *flags: object) -> tuple[Run, Run]:
+        started = []
+        for backend in ("cuda", "tpu"):
+            folder = tmp_path_factory.mktemp(f"run-{backend}")
+            argv = [sys.executable, "-m", "ltx2rt.cli", *Job(backend, model, flags).argv(folder)]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            started.append((subprocess.Popen(argv, env=env, **pipes), folder))
+        ended = []
+        for process, folder in started:
+            out, err = process.communicate()
+            ended.append(Run(process.returncode, out, err, folder))
+        return ended[0], ended[1]
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory) -> tuple[Path, Path]:
+    """Two unlike images, neither of a clip's size."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("images")
+    y, x = np.mgrid[0:100, 0:210]
+    first = np.stack([x, y * 2, (x + y) * 5 % 256], -1).astype(np.uint8)
+    Image.fromarray(first).save(folder / "first.png")
+    Image.fromarray(first[::-1, ::-1, ::-1].copy()).save(folder / "later.png")
+    return folder / "first.png", folder / "later.png"
