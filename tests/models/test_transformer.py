@@ -150,6 +150,7 @@ def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
     table = params["table"] = rng.standard_normal((rows, width), np.float32)
     picked = np.arange(tokens) % num_levels
     timesteps = rng.random((2, num_levels), np.float32)[:, picked]
+    timesteps[0] = timesteps[0, 0]  # one sample has fewer levels than the other
     feeds = transformer.level_feeds("video", timesteps)
     assert feeds["video_levels"].shape == (2, num_levels)
 
