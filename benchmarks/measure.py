@@ -66,13 +66,12 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def machine(threads: int, *packages: str) -> dict[str, Any]:
+def machine(*packages: str) -> dict[str, Any]:
     """Where and with what a result was measured; `load` is the number of runnable processes over the last minute."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{processor()}, {os.cpu_count()} cores",
-        "threads": threads,
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("ltx2rt", "numpy", *packages)},
