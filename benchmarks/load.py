@@ -144,9 +144,10 @@ def anonymous_bytes(pid: int) -> int:
 
 def load_once(name: str, dtype: str, folder: Path, sizes: Sizes) -> tuple[float, int]:
     """Seconds of one load in a fresh process, and the peak of its anonymous memory above that before."""
-    command = [sys.executable, "-m", "benchmarks.load", "--child", name, dtype, str(folder)]
+    command = [sys.executable, "-m", "benchmarks.load", "--child", name, dtype, str(folder.resolve())]
     command += map(str, asdict(sizes).values())
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    root, pipe = Path(__file__).parents[1], subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin and process.stdout
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(f"{name}, {dtype}: the loading process failed to start")

@@ -2,11 +2,8 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no part of the installed package
 
 from benchmarks import load, measure, step
 
