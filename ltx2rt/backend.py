@@ -25,8 +25,8 @@ class TensorSource(Protocol):
         """`.shape`, `.dtype` and `.nbytes`, from the header alone."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor; bfloat16 as ml_dtypes.bfloat16; a read-only view of the file where possible."""
+    def read(self, name: str, part: tuple[int, int, int] | None = None) -> np.ndarray:
+        """The tensor, or its slice (dim, start, stop); bfloat16 as ml_dtypes.bfloat16; a view if possible."""
         ...
 
 
@@ -99,8 +99,11 @@ def backend_names() -> list[str]:
     return sorted(e.name for e in entry_points(group="ltx2rt.backends"))
 
 
-def get_backend(name: str, device: str = "auto") -> Backend:
-    """The backend `name` on `device` ("auto", "cpu", "cuda", "tpu"). InputError if unknown, not installed or absent."""
+def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None = None) -> Backend:
+    """The backend `name` on `device` ("auto", "cpu", "cuda", "tpu"). InputError if unknown, not installed or absent.
+
+    mesh: sizes of the mesh axes over all devices, for graphs placed on them; none: one device.
+    """
     found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
     if not found:
         raise InputError(f"unknown backend {name!r}; known backends: {', '.join(backend_names())}")
@@ -108,4 +111,4 @@ def get_backend(name: str, device: str = "auto") -> Backend:
         factory = found[0].load()
     except ImportError as error:
         raise InputError(f"backend {name}: {error}; install it with: pip install 'ltx2rt[{name}]'") from error
-    return factory(device)
+    return factory(device, mesh or {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ir import Graph
+from ltx2rt.weights.files import cut
 
 
 class ArraySource:
@@ -25,13 +27,13 @@ class ArraySource:
     def info(self, name: str) -> np.ndarray:
         return self.arrays[name]
 
-    def read(self, name: str) -> np.ndarray:
-        return self.arrays[name]
+    def read(self, name: str, part: tuple[int, int, int] | None = None) -> np.ndarray:
+        return cut(self.arrays[name], part)
 
 
 @cache
-def _backend(name: str):
-    return get_backend(name, "cpu")
+def _backend(name: str, devices: int = 1):
+    return get_backend(name, "cpu", {"tensor": devices} if devices > 1 else None)
 
 
 def run_graph(
@@ -40,7 +42,7 @@ def run_graph(
     """Outputs of `graph` in float32 numpy. kind: "numpy" (the interpreter), "cuda" or "tpu" (the backend, on CPU)."""
     if kind == "numpy":
         return {k: np.asarray(v, np.float32) for k, v in interpret(graph, params, inputs).items()}
-    backend = _backend(kind)
+    backend = _backend(kind, math.prod(graph.mesh.values()))
     weights = backend.load([graph], ArraySource(params))
     outputs = backend.lower(graph, layers=layers)(weights, inputs)
     return {k: backend.to_host(v) for k, v in outputs.items()}

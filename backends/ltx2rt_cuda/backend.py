@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,8 @@ import torch
 
 from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Graph, Layout, Type
+from ltx2rt_cuda.distributed import Position, join
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
 
@@ -29,11 +31,11 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
 
 
 class Program:
-    """One lowered graph; `weights` maps concrete checkpoint names to tensors."""
+    """One lowered graph; `weights` maps declared parameter names, `*` replaced by the layer, to tensors."""
 
-    def __init__(self, graph: Graph, device: torch.device, compile: bool):
+    def __init__(self, graph: Graph, device: torch.device, compile: bool, position: Position):
         self.graph, self.device = graph, device
-        self.module = lower(graph, device, compile)
+        self.module = lower(graph, device, compile, position)
 
     def _upload(self, name: str, value: Any) -> torch.Tensor:
         spec = self.graph.inputs[name].type
@@ -81,12 +83,13 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, device: str = "auto"):
+    def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"backend cuda runs on auto, cuda or cpu, not on {device}")
         if device == "cuda" and not torch.cuda.is_available():
             raise InputError("no CUDA device was found; use --device cpu, or --device auto to fall back by itself")
         self.device_kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+        self.position = join(mesh, self.device_kind)
         self.torch_device = torch.device(self.device_kind)
         # float32 means float32: TF32 keeps 10 mantissa bits.
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -101,21 +104,44 @@ class CudaBackend:
         changed: Set[str] = frozenset(),
     ) -> Weights:
         weights: Weights = {}
-        for name, spec in {name: spec for graph in graphs for name, spec in graph.parameters().items()}.items():
-            if base is not None and name in base and name not in changed:
-                weights[name] = base[name]
-                continue
-            tensor = to_torch(source.read(name))
-            copied = tensor.to(self.torch_device, DTYPES[spec.dtype])
-            weights[name] = copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
+        for graph in graphs:
+            layouts = graph.all_layouts()
+            for declared, (value, count) in graph.all_params().items():
+                for layer in range(count):
+                    name = declared.replace("*", str(layer))
+                    if name not in weights:
+                        pieces = self._pieces(layouts[declared], layer)
+                        if base is not None and name in base and changed.isdisjoint(piece for piece, _ in pieces):
+                            weights[name] = base[name]
+                        else:
+                            weights[name] = self._tensor(source, pieces, value.type)
         return weights
+
+    def _pieces(self, layout: Layout, layer: int) -> list[tuple[str, Any]]:
+        coordinate = self.position.coordinates[layout.split[1]] if layout.split else 0
+        return list(layout.pieces(coordinate, layer))
+
+    def _tensor(self, source: TensorSource, pieces: list[tuple[str, Any]], type: Type) -> torch.Tensor:
+        """One parameter on the device, cast once on the way; several pieces are joined in place."""
+        dtype = DTYPES[type.dtype]
+        if len(pieces) == 1:
+            tensor = to_torch(source.read(*pieces[0]))
+            copied = tensor.to(self.torch_device, dtype, memory_format=torch.contiguous_format)
+            return copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
+        joined = torch.empty(type.shape, dtype=dtype, device=self.torch_device)
+        row = 0
+        for piece in pieces:
+            tensor = to_torch(source.read(*piece))
+            joined[row : row + len(tensor)] = tensor
+            row += len(tensor)
+        return joined
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
         if layers == "unrolled":
             from ltx2rt.passes.unroll import unroll
 
             graph = unroll(graph)
-        return Program(graph, self.torch_device, compile)
+        return Program(graph, self.torch_device, compile, self.position)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         product = to_torch(a).to(self.torch_device, torch.float32) @ to_torch(b).to(self.torch_device, torch.float32)

@@ -14,7 +14,10 @@ from torch import fx
 
 from ltx2rt.graph.ir import Graph
 from ltx2rt.graph.ir import Repeat as RepeatPlan
+from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS
+
+COLLECTIVE = {"shard", "all_reduce"}
 
 
 class Repeat(torch.nn.Module):
@@ -37,7 +40,7 @@ class Repeat(torch.nn.Module):
         return *carry, *(torch.stack(column) for column in zip(*stacked, strict=True))
 
 
-def lower(graph: Graph, device: torch.device, compile: bool = False) -> fx.GraphModule:
+def lower(graph: Graph, device: torch.device, compile: bool = False, position: Position = ALONE) -> fx.GraphModule:
     """A module called as module(*inputs, *weights) in the order of graph.inputs and graph.all_params()."""
     built = fx.Graph()
     modules: dict[str, torch.nn.Module | torch.Tensor] = {}
@@ -48,7 +51,7 @@ def lower(graph: Graph, device: torch.device, compile: bool = False) -> fx.Graph
         operands = tuple(env[id(v)] for v in node.inputs)
         if node.op == "repeat":
             plan = node.plan["repeat"]
-            block = lower(plan.body, device)
+            block = lower(plan.body, device, position=position)
             modules[f"repeat_{number}"] = Repeat(plan, torch.compile(block, dynamic=False) if compile else block)
             lists = [_per_layer(built, weights[name], name, plan.count) for name in plan.body.all_params()]
             result = built.call_module(f"repeat_{number}", (*operands, *lists))
@@ -61,7 +64,18 @@ def lower(graph: Graph, device: torch.device, compile: bool = False) -> fx.Graph
                 modules[f"constant_{number}_{name}"] = torch.from_numpy(value).to(device)
                 value = built.get_attr(f"constant_{number}_{name}")
             kwargs[name] = value
-        env[id(node.outputs[0])] = built.call_function(OPS[node.op], operands, kwargs)
+        if node.op in COLLECTIVE:
+            mesh_axis = kwargs.pop("mesh_axis")
+            if node.op == "shard":
+                kwargs["index"] = position.coordinates[mesh_axis]
+            else:  # a group's name: FX can write a string into its code, but no process group
+                kwargs["group"] = position.groups[mesh_axis]
+        result = built.call_function(OPS[node.op], operands, kwargs)
+        if len(node.outputs) == 1 and node.op != "all_reduce":
+            env[id(node.outputs[0])] = result
+        else:
+            for i, v in enumerate(node.outputs):
+                env[id(v)] = built.call_function(_item, (result, i))
     built.output(tuple(env[id(v)] for v in graph.outputs.values()))
     root = torch.nn.Module()
     for name, module in modules.items():

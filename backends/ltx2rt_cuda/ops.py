@@ -194,6 +194,22 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps:
 
 
 @op
+def shard(x: Tensor, dim: int, parts: int, index: int) -> Tensor:
+    size = x.shape[dim] // parts
+    return x.narrow(dim, index * size, size)
+
+
+@op
+def all_reduce(*xs: Tensor, group: str) -> tuple[Tensor, ...]:
+    """One communication for all operands."""
+    functional = torch.ops._c10d_functional
+    if len(xs) == 1:
+        return (functional.wait_tensor(functional.all_reduce(xs[0].contiguous(), "sum", group)),)
+    sums = functional.all_reduce_coalesced([x.contiguous() for x in xs], "sum", group)
+    return tuple(functional.wait_tensor(x) for x in sums)
+
+
+@op
 def sum_squares(x: Tensor, dims) -> Tensor:
     return x.float().square().sum(dims)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,11 +12,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import NUMPY_DTYPES
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Graph, Layout, Type
 from ltx2rt_tpu.lower import run
 
 Weights = dict[str, Array]
@@ -40,13 +44,23 @@ def _copy(out: np.ndarray, array: np.ndarray) -> None:
 class Program:
     """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
 
-    def __init__(self, graph: Graph, device: Any, unrolled: bool):
-        self.graph, self.jax_device, self.unrolled = graph, device, unrolled
+    def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
+        self.graph, self.place, self.unrolled = graph, place, unrolled
         self.names = list(graph.all_params())
         self.function = jax.jit(self._run)
         self.loop = jax.jit(self._loop)
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
+        """The graph; on a mesh under shard_map, so that XLA communicates what the graph says and nothing else."""
+        if isinstance(self.place, NamedSharding):
+            specs = weight_specs(self.graph)
+            function = jax.shard_map(
+                self._local, mesh=self.place.mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False
+            )
+            return function(weights, inputs)
+        return self._local(weights, inputs)
+
+    def _local(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         ordered = [inputs[name] for name in self.graph.inputs]
         return dict(zip(self.graph.outputs, run(self.graph, weights, ordered, self.unrolled), strict=True))
 
@@ -66,7 +80,7 @@ class Program:
             raise ValueError(f"{self.graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}")
         # device_put also commits: jit compiles once more for an argument that is not committed to its device.
         typed = value.astype(spec.dtype) if isinstance(value, Array) else np.asarray(value, NUMPY_DTYPES[spec.dtype])
-        return jax.device_put(typed, self.jax_device)
+        return jax.device_put(typed, self.place)
 
     def _weights(self, weights: Weights) -> Weights:
         return {name: weights[name] for name in self.names}
@@ -83,13 +97,13 @@ class Program:
         outputs = {
             name: self._upload(name, state[name])
             if name in state
-            else jax.device_put(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.jax_device)
+            else jax.device_put(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.place)
             for name, v in self.graph.outputs.items()
         }
         num_steps = len(sigmas) - 1
         padded = np.zeros(-(-len(sigmas) // SIGMA_SLOTS) * SIGMA_SLOTS, np.float32)
         padded[: len(sigmas)] = sigmas
-        levels = jax.device_put(padded, self.jax_device)
+        levels = jax.device_put(padded, self.place)
         queued = []
         for i in range(num_steps):
             outputs = self.loop(own, constants, levels, outputs, np.int32(i), np.int32(i + 1))
@@ -99,17 +113,44 @@ class Program:
             yield outputs
 
 
+def weight_specs(graph: Graph) -> dict[str, P]:
+    """How each weight is laid over the mesh, by declared name; `*` names have a layer axis in front."""
+    specs = {}
+    for name, layout in graph.all_layouts().items():
+        if layout.split is None:
+            specs[name] = P()
+        else:
+            dim, mesh_axis, _ = layout.split
+            specs[name] = P(*[None] * (dim + ("*" in name)), mesh_axis)
+    return specs
+
+
 class TpuBackend:
-    """device: "auto" (the TPU if there is one, else the CPU), "tpu" or "cpu"."""
+    """device: "auto" (the TPU if there is one, else the CPU), "tpu" or "cpu".
+
+    mesh: sizes of the mesh axes; all devices are this process's.
+    """
 
     name = "tpu"
 
-    def __init__(self, device: str = "auto"):
+    def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "tpu"):
             raise InputError(f"backend tpu runs on auto, tpu or cpu, not on {device}")
         self.jax_device = self._find(device)
+        self.place = self._place(mesh)
         self.device_kind = "tpu" if self.jax_device.platform == "tpu" else "cpu"
         self.versions = {"jax": jax.__version__}
+
+    def _place(self, mesh: Mapping[str, int]) -> Sharding:
+        """Where replicated arrays live: on the one device, or on all devices of the mesh."""
+        count = math.prod(mesh.values())
+        if count == 1:
+            return SingleDeviceSharding(self.jax_device)
+        devices = jax.devices(self.jax_device.platform)
+        if len(devices) < count:
+            raise InputError(f"mesh {dict(mesh)} needs {count} devices, {len(devices)} were found")
+        grid = np.array(devices[:count]).reshape(tuple(mesh.values()))
+        return NamedSharding(jax.sharding.Mesh(grid, tuple(mesh)), P())
 
     @staticmethod
     def _find(device: str) -> Any:
@@ -131,21 +172,44 @@ class TpuBackend:
         changed: Set[str] = frozenset(),
     ) -> Weights:
         weights: Weights = {}
-        for name, (value, count) in {k: v for graph in graphs for k, v in graph.all_params().items()}.items():
-            concrete = [name.replace("*", str(i)) for i in range(count)]
-            if base is not None and name in base and changed.isdisjoint(concrete):
-                weights[name] = base[name]
-                continue
-            stacked = "*" in name
-            shape = (count, *value.type.shape) if stacked else value.type.shape
-            host = _aligned_empty(shape, NUMPY_DTYPES[value.type.dtype])
-            for i, tensor in enumerate(concrete):
-                _copy(host[i] if stacked else host, source.read(tensor))
-            weights[name] = jax.device_put(host, self.jax_device, may_alias=True)
+        for graph in graphs:
+            layouts = graph.all_layouts()
+            for name, (value, count) in graph.all_params().items():
+                if name in weights:
+                    continue
+                touched = (piece for i in range(count) for piece, _ in layouts[name].pieces(0, i))
+                if base is not None and name in base and changed.isdisjoint(touched):
+                    weights[name] = base[name]
+                else:
+                    weights[name] = self._stack(source, name, layouts[name], value.type, count)
         return weights
 
+    def _stack(self, source: TensorSource, name: str, layout: Layout, type: Type, count: int) -> Array:
+        """One parameter on its devices, a `*` one stacked over layers; cast once while it is copied from the file."""
+        layers = (count,) if "*" in name else ()
+
+        def local(coordinate: int) -> np.ndarray:
+            host = _aligned_empty((*layers, *type.shape), NUMPY_DTYPES[type.dtype])
+            for i in range(count):
+                row, target = 0, host[i] if layers else host
+                for piece in layout.pieces(coordinate, i):
+                    array = source.read(*piece)
+                    rows = array.shape[0] if len(layout.parts) > 1 else None
+                    _copy(target if rows is None else target[row : row + rows], array)
+                    row += rows or 0
+            return host
+
+        if layout.split is None or not isinstance(self.place, NamedSharding):
+            return jax.device_put(local(0), self.place, may_alias=True)
+        dim, mesh_axis, parts = layout.split
+        dim += len(layers)
+        shape = tuple(n * parts if i == dim else n for i, n in enumerate((*layers, *type.shape)))
+        sharding = NamedSharding(self.place.mesh, P(*[None] * dim, mesh_axis))
+        size = shape[dim] // parts
+        return jax.make_array_from_callback(shape, sharding, lambda index: local((index[dim].start or 0) // size))
+
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
-        return Program(graph, self.jax_device, layers == "unrolled")
+        return Program(graph, self.place, layers == "unrolled")
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         wide = (jax.device_put(np.asarray(x, np.float32), self.jax_device) for x in (a, b))

@@ -22,7 +22,8 @@ def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array], unrolle
         if node.op == "repeat":
             results = _repeat(node, weights, operands, unrolled)
         else:
-            results = [OPS[node.op](*operands, **node.plan)]
+            result = OPS[node.op](*operands, **node.plan)
+            results = result if isinstance(result, tuple) else (result,)
         for v, x in zip(node.outputs, results, strict=True):
             assert x.shape == v.type.shape, f"{graph.name}: {node.op} gave {x.shape}, typed {v.type}"
             assert x.dtype == v.type.dtype, f"{graph.name}: {node.op} gave {x.dtype}, typed {v.type}"

@@ -185,6 +185,17 @@ def rms_norm(x: Array, weight: Array | None = None, *, dims, weight_view, eps: f
 
 
 @op
+def shard(x: Array, dim: int, mesh_axis: str, parts: int) -> Array:
+    size = x.shape[dim] // parts
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(mesh_axis) * size, size, axis=dim)
+
+
+@op
+def all_reduce(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:
+    return lax.psum(xs, mesh_axis)
+
+
+@op
 def sum_squares(x: Array, dims) -> Array:
     return jnp.square(x.astype(jnp.float32)).sum(dims)
 

@@ -33,17 +33,14 @@ def interpret(graph: Graph, params: Mapping[str, np.ndarray], inputs: Mapping[st
     return {name: group[0] for name, group in zip(graph.outputs, _run(graph, params, values, None, size), strict=True)}
 
 
-def assemble(layout: Layout, read: Any, coordinate: int, layer: int | None = None) -> np.ndarray:
-    """A device's parameter. read: a tensor of the checkpoint by concrete name; coordinate: on the split's mesh axis."""
+def _parameter(params: Mapping[str, np.ndarray], layout: Layout, coordinate: int, layer: int | None) -> np.ndarray:
+    """A device's parameter; coordinate: on the mesh axis of the layout's split."""
     parts = []
-    for name, shape in layout.parts:
-        concrete = name if layer is None else name.replace("*", str(layer))
-        array = read(concrete)
-        assert array.shape == shape, f"{concrete}: shape {array.shape}, expected {shape}"
-        if layout.split is not None:
-            dim, _, count = layout.split
-            size = shape[dim] // count
-            array = array[(slice(None),) * dim + (slice(coordinate * size, (coordinate + 1) * size),)]
+    for name, part in layout.pieces(coordinate, layer or 0):
+        array = np.asarray(params[name])
+        if part is not None:
+            dim, start, stop = part
+            array = array.take(range(start, stop), axis=dim)
         parts.append(array)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -54,7 +51,7 @@ def _run(
     env = {id(v): group for v, group in zip(graph.inputs.values(), inputs, strict=True)}
     layouts = graph.all_layouts()
     for name, v in graph.params.items():
-        group = [assemble(layouts[name], lambda n: np.asarray(params[n]), i, layer) for i in range(size)]
+        group = [_parameter(params, layouts[name], i, layer) for i in range(size)]
         env[id(v)] = [array.astype(NUMPY_DTYPES[v.type.dtype]) for array in group]
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]

@@ -104,6 +104,16 @@ class Layout:
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     split: tuple[int, str, int] | None = None
 
+    def pieces(self, coordinate: int, layer: int) -> Iterator[tuple[str, tuple[int, int, int] | None]]:
+        """What one device reads: concrete tensor names, and of each (dim, start, stop) or None for all of it."""
+        for name, shape in self.parts:
+            part = None
+            if self.split is not None:
+                dim, _, count = self.split
+                size = shape[dim] // count
+                part = (dim, coordinate * size, (coordinate + 1) * size)
+            yield name.replace("*", str(layer)), part
+
 
 @dataclass
 class Graph:

@@ -51,7 +51,7 @@ def _body(graph: Graph, lines: list[str], indent: str) -> None:
             for name, v in plan.body.outputs.items():
                 lines.append(f"{indent}  yield {name} = {v.name}: {v.type}")
             continue
-        operands = ", ".join(v.name.removeprefix(prefix) for v in node.inputs)
+        operands = ", ".join(v.name.replace(prefix, "") for v in node.inputs)
         attrs = _attrs(node)
         lines.append(
             f"{indent}{results} = {node.op}({operands}{'; ' + attrs if attrs else ''}): {node.outputs[0].type}"

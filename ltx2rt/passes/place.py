@@ -4,8 +4,8 @@ Requires a legal graph without collectives. Ensures a legal graph with the same 
 device), local shapes in between, and no communication but its `all_reduce` nodes.
 
 A linear whose first output axis is split is column-parallel and gathers nothing. One whose contracted axis is split
-leaves a partial sum: `all_reduce`, then the bias, once. An RMSNorm over split axes adds up one float32 per token. What a
-rule does not reach, or a size does not divide into, stays replicated, unless `strict`.
+leaves a partial sum: `all_reduce`, then the bias, once. An RMSNorm over split axes adds up one float32 per token. What
+no rule reaches stays replicated, and so does a size that does not divide, unless `strict`.
 """
 
 from __future__ import annotations

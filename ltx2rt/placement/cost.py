@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ltx2rt.graph.ir import DTYPE_BYTES, Graph, Node
+from ltx2rt.graph.ir import Graph, Node
 
 VIEWS = {"split", "merge", "rename", "slice", "at", "expand", "transpose"}  # ops that usually move nothing
 
 
 def weight_bytes(graphs: Iterable[Graph]) -> int:
-    """Bytes of all distinct parameters of `graphs`, each in the dtype its graph computes in."""
-    specs = {name: spec for graph in graphs for name, spec in graph.parameters().items()}
-    return sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in specs.values())
+    """Bytes that one device holds of all distinct parameters, each in the dtype its graph computes in."""
+    params = {name: param for graph in graphs for name, param in graph.all_params().items()}
+    return sum(value.type.nbytes * count for value, count in params.values())
 
 
 def activation_bytes(graph: Graph) -> int:

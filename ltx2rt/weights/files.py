@@ -56,10 +56,21 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+Part = tuple[int, int, int]  # (dim, start, stop): a slice of a tensor along one dimension
+
+
+def cut(array: np.ndarray, part: Part | None) -> np.ndarray:
+    """The slice of an array, a view."""
+    if part is None:
+        return array
+    dim, start, stop = part
+    return array[(slice(None),) * dim + (slice(start, stop),)]
+
+
 class TensorSource(Protocol):
     def names(self) -> Iterable[str]: ...
     def info(self, name: str) -> TensorInfo: ...
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str, part: Part | None = None) -> np.ndarray: ...
 
 
 class TensorFile:
@@ -69,6 +80,7 @@ class TensorFile:
         self.path = Path(path)
         self.metadata, self._tensors, self._data_start = read_header(self.path)
         self._map: mmap.mmap | None = None
+        self.requested_bytes = 0
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
@@ -76,15 +88,12 @@ class TensorFile:
     def info(self, name: str) -> TensorInfo:
         return self._tensors[name][0]
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: Part | None = None) -> np.ndarray:
+        """The tensor, or the slice `part` of it; what is asked for adds to `requested_bytes`."""
         info, begin = self._tensors[name]
-        return self._view(info.shape, info.dtype, begin)
-
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of the first axis, without touching the others' pages."""
-        info, begin = self._tensors[name]
-        row_bytes = info.nbytes // max(info.shape[0], 1)
-        return self._view((stop - start, *info.shape[1:]), info.dtype, begin + start * row_bytes)
+        array = cut(self._view(info.shape, info.dtype, begin), part)
+        self.requested_bytes += array.nbytes
+        return array
 
     def _view(self, shape: tuple[int, ...], dtype: np.dtype, begin: int) -> np.ndarray:
         if 0 in shape:
@@ -118,11 +127,8 @@ class TensorFolder:
     def info(self, name: str) -> TensorInfo:
         return self._home[name].info(name)
 
-    def read(self, name: str) -> np.ndarray:
-        return self._home[name].read(name)
-
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._home[name].read_rows(name, start, stop)
+    def read(self, name: str, part: Part | None = None) -> np.ndarray:
+        return self._home[name].read(name, part)
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:

@@ -132,7 +132,7 @@ def test_loop_over_all_steps_equals_the_loop_step_by_step():
     whole = program.loop(
         program._weights(weights),
         uploaded,
-        *jax.device_put((levels, outputs), program.jax_device),
+        *jax.device_put((levels, outputs), program.place),
         np.int32(0),
         np.int32(4),
     )

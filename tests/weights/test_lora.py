@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays
+from ltx2rt.weights.files import TensorFile, TensorInfo, cut, write_arrays
 from ltx2rt.weights.lora import MergedSource, merge_to_file, open_lora
 
 BF16 = ml_dtypes.bfloat16
@@ -29,8 +29,8 @@ class Memory:
     def info(self, name):
         return TensorInfo(self.arrays[name].shape, self.arrays[name].dtype)
 
-    def read(self, name):
-        return self.arrays[name]
+    def read(self, name, part=None):
+        return cut(self.arrays[name], part)
 
 
 def weights(dtype=BF16):

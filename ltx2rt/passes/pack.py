@@ -1,0 +1,80 @@
+"""pack: linears of one input become one GEMM.
+
+Requires a legal graph, placed or not. Ensures the same values: linears that read the same value, contract the same axes
+and hold their weights alike are computed as one linear over joined rows, then cut apart. q, k, v and the head gate of a
+self-attention are four launches turned into one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value
+from ltx2rt.graph.verify import verify
+from ltx2rt.passes.rewrite import emit, parameter
+
+
+def pack(graph: Graph) -> Graph:
+    result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh, serial=graph.serial)
+    layouts = graph.all_layouts()
+    groups = _groups(graph, layouts)
+    first = {id(nodes[0]): nodes for nodes in groups}
+    later = {id(node) for nodes in groups for node in nodes[1:]}
+    packed = {id(v) for nodes in groups for node in nodes for v in node.inputs[1:]}
+    result.params = {name: v for name, v in graph.params.items() if id(v) not in packed}
+    result.layouts = {name: layout for name, layout in graph.layouts.items() if name in result.params}
+    env: dict[int, Value] = {}
+    for node in graph.nodes:
+        if id(node) in later:
+            continue
+        if id(node) in first:
+            _emit(result, first[id(node)], env, layouts)
+            continue
+        plan = node.plan
+        if node.op == "repeat":
+            plan = {"repeat": replace(plan["repeat"], body=pack(plan["repeat"].body))}
+        result.nodes.append(replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs), plan=plan))
+    result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
+    verify(result)
+    return result
+
+
+def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
+    """Linears to pack, each group in execution order. A parameter that two nodes read is left alone."""
+    readers: dict[int, int] = {}
+    for node in graph.nodes:
+        for v in node.inputs:
+            readers[id(v)] = readers.get(id(v), 0) + 1
+    found: dict[tuple, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op != "linear" or any(readers[id(v)] > 1 for v in node.inputs[1:]):
+            continue
+        x, weight, *bias = node.inputs
+        split = layouts[weight.name].split
+        if split is not None and split[0] != 0:
+            continue  # contracted slices: partial sums, each with its own communication
+        key = (id(x), node.attrs["contract"], split, weight.type.dtype, len(bias), "*" in weight.name)
+        found.setdefault(key, []).append(node)
+    return [nodes for nodes in found.values() if len(nodes) > 1]
+
+
+def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[str, Layout]) -> None:
+    """One linear for all of `nodes`, whose results then are slices of its result."""
+    x = env.get(id(nodes[0].inputs[0]), nodes[0].inputs[0])
+    params = []
+    for position in range(1, len(nodes[0].inputs)):
+        values = [node.inputs[position] for node in nodes]
+        name = " | ".join(v.name for v in values)
+        rows = sum(v.type.shape[0] for v in values)
+        parts = tuple(part for v in values for part in layouts[v.name].parts)
+        out.layouts[name] = Layout(parts, layouts[values[0].name].split)
+        axes = ("packed", *values[0].type.axes[1:])
+        params.append(parameter(out, name, Type(axes, (rows, *values[0].type.shape[1:]), values[0].type.dtype)))
+    sizes = [math.prod(node.attrs["out"].values()) for node in nodes]
+    y = emit(out, "linear", x, *params, contract=nodes[0].attrs["contract"], out={"packed": sum(sizes)})
+    start = 0
+    for node, size in zip(nodes, sizes, strict=True):
+        piece = emit(out, "slice", y, axis="packed", start=start, stop=start + size)
+        env[id(node.outputs[0])] = emit(out, "split", piece, axis="packed", into=dict(node.attrs["out"]))
+        start += size
