@@ -65,6 +65,8 @@ class Backend(Protocol):
 
     name: str
     device_kind: str  # "cpu", "cuda" or "tpu"
+    mesh: Mapping[str, int]  # sizes of the mesh axes; empty on one device
+    is_main: bool  # whether this process prints and writes
     versions: dict[str, str]
 
     def load(

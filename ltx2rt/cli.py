@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -123,6 +124,10 @@ def _model_flags(to: argparse.ArgumentParser) -> None:
     to.add_argument("--layers", choices=("scan", "unrolled"), default="scan", help="default: scan")
     to.add_argument("--compile", action="store_true", help="torch: compile the repeated block with Inductor")
     to.add_argument("--max-memory", type=float, metavar="GB", help="pretend the device has this much memory")
+    to.add_argument("--profile", metavar="NAME", help="how networks are split (default: the device kind's own)")
+    to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis, such as tensor=4")
+    to.add_argument("--num-gpus", type=int, metavar="N", help="devices in all; starts a process for each (torch)")
+    to.add_argument("--tp-size", type=int, metavar="N", help="the same as --mesh tensor=N (default: all devices)")
 
 
 def _generate_flags(to: argparse.ArgumentParser) -> None:
@@ -194,7 +199,31 @@ def model_options(args: argparse.Namespace) -> asked.ModelOptions:
         layers=args.layers,
         compile=args.compile,
         max_memory_gb=args.max_memory,
+        profile=args.profile,
+        mesh=mesh_of(args, os.environ),
     )
+
+
+def mesh_of(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, int]:
+    """The mesh that the flags ask for; by default tensor takes every process that torchrun or accelerate launched."""
+    launched = int(environment.get("WORLD_SIZE", "1"))
+    for flag, value in (("--num-gpus", args.num_gpus), ("--tp-size", args.tp_size)):
+        if value is not None and value < 1:
+            raise InputError(f"{flag}: {value}, expected at least 1")
+    if args.mesh and args.tp_size:
+        raise InputError("--mesh and --tp-size say the same; give one of them")
+    if launched > 1 and args.num_gpus not in (None, launched):
+        raise InputError(f"--num-gpus: {args.num_gpus}, but {launched} processes were launched; leave the flag out")
+    mesh = asked.parse_mesh(args.mesh) if args.mesh else {}
+    if args.tp_size:
+        mesh = {"tensor": args.tp_size}
+    devices = args.num_gpus or launched
+    if not mesh and devices > 1:
+        mesh = {"tensor": devices}
+    size = math.prod(mesh.values())
+    if args.backend != "tpu" and devices > 1 and size != devices:
+        raise InputError(f"mesh {mesh} is of {size} devices, {devices} are asked for; make the two agree")
+    return mesh
 
 
 def generate_request(args: argparse.Namespace) -> asked.Request:

@@ -39,7 +39,7 @@ def run(request: ProbeRequest) -> None:
         raise InputError(f"unknown component {request.component!r}; known components: {', '.join(COMPONENTS)}")
     if not request.outputs.parent.is_dir():
         raise InputError(f"--outputs: the folder {request.outputs.parent} does not exist; create it first")
-    backend = get_backend(request.options.backend, request.options.device)
+    backend = get_backend(request.options.backend, request.options.device, request.options.mesh)
     checkpoint = open_checkpoint(request.options.model, request.options.text_encoder, request.options.upsampler)
     networks = Networks(checkpoint, backend, request.options, request.options.dtype or "float32")
     component = components(checkpoint.config)[request.component]
@@ -149,7 +149,7 @@ def _transformer(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays
         masked="video_attention_mask" in x,
         rule=request.options.cross_timestep_rule,
     )
-    program = networks.program("transformer", structure, lambda: transformer.trace(config, structure, networks.dtype))
+    program = networks.program("transformer", structure, lambda: networks.transformer_graph(structure))
     weights = networks.transformer_weights(program.graph, "stage1", _loras(request))
     return {name: networks.backend.to_host(v) for name, v in program(weights, feeds).items()}
 

@@ -90,6 +90,7 @@ class CudaBackend:
             raise InputError("no CUDA device was found; use --device cpu, or --device auto to fall back by itself")
         self.device_kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
         self.position = join(mesh, self.device_kind)
+        self.mesh, self.is_main = self.position.mesh, self.position.rank == 0
         self.torch_device = torch.device(self.device_kind)
         # float32 means float32: TF32 keeps 10 mantissa bits.
         torch.backends.cuda.matmul.allow_tf32 = False

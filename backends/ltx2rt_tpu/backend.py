@@ -137,7 +137,9 @@ class TpuBackend:
         if device not in ("auto", "cpu", "tpu"):
             raise InputError(f"backend tpu runs on auto, tpu or cpu, not on {device}")
         self.jax_device = self._find(device)
-        self.place = self._place(mesh)
+        self.mesh = {axis: size for axis, size in mesh.items() if size > 1}
+        self.is_main = jax.process_index() == 0
+        self.place = self._place(self.mesh)
         self.device_kind = "tpu" if self.jax_device.platform == "tpu" else "cpu"
         self.versions = {"jax": jax.__version__}
 

@@ -79,7 +79,7 @@ class Latents:
 def run(request: Request) -> None:
     """Generate one clip and say where it is. What the user can mend raises InputError before any weight is read."""
     check(request)
-    backend = get_backend(request.options.backend, request.options.device)
+    backend = get_backend(request.options.backend, request.options.device, request.options.mesh)
     checkpoint = open_checkpoint(request.options.model, request.options.text_encoder, request.options.upsampler)
     plan = make_plan(request, checkpoint, backend)
     generate(plan)

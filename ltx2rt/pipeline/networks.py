@@ -21,6 +21,7 @@ from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipeline.conditioning import ModalityState
 from ltx2rt.pipeline.request import LoraSpec, ModelOptions
 from ltx2rt.pipeline.text import PROMPT_TOKENS
+from ltx2rt.placement.profiles import placed, profile_of
 from ltx2rt.weights.checkpoint import Checkpoint, audit
 from ltx2rt.weights.lora import Merge, MergedSource, open_lora
 
@@ -51,6 +52,7 @@ class Networks:
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
         self.config = checkpoint.config
+        self.profile = profile_of(options.profile, backend.device_kind, backend.mesh)
         self.loading: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around every load of weights
         self._programs: dict[Hashable, Program] = {}
         self._weights: dict[str, Any] = {}
@@ -138,7 +140,8 @@ class Networks:
     def text_graph(self, batch: int, tokens: int = PROMPT_TOKENS) -> Graph:
         self.checkpoint.source("gemma")  # raises if there is no Gemma
         assert self.config.gemma is not None
-        return text_encoder.trace(self.config.gemma, self.config.text, batch, tokens, self.dtype)
+        graph = text_encoder.trace(self.config.gemma, self.config.text, batch, tokens, self.dtype)
+        return placed(graph, "text-encoder", self.profile, self.backend.mesh)
 
     def upsampler_graph(self, shape: tuple[int, ...]) -> Graph:
         self.checkpoint.source("upsampler")
@@ -158,7 +161,12 @@ class Networks:
         return vocoder.trace(self.config.vocoder, batch, mel_frames, "float32")
 
     def step_graph(self, structure: guided_step.Structure) -> Graph:
-        return guided_step.trace(self.config.transformer, structure, self.dtype)
+        graph = guided_step.trace(self.config.transformer, structure, self.dtype)
+        return placed(graph, "transformer", self.profile, self.backend.mesh)
+
+    def transformer_graph(self, structure: transformer.Structure) -> Graph:
+        graph = transformer.trace(self.config.transformer, structure, self.dtype)
+        return placed(graph, "transformer", self.profile, self.backend.mesh)
 
     def step_structure(self, branches: Branches, video: ModalityState, audio: ModalityState, text: int):
         """The guided step's structure for one stage, and the feeds that positions and masks decide."""

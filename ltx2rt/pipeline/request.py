@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -29,6 +30,7 @@ COMPONENTS = (
     "guided-step",
     "schedule",
 )
+MESH_AXES = ("tensor",)
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 
@@ -96,6 +98,8 @@ class ModelOptions:
     layers: str = "scan"
     compile: bool = False
     max_memory_gb: float | None = None  # pretend this much device memory
+    profile: str | None = None  # None: the device kind's own
+    mesh: Mapping[str, int] = field(default_factory=dict)  # devices along each mesh axis; empty: one device
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,18 @@ def parse_blocks(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise InputError(f"--stg-blocks: {text!r}, expected block numbers such as 28 or 14,19") from None
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`tensor=2` -> sizes by mesh axis."""
+    mesh: dict[str, int] = {}
+    for item in text.split(","):
+        axis, _, size = item.partition("=")
+        if axis not in MESH_AXES or not size.isdecimal() or int(size) < 1 or axis in mesh:
+            known = ", ".join(MESH_AXES)
+            raise InputError(f"--mesh: {text!r}, expected AXIS=N with an axis of {known}, such as tensor=2")
+        mesh[axis] = int(size)
+    return mesh
 
 
 def check_options(options: ModelOptions) -> None:
@@ -356,6 +372,8 @@ def _plain(value: object) -> object:
     """Dataclasses to dicts, paths and fractions to strings; every other value is JSON already."""
     if isinstance(value, (Path, Fraction)):
         return str(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if is_dataclass(value):

@@ -1,0 +1,59 @@
+"""Named sharding profiles: which axis of which network is split over which mesh axis.
+
+One registry for both backends. A network that a profile does not name is replicated: the VAE, vocoder and upsampler
+weights always are, and their tiles are spread instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Graph
+from ltx2rt.passes.coalesce import coalesce
+from ltx2rt.passes.pack import pack
+from ltx2rt.passes.place import place
+
+Rules = Mapping[str, str]  # axis -> mesh axis
+
+HEADS_AND_FF = {"heads": "tensor", "kv_heads": "tensor", "ff": "tensor"}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """rules: per network. strict: networks whose sizes must divide; the others fall back to replicated."""
+
+    name: str
+    rules: Mapping[str, Rules]
+    strict: frozenset[str] = frozenset()
+
+
+TENSOR_PARALLEL = {"transformer": HEADS_AND_FF, "text-encoder": HEADS_AND_FF}
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("single", {}),
+        Profile("hopper", TENSOR_PARALLEL, frozenset({"transformer"})),
+        Profile("cpu", TENSOR_PARALLEL, frozenset({"transformer"})),
+    )
+}
+BY_DEVICE = {"cuda": "hopper", "cpu": "cpu"}
+
+
+def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> Profile:
+    """The profile by name, or the device kind's own. Raises InputError naming the known ones."""
+    if name is None:
+        split = any(size > 1 for size in mesh.values())
+        name = BY_DEVICE.get(device_kind, device_kind) if split else "single"
+    if name not in PROFILES:
+        raise InputError(f"unknown profile {name!r}; known profiles: {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def placed(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
+    """`graph` as one device of the mesh runs it, by the profile's rules for `network`."""
+    rules = profile.rules.get(network, {})
+    local = place(graph, rules, mesh, strict=network in profile.strict)
+    return coalesce(pack(local)) if local.mesh else graph
