@@ -106,6 +106,23 @@ def test_bf16_merge_equals_the_official_order_bit_for_bit(tmp_path_factory, stre
     np.testing.assert_array_equal(merged.astype(np.float32), (delta + weight).float().numpy())
 
 
+def test_a_full_size_merge_rounds_as_torch_does_in_bfloat16(tmp_path):
+    """Rank 384 on 4096 x 1024: torch adds the same products up in another order, so a few roundings may tip."""
+    rng = np.random.default_rng(1)
+    weight = (0.02 * rng.standard_normal((4096, 1024), dtype=np.float32)).astype(BF16)
+    pieces = {
+        "diffusion_model.transformer_blocks.0.attn1.to_q.lora_A.weight": (384, 1024),
+        "diffusion_model.transformer_blocks.0.attn1.to_q.lora_B.weight": (4096, 384),
+    }
+    arrays = {k: (0.01 * rng.standard_normal(shape, dtype=np.float32)).astype(BF16) for k, shape in pieces.items()}
+    lora = saved(tmp_path / "full.safetensors", arrays, 0.8)
+    a, b = (torch.from_numpy(array.astype(np.float32)).bfloat16() for array in arrays.values())
+    expected = ((b * 0.8) @ a + torch.from_numpy(weight.astype(np.float32)).bfloat16()).view(torch.int16).numpy()
+    merged = MergedSource(Memory({Q: weight}), [lora], "bfloat16").read(Q).view(np.int16)
+    steps = np.abs(merged.astype(np.int32) - expected.astype(np.int32))
+    assert steps.max() <= 1 and (steps > 0).mean() <= 1e-3
+
+
 def test_untouched_tensors_are_shared_and_the_source_is_unchanged(tmp_path):
     base = weights()
     before = base[Q].copy()
