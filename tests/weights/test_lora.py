@@ -120,8 +120,9 @@ def test_a_full_size_merge_rounds_as_torch_does_in_bfloat16(tmp_path):
     delta = (b * 0.8) @ a
     expected = (delta + torch.from_numpy(weight.astype(np.float32)).bfloat16()).float().numpy()
     merged = MergedSource(Memory({Q: weight}), [lora], "bfloat16").read(Q).astype(np.float32)
-    # One bfloat16 step of the larger operand: where the two cancel, the result's own steps are finer than Delta's.
-    step = np.exp2(np.floor(np.log2(np.maximum(np.abs(delta.float().numpy()), np.abs(weight.astype(np.float32))))) - 7)
+    # One bfloat16 step of the largest of Delta, W and their sum: where the two cancel, the sum's own steps are finer.
+    largest = np.maximum.reduce([np.abs(x) for x in (delta.float().numpy(), weight.astype(np.float32), expected)])
+    step = np.exp2(np.floor(np.log2(largest)) - 7)
     assert (np.abs(merged - expected) <= step).all() and (merged != expected).mean() <= 1e-3
 
 
