@@ -4,7 +4,6 @@ diffusers loads the checkpoint that `weights make` wrote in its own layout, and 
 """
 
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,14 +41,14 @@ def unpacked(tokens: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return tokens.reshape(batch, count, channels, mel).transpose(0, 2, 1, 3)
 
 
-def load_pipeline(cls, folder):
+def load_pipeline(cls, folder, dtype):
     from diffusers import FlowMatchEulerDiscreteScheduler, LTX2VideoTransformer3DModel
 
     # The 2.0 configuration says perturbed_attn = false, with which diffusers ignores STG.
     transformer = LTX2VideoTransformer3DModel.from_pretrained(
-        folder, subfolder="transformer", perturbed_attn=True, dtype=torch.float32
+        folder, subfolder="transformer", perturbed_attn=True, dtype=dtype
     )
-    pipe = cls.from_pretrained(folder, transformer=transformer, dtype=torch.float32, local_files_only=True)
+    pipe = cls.from_pretrained(folder, transformer=transformer, dtype=dtype, local_files_only=True)
     pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(
         pipe.scheduler.config, use_dynamic_shifting=False, shift_terminal=None
     )
@@ -92,7 +91,7 @@ def normalised(vae, latent: torch.Tensor) -> torch.Tensor:
     return (latent - mean) / std
 
 
-def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=()) -> SimpleNamespace:
+def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=(), dtype=torch.float32) -> dict[str, np.ndarray]:
     """The latents after every step of both stages, the upsampled latent (normalised) and the waveform.
 
     noise: `stage1.video`, ... in our packed order. images: (PIL image, pixel frame, strength).
@@ -102,13 +101,13 @@ def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=()) -> Sim
     from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
     from safetensors.torch import load_file
 
-    pipe = load_pipeline(cls, folder)
+    pipe = load_pipeline(cls, folder, dtype)
     queue, trail = [], []
     step = FlowMatchEulerDiscreteScheduler.step
 
     def recorded(self, *args, **kwargs):
         result = step(self, *args, **kwargs)
-        trail.append(result[0].numpy()[0])
+        trail.append(result[0].float().numpy()[0])
         return result
 
     module = __import__(cls.__module__, fromlist=["randn_tensor"])
@@ -147,11 +146,11 @@ def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=()) -> Sim
     found = {}
     (video, audio), *steps = run("stage1", WIDTH // 2, HEIGHT // 2, shifted_sigmas(3), guided, "latent")
     found["stage1.video.steps"], found["stage1.audio.steps"] = steps
-    upsampler = LTX2LatentUpsamplerModel.from_pretrained(folder, subfolder="latent_upsampler")
+    upsampler = LTX2LatentUpsamplerModel.from_pretrained(folder, subfolder="latent_upsampler", dtype=dtype)
     video = LTX2LatentUpsamplePipeline(vae=pipe.vae, latent_upsampler=upsampler)(
         latents=video, output_type="latent", return_dict=False
     )[0]
-    found["upsampled"] = normalised(pipe.vae, video).numpy()
+    found["upsampled"] = normalised(pipe.vae, video).float().numpy()
     state = {k: v for k, v in load_file(lora).items() if k.startswith("diffusion_model.")}
     pipe.load_lora_weights(state)
     first = float(STAGE2_SIGMAS[0])
@@ -159,7 +158,7 @@ def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=()) -> Sim
         "stage2", WIDTH, HEIGHT, STAGE2_SIGMAS, neutral, "pt", latents=video, audio_latents=audio, noise_scale=first
     )
     found["stage2.video.steps"], found["stage2.audio.steps"] = steps
-    found["waveform"] = result[1][0].detach().numpy()
+    found["waveform"] = result[1][0].detach().float().numpy()
     return found
 
 
@@ -198,6 +197,8 @@ def test_text_to_video_equals_diffusers(generation, tiny, generate, monkeypatch)
     folder = tiny(f"tiny-{generation}", "diffusers")
     lora = folder / f"tiny-{generation}-distilled-lora.safetensors"
     found = ours(generate, folder)
+    clipped = np.abs(found["waveform"]) == 1
+    assert generation == "2.0" or clipped.mean() > 0.002  # the vocoder is driven past its clamp; 2.0 ends in a tanh
     expected = diffusers_two_stage(LTX2Pipeline, folder, lora, noise_of(found), monkeypatch)
     assert_close(found, expected)
 
@@ -215,3 +216,16 @@ def test_image_to_video_equals_diffusers(generation, strengths, tiny, generate, 
     conditions = [(Image.open(path), frame, strength) for path, frame, strength in places]
     expected = diffusers_two_stage(LTX2ConditionPipeline, folder, lora, noise_of(found), monkeypatch, conditions)
     assert_close(found, expected)
+
+
+def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(tiny, generate, monkeypatch):
+    """The whole run, against the float32 one with the same noise: the last step of each stage, and between them."""
+    from diffusers import LTX2Pipeline
+
+    folder = tiny("tiny-2.3", "diffusers")
+    lora = folder / "tiny-2.3-distilled-lora.safetensors"
+    exact, narrow = ours(generate, folder), ours(generate, folder, "--dtype", "bfloat16")
+    theirs = diffusers_two_stage(LTX2Pipeline, folder, lora, noise_of(exact), monkeypatch, dtype=torch.bfloat16)
+    for name in theirs.keys() - {"waveform"}:  # our vocoder stays float32, theirs does not
+        found, own, reference = (x[name] if name == "upsampled" else x[name][-1] for x in (narrow, theirs, exact))
+        assert 1e-4 < relative_l2(found, reference) <= 2 * relative_l2(own, reference), name
