@@ -4,7 +4,9 @@ Decides the checkpoint: a transformer of LTX-2.3 in bfloat16 with its real depth
 largest tensor is the share of the whole that it is in the real one), and a LoRA of every linear layer at the rank that
 keeps the real proportion. Both are written on the fly; the page cache is warm.
 
-Every load happens in a fresh process, as in a real run (a second load would find memory that the first one left).
+Every load happens in a fresh process, as in a real run (a second load would find memory that the first one left), with
+4 KiB pages for all: numpy alone would ask for huge ones, which cost from a tenth (a machine of one's own) to five times
+as much (a virtual one whose free huge pages went back to the host).
   raw     the file's bytes read into one fresh buffer: the floor
   plain   `safe_open`, every tensor copied out of the mapped file and cast to the wanted dtype
   others  the backend's `load` through the same sources as `generate`, `+lora` with the LoRA merged on reading
@@ -17,6 +19,7 @@ belong to the page cache.
 from __future__ import annotations
 
 import argparse
+import os
 import select
 import subprocess
 import sys
@@ -146,8 +149,8 @@ def load_once(name: str, dtype: str, folder: Path, sizes: Sizes) -> tuple[float,
     """Seconds of one load in a fresh process, and the peak of its anonymous memory above that before."""
     command = [sys.executable, "-m", "benchmarks.load", "--child", name, dtype, str(folder.resolve())]
     command += map(str, asdict(sizes).values())
-    root, pipe = Path(__file__).parents[1], subprocess.PIPE
-    with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True) as process:
+    root, pipe, environment = Path(__file__).parents[1], subprocess.PIPE, os.environ | {"NUMPY_MADVISE_HUGEPAGE": "0"}
+    with subprocess.Popen(command, cwd=root, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin and process.stdout
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(f"{name}, {dtype}: the loading process failed to start")
