@@ -1,0 +1,144 @@
+"""The networks that tensor-parallel tests place: sizes of no power of two, so that 2, 3 and 4 devices divide them.
+
+12 heads stand for the transformer's 32, 6 key heads for Gemma's 8, and 30 heads of the 2.0 connectors for themselves:
+4 devices divide neither of the last two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from ltx2rt.config import ConnectorConfig, GemmaConfig, TextConfig, TransformerConfig
+from ltx2rt.graph import Graph
+from ltx2rt.models import guided_step, text_encoder, transformer
+from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.testing import random_params
+from ltx2rt.weights.presets import preset
+
+DEVICES = (2, 3, 4)
+LAYERS, TOKENS, AUDIO_TOKENS, TEXT = 2, 12, 7, 8
+GUIDANCE = np.array([[3, 1, 3, 0.7], [7, 1.5, 2, 0.4]], np.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network as one device runs it, its parameters and inputs."""
+
+    network: str
+    graph: Graph
+    params: dict[str, np.ndarray]
+    inputs: dict[str, np.ndarray]
+
+    def on(self, devices: int) -> Graph:
+        return placed(self.graph, self.network, PROFILES["hopper"], {"tensor": devices}) if devices > 1 else self.graph
+
+
+def transformer_config(generation: str) -> TransformerConfig:
+    return replace(
+        preset(f"tiny-{generation}").config.transformer,
+        num_layers=LAYERS, video_channels=16, audio_channels=8, num_heads=12, head_dim=8, audio_num_heads=12,
+        audio_head_dim=4, caption_channels=20,
+    )  # fmt: skip
+
+
+def text_configs(generation: str) -> tuple[GemmaConfig, TextConfig]:
+    config, new = preset(f"tiny-{generation}").config, generation == "2.3"
+    gemma = replace(
+        config.gemma,
+        vocab_size=50, hidden_size=120, num_layers=2, num_heads=12, num_kv_heads=6, head_dim=8, intermediate_size=96,
+        layer_is_sliding=(True, False), sliding_window=3, query_scale=8**-0.5,
+    )  # fmt: skip
+    video, audio = ((12, 8), (12, 4)) if new else ((30, 4), (30, 4))
+    text = replace(
+        config.text,
+        gemma_hidden=120,
+        num_states=3,
+        video=ConnectorConfig(*video, 2, 4, new, True),
+        audio=ConnectorConfig(*audio, 2, 4, new, True),
+    )
+    return gemma, text
+
+
+def positions() -> tuple[np.ndarray, np.ndarray]:
+    """Of 2 latent frames of 2 x 3 tokens, and of 7 audio tokens."""
+    video = np.stack([np.indices((2, 2, 3), np.float32).reshape(3, -1) * 32] * 2, axis=-1)
+    video[..., 1] += 32
+    return video, np.stack([np.arange(AUDIO_TOKENS, dtype=np.float32) * 0.04] * 2, axis=-1)[None]
+
+
+def guided(generation: str, dtype: str) -> Case:
+    """Every guidance branch, STG in one block, an image in the first frame and a prefix of the sound kept in part."""
+    config, rng = transformer_config(generation), np.random.default_rng(1)
+    feeds = transformer.position_feeds(config, *positions())
+    video_mask, audio_mask = np.ones(TOKENS), np.ones(AUDIO_TOKENS)
+    video_mask[:6], video_mask[2], audio_mask[:2] = 0.35, 0, 0.6
+    feeds |= guided_step.mask_feeds("video", video_mask) | guided_step.mask_feeds("audio", audio_mask)
+    widths = {"video": config.width, "audio": config.audio_width}
+    for name, tokens, channels in (("video", TOKENS, 16), ("audio", AUDIO_TOKENS, 8)):
+        width = config.caption_channels if config.caption_projection else widths[name]
+        feeds[f"{name}_latent"], feeds[f"{name}_clean"] = rng.standard_normal((2, tokens, channels), np.float32)
+        feeds[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
+    feeds |= {"sigmas": np.array([0.8, 0.6], np.float32), "guidance": GUIDANCE}
+    feeds["stg_blocks"] = np.array([0, 1], np.float32)
+    structure = guided_step.Structure(
+        guided_step.Branches.of(GUIDANCE), TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), 3, 2
+    )
+    graph = guided_step.trace(config, structure, dtype)
+    return Case("transformer", graph, random_params(graph), {name: feeds[name] for name in graph.inputs})
+
+
+def forward(generation: str, dtype: str) -> Case:
+    """One forward: positions and timesteps that differ between samples, an attention mask, keep masks."""
+    config, rng = transformer_config(generation), np.random.default_rng(2)
+    video, audio = positions()
+    feeds = transformer.position_feeds(config, np.stack([video, video * 2]), np.stack([audio, audio + 1]))
+    for name, tokens in (("video", TOKENS), ("audio", AUDIO_TOKENS)):
+        feeds |= transformer.level_feeds(name, rng.choice([0.2, 0.5, 0.9], (2, tokens)))
+    structure = transformer.Structure(
+        2, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), feeds["video_levels"].shape[1],
+        feeds["audio_levels"].shape[1], batched_positions=True, perturbed=True, masked=True,
+    )  # fmt: skip
+    graph = transformer.trace(config, structure, dtype)
+    for name, v in graph.inputs.items():
+        if name not in feeds:
+            uniform = rng.random(v.type.shape, np.float32)
+            feeds[name] = rng.standard_normal(v.type.shape, np.float32) if name.endswith(("latent", "context")) else (
+                (uniform > 0.5).astype(np.float32) if name.endswith("keep") else uniform
+            )  # fmt: skip
+    return Case("transformer", graph, random_params(graph), {name: feeds[name] for name in graph.inputs})
+
+
+def text(generation: str, dtype: str) -> Case:
+    """Two prompts of unequal length, padded on the left."""
+    gemma, config = text_configs(generation)
+    graph = text_encoder.trace(gemma, config, 2, TEXT, dtype)
+    ids = np.random.default_rng(3).integers(3, 50, (2, TEXT))
+    mask = (np.arange(TEXT) >= np.array([[3], [0]])).astype(np.int64)
+    feeds = text_encoder.feeds(gemma, config, np.where(mask, ids, 0), mask)
+    return Case("text-encoder", graph, random_params(graph), {name: feeds[name] for name in graph.inputs})
+
+
+BUILDERS: dict[str, Callable[[str, str], Case]] = {"guided": guided, "forward": forward, "text": text}
+NAMES = tuple(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3"))
+
+
+@cache
+def case(name: str, dtype: str = "float32") -> Case:
+    kind, generation = name.split("-")
+    return BUILDERS[kind](generation, dtype)
+
+
+def lora_arrays(params: dict[str, np.ndarray], rank: int = 3) -> dict[str, np.ndarray]:
+    """A LoRA of every linear weight of the blocks, whatever way it is split, strong enough to matter."""
+    rng, arrays = np.random.default_rng(4), {}
+    for name, weight in sorted(params.items()):
+        if "transformer_blocks." in name and name.endswith(".weight") and weight.ndim == 2:
+            module = name.removeprefix("model.").removesuffix(".weight")
+            down, up = rng.standard_normal((rank, weight.shape[1])), rng.standard_normal((weight.shape[0], rank))
+            arrays[f"{module}.lora_A.weight"] = (down / np.sqrt(weight.shape[1])).astype(np.float32)
+            arrays[f"{module}.lora_B.weight"] = (0.5 * up).astype(np.float32)
+    return arrays
