@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ops import COLLECTIVES
 
 FORMATS = ("text", "dot", "json")
 
@@ -111,7 +112,7 @@ def _json(graph: Graph) -> str:
                 "axes": list(first.axes),
                 "shape": list(first.shape),
                 "dtype": first.dtype,
-                "collective": None,
+                "collective": node.op if node.op in COLLECTIVES else None,
             }
             if node.op == "repeat":
                 plan = node.plan["repeat"]

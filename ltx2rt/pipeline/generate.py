@@ -34,7 +34,8 @@ from ltx2rt.pipeline.request import Request, check, resolve
 from ltx2rt.pipeline.stages import Stage, plan_stages
 from ltx2rt.pipeline.text import PROMPT_TOKENS, tokenize
 from ltx2rt.pipeline.tiling import Tiling, decode_tiles, plan_tiles
-from ltx2rt.placement.cost import activation_bytes, weight_bytes
+from ltx2rt.pipeline.work import run_work
+from ltx2rt.placement.plan import StageCost, cost, peak
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import Merge
@@ -82,11 +83,12 @@ def run(request: Request) -> None:
     backend = get_backend(request.options.backend, request.options.device, request.options.mesh)
     checkpoint = open_checkpoint(request.options.model, request.options.text_encoder, request.options.upsampler)
     plan = make_plan(request, checkpoint, backend)
+    check_memory(plan)
     generate(plan)
 
 
 def make_plan(request: Request, checkpoint: Checkpoint, backend: Backend) -> Plan:
-    """Resolve the request against the model and check everything that headers tell. Raises InputError."""
+    """Resolve the request against the model and check everything that headers tell but memory. Raises InputError."""
     request = resolve(request, checkpoint.config)
     dtype = request.options.dtype or ("float32" if backend.device_kind == "cpu" else "bfloat16")
     networks = Networks(checkpoint, backend, request.options, dtype)
@@ -114,7 +116,6 @@ def make_plan(request: Request, checkpoint: Checkpoint, backend: Backend) -> Pla
         graphs["vocoder"] = networks.vocoder_graph(1, mel)
     merges = networks.audit(graphs, [s.stage.loras for s in stages])
     _check_noise(request.noise_in, stages)
-    _check_memory(networks, request, graphs, stages)
     return Plan(request, networks, stages, tiling, graphs, merges)
 
 
@@ -148,38 +149,37 @@ def _check_noise(path: Path | None, stages: tuple[StagePlan, ...]) -> None:
         raise InputError(f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read")
 
 
-def _check_memory(
-    networks: Networks, request: Request, graphs: dict[str, Graph], stages: tuple[StagePlan, ...]
-) -> None:
+def plan_costs(plan: Plan) -> tuple[StageCost, ...]:
+    """What every stage costs one device."""
+    stages = [(s.stage, s.structure) for s in plan.stages]
+    return tuple(map(cost, run_work(plan.networks, plan.request, stages, plan.tiling, plan.graphs)))
+
+
+def check_memory(plan: Plan) -> None:
     """Refuse a run whose weights and largest activations do not fit the device."""
-    weights = {name: weight_bytes([graph]) for name, graph in graphs.items()}
-    if len({s.stage.loras for s in stages}) > 1 and request.options.stage_weights == "resident":
-        changed = set().union(
-            *(networks.source("transformer", s.stage.loras).touched() for s in stages if s.stage.loras)
-        )
-        specs = graphs["transformer"].parameters()
-        size = weights["transformer"] / sum(np.prod(spec.shape) for spec in specs.values())
-        weights["second stage"] = int(sum(np.prod(specs[name].shape) for name in changed if name in specs) * size)
-    peak = max(activation_bytes(g) for g in graphs.values())
-    text = weights["text-encoder"]
-    rest = sum(weights.values()) - text
-    needed = peak + (max(text, rest) if request.options.text_encoder_offload else text + rest)
-    device = networks.backend.device()
+    worst = peak(plan_costs(plan))
+    device, options = plan.networks.backend.device(), plan.request.options
     free = device.free_bytes
-    if request.options.max_memory_gb is not None:
-        free = min(free, int(request.options.max_memory_gb * 1e9))
-    if needed > free:
-        advice = []
-        if not request.options.text_encoder_offload and peak + max(text, rest) <= free:
-            advice.append("--text-encoder-offload")
-        if "second stage" in weights:
-            advice.append("--stage-weights reload")
-        advice.append("fewer frames or a smaller size")
-        raise InputError(
-            f"no room on {device.name}: this run needs {needed / 1e9:.3g} GB "
-            f"({(text + rest) / 1e9:.3g} weights, {peak / 1e9:.3g} activations), {free / 1e9:.3g} GB are free; "
-            f"try {' or '.join(advice)}"
-        )
+    if options.max_memory_gb is not None:
+        free = min(free, int(options.max_memory_gb * 1e9))
+    if worst.peak_bytes <= free:
+        return
+    settings = {"text_encoder_offload": True, "stage_weights": "reload"}
+    flags = {"text_encoder_offload": "--text-encoder-offload", "stage_weights": "--stage-weights reload"}
+    advice = []
+    for changed in (["text_encoder_offload"], ["stage_weights"], list(settings)):
+        smaller = replace(options, **{name: settings[name] for name in changed})
+        if (
+            not advice
+            and peak(plan_costs(replace(plan, request=replace(plan.request, options=smaller)))).peak_bytes <= free
+        ):
+            advice.append(" ".join(flags[name] for name in changed))
+    advice += ["more devices", "fewer frames or a smaller size"]
+    raise InputError(
+        f"no room on {device.name}: {worst.name} needs {worst.peak_bytes / 1e9:.3g} GB "
+        f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} activations), "
+        f"{free / 1e9:.3g} GB are free; try {' or '.join(advice)}"
+    )
 
 
 def generate(plan: Plan) -> None:

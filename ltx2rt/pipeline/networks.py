@@ -118,7 +118,7 @@ class Networks:
         for other, theirs in self._stage_loras.items():
             if other in self._weights:
                 base = self._weights[other]
-                changed = self._changed(theirs, loras)
+                changed = self.changed(theirs, loras)
         if self.options.stage_weights == "reload":
             base = None
             self.free(*self._stage_loras)
@@ -127,7 +127,7 @@ class Networks:
         self._weights[stage], self._stage_loras[stage] = weights, loras
         return weights
 
-    def _changed(self, a: tuple[LoraSpec, ...], b: tuple[LoraSpec, ...]) -> frozenset[str]:
+    def changed(self, a: tuple[LoraSpec, ...], b: tuple[LoraSpec, ...]) -> frozenset[str]:
         """Names of the tensors that merge differently under a and b: those after the common beginning touch."""
         same = 0
         while same < min(len(a), len(b)) and a[same] == b[same]:

@@ -1,19 +1,61 @@
-"""What a graph costs: bytes of weights, bytes alive at once, floating-point operations. Read off the graph."""
+"""What a graph costs: bytes of weights, bytes alive at once, floating-point operations, traffic. Read off the graph."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
 
 from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ops import COLLECTIVES
 
 VIEWS = {"split", "merge", "rename", "slice", "at", "expand", "transpose"}  # ops that usually move nothing
+
+# Bytes that a device receives per byte it hands in, among n. An all-reduce is a reduce-scatter and an all-gather, in
+# each of which a device receives n - 1 slices of n.
+RECEIVED = {"all_reduce": lambda n: 2 * (n - 1) / n}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Executions of one kind of collective, the bytes that one device hands in, and the bytes it receives."""
+
+    count: int = 0
+    bytes: int = 0
+    received_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.count + other.count, self.bytes + other.bytes, self.received_bytes + other.received_bytes)
+
+    def __mul__(self, times: int) -> Traffic:
+        return Traffic(self.count * times, self.bytes * times, self.received_bytes * times)
+
+
+def traffic(graph: Graph) -> dict[str, Traffic]:
+    """What one run of a placed graph communicates, by kind of collective."""
+    found: dict[str, Traffic] = {}
+    for node, times in graph.walk():
+        if node.op in COLLECTIVES:
+            size = sum(v.type.nbytes for v in node.inputs)
+            received = round(size * RECEIVED[node.op](graph.mesh[node.attrs["mesh_axis"]]))
+            found[node.op] = found.get(node.op, Traffic()) + Traffic(1, size, received) * times
+    return found
 
 
 def weight_bytes(graphs: Iterable[Graph]) -> int:
     """Bytes that one device holds of all distinct parameters, each in the dtype its graph computes in."""
     params = {name: param for graph in graphs for name, param in graph.all_params().items()}
     return sum(value.type.nbytes * count for value, count in params.values())
+
+
+def touched_bytes(graph: Graph, changed: Set[str]) -> int:
+    """Bytes that one device holds of the parameters made, wholly or in part, from the tensors `changed`."""
+    layouts, total = graph.all_layouts(), 0
+    for name, (value, count) in graph.all_params().items():
+        for layer in range(count):
+            pieces = {part.replace("*", str(layer)) for part, _ in layouts[name].parts}
+            total += 0 if changed.isdisjoint(pieces) else value.type.nbytes
+    return total
 
 
 def activation_bytes(graph: Graph) -> int:

@@ -1,8 +1,51 @@
-"""What devices are here."""
+"""What devices are here, and what the data sheets say of those that are not."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+
+from ltx2rt.errors import InputError
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """One device as a program sees it. profile: how networks are split over several unless another is asked for.
+
+    memory_bytes: as sold; what the driver offers is a little more on GPUs, a little less on TPUs.
+    flops_per_s: bfloat16, dense. link_bytes_per_s: what one device can receive from the others of its machine.
+    """
+
+    name: str
+    backend: str
+    framework_kind: str  # Backend.device_kind
+    profile: str
+    memory_bytes: float
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+
+
+# TPUs have no profile of their own yet; tensor parallelism is the one there is.
+DEVICE_KINDS = {
+    kind.name: kind
+    for kind in (
+        # NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity, NVLink 900 GB/s in both directions together.
+        DeviceKind("h100-80gb", "cuda", "cuda", "hopper", 80e9, 989.5e12, 3.35e12, 450e9),
+        # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
+        DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 4.8e12, 450e9),
+        # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
+        DeviceKind("v6e", "tpu", "tpu", "hopper", 32e9, 918e12, 1.638e12, 400e9),
+        # Google Cloud, TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
+        DeviceKind("v7x", "tpu", "tpu", "hopper", 96e9, 1153.5e12, 3.69e12, 300e9),
+    )
+}
+
+
+def device_kind(name: str) -> DeviceKind:
+    if name not in DEVICE_KINDS:
+        raise InputError(f"--device-kind: unknown {name!r}; known: {', '.join(DEVICE_KINDS)}")
+    return DEVICE_KINDS[name]
 
 
 def host_memory() -> tuple[int, int]:

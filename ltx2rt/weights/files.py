@@ -225,10 +225,11 @@ def _entry(path: Path, name: str, value: object) -> tuple[TensorInfo, int]:
 def write_tensors(
     path: str | os.PathLike[str],
     tensors: Mapping[str, TensorInfo],
-    produce: Callable[[str], np.ndarray],
+    produce: Callable[[str], np.ndarray] | None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write `path` holding one tensor at a time: `produce(name)` is called once per name, in file order.
+    Without `produce` every value is zero and takes no room on a disk that knows sparse files.
 
     The file appears under its name only when complete. Wide dtypes come first, so every tensor is aligned.
     """
@@ -246,7 +247,9 @@ def write_tensors(
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            for name in order:
+            if produce is None:
+                file.truncate(file.tell() + end)
+            for name in order if produce else ():
                 array = produce(name)
                 if array.shape != tensors[name].shape or array.dtype != tensors[name].dtype:
                     raise ValueError(f"{name}: got {array.dtype}{array.shape}, declared {tensors[name]}")

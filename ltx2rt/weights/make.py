@@ -101,11 +101,13 @@ class Plan:
         return lines
 
 
-def make_checkpoint(name: str, layout: str, directory: str | Path, seed: int = 0, dry_run: bool = False) -> str:
+def make_checkpoint(
+    name: str, layout: str, directory: str | Path, seed: int = 0, dry_run: bool = False, empty: bool = False
+) -> str:
     """Write a checkpoint into `directory` (created if need be, which must not hold one of its files already).
 
     Returns what a person wants to see: the manifest of a dry run, else the files written.
-    Peak memory: the largest tensor.
+    Peak memory: the largest tensor. empty: all zeros in sparse files, for those who need the headers alone.
     """
     if layout not in ("official", "diffusers"):
         raise InputError(f"unknown layout {layout!r}, known are official, diffusers")
@@ -115,14 +117,16 @@ def make_checkpoint(name: str, layout: str, directory: str | Path, seed: int = 0
     if dry_run:
         return plan.manifest()
     directory = Path(directory)
-    _check_room(directory, sum(tensor.info.nbytes for file in plan.tensors.values() for tensor in file.values()))
+    if not empty:
+        _check_room(directory, sum(tensor.info.nbytes for file in plan.tensors.values() for tensor in file.values()))
     if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
         raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
     for path in (*plan.tensors, *plan.texts):
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
     for path, tensors in plan.tensors.items():
         infos = {stored: tensor.info for stored, tensor in tensors.items()}
-        write_tensors(directory / path, infos, lambda n, t=tensors: values(t[n], seed), plan.metadata[path])
+        produce = None if empty else lambda name, file=tensors: values(file[name], seed)
+        write_tensors(directory / path, infos, produce, plan.metadata[path])
     for path, text in plan.texts.items():
         (directory / path).write_text(text)
     return "\n".join(f"{directory / line}" if not line.startswith(" ") else line for line in plan.summary())

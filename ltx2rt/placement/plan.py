@@ -1,0 +1,77 @@
+"""What a run costs on paper: per stage and device, the memory, the work, the traffic and the time.
+
+Decides how these follow from placed graphs and a device's figures. Which graphs a stage runs, and which weights lie on
+the device meanwhile, is the pipeline's knowledge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ltx2rt.graph.ir import Graph
+from ltx2rt.placement.cost import Traffic, activation_bytes, flops, traffic, weight_bytes
+from ltx2rt.placement.devices import DeviceKind
+
+
+@dataclass(frozen=True)
+class Work:
+    """One stage as one device runs it.
+
+    calls: placed graphs of one step (of a stage without steps: of all of it), each with its number of runs.
+    resident: sets of weights that are on the device meanwhile, with their bytes.
+    """
+
+    name: str
+    calls: tuple[tuple[Graph, int], ...]
+    resident: Mapping[str, int]
+    steps: int = 1
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Of one device. weights_bytes: all that it holds during the stage, whoever uses them; activation_bytes: the most
+    alive at once. Of one step: flops, collectives, and read_bytes, the weights that it uses.
+    """
+
+    name: str
+    steps: int
+    weights_bytes: int
+    activation_bytes: int
+    read_bytes: int
+    flops: int
+    collectives: Mapping[str, Traffic]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.weights_bytes + self.activation_bytes
+
+    def time_s(self, kind: DeviceKind) -> float:
+        """Of one step: the slowest of arithmetic, reading the weights, and the links, each at its full rate and all
+        three at once. A bound from below: max(FLOP / peak, weights / memory bandwidth, received / link bandwidth).
+        """
+        received = sum(t.received_bytes for t in self.collectives.values())
+        return max(
+            self.flops / kind.flops_per_s, self.read_bytes / kind.memory_bytes_per_s, received / kind.link_bytes_per_s
+        )
+
+
+def cost(work: Work) -> StageCost:
+    collectives: dict[str, Traffic] = {}
+    for graph, times in work.calls:
+        for name, found in traffic(graph).items():
+            collectives[name] = collectives.get(name, Traffic()) + found * times
+    return StageCost(
+        work.name,
+        work.steps,
+        weights_bytes=sum(work.resident.values()),
+        activation_bytes=max(activation_bytes(graph) for graph, _ in work.calls),
+        read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
+        flops=sum(flops(graph) * times for graph, times in work.calls),
+        collectives=collectives,
+    )
+
+
+def peak(costs: Iterable[StageCost]) -> StageCost:
+    """The stage that needs the most memory: a run fits where this one does."""
+    return max(costs, key=lambda c: c.peak_bytes)
