@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -199,27 +199,31 @@ def generate(plan: Plan) -> None:
             _warm_up(plan)
     latents = Latents(keep=request.latents_out is not None)
     waveform = _produce_latents(plan, watch, latents)
-    write_mp4(
-        request.output,
-        _frames(plan, watch, latents),
-        num_frames=request.num_frames,
-        fps=request.fps,
-        waveform=waveform,
-        sample_rate=networks.config.vocoder.sample_rate,
-        comment=_metadata(plan) if request.metadata else None,
-    )
-    if request.latents_out:
-        write_arrays(request.latents_out, latents.record)
-    if request.report:
-        facts = watch.report(
-            seed=request.seed,
-            settings=request.settings,
-            peak_bytes=networks.backend.peak_bytes(),
-            versions=_versions(networks.backend),
-            device=device.name,
-            lora=[{"file": m.file, "matched": m.matched, "total": m.total} for m in plan.merges],
+    with ExitStack() as undo:  # a failed run leaves none of its files
+        write_mp4(
+            request.output,
+            _frames(plan, watch, latents),
+            num_frames=request.num_frames,
+            fps=request.fps,
+            waveform=waveform,
+            sample_rate=networks.config.vocoder.sample_rate,
+            comment=_metadata(plan) if request.metadata else None,
         )
-        write_report(request.report, facts)
+        undo.callback(request.output.unlink)
+        if request.latents_out:
+            write_arrays(request.latents_out, latents.record)
+            undo.callback(request.latents_out.unlink)
+        if request.report:
+            facts = watch.report(
+                seed=request.seed,
+                settings=request.settings,
+                peak_bytes=networks.backend.peak_bytes(),
+                versions=_versions(networks.backend),
+                device=device.name,
+                lora=[{"file": m.file, "matched": m.matched, "total": m.total} for m in plan.merges],
+            )
+            write_report(request.report, facts)
+        undo.pop_all()
     print(watch.closing_line(request.output, request.seed))
 
 
