@@ -99,7 +99,8 @@ def parser() -> Parser:
     compare_.add_argument("b", type=Path, metavar="B.mp4")
     compare_.add_argument("--json", action="store_true")
 
-    _graph_flags(command(commands, "graph", graph, "print the graph of a network"))
+    _graph_flags(command(commands, "graph", graph, "print the graph of a network, placed on a mesh if asked"))
+    _plan_flags(command(commands, "plan", plan, "say what a run costs on devices that need not be here"))
     command(commands, "devices", devices, "list the backends and their devices")
     return top
 
@@ -178,6 +179,35 @@ def _graph_flags(to: argparse.ArgumentParser) -> None:
     to.add_argument("--num-frames", type=int, default=121)
     to.add_argument("--branches", type=int, default=4, metavar="N", help="guidance branches (default: 4)")
     to.add_argument("--format", choices=("text", "dot", "json"), default="text")
+    to.add_argument("--profile", metavar="NAME", help="how networks are split over a mesh (default: hopper)")
+    mesh = to.add_mutually_exclusive_group()
+    mesh.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: one device)")
+    mesh.add_argument("--tp-size", type=int, metavar="N", help="the same as --mesh tensor=N")
+
+
+def _plan_flags(to: argparse.ArgumentParser) -> None:
+    model = to.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint: a file or a folder")
+    model.add_argument("--preset", choices=PRESETS, help="the sizes of a released or a tiny model")
+    to.add_argument("--devices", type=int, required=True, metavar="N")
+    to.add_argument("--device-kind", required=True, metavar="KIND", help="h100-80gb, h200-141gb, v6e, v7x")
+    to.add_argument("--profile", metavar="NAME", help="how networks are split (default: the device kind's own)")
+    to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: tensor takes all)")
+    to.add_argument("--text-encoder", type=Path, metavar="DIR", help="the Gemma 3 folder (default: found near --model)")
+    to.add_argument("--upsampler", type=Path, metavar="FILE", help="the x2 upsampler (default: found near --model)")
+    to.add_argument("--distilled-lora", metavar="FILE[:STRENGTH]", help="(default: found near --model)")
+    to.add_argument("--pipeline", choices=asked.PIPELINES, default="two-stage", help="default: two-stage")
+    to.add_argument("--width", type=int, default=768, help="of the output, in pixels (default: 768)")
+    to.add_argument("--height", type=int, default=512, help="of the output, in pixels (default: 512)")
+    to.add_argument("--num-frames", type=int, default=121, help="8k+1, at most 20 s (default: 121)")
+    to.add_argument("--fps", default="24", help="default: 24")
+    to.add_argument("--steps", type=int, metavar="N", help="of the guided stage (default: 40 for 2.0, 30 for 2.3)")
+    to.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    to.add_argument("--stage-weights", choices=("resident", "reload"), default="resident", help="default: resident")
+    to.add_argument("--text-encoder-offload", action="store_true", help="keep the text encoder's weights on the host")
+    to.add_argument("--vae-tiling", choices=("auto", "off"), default="auto", help="default: auto")
+    to.add_argument("--no-audio", dest="audio", action="store_false")
+    to.add_argument("--json", action="store_true")
 
 
 def model_options(args: argparse.Namespace) -> asked.ModelOptions:
@@ -302,7 +332,10 @@ def compare(args: argparse.Namespace) -> None:
 
 def graph(args: argparse.Namespace) -> None:
     names = ("component", "model", "preset", "width", "height", "num_frames", "branches", "format")
-    request = asked.GraphRequest(**{name: getattr(args, name) for name in names})
+    text = args.mesh if args.tp_size is None else f"tensor={args.tp_size}"
+    mesh = asked.parse_mesh(text) if text else {}
+    given = {name: getattr(args, name) for name in names}
+    request = asked.GraphRequest(**given, profile=args.profile, mesh=mesh)
     from ltx2rt.graph.show import show
     from ltx2rt.pipeline.graphs import component_graph
     from ltx2rt.weights.checkpoint import open_checkpoint
@@ -310,6 +343,31 @@ def graph(args: argparse.Namespace) -> None:
 
     config = open_checkpoint(request.model).config if request.model else preset(request.preset or "").config
     print(show(component_graph(config, request), request.format), end="")
+
+
+def plan(args: argparse.Namespace) -> None:
+    distilled = args.distilled_lora
+    options = asked.ModelOptions(
+        backend="",  # the device kind's
+        model=args.model or Path(),
+        text_encoder=args.text_encoder,
+        upsampler=args.upsampler,
+        distilled_lora=asked.parse_lora(distilled, "--distilled-lora") if distilled else None,
+        dtype=args.dtype,
+        stage_weights=args.stage_weights,
+        text_encoder_offload=args.text_encoder_offload,
+        vae_tiling=args.vae_tiling,
+        profile=args.profile,
+        mesh=asked.parse_mesh(args.mesh) if args.mesh else {},
+    )
+    names = ("devices", "device_kind", "preset", "pipeline", "width", "height", "num_frames", "steps", "audio")
+    given = {name: getattr(args, name) for name in names}
+    request = asked.PlanRequest(options, fps=asked.parse_fps(args.fps), **given)
+    asked.check(request.clip(options))
+    from ltx2rt.pipeline import paper
+
+    found = paper.plan_on_paper(request)
+    print(json.dumps(paper.to_json(found), indent=1) if args.json else paper.to_text(found).rstrip())
 
 
 def devices(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The graph of one component at a clip's size: what `ltx2rt graph` prints."""
+"""The graph of one component at a clip's size, as one device of a mesh runs it: what `ltx2rt graph` prints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ltx2rt.pipeline.conditioning import audio_state, video_state
 from ltx2rt.pipeline.latents import Geometry
 from ltx2rt.pipeline.request import GraphRequest
 from ltx2rt.pipeline.text import PROMPT_TOKENS
+from ltx2rt.placement.profiles import placed, profile_of
 
 FPS = Fraction(24)
+NETWORKS = {"guided-step": "transformer"}  # component -> the network whose rules place it, if not of the same name
 
 
 def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bfloat16") -> Graph:
@@ -40,7 +42,9 @@ def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bf
     }
     if request.component not in builders:
         raise InputError(f"no graph is called {request.component!r}; known: {', '.join(builders)}")
-    return builders[request.component]()
+    mesh = request.mesh
+    profile = profile_of(request.profile, "cuda", mesh)
+    return placed(builders[request.component](), NETWORKS.get(request.component, request.component), profile, mesh)
 
 
 def _step(config: ModelConfig, g: Geometry, branches: int) -> guided_step.Structure:

@@ -163,6 +163,31 @@ class GraphRequest:
     num_frames: int = 121
     branches: int = 4  # guidance branches of a guided step
     format: str = "text"
+    profile: str | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A run to cost on `devices` of a kind: of `options.model`, or of a preset's sizes if that is given."""
+
+    options: ModelOptions
+    devices: int
+    device_kind: str
+    preset: str | None = None
+    pipeline: str = "two-stage"
+    width: int = 768
+    height: int = 512
+    num_frames: int = 121
+    fps: Fraction = Fraction(24)
+    steps: int | None = None
+    audio: bool = True
+
+    def clip(self, options: ModelOptions) -> Request:
+        """The request of one such clip."""
+        names = ("pipeline", "width", "height", "num_frames", "fps", "steps", "audio")
+        given = {name: getattr(self, name) for name in names}
+        return Request(options, "a plan", Path("plan.mp4"), seed=0, **given)
 
 
 def parse_fps(text: str) -> Fraction:

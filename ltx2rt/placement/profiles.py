@@ -6,7 +6,7 @@ weights always are, and their tiles are spread instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ltx2rt.errors import InputError
@@ -57,3 +57,15 @@ def placed(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]
     rules = profile.rules.get(network, {})
     local = place(graph, rules, mesh, strict=network in profile.strict)
     return coalesce(pack(local)) if local.mesh else graph
+
+
+def undivided(graph: Graph, rules: Rules, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
+    """(part, axis, size) wherever a rule would split an axis of a linear of the unplaced `graph`, but cannot."""
+    found = {}
+    for node in graph.nodes:
+        if node.op == "repeat":
+            yield from undivided(node.plan["repeat"].body, rules, mesh)
+        elif node.op == "linear":
+            found |= {a: n for a, n in node.attrs["out"].items() if n % mesh.get(rules.get(a, ""), 1)}
+    for axis, size in found.items():
+        yield graph.name, axis, size

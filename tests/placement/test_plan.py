@@ -1,0 +1,145 @@
+"""The cost of a stage on paper, against counts made by hand."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ops import COLLECTIVES
+from ltx2rt.pipeline import paper
+from ltx2rt.pipeline.generate import plan_costs
+from ltx2rt.pipeline.request import ModelOptions, PlanRequest
+from ltx2rt.placement.cost import RECEIVED, Traffic, touched_bytes, traffic
+from ltx2rt.placement.devices import DEVICE_KINDS, device_kind
+from ltx2rt.placement.plan import StageCost, Work, cost
+from ltx2rt.weights.make import make_checkpoint
+
+
+@cache
+def plan(preset="tiny-2.3", devices=2, kind="h100-80gb", **settings):
+    options = {key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__}
+    request = PlanRequest(ModelOptions("", Path(), **options), devices, kind, preset, **settings)
+    return paper.plan_on_paper(request)
+
+
+def stages(found) -> dict[str, StageCost]:
+    return {c.name: c for c in found.costs}
+
+
+def test_every_collective_says_what_a_device_receives():
+    assert set(RECEIVED) == set(COLLECTIVES)
+    assert RECEIVED["all_reduce"](1) == 0  # one device hears nothing
+
+
+def test_the_full_model_reaches_the_floor_of_collectives():
+    """4 large and 3 small all-reduces in each of 48 blocks; the large ones carry [tokens, 4096] and the audio's."""
+    costs = stages(plan("ltx-2.3", 4))
+    assert {c.collectives["all_reduce"].count for c in (costs["stage1"], costs["stage2"])} == {48 * 7}
+    large = 48 * 4 * 2 * (6144 * 4096 + 126 * 2048)  # bfloat16
+    small = 48 * 4 * (3 * 6144 + 1024 + 126) * 4  # at most: statistics, one float32 a token
+    found = costs["stage2"].collectives["all_reduce"]
+    assert large < found.bytes < large + small
+    assert found.received_bytes == pytest.approx(found.bytes * 2 * 3 / 4, rel=1e-6)
+    assert set(costs["stage2"].collectives) == {"all_reduce"}
+
+
+def test_work_of_one_step_is_the_known_number():
+    """One forward of stage 2 is 198.7 TFLOP, of stage 1 with four branches 191.7; 0.2 % for the small layers."""
+    costs = stages(plan("ltx-2.3", 1))
+    assert costs["stage2"].flops == pytest.approx(198.7e12, rel=2e-3)
+    assert costs["stage1"].flops == pytest.approx(191.7e12, rel=2e-3)
+    assert costs["stage1"].steps == 30 and costs["stage2"].steps == 3
+
+
+def test_devices_share_work_and_weights():
+    one, four = stages(plan("ltx-2.3", 1)), stages(plan("ltx-2.3", 4))
+    assert four["stage1"].flops == pytest.approx(one["stage1"].flops / 4, rel=0.01)
+    assert four["decode"].flops == pytest.approx(one["decode"].flops / 2, rel=0.25)  # two tiles, of 10 and 9 latents
+    assert four["stage2"].weights_bytes < 0.4 * one["stage2"].weights_bytes
+    assert one["stage1"].collectives == {} and one["upsample"].flops == four["upsample"].flops
+
+
+def test_weights_follow_the_run():
+    both, reload = stages(plan()), stages(plan(stage_weights="reload"))
+    offload = stages(plan(text_encoder_offload=True))
+    names = ["text", "stage1", "upsample", "stage2", "audio", "decode"]
+    assert list(both) == names
+    assert [both[n].weights_bytes for n in names] == sorted(both[n].weights_bytes for n in names)
+    assert both["stage1"].weights_bytes == reload["stage1"].weights_bytes
+    assert both["stage2"].weights_bytes > reload["stage2"].weights_bytes  # the LoRA's second set
+    assert both["text"].weights_bytes == offload["text"].weights_bytes
+    assert both["decode"].weights_bytes - offload["decode"].weights_bytes == both["text"].weights_bytes
+    assert "audio" not in stages(plan(audio=False)) and "stage2" not in stages(plan(pipeline="one-stage"))
+
+
+def test_a_warm_up_leaves_everything_on_the_device(tmp_path):
+    make_checkpoint("tiny-2.3", "official", tmp_path, empty=True)
+    found = paper.plan_on_paper(PlanRequest(ModelOptions("", tmp_path), 2, "h100-80gb"))
+    cold, warm = (plan_costs(replace(found.plan, request=replace(found.plan.request, warmup=w))) for w in (False, True))
+    assert cold == found.costs == plan().costs
+    assert {c.weights_bytes for c in warm} == {cold[-1].weights_bytes}
+
+
+def test_time_is_the_slowest_of_three():
+    kind = DEVICE_KINDS["h100-80gb"]
+    base = StageCost("s", 1, 0, 0, read_bytes=0, flops=0, collectives={})
+    assert base.time_s(kind) == 0
+    busy = StageCost("s", 1, 0, 0, int(3.35e12), int(2 * 989.5e12), {"all_reduce": Traffic(1, 0, int(3 * 450e9))})
+    assert busy.time_s(kind) == pytest.approx(3)
+
+
+def test_a_stage_adds_up_its_graphs_and_keeps_the_largest_activations():
+    graphs = [plan().plan.graphs[name] for name in ("upsampler", "audio-decoder")]
+    work = Work("s", tuple((g, 3) for g in graphs), {"a": 10, "b": 5}, 2)
+    found = cost(work)
+    assert found.weights_bytes == 15 and found.steps == 2
+    assert found.flops == 3 * sum(cost(Work("s", ((g, 1),), {})).flops for g in graphs)
+    assert found.activation_bytes == max(cost(Work("s", ((g, 1),), {})).activation_bytes for g in graphs)
+
+
+def test_a_packed_weight_is_touched_by_any_of_its_parts():
+    graph = plan().plan.graphs["transformer"]
+    q = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
+    (packed,) = {n for n in graph.all_params() if "attn1.to_q.weight" in n and "audio" not in n}
+    assert " | " in packed
+    assert touched_bytes(graph, {q}) == graph.all_params()[packed][0].type.nbytes
+    assert touched_bytes(graph, set()) == 0
+    everything = sum(v.type.nbytes * n for v, n in graph.all_params().values())
+    assert touched_bytes(graph, set(graph.parameters())) == everything
+
+
+def test_replicated_parts_are_named_with_their_reason():
+    notes = "\n".join(plan("ltx-2.0", 4).notes)
+    assert "heads=30 does not divide over tensor=4" in notes and "replicated" in notes
+    assert "replicated" not in "\n".join(plan("ltx-2.3", 4).notes)
+    assert "kv_heads=8 does not divide over tensor=16" in "\n".join(plan("ltx-2.3", 16).notes)
+
+
+def test_traffic_of_an_unplaced_graph_is_none():
+    assert traffic(plan(devices=1).plan.graphs["transformer"]) == {}
+
+
+@pytest.mark.parametrize(
+    "settings,words",
+    [
+        ({"kind": "abacus"}, ["abacus", *DEVICE_KINDS]),
+        ({"devices": 0}, ["--devices"]),
+        ({"devices": 3}, ["heads=4", "tensor=3"]),
+        ({"mesh": {"tensor": 4}}, ["--mesh", "4", "2"]),
+        ({"profile": "kitchen"}, ["kitchen", "hopper"]),
+        ({"width": 100}, ["--width"]),
+    ],
+)
+def test_what_no_machine_can_do_is_refused_by_name(settings, words):
+    with pytest.raises(InputError) as error:
+        plan.__wrapped__(**settings)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_figures_are_positive():
+    for name in DEVICE_KINDS:
+        kind = device_kind(name)
+        rates = [kind.memory_bytes, kind.flops_per_s, kind.memory_bytes_per_s, kind.link_bytes_per_s]
+        assert min(rates) > 1e9

@@ -1,0 +1,79 @@
+"""`ltx2rt plan` and `ltx2rt graph` on a mesh: spelling, JSON, tables, and refusals."""
+
+import json
+
+import pytest
+
+STAGE_KEYS = {"name", "weights_bytes", "activation_bytes", "flops", "collectives", "time_s"}
+PLAN = ["plan", "--devices", "2", "--device-kind", "h100-80gb"]
+
+
+@pytest.fixture(scope="module")
+def planned(command):
+    status, out, err = command(*PLAN, "--preset", "tiny-2.3", "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_plan_prints_the_promised_json(planned):
+    assert planned.keys() == {"fits", "devices", "stages"}
+    assert planned["fits"] is True and planned["devices"] == 2
+    assert [s["name"] for s in planned["stages"]] == ["text", "stage1", "upsample", "stage2", "audio", "decode"]
+    assert all(s.keys() == STAGE_KEYS for s in planned["stages"])
+    assert planned["stages"][1]["collectives"] == {
+        "all_reduce": {"count": 7 * 3, "bytes": planned["stages"][1]["collectives"]["all_reduce"]["bytes"]}
+    }
+
+
+def test_a_checkpoint_is_planned_as_its_preset(planned, command, tiny):
+    status, out, err = command(*PLAN, "--model", tiny("tiny-2.3", "official"), "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == planned
+
+
+def test_plan_prints_a_table(command):
+    """Four cards hold the released model, one H100 does not; a bound on time is called one."""
+    status, out, _ = command("plan", "--preset", "ltx-2.3", "--devices", 4, "--device-kind", "h100-80gb")
+    assert status == 0 and "336 all_reduce" in out and "memory: fits" in out and "bound from below" in out
+    status, out, _ = command("plan", "--preset", "ltx-2.3", "--devices", 1, "--device-kind", "h100-80gb")
+    assert status == 0 and "does NOT fit" in out and "all_reduce" not in out
+
+
+def test_an_unknown_device_kind_lists_the_known(command):
+    status, out, err = command("plan", "--preset", "tiny-2.3", "--devices", 2, "--device-kind", "gpu")
+    assert status == 2 and out == "" and err.count("\n") == 1
+    assert all(kind in err for kind in ("h100-80gb", "h200-141gb", "v6e", "v7x"))
+
+
+def test_graph_prints_the_placed_graph(command):
+    flags = ["graph", "transformer", "--preset", "tiny-2.3", "--width", 64, "--height", 64, "--num-frames", 9]
+    status, text, _ = command(*flags, "--profile", "hopper", "--tp-size", 2)
+    assert status == 0 and text.count("= all_reduce(") == 7  # of one block, shown once
+    assert command(*flags, "--mesh", "tensor=2") == (0, text, "")
+    _, whole, _ = command(*flags)
+    assert "all_reduce" not in whole
+    _, guided, _ = command("graph", "guided-step", *flags[2:], "--tp-size", 2)
+    assert guided.count("= all_reduce(") == 7
+
+
+def test_json_names_the_collective_of_every_node(command):
+    flags = ["--preset", "tiny-2.3", "--width", 64, "--height", 64, "--num-frames", 9, "--format", "json"]
+    _, out, _ = command("graph", "transformer", *flags, "--tp-size", 2)
+
+    def walk(nodes):
+        for node in nodes:
+            yield node
+            yield from walk(node.get("body", ()))
+
+    nodes = list(walk(json.loads(out)["nodes"]))
+    assert all(n["collective"] == (n["op"] if n["op"] == "all_reduce" else None) for n in nodes)
+    assert sum(n["collective"] is not None for n in nodes) == 7
+
+
+def test_graph_refuses_a_mesh_that_does_not_divide(command):
+    status, _, err = command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 3)
+    assert status == 2 and "heads=4 does not divide over tensor=3" in err
+    status, _, err = command("graph", "transformer", "--preset", "tiny-2.3", "--profile", "nope", "--tp-size", 2)
+    assert status == 2 and "nope" in err and "hopper" in err
+    assert command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 0)[0] == 2
+    assert command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 2, "--mesh", "tensor=2")[0] == 2
