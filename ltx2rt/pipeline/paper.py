@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.backend import Backend, DeviceInfo
+from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.pipeline.generate import Plan, make_plan, plan_costs
 from ltx2rt.pipeline.networks import Networks
@@ -27,25 +27,22 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.make import make_checkpoint
 
 
-class PaperBackend(Backend):
+class PaperBackend:
     """Devices of one kind, known by their data sheet."""
-
-    is_main = True
-    versions: dict[str, str] = {}  # noqa: RUF012 - declared so by the protocol
 
     def __init__(self, kind: DeviceKind, mesh: Mapping[str, int]):
         self.kind, self.mesh = kind, mesh
         self.name, self.device_kind = kind.backend, kind.framework_kind
-
-    def load(self, graphs: Any, source: Any, base: Any = None, changed: Any = frozenset()) -> Any:
-        raise RuntimeError("a device on paper holds nothing")
-
-    def lower(self, graph: Any, layers: str = "scan", compile: bool = False) -> Any:
-        raise RuntimeError("a device on paper runs nothing")
+        self.is_main, self.versions = True, {}
 
     def device(self) -> DeviceInfo:
         size = int(self.kind.memory_bytes)
         return DeviceInfo(self.device_kind, self.kind.name, size, size)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("a device on paper runs nothing")
+
+    load = lower = matmul = to_host = synchronize = peak_bytes = _refuse
 
 
 @dataclass(frozen=True)
