@@ -196,13 +196,13 @@ def generate(plan: Plan) -> None:
         _say(merge.line())
     if request.warmup:
         with watch.apart("warmup"):
-            _warm_up(plan)
+            warm_up(plan)
     latents = Latents(keep=request.latents_out is not None)
-    waveform = _produce_latents(plan, watch, latents)
+    waveform = produce_latents(plan, watch, latents)
     with ExitStack() as undo:  # a failed run leaves none of its files
         write_mp4(
             request.output,
-            _frames(plan, watch, latents),
+            produce_frames(plan, watch, latents),
             num_frames=request.num_frames,
             fps=request.fps,
             waveform=waveform,
@@ -231,7 +231,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _warm_up(plan: Plan) -> None:
+def warm_up(plan: Plan) -> None:
     """Compile and load everything: the same run with one step a stage, its result thrown away."""
     networks = plan.networks
     stages = tuple(replace(s, stage=replace(s.stage, sigmas=s.stage.sigmas[[0, -1]])) for s in plan.stages)
@@ -239,12 +239,12 @@ def _warm_up(plan: Plan) -> None:
     silent = Stopwatch(stream=io.StringIO(), synchronize=networks.backend.synchronize)
     networks.loading = nullcontext
     latents = Latents()
-    _produce_latents(short, silent, latents)
-    for _ in _frames(short, silent, latents):
+    produce_latents(short, silent, latents)
+    for _ in produce_frames(short, silent, latents):
         pass
 
 
-def _produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarray | None:
+def produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarray | None:
     """All stages up to the decoder. Leaves the final latents in `latents`, returns the waveform [2,N] if wanted."""
     request, networks = plan.request, plan.networks
     prompts = [request.prompt, request.negative_prompt or ""][: _num_prompts(plan.stages)]
@@ -351,7 +351,7 @@ def _noise(request: Request, stream: str, shape: tuple[int, ...]) -> np.ndarray:
     return standard_normal(request.seed, stream, shape)
 
 
-def _frames(plan: Plan, watch: Stopwatch, latents: Latents) -> Iterator[np.ndarray]:
+def produce_frames(plan: Plan, watch: Stopwatch, latents: Latents) -> Iterator[np.ndarray]:
     """Finished chunks of frames f32[3,n,H,W], while the decoder works on the next tiles."""
     networks = plan.networks
     assert latents.video is not None
