@@ -1,0 +1,260 @@
+"""A whole two-stage request on weights drawn on the devices: time of every phase, and how far repeats lie apart.
+
+Decides what is timed: from the prompt to the last frame and the last audio sample on the host, without loading and
+without the MP4 encoder (so that it runs without PyAV). Every repetition is the same request with the same seed; their
+distances from the first are the floor for any other comparison. Weights are random, so pictures are noise.
+
+    python -m benchmarks.end_to_end --output benchmarks/results/end-to-end.json
+    torchrun --nproc-per-node 4 -m benchmarks.end_to_end --profile-kernels
+    python -m benchmarks.end_to_end --preset tiny-2.3 --device cpu --width 128 --height 64 --num-frames 17 --steps 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.measure import machine, record
+from benchmarks.random_weights import RandomBackend, empty_checkpoint
+from ltx2rt.media.compare import PSNR_CAP_DB, correlation, luma, ssim
+from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.pipeline import generate
+from ltx2rt.pipeline.report import Stopwatch
+from ltx2rt.pipeline.request import ModelOptions, Request
+from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
+
+PROMPT = "a red fox walks through a snowy forest at dawn"
+# Kernel names, in lower case; the first group that matches has it. What is left over is pointwise: elementwise,
+# reductions, copies, and whatever Inductor fused of them.
+GROUPS = {
+    "all-reduce": r"all_?reduce",
+    "all-gather": r"all_?gather",
+    "transfer": r"memcpy|memset|sendrecv|c10d::|nccl",
+    "attention": r"flash|fmha|sdpa|attention",
+    "convolution": r"conv|fprop|cudnn",
+    "GEMM": r"gemm|cutlass|cublas|nvjet|splitk|\b(?:aten::)?(?:addmm|mm|bmm|baddbmm|linear|matmul)\b",
+}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What one repetition produced: u8[F, H, W, 3] and f32[2, N]; frames are empty where this rank has none."""
+
+    frames: np.ndarray
+    waveform: np.ndarray
+
+
+def group_of(kernel: str) -> str:
+    return next((group for group, pattern in GROUPS.items() if re.search(pattern, kernel.lower())), "pointwise")
+
+
+class KernelWatch(Stopwatch):
+    """A stopwatch that also tells what the device executed in each stage: time, share and launches of each group."""
+
+    def __init__(self, device_kind: str, **settings: Any):
+        super().__init__(**settings)
+        self.cuda = device_kind == "cuda"
+        self.kernels: dict[str, dict[str, dict[str, float]]] = {}
+
+    @contextmanager
+    def stage(self, name: str, steps: int = 0) -> Iterator[Callable[[], None]]:
+        activities = [ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
+        with profile(activities=activities) as profiler, super().stage(name, steps) as done:
+            yield done
+        self.kernels[name] = self._groups(profiler)
+
+    def _groups(self, profiler: profile) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
+        for event in profiler.events() or ():
+            if getattr(event, "is_user_annotation", False):
+                continue
+            if self.cuda:
+                if event.device_type != DeviceType.CUDA:
+                    continue
+                microseconds = event.time_range.elapsed_us()
+            else:  # an operator's own time, without those that it calls
+                microseconds = event.self_cpu_time_total
+            row = found.setdefault(group_of(event.name), {"time_s": 0.0, "launches": 0})
+            row["time_s"] += microseconds / 1e6
+            row["launches"] += 1
+        total = sum(row["time_s"] for row in found.values())
+        for row in found.values():
+            row["share"] = row["time_s"] / total if total else 0.0
+        return dict(sorted(found.items(), key=lambda item: -item[1]["time_s"]))
+
+
+def run_once(plan: generate.Plan, watch: Stopwatch) -> tuple[Clip, float]:
+    """One request: its clip, and the seconds from prompt to clip."""
+    start = watch.clock()
+    latents = generate.Latents()
+    waveform = generate.produce_latents(plan, watch, latents)
+    chunks = [to_rgb8(chunk) for chunk in generate.produce_frames(plan, watch, latents)]
+    plan.networks.backend.synchronize()
+    frames = np.concatenate(chunks) if chunks else np.zeros((0, 1, 1, 3), np.uint8)
+    return Clip(frames, np.zeros((2, 0), np.float32) if waveform is None else waveform), watch.clock() - start
+
+
+def phases(watch: Stopwatch, request_s: float) -> dict[str, float]:
+    """Seconds by phase: the whole, every stage, and the mean step of those with steps."""
+    found = {"request": request_s}
+    for stage in watch.stages:
+        found[stage.name] = stage.time_s
+        if stage.name.startswith("stage"):
+            found[f"{stage.name} step"] = stage.time_s / len(stage.steps_s)
+    return found
+
+
+def distance(a: Clip, b: Clip) -> dict[str, float | None]:
+    """Of `b` from `a`: PSNR in dB over all 8-bit samples (200: identical), mean SSIM of luma, audio correlation."""
+    squared = sum(int(((x.astype(np.int32) - y) ** 2).sum()) for x, y in zip(a.frames, b.frames, strict=True))
+    scores = [ssim(luma(x), luma(y)) for x, y in zip(a.frames, b.frames, strict=True)]
+    return {
+        "psnr_db": 10 * math.log10(255**2 * a.frames.size / squared) if squared else PSNR_CAP_DB,
+        "ssim": float(np.mean(scores)),
+        "audio_corr": correlation(a.waveform.astype(np.float64), b.waveform.astype(np.float64)),
+    }
+
+
+def summary(runs: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
+    """Of every phase: mean, spread (largest less smallest) and every run, in seconds."""
+    columns = {name: [run[name] for run in runs] for name in runs[0]}
+    return {n: {"mean": float(np.mean(c)), "spread": max(c) - min(c), "runs": c} for n, c in columns.items()}
+
+
+def on_paper(plan: generate.Plan, name: str) -> dict[str, float] | None:
+    """Seconds of a step of each stage by the data sheet, if there is one of this device."""
+    kind: DeviceKind | None = next((k for n, k in DEVICE_KINDS.items() if n.split("-")[0] in name.lower()), None)
+    return {c.name: c.time_s(kind) for c in generate.plan_costs(plan)} if kind else None
+
+
+def table(facts: dict[str, Any]) -> str:
+    names = {"stage1": "denoise", "stage1 step": "  per step", "stage2": "refinement", "stage2 step": "  per step"}
+    lines = [f"{'seconds':<12} {'mean':>8} {'spread':>8}  every run"]
+    for name, row in facts["seconds"].items():
+        runs = " ".join(f"{x:.3f}" for x in row["runs"])
+        lines.append(f"{names.get(name, name):<12} {row['mean']:>8.3f} {row['spread']:>8.3f}  {runs}")
+    for what in ("repeats", "against"):
+        for i, d in enumerate(facts.get(what, ())):
+            audio = "none" if d["audio_corr"] is None else f"{d['audio_corr']:.6f}"
+            lines.append(f"{what} {i + 1}: PSNR {d['psnr_db']:.1f} dB, SSIM {d['ssim']:.6f}, audio {audio}")
+    for stage, groups in facts.get("kernels", {}).items():
+        lines.append(f"kernels of {stage} (one step, where it has steps)")
+        for group, row in groups.items():
+            lines.append(
+                f"  {group:<12} {row['time_s'] * 1e3:>10.3f} ms {row['share']:>6.1%} {row['launches']:>7} launches"
+            )
+    return "\n".join(lines)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    mesh = {"tensor": world} if world > 1 else {}
+    backend = RandomBackend(args.device, mesh)
+    with empty_checkpoint(args.preset) as checkpoint:
+        options = ModelOptions(
+            "cuda", checkpoint.path, device=args.device, dtype=args.dtype, compile=args.compile, mesh=mesh,
+            profile=args.profile, text_encoder_offload=args.text_encoder_offload,
+        )  # fmt: skip
+        size = {"width": args.width, "height": args.height, "num_frames": args.num_frames, "steps": args.steps}
+        request = Request(options, PROMPT, Path("clip.mp4"), seed=args.seed, pipeline=args.pipeline, **size)
+        plan = generate.make_plan(request, checkpoint, backend)
+        generate.check_memory(plan)
+        return _measure(plan, args)
+
+
+def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
+    backend, request = plan.networks.backend, plan.request
+    device = backend.device()
+    facts: dict[str, Any] = {"benchmark": "end_to_end", **machine("torch")}
+    facts |= {
+        "device": f"{device.name} x {math.prod(backend.mesh.values())}",
+        "preset": args.preset,
+        "clip": f"{request.width}x{request.height}x{request.num_frames}",
+        "pipeline": request.pipeline,
+        "steps": [len(s.stage.sigmas) - 1 for s in plan.stages],
+        "dtype": plan.networks.dtype,
+        "mesh": dict(backend.mesh),
+        "profile": plan.networks.profile.name,
+        "compile": request.options.compile,
+        "paper_step_s": on_paper(plan, device.name),
+    }
+
+    def say(line: str) -> None:
+        if backend.is_main:
+            print(line, flush=True)
+
+    def write() -> None:
+        if backend.is_main and args.output:
+            record(args.output, facts)
+
+    head = ("device", "preset", "pipeline", "clip", "steps", "dtype", "mesh", "profile")
+    say(", ".join(f"{name} {facts[name]}" for name in head))
+    silent = {"stream": io.StringIO(), "synchronize": backend.synchronize}
+    start = time.perf_counter()
+    generate.warm_up(plan)
+    facts["load_and_warmup_s"] = time.perf_counter() - start
+    say(f"weights drawn and one step of each stage: {facts['load_and_warmup_s']:.1f} s")
+    plan.networks.loading = nullcontext
+    runs, clips = [], []
+    for i in range(args.repeats):
+        watch = Stopwatch(**silent)
+        clip, request_s = run_once(plan, watch)
+        runs.append(phases(watch, request_s))
+        clips.append(clip)
+        say(f"run {i + 1}: {request_s:.3f} s")
+        facts |= {"seconds": summary(runs), "peak_bytes": backend.peak_bytes()}
+        write()
+    if backend.is_main:
+        facts["repeats"] = [distance(clips[0], clip) for clip in clips[1:]]
+        if args.against:
+            kept = np.load(args.against)
+            facts["against"] = [distance(Clip(kept["frames"], kept["waveform"]), clips[0])]
+        if args.save:
+            np.savez(args.save, frames=clips[0].frames, waveform=clips[0].waveform)
+    if args.profile_kernels:
+        short = tuple(replace(s, stage=replace(s.stage, sigmas=s.stage.sigmas[[0, -1]])) for s in plan.stages)
+        kernels = KernelWatch(backend.device_kind, **silent)
+        run_once(replace(plan, stages=short), kernels)
+        facts["kernels"] = kernels.kernels
+    write()
+    say(table(facts))
+    return facts
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description="time of a whole request, by phase")
+    parser.add_argument("--preset", default="ltx-2.3", choices=("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3"))
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--pipeline", choices=("two-stage", "distilled", "one-stage"), default="two-stage")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--height", type=int, default=512)
+    parser.add_argument("--num-frames", type=int, default=121)
+    parser.add_argument("--steps", type=int, help="of the guided stage (default: the model's)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--profile", help="how networks are split (default: the device kind's own)")
+    parser.add_argument("--text-encoder-offload", action="store_true")
+    parser.add_argument("--profile-kernels", action="store_true", help="one more run, of one step a stage, profiled")
+    parser.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the first run's clip")
+    parser.add_argument("--against", type=Path, metavar="FILE.npz", help="compare the first run with a kept clip")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
+    return measure(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The PyTorch backend with weights drawn on the device: models of any size without a file.
+
+Decides values, by tensor name alone: every rank that holds a slice holds it of the same tensor. Small tensors have the
+values that `weights make` writes; large ones the same statistics, from the device's generator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ltx2rt_cuda import CudaBackend
+from ltx2rt_cuda.ops import DTYPES
+
+from ltx2rt.backend import TensorSource
+from ltx2rt.graph import Graph
+from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
+from ltx2rt.weights.files import TensorInfo, cut
+from ltx2rt.weights.make import Tensor, make_checkpoint, values
+
+LARGE = 2**19  # elements, from which the host's generator would take minutes in all; filters and tables are smaller
+
+
+class RandomBackend(CudaBackend):
+    """Reads no tensor. A LoRA gives its weights memory of their own, as merging would, and leaves them as they are."""
+
+    seed = 0
+
+    def load(
+        self,
+        graphs: Iterable[Graph],
+        source: TensorSource,
+        base: Mapping[str, torch.Tensor] | None = None,
+        changed: Set[str] = frozenset(),
+    ) -> dict[str, torch.Tensor]:
+        weights: dict[str, torch.Tensor] = {}
+        for graph in graphs:
+            layouts = graph.all_layouts()
+            for declared, (value, count) in graph.all_params().items():
+                layout = layouts[declared]
+                coordinate = self.position.coordinates[layout.split[1]] if layout.split else 0
+                shapes = [shape for _, shape in layout.parts]
+                for layer in range(count):
+                    name, pieces = declared.replace("*", str(layer)), list(layout.pieces(coordinate, layer))
+                    if base is not None and changed.isdisjoint(piece for piece, _ in pieces):
+                        weights[name] = base[name]
+                        continue
+                    drawn = [
+                        self._draw(piece, shape, part, DTYPES[value.type.dtype])
+                        for (piece, part), shape in zip(pieces, shapes, strict=True)
+                    ]
+                    weights[name] = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        return weights
+
+    def _draw(self, name: str, shape: tuple[int, ...], part: Any, dtype: torch.dtype) -> torch.Tensor:
+        if prod(shape) <= LARGE:
+            array = values(Tensor(name, TensorInfo(shape, np.dtype(np.float32))), self.seed)
+            return torch.from_numpy(np.array(cut(array, part))).to(self.torch_device, dtype)
+        key = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        generator = torch.Generator(self.torch_device).manual_seed(int.from_bytes(key[:8], "little", signed=True))
+        whole = torch.empty(shape, dtype=dtype, device=self.torch_device)
+        whole.normal_(0, prod(shape[1:]) ** -0.5, generator=generator)
+        return whole if part is None else whole.narrow(part[0], part[1], part[2] - part[1]).clone()
+
+
+@contextmanager
+def empty_checkpoint(preset: str) -> Iterator[Checkpoint]:
+    """A checkpoint of the preset's sizes that is headers only."""
+    with tempfile.TemporaryDirectory(prefix="ltx2rt-benchmark-") as folder:
+        make_checkpoint(preset, "official", folder, empty=True)
+        yield open_checkpoint(Path(folder))
