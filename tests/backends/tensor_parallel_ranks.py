@@ -1,0 +1,228 @@
+"""Runs the placed cases on torch ranks over gloo, or on JAX host devices; not a test, started by one as a process.
+
+    python tensor_parallel_ranks.py cuda FOLDER      every world size in turn, its ranks forked from this process
+    python tensor_parallel_ranks.py tpu FOLDER       needs XLA_FLAGS=--xla_force_host_platform_device_count=4
+
+FOLDER holds what `write_inputs` writes. Written there: what each run gave, `{kind}-{devices}-{run}.npz`, and for torch
+what every rank did, `cuda-{devices}-rank{i}.json`, and took while it loaded, `big-{plain or lora}-rank{i}.json`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from placed_cases import DEVICES, NAMES, case, lora_arrays
+
+from ltx2rt.backend import get_backend
+from ltx2rt.graph import Graph
+from ltx2rt.models import transformer
+from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.testing import ArraySource
+from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays
+from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.presets import preset
+
+MEASURED = 3  # world size of the memory measurement
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    dtype: str = "float32"
+    lora: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.dtype}{'-lora' * self.lora}"
+
+
+RUNS = {
+    "cuda": [
+        *(Run(name) for name in NAMES),
+        *(Run(name, "bfloat16") for name in NAMES if not name.startswith("forward")),
+        *(
+            Run(f"guided-{generation}", dtype, True)
+            for generation in ("2.0", "2.3")
+            for dtype in ("float32", "bfloat16")
+        ),
+    ],
+    "tpu": [Run("guided-2.3"), Run("text-2.0")],  # JAX takes seconds to compile one
+}
+
+
+def write_inputs(folder: Path) -> None:
+    for name in NAMES:
+        write_arrays(folder / f"params-{name}.safetensors", case(name).params)
+    for generation in ("2.0", "2.3"):
+        write_arrays(folder / f"lora-{generation}.safetensors", lora_arrays(case(f"guided-{generation}").params))
+    specs = big_graph().parameters()
+    infos = {name: TensorInfo(spec.shape, DTYPES["BF16"]) for name, spec in specs.items()}
+    blocks = {name: np.ones(info.shape, info.dtype) for name, info in infos.items()}
+    write_arrays(folder / "big.safetensors", blocks)
+    write_arrays(folder / "big-lora.safetensors", lora_arrays(blocks, rank=16))
+
+
+def source_of(run: Run, folder: Path, matmul):
+    source = ArraySource(case(run.name, run.dtype).params)
+    if not run.lora:
+        return source
+    return MergedSource(source, [open_lora(folder / f"lora-{run.name[-3:]}.safetensors")], run.dtype, matmul)
+
+
+def run_all(kind: str, devices: int, folder: Path) -> dict:
+    """Outputs of every run are written by the main process; returns the collectives that each run executed."""
+    backend, executed = get_backend(kind, "cpu", {"tensor": devices}), {}
+    for run in RUNS[kind]:
+        one = case(run.name, run.dtype)
+        graph = one.on(devices)
+        weights = backend.load([graph], source_of(run, folder, backend.matmul))
+        program = backend.lower(graph)
+        with collectives() as seen:
+            outputs = program(weights, one.inputs)
+        executed[str(run)] = dict(seen)
+        if backend.is_main:
+            arrays = {name: backend.to_host(x) for name, x in outputs.items()}
+            np.savez(folder / f"{kind}-{devices}-{run}.npz", **arrays)
+    return executed
+
+
+@contextmanager
+def collectives():
+    """Every collective that torch dispatches meanwhile, under the name of its op."""
+    seen: Counter = Counter()
+    if "torch" not in sys.modules:
+        yield seen
+        return
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            space, name = function.name().split("::")
+            if "c10d" in space and name != "wait_tensor":
+                first = args[0][0] if isinstance(args[0], list) else args[0]
+                seen[f"{name.split('.')[0]} {first.dtype}"] += 1
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        yield seen
+
+
+# --- torch ranks ------------------------------------------------------------------------------------------------
+
+
+def requested_bytes(devices: int, folder: Path) -> dict[str, int]:
+    """Bytes that this rank asks of the reader while it loads each case from a file."""
+    backend, found = get_backend("cuda", "cpu", {"tensor": devices}), {}
+    for name in NAMES:
+        file = TensorFile(folder / f"params-{name}.safetensors")
+        backend.load([case(name).on(devices)], file)
+        found[name] = file.requested_bytes
+    return found
+
+
+def big_graph(dtype: str = "bfloat16") -> Graph:
+    """LTX-2.3's transformer at its real depth and 3/32 of its width: 360 MB, whose largest tensor is a real share."""
+    config = replace(preset("ltx-2.3").config.transformer, num_heads=3, audio_num_heads=3)
+    return transformer.trace(config, transformer.Structure(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype)
+
+
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+
+def measured_load(devices: int, folder: Path, lora: bool) -> dict[str, int]:
+    """Peak anonymous memory above that before the load, and what the weights take, for a big checkpoint."""
+    backend = get_backend("cuda", "cpu", {"tensor": devices})
+    graph = placed(big_graph(), "transformer", PROFILES["hopper"], {"tensor": devices})
+    backend.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))  # starts the framework's own threads
+    source = TensorFile(folder / "big.safetensors")
+    if lora:
+        source = MergedSource(source, [open_lora(folder / "big-lora.safetensors")], "bfloat16", backend.matmul)
+    gc.collect()
+    before, samples, done = anonymous_bytes(), [], threading.Event()
+
+    def sample() -> None:
+        while not done.is_set():
+            samples.append(anonymous_bytes())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    weights = backend.load([graph], source)
+    done.set()
+    thread.join()
+    samples.append(anonymous_bytes())
+    share = sum(tensor.nbytes for tensor in weights.values())
+    return {"peak": max(samples) - before, "share": share, "samples": len(samples)}
+
+
+def rank_main(devices: int, rank: int, port: int, folder: Path, measure: str | None) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(devices), "MASTER_PORT": str(port)}
+    if measure:
+        name, found = f"big-{measure}", measured_load(devices, folder, measure == "lora")
+    else:
+        name, executed = f"cuda-{devices}", run_all("cuda", devices, folder)
+        found = {"executed": executed, "requested": requested_bytes(devices, folder)}
+    (folder / f"{name}-rank{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def launch(devices: int, folder: Path, measure: str | None = None) -> None:
+    """Fork the ranks, each of which finds torch imported; raises if one of them fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(devices):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                rank_main(devices, rank, port, folder, measure)
+                status = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if any(statuses):
+        raise SystemExit(f"{devices} ranks ended with {statuses}")
+
+
+def main() -> None:
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    if kind == "tpu":
+        for devices in DEVICES:
+            run_all("tpu", devices, folder)
+        return
+    import ltx2rt_cuda  # noqa: F401  torch, once for all ranks
+
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    for measure in ("plain", "lora"):
+        launch(MEASURED, folder, measure)
+    for run in RUNS["cuda"]:
+        case(run.name, run.dtype)  # once for all ranks
+    for devices in DEVICES:
+        launch(devices, folder)
+
+
+if __name__ == "__main__":
+    main()
