@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ltx2rt.partial import replacing
 
 AAC_FRAME = 1024  # samples
 AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000
@@ -57,7 +57,7 @@ def write_mp4(
 
     if waveform is not None:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
-    with _replacing(path) as partial:
+    with replacing(path) as partial:
         options = {"movflags": "+faststart", "movie_timescale": str(_movie_timescale(fps, sample_rate))}
         with av.open(str(partial), "w", format="mp4", options=options) as container:
             if comment is not None:
@@ -178,14 +178,3 @@ def _verify(path: Path, num_frames: int, fps: Fraction, sample_rate: int, has_au
                 f"{path}: video {found.video_s:.4f} s, sound {found.audio_s} s; they may differ {slack_s:.4f} s"
             )
     return found
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path`, renamed to it on success and deleted on any failure."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

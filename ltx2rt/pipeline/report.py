@@ -7,15 +7,15 @@ stages they happen in.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+from ltx2rt.partial import replacing
 
 
 @dataclass
@@ -100,20 +100,11 @@ class Stopwatch:
             "warmup_s": self.apart_s.get("warmup", 0.0),
             "load_s": self.apart_s.get("load", 0.0),
             "total_s": self.total_s,
-            "mesh": {},
             **facts,
         }
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Write the report as JSON, whole or not at all."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(report, indent=1) + "\n")

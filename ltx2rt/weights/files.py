@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.partial import replacing
 
 DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
     name: np.dtype(dtype)
@@ -243,22 +243,16 @@ def write_tensors(
         header[name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            if produce is None:
-                file.truncate(file.tell() + end)
-            for name in order if produce else ():
-                array = produce(name)
-                if array.shape != tensors[name].shape or array.dtype != tensors[name].dtype:
-                    raise ValueError(f"{name}: got {array.dtype}{array.shape}, declared {tensors[name]}")
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as partial, partial.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        if produce is None:
+            file.truncate(file.tell() + end)
+            return
+        for name in order:
+            array = produce(name)
+            if array.shape != tensors[name].shape or array.dtype != tensors[name].dtype:
+                raise ValueError(f"{name}: got {array.dtype}{array.shape}, declared {tensors[name]}")
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def write_arrays(

@@ -71,7 +71,7 @@ def test_the_report_has_the_documented_keys(watch, tmp_path):
         pass
     lora = [{"file": "l", "matched": 2, "total": 2}]
     report = watch.report(
-        seed=3, settings={"width": 64}, peak_bytes=None, versions={"torch": "2"}, device="CPU", lora=lora
+        seed=3, settings={"width": 64}, peak_bytes=None, versions={"torch": "2"}, device="CPU", mesh={}, lora=lora
     )
     write_report(tmp_path / "r.json", report)
     read = json.loads((tmp_path / "r.json").read_text())
