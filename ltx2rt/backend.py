@@ -6,7 +6,7 @@ The pipeline speaks this protocol only. The two implementations are discovered t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Graph, Type
 
 
 class TensorSource(Protocol):
@@ -67,6 +67,7 @@ class Backend(Protocol):
     device_kind: str  # "cpu", "cuda" or "tpu"
     mesh: Mapping[str, int]  # sizes of the mesh axes; empty on one device
     is_main: bool  # whether this process prints and writes
+    num_processes: int
     versions: dict[str, str]
 
     def load(
@@ -86,11 +87,19 @@ class Backend(Protocol):
         """a [m, r] @ b [r, n] with float32 accumulation, rounded once to a's dtype, on the device."""
         ...
 
+    def on(self, rank: int, work: Callable[[], Any], type: Type) -> Any:
+        """work() on process `rank`; the main process gets its result, of `type`, as what `to_host` takes, and the
+        others None. Every process must make the same calls in the same order."""
+        ...
+
     def to_host(self, array: Any) -> np.ndarray:
         """float32 (or int32) numpy copy of a device array; waits for it."""
         ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait until the device has finished, and until what `on` sends has been taken."""
+        ...
+
     def device(self) -> DeviceInfo: ...
     def peak_bytes(self) -> int | None:
         """Peak device memory since the start, if the framework tells."""
@@ -106,11 +115,19 @@ def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None 
 
     mesh: sizes of the mesh axes over all devices, for graphs placed on them; none: one device.
     """
+    return _factory(name)(device, mesh or {})
+
+
+def get_rendezvous(name: str) -> Callable[[], Any]:
+    """How the ranks of a launch connect to their store, for a backend that runs one process per device."""
+    return _factory(name).rendezvous
+
+
+def _factory(name: str) -> Any:
     found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
     if not found:
         raise InputError(f"unknown backend {name!r}; known backends: {', '.join(backend_names())}")
     try:
-        factory = found[0].load()
+        return found[0].load()
     except ImportError as error:
         raise InputError(f"backend {name}: {error}; install it with: pip install 'ltx2rt[{name}]'") from error
-    return factory(device, mesh or {})

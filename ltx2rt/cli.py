@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ltx2rt import __version__
+from ltx2rt import __version__, launch
 from ltx2rt.errors import InputError
 from ltx2rt.pipeline import request as asked
 
-Handler = Callable[[argparse.Namespace], None]
+Handler = Callable[[argparse.Namespace], int | None]  # the exit status; None: 0
+RANKED = ("cuda",)  # backends that run one process per device; the others have all devices in one
 PRESETS = ("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3")
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -32,6 +33,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") != "0":  # all ranks were given the same flags
+            self.exit(BAD_INPUT)
         self.exit(BAD_INPUT, f"ltx2rt: error: {message}; see `{self.prog} --help`\n")
 
 
@@ -39,28 +42,77 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # a process of its own: let `kill` unwind, so that no partial file stays behind
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     args = parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
+    crew = None
     try:
-        args.handler(args)
+        crew = _join(args)
+        status = args.handler(args) or 0
         sys.stdout.flush()
-        return 0
+        if crew:
+            crew.leave()
+        return status
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return FAILED if crew is None else crew.fail("nobody reads its output", FAILED)
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        return _fail("interrupted", INTERRUPTED, crew)
     except InputError as error:
-        return _fail(str(error), BAD_INPUT)
+        return _fail(str(error), BAD_INPUT, crew)
     except Exception as error:
-        return _fail(f"{type(error).__name__}: {error}", FAILED)
+        return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
 
 
-def _fail(message: str, status: int) -> int:
+def _fail(message: str, status: int, crew: launch.Crew | None) -> int:
     if os.environ.get("LTX2RT_TRACEBACK") == "1":
         import traceback
 
         traceback.print_exc()
-    print(f"ltx2rt: error: {' '.join(message.split())}", file=sys.stderr)
+    message = " ".join(message.split())
+    if crew:
+        crew.fail(message, status, bad_input=status == BAD_INPUT)
+    print(f"ltx2rt: error: {message}", file=sys.stderr)
     return status
+
+
+def _join(args: argparse.Namespace) -> launch.Crew | None:
+    """The other ranks, if this process is one of several; all were given the same arguments and files."""
+    size = launch.num_ranks(os.environ)
+    if size == 1 or getattr(args, "backend", None) not in RANKED:
+        return None
+    from ltx2rt.backend import get_rendezvous
+
+    crew = launch.Crew(int(os.environ["RANK"]), size, get_rendezvous(args.backend), _outputs(args))
+    try:
+        given = {name: value for name, value in vars(args).items() if name not in ("handler", "argv")}
+        crew.agree("arguments", {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()})
+        crew.agree("files", launch.digests(_inputs(args)))
+        if given.get("seed", 0) is None:
+            args.seed = crew.from_main("seed", asked.draw_seed)
+    except InputError as error:
+        _fail(str(error), BAD_INPUT, crew)
+    return crew
+
+
+def _outputs(args: argparse.Namespace) -> list[Path]:
+    """The files that generate or probe writes."""
+    names = ("output", "latents_out", "report", "outputs")
+    return [path for name in names if (path := getattr(args, name, None)) is not None]
+
+
+def _inputs(args: argparse.Namespace) -> list[Path]:
+    """The files and folders that generate or probe reads."""
+    names = ("model", "text_encoder", "upsampler", "noise_in", "inputs")
+    paths = [path for name in names if (path := getattr(args, name, None)) is not None]
+    loras = [*args.lora, *([args.distilled_lora] if args.distilled_lora else [])]
+    paths += [asked.parse_lora(text).path for text in loras]
+    return paths + [asked.parse_image(text).path for text in getattr(args, "image", [])]
+
+
+def _ranks_to_start(args: argparse.Namespace) -> int:
+    """How many processes this one has to start: 1 if it does the work itself."""
+    if args.backend not in RANKED or launch.num_ranks(os.environ) > 1:
+        return 1
+    return math.prod(mesh_of(args, os.environ).values())
 
 
 def parser() -> Parser:
@@ -284,17 +336,21 @@ def generate_request(args: argparse.Namespace) -> asked.Request:
     )
 
 
-def generate(args: argparse.Namespace) -> None:
+def generate(args: argparse.Namespace) -> int | None:
     request = generate_request(args)
     asked.check(request)  # before torch or jax is imported, which takes seconds
+    if (count := _ranks_to_start(args)) > 1:
+        return launch.start(args.argv, count, _outputs(args))
     from ltx2rt.pipeline import generate
 
     generate.run(request)
 
 
-def probe(args: argparse.Namespace) -> None:
+def probe(args: argparse.Namespace) -> int | None:
     request = asked.ProbeRequest(model_options(args), args.component, args.outputs, args.inputs, tuple(args.prompt))
     asked.check_options(request.options)
+    if (count := _ranks_to_start(args)) > 1:
+        return launch.start(args.argv, count, _outputs(args))
     from ltx2rt import probe
 
     probe.run(request)

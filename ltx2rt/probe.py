@@ -51,7 +51,9 @@ def run(request: ProbeRequest) -> None:
         raise InputError(f"probe {request.component} reads --inputs FILE, none was given")
     else:
         inputs = read_inputs(request.inputs, request.component, component)
-    write_arrays(request.outputs, component.run(networks, request, inputs))
+    outputs = component.run(networks, request, inputs)
+    if backend.is_main:
+        write_arrays(request.outputs, outputs)
 
 
 def read_inputs(path: Path, name: str, component: Component) -> Arrays:

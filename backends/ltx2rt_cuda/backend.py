@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph, Layout, Type
-from ltx2rt_cuda.distributed import Position, join
+from ltx2rt_cuda.distributed import Arriving, Position, join, rendezvous
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
 
@@ -61,7 +62,7 @@ class Program:
         with torch.inference_mode():
             constants = {name: self._upload(name, value) for name, value in constants.items()}
             state = {name: self._upload(name, value) for name, value in state.items()}
-            levels = torch.from_numpy(np.asarray(sigmas, np.float32)).to(self.device)
+            levels = torch.from_numpy(np.array(sigmas, np.float32)).to(self.device)
         pending: list[tuple[Any, dict[str, torch.Tensor]]] = []
         for i in range(len(sigmas) - 1):
             outputs = self(weights, {**constants, **state, "sigmas": levels[i : i + 2]})
@@ -82,6 +83,7 @@ class CudaBackend:
     """device: "auto" (the GPU if there is one, else the CPU), "cuda" or "cpu"."""
 
     name = "cuda"
+    rendezvous = staticmethod(rendezvous)
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "cuda"):
@@ -91,6 +93,8 @@ class CudaBackend:
         self.device_kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
         self.position = join(mesh, self.device_kind)
         self.mesh, self.is_main = self.position.mesh, self.position.rank == 0
+        self.num_processes = self.position.size
+        self._sent: tuple[Any, ...] = ()  # what is on its way to the main process, and its memory
         self.torch_device = torch.device(self.device_kind)
         # float32 means float32: TF32 keeps 10 mantissa bits.
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -148,11 +152,34 @@ class CudaBackend:
         product = to_torch(a).to(self.torch_device, torch.float32) @ to_torch(b).to(self.torch_device, torch.float32)
         return product.cpu().numpy().astype(a.dtype)
 
-    def to_host(self, array: torch.Tensor) -> np.ndarray:
+    def on(self, rank: int, work: Callable[[], torch.Tensor], type: Type) -> torch.Tensor | Arriving | None:
+        here = self.position.rank
+        if rank == here:
+            result = work()
+            if self.is_main:
+                return result
+            self._await_sent()
+            result = result.contiguous()
+            self._sent = (dist.isend(result, 0), result)
+        elif self.is_main:
+            tensor = torch.empty(type.shape, dtype=DTYPES[type.dtype], device=self.torch_device)
+            work_ = dist.irecv(tensor, rank)
+            assert work_ is not None
+            return Arriving(tensor, work_)
+        return None
+
+    def _await_sent(self) -> None:
+        for work in self._sent[:1]:
+            work.wait()
+        self._sent = ()
+
+    def to_host(self, array: torch.Tensor | Arriving) -> np.ndarray:
+        array = array.wait() if isinstance(array, Arriving) else array
         array = array.float() if array.is_floating_point() else array
         return array.cpu().numpy()
 
     def synchronize(self) -> None:
+        self._await_sent()
         if self.device_kind == "cuda":
             torch.cuda.synchronize()
 

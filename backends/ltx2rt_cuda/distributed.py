@@ -1,7 +1,11 @@
-"""Where this process stands on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on a CPU."""
+"""Where this process stands on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on a CPU.
+
+Decides how ranks find each other and how a result gets to the main one. Which rank works on what is the caller's.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +16,8 @@ import torch.distributed as dist
 
 from ltx2rt.errors import InputError
 
-TIMEOUT = timedelta(minutes=10)  # of one collective; a dead rank is noticed by the launcher long before
+TIMEOUT = timedelta(minutes=10)  # of one collective; a dead rank is noticed by the others long before
+ARRIVAL = timedelta(minutes=2)  # until all ranks have started
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,28 @@ class Position:
     def rank(self) -> int:
         return dist.get_rank() if self.mesh else 0
 
+    @property
+    def size(self) -> int:
+        return dist.get_world_size() if self.mesh else 1
+
 
 ALONE = Position()
+
+
+def rendezvous() -> dist.Store:
+    """A new connection to the store of the launch; rank 0 holds it unless torchrun's agent does.
+
+    Raises InputError if it cannot be reached.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(host, port, size, holds, ARRIVAL, wait_for_workers=False, multi_tenant=True)
+    except dist.DistNetworkError as error:
+        why = f"port {port} is in use" if "EADDRINUSE" in str(error) else f"no store answers: {error}"
+        raise InputError(f"MASTER_ADDR {host}, MASTER_PORT {port}: {why}; choose another port") from error
+    return dist.PrefixStore("ltx2rt", store)
 
 
 def join(mesh: Mapping[str, int], device_kind: str) -> Position:
@@ -47,7 +72,23 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
         raise InputError(f"mesh {axis}={size} needs {size} processes, {world} were launched; use --num-gpus {size}")
     if not dist.is_initialized():
         if device_kind == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if local >= found:
+                raise InputError(f"mesh {axis}={size} needs a GPU for each process of a host, {found} were found")
+            torch.cuda.set_device(local)
         dist.init_process_group("nccl" if device_kind == "cuda" else "gloo", timeout=TIMEOUT)
+        atexit.register(dist.destroy_process_group)
     assert dist.group.WORLD is not None
     return Position(used, {axis: dist.get_rank()}, {axis: dist.group.WORLD.group_name})
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A tensor that another rank is sending."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from threading import Thread
 from types import MappingProxyType
 from typing import Any
@@ -151,7 +151,7 @@ class TpuBackend:
             raise InputError(f"backend tpu runs on auto, tpu or cpu, not on {device}")
         self.jax_device = self._find(device)
         self.mesh = {axis: size for axis, size in mesh.items() if size > 1}
-        self.is_main = jax.process_index() == 0
+        self.is_main, self.num_processes = jax.process_index() == 0, 1
         self.place = self._place(self.mesh)
         self.device_kind = "tpu" if self.jax_device.platform == "tpu" else "cpu"
         self.versions = {"jax": jax.__version__}
@@ -229,6 +229,9 @@ class TpuBackend:
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         wide = (jax.device_put(np.asarray(x, np.float32), self.jax_device) for x in (a, b))
         return np.asarray(jnp.matmul(*wide, precision=lax.Precision.HIGHEST)).astype(a.dtype)
+
+    def on(self, rank: int, work: Callable[[], Array], type: Type) -> Array:
+        return work()  # one process has all devices
 
     def to_host(self, array: Array) -> np.ndarray:
         host = np.asarray(array)

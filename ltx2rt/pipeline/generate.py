@@ -9,7 +9,9 @@ Everything that can be refused is refused in the plan. What each stage does to t
 from __future__ import annotations
 
 import io
+import itertools
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,7 +35,7 @@ from ltx2rt.pipeline.report import Stopwatch, write_report
 from ltx2rt.pipeline.request import Request, check, resolve
 from ltx2rt.pipeline.stages import Stage, plan_stages
 from ltx2rt.pipeline.text import PROMPT_TOKENS, tokenize
-from ltx2rt.pipeline.tiling import Tiling, decode_tiles, plan_tiles
+from ltx2rt.pipeline.tiling import Tiling, decode_tiles, plan_tiles, tile_latents
 from ltx2rt.pipeline.work import run_work
 from ltx2rt.placement.plan import StageCost, cost, peak
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
@@ -186,23 +188,24 @@ def generate(plan: Plan) -> None:
     """Run the plan, write its files, print the closing line."""
     request, networks = plan.request, plan.networks
     assert request.seed is not None, "the request is not resolved"
-    device = networks.backend.device()
-    watch = Stopwatch(synchronize=networks.backend.synchronize)
+    main = networks.backend.is_main
+    watch = Stopwatch(None if main else io.StringIO(), synchronize=networks.backend.synchronize)
     networks.loading = lambda: watch.apart("load")
-    if request.options.device == "auto" and networks.backend.device_kind == "cpu":
-        _say(f"no {'GPU' if request.options.backend == 'cuda' else 'TPU'} was found: running on the CPU")
-    _say(f"seed {request.seed}; {networks.dtype} on {device.name}")
-    for merge in plan.merges:
-        _say(merge.line())
+    if main:
+        _announce(plan)
     if request.warmup:
         with watch.apart("warmup"):
             warm_up(plan)
-    latents = Latents(keep=request.latents_out is not None)
+    latents = Latents(keep=main and request.latents_out is not None)
     waveform = produce_latents(plan, watch, latents)
+    frames = produce_frames(plan, watch, latents)
+    if not main:
+        deque(frames, maxlen=0)
+        return
     with ExitStack() as undo:  # a failed run leaves none of its files
         write_mp4(
             request.output,
-            produce_frames(plan, watch, latents),
+            frames,
             num_frames=request.num_frames,
             fps=request.fps,
             waveform=waveform,
@@ -219,7 +222,8 @@ def generate(plan: Plan) -> None:
                 settings=request.settings,
                 peak_bytes=networks.backend.peak_bytes(),
                 versions=_versions(networks.backend),
-                device=device.name,
+                device=networks.backend.device().name,
+                mesh=dict(networks.backend.mesh),
                 lora=[{"file": m.file, "matched": m.matched, "total": m.total} for m in plan.merges],
             )
             write_report(request.report, facts)
@@ -227,8 +231,16 @@ def generate(plan: Plan) -> None:
     print(watch.closing_line(request.output, request.seed))
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _announce(plan: Plan) -> None:
+    """What will run, on stderr."""
+    request, networks = plan.request, plan.networks
+    lines = [f"seed {request.seed}; {networks.dtype} on {networks.backend.device().name}"]
+    if networks.backend.num_processes > 1:
+        lines[0] += f", {networks.backend.num_processes} processes"
+    if request.options.device == "auto" and networks.backend.device_kind == "cpu":
+        lines.insert(0, f"no {'GPU' if request.options.backend == 'cuda' else 'TPU'} was found: running on the CPU")
+    for line in (*lines, *(merge.line() for merge in plan.merges)):
+        print(line, file=sys.stderr, flush=True)
 
 
 def warm_up(plan: Plan) -> None:
@@ -237,11 +249,11 @@ def warm_up(plan: Plan) -> None:
     stages = tuple(replace(s, stage=replace(s.stage, sigmas=s.stage.sigmas[[0, -1]])) for s in plan.stages)
     short = replace(plan, stages=stages)
     silent = Stopwatch(stream=io.StringIO(), synchronize=networks.backend.synchronize)
-    networks.loading = nullcontext
+    loading, networks.loading = networks.loading, nullcontext
     latents = Latents()
     produce_latents(short, silent, latents)
-    for _ in produce_frames(short, silent, latents):
-        pass
+    deque(produce_frames(short, silent, latents), maxlen=0)
+    networks.loading = loading
 
 
 def produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarray | None:
@@ -270,7 +282,7 @@ def produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarra
     latents.audio = chosen
     latents.put("video_latent", latents.video)
     latents.put("audio_latent", latents.audio)
-    if not request.audio:
+    if not (request.audio and networks.backend.is_main):
         return None
     networks.weights("audio-decoder", plan.graphs["audio-decoder"])
     networks.weights("vocoder", plan.graphs["vocoder"])
@@ -352,12 +364,24 @@ def _noise(request: Request, stream: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def produce_frames(plan: Plan, watch: Stopwatch, latents: Latents) -> Iterator[np.ndarray]:
-    """Finished chunks of frames f32[3,n,H,W], while the decoder works on the next tiles."""
-    networks = plan.networks
+    """Finished chunks of frames f32[3,n,H,W], while the decoder works on the next tiles.
+
+    Processes take tiles in turn and the main one gets all frames; the others nothing, but must iterate as well.
+    """
+    networks, backend = plan.networks, plan.networks.backend
     assert latents.video is not None
     networks.weights("video-decoder", plan.graphs["video-decoder"])
+    turn = itertools.cycle(range(backend.num_processes))
+
+    def decode(latent: np.ndarray) -> Any:
+        return networks.decode_tile(latent, next(turn))
+
     with watch.stage("decode", len(plan.tiling.frames)) as done:
-        for chunk in decode_tiles(latents.video, plan.tiling, networks.decode_tile, networks.backend.to_host):
+        if not backend.is_main:
+            deque(map(decode, tile_latents(latents.video, plan.tiling)), maxlen=0)
+            return
+        in_flight = max(2, backend.num_processes)
+        for chunk in decode_tiles(latents.video, plan.tiling, decode, backend.to_host, in_flight):
             done()
             yield chunk
 

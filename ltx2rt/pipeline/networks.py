@@ -213,10 +213,16 @@ class Networks:
         )
         return self.backend.to_host(outputs["latent"])
 
-    def decode_tile(self, latent: np.ndarray) -> Any:
-        """Normalised latent [B,C,f,h,w] -> frames [B,3,F,H,W] on the device, nominally [-1,1], unclamped."""
+    def decode_tile(self, latent: np.ndarray, rank: int = 0) -> Any:
+        """Normalised latent [B,C,f,h,w] -> frames [B,3,F,H,W] on the device, nominally [-1,1], unclamped.
+
+        Process `rank` computes them, the main process gets them.
+        """
         shape = tuple(latent.shape)
-        return self.run("video-decoder", lambda: self.decoder_graph(shape), shape, {"latent": latent})["frames"]
+        program = self.program("video-decoder", shape, lambda: self.decoder_graph(shape))
+        weights = self.weights("video-decoder", program.graph)
+        work = lambda: program(weights, {"latent": latent})["frames"]  # noqa: E731
+        return self.backend.on(rank, work, program.graph.outputs["frames"].type)
 
     def decode_video(self, latent: np.ndarray) -> np.ndarray:
         """The same in one piece, on the host."""

@@ -301,6 +301,10 @@ def check(request: Request) -> None:
         _file("--noise-in", request.noise_in)
 
 
+def draw_seed() -> int:
+    return secrets.randbelow(2**32)
+
+
 def resolve(request: Request, config: ModelConfig) -> Request:
     """Check the request against the model and fill every default, the seed included. Raises InputError."""
     check(request)
@@ -322,7 +326,7 @@ def resolve(request: Request, config: ModelConfig) -> Request:
         request,
         negative_prompt=DEFAULT_NEGATIVE_PROMPT if request.negative_prompt is None else request.negative_prompt,
         steps=request.steps or (40 if config.generation == "2.0" else 30),
-        seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
+        seed=draw_seed() if request.seed is None else request.seed,
         image_crf=_default_crf(config) if request.image_crf is None else request.image_crf,
         stg_blocks=_stg_blocks(request, config),
         audio_from=request.audio_from or ("stage2" if request.pipeline == "distilled" else "stage1"),

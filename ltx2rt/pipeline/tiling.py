@@ -131,6 +131,12 @@ def _normalised(spans: list[Span]) -> tuple[Span, ...]:
     return tuple(Span(s.start, s.stop, s.first, (s.weights / total[s.positions]).astype(np.float32)) for s in spans)
 
 
+def tile_latents(latent: np.ndarray, tiling: Tiling) -> Iterator[np.ndarray]:
+    """Every tile's part of the latent, in the order in which `decode_tiles` asks for them."""
+    for t, r, c in itertools.product(tiling.frames, tiling.rows, tiling.columns):
+        yield latent[:, :, t.latents, r.latents, c.latents]
+
+
 def decode_tiles(
     latent: np.ndarray,
     tiling: Tiling,
@@ -144,8 +150,7 @@ def decode_tiles(
     it likes: `to_host` is called on a tile only after `in_flight - 1` later ones have been asked for, so that devices
     work while the host blends.
     """
-    tiles = itertools.product(tiling.frames, tiling.rows, tiling.columns)
-    decoded = _delayed((decode(latent[:, :, t.latents, r.latents, c.latents]) for t, r, c in tiles), in_flight)
+    decoded = _delayed(map(decode, tile_latents(latent, tiling)), in_flight)
     height, width = tiling.rows[-1].end, tiling.columns[-1].end
     ends = [*(t.first for t in tiling.frames[1:]), tiling.frames[-1].end]
     done, waiting = 0, np.zeros((3, 0, height, width), np.float32)  # frames [done, done + n), partly summed
