@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -89,16 +90,24 @@ def run_all(kind: str, devices: int, folder: Path) -> dict:
         program = backend.lower(graph)
         with collectives() as seen:
             outputs = program(weights, one.inputs)
-        executed[str(run)] = dict(seen)
+        executed[str(run)] = dict(seen) if kind == "cuda" else traced(program, weights, one.inputs)
         if backend.is_main:
             arrays = {name: backend.to_host(x) for name, x in outputs.items()}
             np.savez(folder / f"{kind}-{devices}-{run}.npz", **arrays)
     return executed
 
 
+def traced(program, weights, inputs) -> dict[str, int]:
+    """Collectives in what JAX traces of a program, under the name of their primitive; the body of a scan once."""
+    uploaded = {name: program._upload(name, value) for name, value in inputs.items()}
+    text = str(program.function.trace(program._weights(weights), uploaded).jaxpr)
+    found = re.findall(r"= (psum\w*|all_\w+|ppermute|reduce_scatter|pmax|pmin|pbroadcast)\[", text)
+    return dict(Counter(found))
+
+
 @contextmanager
 def collectives():
-    """Every collective that torch dispatches meanwhile, under the name of its op."""
+    """Every collective that torch dispatches meanwhile, under the name and dtype of its op."""
     seen: Counter = Counter()
     if "torch" not in sys.modules:
         yield seen
@@ -211,7 +220,8 @@ def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
     if kind == "tpu":
         for devices in DEVICES:
-            run_all("tpu", devices, folder)
+            found = run_all("tpu", devices, folder)
+            (folder / f"tpu-{devices}.json").write_text(json.dumps(found))
         return
     import ltx2rt_cuda  # noqa: F401  torch, once for all ranks
 
