@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -67,15 +68,21 @@ def processor() -> str:
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Where and with what a result was measured; `load` is the number of runnable processes over the last minute."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
+    """Where and with what a result was measured; `load` is the number of runnable processes over the last minute.
+
+    COMMIT in the environment names the commit where there is no git.
+    """
+    commit = os.environ.get("COMMIT")
+    if commit is None and shutil.which("git"):
+        words = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(words, capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{processor()}, {os.cpu_count()} cores",
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("ltx2rt", "numpy", *packages)},
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
     }
 
 

@@ -1,11 +1,19 @@
 """The benchmarks run, at toy sizes, and record what they say they do. No time is asserted here."""
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks import load, measure, step
+from benchmarks import collectives, end_to_end, load, measure, step
+
+ON_GPU = Path(end_to_end.__file__).with_name("on_gpu.sh")
+SMALL = {"--preset": "tiny-2.3", "--device": "cpu", "--width": 64, "--height": 64, "--num-frames": 9, "--steps": 1}
+TINY_CLIP = [str(word) for pair in SMALL.items() for word in pair] + ["--repeats", "2"]
 
 
 def test_step_is_compared_with_diffusers_on_the_same_weights(tmp_path, capsys):
@@ -36,3 +44,73 @@ def test_load_is_measured_in_fresh_processes(tmp_path):
 def test_ratios_are_taken_round_by_round():
     seconds = {"ours": [1.0, 30.0], "theirs": [2.0, 60.0]}  # a machine that slowed down changes no ratio
     assert measure.ratios(seconds, "ours", "theirs") == measure.Spread.of([0.5, 0.5])
+
+
+def test_collectives_are_counted_against_the_floor(tmp_path, capsys):
+    facts = collectives.main(["--output", str(tmp_path / "c.json")])
+    for found in facts["stages"].values():
+        assert {name: found[name] for name in collectives.FLOOR} == collectives.FLOOR
+        assert found["count"] == {"all_reduce": 48 * 7}
+        assert found["received_bytes"]["all_reduce"] == pytest.approx(1.5 * found["bytes"]["all_reduce"])
+    assert json.loads((tmp_path / "c.json").read_text())["stages"] == facts["stages"]
+    assert "all-gathers" in capsys.readouterr().out
+
+
+def test_a_whole_request_is_timed_by_phase(tmp_path, capsys):
+    kept, written = tmp_path / "kept.npz", tmp_path / "e.json"
+    facts = end_to_end.main([*TINY_CLIP, "--save", str(kept), "--output", str(written), "--profile-kernels"])
+    assert {"request", "stage1", "stage1 step", "stage2", "stage2 step", "decode"} <= facts["seconds"].keys()
+    assert all(len(row["runs"]) == 2 for row in facts["seconds"].values())
+    assert facts["steps"] == [1, 3]
+    assert facts["repeats"] == [{"psnr_db": 200.0, "ssim": pytest.approx(1), "audio_corr": 1.0}]
+    assert json.loads(written.read_text())["kernels"] == facts["kernels"]
+    groups = facts["kernels"]["stage1"]
+    assert {"GEMM", "attention", "pointwise"} <= groups.keys()
+    assert sum(row["share"] for row in groups.values()) == pytest.approx(1)
+    frames = np.load(kept)["frames"]
+    assert frames.shape == (9, 64, 64, 3) and frames.std() > 10  # a picture, not a constant and not NaN
+    assert "per step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "kernel,group",
+    [
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", "all-reduce"),
+        ("ncclDevKernel_AllGather_RING_LL(...)", "all-gather"),
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "GEMM"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>", "GEMM"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(...)", "attention"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "pointwise"),
+        ("triton_poi_fused_add_mul_0", "pointwise"),
+        ("Memcpy DtoH (Device -> Pinned)", "transfer"),
+    ],
+)
+def test_kernels_are_grouped_by_name(kernel, group):
+    assert end_to_end.group_of(kernel) == group
+
+
+def test_two_clips_apart_are_not_called_equal():
+    frames = np.zeros((2, 16, 16, 3), np.uint8)
+    sound = np.random.default_rng(0).standard_normal((2, 100)).astype(np.float32)
+    a, b = end_to_end.Clip(frames, sound), end_to_end.Clip(frames + 1, -sound)
+    found = end_to_end.distance(a, b)
+    assert found["psnr_db"] == pytest.approx(20 * np.log10(255)) and found["ssim"] < 1
+    assert found["audio_corr"] == pytest.approx(-1)
+    with pytest.raises(ValueError, match="zip"):
+        end_to_end.distance(a, end_to_end.Clip(frames[:1], sound))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
+def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
+    env = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "COMMIT": "abc1234", "OMP_NUM_THREADS": "1"}
+    run = {"env": env, "capture_output": True, "text": True}
+    done = subprocess.run([ON_GPU, "step", *TINY_CLIP], **run)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert found["commit"] == "abc1234" and found["preset"] == "tiny-2.3" and "refinement" in done.stdout
+    unknown = subprocess.run([ON_GPU, "nonsense"], **run)
+    assert unknown.returncode == 2 and "known: env tests" in unknown.stderr

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# One part of what needs an NVIDIA GPU, on a machine with one: benchmarks/on_gpu.sh PART [FLAG ...]
+#
+#   env          the device and the versions
+#   tests        every test whose packages are here
+#   parity       a whole tiny run on the device against the CPU's, float32
+#   collectives  the placed step's collectives, and the plan for 4 x H100
+#   step         time of one denoise step of both stages, full size
+#   end-to-end   the two-stage request, full size, 3 repetitions
+#   kernels      kernel groups of one step of each stage
+#   compile      the steps again with the block compiled by Inductor
+#   clip         an MP4 of the tiny model through the command line (needs PyAV)
+#
+# FLAGs go to the benchmark, after those of the part: `step --device cpu --preset tiny-2.3 --width 128 ...` runs anywhere.
+# Needs Python 3.11 or later with torch, numpy, ml_dtypes, safetensors, tokenizers and tqdm; nothing is downloaded.
+# WHEELS: a folder of wheels to install first. OUT: where JSON goes (default: benchmarks/results/gpu). PYTHON: which one.
+# COMMIT: recorded where there is no git. A part ends within LIMIT_S (480) and leaves the JSON of what it had finished.
+set -euo pipefail
+
+part=${1:?"usage: benchmarks/on_gpu.sh PART [FLAG ...]; the parts stand at the top of this file"}
+shift
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-benchmarks/results/gpu}
+LIMIT_S=${LIMIT_S:-480}
+mkdir -p "$OUT"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+if [ -n "${WHEELS:-}" ]; then
+  "$PYTHON" -m pip install --quiet --no-index --no-deps "$WHEELS"/*.whl
+fi
+# The tree itself is what runs. Backends are found by entry points, which live in an installed package's metadata.
+export PYTHONPATH="$PWD:$PWD/backends:$PWD/kernels:$work${PYTHONPATH:+:$PYTHONPATH}"
+"$PYTHON" - "$work" <<'PY'
+import importlib.metadata, pathlib, sys, tomllib
+
+try:
+    importlib.metadata.version("ltx2rt")
+except importlib.metadata.PackageNotFoundError:
+    import ltx2rt
+
+    folder = pathlib.Path(sys.argv[1], f"ltx2rt-{ltx2rt.__version__}.dist-info")
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ltx2rt\nVersion: {ltx2rt.__version__}\n")
+    lines = []
+    for group, entries in tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+PY
+
+has() { "$PYTHON" -c "import $1" 2>/dev/null; }
+skip() { echo "skipped $part: $*"; exit 0; }
+limited() { timeout --kill-after=10 "$LIMIT_S" "$@"; }
+benchmark() { limited "$PYTHON" -m "benchmarks.$1" "${@:2}"; }
+end_to_end() { benchmark end_to_end --output "$OUT/$part.json" "$@"; }
+
+case $part in
+  env)
+    nvidia-smi || echo "no nvidia-smi"
+    "$PYTHON" -m pip list 2>/dev/null | grep -iE '^(torch|triton|jax|jaxlib|numpy|transformers|safetensors|av|pytest) ' || true
+    limited "$PYTHON" -m ltx2rt.cli devices
+    ;;
+  tests)
+    has pytest && has hypothesis || skip "pytest or hypothesis is not installed; give their wheels with WHEELS"
+    missing=$(for name in diffusers peft transformers accelerate av PIL jax; do has "$name" || echo "$name"; done)
+    ignored=()
+    for name in $missing; do
+      echo "$name is not installed: tests that import it are left out"
+      while read -r file; do ignored+=("--ignore=$file"); done \
+        < <(grep -rlE "^ *(from|import) $name\b" tests --include='test_*.py' || true)
+    done
+    limited "$PYTHON" -m pytest -q -p no:cacheprovider -rs ${ignored[@]+"${ignored[@]}"} --junitxml="$OUT/tests.xml" "$@"
+    ;;
+  parity)
+    tiny=(--width 128 --height 64 --num-frames 17 --steps 3 --dtype float32 --repeats 1)
+    for preset in tiny-2.0 tiny-2.3; do
+      benchmark end_to_end --preset $preset "${tiny[@]}" --device cpu --save "$work/$preset.npz"
+      benchmark end_to_end --preset $preset "${tiny[@]}" --device cuda --against "$work/$preset.npz" \
+        --output "$OUT/parity-$preset.json" "$@"
+    done
+    ;;
+  collectives)
+    benchmark collectives --output "$OUT/collectives.json" "$@"
+    limited "$PYTHON" -m ltx2rt.cli plan --preset ltx-2.3 --devices 4 --device-kind h100-80gb
+    ;;
+  step) end_to_end --device cuda --steps 5 --repeats 3 "$@" ;;
+  end-to-end) end_to_end --device cuda --repeats 3 "$@" ;;
+  kernels) end_to_end --device cuda --steps 2 --repeats 1 --profile-kernels "$@" ;;
+  compile) end_to_end --device cuda --steps 5 --repeats 3 --compile "$@" ;;
+  clip)
+    has av || skip "PyAV is not installed; give its wheel with WHEELS"
+    limited "$PYTHON" -m ltx2rt.cli weights make --preset tiny-2.3 --layout official "$work/tiny"
+    limited "$PYTHON" -m ltx2rt.cli generate --backend cuda --device cuda --model "$work/tiny" --prompt "a red fox" \
+      --width 256 --height 128 --num-frames 25 --steps 4 --seed 7 --output "$OUT/clip.mp4" --report "$OUT/clip.json" "$@"
+    ;;
+  *)
+    echo "on_gpu.sh: unknown part $part; known: env tests parity collectives step end-to-end kernels compile clip" >&2
+    exit 2
+    ;;
+esac
