@@ -33,7 +33,7 @@ class PaperBackend:
     def __init__(self, kind: DeviceKind, mesh: Mapping[str, int]):
         self.kind, self.mesh = kind, mesh
         self.name, self.device_kind = kind.backend, kind.framework_kind
-        self.is_main, self.versions = True, {}
+        self.is_main, self.num_processes, self.versions = True, prod(mesh.values()), {}
 
     def device(self) -> DeviceInfo:
         size = int(self.kind.memory_bytes)
@@ -42,7 +42,7 @@ class PaperBackend:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("a device on paper runs nothing")
 
-    load = lower = matmul = to_host = synchronize = peak_bytes = _refuse
+    load = lower = matmul = on = to_host = synchronize = peak_bytes = _refuse
 
 
 @dataclass(frozen=True)
