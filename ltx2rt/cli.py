@@ -81,7 +81,14 @@ def _join(args: argparse.Namespace) -> launch.Crew | None:
         return None
     from ltx2rt.backend import get_rendezvous
 
-    crew = launch.Crew(int(os.environ["RANK"]), size, get_rendezvous(args.backend), _outputs(args))
+    rank = int(os.environ["RANK"])
+    try:
+        rendezvous = get_rendezvous(args.backend)
+    except InputError:
+        if rank == 0:
+            raise
+        sys.exit(BAD_INPUT)  # all ranks run one installation
+    crew = launch.Crew(rank, size, rendezvous, _outputs(args))
     try:
         given = {name: value for name, value in vars(args).items() if name not in ("handler", "argv")}
         crew.agree("arguments", {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()})

@@ -51,6 +51,7 @@ def start(argv: Sequence[str], count: int, outputs: Sequence[Path]) -> int:
         port = probe.getsockname()[1]
     shared = os.environ | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that goes down with its rank is no news
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     ranks: list[subprocess.Popen] = []
     try:
@@ -66,10 +67,13 @@ def start(argv: Sequence[str], count: int, outputs: Sequence[Path]) -> int:
         signals = {i: -code if code < 0 else code - SIGNALLED for i, code in ended.items() if not 0 < code < SIGNALLED}
         for rank, number in list(signals.items())[:1]:
             name = signal.Signals(number).name
-            print(f"ltx2rt: error: rank {rank} was ended by {name}: killed, or out of memory", file=sys.stderr)
+            print(f"\nltx2rt: error: rank {rank} was ended by {name}: killed, or out of memory", file=sys.stderr)
             return FAILED
         _wait(ranks, GRACE_S)
         return next(iter(ended.values()))
+    except BaseException:
+        print(file=sys.stderr)  # below a progress bar that nobody closes
+        raise
     finally:
         _end(ranks)
         for output in outputs if ranks else ():
@@ -196,7 +200,8 @@ class Crew:
         with self._ending:
             first, status = self._claim(status)
             if first and not (by_signal and self._launched):
-                print(f"ltx2rt: error: {message}", file=sys.stderr, flush=True)
+                below = "\n" * by_signal  # of a progress bar that nobody closes
+                print(f"{below}ltx2rt: error: {message}", file=sys.stderr, flush=True)
             for output in self._outputs if self._main_pid else ():
                 partial_path(output, self._main_pid or 0).unlink(missing_ok=True)
             if self.rank == 0:
@@ -209,7 +214,7 @@ class Crew:
         try:
             found = self._watched.compare_set("failed", "", mine).decode()
         except RuntimeError:  # the store went down with rank 0: the lowest of the others speaks
-            return all(rank > self.rank for fd, rank in self._processes.items() if rank > 0 and not _ended(fd)), status
+            return all(rank > self.rank for fd, rank in self._processes.items() if rank >= 0 and not _ended(fd)), status
         theirs = int(found.split()[1])
         if found == mine:
             return True, status
