@@ -33,7 +33,8 @@ class PaperBackend:
     def __init__(self, kind: DeviceKind, mesh: Mapping[str, int]):
         self.kind, self.mesh = kind, mesh
         self.name, self.device_kind = kind.backend, kind.framework_kind
-        self.is_main, self.num_processes, self.versions = True, prod(mesh.values()), {}
+        self.is_main, self.versions = True, {}
+        self.num_processes = prod(mesh.values()) if kind.framework_kind == "cuda" else 1  # JAX drives all its devices
 
     def device(self) -> DeviceInfo:
         size = int(self.kind.memory_bytes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from math import prod
 
 from ltx2rt.graph import Graph
 from ltx2rt.models.guided_step import Structure
@@ -70,8 +69,8 @@ def _run(
 
 
 def _tile_graphs(networks: Networks, tiling: Tiling) -> list[tuple[Graph, int]]:
-    """The decoder at every shape among the tiles of the first device, which never has fewer than another."""
+    """The decoder at every shape among the tiles of the first process, which never has fewer than another."""
     tiles = [tuple(s.stop - s.start for s in tile) for tile in product(tiling.frames, tiling.rows, tiling.columns)]
     channels = networks.config.video_vae.latent_channels
-    mine = Counter(tiles[:: prod(networks.backend.mesh.values())])
+    mine = Counter(tiles[:: networks.backend.num_processes])
     return [(networks.decoder_graph((1, channels, *shape)), count) for shape, count in mine.items()]

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks import collectives, end_to_end, load, measure, step
+from benchmarks import collectives, end_to_end, load, measure, random_weights, step
+from ltx2rt.models import video_vae
 
 ON_GPU = Path(end_to_end.__file__).with_name("on_gpu.sh")
 SMALL = {"--preset": "tiny-2.3", "--device": "cpu", "--width": 64, "--height": 64, "--num-frames": 9, "--steps": 1}
@@ -114,3 +116,24 @@ def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
     assert found["commit"] == "abc1234" and found["preset"] == "tiny-2.3" and "refinement" in done.stdout
     unknown = subprocess.run([ON_GPU, "nonsense"], **run)
     assert unknown.returncode == 2 and "known: env tests" in unknown.stderr
+
+
+@pytest.mark.parametrize("large", [0, random_weights.LARGE])
+def test_ranks_hold_slices_of_one_random_tensor(large, monkeypatch):
+    monkeypatch.setattr(random_weights, "LARGE", large)
+    backend = random_weights.RandomBackend("cpu")
+    whole, part = (backend._draw("a.weight", (6, 8), p, torch.float32) for p in (None, (1, 4, 8)))
+    assert torch.equal(whole[:, 4:], part) and part.is_contiguous()
+    assert whole.std() == pytest.approx(8**-0.5, rel=0.5)
+    assert not torch.equal(whole, backend._draw("b.weight", (6, 8), None, torch.float32))
+
+
+def test_a_lora_gives_its_random_weights_memory_of_their_own():
+    with random_weights.empty_checkpoint("tiny-2.0") as checkpoint:
+        graph = video_vae.trace_decoder(checkpoint.config.video_vae, 1, 2, 2, 2, "float32")
+        backend = random_weights.RandomBackend("cpu")
+        first = backend.load([graph], checkpoint.source("video_vae"))
+        changed = next(name for name in first if name.endswith("conv_in.conv.weight"))
+        second = backend.load([graph], checkpoint.source("video_vae"), first, {changed})
+    assert {name for name in first if second[name] is not first[name]} == {changed}
+    assert torch.equal(first[changed], second[changed])
