@@ -1,5 +1,6 @@
 """The benchmarks run, at toy sizes, and record what they say they do. No time is asserted here."""
 
+import io
 import json
 import os
 import subprocess
@@ -12,6 +13,9 @@ import torch
 
 from benchmarks import collectives, end_to_end, load, measure, random_weights, step
 from ltx2rt.models import video_vae
+from ltx2rt.pipeline import generate
+from ltx2rt.pipeline.report import Stopwatch
+from ltx2rt.pipeline.request import ModelOptions, Request
 
 ON_GPU = Path(end_to_end.__file__).with_name("on_gpu.sh")
 SMALL = {"--preset": "tiny-2.3", "--device": "cpu", "--width": 64, "--height": 64, "--num-frames": 9, "--steps": 1}
@@ -137,3 +141,15 @@ def test_a_lora_gives_its_random_weights_memory_of_their_own():
         second = backend.load([graph], checkpoint.source("video_vae"), first, {changed})
     assert {name for name in first if second[name] is not first[name]} == {changed}
     assert torch.equal(first[changed], second[changed])
+
+
+def test_a_run_holds_the_weights_that_its_plan_says():
+    with random_weights.empty_checkpoint("tiny-2.3") as checkpoint:
+        options = ModelOptions("cuda", checkpoint.path, device="cpu")
+        request = Request(options, "a fox", Path("clip.mp4"), width=64, height=64, num_frames=9, steps=1, seed=0)
+        plan = generate.make_plan(request, checkpoint, random_weights.RandomBackend("cpu"))
+        end_to_end.run_once(plan, Stopwatch(stream=io.StringIO()))
+        planned = generate.plan_costs(plan)[-1].weights_bytes
+    sets = plan.networks._weights.values()
+    held = {tensor.data_ptr(): tensor.nbytes for weights in sets for tensor in weights.values()}
+    assert sum(held.values()) == planned
