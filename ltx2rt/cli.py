@@ -81,7 +81,7 @@ def _join(args: argparse.Namespace) -> launch.Crew | None:
         return None
     from ltx2rt.backend import get_rendezvous
 
-    rank = int(os.environ["RANK"])
+    rank = launch.rank_of(os.environ)
     try:
         rendezvous = get_rendezvous(args.backend)
     except InputError:

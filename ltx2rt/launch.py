@@ -40,6 +40,14 @@ def num_ranks(environment: Mapping[str, str]) -> int:
     return int(environment.get("WORLD_SIZE", "1"))
 
 
+def rank_of(environment: Mapping[str, str]) -> int:
+    """Raises InputError unless the environment says where the ranks meet."""
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]:
+        size = num_ranks(environment)
+        raise InputError(f"WORLD_SIZE is {size} without {', '.join(missing)}; start ranks by torchrun or --num-gpus")
+    return int(environment["RANK"])
+
+
 # ---- the launcher ---------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +57,9 @@ def start(argv: Sequence[str], count: int, outputs: Sequence[Path]) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = os.environ | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
+    # one process of torchrun may start ranks too; torchrun's store is not theirs
+    shared = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that goes down with its rank is no news
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))

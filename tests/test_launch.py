@@ -184,6 +184,11 @@ def test_a_port_in_use_is_named(flags):
     assert status == 2 and f"port {port} is in use" in line
 
 
+def test_a_world_without_a_meeting_place_is_refused(flags):
+    status, _, (line,) = Launch(["-m", "ltx2rt", *flags()], WORLD_SIZE="2").end()
+    assert status == 2 and "WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT" in line
+
+
 class FakeStore(dict):
     """Of two ranks whose second has said all it has to say."""
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ltx2rt.errors import InputError
 
@@ -40,7 +41,7 @@ class Position:
 ALONE = Position()
 
 
-def rendezvous() -> dist.Store:
+def rendezvous() -> PrefixStore:
     """A new connection to the store of the launch; rank 0 holds it unless torchrun's agent does.
 
     Raises InputError if it cannot be reached.
@@ -49,11 +50,11 @@ def rendezvous() -> dist.Store:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(host, port, size, holds, ARRIVAL, wait_for_workers=False, multi_tenant=True)
+        store = TCPStore(host, port, size, holds, ARRIVAL, wait_for_workers=False, multi_tenant=True)
     except dist.DistNetworkError as error:
         why = f"port {port} is in use" if "EADDRINUSE" in str(error) else f"no store answers: {error}"
         raise InputError(f"MASTER_ADDR {host}, MASTER_PORT {port}: {why}; choose another port") from error
-    return dist.PrefixStore("ltx2rt", store)
+    return PrefixStore("ltx2rt", store)
 
 
 def join(mesh: Mapping[str, int], device_kind: str) -> Position:
