@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph, Layout, Type
+from ltx2rt.passes.fuse import fuse
 from ltx2rt_cuda.distributed import Arriving, Position, join, rendezvous
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
@@ -141,7 +142,10 @@ class CudaBackend:
             row += len(tensor)
         return joined
 
-    def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
+    def lower(self, graph: Graph, layers: str = "scan", compile: bool = False, fused: bool | None = None) -> Program:
+        """fused: write the ops that have kernels; by default on a GPU, where the kernels run."""
+        if self.device_kind == "cuda" if fused is None else fused:
+            graph = fuse(graph)
         if layers == "unrolled":
             from ltx2rt.passes.unroll import unroll
 

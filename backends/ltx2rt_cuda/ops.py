@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from ltx2rt_kernels.choose import kernel, why_not
 from torch import Tensor
+
+from ltx2rt.graph.fused import pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
 
@@ -210,11 +213,6 @@ def all_reduce(*xs: Tensor, group: str) -> tuple[Tensor, ...]:
 
 
 @op
-def sum_squares(x: Tensor, dims) -> Tensor:
-    return x.float().square().sum(dims)
-
-
-@op
 def rms_scale(
     x: Tensor, sum_squares: Tensor, weight: Tensor | None = None, *, dims, weight_view, count: int, eps: float
 ) -> Tensor:
@@ -261,3 +259,67 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, view) -> Tensor:
 def sinusoid(t: Tensor, frequencies: Tensor) -> Tensor:
     angles = t.unsqueeze(-1) * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+# --- ops that have a kernel; most of them the pass `fuse` writes --------------------------------------------------
+
+
+def fused(plain):
+    """Enter an op that has a kernel: the kernel runs it unless there is a reason why not, else the plain ops do."""
+    name = plain.__name__
+
+    def run(*operands: Tensor, **plan):
+        function = plain if why_not(name, *operands, **plan) else kernel(name)
+        return function(*operands, **plan)
+
+    run.__name__ = run.__qualname__ = name
+    return op(run)
+
+
+@fused
+def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float):
+    y = F.rms_norm(x, x.shape[-1:], None, eps)
+    results = tuple(modulate(y, *row, view) for row, view in zip(pairs(rows), pairs(views), strict=True))
+    return results[0] if len(results) == 1 else results
+
+
+@fused
+def gated_residual(x: Tensor, y: Tensor, gate: Tensor, *, gate_view) -> Tensor:
+    return torch.addcmul(x, y, gate.reshape(gate_view))
+
+
+@fused
+def residual_norm_modulate(x: Tensor, y: Tensor, gate: Tensor, *rows: Tensor, gate_view, views, eps: float):
+    x = torch.addcmul(x, y, gate.reshape(gate_view))
+    y = F.rms_norm(x, x.shape[-1:], None, eps)
+    return x, *([modulate(y, *row, view) for row, view in zip(pairs(rows), pairs(views), strict=True)] or [y])
+
+
+@fused
+def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, weight_view, table_view, eps: float) -> Tensor:
+    y = rms_norm(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
+    return rope(y, cos, sin, table_view)
+
+
+@fused
+def qk_scale_rope(
+    x: Tensor, sum_squares: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, weight_view, table_view, count, eps
+) -> Tensor:
+    dims = (x.ndim - 2, x.ndim - 1)
+    y = rms_scale(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
+    return rope(y, cos, sin, table_view)
+
+
+@fused
+def sum_squares(x: Tensor, *, dims) -> Tensor:
+    return x.float().square().sum(dims)
+
+
+@fused
+def head_gate(y: Tensor, logits: Tensor) -> Tensor:
+    return y * (2 * torch.sigmoid(logits)).unsqueeze(-1)
+
+
+@fused
+def pixel_norm_silu(x: Tensor, *, dim: int, eps: float) -> Tensor:
+    return F.silu(rms_norm(x, dims=(dim,), weight_view=None, eps=eps))

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ltx2rt.graph.fused import pairs
+
 OPS = {
     "exp": jnp.exp,
     "log": jnp.log,
@@ -250,3 +252,50 @@ def rope(x: Array, cos: Array, sin: Array, view) -> Array:
 def sinusoid(t: Array, frequencies) -> Array:
     angles = t[..., None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+# --- ops that the pass `fuse` writes ------------------------------------------------------------------------------
+
+
+@op
+def norm_modulate(x: Array, *rows: Array, views, eps: float):
+    y = rms_norm(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)
+    results = tuple(modulate(y, *row, view) for row, view in zip(pairs(rows), pairs(views), strict=True))
+    return results[0] if len(results) == 1 else results
+
+
+@op
+def gated_residual(x: Array, y: Array, gate: Array, *, gate_view) -> Array:
+    return x + y * gate.reshape(gate_view)
+
+
+@op
+def residual_norm_modulate(x: Array, y: Array, gate: Array, *rows: Array, gate_view, views, eps: float):
+    x = gated_residual(x, y, gate, gate_view=gate_view)
+    y = rms_norm(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)
+    return x, *([modulate(y, *row, view) for row, view in zip(pairs(rows), pairs(views), strict=True)] or [y])
+
+
+@op
+def qk_norm_rope(x: Array, weight: Array, cos: Array, sin: Array, *, weight_view, table_view, eps: float) -> Array:
+    y = rms_norm(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
+    return rope(y, cos, sin, table_view)
+
+
+@op
+def qk_scale_rope(
+    x: Array, sum_squares: Array, weight: Array, cos: Array, sin: Array, *, weight_view, table_view, count, eps
+) -> Array:
+    dims = (x.ndim - 2, x.ndim - 1)
+    y = rms_scale(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
+    return rope(y, cos, sin, table_view)
+
+
+@op
+def head_gate(y: Array, logits: Array) -> Array:
+    return y * (2 * jax.nn.sigmoid(logits))[..., None]
+
+
+@op
+def pixel_norm_silu(x: Array, *, dim: int, eps: float) -> Array:
+    return jax.nn.silu(rms_norm(x, dims=(dim,), weight_view=None, eps=eps))

@@ -71,7 +71,9 @@ def _apply(node: Node, operands: list[Group], size: int) -> list[Group]:
         found = function(*wide, **node.plan)
         results = found if node.op == "all_reduce" else [found]
     else:
-        results = [[np.asarray(function(*(group[i] for group in wide), **node.plan)) for i in range(size)]]
+        found = [function(*(group[i] for group in wide), **node.plan) for i in range(size)]
+        columns = zip(*found, strict=True) if len(node.outputs) > 1 else [found]
+        results = [[np.asarray(array) for array in column] for column in columns]
     return [
         [array.astype(NUMPY_DTYPES[v.type.dtype]) for array in group]
         for v, group in zip(node.outputs, results, strict=True)

@@ -22,13 +22,13 @@ from ltx2rt.graph.ir import Type
 class Op:
     name: str
     rule: Callable[..., tuple[Type | tuple[Type, ...], dict[str, Any]]]  # a tuple of types: an op with several results
-    numpy: Callable[..., np.ndarray]
+    numpy: Callable[..., Any]  # an array, or a sequence of them from an op with several results
 
 
 OPS: dict[str, Op] = {}
 
 
-def op(numpy: Callable[..., np.ndarray]):
+def op(numpy: Callable[..., Any]):
     """Enter the decorated rule into the table under its name, with its numpy definition."""
 
     def register(rule):

@@ -5,9 +5,9 @@ Requires a legal graph; ensures a legal graph without `repeat`, with the same in
 
 from __future__ import annotations
 
-from ltx2rt.graph.ir import Graph, Node, Value
-from ltx2rt.graph.ops import OPS
+from ltx2rt.graph.ir import Graph, Value
 from ltx2rt.graph.verify import verify
+from ltx2rt.passes.rewrite import emit
 
 
 def unroll(graph: Graph) -> Graph:
@@ -19,13 +19,6 @@ def unroll(graph: Graph) -> Graph:
     return result
 
 
-def _emit(out: Graph, op: str, inputs: tuple[Value, ...], attrs: dict) -> Value:
-    type, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
-    value = Value(f"%{next(out.serial)}", type)
-    out.nodes.append(Node(op, inputs, (value,), attrs, plan))
-    return value
-
-
 def _copy(graph: Graph, out: Graph, env: dict[int, Value], layer: int | None) -> None:
     for name, v in graph.params.items():
         concrete = name if layer is None else name.replace("*", str(layer))
@@ -33,13 +26,15 @@ def _copy(graph: Graph, out: Graph, env: dict[int, Value], layer: int | None) ->
     for node in graph.nodes:
         inputs = tuple(env[id(v)] for v in node.inputs)
         if node.op != "repeat":
-            env[id(node.outputs[0])] = _emit(out, node.op, inputs, dict(node.attrs))
+            results = emit(out, node.op, *inputs, **node.attrs)
+            results = results if isinstance(results, tuple) else (results,)
+            env.update(zip(map(id, node.outputs), results, strict=True))
             continue
         plan = node.plan["repeat"]
         carry, fixed = list(inputs[: plan.num_carries]), plan.num_carries + plan.num_invariants
         stacked: list[list[Value]] = []
         for i in range(plan.count):
-            data = [_emit(out, "at", (v,), {"axis": "layers", "index": i}) for v in inputs[fixed:]]
+            data = [emit(out, "at", v, axis="layers", index=i) for v in inputs[fixed:]]
             inner = dict(
                 zip(map(id, plan.body.inputs.values()), [*carry, *inputs[plan.num_carries : fixed], *data], strict=True)
             )
@@ -47,6 +42,6 @@ def _copy(graph: Graph, out: Graph, env: dict[int, Value], layer: int | None) ->
             results = [inner[id(v)] for v in plan.body.outputs.values()]
             carry, outputs = results[: plan.num_carries], results[plan.num_carries :]
             stacked.append(outputs)
-        columns = [_emit(out, "stack", column, {"axis": "layers", "dim": 0}) for column in zip(*stacked, strict=True)]
+        columns = [emit(out, "stack", *column, axis="layers", dim=0) for column in zip(*stacked, strict=True)]
         for v, value in zip(node.outputs, [*carry, *columns], strict=True):
             env[id(v)] = value

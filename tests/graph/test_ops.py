@@ -20,6 +20,20 @@ def _conv(o, spatial, kernel, **kw):
     return o.conv(x, "c", 6, kernel, **kw)
 
 
+def _rows(o, count):
+    """Modulation rows per sample, per token and for all."""
+    axes = ({"B": 2}, {"B": 2, "tokens": 5, "heads": 3}, {})
+    return [_x(o, f"row{i}", **axes[i % 3], head_dim=8) for i in range(count)]
+
+
+def _weight(o):
+    return o.param("norm.weight", **{"heads*head_dim": 24})
+
+
+def _tables(o):
+    return [o.input(name, "float32", tokens=5, heads=3, pairs=4) for name in ("cos", "sin")]
+
+
 CASES = {
     "exp": lambda o: o.exp(_x(o)),
     "log": lambda o: o.log(o.affine(o.square(_x(o)), offset=0.1)),
@@ -88,6 +102,19 @@ CASES = {
     "rope": lambda o: o.rope(
         _x(o), o.input("cos", tokens=5, heads=3, pairs=4), o.input("sin", tokens=5, heads=3, pairs=4)
     ),
+    "norm_modulate": lambda o: o.add(*o.norm_modulate(_x(o), *_rows(o, 4), eps=1e-6)),
+    "gated_residual": lambda o: o.gated_residual(_x(o), _x(o, "y"), *_rows(o, 1)),
+    "residual_norm_modulate": lambda o: o.concat(
+        *o.residual_norm_modulate(_x(o), _x(o, "y"), *_rows(o, 3), eps=1e-6),
+        *o.residual_norm_modulate(_x(o, "u"), _x(o, "v"), _x(o, "gate", head_dim=8), eps=1e-6),
+        axis="heads",
+    ),
+    "qk_norm_rope": lambda o: o.qk_norm_rope(_x(o), _weight(o), *_tables(o), eps=1e-6),
+    "qk_scale_rope": lambda o: o.qk_scale_rope(
+        _x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), *_tables(o), count=48, eps=1e-6
+    ),
+    "head_gate": lambda o: o.head_gate(_x(o), _x(o, "l", B=2, tokens=5, heads=3)),
+    "pixel_norm_silu": lambda o: o.pixel_norm_silu(_x(o), over="tokens", eps=1e-6),
     "sinusoid": lambda o: o.sinusoid(o.input("t", B=2, levels=3), size=16),
 }
 

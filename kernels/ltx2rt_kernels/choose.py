@@ -1,0 +1,51 @@
+"""Which kernel runs an op of the table, and why not.
+
+A kernel's module has `why_not(*operands, **plan)`, the reason why it cannot take these operands (None if it can), and a
+function of the op's name that runs it. Both get what the op's function in a lowering gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+FOLDERS = {
+    "norm_modulate": "norm_modulate",
+    "gated_residual": "residual_norm_modulate",
+    "residual_norm_modulate": "residual_norm_modulate",
+    "sum_squares": "qk_norm_rope",
+    "qk_norm_rope": "qk_norm_rope",
+    "qk_scale_rope": "qk_norm_rope",
+    "head_gate": "head_gate",
+    "pixel_norm_silu": "pixel_norm_silu",
+}
+
+
+@cache
+def _module(op: str) -> Any:
+    return import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda")
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def why_not(op: str, *operands: Any, **plan: Any) -> str | None:
+    """Why plain ops run this op on these operands; None if its kernel does."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return "torch.compile fuses the plain ops itself"
+    if operands[0].device.type != "cuda":
+        return f"the operands are on {operands[0].device.type}, the kernel runs on cuda"
+    if not _has_triton():
+        return "triton is not installed"
+    return _module(op).why_not(*operands, **plan)
+
+
+def kernel(op: str) -> Callable[..., Any]:
+    return getattr(_module(op), op)

@@ -1,0 +1,221 @@
+"""fuse: neighbouring ops that one kernel can do become one node.
+
+Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and communication, and the same
+values but for fewer roundings: norm and modulation (after a gated residual or not), q/k norm and RoPE (also the placed
+form, given the reduced sum of squares), the per-head gate, and the VAE's norm and SiLU. Which values meet is decided
+here; whether a kernel or the plain ops run them, by the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ltx2rt.graph.ir import Graph, Node, Value
+from ltx2rt.graph.ops import OPS
+from ltx2rt.graph.verify import verify
+
+
+def fuse(graph: Graph) -> Graph:
+    result = replace(graph, nodes=[_inside(node) for node in graph.nodes])
+    uses = _Uses(result)
+    for match in MATCHES:
+        for node in result.nodes:
+            found = match(result, uses, node) if id(node) in uses.nodes else None
+            if found is not None and _is_convex(uses, *found):
+                result = replace(result, nodes=_substituted(result.nodes, *found))
+                uses = _Uses(result)
+    verify(result)
+    return result
+
+
+def _inside(node: Node) -> Node:
+    if node.op != "repeat":
+        return node
+    plan = node.plan["repeat"]
+    return replace(node, plan={"repeat": replace(plan, body=fuse(plan.body))})
+
+
+class _Uses:
+    """Who makes and who reads each value of one graph."""
+
+    def __init__(self, graph: Graph):
+        self.nodes = {id(node) for node in graph.nodes}
+        self.makers = {id(v): node for node in graph.nodes for v in node.outputs}
+        self.readers: dict[int, list[Node]] = {}
+        for node in graph.nodes:
+            for v in node.inputs:
+                self.readers.setdefault(id(v), []).append(node)
+        self.kept = {id(v) for v in graph.outputs.values()}
+
+    def maker(self, value: Value, op: str) -> Node | None:
+        """The node that makes `value`, if it is an `op`."""
+        node = self.makers.get(id(value))
+        return node if node is not None and node.op == op else None
+
+    def only(self, value: Value, op: str) -> Node | None:
+        """The same, if besides nothing but one operand reads `value`."""
+        single = len(self.readers.get(id(value), ())) == 1 and id(value) not in self.kept
+        return self.maker(value, op) if single else None
+
+    def depends(self, value: Value, on: set[int]) -> bool:
+        """Whether a result of the nodes `on` goes into `value`."""
+        stack, seen = [value], set()
+        while stack:
+            node = self.makers.get(id(stack.pop()))
+            if node is None or id(node) in seen:
+                continue
+            if id(node) in on:
+                return True
+            seen.add(id(node))
+            stack += node.inputs
+        return False
+
+
+Found = tuple[Sequence[Node], Sequence[Node]]  # the nodes that go, and those that take their place
+Match = Callable[[Graph, _Uses, Node], Found | None]
+
+
+def _node(op: str, inputs: Sequence[Value], outputs: Sequence[Value], **attrs) -> Node:
+    _, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
+    return Node(op, tuple(inputs), tuple(outputs), attrs, plan)
+
+
+def _fresh(graph: Graph, like: Value) -> Value:
+    return Value(f"%{next(graph.serial)}", like.type)
+
+
+# --- what is recognised: each function gets the last node it needs to see, or the one in the middle -----------------
+
+
+def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node], list[Value]] | None:
+    """add(x, mul(y, gate)): the nodes that go, those the gate needs, and x, y, gate.
+
+    mul(mul(y, gate), keep) is y times gate * keep: both are small, and a keep of 0 or 1 makes no rounding.
+    """
+    if node.op != "add":
+        return None
+    x, delta = node.inputs
+    scaled = uses.only(delta, "mul")
+    if scaled is None or x.type != delta.type:
+        return None
+    y, gate = scaled.inputs
+    gone, new = [node, scaled], []
+    inner = uses.only(y, "mul")
+    if inner is not None and set(gate.type.axes) < set(inner.inputs[1].type.axes) and _is_row(inner.inputs[1], x):
+        y, full = inner.inputs
+        product = _fresh(graph, full)
+        new.append(_node("mul", (full, gate), (product,)))
+        gone, gate = [*gone, inner], product
+    if y.type != x.type or not _is_row(gate, x):
+        return None
+    return gone, new, [x, y, gate]
+
+
+def _is_row(row: Value, x: Value) -> bool:
+    """Whether `row` holds the whole last axis of x for some or all of its leading axes."""
+    leading = iter(x.type.axes)
+    return row.type.axes[-1:] == x.type.axes[-1:] and all(a in leading for a in row.type.axes)
+
+
+def _norm_modulate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """rms_norm -> modulate (one or several), after a gated residual if there is one."""
+    if node.op != "rms_norm" or len(node.inputs) != 1:
+        return None
+    x, normed, eps = node.inputs[0], node.outputs[0], node.attrs["eps"]
+    if node.attrs["over"] != x.type.axes[-1:]:
+        return None
+    readers = uses.readers.get(id(normed), [])
+    if not readers and id(normed) not in uses.kept:
+        return None
+    modulated = id(normed) not in uses.kept and all(
+        n.op == "modulate" and n.inputs[0] is normed and all(_is_row(v, x) for v in n.inputs[1:]) for n in readers
+    )
+    rows = [v for n in readers for v in n.inputs[1:]] if modulated else []
+    results = [n.outputs[0] for n in readers] if modulated else [normed]
+    gone = [node, *readers] if modulated else [node]
+    residual = uses.makers.get(id(x))
+    found = _gated(graph, uses, residual) if residual is not None else None
+    if found is not None:
+        more, new, operands = found
+        fused = _node("residual_norm_modulate", [*operands, *rows], [x, *results], eps=eps)
+        return [*more, *gone], [*new, fused]
+    return (gone, [_node("norm_modulate", [x, *rows], results, eps=eps)]) if rows else None
+
+
+def _gated_residual(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    found = _gated(graph, uses, node)
+    if found is None:
+        return None
+    gone, new, operands = found
+    return gone, [*new, _node("gated_residual", operands, node.outputs)]
+
+
+def _qk_norm_rope(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """rope of rms_norm or rms_scale over all heads, with a weight."""
+    if node.op != "rope":
+        return None
+    x, *tables = node.inputs
+    for op, fused, operands in (("rms_norm", "qk_norm_rope", 2), ("rms_scale", "qk_scale_rope", 3)):
+        norm = uses.only(x, op)
+        if norm is not None and len(norm.inputs) == operands and tuple(norm.attrs["over"]) == x.type.axes[-2:]:
+            attrs = {key: value for key, value in norm.attrs.items() if key != "over"}
+            return [norm, node], [_node(fused, [*norm.inputs, *tables], node.outputs, **attrs)]
+    return None
+
+
+def _head_gate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """y * 2 sigmoid(logits)."""
+    if node.op != "mul":
+        return None
+    y, gate = node.inputs
+    doubled = uses.only(gate, "affine")
+    if doubled is None or doubled.plan != {"scale": 2.0, "offset": 0.0} or gate.type.axes != y.type.axes[:-1]:
+        return None
+    sigmoid = uses.only(doubled.inputs[0], "sigmoid")
+    if sigmoid is None or gate.type.shape != y.type.shape[:-1]:
+        return None
+    return [sigmoid, doubled, node], [_node("head_gate", [y, sigmoid.inputs[0]], node.outputs)]
+
+
+def _pixel_norm_silu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    norm = uses.only(node.inputs[0], "rms_norm") if node.op == "silu" else None
+    if norm is None or len(norm.inputs) > 1 or len(norm.attrs["over"]) > 1:
+        return None
+    attrs = {"over": norm.attrs["over"][0], "eps": norm.attrs["eps"]}
+    return [norm, node], [_node("pixel_norm_silu", norm.inputs, node.outputs, **attrs)]
+
+
+MATCHES: tuple[Match, ...] = (_norm_modulate, _gated_residual, _qk_norm_rope, _head_gate, _pixel_norm_silu)
+
+
+# --- putting it in --------------------------------------------------------------------------------------------------
+
+
+def _is_convex(uses: _Uses, gone: Sequence[Node], new: Sequence[Node]) -> bool:
+    """Whether no operand of the new nodes is made from a result of those that go."""
+    made = {id(v) for node in new for v in node.outputs}
+    old = {id(node) for node in gone}
+    return not any(uses.depends(v, old) for node in new for v in node.inputs if id(v) not in made)
+
+
+def _substituted(nodes: Sequence[Node], gone: Sequence[Node], new: Sequence[Node]) -> list[Node]:
+    """`nodes` with `new` where the last of `gone` stood; what is read before that moves up to its first reader."""
+    old = {id(node) for node in gone}
+    last = max(i for i, node in enumerate(nodes) if id(node) in old)
+    kept = [[node] if id(node) not in old else [] for node in nodes]
+    kept[last] = list(new)
+    makers = {id(v): node for part in kept for node in part for v in node.outputs}
+    ordered: dict[int, Node] = {}
+
+    def emit(node: Node) -> None:
+        if id(node) not in ordered:
+            for v in node.inputs:
+                if id(v) in makers:
+                    emit(makers[id(v)])
+            ordered[id(node)] = node
+
+    for part in kept:
+        for node in part:
+            emit(node)
+    return list(ordered.values())

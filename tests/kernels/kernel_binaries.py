@@ -1,0 +1,133 @@
+"""Every kernel as it would be launched for LTX-2.3 at full size, compiled for sm_90 without a GPU.
+
+Prints {launch: {"registers", "spilled_bytes"}}. The operands are on torch's meta device: shapes and strides, no data.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from ltx2rt_kernels.head_gate import cuda as head_gate
+from ltx2rt_kernels.norm_modulate import cuda as norm_modulate
+from ltx2rt_kernels.pixel_norm_silu import cuda as pixel_norm_silu
+from ltx2rt_kernels.qk_norm_rope import cuda as qk_norm_rope
+from ltx2rt_kernels.residual_norm_modulate import cuda as residual_norm_modulate
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class Recorder:
+    """Stands for a kernel; its launch compiles instead of running."""
+
+    def __init__(self, kernel: Any):
+        self.kernel, self.found = kernel, {}
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *operands, num_warps: int, **constants) -> None:
+        names = self.kernel.arg_names
+        values = dict(zip(names, operands, strict=False)) | constants
+        signature, fixed, attrs = {}, {}, {}
+        for i, name in enumerate(names):
+            value = values[name]
+            if name in constants or value is None or (isinstance(value, int) and value == 1):
+                signature[name], fixed[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name], attrs[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+            elif isinstance(value, int):
+                signature[name] = "i32"
+                if value % 16 == 0:
+                    attrs[(i,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32"
+        source = ASTSource(self.kernel, signature, fixed, attrs)
+        self.found = resources(triton.compile(source, target=TARGET, options={"num_warps": num_warps}).asm["cubin"])
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """What the assembler says of a binary: registers a thread, bytes a thread keeps in memory for want of them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+    return {"registers": registers, "spilled_bytes": stack + local}
+
+
+def main() -> None:
+    recorders = {}
+    for module in (norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu):
+        for name, kernel in list(vars(module).items()):
+            if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
+                recorders[name] = Recorder(kernel)
+                setattr(module, name, recorders[name])
+    found = {}
+
+    def compiled(name: str, kernel: str, function: Any, *operands: torch.Tensor, **plan: Any) -> None:
+        function(*operands, **plan)
+        found[name] = recorders[kernel].found
+
+    tokens, f32 = 6144, torch.float32
+    for width in (4096, 2048):
+        x, row, view = meta(4, tokens, width), meta(4, width), (4, 1, width)
+        compiled(
+            f"norm_modulate {width}",
+            "rows_kernel",
+            norm_modulate.norm_modulate,
+            x,
+            row,
+            row,
+            views=(view,) * 2,
+            eps=1e-6,
+        )
+        for pairs in (0, 1, 2):
+            compiled(
+                f"residual_norm_modulate {width}, {pairs} pairs", "rows_kernel",
+                residual_norm_modulate.residual_norm_modulate,
+                x, x, row, *[row] * 2 * pairs, gate_view=view, views=(view,) * 2 * pairs, eps=1e-6,
+            )  # fmt: skip
+        compiled(
+            f"gated_residual {width}", "rows_kernel", residual_norm_modulate.gated_residual, x, x, row, gate_view=view
+        )
+        dim = width // 32
+        for heads in (32, 8):
+            packed = meta(4, tokens, 3 * heads * dim + 32)[..., : heads * dim].unflatten(2, (heads, dim))
+            table = meta(tokens, heads, dim // 2, dtype=f32)
+            plan = {"weight_view": None, "table_view": (1, *table.shape), "eps": 1e-6}
+            weight, total = meta(heads * dim), meta(4, tokens, dtype=f32)
+            kernel, name = "qk_norm_rope_kernel", f"{heads} heads of {dim}"
+            compiled(f"qk_norm_rope {name}", kernel, qk_norm_rope.qk_norm_rope, packed, weight, table, table, **plan)
+            compiled(
+                f"qk_scale_rope {name}", kernel, qk_norm_rope.qk_scale_rope,
+                packed, total, weight, table, table, count=width, **plan,
+            )  # fmt: skip
+            compiled(f"sum_squares {name}", "sum_squares_kernel", qk_norm_rope.sum_squares, packed, dims=(2, 3))
+            y = meta(4, heads, tokens, dim).transpose(1, 2)
+            compiled(f"head_gate {name}", "head_gate_kernel", head_gate.head_gate, y, meta(4, tokens, heads))
+    for channels in (128, 1024):
+        for last in (False, True):
+            x = meta(1, channels, 16, 128, 192)
+            x = x.to(memory_format=torch.channels_last_3d) if last else x
+            name = f"pixel_norm_silu {channels} channels {'last' if last else 'first'}"
+            compiled(name, "pixel_norm_silu_kernel", pixel_norm_silu.pixel_norm_silu, x, dim=1, eps=1e-8)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Every kernel on fresh random operands of odd sizes: python kernel_cases.py DEVICE prints {case: relative errors}.
+
+A process of its own: TRITON_INTERPRET must be set before triton is imported. Results are allocated full of NaN, and
+operands that are views have NaN all around them, so what a kernel leaves out or reads too far shows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from ltx2rt_kernels.choose import FOLDERS
+
+from ltx2rt.testing import relative_l2
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Case = tuple[str, list[torch.Tensor], dict[str, Any], dict[str, Any]]  # op, operands, plan, reference's keywords
+
+
+class Operands:
+    """Draws operands of one dtype on one device."""
+
+    def __init__(self, device: str, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return (1.5 * torch.randn(shape) + 0.25).to(self.device, dtype or self.dtype)
+
+    def inside(self, *shape: int, axes: tuple[int, ...] | None = None, pad: int = 8) -> torch.Tensor:
+        """The same as a view into a larger tensor of NaN, its axes lying in memory in the order `axes`."""
+        order = axes or tuple(range(len(shape)))
+        buffer = torch.full([shape[i] + 2 * pad for i in order], torch.nan, dtype=self.dtype, device=self.device)
+        view = buffer[tuple(slice(pad, pad + shape[i]) for i in order)]
+        view = view.permute([order.index(i) for i in range(len(shape))])
+        return view.copy_(self(*shape))
+
+
+def _rows(x: Operands, batch: int, tokens: int, width: int, count: int) -> tuple[list[torch.Tensor], tuple]:
+    """Rows of each kind in turn, with their views: per sample, per token, one for all."""
+    kinds = [((batch, width), (batch, 1, width)), ((batch, tokens, width),) * 2, ((width,), (1, 1, width))]
+    chosen = [kinds[i % 3] for i in range(count)]
+    return [x(*shape) for shape, _ in chosen], tuple(view for _, view in chosen)
+
+
+def norm_modulate(x: Operands, pairs: int, width: int = 37) -> Case:
+    rows, views = _rows(x, 2, 5, width, 2 * pairs)
+    return "norm_modulate", [x.inside(2, 5, width), *rows], {"views": views, "eps": 1e-6}, {"eps": 1e-6}
+
+
+def residual(x: Operands, pairs: int, width: int = 37) -> Case:
+    (gate, *rows), (gate_view, *views) = _rows(x, 2, 5, width, 1 + 2 * pairs)
+    operands = [x(2, 5, width), x.inside(2, 5, width), gate, *rows]
+    plan = {"gate_view": gate_view, "views": tuple(views), "eps": 1e-6}
+    return "residual_norm_modulate", operands, plan, {"eps": 1e-6}
+
+
+def gated_residual(x: Operands, per_token: bool) -> Case:
+    gate = x(2, 5, 37) if per_token else x(2, 37)
+    return "gated_residual", [x(2, 5, 37), x(2, 5, 37), gate], {"gate_view": (2, 5 if per_token else 1, 37)}, {}
+
+
+def _tables(x: Operands, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    return [x(*shape, dtype=torch.float32) for _ in range(2)]
+
+
+def qk(x: Operands, given: bool, batched: bool) -> Case:
+    """3 heads of 10, as a slice of a packed projection; the sum of squares is then that of 7 heads."""
+    batch, tokens, heads, dim = 2, 5, 3, 10
+    packed = x.inside(batch, tokens, heads * dim)
+    tables = _tables(x, (batch, tokens, heads, dim // 2) if batched else (tokens, heads, dim // 2))
+    total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
+    operands = [packed.unflatten(2, (heads, dim)), *total, x(heads * dim), *tables]
+    keywords = {"eps": 1e-6} | ({"count": 70} if given else {})
+    plan = {"weight_view": (1, 1, heads, dim), "table_view": (2 if batched else 1, tokens, heads, dim // 2)} | keywords
+    return "qk_scale_rope" if given else "qk_norm_rope", operands, plan, keywords
+
+
+def sum_squares(x: Operands) -> Case:
+    return "sum_squares", [x.inside(2, 5, 3, 10)], {"dims": (2, 3)}, {}
+
+
+def head_gate(x: Operands) -> Case:
+    """y as attention leaves it: heads before tokens in memory; the logits a slice of a packed projection."""
+    return "head_gate", [x.inside(2, 5, 3, 10, axes=(0, 2, 1, 3)), x.inside(2, 5, 3)], {}, {}
+
+
+def pixel_norm_silu(x: Operands, channels: int, last: bool) -> Case:
+    pixels = x(2, channels, 3, 5, 7)
+    pixels = pixels.to(memory_format=torch.channels_last_3d) if last else pixels
+    return "pixel_norm_silu", [pixels], {"dim": 1, "eps": 1e-8}, {"eps": 1e-8}
+
+
+CASES: dict[str, Callable[[Operands], Case]] = {
+    "norm_modulate": partial(norm_modulate, pairs=1),
+    "norm_modulate two pairs": partial(norm_modulate, pairs=2),
+    "norm_modulate one number": partial(norm_modulate, pairs=1, width=1),
+    "residual_norm_modulate": partial(residual, pairs=1),
+    "residual_norm_modulate two pairs, wide": partial(residual, pairs=2, width=1030),
+    "residual_norm_modulate without rows": partial(residual, pairs=0),
+    "gated_residual per sample": partial(gated_residual, per_token=False),
+    "gated_residual per token": partial(gated_residual, per_token=True),
+    "qk_norm_rope": partial(qk, given=False, batched=False),
+    "qk_norm_rope batched tables": partial(qk, given=False, batched=True),
+    "qk_scale_rope": partial(qk, given=True, batched=False),
+    "sum_squares": sum_squares,
+    "head_gate": head_gate,
+    "pixel_norm_silu channels first": partial(pixel_norm_silu, channels=12, last=False),
+    "pixel_norm_silu channels last": partial(pixel_norm_silu, channels=12, last=True),
+    "pixel_norm_silu more channels than a tile": partial(pixel_norm_silu, channels=300, last=False),
+}
+
+
+def poisoned_empty(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan)
+
+
+def errors(case: Case) -> list[float]:
+    """Relative error of each result against the float64 reference of the same, already rounded operands."""
+    op, operands, plan, keywords = case
+    kernels = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda")
+    reference = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.reference")
+    assert (reason := kernels.why_not(*operands, **plan)) is None, reason
+    arrays = [v.double().cpu().numpy() for v in operands]
+    views = list(plan.get("views", ()))
+    if "gate_view" in plan:
+        views = [plan["gate_view"], *views]
+    if views:  # rows come last
+        arrays[-len(views) :] = [a.reshape(v) for a, v in zip(arrays[-len(views) :], views, strict=True)]
+    expected = getattr(reference, op)(*arrays, **keywords)
+    found = getattr(kernels, op)(*operands, **plan)
+    found = found if isinstance(found, tuple) else (found,)
+    expected = expected if isinstance(expected, list) else [expected]
+    return [relative_l2(a.double().cpu().numpy(), np.asarray(b)) for a, b in zip(found, expected, strict=True)]
+
+
+def main(device: str) -> None:
+    torch.empty, torch.empty_like = poisoned_empty(torch.empty), poisoned_empty(torch.empty_like)
+    torch.manual_seed(np.random.SeedSequence().entropy % 2**63)
+    found = {
+        f"{name} {dtype}": errors(case(Operands(device, DTYPES[dtype])))
+        for name, case in CASES.items()
+        for dtype in DTYPES
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,124 @@
+"""Kernels equal their references, are chosen for a reason, and compile for Hopper without spilling."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import CASES, DTYPES, Operands
+from ltx2rt_cuda.ops import OPS as TORCH_OPS
+from ltx2rt_kernels.choose import FOLDERS, why_not
+from ltx2rt_kernels.head_gate.reference import bytes_moved as head_gate_bytes
+from ltx2rt_kernels.norm_modulate.reference import bytes_moved as norm_modulate_bytes
+from ltx2rt_kernels.pixel_norm_silu.reference import bytes_moved as pixel_norm_bytes
+from ltx2rt_kernels.qk_norm_rope.reference import bytes_moved as qk_bytes
+from ltx2rt_kernels.residual_norm_modulate.reference import bytes_moved as residual_bytes
+
+from ltx2rt.graph.ops import OPS
+from ltx2rt.testing import relative_l2
+
+HERE = Path(__file__).parent
+# Largest relative error of one rounding of a result: to nearest on a GPU; the interpreter cuts bfloat16 off instead.
+BFLOAT16 = {"cuda": 2**-8, "interpreter": 2**-7}
+FLOAT32 = 1e-6  # sums of a thousand numbers in another order
+
+
+def run_script(name: str, *arguments: str, **environment: str) -> dict:
+    result = subprocess.run(
+        [sys.executable, HERE / name, *arguments], capture_output=True, text=True, env=os.environ | environment
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module", params=["interpreter", "cuda"])
+def measured(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    interpret = {"TRITON_INTERPRET": "1"} if request.param == "interpreter" else {}
+    device = "cuda" if request.param == "cuda" else "cpu"
+    return request.param, run_script("kernel_cases.py", device, **interpret)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_its_reference(name, dtype, measured):
+    where, errors = measured
+    found = errors[f"{name} {dtype}"]
+    assert found and max(found) <= (FLOAT32 if dtype == "float32" or "sum" in name else BFLOAT16[where]), found
+
+
+def test_every_op_with_a_kernel_has_a_case():
+    assert {build(Operands("cpu", torch.float32))[0] for build in CASES.values()} == set(FOLDERS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_op_table_means_what_the_kernels_do(name):
+    """The numpy definition and the plain torch ops, on the kernels' own cases."""
+    op, operands, plan, _ = CASES[name](Operands("cpu", torch.float32))
+    expected = OPS[op].numpy(*(v.numpy() for v in operands), **plan)
+    found = TORCH_OPS[op](*operands, **plan)
+    pairs = zip(expected, found, strict=True) if isinstance(found, tuple) else [(expected, found)]
+    for a, b in pairs:
+        assert relative_l2(b, a) <= FLOAT32
+
+
+def test_reason_why_not_is_told():
+    op, operands, plan, _ = CASES["norm_modulate"](Operands("cpu", torch.float32))
+    assert why_not(op, *operands, **plan) == "the operands are on cpu, the kernel runs on cuda"
+
+
+@pytest.mark.parametrize(
+    "op,change,reason",
+    [
+        ("norm_modulate", lambda x: x.half(), "float16"),
+        ("norm_modulate", lambda x: x[0], "2 axes"),
+        ("norm_modulate", lambda x: x.mT.contiguous().mT, "strided"),
+        ("norm_modulate", lambda x: x[..., :1].repeat(1, 1, 20000), "20000 numbers"),
+        ("residual_norm_modulate", lambda x: x.double(), "float64"),
+        ("qk_norm_rope", lambda x: x.transpose(2, 3), "strided"),
+        ("qk_norm_rope", lambda x: x.repeat(1, 1, 2000, 1), "6000 heads"),
+        ("head_gate", lambda x: x[0], "3 axes"),
+        ("pixel_norm_silu channels first", lambda x: x.transpose(2, 3), "contiguous neither"),
+        ("pixel_norm_silu channels first", lambda x: x.repeat(1, 200, 1, 1, 1), "2400 channels"),
+    ],
+)
+def test_kernel_refuses_what_it_cannot_take(op, change, reason):
+    name, (x, *others), plan, _ = CASES[op](Operands("cpu", torch.float32))
+    kernels = import_module(f"ltx2rt_kernels.{FOLDERS[name]}.cuda")
+    assert kernels.why_not(x, *others, **plan) is None
+    assert reason in kernels.why_not(change(x), *others, **plan)
+
+
+def test_compiled_graphs_hold_the_plain_ops():
+    """torch.compile sees through the choice, without a break in the graph."""
+    op, operands, plan, _ = CASES["residual_norm_modulate"](Operands("cpu", torch.float32))
+    function = torch.compile(lambda *xs: TORCH_OPS[op](*xs, **plan), backend="eager", fullgraph=True)
+    for a, b in zip(function(*operands), TORCH_OPS[op](*operands, **plan), strict=True):
+        assert relative_l2(a, b) <= FLOAT32
+
+
+def test_kernels_compile_for_hopper_without_spills(tmp_path):
+    """As launched at full size: 128 registers for each of 512 threads are all 65536 of a processor."""
+    found = run_script("kernel_binaries.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    for name, used in found.items():
+        print(f"{name}: {used['registers']} registers, {used['spilled_bytes']} bytes spilled")
+    assert {name.split()[0] for name in found} == set(FOLDERS)
+    assert all(used["spilled_bytes"] == 0 and used["registers"] <= 128 for used in found.values()), found
+
+
+def test_kernels_move_the_least_bytes_but_for_cached_rows():
+    x, row, heads = (1, 6144, 4096), (1, 4096), (1, 6144, 32, 128)
+    size, rows = 6144 * 4096 * 2, 4096 * 2
+    assert norm_modulate_bytes([x, row, row], "bfloat16").minimum == 2 * size + 2 * rows
+    assert residual_bytes([x, x, *[row] * 5], "bfloat16").minimum == 5 * size + 5 * rows
+    tables = [(6144, 32, 64)] * 2  # float32 of half the width: as many bytes as x, each
+    assert qk_bytes([heads, (4096,), *tables], "bfloat16").minimum == 4 * size + rows
+    assert head_gate_bytes([heads, (1, 6144, 32)], "float32").minimum == 4 * (2 * 6144 * 4096 + 6144 * 32)
+    assert pixel_norm_bytes([(1, 128, 3, 5, 7)], "float32").minimum == 2 * 4 * 128 * 105
+    for found in (norm_modulate_bytes([x, row, row], "bfloat16"), residual_bytes([x, x, row], "float32")):
+        assert found.moved > found.minimum

@@ -1,0 +1,198 @@
+"""A fused graph is the same graph: values, tensors, communication; and it has the nodes that kernels run."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from placed_cases import NAMES, case
+
+from ltx2rt.backend import get_backend
+from ltx2rt.graph import trace
+from ltx2rt.graph.interpret import interpret
+from ltx2rt.models import video_vae
+from ltx2rt.passes.fuse import fuse
+from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
+from ltx2rt.weights.presets import preset
+
+CLOSE = 1e-6  # float32: one sum in another order
+FUSED = {
+    "norm_modulate", "gated_residual", "residual_norm_modulate", "qk_norm_rope", "qk_scale_rope", "head_gate",
+    "pixel_norm_silu",
+}  # fmt: skip
+
+
+def fused_ops(graph) -> dict[str, int]:
+    return dict(Counter(node.op for node in graph.nodes if node.op in FUSED))
+
+
+def body(graph):
+    (found,) = (node.plan["repeat"].body for node in graph.nodes if node.op == "repeat")
+    return found
+
+
+def collectives(graph) -> Counter:
+    found = Counter()
+    for node, times in graph.walk():
+        if node.op == "all_reduce":
+            found[sum(v.type.nbytes for v in node.inputs)] += times
+    return found
+
+
+@pytest.mark.parametrize("devices", (1, 2, 4))
+@pytest.mark.parametrize("name", NAMES)
+def test_fused_graph_has_the_same_values_tensors_and_communication(name, devices):
+    one = case(name)
+    graph = one.on(devices)
+    fused = fuse(graph)
+    assert fused.parameters() == graph.parameters()
+    assert collectives(fused) == collectives(graph)
+    assert any(node.op in FUSED for node, _ in fused.walk())
+    expected = interpret(graph, one.params, one.inputs)
+    for key, value in interpret(fused, one.params, one.inputs).items():
+        assert relative_l2(value, expected[key]) <= CLOSE, key
+
+
+@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3"])
+def test_fused_bfloat16_step_is_no_further_from_float32(name):
+    wide, one = case(name), case(name, "bfloat16")
+    exact = interpret(wide.graph, wide.params, wide.inputs)
+    plain = interpret(one.graph, one.params, one.inputs)
+    for key, value in interpret(fuse(one.graph), one.params, one.inputs).items():
+        # Fewer roundings, of values that are the same in the mean; one draw may still come out somewhat worse.
+        assert relative_l2(value, exact[key]) <= 1.25 * relative_l2(plain[key], exact[key]), key
+
+
+@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3"])
+def test_torch_runs_the_fused_graph(name, layers):
+    one = case(name)
+    backend = get_backend("cuda", "cpu")
+    weights = backend.load([one.graph], ArraySource(one.params))
+    expected = interpret(one.graph, one.params, one.inputs)
+    program = backend.lower(one.graph, layers, fused=True)  # type: ignore[call-arg]
+    assert any(node.op in FUSED for node, _ in program.graph.walk())
+    for key, value in program(weights, one.inputs).items():
+        # As far from the interpreter as the plain graph may be: sums of a whole network in another order.
+        assert relative_l2(backend.to_host(value), expected[key]) <= 1e-5, key
+
+
+def test_jax_runs_the_fused_graph():
+    one = case("forward-2.3")
+    expected = interpret(one.graph, one.params, one.inputs)
+    for key, value in run_graph("tpu", fuse(one.graph), one.params, one.inputs).items():
+        assert relative_l2(value, expected[key]) <= 1e-5, key
+
+
+def test_lowering_on_a_cpu_fuses_nothing_unless_asked():
+    assert not any(n.op in FUSED for n, _ in get_backend("cuda", "cpu").lower(case("guided-2.3").graph).graph.walk())
+
+
+@pytest.mark.parametrize("devices,qk", [(1, "qk_norm_rope"), (2, "qk_scale_rope")])
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_block_has_the_expected_fusions(generation, devices, qk):
+    """Two streams. 2.3: norms after all three attentions follow a gated residual; the block's first norm and its last
+    residual have no partner inside it. 2.0: text attention has neither gate nor modulation of its own."""
+    new = generation == "2.3"
+    assert fused_ops(body(fuse(case(f"guided-{generation}").on(devices)))) == {
+        "residual_norm_modulate": 6 if new else 4,
+        "norm_modulate": 2 if new else 4,
+        "gated_residual": 2,
+        qk: 8,  # q and k of four attentions with RoPE
+    } | ({"head_gate": 6} if new else {})
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_every_norm_of_the_video_decoder_is_fused_with_its_silu(generation):
+    config = preset(f"tiny-{generation}").config.video_vae
+    graph = video_vae.trace_decoder(config, 1, 2, 2, 3, "float32")
+    fused = fuse(graph)
+    ops = Counter(node.op for node, _ in fused.walk())
+    assert ops["pixel_norm_silu"] == sum(node.op == "silu" for node, _ in graph.walk()) > 0
+    assert ops["silu"] == ops["rms_norm"] == 0
+    params, latent = random_params(graph), np.random.default_rng(0).standard_normal((1, 128, 2, 2, 3), np.float32)
+    expected = interpret(graph, params, {"latent": latent})["frames"]
+    assert relative_l2(interpret(fused, params, {"latent": latent})["frames"], expected) <= CLOSE
+
+
+def checked(model) -> dict[str, int]:
+    """The fused ops of a model, whose values are those of the plain graph."""
+    graph = trace("net", model, "float32")
+    fused, params = fuse(graph), random_params(graph)
+    rng = np.random.default_rng(0)
+    inputs = {name: rng.standard_normal(v.type.shape) for name, v in graph.inputs.items()}
+    expected = interpret(graph, params, inputs)
+    for key, value in interpret(fused, params, inputs).items():
+        assert relative_l2(value, expected[key]) <= CLOSE
+    return fused_ops(fused)
+
+
+def stream(o, name="x"):
+    return o.input(name, B=2, tokens=3, D=4)
+
+
+def row(o, name):
+    return o.input(name, B=2, D=4)
+
+
+def test_scales_made_from_the_sum_do_not_fuse_with_it():
+    def model(o):
+        x = o.add(stream(o), o.mul(stream(o, "y"), row(o, "gate")))
+        scale = o.linear(o.mean(x, over=("tokens",)), "scale", {"D": 4})
+        return {"y": o.modulate(o.rms_norm(x, over=("D",), eps=1e-6), scale, row(o, "shift"))}
+
+    assert checked(model) == {"gated_residual": 1}
+
+
+def test_norm_that_others_read_too_is_kept():
+    def model(o):
+        n = o.rms_norm(stream(o), over=("D",), eps=1e-6)
+        return {"y": o.modulate(n, row(o, "scale"), row(o, "shift")), "n": n}
+
+    assert checked(model) == {}
+
+
+def test_product_that_others_read_too_is_kept():
+    def model(o):
+        delta = o.mul(stream(o, "y"), row(o, "gate"))
+        return {"x": o.add(stream(o), delta), "delta": delta}
+
+    assert checked(model) == {}
+
+
+def test_rows_that_are_made_later_move_up():
+    def model(o):
+        n = o.rms_norm(stream(o), over=("D",), eps=1e-6)
+        early = o.modulate(n, row(o, "scale"), row(o, "shift"))
+        used = o.linear(early, "early", {"D": 4})
+        late = o.modulate(n, o.affine(row(o, "late_scale"), scale=0.5), row(o, "late_shift"))
+        return {"y": o.add(used, late)}
+
+    assert checked(model) == {"norm_modulate": 1}
+
+
+def test_modulation_that_feeds_its_neighbour_is_kept_apart():
+    """Both modulations of one norm cannot be one node when the second one's scale comes from the first."""
+
+    def model(o):
+        n = o.rms_norm(stream(o), over=("D",), eps=1e-6)
+        early = o.modulate(n, row(o, "scale"), row(o, "shift"))
+        return {"y": o.modulate(n, o.mean(early, over=("tokens",)), row(o, "late_shift"))}
+
+    assert checked(model) == {}
+
+
+def test_keep_mask_of_the_residual_joins_the_gate():
+    def model(o):
+        delta = o.mul(o.mul(stream(o, "y"), row(o, "gate")), o.input("keep", B=2))
+        return {"x": o.add(stream(o), delta)}
+
+    assert checked(model) == {"gated_residual": 1}
+
+
+def test_norm_of_each_head_by_itself_is_not_a_norm_of_all_heads():
+    def model(o):
+        x = o.input("x", B=2, tokens=3, heads=2, head_dim=4)
+        tables = [o.input(name, "float32", tokens=3, heads=2, pairs=2) for name in ("cos", "sin")]
+        return {"y": o.rope(o.rms_norm(x, "norm", over=("head_dim",), eps=1e-6), *tables)}
+
+    assert checked(model) == {}
