@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -32,8 +31,8 @@ class ArraySource:
 
 
 @cache
-def _backend(name: str, devices: int = 1):
-    return get_backend(name, "cpu", {"tensor": devices} if devices > 1 else None)
+def _backend(name: str, mesh: tuple[tuple[str, int], ...] = ()):
+    return get_backend(name, "cpu", dict(mesh))
 
 
 def run_graph(
@@ -42,7 +41,7 @@ def run_graph(
     """Outputs of `graph` in float32 numpy. kind: "numpy" (the interpreter), "cuda" or "tpu" (the backend, on CPU)."""
     if kind == "numpy":
         return {k: np.asarray(v, np.float32) for k, v in interpret(graph, params, inputs).items()}
-    backend = _backend(kind, math.prod(graph.mesh.values()))
+    backend = _backend(kind, tuple(graph.mesh.items()))
     weights = backend.load([graph], ArraySource(params))
     outputs = backend.lower(graph, layers=layers)(weights, inputs)
     return {k: backend.to_host(v) for k, v in outputs.items()}

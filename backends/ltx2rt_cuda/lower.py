@@ -17,7 +17,7 @@ from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS
 
-COLLECTIVE = {"shard", "all_reduce"}
+COLLECTIVE = {"shard", "all_reduce", "all_gather", "all_to_all"}
 
 
 class Repeat(torch.nn.Module):
@@ -71,7 +71,7 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
             else:  # a group's name: FX can write a string into its code, but no process group
                 kwargs["group"] = position.groups[mesh_axis]
         result = built.call_function(OPS[node.op], operands, kwargs)
-        if len(node.outputs) == 1 and node.op != "all_reduce":
+        if node.op not in ("all_reduce", "all_to_all"):
             env[id(node.outputs[0])] = result
         else:
             for i, v in enumerate(node.outputs):

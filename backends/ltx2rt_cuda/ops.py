@@ -213,6 +213,43 @@ def all_reduce(*xs: Tensor, group: str) -> tuple[Tensor, ...]:
 
 
 @op
+def all_gather(x: Tensor, dim: int, parts: int, group: str) -> Tensor:
+    functional = torch.ops._c10d_functional
+    joined = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), parts, group))
+    return joined.unflatten(0, (parts, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+
+
+@op
+def all_to_all(*xs: Tensor, split: int, concat: int, parts: int, group: str) -> tuple[Tensor, ...]:
+    """Operands of one shape travel stacked, in one communication."""
+    if len({x.shape for x in xs}) > 1:
+        return tuple(all_to_all(x, split=split, concat=concat, parts=parts, group=group)[0] for x in xs)
+    functional = torch.ops._c10d_functional
+    sent = torch.stack(xs).unflatten(split + 1, (parts, -1)).movedim(split + 1, 0).contiguous()
+    sizes = [1] * parts
+    received = functional.wait_tensor(functional.all_to_all_single(sent, sizes, sizes, group))
+    return received.movedim(0, concat + 1).flatten(concat + 1, concat + 2).unbind(0)
+
+
+@op
+def attention_part(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view) -> Tensor:
+    """Few queries: the scores are written out, because torch's fused attention does not return the denominator."""
+    b, t, heads, d = q.shape
+    n = k.shape[2]
+    scores = torch.einsum("btngd,bsnd->bngts", q.reshape(b, t, n, heads // n, d).float(), k.float()) * scale
+    if bias is not None:
+        scores = scores + bias.reshape(bias_view)[:, None]
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    y = torch.einsum("bngts,bsnd->btngd", (scores - log_sum).exp(), v.float()).reshape(b, t, heads, d)
+    return torch.cat([y, log_sum.squeeze(-1).reshape(b, heads, t).transpose(1, 2).unsqueeze(-1)], dim=-1)
+
+
+@op
+def attention_join(parts: Tensor) -> Tensor:
+    return (parts[..., :-1] * parts[..., -1:].softmax(dim=0)).sum(dim=0)
+
+
+@op
 def rms_scale(
     x: Tensor, sum_squares: Tensor, weight: Tensor | None = None, *, dims, weight_view, count: int, eps: float
 ) -> Tensor:

@@ -198,6 +198,39 @@ def all_reduce(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:
 
 
 @op
+def all_gather(x: Array, dim: int, mesh_axis: str, parts: int) -> Array:
+    return lax.all_gather(x, mesh_axis, axis=dim, tiled=True)
+
+
+@op
+def all_to_all(*xs: Array, split: int, concat: int, mesh_axis: str, parts: int) -> tuple[Array, ...]:
+    """Operands of one shape travel stacked, in one communication."""
+    if len({x.shape for x in xs}) > 1:
+        return tuple(lax.all_to_all(x, mesh_axis, split, concat, tiled=True) for x in xs)
+    y = lax.all_to_all(jnp.stack(xs), mesh_axis, split + 1, concat + 1, tiled=True)
+    return tuple(y[i] for i in range(len(xs)))
+
+
+@op
+def attention_part(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
+    b, t, heads, d = q.shape
+    scores = _scores(q, k, bias, scale, bias_view)
+    log_sum = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - log_sum).astype(v.dtype)
+    y = jnp.einsum(
+        "bngts,bsnd->btngd", weights, v, precision=_precision(v), preferred_element_type=jnp.float32
+    ).reshape(b, t, heads, d)
+    log_sum = log_sum[..., 0].reshape(b, heads, t).swapaxes(1, 2)
+    return jnp.concatenate([y, log_sum[..., None]], axis=-1)
+
+
+@op
+def attention_join(parts: Array) -> Array:
+    weights = jax.nn.softmax(parts[..., -1:], axis=0)
+    return (parts[..., :-1] * weights).sum(axis=0)
+
+
+@op
 def sum_squares(x: Array, dims) -> Array:
     return jnp.square(x.astype(jnp.float32)).sum(dims)
 
@@ -228,17 +261,20 @@ def group_norm(x: Array, weight: Array, bias: Array, groups: int, eps: float) ->
     return (y * weight.reshape(view) + bias.reshape(view)).astype(x.dtype)
 
 
-@op
-def attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
+def _scores(q: Array, k: Array, bias: Array | None, scale: float, bias_view) -> Array:
+    """float32 (B, kv_heads, group, tokens, context)."""
     b, t, heads, d = q.shape
     n = k.shape[2]
     q = q.reshape(b, t, n, heads // n, d)
     scores = jnp.einsum("btngd,bsnd->bngts", q, k, precision=_precision(q), preferred_element_type=jnp.float32)
     scores = scores * scale
-    if bias is not None:
-        scores = scores + bias.reshape(bias_view)[:, None].astype(jnp.float32)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bngts,bsnd->btngd", weights, v, precision=_precision(v)).reshape(b, t, heads, d)
+    return scores if bias is None else scores + bias.reshape(bias_view)[:, None].astype(jnp.float32)
+
+
+@op
+def attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
+    weights = jax.nn.softmax(_scores(q, k, bias, scale, bias_view), axis=-1).astype(v.dtype)
+    return jnp.einsum("bngts,bsnd->btngd", weights, v, precision=_precision(v)).reshape(q.shape)
 
 
 @op

@@ -1,10 +1,11 @@
 """Run a graph with numpy: the oracle that every lowering is compared with. Clear before fast.
 
-A placed graph runs on all devices of one mesh axis in step; anything else is the same with one device.
+A placed graph runs on all devices of its mesh in step; anything else is the same with one device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,22 +16,39 @@ from ltx2rt.graph.ir import Graph, Layout, Node
 from ltx2rt.graph.ops import OPS
 
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "int32": np.dtype(np.int32)}
-GROUP_OPS = {"shard", "all_reduce"}  # defined over all devices at once
-Group = list[np.ndarray]  # one array per device
+GROUP_OPS = {"shard", "all_reduce", "all_gather", "all_to_all"}  # defined over all devices of a group at once
+Devices = list[np.ndarray]  # one array per device, the last mesh axis fastest
+
+
+class Grid:
+    """The devices of a mesh by number."""
+
+    def __init__(self, mesh: Mapping[str, int]):
+        self.axes = tuple(mesh)
+        self.numbers = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+
+    def __len__(self) -> int:
+        return self.numbers.size
+
+    def coordinate(self, device: int, axis: str) -> int:
+        return int(np.argwhere(self.numbers == device)[0][self.axes.index(axis)])
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The devices that communicate along `axis`, in the order of their coordinate on it."""
+        moved = np.moveaxis(self.numbers, self.axes.index(axis), -1)
+        return moved.reshape(-1, moved.shape[-1]).tolist()
 
 
 def interpret(graph: Graph, params: Mapping[str, np.ndarray], inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Outputs of `graph` by name, of the first device. params: the checkpoint's tensors; inputs: shaped as typed."""
-    if len(graph.mesh) > 1:
-        raise ValueError(f"{graph.name}: the interpreter runs one mesh axis, not {dict(graph.mesh)}")
-    (size,) = graph.mesh.values() or (1,)
+    grid = Grid(graph.mesh)
     values = []
     for name, v in graph.inputs.items():
         array = np.asarray(inputs[name]).astype(NUMPY_DTYPES[v.type.dtype])
         if array.shape != v.type.shape:
             raise ValueError(f"{graph.name}: input {name} has shape {array.shape}, expected {v.type}")
-        values.append([array] * size)
-    return {name: group[0] for name, group in zip(graph.outputs, _run(graph, params, values, None, size), strict=True)}
+        values.append([array] * len(grid))
+    return {name: found[0] for name, found in zip(graph.outputs, _run(graph, params, values, None, grid), strict=True)}
 
 
 def _parameter(params: Mapping[str, np.ndarray], layout: Layout, coordinate: int, layer: int | None) -> np.ndarray:
@@ -46,50 +64,55 @@ def _parameter(params: Mapping[str, np.ndarray], layout: Layout, coordinate: int
 
 
 def _run(
-    graph: Graph, params: Mapping[str, np.ndarray], inputs: list[Group], layer: int | None, size: int
-) -> list[Group]:
-    env = {id(v): group for v, group in zip(graph.inputs.values(), inputs, strict=True)}
+    graph: Graph, params: Mapping[str, np.ndarray], inputs: list[Devices], layer: int | None, grid: Grid
+) -> list[Devices]:
+    env = {id(v): devices for v, devices in zip(graph.inputs.values(), inputs, strict=True)}
     layouts = graph.all_layouts()
     for name, v in graph.params.items():
-        group = [_parameter(params, layouts[name], i, layer) for i in range(size)]
-        env[id(v)] = [array.astype(NUMPY_DTYPES[v.type.dtype]) for array in group]
+        split = layouts[name].split
+        coordinates = [grid.coordinate(d, split[1]) if split else 0 for d in range(len(grid))]
+        found = {c: _parameter(params, layouts[name], c, layer) for c in set(coordinates)}
+        env[id(v)] = [found[c].astype(NUMPY_DTYPES[v.type.dtype]) for c in coordinates]
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]
-        results = _repeat(node, params, operands, size) if node.op == "repeat" else _apply(node, operands, size)
-        for v, group in zip(node.outputs, results, strict=True):
-            assert all(a.shape == v.type.shape for a in group), (
-                f"{graph.name}: {node.op} gave {group[0].shape}: {v.type}"
-            )
-            env[id(v)] = group
+        results = _repeat(node, params, operands, grid) if node.op == "repeat" else _apply(node, operands, grid)
+        for v, devices in zip(node.outputs, results, strict=True):
+            for array in devices:
+                assert array.shape == v.type.shape, f"{graph.name}: {node.op} gave {array.shape}, typed {v.type}"
+            env[id(v)] = devices
     return [env[id(v)] for v in graph.outputs.values()]
 
 
-def _apply(node: Node, operands: list[Group], size: int) -> list[Group]:
-    wide = [[a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for a in group] for group in operands]
+def _apply(node: Node, operands: list[Devices], grid: Grid) -> list[Devices]:
+    wide = [[a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for a in devices] for devices in operands]
     function = OPS[node.op].numpy
+    results: list[list[Any]] = [[None] * len(grid) for _ in node.outputs]
     if node.op in GROUP_OPS:
-        found = function(*wide, **node.plan)
-        results = found if node.op == "all_reduce" else [found]
+        for group in grid.groups(node.plan["mesh_axis"]):
+            found = function(*([devices[d] for d in group] for devices in wide), **node.plan)
+            found = found if node.op in ("all_reduce", "all_to_all") else [found]
+            for result, arrays in zip(results, found, strict=True):
+                for device, array in zip(group, arrays, strict=True):
+                    result[device] = array
     else:
-        found = [function(*(group[i] for group in wide), **node.plan) for i in range(size)]
-        columns = zip(*found, strict=True) if len(node.outputs) > 1 else [found]
-        results = [[np.asarray(array) for array in column] for column in columns]
+        found = [function(*(devices[d] for devices in wide), **node.plan) for d in range(len(grid))]
+        results = [list(column) for column in zip(*found, strict=True)] if len(node.outputs) > 1 else [found]
     return [
-        [array.astype(NUMPY_DTYPES[v.type.dtype]) for array in group]
-        for v, group in zip(node.outputs, results, strict=True)
+        [np.asarray(array).astype(NUMPY_DTYPES[v.type.dtype]) for array in devices]
+        for v, devices in zip(node.outputs, results, strict=True)
     ]
 
 
-def _repeat(node: Node, params: Mapping[str, np.ndarray], operands: list[Group], size: int) -> list[Group]:
+def _repeat(node: Node, params: Mapping[str, np.ndarray], operands: list[Devices], grid: Grid) -> list[Devices]:
     repeat = node.plan["repeat"]
     carry = operands[: repeat.num_carries]
     invariant = operands[repeat.num_carries : repeat.num_carries + repeat.num_invariants]
     data = operands[repeat.num_carries + repeat.num_invariants :]
-    stacked: list[list[Group]] = []
+    stacked: list[list[Devices]] = []
     for i in range(repeat.count):
-        now = [*carry, *invariant, *([d[i] for d in group] for group in data)]
-        results = _run(repeat.body, params, now, i, size)
+        now = [*carry, *invariant, *([d[i] for d in devices] for devices in data)]
+        results = _run(repeat.body, params, now, i, grid)
         carry, outputs = results[: repeat.num_carries], results[repeat.num_carries :]
         stacked.append(outputs)
     columns = zip(*stacked, strict=True)
-    return [*carry, *([np.stack([g[d] for g in column]) for d in range(size)] for column in columns)]
+    return [*carry, *([np.stack([g[d] for g in column]) for d in range(len(grid))] for column in columns)]

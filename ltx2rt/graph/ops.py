@@ -417,16 +417,23 @@ def group_norm(x: Type, weight: Type, bias: Type, *, groups: int, eps: float):
     return x, {"groups": groups, "eps": eps}
 
 
-def _numpy_attention(q, k, v, bias=None, *, scale, bias_view):
+def _numpy_attention_part(q, k, v, bias=None, *, scale, bias_view):
     b, t, heads, d = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(b, t, kv_heads, heads // kv_heads, d)
     scores = np.einsum("btngd,bsnd->bngts", q, k) * np.float32(scale)
     if bias is not None:
         scores = scores + bias.reshape(bias_view)[:, None]
-    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    scores = scores / scores.sum(axis=-1, keepdims=True)
-    return np.einsum("bngts,bsnd->btngd", scores, v).reshape(b, t, heads, d)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    y = np.einsum("bngts,bsnd->btngd", weights / total, v).reshape(b, t, heads, d)
+    log_sum = (top + np.log(total))[..., 0].reshape(b, heads, t).swapaxes(1, 2)
+    return np.concatenate([y, log_sum[..., None]], axis=-1)
+
+
+def _numpy_attention(q, k, v, bias=None, *, scale, bias_view):
+    return _numpy_attention_part(q, k, v, bias, scale=scale, bias_view=bias_view)[..., :-1]
 
 
 @op(_numpy_attention)
@@ -517,6 +524,39 @@ def all_reduce(*xs: Type, mesh_axis: str):
     return xs, {"mesh_axis": mesh_axis}
 
 
+def _numpy_all_gather(group, *, dim, mesh_axis, parts):
+    return [np.concatenate(group, axis=dim)] * parts
+
+
+@op(_numpy_all_gather)
+def all_gather(x: Type, *, axis: str, mesh_axis: str, parts: int):
+    """The slices of an axis that the devices of `mesh_axis` hold, joined on every one of them."""
+    i = x.axes.index(axis)
+    shape = (*x.shape[:i], x.shape[i] * parts, *x.shape[i + 1 :])
+    return Type(x.axes, shape, x.dtype), {"dim": i, "mesh_axis": mesh_axis, "parts": parts}
+
+
+def _numpy_all_to_all(*groups, split, concat, mesh_axis, parts):
+    pieces = [[np.split(x, parts, axis=split) for x in group] for group in groups]
+    return [[np.concatenate([sent[i] for sent in group], axis=concat) for i in range(parts)] for group in pieces]
+
+
+@op(_numpy_all_to_all)
+def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
+    """Each device sends piece i of dimension `split` to device i and joins what it gets along `concat`.
+
+    Operands travel in one communication; one result per operand.
+    """
+    results = []
+    for x in xs:
+        _expect(x.shape[split] % parts == 0, f"all_to_all: {x.axes[split]}={x.shape[split]} does not divide by {parts}")
+        shape = list(x.shape)
+        shape[split], shape[concat] = shape[split] // parts, shape[concat] * parts
+        results.append(Type(x.axes, tuple(shape), x.dtype))
+    _same_dtype(*xs)
+    return tuple(results), {"split": split, "concat": concat, "mesh_axis": mesh_axis, "parts": parts}
+
+
 @op(lambda x, dims: np.sum(np.square(x.astype(np.float32)), axis=dims))
 def sum_squares(x: Type, *, over: tuple[str, ...]):
     """The sum of x^2 over the named axes, in float32: what devices that hold different heads add up for one RMSNorm."""
@@ -539,3 +579,26 @@ def rms_scale(x: Type, sum_squares: Type, weight: Type | None = None, *, over: t
     view = None if weight is None else tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
     dims = tuple(x.axes.index(a) for a in over)
     return x, {"dims": dims, "weight_view": view, "count": count, "eps": eps}
+
+
+@op(_numpy_attention_part)
+def attention_part(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: float):
+    """Attention to this device's share of the keys, in float32: (B, tokens, heads, head_dim + 1).
+
+    The last entry is the logarithm of the softmax's denominator, from which `attention_join` weighs the shares.
+    """
+    out, plan = attention(q, k, v, bias, scale=scale)
+    return Type(out.axes, (*out.shape[:3], out.shape[3] + 1), "float32"), plan
+
+
+def _numpy_attention_join(parts):
+    y, log_sum = parts[..., :-1], parts[..., -1:]
+    weights = np.exp(log_sum - log_sum.max(axis=0, keepdims=True))
+    return (y * weights).sum(axis=0) / weights.sum(axis=0)
+
+
+@op(_numpy_attention_join)
+def attention_join(parts: Type):
+    """The attention to all keys from its parts (parts, B, tokens, heads, head_dim + 1), in float32."""
+    _expect(parts.dtype == "float32", f"attention_join: {parts} must be float32")
+    return Type(parts.axes[1:], (*parts.shape[1:-1], parts.shape[-1] - 1), "float32"), {}

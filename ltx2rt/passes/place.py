@@ -1,17 +1,22 @@
-"""place: from named axes and a profile's rules to the graph of one device, every collective a node.
+"""place: from named axes and a profile's rules to the graph of one device, every communication a node.
 
 Requires a legal graph without collectives. Ensures a legal graph with the same inputs and outputs (whole on every
-device), local shapes in between, and no communication but its `all_reduce` nodes.
+device), local shapes in between, and no communication but its collective nodes.
 
-A linear whose first output axis is split is column-parallel and gathers nothing. One whose contracted axis is split
-leaves a partial sum: `all_reduce`, then the bias, once. An RMSNorm over split axes adds up one float32 per token. What
-no rule reaches stays replicated, and so does a size that does not divide, unless `strict`.
+Weights (`heads`, `ff`): a linear whose first output axis is split is column-parallel and gathers nothing. One whose
+contracted axis is split leaves a partial sum: `all_reduce`, then the bias, once. An RMSNorm over split axes adds up one
+float32 per token. What no rule reaches stays replicated, and so does a size that does not divide, unless `strict`.
+
+Tokens (Ulysses): the carry of a repeat that has a split token axis enters cut and every device keeps its tokens.
+Around self-attention one `all_to_all` trades tokens for heads and one trades them back; a stream that is whole attends
+to the keys of a cut one in parts. Tokens that do not divide are padded at the end, and the padding is masked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ltx2rt.errors import GraphError, InputError
 from ltx2rt.graph.ir import Graph, Layout, Node, Repeat, Type, Value
@@ -21,38 +26,39 @@ from ltx2rt.passes.rewrite import emit, parameter
 # Ops that treat every axis alike: a split axis passes through, operands that hold it whole are cut first.
 POINTWISE = {
     "exp", "log", "sqrt", "square", "sin", "tanh", "sigmoid", "silu", "gelu", "add", "sub", "mul", "div", "affine",
-    "clamp", "leaky_relu", "cast", "select", "modulate", "attention", "rope", "transpose", "stack",
+    "clamp", "leaky_relu", "cast", "select", "modulate", "rope", "transpose", "stack",
 }  # fmt: skip
+TOKENS = ("tokens",)  # axes that move between devices instead of being a weight's
+MASKED = -1e30  # added to the score of a padded key
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A value of the new graph, and which of its axes is split (at most one, over one mesh axis)."""
+    """A value of the new graph, and its split axes with the mesh axis of each."""
 
     value: Value
-    split: str | None = None
+    splits: Mapping[str, str] = field(default_factory=dict)
 
 
 def place(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False) -> Graph:
     """rules: axis -> mesh axis. strict: an axis of the rules that does not divide is an InputError, not replicated."""
     used = {axis: mesh[axis] for axis in dict.fromkeys(rules.values()) if mesh.get(axis, 1) > 1}
-    if len(used) > 1:
-        raise InputError(f"placement over {', '.join(used)} at once is not supported; use one of these mesh axes")
     if not used:
         return graph
     result = Graph(graph.name, dict(graph.inputs), mesh=used)
-    placer = _Placer(result, rules, used, strict)
+    placer = _Placer(result, rules, used, strict, outermost=True)
     env = {id(v): Placed(v) for v in graph.inputs.values()}
     placer.nodes(graph, env)
-    result.outputs = {name: placer.whole(env[id(v)], f"output {name}") for name, v in graph.outputs.items()}
+    result.outputs = {name: placer.whole(env[id(v)]) for name, v in graph.outputs.items()}
     verify(result)
     return result
 
 
 class _Placer:
-    def __init__(self, out: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool):
-        self.out, self.rules, self.mesh, self.strict = out, rules, mesh, strict
+    def __init__(self, out: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, outermost: bool):
+        self.out, self.rules, self.mesh, self.strict, self.outermost = out, rules, mesh, strict, outermost
         self.blocked: set[str] = set()
+        self.padding: Value | None = None  # (keys): 0, and MASKED where tokens are padding
 
     def nodes(self, graph: Graph, env: dict[int, Placed]) -> None:
         """Rewrite the nodes of one graph in order; `env` maps its values to placed ones."""
@@ -94,25 +100,37 @@ class _Placer:
     def _parts(self, axis: str) -> int:
         return self.mesh.get(self.rules.get(axis, ""), 1)
 
-    def splits(self, axis: str, size: int) -> bool:
-        return self._parts(axis) > 1 and axis not in self.blocked and size % self._parts(axis) == 0
+    def divides(self, axis: str, size: int) -> bool:
+        """Whether the rules split a weight's axis of this size here."""
+        return (
+            axis not in TOKENS and self._parts(axis) > 1 and axis not in self.blocked and not size % self._parts(axis)
+        )
 
     # --- moving between layouts ---------------------------------------------------------------------------------
 
-    def whole(self, placed: Placed, what: str) -> Value:
-        if placed.split is not None:
-            raise GraphError(f"{self.out.name}: {what} is split over {placed.split}, and nothing gathers it")
-        return self._declared(placed)
+    def whole(self, placed: Placed) -> Value:
+        """The value whole on every device: split tokens are gathered, anything else must be whole already."""
+        value = self._declared(placed)
+        for axis, mesh_axis in placed.splits.items():
+            if axis not in TOKENS:
+                raise GraphError(
+                    f"{self.out.name}: {value.name}: {value.type} is split over {axis} where it must be whole"
+                )
+            value = emit(self.out, "all_gather", value, axis=axis, mesh_axis=mesh_axis, parts=self.mesh[mesh_axis])
+        return value
 
-    def cut(self, placed: Placed, axis: str) -> Placed:
+    def cut(self, placed: Placed, axis: str, mesh_axis: str | None = None) -> Placed:
         """`placed` with `axis` split; a device takes its slice of what it already holds."""
-        if placed.split == axis or axis not in placed.value.type.axes:
+        if axis in placed.splits or axis not in placed.value.type.axes:
             return placed
-        mesh_axis = self.rules[axis]
-        value = emit(
-            self.out, "shard", self._declared(placed), axis=axis, mesh_axis=mesh_axis, parts=self.mesh[mesh_axis]
-        )
-        return Placed(value, axis)
+        mesh_axis = mesh_axis or self.rules[axis]
+        parts = self.mesh[mesh_axis]
+        value = self._declared(placed)
+        missing = -value.type.size(axis) % parts
+        if missing and axis in TOKENS:
+            value = emit(self.out, "pad", value, mode="zeros", **{axis: (0, missing)})
+        value = emit(self.out, "shard", value, axis=axis, mesh_axis=mesh_axis, parts=parts)
+        return Placed(value, {**placed.splits, axis: mesh_axis})
 
     def _declared(self, placed: Placed) -> Value:
         """The value itself; a parameter is declared whole on first use."""
@@ -133,92 +151,200 @@ class _Placer:
         x, weight, *bias = operands
         contract, out = node.attrs["contract"], dict(node.attrs["out"])
         first = next(iter(out))
-        if x.split in contract:
-            if x.split != contract[0]:
-                raise GraphError(
-                    f"{weight.value.name}: contracts {contract}, split over {x.split}, which is not the first"
-                )
-            parts, mesh_axis = self._parts(x.split), self.rules[x.split]
-            w = self._param(weight.value, 1, parts, mesh_axis)
+        kept = {axis: mesh_axis for axis, mesh_axis in x.splits.items() if axis not in contract}
+        contracted = [axis for axis in contract if axis in x.splits]
+        if contracted:
+            if contracted != [contract[0]]:
+                raise GraphError(f"{weight.value.name}: contracts {contract}, split over {contracted}, not the first")
+            mesh_axis = x.splits[contract[0]]
+            w = self._param(weight.value, 1, self.mesh[mesh_axis], mesh_axis)
             partial = emit(self.out, "linear", x.value, w, contract=contract, out=out)
             (y,) = emit(self.out, "all_reduce", partial, mesh_axis=mesh_axis)
             if bias:
                 if len(out) > 1:
                     raise GraphError(f"{weight.value.name}: a row-parallel linear with a bias over {tuple(out)}")
                 y = emit(self.out, "add", y, self._declared(bias[0]))
-            return [Placed(y)]
-        if x.split is None and self.splits(first, out[first]):
+            return [Placed(y, kept)]
+        if self.divides(first, out[first]):
             parts, mesh_axis = self._parts(first), self.rules[first]
             w, *b = (self._param(p.value, 0, parts, mesh_axis) for p in (weight, *bias))
-            y = emit(
-                self.out, "linear", self._declared(x), w, *b, contract=contract, out=out | {first: out[first] // parts}
-            )
-            return [Placed(y, first)]
+            local = out | {first: out[first] // parts}
+            y = emit(self.out, "linear", self._declared(x), w, *b, contract=contract, out=local)
+            return [Placed(y, {**kept, first: mesh_axis})]
         params = [self._declared(p) for p in (weight, *bias)]
-        return [Placed(emit(self.out, "linear", self._declared(x), *params, **node.attrs), x.split)]
+        y = Placed(emit(self.out, "linear", self._declared(x), *params, **node.attrs), kept)
+        narrows = math.prod(out.values()) <= weight.value.type.shape[1]
+        # Tokens come together where the network is narrow, at its output projection.
+        return [Placed(self.whole(y)) if self.outermost and narrows and kept.keys() & set(TOKENS) else y]
 
     def _rms_norm(self, node: Node, operands: list[Placed]) -> list[Placed]:
         x, *weight = operands
         over, eps = node.attrs["over"], node.attrs["eps"]
-        if x.split not in over:
-            return [self._other(node, operands)]
-        parts, mesh_axis = self._parts(x.split), self.rules[x.split]
-        count = parts
+        split = next((axis for axis in over if axis in x.splits), None)
+        if split is None:
+            inputs = [self._declared(p) for p in operands]
+            return [Placed(emit(self.out, "rms_norm", *inputs, **node.attrs), x.splits)]
+        mesh_axis = x.splits[split]
+        count = parts = self.mesh[mesh_axis]
         for axis in over:
             count *= x.value.type.size(axis)
         local = emit(self.out, "sum_squares", x.value, over=over)
         (total,) = emit(self.out, "all_reduce", local, mesh_axis=mesh_axis)
         w = [self._param(p.value, 0, parts, mesh_axis) for p in weight]
-        return [Placed(emit(self.out, "rms_scale", x.value, total, *w, over=over, count=count, eps=eps), x.split)]
+        return [Placed(emit(self.out, "rms_scale", x.value, total, *w, over=over, count=count, eps=eps), x.splits)]
 
     def _pointwise(self, node: Node, operands: list[Placed]) -> Placed:
-        split = {p.split for p in operands} - {None}
-        if node.op == "attention" and split:  # q is split over heads, k and v over heads or kv_heads
-            axes = [p.value.type.axes[2] for p in operands[:3]]
-            operands = [self.cut(p, a) for p, a in zip(operands, axes, strict=False)] + operands[3:]
-            split = {axes[0]}
-        if len(split) > 1:
-            raise GraphError(f"{self.out.name}: {node.op} of values split over {', '.join(sorted(map(str, split)))}")
-        axis = next(iter(split), None)
-        if axis is not None and node.op != "attention":
-            operands = [self.cut(p, axis) for p in operands]
+        splits = {axis: mesh_axis for p in operands for axis, mesh_axis in p.splits.items()}
+        for axis, mesh_axis in splits.items():
+            operands = [self.cut(p, axis, mesh_axis) for p in operands]
         inputs = [self._declared(p) for p in operands]
-        return Placed(emit(self.out, node.op, *inputs, **node.attrs), axis)
+        return Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)
+
+    def _rename(self, node: Node, operands: list[Placed]) -> list[Placed]:
+        (x,), names = operands, node.attrs["names"]
+        value = emit(self.out, "rename", self._declared(x), names=names)
+        return [Placed(value, {names.get(axis, axis): mesh_axis for axis, mesh_axis in x.splits.items()})]
+
+    def _attention(self, node: Node, operands: list[Placed]) -> list[Placed]:
+        """Heads: every device attends with its own. Tokens: split keys are traded for heads, or attended to in parts."""
+        q, k, v, *bias = operands
+        head_axes = (q.value.type.axes[2], k.value.type.axes[2])
+        for p, axis in ((q, head_axes[0]), (k, head_axes[1]), (v, head_axes[1])):
+            heads = p.splits.get(axis)
+            if heads is not None:
+                q, k, v = (
+                    self.cut(t, a, heads) for t, a in zip((q, k, v), (head_axes[0], *head_axes[1:] * 2), strict=True)
+                )
+        keys = k.value.type.axes[1]
+        mesh_axis = k.splits.get(keys)
+        if mesh_axis is None:
+            inputs = [self._declared(p) for p in (q, k, v, *bias)]
+            return [Placed(emit(self.out, "attention", *inputs, **node.attrs), q.splits)]
+        if q.value.type.axes[1] in q.splits:
+            return [Placed(self._traded(node, q, k, v, bias, mesh_axis), q.splits)]
+        return [Placed(self._shared(node, q, k, v, bias, mesh_axis), q.splits)]
+
+    def _traded(self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str) -> Value:
+        """Queries and keys are split: every device gets all tokens of a share of its heads, and gives them back."""
+        parts = self.mesh[mesh_axis]
+        for p in (q, k):
+            axis, size = p.value.type.axes[2], p.value.type.shape[2]
+            if size % parts:
+                raise InputError(
+                    f"{self.out.name}: {axis}={size} on a device do not divide over {mesh_axis}={parts}; "
+                    f"choose a divisor of {size}"
+                )
+        trade = {"mesh_axis": mesh_axis, "parts": parts}
+        there = emit(self.out, "all_to_all", q.value, k.value, v.value, split=2, concat=1, **trade)
+        extra = [self._declared(b) for b in bias]
+        if self.padding is not None:
+            there = self._keys_named(there)
+            extra = [emit(self.out, "add", extra[0], self.padding) if extra else self.padding]
+        y = emit(self.out, "attention", *there, *extra, **node.attrs)
+        (y,) = emit(self.out, "all_to_all", y, split=1, concat=2, **trade)
+        return y
+
+    def _shared(self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str) -> Value:
+        """Only the keys are split: every device attends to its own, and the results are weighed together."""
+        if bias:
+            raise GraphError(f"{self.out.name}: attention with a bias of whole queries to split keys")
+        parts = self.mesh[mesh_axis]
+        operands = [self._declared(p) for p in (q, k, v)]
+        if self.padding is not None:
+            own = emit(self.out, "shard", self.padding, axis="keys", mesh_axis=mesh_axis, parts=parts)
+            operands = [*self._keys_named(operands), own]
+        y = emit(self.out, "attention_part", *operands, **node.attrs)
+        y = emit(self.out, "expand", y, axis="parts", size=1, before=y.type.axes[0])
+        y = emit(self.out, "all_gather", y, axis="parts", mesh_axis=mesh_axis, parts=parts)
+        y = emit(self.out, "attention_join", y)
+        return emit(self.out, "cast", y, dtype=q.value.type.dtype)
+
+    def _keys_named(self, operands) -> list[Value]:
+        """q, k and v with the keys' axis called as the padding mask calls it."""
+        q, *others = operands
+        return [q, *(emit(self.out, "rename", x, names={x.type.axes[1]: "keys"}) for x in others)]
 
     def _other(self, node: Node, operands: list[Placed]) -> Placed:
-        """Ops whose attributes name axes or sizes: legal while they leave the split axis alone."""
-        split = {p.split for p in operands} - {None}
+        """Ops whose attributes name axes or sizes: legal while they leave the split axes alone."""
+        splits = {axis: mesh_axis for p in operands for axis, mesh_axis in p.splits.items()}
         named = set()
         for value in node.attrs.values():
             named |= set(value) if isinstance(value, (tuple, dict)) else {value}
-        if split & named or len(split) > 1:
-            raise GraphError(f"{self.out.name}: {node.op} ({dict(node.attrs)}) of a value split over {split}")
+        if splits.keys() & named:
+            raise GraphError(f"{self.out.name}: {node.op} ({dict(node.attrs)}) of a value split over {set(splits)}")
         inputs = [self._declared(p) for p in operands]
-        return Placed(emit(self.out, node.op, *inputs, **node.attrs), next(iter(split), None))
+        return Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)
 
     def _repeat(self, node: Node, operands: list[Placed]) -> list[Placed]:
-        """The body is placed on its own; what enters it and has a split axis enters cut, so no iteration cuts it."""
+        """The body is placed on its own. What has a split axis enters cut, so that no iteration cuts it."""
         plan: Repeat = node.plan["repeat"]
         body = Graph(plan.body.name, mesh=self.mesh)
-        inner = _Placer(body, self.rules, self.mesh, self.strict)
+        inner = _Placer(body, self.rules, self.mesh, self.strict, outermost=False)
         inner.blocked = inner._undividable(plan.body)
         env, inputs = {}, []
         fixed = plan.num_carries + plan.num_invariants
+        entering = list(operands)
+        lengths: dict[str, int] = {}
+        for i, v in enumerate(plan.body.inputs.values()):
+            for axis, size in v.type.sizes.items():
+                token = axis in TOKENS and self._parts(axis) > 1 and "keys" not in v.type.axes
+                if i < fixed and (token or (i >= plan.num_carries and inner.divides(axis, size))):
+                    lengths |= {axis: size} if token else {}
+                    entering[i] = self.cut(entering[i], axis)
         for i, (name, v) in enumerate(plan.body.inputs.items()):
-            placed = operands[i]
-            if plan.num_carries <= i < fixed:
-                axis = next((a for a, n in v.type.sizes.items() if inner.splits(a, n)), None)
-                placed = self.cut(placed, axis) if axis and placed.split is None else placed
-                local = Value(name, placed.value.type)
-            else:
-                self.whole(placed, f"{name} of repeat")
+            local = Value(name, entering[i].value.type)
+            if i >= fixed:
+                self.whole(entering[i])
                 local = Value(name, v.type)
             body.inputs[name] = local
-            env[id(v)] = Placed(local, placed.split)
-            inputs.append(self._declared(placed))
+            env[id(v)] = Placed(local, entering[i].splits)
+            inputs.append(self._declared(entering[i]))
+        num_invariants = plan.num_invariants
+        for axis, size in lengths.items():
+            if size % self._parts(axis):
+                mask = self._padding_mask(axis, size, next(iter(self.out.inputs.values())))
+                inner.padding = Value("padding", mask.type)
+                items = list(body.inputs.items())
+                items.insert(fixed, ("padding", inner.padding))
+                body.inputs = dict(items)
+                inputs.insert(fixed, mask)
+                num_invariants += 1
         inner.nodes(plan.body, env)
-        body.outputs = {name: inner.whole(env[id(v)], f"{name} of repeat") for name, v in plan.body.outputs.items()}
-        results = tuple(Value(f"%{next(self.out.serial)}", v.type) for v in node.outputs)
-        placed_plan = {"repeat": replace(plan, body=body)}
-        self.out.nodes.append(Node("repeat", tuple(inputs), results, node.attrs, placed_plan))
-        return [Placed(v) for v in results]
+        body.outputs = {}
+        for i, (name, v) in enumerate(plan.body.outputs.items()):
+            result = env[id(v)]
+            if i < plan.num_carries:
+                for axis, mesh_axis in entering[i].splits.items():
+                    result = inner.cut(result, axis, mesh_axis)
+                body.outputs[name] = inner._declared(result)
+            else:
+                body.outputs[name] = inner.whole(result)
+        results = []
+        for i, v in enumerate(node.outputs):
+            type = entering[i].value.type if i < plan.num_carries else v.type
+            results.append(Value(f"%{next(self.out.serial)}", type))
+        placed_plan = {"repeat": replace(plan, body=body, num_invariants=num_invariants)}
+        self.out.nodes.append(Node("repeat", tuple(inputs), tuple(results), node.attrs, placed_plan))
+        found = []
+        for i, v in enumerate(results):
+            placed = Placed(v, entering[i].splits if i < plan.num_carries else {})
+            found.append(self._unpadded(placed, node.outputs[i].type))
+        return found
+
+    def _unpadded(self, placed: Placed, type: Type) -> Placed:
+        """A result of a repeat whose tokens were padded, whole and without the padding."""
+        for axis in placed.splits:
+            if axis in TOKENS and type.size(axis) % self._parts(axis):
+                value = emit(self.out, "slice", self.whole(placed), axis=axis, start=0, stop=type.size(axis))
+                return Placed(value)
+        return placed
+
+    def _padding_mask(self, axis: str, size: int, any_value: Value) -> Value:
+        """float32 (keys): 0 on the first `size` keys, MASKED on the padding after them."""
+        scalar = any_value
+        while scalar.type.axes:
+            scalar = emit(self.out, "at", scalar, axis=scalar.type.axes[0], index=0)
+        scalar = emit(self.out, "affine", emit(self.out, "cast", scalar, dtype="float32"), scale=0.0, offset=1.0)
+        ones = emit(self.out, "expand", scalar, axis="keys", size=size)
+        padded = emit(self.out, "pad", ones, mode="zeros", keys=(0, -size % self._parts(axis)))
+        return emit(self.out, "affine", padded, scale=-MASKED, offset=MASKED)
