@@ -6,6 +6,7 @@ Decides how ranks find each other and how a result gets to the main one. Which r
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,22 +66,33 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
     used = {axis: size for axis, size in mesh.items() if size > 1}
     if not used:
         return ALONE
-    if len(used) > 1:
-        raise InputError(f"mesh {dict(used)}: this backend runs one mesh axis at a time")
-    ((axis, size),) = used.items()
+    size, named = math.prod(used.values()), ",".join(f"{axis}={n}" for axis, n in used.items())
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != size:
-        raise InputError(f"mesh {axis}={size} needs {size} processes, {world} were launched; use --num-gpus {size}")
+        raise InputError(f"mesh {named} needs {size} processes, {world} were launched; use --num-gpus {size}")
     if not dist.is_initialized():
         if device_kind == "cuda":
             local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             if local >= found:
-                raise InputError(f"mesh {axis}={size} needs a GPU for each process of a host, {found} were found")
+                raise InputError(f"mesh {named} needs a GPU for each process of a host, {found} were found")
             torch.cuda.set_device(local)
         dist.init_process_group("nccl" if device_kind == "cuda" else "gloo", timeout=TIMEOUT)
         atexit.register(dist.destroy_process_group)
-    assert dist.group.WORLD is not None
-    return Position(used, {axis: dist.get_rank()}, {axis: dist.group.WORLD.group_name})
+    return _position(used)
+
+
+def _position(mesh: Mapping[str, int]) -> Position:
+    """Rank r is device r of the mesh, the last axis fastest. Every rank takes part in making every group."""
+    rank, numbers = dist.get_rank(), torch.arange(math.prod(mesh.values())).reshape(*mesh.values())
+    coordinates: dict[str, int] = {}
+    groups: dict[str, str] = {}
+    for i, (axis, size) in enumerate(mesh.items()):
+        for members in numbers.movedim(i, -1).reshape(-1, size).tolist():
+            group = dist.group.WORLD if len(mesh) == 1 else dist.new_group(members)
+            if rank in members:
+                assert isinstance(group, dist.ProcessGroup)
+                coordinates[axis], groups[axis] = members.index(rank), group.group_name
+    return Position(mesh, coordinates, groups)
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ class _Placer:
         return [Placed(value, {names.get(axis, axis): mesh_axis for axis, mesh_axis in x.splits.items()})]
 
     def _attention(self, node: Node, operands: list[Placed]) -> list[Placed]:
-        """Heads: every device attends with its own. Tokens: split keys are traded for heads, or attended to in parts."""
+        """Heads: every device attends with its own. Tokens: split keys are traded for heads or attended to in parts."""
         q, k, v, *bias = operands
         head_axes = (q.value.type.axes[2], k.value.type.axes[2])
         for p, axis in ((q, head_axes[0]), (k, head_axes[1]), (v, head_axes[1])):

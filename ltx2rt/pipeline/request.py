@@ -30,7 +30,7 @@ COMPONENTS = (
     "guided-step",
     "schedule",
 )
-MESH_AXES = ("tensor",)
+MESH_AXES = ("tensor", "sequence")
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 

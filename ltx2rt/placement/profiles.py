@@ -29,17 +29,20 @@ class Profile:
     strict: frozenset[str] = frozenset()
 
 
-TENSOR_PARALLEL = {"transformer": HEADS_AND_FF, "text-encoder": HEADS_AND_FF}
+SPLIT = {"transformer": HEADS_AND_FF | {"tokens": "sequence"}, "text-encoder": HEADS_AND_FF}
+STRICT = frozenset({"transformer"})
 
 PROFILES = {
     profile.name: profile
     for profile in (
         Profile("single", {}),
-        Profile("hopper", TENSOR_PARALLEL, frozenset({"transformer"})),
-        Profile("cpu", TENSOR_PARALLEL, frozenset({"transformer"})),
+        Profile("hopper", SPLIT, STRICT),
+        Profile("trillium", SPLIT, STRICT),  # v6e: meant for tensor=2,sequence=4 on eight chips
+        Profile("ironwood", SPLIT, STRICT),  # v7x: meant for sequence=8, which holds the weights whole
+        Profile("cpu", SPLIT, STRICT),
     )
 }
-BY_DEVICE = {"cuda": "hopper", "cpu": "cpu"}
+BY_DEVICE = {"cuda": "hopper", "tpu": "trillium", "cpu": "cpu"}
 
 
 def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> Profile:

@@ -99,6 +99,14 @@ CASES = {
         o.input("m", B=2, text=7),
         scale=0.3,
     ),
+    "attention_part": lambda o: o.attention_part(
+        o.input("q", B=2, tokens=5, heads=4, head_dim=8),
+        o.input("k", B=2, text=7, kv_heads=2, head_dim=8),
+        o.input("v", B=2, text=7, kv_heads=2, head_dim=8),
+        o.input("m", text=7),
+        scale=0.3,
+    ),
+    "attention_join": lambda o: o.attention_join(o.input("p", parts=3, B=2, tokens=5, heads=4, head_dim=9)),
     "rope": lambda o: o.rope(
         _x(o), o.input("cos", tokens=5, heads=3, pairs=4), o.input("sin", tokens=5, heads=3, pairs=4)
     ),

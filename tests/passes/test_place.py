@@ -87,9 +87,7 @@ def test_count_sees_what_coalesce_saves(generation):
 
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
 def test_all_reduce_is_the_only_communication(generation):
-    """No op of the table gathers, and a device's slice of what it holds anyway moves nothing."""
-    table = set(OPS)
-    assert not {op for op in table if re.search("gather|scatter|all_to_all|permute", op)}
+    """Nothing gathers, and a device's slice of what it holds anyway moves nothing."""
     one = guided_step.trace(
         preset(f"ltx-{generation}").config.transformer,
         guided_step.Structure(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2),
@@ -162,14 +160,9 @@ def test_one_device_leaves_the_graph_alone():
     assert place(graph, {}, {"tensor": 4}) is graph
 
 
-def test_two_mesh_axes_at_once_are_refused():
-    with pytest.raises(InputError, match="placement over tensor, sequence at once is not supported"):
-        place(case("text-2.3").graph, {"heads": "tensor", "ff": "sequence"}, {"tensor": 2, "sequence": 2})
-
-
 def test_output_that_stays_split_is_an_error():
     graph = trace("net", lambda o: {"y": o.linear(o.input("x", tokens=3, D=4), "proj", {"ff": 6})}, "float32")
-    with pytest.raises(GraphError, match="net: output y is split over ff, and nothing gathers it"):
+    with pytest.raises(GraphError, match=r"net: .*ff=3.* is split over ff where it must be whole"):
         place(graph, HEADS_AND_FF, {"tensor": 2})
 
 
