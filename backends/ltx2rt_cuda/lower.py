@@ -71,7 +71,7 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
             else:  # a group's name: FX can write a string into its code, but no process group
                 kwargs["group"] = position.groups[mesh_axis]
         result = built.call_function(OPS[node.op], operands, kwargs)
-        if node.op not in ("all_reduce", "all_to_all"):
+        if len(node.outputs) == 1 and node.op not in ("all_reduce", "all_to_all"):
             env[id(node.outputs[0])] = result
         else:
             for i, v in enumerate(node.outputs):

@@ -221,7 +221,11 @@ class TpuBackend:
         shape = tuple(n * parts if i == dim else n for i, n in enumerate((*layers, *type.shape)))
         sharding = NamedSharding(self.place.mesh, P(*[None] * dim, mesh_axis))
         size = shape[dim] // parts
-        return jax.make_array_from_callback(shape, sharding, lambda index: local((index[dim].start or 0) // size))
+
+        def share(index: Any) -> np.ndarray:
+            return local((index[dim].start or 0) // size)
+
+        return jax.make_array_from_callback(shape, sharding, share)
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
         return Program(graph, self.place, layers == "unrolled")
