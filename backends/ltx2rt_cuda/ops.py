@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from ltx2rt_kernels.choose import kernel, why_not
 from torch import Tensor
 
-from ltx2rt.graph.fused import pairs
+from ltx2rt.graph.fused import pairs, snake_windows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
 
@@ -360,3 +360,14 @@ def head_gate(y: Tensor, logits: Tensor) -> Tensor:
 @fused
 def pixel_norm_silu(x: Tensor, *, dim: int, eps: float) -> Tensor:
     return F.silu(rms_norm(x, dims=(dim,), weight_view=None, eps=eps))
+
+
+@fused
+def snake_beta(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float) -> Tensor:
+    b, c, t = x.shape
+    pad, start, edges = snake_windows(up.shape[-1])
+    y = F.pad(x.reshape(b * c, 1, t), (pad, pad), mode="replicate")
+    y = 2 * F.conv_transpose1d(y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t)
+    y = y + (y * alpha.exp()[:, None]).sin().square() / (beta.exp()[:, None] + eps)
+    y = F.pad(y.reshape(b * c, 1, 2 * t), edges, mode="replicate")
+    return F.conv1d(y, down, stride=2).reshape(b, c, t)

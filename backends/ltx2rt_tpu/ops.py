@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ltx2rt.graph.fused import pairs
+from ltx2rt.graph.fused import pairs, snake_windows
 
 OPS = {
     "exp": jnp.exp,
@@ -335,3 +335,14 @@ def head_gate(y: Array, logits: Array) -> Array:
 @op
 def pixel_norm_silu(x: Array, *, dim: int, eps: float) -> Array:
     return jax.nn.silu(rms_norm(x, dims=(dim,), weight_view=None, eps=eps))
+
+
+@op
+def snake_beta(x: Array, up: Array, down: Array, alpha: Array, beta: Array, *, eps: float) -> Array:
+    b, c, t = x.shape
+    pad, start, edges = snake_windows(up.shape[-1])
+    y = jnp.pad(x.reshape(b * c, 1, t), ((0, 0), (0, 0), (pad, pad)), mode="edge")
+    y = 2 * OPS["conv_transpose"](y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t)
+    y = y + jnp.square(jnp.sin(y * jnp.exp(alpha)[:, None])) / (jnp.exp(beta)[:, None] + eps)
+    y = jnp.pad(y.reshape(b * c, 1, 2 * t), ((0, 0), (0, 0), edges), mode="edge")
+    return OPS["conv"](y, down, stride=(2,), dilation=(1,)).reshape(b, c, t)

@@ -21,6 +21,7 @@ FOLDERS = {
     "qk_scale_rope": "qk_norm_rope",
     "head_gate": "head_gate",
     "pixel_norm_silu": "pixel_norm_silu",
+    "snake_beta": "snake_beta",
 }
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ltx2rt.graph.ir import Type
 from ltx2rt.graph.ops import OPS, _expect, _same_dtype, _view, op
 
@@ -120,3 +122,32 @@ def pixel_norm_silu(x: Type, *, over: str, eps: float):
     """RMSNorm without weight over one axis, then SiLU."""
     _expect(over in x.axes, f"pixel_norm_silu over {over}: {x} lacks it")
     return x, {"dim": x.axes.index(over), "eps": eps}
+
+
+def snake_windows(taps: int) -> tuple[int, int, tuple[int, int]]:
+    """Of two filters of `taps` (even) around twice the rate: edge samples added before going up, where the kept part
+    then starts, and edge samples added (before, after) going down."""
+    pad = -(-(taps // 2) // 2)
+    return pad, 2 * pad + (taps - 1) // 2, (taps // 2 - 1, taps // 2)
+
+
+def _numpy_snake_beta(x, up, down, alpha, beta, *, eps):
+    b, c, t = x.shape
+    pad, start, edges = snake_windows(up.shape[-1])
+    y = np.pad(x.reshape(b * c, 1, t), ((0, 0), (0, 0), (pad, pad)), mode="edge")
+    y = 2 * OPS["conv_transpose"].numpy(y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t)
+    y = y + np.square(np.sin(y * np.exp(alpha)[:, None])) / (np.exp(beta)[:, None] + np.float32(eps))
+    y = np.pad(y.reshape(b * c, 1, 2 * t), ((0, 0), (0, 0), edges), mode="edge")
+    return OPS["conv"].numpy(y, down, stride=(2,), dilation=(1,)).reshape(b, c, t)
+
+
+@op(_numpy_snake_beta)
+def snake_beta(x: Type, up: Type, down: Type, alpha: Type, beta: Type, *, eps: float):
+    """x + sin(e^alpha x)^2 / (e^beta + eps) per channel at twice the rate, between the filters `up` and `down` (1, 1,
+    taps): x (B, channels, time), edges repeated."""
+    _same_dtype(x, up, down, alpha, beta)
+    _expect(
+        len(x.axes) == 3 and up.shape == down.shape and up.shape[-1] % 2 == 0, f"snake_beta: {x}, filters {up}, {down}"
+    )
+    _expect(alpha.shape == beta.shape == x.shape[1:2], f"snake_beta: {x} does not fit {alpha}, {beta}")
+    return x, {"eps": eps}

@@ -2,18 +2,21 @@
 
 Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and communication, and the same
 values but for fewer roundings: norm and modulation (after a gated residual or not), q/k norm and RoPE (also the placed
-form, given the reduced sum of squares), the per-head gate, and the VAE's norm and SiLU. Which values meet is decided
-here; whether a kernel or the plain ops run them, by the backend.
+form, given the reduced sum of squares), the per-head gate, the VAE's norm and SiLU, the vocoder's SnakeBeta. Which
+values meet is decided here; whether a kernel or the plain ops run them, by the backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
-from ltx2rt.graph.ir import Graph, Node, Value
+from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.graph.ops import OPS
+from ltx2rt.graph.trace import trace
 from ltx2rt.graph.verify import verify
+from ltx2rt.models.vocoder import SNAKE_EPS, snake_beta
 
 
 def fuse(graph: Graph) -> Graph:
@@ -186,7 +189,55 @@ def _pixel_norm_silu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return [norm, node], [_node("pixel_norm_silu", norm.inputs, node.outputs, **attrs)]
 
 
-MATCHES: tuple[Match, ...] = (_norm_modulate, _gated_residual, _qk_norm_rope, _head_gate, _pixel_norm_silu)
+@cache
+def _snake_pattern(x: Type) -> Graph:
+    return trace("snake", lambda o: {"y": snake_beta(o, o.input("x", **x.sizes))}, x.dtype)
+
+
+def _snake_beta(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """What the model text itself writes for a value of this type."""
+    result = node.outputs[0]
+    if node.op != "merge" or result.type.axes != ("B", "channels", "time"):
+        return None
+    pattern = _snake_pattern(result.type)
+    found = _unified(uses, pattern, result)
+    if found is None:
+        return None
+    gone, bound = found
+    names = ("upsample.filter", "downsample.lowpass.filter", "act.alpha", "act.beta")
+    operands = [bound[id(v)] for v in (pattern.inputs["x"], *(pattern.params[name] for name in names))]
+    return gone, [_node("snake_beta", operands, node.outputs, eps=SNAKE_EPS)]
+
+
+def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], dict[int, Value]] | None:
+    """The nodes that make `result` as `pattern` makes its one output, and the value that each of its values is here.
+
+    None if they do not, or if something else reads a value in between.
+    """
+    makers = {id(v): node for node in pattern.nodes for v in node.outputs}
+    (output,) = pattern.outputs.values()
+    bound: dict[int, Value] = {}
+    nodes: list[Node] = []
+    waiting = [(output, result)]
+    while waiting:
+        wanted, value = waiting.pop()
+        if bound.setdefault(id(wanted), value) is not value or wanted.type != value.type:
+            return None
+        maker, node = makers.get(id(wanted)), uses.makers.get(id(value))
+        if maker is None or any(node is n for n in nodes):
+            continue
+        if node is None or node.op != maker.op or node.attrs != maker.attrs or len(node.inputs) != len(maker.inputs):
+            return None
+        nodes.append(node)
+        waiting += zip(maker.inputs, node.inputs, strict=True)
+    inside = {id(node) for node in nodes}
+    between = [v for node in nodes for v in node.outputs if v is not result]
+    if any(id(v) in uses.kept or any(id(n) not in inside for n in uses.readers[id(v)]) for v in between):
+        return None
+    return nodes, bound
+
+
+MATCHES: tuple[Match, ...] = (_norm_modulate, _gated_residual, _qk_norm_rope, _head_gate, _pixel_norm_silu, _snake_beta)
 
 
 # --- putting it in --------------------------------------------------------------------------------------------------

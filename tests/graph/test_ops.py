@@ -123,6 +123,12 @@ CASES = {
     ),
     "head_gate": lambda o: o.head_gate(_x(o), _x(o, "l", B=2, tokens=5, heads=3)),
     "pixel_norm_silu": lambda o: o.pixel_norm_silu(_x(o), over="tokens", eps=1e-6),
+    "snake_beta": lambda o: o.snake_beta(
+        o.input("x", B=2, channels=3, time=9),
+        *(o.param(name, out=1, one=1, k0=12) for name in ("up.filter", "down.filter")),
+        *(o.param(name, channels=3) for name in ("alpha", "beta")),
+        eps=1e-9,
+    ),
     "sinusoid": lambda o: o.sinusoid(o.input("t", B=2, levels=3), size=16),
 }
 

@@ -19,6 +19,7 @@ from ltx2rt_kernels.norm_modulate import cuda as norm_modulate
 from ltx2rt_kernels.pixel_norm_silu import cuda as pixel_norm_silu
 from ltx2rt_kernels.qk_norm_rope import cuda as qk_norm_rope
 from ltx2rt_kernels.residual_norm_modulate import cuda as residual_norm_modulate
+from ltx2rt_kernels.snake_beta import cuda as snake_beta
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -72,7 +73,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def main() -> None:
     recorders = {}
-    for module in (norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu):
+    for module in (norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu, snake_beta):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 recorders[name] = Recorder(kernel)
@@ -126,6 +127,9 @@ def main() -> None:
             x = x.to(memory_format=torch.channels_last_3d) if last else x
             name = f"pixel_norm_silu {channels} channels {'last' if last else 'first'}"
             compiled(name, "pixel_norm_silu_kernel", pixel_norm_silu.pixel_norm_silu, x, dim=1, eps=1e-8)
+    taps, channel = meta(1, 1, 12, dtype=f32), meta(768, dtype=f32)
+    x = meta(1, 768, 30240, dtype=f32)
+    compiled("snake_beta", "snake_beta_kernel", snake_beta.snake_beta, x, taps, taps, channel, channel, eps=1e-9)
     print(json.dumps(found))
 
 

@@ -96,6 +96,11 @@ def pixel_norm_silu(x: Operands, channels: int, last: bool) -> Case:
     return "pixel_norm_silu", [pixels], {"dim": 1, "eps": 1e-8}, {"eps": 1e-8}
 
 
+def snake_beta(x: Operands, taps: int, time: int, loud: float = 1.0) -> Case:
+    filters = [x(1, 1, taps) / taps for _ in range(2)]
+    return "snake_beta", [loud * x(2, 3, time), *filters, x(3) / 4, x(3) / 4], {"eps": 1e-9}, {"eps": 1e-9}
+
+
 CASES: dict[str, Callable[[Operands], Case]] = {
     "norm_modulate": partial(norm_modulate, pairs=1),
     "norm_modulate two pairs": partial(norm_modulate, pairs=2),
@@ -112,6 +117,10 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "head_gate": head_gate,
     "pixel_norm_silu channels first": partial(pixel_norm_silu, channels=12, last=False),
     "pixel_norm_silu channels last": partial(pixel_norm_silu, channels=12, last=True),
+    "snake_beta": partial(snake_beta, taps=12, time=1037),
+    "snake_beta shorter than its filters": partial(snake_beta, taps=12, time=3),
+    "snake_beta over many turns": partial(snake_beta, taps=12, time=50, loud=40.0),
+    "snake_beta other filters": partial(snake_beta, taps=6, time=50),
     "pixel_norm_silu more channels than a tile": partial(pixel_norm_silu, channels=300, last=False),
 }
 

@@ -9,7 +9,7 @@ from placed_cases import NAMES, case
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.models import video_vae
+from ltx2rt.models import video_vae, vocoder
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.presets import preset
@@ -17,7 +17,7 @@ from ltx2rt.weights.presets import preset
 CLOSE = 1e-6  # float32: one sum in another order
 FUSED = {
     "norm_modulate", "gated_residual", "residual_norm_modulate", "qk_norm_rope", "qk_scale_rope", "head_gate",
-    "pixel_norm_silu",
+    "pixel_norm_silu", "snake_beta",
 }  # fmt: skip
 
 
@@ -112,6 +112,28 @@ def test_every_norm_of_the_video_decoder_is_fused_with_its_silu(generation):
     params, latent = random_params(graph), np.random.default_rng(0).standard_normal((1, 128, 2, 2, 3), np.float32)
     expected = interpret(graph, params, {"latent": latent})["frames"]
     assert relative_l2(interpret(fused, params, {"latent": latent})["frames"], expected) <= CLOSE
+
+
+def test_every_snake_of_the_vocoder_is_one_op():
+    graph = vocoder.trace(preset("tiny-2.3").config.vocoder, 1, 5, "float32")
+    fused = fuse(graph)
+    ops = Counter(node.op for node, _ in fused.walk())
+    assert ops["snake_beta"] == sum(node.op == "sin" for node, _ in graph.walk()) > 0
+    assert ops["sin"] == 0
+    rng, params = np.random.default_rng(0), random_params(graph)
+    inputs = {name: rng.standard_normal(v.type.shape, np.float32) for name, v in graph.inputs.items()}
+    expected = interpret(graph, params, inputs)
+    for key, value in interpret(fused, params, inputs).items():
+        assert relative_l2(value, expected[key]) <= CLOSE, key
+
+
+def test_snake_whose_inside_is_read_elsewhere_is_kept():
+    def model(o):
+        y = vocoder.snake_beta(o, o.input("x", B=1, channels=2, time=9))
+        (sin,) = (node.outputs[0] for node in o.graph.nodes if node.op == "sin")
+        return {"y": y, "sin": sin}
+
+    assert checked(model) == {}
 
 
 def checked(model) -> dict[str, int]:

@@ -1,0 +1,72 @@
+"""One program per stretch of one channel: the signal at twice the rate exists in registers only.
+
+Each result computes the samples under its filter anew: half of taps^2 multiplications and `taps` sines, in place of a
+dozen passes over memory at twice the rate.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ltx2rt_kernels.launch import dtype_reason, jit
+
+BLOCK = 512
+
+
+@jit
+def sin_squared(z):
+    """sin(z)^2 in float32, of period pi. pi is split so that multiples of its first part are exact up to |z| = 1e5; the
+    library's sine keeps a table in memory for larger arguments, where float32 no longer tells their phase.
+
+    Source: pi/4 as split in Cephes' sinf, times 4; then the Taylor series, which on +-pi/2 leaves 1e-9.
+    """
+    n = tl.floor(z * 0.3183098861837907 + 0.5)
+    r = ((z - n * 3.140625) - n * 9.67502593994140625e-4) - n * 1.509957990978376432e-7
+    q = r * r
+    s = 1.0 + q * (-1 / 6 + q * (1 / 120 + q * (-1 / 5040 + q * (1 / 362880 + q * (-1 / 39916800 + q / 6227020800)))))
+    return q * s * s
+
+
+@jit
+def snake_beta_kernel(
+    x, up, down, alpha, beta, out, T, CHANNELS, eps, TAPS: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    signal = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    frequency = tl.exp(tl.load(alpha + signal % CHANNELS).to(tl.float32))
+    height = 1.0 / (tl.exp(tl.load(beta + signal % CHANNELS).to(tl.float32)) + eps)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    for j in range(TAPS):
+        # Sample m at twice the rate reads input (m + HALF - 1 - i) / 2 through tap i, every other one.
+        m = tl.minimum(tl.maximum(2 * t + (j - HALF + 1), 0), 2 * T - 1)
+        odd = (m + HALF - 1) % 2
+        first = (m + HALF - 1) // 2
+        fine = tl.zeros([BLOCK_T], tl.float32)
+        for k in tl.static_range(HALF):
+            tap = tl.where(odd == 1, tl.load(up + 2 * k + 1).to(tl.float32), tl.load(up + 2 * k).to(tl.float32))
+            n = tl.minimum(tl.maximum(first - k, 0), T - 1)
+            fine += tap * tl.load(x + signal * T + n).to(tl.float32)
+        fine = 2.0 * fine
+        total += tl.load(down + j).to(tl.float32) * (fine + sin_squared(fine * frequency) * height)
+    tl.store(out + signal * T + t, total, t < T)
+
+
+def why_not(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float) -> str | None:
+    if not all(v.is_contiguous() for v in (x, up, down, alpha, beta)):
+        return "an operand is strided"
+    if x.shape[0] * x.shape[1] > 65535:
+        return f"{x.shape[0] * x.shape[1]} signals, a grid holds 65535"
+    return dtype_reason(x, up, down, alpha, beta)
+
+
+def snake_beta(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float) -> Tensor:
+    batch, channels, time = x.shape
+    taps = up.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    snake_beta_kernel[(-(-time // BLOCK), batch * channels)](
+        x, up, down, alpha, beta, out, time, channels, eps,
+        TAPS=taps, HALF=taps // 2, BLOCK_T=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out
