@@ -5,13 +5,15 @@ Requires a legal graph; ensures a legal graph without `repeat`, with the same in
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ltx2rt.graph.ir import Graph, Value
 from ltx2rt.graph.verify import verify
 from ltx2rt.passes.rewrite import emit
 
 
 def unroll(graph: Graph) -> Graph:
-    result = Graph(graph.name, dict(graph.inputs))
+    result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh)
     env = {id(v): v for v in graph.inputs.values()}
     _copy(graph, result, env, None)
     result.outputs = {name: env[id(v)] for name, v in graph.outputs.items()}
@@ -23,6 +25,10 @@ def _copy(graph: Graph, out: Graph, env: dict[int, Value], layer: int | None) ->
     for name, v in graph.params.items():
         concrete = name if layer is None else name.replace("*", str(layer))
         env[id(v)] = out.params.setdefault(concrete, Value(concrete, v.type))
+        if name in graph.layouts:
+            layout = graph.layouts[name]
+            parts = tuple((part.replace("*", str(layer)), shape) for part, shape in layout.parts)
+            out.layouts[concrete] = replace(layout, parts=parts)
     for node in graph.nodes:
         inputs = tuple(env[id(v)] for v in node.inputs)
         if node.op != "repeat":

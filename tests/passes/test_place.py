@@ -23,6 +23,7 @@ from ltx2rt.models import guided_step, text_encoder, transformer
 from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
+from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES, placed
 from ltx2rt.testing import random_params, relative_l2
 from ltx2rt.weights.presets import preset
@@ -151,6 +152,19 @@ def test_encoder_keeps_whole_the_heads_that_do_not_divide(generation, devices):
     assert split_axes(local, r"mlp\.down_proj") == {1}
     assert split_axes(local, r"connector.*to_(q|k|v)\.weight") == ({0} if connector_heads % devices == 0 else {None})
     assert split_axes(local, r"connector.*net\.2\.weight") == {1}
+
+
+@pytest.mark.parametrize("name", ["guided-2.3", "text-2.0"])
+def test_a_placed_graph_can_be_unrolled(name):
+    """Every layer's tensors keep their slices and their packing."""
+    one = case(name)
+    network = "text-encoder" if name.startswith("text") else "transformer"
+    local = placed(one.graph, network, PROFILES["hopper"], {"tensor": 2})
+    flat = unroll(local)
+    assert flat.parameters() == local.parameters() and not any(node.op == "repeat" for node in flat.nodes)
+    expected, found = (interpret(graph, one.params, one.inputs) for graph in (local, flat))
+    for output in expected:
+        np.testing.assert_array_equal(found[output], expected[output])
 
 
 def test_one_device_leaves_the_graph_alone():
