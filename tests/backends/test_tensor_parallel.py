@@ -175,12 +175,10 @@ def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
     assert [rank["requested"][name] for rank in did(torch_ranks, devices)] == [held] * devices
 
 
-# A CPU's weights lie in the heap in which LoRAs are merged, slice by slice: what a merge frees between two weights is
-# counted until malloc_trim. Weights on a GPU are not in that heap.
-@pytest.mark.parametrize("source,limit", [("plain", 1.1), ("lora", 1.15)])
-def test_rank_peaks_at_its_own_share_of_memory_while_it_loads(torch_ranks, source, limit):
+@pytest.mark.parametrize("source", ["plain", "lora"])
+def test_rank_peaks_at_its_own_share_of_memory_while_it_loads(torch_ranks, source):
     """Anonymous memory above that before the load; the mapped file's pages belong to the page cache."""
     for rank in range(MEASURED):
         found = json.loads((torch_ranks / f"big-{source}-rank{rank}.json").read_text())
         assert found["share"] > 100e6 and found["samples"] > 10
-        assert 0.9 * found["share"] < found["peak"] <= limit * found["share"], found
+        assert 0.9 * found["share"] < found["peak"] <= 1.1 * found["share"], found
