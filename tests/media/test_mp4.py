@@ -67,7 +67,10 @@ def test_pictures_and_sound_survive(tmp_path):
     assert np.sqrt((error**2).mean()) < 6  # H.264 at crf 19 with halved chroma
     assert np.abs(error.mean(axis=(0, 1, 2))).max() < 0.7  # a wrong matrix or range casts several levels
     n = sound.shape[1]
-    assert np.corrcoef(heard[0, 2000 : n - 2000], sound[0, 2000 : n - 2000])[0, 1] > 0.999  # aligned, no priming left
+    match = [
+        np.corrcoef(heard[0, 2000 + lag : n - 2000 + lag], sound[0, 2000 : n - 2000])[0, 1] for lag in range(-3, 4)
+    ]
+    assert np.argmax(match) == 3 and match[3] > 0.998  # aligned to the sample, no priming left; AAC loses 1e-3 here
 
 
 @pytest.mark.parametrize("colour", [(1, -1, -1), (-1, 1, -1), (-1, -1, 1), (1, 1, 1), (-1, -1, -1), (0, 0.5, -0.5)])
