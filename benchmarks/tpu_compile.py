@@ -122,10 +122,8 @@ def compile_step(topology: str, mesh: dict[str, int], name: str, branches: int, 
     specs = weight_specs(graph)
 
     def weight(name: str, shape: tuple[int, ...], dtype: str):
-        whole = [
-            n * (mesh[axis] if axis else 1)
-            for n, axis in zip(shape, (*specs[name], *[None] * len(shape)), strict=False)
-        ]
+        axes = (*specs[name], *[None] * (len(shape) - len(specs[name])))
+        whole = [n * (mesh[axis] if axis else 1) for n, axis in zip(shape, axes, strict=True)]
         return jax.ShapeDtypeStruct(whole, dtype, sharding=NamedSharding(grid, specs[name]))
 
     weights = {

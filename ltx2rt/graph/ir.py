@@ -132,6 +132,10 @@ class Graph:
     mesh: Mapping[str, int] = field(default_factory=dict)
     serial: Iterator[int] = field(default_factory=itertools.count, repr=False)  # numbers the values
 
+    def parameter(self, name: str, type: Type) -> Value:
+        """The parameter of that name, declared on first use."""
+        return self.params.setdefault(name, Value(name, type))
+
     def walk(self, times: int = 1) -> Iterator[tuple[Node, int]]:
         """Every node with the number of its executions, bodies of repeats included."""
         for node in self.nodes:

@@ -15,6 +15,15 @@ from ltx2rt.graph.ops import OPS
 from ltx2rt.graph.verify import verify
 
 
+def emit(graph: Graph, op: str, *inputs: Value, **attrs: Any) -> Any:
+    """Append a node typed by the op table; its result, or a tuple for an op with several. Raises GraphError."""
+    types, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
+    many = isinstance(types, tuple)
+    results = tuple(Value(f"%{next(graph.serial)}", t) for t in (types if many else (types,)))
+    graph.nodes.append(Node(op, inputs, results, attrs, plan))
+    return results if many else results[0]
+
+
 class Ops:
     """The namespace `o`: records into one graph; parameters are declared under `prefix` in `dtype`."""
 
@@ -55,14 +64,10 @@ class Ops:
         """Record a node; returns its result, or a tuple for an op with several."""
         inputs = tuple(v for v in operands if v is not None)
         try:
-            types, plan = OPS[name].rule(*(v.type for v in inputs), **attrs)
+            return emit(self.graph, name, *inputs, **attrs)
         except GraphError as error:
             where = ", ".join(v.name for v in inputs)
             raise GraphError(f"{self.prefix or self.graph.name}: {error} (operands: {where})") from None
-        many = isinstance(types, tuple)
-        results = tuple(Value(f"%{next(self.graph.serial)}", t) for t in (types if many else (types,)))
-        self.graph.nodes.append(Node(name, inputs, results, attrs, plan))
-        return results if many else results[0]
 
     def linear(
         self,

@@ -11,8 +11,8 @@ import math
 from dataclasses import replace
 
 from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value
+from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
-from ltx2rt.passes.rewrite import emit, parameter
 
 
 def pack(graph: Graph) -> Graph:
@@ -70,7 +70,7 @@ def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[st
         parts = tuple(part for v in values for part in layouts[v.name].parts)
         out.layouts[name] = Layout(parts, layouts[values[0].name].split)
         axes = ("packed", *values[0].type.axes[1:])
-        params.append(parameter(out, name, Type(axes, (rows, *values[0].type.shape[1:]), values[0].type.dtype)))
+        params.append(out.parameter(name, Type(axes, (rows, *values[0].type.shape[1:]), values[0].type.dtype)))
     sizes = [math.prod(node.attrs["out"].values()) for node in nodes]
     y = emit(out, "linear", x, *params, contract=nodes[0].attrs["contract"], out={"packed": sum(sizes)})
     start = 0

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from ltx2rt.errors import GraphError, InputError
 from ltx2rt.graph.ir import Graph, Layout, Node, Repeat, Type, Value
+from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
-from ltx2rt.passes.rewrite import emit, parameter
 
 # Ops that treat every axis alike: a split axis passes through, operands that hold it whole are cut first.
 POINTWISE = {
@@ -136,14 +136,14 @@ class _Placer:
         """The value itself; a parameter is declared whole on first use."""
         v = placed.value
         if not v.name.startswith("%") and v.name not in self.out.inputs:
-            return parameter(self.out, v.name, v.type)
+            return self.out.parameter(v.name, v.type)
         return v
 
     def _param(self, v: Value, dim: int, parts: int, mesh_axis: str) -> Value:
         """A parameter of which each device holds one slice along `dim`."""
         shape = tuple(n // parts if i == dim else n for i, n in enumerate(v.type.shape))
         self.out.layouts[v.name] = Layout(((v.name, v.type.shape),), (dim, mesh_axis, parts))
-        return parameter(self.out, v.name, Type(v.type.axes, shape, v.type.dtype))
+        return self.out.parameter(v.name, Type(v.type.axes, shape, v.type.dtype))
 
     # --- ops ----------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ltx2rt.graph.ir import Graph, Value
+from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
-from ltx2rt.passes.rewrite import emit
 
 
 def unroll(graph: Graph) -> Graph:
