@@ -44,7 +44,7 @@ def snake_beta_kernel(
         odd = (m + HALF - 1) % 2
         first = (m + HALF - 1) // 2
         fine = tl.zeros([BLOCK_T], tl.float32)
-        for k in tl.static_range(HALF):
+        for k in tl.static_range(HALF):  # pyright: ignore[reportGeneralTypeIssues]
             tap = tl.where(odd == 1, tl.load(up + 2 * k + 1).to(tl.float32), tl.load(up + 2 * k).to(tl.float32))
             n = tl.minimum(tl.maximum(first - k, 0), T - 1)
             fine += tap * tl.load(x + signal * T + n).to(tl.float32)
