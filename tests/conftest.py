@@ -135,6 +135,21 @@ def generate_on_both(tmp_path_factory) -> Callable[..., tuple[Run, Run]]:
 
 
 @pytest.fixture(scope="session")
+def generate_on_ranks(tmp_path_factory) -> Callable[..., Run]:
+    """generate_on_ranks(ranks, model, *flags) -> Run of torch processes on gloo."""
+
+    def call(ranks: int, model: Path, *flags: object) -> Run:
+        folder = tmp_path_factory.mktemp("ranks")
+        job = Job("cuda", model, (*flags, "--num-gpus", ranks))
+        argv = [sys.executable, "-m", "ltx2rt", *job.argv(folder)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+        return Run(ran.returncode, ran.stdout, ran.stderr, folder)
+
+    return call
+
+
+@pytest.fixture(scope="session")
 def images(tmp_path_factory) -> tuple[Path, Path]:
     """Two unlike images, neither of a clip's size."""
     from PIL import Image
