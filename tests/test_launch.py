@@ -284,6 +284,34 @@ def test_the_survivor_of_rank_0_removes_its_unfinished_file(flags, tmp_path):
     assert list(tmp_path.iterdir()) == [script]
 
 
+LOADING = """
+import os, sys, time
+from ltx2rt.cli import main
+from ltx2rt.pipeline.networks import Networks
+weights = Networks.weights
+def slow(self, *args):
+    if os.environ["RANK"] == "1":
+        print("loading", flush=True)
+        time.sleep(600)
+    return weights(self, *args)
+Networks.weights = slow
+sys.exit(main())
+"""
+
+
+def test_a_death_while_loading_ends_all(flags, tmp_path):
+    """Rank 0 has its weights and waits for rank 1 in the first collective."""
+    script = tmp_path / "loading.py"
+    script.write_text(LOADING)
+    main, other = by_hand([str(script), *flags()])
+    assert other.process.stdout.readline() == "loading\n"
+    os.kill(other.pid, signal.SIGKILL)
+    assert other.end()[0] == -9
+    status, _, lines = main.end()
+    assert status == 1 and lines == ["ltx2rt: error: rank 1 died: killed, or out of memory"]
+    assert list(tmp_path.iterdir()) == [script]
+
+
 FAKE = """
 import os, pathlib, sys, time
 rank = os.environ["RANK"]
