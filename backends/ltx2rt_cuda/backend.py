@@ -154,7 +154,7 @@ class CudaBackend:
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         product = to_torch(a).to(self.torch_device, torch.float32) @ to_torch(b).to(self.torch_device, torch.float32)
-        return product.cpu().numpy().astype(a.dtype)
+        return product.cpu().numpy().astype(a.dtype, copy=False)
 
     def on(self, rank: int, work: Callable[[], torch.Tensor], type: Type) -> torch.Tensor | Arriving | None:
         here = self.position.rank

@@ -7,7 +7,7 @@ order, is the pipeline's decision. One tensor is in memory at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ltx2rt.weights.files import Part, TensorFile, TensorInfo, TensorSource, wri
 from ltx2rt.weights.names import to_official
 
 Matmul = Callable[[np.ndarray, np.ndarray], np.ndarray]  # f32[out, rank], f32[rank, in] -> f32[out, in]
-CHUNK_ELEMENTS = 1 << 21  # of a weight merged at a time: 8 MB in float32
+CHUNK_ELEMENTS = 1 << 18  # 1 MB in float32
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
 _KEY = re.compile(r"(?P<module>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight")
@@ -181,30 +181,32 @@ class MergedSource:
         if name not in self._pairs:
             return weight
         rows, columns = (part if part and part[0] == dim else None for dim in (0, 1))
-        pairs = []
-        for lora, pair in self._pairs[name]:
-            up, down = lora.file.read(pair.up, rows), lora.file.read(pair.down, columns)
-            pairs.append((up, _floats(down, self._dtype == BF16), np.float32(pair.scale)))
-        merged = np.empty(weight.shape, self._dtype)
-        step = max(1, CHUNK_ELEMENTS // weight.shape[1])
-        for start in range(0, len(merged), step):  # in slices: the float32 temporaries stay small
-            chunk = slice(start, start + step)
-            merged[chunk] = self._merge(weight[chunk], [(up[chunk], down, scale) for up, down, scale in pairs])
-        return merged
-
-    def _merge(self, weight: np.ndarray, pairs: list[tuple[np.ndarray, np.ndarray, np.float32]]) -> np.ndarray:
-        """weight + sum of scale * up @ down, rounded as the class says; float32."""
         rounded = self._dtype == BF16
         delta: np.ndarray | None = None  # f32[out, in], holding bf16 values where rounded
-        for up, down, scale in pairs:
-            up = _floats(up, rounded)
+        for lora, pair in self._pairs[name]:
+            up = _floats(lora.file.read(pair.up, rows), rounded)
+            down = _floats(lora.file.read(pair.down, columns), rounded)
+            scale = np.float32(pair.scale)
             if delta is None:
-                change = self._matmul(_round(up * scale, rounded), down)
+                delta = self._matmul(_round(up * scale, rounded), down)
+                delta = delta if delta.flags.writeable else delta.copy()
+                for chunk in _chunks(delta):
+                    delta[chunk] = _round(delta[chunk], rounded)
             else:
-                change = delta + scale * self._matmul(up, down)
-            delta = _round(change, rounded)
+                product = self._matmul(up, down)
+                for chunk in _chunks(delta):
+                    delta[chunk] = _round(delta[chunk] + scale * product[chunk], rounded)
         assert delta is not None
-        return delta + weight.astype(np.float32)
+        merged = np.empty(delta.shape, self._dtype)
+        for chunk in _chunks(merged):
+            merged[chunk] = delta[chunk] + weight[chunk].astype(np.float32)
+        return merged
+
+
+def _chunks(array: np.ndarray) -> Iterator[slice]:
+    """Slices of rows, so that what is computed in passing stays small beside the weight."""
+    step = max(1, CHUNK_ELEMENTS // array.shape[1])
+    return (slice(start, start + step) for start in range(0, len(array), step))
 
 
 def _floats(array: np.ndarray, rounded: bool) -> np.ndarray:

@@ -175,10 +175,12 @@ def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
     assert [rank["requested"][name] for rank in did(torch_ranks, devices)] == [held] * devices
 
 
-@pytest.mark.parametrize("source", ["plain", "lora"])
-def test_rank_peaks_at_its_own_share_of_memory_while_it_loads(torch_ranks, source):
+# A CPU's weights lie in the heap in which LoRAs are merged: some 12 MB of what that frees count until malloc_trim. Of
+# the 119 MB here that is a tenth; `benchmarks.load` measures 1.05 to 1.08 on 1.3 GB. A GPU's weights lie elsewhere.
+@pytest.mark.parametrize(("source", "limit"), [("plain", 1.1), ("lora", 1.15)])
+def test_rank_peaks_at_its_own_share_of_memory_while_it_loads(torch_ranks, source, limit):
     """Anonymous memory above that before the load; the mapped file's pages belong to the page cache."""
     for rank in range(MEASURED):
         found = json.loads((torch_ranks / f"big-{source}-rank{rank}.json").read_text())
         assert found["share"] > 100e6 and found["samples"] > 10
-        assert 0.9 * found["share"] < found["peak"] <= 1.1 * found["share"], found
+        assert 0.9 * found["share"] < found["peak"] <= limit * found["share"], found
