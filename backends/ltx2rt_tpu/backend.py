@@ -232,7 +232,7 @@ class TpuBackend:
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         wide = (jax.device_put(np.asarray(x, np.float32), self.jax_device) for x in (a, b))
-        return np.asarray(jnp.matmul(*wide, precision=lax.Precision.HIGHEST)).astype(a.dtype, copy=False)
+        return np.array(jnp.matmul(*wide, precision=lax.Precision.HIGHEST), a.dtype)  # a copy: JAX's own is read-only
 
     def on(self, rank: int, work: Callable[[], Array], type: Type) -> Array:
         return work()  # one process has all devices

@@ -19,7 +19,7 @@ from ltx2rt.weights.checkpoint import Checkpoint, collapse, component_of
 from ltx2rt.weights.files import Part, TensorFile, TensorInfo, TensorSource, write_tensors
 from ltx2rt.weights.names import to_official
 
-Matmul = Callable[[np.ndarray, np.ndarray], np.ndarray]  # f32[out, rank], f32[rank, in] -> f32[out, in]
+Matmul = Callable[[np.ndarray, np.ndarray], np.ndarray]  # f32[out, rank], f32[rank, in] -> a new f32[out, in]
 CHUNK_ELEMENTS = 1 << 18  # 1 MB in float32
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
@@ -187,15 +187,11 @@ class MergedSource:
             up = _floats(lora.file.read(pair.up, rows), rounded)
             down = _floats(lora.file.read(pair.down, columns), rounded)
             scale = np.float32(pair.scale)
-            if delta is None:
-                delta = self._matmul(_round(up * scale, rounded), down)
-                delta = delta if delta.flags.writeable else delta.copy()
-                for chunk in _chunks(delta):
-                    delta[chunk] = _round(delta[chunk], rounded)
-            else:
-                product = self._matmul(up, down)
-                for chunk in _chunks(delta):
-                    delta[chunk] = _round(delta[chunk] + scale * product[chunk], rounded)
+            product: np.ndarray = self._matmul(_round(up * scale, rounded) if delta is None else up, down)
+            for chunk in _chunks(product):
+                change = product[chunk] if delta is None else delta[chunk] + scale * product[chunk]
+                product[chunk] = _round(change, rounded)
+            delta = product
         assert delta is not None
         merged = np.empty(delta.shape, self._dtype)
         for chunk in _chunks(merged):
