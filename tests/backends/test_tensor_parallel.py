@@ -176,7 +176,7 @@ def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
 
 
 # A CPU's weights lie in the heap in which LoRAs are merged: some 12 MB of what that frees count until malloc_trim. Of
-# the 119 MB here that is a tenth; `benchmarks.load` measures 1.05 to 1.08 on 1.3 GB. A GPU's weights lie elsewhere.
+# the 119 MB here that is a tenth; `benchmarks.load` measures 1.04 to 1.07 on 1.3 GB. A GPU's weights lie elsewhere.
 @pytest.mark.parametrize(("source", "limit"), [("plain", 1.1), ("lora", 1.15)])
 def test_rank_peaks_at_its_own_share_of_memory_while_it_loads(torch_ranks, source, limit):
     """Anonymous memory above that before the load; the mapped file's pages belong to the page cache."""
