@@ -10,7 +10,6 @@ compiled program. Nothing is run.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -18,6 +17,8 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+
+from benchmarks.measure import machine, record
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
@@ -173,17 +174,18 @@ def main() -> None:
         (text,) = (path.read_text() for path in Path(dump).glob("*after_optimizations.txt"))
     counts, received = collectives(text)
     asked = {key: value for key, value in vars(args).items() if key != "output"}
-    record = {
+    found = {
+        "benchmark": "tpu_compile",
+        **machine("jax", "libtpu"),
         **asked,
         "collectives": dict(counts),
         "executed": sum(counts.values()),
         "received_bytes": received,
         **facts,
     }
-    if args.output:
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
+    record(args.output, found)
     print(f"compiled, not run: {args.preset}, one step, {args.branches} branches, {args.topology}, {args.mesh}")
-    print(f"  collectives executed {record['executed']}: {dict(counts)}")
+    print(f"  collectives executed {found['executed']}: {dict(counts)}")
     print(f"  received per device {received / 1e9:.2f} GB")
     print(
         f"  weights {facts['weights_bytes'] / 1e9:.2f} GB + temporaries {facts['temp_bytes'] / 1e9:.2f} GB per device"

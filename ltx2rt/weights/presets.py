@@ -175,7 +175,7 @@ def _video_vae(s: Sizes, new: bool) -> VideoVaeConfig:
     widths = s.encoder_widths
     downs = [
         VaeStage("sample", channels, out, stride=stride)
-        for channels, out, stride in zip(widths, widths[1:], (SPACE, TIME, BOTH, BOTH), strict=False)
+        for channels, out, stride in zip(widths[:-1], widths[1:], (SPACE, TIME, BOTH, BOTH), strict=True)
     ]
     ups, w = [], s.decoder_width * 8
     for stride, factor in ((BOTH, 2), (BOTH, 1), (TIME, 2), (SPACE, 2)) if new else ((BOTH, 2),) * 3:

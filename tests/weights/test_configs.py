@@ -173,6 +173,13 @@ def test_an_unsupported_value_is_named(part, key, value):
         read(Keys(data, part))
 
 
+def test_a_layer_count_without_a_stage_is_refused():
+    vae = configs.diffusers_video_vae_json(preset("tiny-2.3").config.video_vae)
+    for layers in (vae["layers_per_block"][:-1], [*vae["layers_per_block"], 2]):
+        with pytest.raises(InputError, match=r"layers_per_block has \d entries, expected 5"):
+            configs.diffusers_video_vae(Keys(vae | {"layers_per_block": layers}, "v"))
+
+
 def test_two_of_the_four_caption_keys_are_no_known_extractor():
     data = official("tiny-2.3")["transformer"]
     del data["caption_proj_input_norm"]

@@ -132,8 +132,13 @@ def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
         return [Keys({key: word}, keys.where).choice(key, DIFFUSERS_STRIDES) for word in words]
 
     widths, layers = keys.sizes("block_out_channels"), keys.sizes("layers_per_block")
+    if len(layers) != len(widths) + 1:
+        raise InputError(
+            f"{keys.where}: layers_per_block has {len(layers)} entries, expected {len(widths) + 1}: "
+            "one for each of block_out_channels and one for the middle; pass the original config.json"
+        )
     encoder, channels = [], latent
-    for width, num_layers, stride in zip(widths, layers, strides("downsample_type", len(widths)), strict=False):
+    for width, num_layers, stride in zip(widths, layers[:-1], strides("downsample_type", len(widths)), strict=True):
         encoder.append(VaeStage("res", channels, channels, num_layers=num_layers))
         encoder.append(VaeStage("sample", channels, width, stride=stride))
         channels = width
