@@ -39,13 +39,16 @@ class Program(Protocol):
         """Outputs by name as device arrays. inputs: numpy or device arrays, one for each graph input."""
         ...
 
-    def denoise(
-        self, weights: Any, constants: Mapping[str, Any], sigmas: np.ndarray, state: Mapping[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        """For a guided-step graph: its outputs after each step, yielded once that step has really finished.
 
-        state: the inputs that the outputs of the same name replace. The input `sigmas` [2] is taken from
-        `sigmas` f32[num_steps + 1]; `constants` are all other inputs.
+class Loop(Protocol):
+    """A lowered graph that ends in its loop over steps (`passes.loop`)."""
+
+    graph: Graph
+
+    def __call__(self, weights: Any, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Any]]:
+        """The body's outputs after each of the first `num_steps` steps, yielded once that step has really finished.
+
+        inputs: the graph's, data whole (all steps of the graph first), however many of them run.
         """
         ...
 
@@ -81,6 +84,10 @@ class Backend(Protocol):
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
         """layers: "scan" runs a repeat's body as a loop, "unrolled" writes it out."""
+        ...
+
+    def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
+        """The same for a graph that ends in a loop over steps."""
         ...
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -182,9 +182,7 @@ def _guided_step(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays
         rule=request.options.cross_timestep_rule,
     )
     step = next(
-        networks.denoise(
-            "stage1", _loras(request), structure, feeds, x["sigmas"], x["video_latent"][0], x["audio_latent"][0]
-        )
+        networks.denoise("stage1", _loras(request), structure, feeds, x["sigmas"], x["video_latent"], x["audio_latent"])
     )
     host = networks.backend.to_host
     found = {
@@ -193,7 +191,7 @@ def _guided_step(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays
         "video_x0": step.video_x0,
         "audio_x0": step.audio_x0,
     }
-    return {name: host(value)[None] for name, value in found.items()}
+    return {name: host(value) for name, value in found.items()}
 
 
 def _text_encoder(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays:

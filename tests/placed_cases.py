@@ -80,7 +80,8 @@ def guided(generation: str, dtype: str) -> Case:
     widths = {"video": config.width, "audio": config.audio_width}
     for name, tokens, channels in (("video", TOKENS, 16), ("audio", AUDIO_TOKENS, 8)):
         width = config.caption_channels if config.caption_projection else widths[name]
-        feeds[f"{name}_latent"], feeds[f"{name}_clean"] = rng.standard_normal((2, tokens, channels), np.float32)
+        feeds[f"{name}_latent"] = rng.standard_normal((1, tokens, channels), np.float32)
+        feeds[f"{name}_clean"] = rng.standard_normal((tokens, channels), np.float32)
         feeds[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
     feeds |= {"sigmas": np.array([0.8, 0.6], np.float32), "guidance": GUIDANCE}
     feeds["stg_blocks"] = np.array([0, 1], np.float32)

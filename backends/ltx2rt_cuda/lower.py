@@ -53,7 +53,11 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
             plan = node.plan["repeat"]
             block = lower(plan.body, device, position=position)
             modules[f"repeat_{number}"] = Repeat(plan, torch.compile(block, dynamic=False) if compile else block)
-            lists = [_per_layer(built, weights[name], name, plan.count) for name in plan.body.all_params()]
+            own = {name for name in plan.body.params if "*" in name}
+            lists = [
+                weights[name] if name in own else built.call_function(_shared, (weights[name], plan.count))
+                for name in plan.body.all_params()
+            ]
             result = built.call_module(f"repeat_{number}", (*operands, *lists))
             for i, v in enumerate(node.outputs):
                 env[id(v)] = built.call_function(_item, (result, i))
@@ -90,10 +94,6 @@ def _item(results, i: int):
     return results[i]
 
 
-def _per_layer(built: fx.Graph, weight: fx.Node, name: str, count: int) -> fx.Node:
-    """A weight shared by all iterations is repeated as a list; a `*` weight already is one."""
-    return weight if "*" in name else built.call_function(_shared, (weight, count))
-
-
 def _shared(weight, count: int) -> list:
+    """A weight that all iterations share, as the list that a `*` weight already is."""
     return [weight] * count

@@ -20,11 +20,11 @@ from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Layout, Type
+from ltx2rt.passes.loop import taken_apart
 from ltx2rt_tpu.lower import run
 
 Weights = dict[str, Array]
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
-SIGMA_SLOTS = 64  # the loop's sigma array is padded to a multiple: another number of steps compiles nothing
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -61,7 +61,6 @@ class Program:
         self.graph, self.place, self.unrolled = graph, place, unrolled
         self.names = list(graph.all_params())
         self.function = jax.jit(self._run)
-        self.loop = jax.jit(self._loop)
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         """The graph; on a mesh under shard_map, so that XLA communicates what the graph says and nothing else."""
@@ -77,17 +76,8 @@ class Program:
         ordered = [inputs[name] for name in self.graph.inputs]
         return dict(zip(self.graph.outputs, run(self.graph, weights, ordered, self.unrolled), strict=True))
 
-    def _loop(self, weights, constants, sigmas, outputs, first, last):
-        """Steps first..last-1: one executable, traced bounds, no host callback (those are never cached on disk)."""
-
-        def step(i, outputs):
-            state = {name: outputs[name] for name in self.graph.inputs if name in outputs}
-            pair = lax.dynamic_slice(sigmas, (i,), (2,))
-            return self._run(weights, {**constants, **state, "sigmas": pair})
-
-        return lax.fori_loop(first, last, step, outputs)
-
-    def _upload(self, name: str, value: Any) -> Array:
+    def upload(self, name: str, value: Any) -> Array:
+        """An input on all devices, committed; a wrong shape is a ValueError."""
         spec = self.graph.inputs[name].type
         if tuple(value.shape) != spec.shape:
             raise ValueError(f"{self.graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}")
@@ -99,27 +89,71 @@ class Program:
         return {name: weights[name] for name in self.names}
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        uploaded = {name: self._upload(name, np.asarray(v) if np.isscalar(v) else v) for name, v in inputs.items()}
+        uploaded = {name: self.upload(name, np.asarray(v) if np.isscalar(v) else v) for name, v in inputs.items()}
         return self.function(self._weights(weights), uploaded)
 
-    def denoise(
-        self, weights: Weights, constants: Mapping[str, Any], sigmas: np.ndarray, state: Mapping[str, Any]
-    ) -> Iterator[dict[str, Array]]:
-        own = self._weights(weights)
-        constants = {name: self._upload(name, value) for name, value in constants.items()}
+
+class Loop:
+    """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds.
+
+    On a mesh every device keeps what it has prepared for itself, under a new first axis over all mesh axes.
+    """
+
+    def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
+        self.graph, self.place, self.unrolled = graph, place, unrolled
+        self.parts = taken_apart(graph)
+        self.program = Program(graph, place, unrolled)  # of all steps at once; here it checks and uploads inputs
+        self.before = jax.jit(self._before)
+        self.steps = jax.jit(self._steps)
+
+    def _spread(self, function: Callable, *specs: Any, out: Any) -> Callable:
+        if not isinstance(self.place, NamedSharding):
+            return function
+        return jax.shard_map(function, mesh=self.place.mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+    def _own(self) -> P:
+        return P(self.place.mesh.axis_names if isinstance(self.place, NamedSharding) else None)
+
+    def _before(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
+        graph = self.parts.before
+
+        def local(weights, inputs):
+            results = run(graph, weights, [inputs[name] for name in graph.inputs], self.unrolled)
+            return {name: x[None] for name, x in zip(graph.outputs, results, strict=True)}
+
+        return self._spread(local, weight_specs(graph), P(), out=self._own())(weights, inputs)
+
+    def _steps(self, weights, prepared, constants, outputs, first, last):
+        """Steps first..last-1 of one loop; no host callback, for those keep an executable off the disk."""
+        body, data, state = self.parts.body, set(self.parts.data), self.parts.state
+
+        def local(weights, prepared, constants, outputs, i):
+            values = constants | {name: x[0] for name, x in prepared.items()}
+            values = {n: lax.dynamic_index_in_dim(x, i, 0, False) if n in data else x for n, x in values.items()}
+            values |= {name: outputs[name] for name in state}
+            results = run(body, weights, [values[name] for name in body.inputs], self.unrolled)
+            return dict(zip(body.outputs, results, strict=True))
+
+        step = self._spread(local, weight_specs(body), self._own(), P(), P(), P(), out=P())
+        return lax.fori_loop(first, last, lambda i, outputs: step(weights, prepared, constants, outputs, i), outputs)
+
+    def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Array]]:
+        before, body, state = self.parts.before, self.parts.body, self.parts.state
+        given = {name: self.program.upload(name, inputs[name]) for name in self.graph.inputs}
+        prepared = self.before(
+            {name: weights[name] for name in before.all_params()}, {name: given[name] for name in before.inputs}
+        )
+        constants = {name: given[name] for name in body.inputs if name not in prepared and name not in state}
         outputs = {
-            name: self._upload(name, state[name])
+            name: given[name]
             if name in state
             else jax.device_put(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.place)
-            for name, v in self.graph.outputs.items()
+            for name, v in body.outputs.items()
         }
-        num_steps = len(sigmas) - 1
-        padded = np.zeros(-(-len(sigmas) // SIGMA_SLOTS) * SIGMA_SLOTS, np.float32)
-        padded[: len(sigmas)] = sigmas
-        levels = jax.device_put(padded, self.place)
+        own = {name: weights[name] for name in body.all_params()}
         queued = []
         for i in range(num_steps):
-            outputs = self.loop(own, constants, levels, outputs, np.int32(i), np.int32(i + 1))
+            outputs = self.steps(own, prepared, constants, outputs, np.int32(i), np.int32(i + 1))
             queued.append(outputs)
         for outputs in queued:
             jax.block_until_ready(outputs)
@@ -229,6 +263,9 @@ class TpuBackend:
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
         return Program(graph, self.place, layers == "unrolled")
+
+    def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
+        return Loop(graph, self.place, layers == "unrolled")
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         wide = (jax.device_put(np.asarray(x, np.float32), self.jax_device) for x in (a, b))

@@ -35,9 +35,8 @@ def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unr
     plan = node.plan["repeat"]
     fixed = plan.num_carries + plan.num_invariants
     invariant = operands[plan.num_carries : fixed]
-    names = plan.body.all_params()
-    shared = {name: weights[name] for name in names if "*" not in name}
-    stacked = {name: weights[name] for name in names if "*" in name}
+    stacked = {name: weights[name] for name in plan.body.params if "*" in name}
+    shared = {name: weights[name] for name in plan.body.all_params() if name not in stacked}
 
     def body(carry, per_layer):
         data, layer_weights = per_layer

@@ -70,15 +70,16 @@ class Node:
 class Repeat:
     """The plan of a `repeat` node: `body` runs `count` times.
 
-    The node's inputs are carries, then invariants, then per-iteration data (axis "layers" first); the body's
+    The node's inputs are carries, then invariants, then per-iteration data (the axis `axis` first); the body's
     inputs are the same without that axis. The body's outputs are the carries, then per-iteration outputs, which
-    the node stacks along "layers". A body parameter with `*` in its name has one tensor per iteration.
+    the node stacks along `axis`. A parameter of the body itself with `*` in its name has one tensor per iteration.
     """
 
     body: Graph
     count: int
     num_carries: int
     num_invariants: int
+    axis: str = "layers"  # or "steps"
 
     @property
     def num_data(self) -> int:

@@ -38,7 +38,7 @@ def _list(types: tuple[Type, ...]) -> str:
 
 
 def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
-    """Operands fit the body's inputs, results its outputs; data and per-iteration outputs lead with "layers"."""
+    """Operands fit the body's inputs, results its outputs; data and per-iteration outputs lead with its axis."""
     inputs, outputs = repeat.body.inputs, repeat.body.outputs
     if len(inputs) != len(node.inputs):
         raise GraphError(f"{where}: repeat passes {len(node.inputs)} operands to {len(inputs)} inputs")
@@ -46,7 +46,7 @@ def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
         raise GraphError(f"{where}: repeat has {len(node.outputs)} results of {len(outputs)} outputs")
 
     def stacked(type: Type) -> Type:
-        return Type(("layers", *type.axes), (repeat.count, *type.shape), type.dtype)
+        return Type((repeat.axis, *type.axes), (repeat.count, *type.shape), type.dtype)
 
     first_data = repeat.num_carries + repeat.num_invariants
     for i, (value, (name, inner)) in enumerate(zip(node.inputs, inputs.items(), strict=True)):

@@ -8,6 +8,9 @@ non-neutral values compiles nothing. Everything after the transformer is float32
     pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std unbiased, over tokens and channels
     x0   = pred * mask + clean * (1 - mask)
     x'   = x + (x - x0) / sigma * (sigma' - sigma)
+
+Several videos of one prompt go through in one batch: the transformer's B is branches x videos, a branch's videos
+together. They differ in their noise only.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from ltx2rt.models.transformer import Structure as TransformerStructure
 from ltx2rt.models.transformer import declare_context, declare_levels, declare_tables, streams, transformer
 
 CFG, STG, MODALITY, RESCALE = range(4)  # columns of the input `guidance` (modalities, scales)
+STATE = ("video_latent", "audio_latent")  # inputs that the outputs of the same names replace from step to step
+PER_STEP = ("sigmas",)  # inputs of which every step has its own
 MIN_STD = 1e-5  # survives float16, unlike 1e-8
 
 
@@ -64,6 +69,7 @@ class Structure:
     video_levels: int = 1
     audio_levels: int = 1
     rule: str = "C"
+    videos: int = 1
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -86,13 +92,13 @@ def _std(o: Ops, x: Value, over: tuple[str, ...]) -> Value:
 
 
 def _guide(o: Ops, x0: Value, names: tuple[str, ...], scales: list[Value], tokens: str) -> Value:
-    """The guided x0 (tokens, C) of one modality from all branches (B, tokens, C)."""
-    c = o.at(x0, axis="B", index=0)
+    """The guided x0 (videos, tokens, C) of one modality from all branches (branches, videos, tokens, C)."""
+    c = o.at(x0, axis="branches", index=0)
     pred = c
     for name, column in (("uncond", CFG), ("perturbed", STG), ("isolated", MODALITY)):
         if name in names:
             scale = scales[column] if column == STG else o.affine(scales[column], offset=-1.0)
-            difference = o.sub(c, o.at(x0, axis="B", index=names.index(name)))
+            difference = o.sub(c, o.at(x0, axis="branches", index=names.index(name)))
             pred = o.add(pred, o.mul(difference, scale))
     ratio = o.div(_std(o, c, (tokens, "C")), o.clamp(_std(o, pred, (tokens, "C")), low=MIN_STD))
     r = scales[RESCALE]
@@ -101,7 +107,7 @@ def _guide(o: Ops, x0: Value, names: tuple[str, ...], scales: list[Value], token
 
 
 def _keeps(
-    o: Ops, config: TransformerConfig, names: tuple[str, ...], scales: dict[str, list[Value]]
+    o: Ops, config: TransformerConfig, names: tuple[str, ...], scales: dict[str, list[Value]], videos: int
 ) -> dict[str, Value]:
     """Keep masks (layers, B): STG's value pass-through in `stg_blocks`, cross-attention off in the isolated branch."""
     if "perturbed" not in names and "isolated" not in names:
@@ -112,7 +118,8 @@ def _keeps(
     ones = o.affine(zeros, offset=1.0)
 
     def columns(branch: str, inside: Value) -> Value:
-        return o.stack(*(inside if name == branch else ones for name in names), axis="B", dim=1)
+        keep = o.stack(*(inside if name == branch else ones for name in names), axis="branches", dim=1)
+        return o.merge(o.expand(keep, axis="videos", size=videos), axes=("branches", "videos"), into="B")
 
     keeps = {}
     for s in ("video", "audio"):
@@ -125,28 +132,39 @@ def _keeps(
 def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
     """Inputs, for a modality m of video and audio, all float32 unless said:
 
-    m_latent, m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and, if K > 1, m_level_index int32 (tokens);
-    m_context (1 or 2, text, C'): positive, then negative if the uncond branch runs; sigmas (2): from, to;
-    guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale (if any branch runs besides cond);
+    m_latent (videos, tokens, C); m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and, if K > 1,
+    m_level_index int32 (tokens); m_context (1 or 2, text, C'): positive, then negative if the uncond branch runs;
+    sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale (if any branch runs
+    besides cond);
     stg_blocks (layers): 1 = perturbed (if such a branch runs); the RoPE tables.
-    Outputs: video_latent, audio_latent, video_x0, audio_x0.
+    Outputs: video_latent, audio_latent, video_x0, audio_x0 (videos, tokens, C).
     """
 
     def model(o: Ops) -> dict[str, Value]:
         names = s.branches.names
-        batch = len(names)
         pair = streams(config)
         axis = {"video": "tokens", "audio": "audio_tokens"}
         size = {"video": s.video_tokens, "audio": s.audio_tokens}
         channels = {"video": config.video_channels, "audio": config.audio_channels}
 
-        def spread(x: Value) -> Value:
-            return o.expand(x, axis="B", size=batch, before=x.type.axes[0] if x.type.axes else None)
+        def branched(x: Value) -> Value:
+            """Every branch starts from the same."""
+            return o.expand(x, axis="branches", size=len(names), before=x.type.axes[0])
+
+        def batched(x: Value) -> Value:
+            """(branches, ...) or (branches, videos, ...) as the transformer's batch."""
+            if "videos" not in x.type.axes:
+                x = o.expand(x, axis="videos", size=s.videos, before=x.type.axes[1])
+            return o.merge(x, axes=("branches", "videos"), into="B")
+
+        def everywhere(x: Value) -> Value:
+            """A scalar or (levels) for all of the batch."""
+            return o.expand(x, axis="B", size=len(names) * s.videos, before=x.type.axes[0] if x.type.axes else None)
 
         pairs = o.input("sigmas", "float32", ends=2)
         sigma, target = (o.at(pairs, axis="ends", index=i) for i in range(2))
         scales: dict[str, list[Value]] = {}
-        if batch > 1:
+        if len(names) > 1:
             guidance = o.input("guidance", "float32", modalities=2, scales=4)
             for i, n in enumerate(axis):
                 row = o.at(guidance, axis="modalities", index=i)
@@ -154,36 +172,36 @@ def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
         x, clean, mask, levels, contexts = {}, {}, {}, {}, {}
         for stream in pair:
             n = stream.name
-            x[n] = o.input(f"{n}_latent", "float32", **{axis[n]: size[n]}, C=channels[n])
+            x[n] = o.input(f"{n}_latent", "float32", videos=s.videos, **{axis[n]: size[n]}, C=channels[n])
             clean[n] = o.input(f"{n}_clean", "float32", **{axis[n]: size[n]}, C=channels[n])
             mask[n] = o.input(f"{n}_mask", "float32", **{axis[n]: size[n]})
             count = s.video_levels if n == "video" else s.audio_levels
             own = declare_levels(o, n, count, **{axis[n]: size[n]})
-            levels[n] = Levels(spread(o.mul(own.values, sigma)), own.index)
+            levels[n] = Levels(everywhere(o.mul(own.values, sigma)), own.index)
             context = declare_context(o, config, stream, contexts=2 if s.branches.uncond else 1, text=s.text_tokens)
-            context = o.rename(context, names={"contexts": "B"})
-            chosen = [o.slice(context, axis="B", start=i, stop=i + 1) for i in map(lambda b: int(b == "uncond"), names)]
-            contexts[n] = o.concat(*chosen, axis="B")
-        tables = declare_tables(
-            o, config,
-            TransformerStructure(batch, s.video_tokens, s.audio_tokens, s.text_tokens, s.coordinates),
-        )  # fmt: skip
+            context = o.rename(context, names={"contexts": "branches"})
+            chosen = [int(name == "uncond") for name in names]
+            rows = [o.slice(context, axis="branches", start=i, stop=i + 1) for i in chosen]
+            contexts[n] = batched(o.concat(*rows, axis="branches"))
+        shape = (len(names) * s.videos, s.video_tokens, s.audio_tokens, s.text_tokens, s.coordinates)
+        tables = declare_tables(o, config, TransformerStructure(*shape))
         velocity = transformer(
             o, config,
-            latents={n: spread(x[n]) for n in x},
+            latents={n: batched(branched(x[n])) for n in x},
             levels=levels,
-            sigmas={n: spread(sigma) for n in x},
+            sigmas={n: everywhere(sigma) for n in x},
             contexts=contexts,
             tables=tables,
-            keeps=_keeps(o, config, names, scales),
+            keeps=_keeps(o, config, names, scales, s.videos),
             bias=None,
             rule=s.rule,
         )  # fmt: skip
         outputs = {}
         for n in x:
             tokens = axis[n]
-            x0 = o.sub(spread(x[n]), o.mul(velocity[n], o.mul(mask[n], sigma)))
-            x0 = _guide(o, x0, names, scales[n], tokens) if batch > 1 else o.at(x0, axis="B", index=0)
+            v = o.split(velocity[n], axis="B", into={"branches": len(names), "videos": s.videos})
+            x0 = o.sub(branched(x[n]), o.mul(v, o.mul(mask[n], sigma)))
+            x0 = _guide(o, x0, names, scales[n], tokens) if len(names) > 1 else o.at(x0, axis="branches", index=0)
             x0 = o.add(o.mul(x0, mask[n]), o.mul(clean[n], o.affine(mask[n], scale=-1.0, offset=1.0)))
             v = o.div(o.sub(x[n], x0), sigma)
             outputs[f"{n}_latent"] = o.add(x[n], o.mul(v, o.sub(target, sigma)))

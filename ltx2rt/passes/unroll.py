@@ -40,7 +40,7 @@ def _copy(graph: Graph, out: Graph, env: dict[int, Value], layer: int | None) ->
         carry, fixed = list(inputs[: plan.num_carries]), plan.num_carries + plan.num_invariants
         stacked: list[list[Value]] = []
         for i in range(plan.count):
-            data = [emit(out, "at", v, axis="layers", index=i) for v in inputs[fixed:]]
+            data = [emit(out, "at", v, axis=plan.axis, index=i) for v in inputs[fixed:]]
             inner = dict(
                 zip(map(id, plan.body.inputs.values()), [*carry, *inputs[plan.num_carries : fixed], *data], strict=True)
             )
@@ -48,6 +48,6 @@ def _copy(graph: Graph, out: Graph, env: dict[int, Value], layer: int | None) ->
             results = [inner[id(v)] for v in plan.body.outputs.values()]
             carry, outputs = results[: plan.num_carries], results[plan.num_carries :]
             stacked.append(outputs)
-        columns = [emit(out, "stack", *column, axis="layers", dim=0) for column in zip(*stacked, strict=True)]
+        columns = [emit(out, "stack", *column, axis=plan.axis, dim=0) for column in zip(*stacked, strict=True)]
         for v, value in zip(node.outputs, [*carry, *columns], strict=True):
             env[id(v)] = value

@@ -332,14 +332,13 @@ def denoise_stage(
     blocks = np.zeros(networks.config.transformer.num_layers, np.float32)
     blocks[list(request.stg_blocks)] = 1
     feeds |= {"guidance": stage.guidance, "stg_blocks": blocks}
-    program = networks.step_program(structure)
-    networks.transformer_weights(program.graph, stage.name, stage.loras)
     steps = len(stage.sigmas) - 1
+    networks.transformer_weights(networks.step_loop(structure, steps).graph, stage.name, stage.loras)
     trail: dict[str, list[np.ndarray]] = {}
     host = networks.backend.to_host
     with watch.stage(stage.name, steps) as done:
         results = networks.denoise(
-            stage.name, stage.loras, structure, feeds, stage.sigmas, initial["video"][0], initial["audio"][0]
+            stage.name, stage.loras, structure, feeds, stage.sigmas, initial["video"], initial["audio"]
         )
         last = None
         for last in results:
@@ -348,9 +347,9 @@ def denoise_stage(
                 values = {"video.steps": last.video, "audio.steps": last.audio}
                 values |= {"video.x0": last.video_x0, "audio.x0": last.audio_x0}
                 for name, value in values.items():
-                    trail.setdefault(f"{stage.name}.{name}", []).append(host(value))
+                    trail.setdefault(f"{stage.name}.{name}", []).append(host(value)[0])
         assert last is not None
-        video, audio = (states[m].clear(host(x)[None]) for m, x in (("video", last.video), ("audio", last.audio)))
+        video, audio = (states[m].clear(host(x)) for m, x in (("video", last.video), ("audio", last.audio)))
     for name, values in trail.items():
         latents.put(name, np.stack(values))
     return video, audio

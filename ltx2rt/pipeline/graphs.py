@@ -11,9 +11,9 @@ from ltx2rt.graph import Graph
 from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
 from ltx2rt.pipeline.conditioning import audio_state, video_state
 from ltx2rt.pipeline.latents import Geometry
-from ltx2rt.pipeline.request import GraphRequest
+from ltx2rt.pipeline.request import GraphRequest, default_steps
 from ltx2rt.pipeline.text import PROMPT_TOKENS
-from ltx2rt.placement.profiles import placed, profile_of
+from ltx2rt.placement.profiles import placed, placed_loop, profile_of
 
 FPS = Fraction(24)
 NETWORKS = {"guided-step": "transformer"}  # component -> the network whose rules place it, if not of the same name
@@ -40,10 +40,12 @@ def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bf
         "vocoder": lambda: vocoder.trace(config.vocoder, 1, mel_frames, "float32"),
         "upsampler": lambda: _upsampler(config, g, dtype),
     }
-    if request.component not in builders:
-        raise InputError(f"no graph is called {request.component!r}; known: {', '.join(builders)}")
     mesh = request.mesh
     profile = profile_of(request.profile, "cuda", mesh)
+    if request.component == "denoise":
+        return placed_loop(builders["guided-step"](), profile, mesh, default_steps(config))
+    if request.component not in builders:
+        raise InputError(f"no graph is called {request.component!r}; known: {', '.join(builders)}, denoise")
     return placed(builders[request.component](), NETWORKS.get(request.component, request.component), profile, mesh)
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.backend import Backend, Program
+from ltx2rt.backend import Backend, Loop, Program
 from ltx2rt.graph import Graph
 from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipeline.conditioning import ModalityState
 from ltx2rt.pipeline.request import LoraSpec, ModelOptions
 from ltx2rt.pipeline.text import PROMPT_TOKENS
-from ltx2rt.placement.profiles import placed, profile_of
+from ltx2rt.placement.profiles import placed, placed_loop, profile_of
 from ltx2rt.weights.checkpoint import Checkpoint, audit
 from ltx2rt.weights.lora import Merge, MergedSource, open_lora
 
@@ -38,7 +38,7 @@ SOURCES = {  # network -> the component of the checkpoint that holds its tensors
 
 @dataclass(frozen=True)
 class Step:
-    """What one denoise step left behind, as device arrays without a batch axis: latents and x0 (tokens, C)."""
+    """What one denoise step left behind, as device arrays: latents and x0 (videos, tokens, C)."""
 
     video: Any
     audio: Any
@@ -55,6 +55,7 @@ class Networks:
         self.profile = profile_of(options.profile, backend.device_kind, backend.mesh)
         self.loading: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around every load of weights
         self._programs: dict[Hashable, Program] = {}
+        self._loops: dict[Hashable, Loop] = {}
         self._weights: dict[str, Any] = {}
         self._stage_loras: dict[str, tuple[LoraSpec, ...]] = {}
 
@@ -164,6 +165,10 @@ class Networks:
         graph = guided_step.trace(self.config.transformer, structure, self.dtype)
         return placed(graph, "transformer", self.profile, self.backend.mesh)
 
+    def loop_graph(self, structure: guided_step.Structure, num_steps: int) -> Graph:
+        step = guided_step.trace(self.config.transformer, structure, self.dtype)
+        return placed_loop(step, self.profile, self.backend.mesh, num_steps)
+
     def transformer_graph(self, structure: transformer.Structure) -> Graph:
         graph = transformer.trace(self.config.transformer, structure, self.dtype)
         return placed(graph, "transformer", self.profile, self.backend.mesh)
@@ -192,8 +197,13 @@ class Networks:
         program = self.program(network, structure, graph)
         return program(self.weights(network, program.graph), feeds)
 
-    def step_program(self, structure: guided_step.Structure) -> Program:
-        return self.program("guided-step", structure, lambda: self.step_graph(structure))
+    def step_loop(self, structure: guided_step.Structure, num_steps: int) -> Loop:
+        """The denoise loop with room for `num_steps`; loops with the same room are one."""
+        graph = self.loop_graph(structure, num_steps)
+        key = ("denoise", structure, graph.inputs["sigmas"].type.shape)
+        if key not in self._loops:
+            self._loops[key] = self.backend.lower_loop(graph, self.options.layers, self.options.compile)
+        return self._loops[key]
 
     def encode_text(self, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
         """hidden_states [B,S,D,N+1], video_context and audio_context [B,S,C], for tokens and mask [B,S]."""
@@ -262,10 +272,16 @@ class Networks:
         video: np.ndarray,
         audio: np.ndarray,
     ) -> Iterator[Step]:
-        """Every step's result, yielded when the device has finished it. video, audio: initial latents (tokens, C)."""
-        program = self.step_program(structure)
-        weights = self.transformer_weights(program.graph, stage, loras)
-        constants = {name: constants[name] for name in program.graph.inputs if name in constants}
-        state = {"video_latent": np.asarray(video, np.float32), "audio_latent": np.asarray(audio, np.float32)}
-        for outputs in program.denoise(weights, constants, sigmas, state):
+        """Every step's result, yielded when the device has finished it.
+
+        video, audio: initial latents (videos, tokens, C); sigmas f32[num_steps + 1].
+        """
+        num_steps = len(sigmas) - 1
+        loop = self.step_loop(structure, num_steps)
+        weights = self.transformer_weights(loop.graph, stage, loras)
+        pairs = np.stack([sigmas[:-1], sigmas[1:]], axis=1)
+        slots = loop.graph.inputs["sigmas"].type.shape[0]
+        pairs = np.pad(pairs, ((0, slots - num_steps), (0, 0)), mode="edge")
+        inputs = {**constants, "sigmas": pairs, "video_latent": video, "audio_latent": audio}
+        for outputs in loop(weights, inputs, num_steps):
             yield Step(outputs["video_latent"], outputs["audio_latent"], outputs["video_x0"], outputs["audio_x0"])

@@ -305,6 +305,11 @@ def draw_seed() -> int:
     return secrets.randbelow(2**32)
 
 
+def default_steps(config: ModelConfig) -> int:
+    """Steps of the guided schedule, as published with the models."""
+    return 40 if config.generation == "2.0" else 30
+
+
 def resolve(request: Request, config: ModelConfig) -> Request:
     """Check the request against the model and fill every default, the seed included. Raises InputError."""
     check(request)
@@ -325,7 +330,7 @@ def resolve(request: Request, config: ModelConfig) -> Request:
     return replace(
         request,
         negative_prompt=DEFAULT_NEGATIVE_PROMPT if request.negative_prompt is None else request.negative_prompt,
-        steps=request.steps or (40 if config.generation == "2.0" else 30),
+        steps=request.steps or default_steps(config),
         seed=draw_seed() if request.seed is None else request.seed,
         image_crf=_default_crf(config) if request.image_crf is None else request.image_crf,
         stg_blocks=_stg_blocks(request, config),

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
+from ltx2rt.models.guided_step import PER_STEP, STATE
 from ltx2rt.passes.coalesce import coalesce
+from ltx2rt.passes.hoist import hoist
+from ltx2rt.passes.loop import looped
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 
 Rules = Mapping[str, str]  # axis -> mesh axis
+
+STEP_SLOTS = 8  # modulation rows of a slot that stays empty cost next to nothing
 
 HEADS_AND_FF = {"heads": "tensor", "kv_heads": "tensor", "ff": "tensor"}
 
@@ -58,8 +63,18 @@ def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> P
 def placed(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
     """`graph` as one device of the mesh runs it, by the profile's rules for `network`."""
     rules = profile.rules.get(network, {})
-    local = place(graph, rules, mesh, strict=network in profile.strict)
-    return coalesce(pack(local)) if local.mesh else graph
+    return coalesce(pack(place(graph, rules, mesh, strict=network in profile.strict)))
+
+
+def placed_loop(step: Graph, profile: Profile, mesh: Mapping[str, int], num_steps: int) -> Graph:
+    """All denoise steps as one device runs them: the graph of one step placed, looped, and lightened by `hoist`.
+
+    The loop has room for `num_steps` rounded up to a multiple of STEP_SLOTS; another number of steps in it is the same
+    graph.
+    """
+    count = -(-num_steps // STEP_SLOTS) * STEP_SLOTS
+    local = place(step, profile.rules.get("transformer", {}), mesh, strict="transformer" in profile.strict)
+    return coalesce(pack(hoist(looped(local, "denoise", count, STATE, PER_STEP))))
 
 
 def undivided(graph: Graph, rules: Rules, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:

@@ -52,7 +52,8 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh):
         "audio", np.ones(7)
     )
     for name, count, channels, width in (("video", tokens, 128, config.width), ("audio", 7, 128, config.audio_width)):
-        feeds |= {f"{name}_{kind}": rng.standard_normal((count, channels)) for kind in ("latent", "clean")}
+        feeds[f"{name}_latent"] = rng.standard_normal((1, count, channels))
+        feeds[f"{name}_clean"] = rng.standard_normal((count, channels))
         feeds[f"{name}_context"] = rng.standard_normal((2, 5, width))
     feeds |= {"sigmas": np.array([0.8, 0.6]), "guidance": np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]])}
     feeds["stg_blocks"] = np.array([0, 1, 0])

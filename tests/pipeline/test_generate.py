@@ -253,13 +253,13 @@ def test_cross_timestep_rules_differ_with_an_image_and_the_default_is_c(run, ima
 
 def test_a_neutral_branch_is_not_run(run, monkeypatch):
     batches = []
-    original = Networks.step_graph
+    original = Networks.loop_graph
 
-    def counted(self, structure):
+    def counted(self, structure, num_steps):
         batches.append(structure.branches.names)
-        return original(self, structure)
+        return original(self, structure, num_steps)
 
-    monkeypatch.setattr(Networks, "step_graph", counted)
+    monkeypatch.setattr(Networks, "loop_graph", counted)
     run("--pipeline", "one-stage", "--num-frames", 9, "--steps", 1, "--video-stg", 0, "--audio-stg", 0)
     assert batches and set(batches) == {("cond", "uncond", "isolated")}
 

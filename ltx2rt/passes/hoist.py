@@ -1,0 +1,230 @@
+"""hoist: what every iteration of a repeat would compute anew leaves it (loop-invariant code motion).
+
+Requires a legal graph, placed or not, not yet packed. Ensures the same values. Three things leave a repeat:
+
+- nodes that depend on its invariants and parameters alone move in front of it: RoPE tables, projected captions;
+- inside a repeat within its body, nodes that do not depend on the outer iteration move into a repeat of their own in
+  front of the outer one, their results stacked: the keys and values of a prompt that no timestep modulates;
+- chains that depend on per-iteration data alone and end in a linear run once for all iterations, with the iterations'
+  axis in front: AdaLN's modulation rows of all known sigmas.
+
+Views and casts of a parameter or a mask cost nothing and stay, unless what needs them moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value
+from ltx2rt.graph.trace import emit
+from ltx2rt.graph.verify import verify
+
+INVARIANT, DATA, CARRIED = range(3)  # what a value depends on, the strongest
+LIGHT = {"at", "slice", "rename", "expand", "cast", "affine", "split", "merge", "transpose", "pad", "stack", "concat",
+         "select"}  # fmt: skip
+# Ops that mean the same with one more axis in front of their operands.
+BATCHED = {"at", "slice", "cast", "affine", "expand", "split", "merge", "sinusoid", "silu", "add", "sub", "mul", "div",
+           "linear"}  # fmt: skip
+
+
+def hoist(graph: Graph) -> Graph:
+    result = replace(graph, nodes=[], params=dict(graph.params), layouts=dict(graph.layouts))
+    for node in graph.nodes:
+        if node.op == "repeat":
+            _Loop(result, node).leave()
+        else:
+            result.nodes.append(node)
+    verify(result)
+    return result
+
+
+@dataclass
+class _Loop:
+    """One repeat of `out`, whose body loses nodes to `out`."""
+
+    out: Graph
+    node: Node
+    levels: dict[int, int] = field(default_factory=dict)
+    outer: dict[int, Value] = field(default_factory=dict)  # a body's value -> the same value in `out`
+
+    def __post_init__(self):
+        self.plan: Repeat = self.node.plan["repeat"]
+        self.body = self.plan.body
+        self.inputs = list(self.body.inputs.values())
+        fixed = self.plan.num_carries + self.plan.num_invariants
+        kinds = [CARRIED] * self.plan.num_carries + [INVARIANT] * self.plan.num_invariants + [DATA] * self.plan.num_data
+        self.levels = {id(v): kind for v, kind in zip(self.inputs, kinds, strict=True)}
+        self.levels |= {id(v): DATA if "*" in name else INVARIANT for name, v in self.body.params.items()}
+        pairs = list(zip(self.inputs, self.node.inputs, strict=True))
+        self.outer = {id(v): value for v, value in pairs[self.plan.num_carries : fixed] + pairs[fixed:]}
+        self.data = {id(v) for v in self.inputs[fixed:]}
+
+    def leave(self) -> None:
+        for node in self.body.nodes:
+            level = max((self.levels[id(v)] for v in node.inputs), default=INVARIANT)
+            self.levels |= {id(v): level for v in node.outputs}
+        moving = self._moving(self.body.nodes, self.levels)
+        rows = self._rows(moving)
+        kept: list[Node] = []
+        for node in self.body.nodes:
+            if id(node) in moving:
+                self._move(node)
+            elif id(node) in rows:
+                self._batch(node)
+            elif node.op == "repeat" and max(map(self._level, node.inputs)) > INVARIANT:
+                kept.append(self._divide(node))
+            else:
+                kept.append(node)
+        self._finish(kept)
+
+    def _level(self, v: Value) -> int:
+        return self.levels[id(v)]
+
+    @staticmethod
+    def _moving(nodes: list[Node], levels: dict[int, int]) -> set[int]:
+        """Invariant nodes worth moving: the heavy ones, what they are made of, and what is made of them."""
+        found: set[int] = set()
+        values: set[int] = set()
+        own = [n for n in nodes if levels[id(n.outputs[0])] == INVARIANT]
+        for node in own:
+            if node.op not in LIGHT or any(id(v) in values for v in node.inputs):
+                found.add(id(node))
+                values.update(id(v) for v in node.outputs)
+        needed = {id(v) for node in own if id(node) in found for v in node.inputs}
+        for node in reversed(own):
+            if id(node) not in found and any(id(v) in needed for v in node.outputs):
+                found.add(id(node))
+                needed.update(id(v) for v in node.inputs)
+        return found
+
+    def _rows(self, moving: set[int]) -> set[int]:
+        """Nodes that depend on per-iteration data and lead to a linear through ops that can be batched."""
+        makers = {id(v): node for node in self.body.nodes for v in node.outputs}
+
+        def chain(node: Node) -> list[Node] | None:
+            """The node and all its makers that depend on data or stay otherwise; None if one cannot be batched."""
+            if node.op not in BATCHED or self._level(node.outputs[0]) == CARRIED:
+                return None
+            found = [node]
+            for v in node.inputs:
+                maker = makers.get(id(v))
+                if maker is None:
+                    if "*" in v.name and id(v) not in self.data:
+                        return None
+                elif id(maker) not in moving:
+                    more = chain(maker)
+                    if more is None:
+                        return None
+                    found += more
+            return found
+
+        rows: set[int] = set()
+        for node in self.body.nodes:
+            if node.op == "linear" and self._level(node.outputs[0]) == DATA and (found := chain(node)) is not None:
+                rows.update(map(id, found))
+        return rows
+
+    def _outside(self, v: Value) -> Value:
+        """The invariant `v` of the body as a value of `out`; a parameter is declared there."""
+        if id(v) not in self.outer:
+            if v.name in self.body.layouts:
+                self.out.layouts[v.name] = self.body.layouts[v.name]
+            self.outer[id(v)] = self.out.params.setdefault(v.name, v)
+        return self.outer[id(v)]
+
+    def _move(self, node: Node) -> None:
+        """The node as it is, on the values outside."""
+        results = tuple(Value(f"%{next(self.out.serial)}", v.type) for v in node.outputs)
+        self.out.nodes.append(replace(node, inputs=tuple(map(self._outside, node.inputs)), outputs=results))
+        self.outer.update(zip(map(id, node.outputs), results, strict=True))
+
+    def _batch(self, node: Node) -> None:
+        """The node for all iterations at once."""
+        operands = [self._outside(v) for v in node.inputs]
+        weights = len(operands) > 1 and node.op == "linear"
+        for i, (v, value) in enumerate(zip(node.inputs, operands, strict=True)):
+            if id(v) not in self.data and not (weights and i):
+                before = value.type.axes[0] if value.type.axes else None
+                operands[i] = emit(self.out, "expand", value, axis=self.plan.axis, size=self.plan.count, before=before)
+        result = emit(self.out, node.op, *operands, **node.attrs)
+        self.outer[id(node.outputs[0])] = result
+        self.data.add(id(node.outputs[0]))
+
+    def _divide(self, node: Node) -> Node:
+        """A repeat within the body loses what does not depend on the outer iteration to a repeat outside."""
+        plan: Repeat = node.plan["repeat"]
+        inner = plan.body
+        levels = {id(v): self._level(x) for v, x in zip(inner.inputs.values(), node.inputs, strict=True)}
+        levels |= {id(v): CARRIED for v in list(inner.inputs.values())[: plan.num_carries]}
+        levels |= {id(v): INVARIANT for v in inner.params.values()}
+        for n in inner.nodes:
+            level = max((levels[id(v)] for v in n.inputs), default=INVARIANT)
+            levels |= {id(v): level for v in n.outputs}
+        moving = self._moving(inner.nodes, levels)
+        if not moving:
+            return node
+        gone = [n for n in inner.nodes if id(n) in moving]
+        left = [n for n in inner.nodes if id(n) not in moving]
+        made = {id(v): v for n in gone for v in n.outputs}
+        wanted = {id(v) for n in left for v in n.inputs} | {id(v) for v in inner.outputs.values()}
+        results = [v for v in made.values() if id(v) in wanted]
+        read = {id(v) for n in gone for v in n.inputs}
+        names = list(inner.inputs)
+        fixed = plan.num_carries + plan.num_invariants
+        taken = [i for i, v in enumerate(inner.inputs.values()) if id(v) in read]
+        apart = Graph(f"{inner.name}.once", mesh=inner.mesh, nodes=gone)
+        apart.inputs = {names[i]: inner.inputs[names[i]] for i in taken}
+        apart.params = {n: v for n, v in inner.params.items() if id(v) in read}
+        apart.layouts = {n: inner.layouts[n] for n in apart.params if n in inner.layouts}
+        apart.outputs = {f"once_{i}": v for i, v in enumerate(results)}
+        stacked = [Type((plan.axis, *v.type.axes), (plan.count, *v.type.shape), v.type.dtype) for v in results]
+        outside = tuple(Value(f"%{next(self.out.serial)}", t) for t in stacked)
+        entering = [Value(v.name, v.type) for v in outside]  # the same values on their way through the outer body
+        self.outer.update(zip(map(id, entering), outside, strict=True))
+        invariants = sum(i < fixed for i in taken)
+        operands = tuple(self._outside(node.inputs[i]) for i in taken)
+        once = {"repeat": Repeat(apart, plan.count, 0, invariants, plan.axis)}
+        self.out.nodes.append(Node("repeat", operands, outside, node.attrs, once))
+
+        keep = [i for i, v in enumerate(inner.inputs.values()) if i < plan.num_carries or id(v) in wanted]
+        entered = _named(results)
+        rest = replace(inner, nodes=_reading(left, entered))
+        rest.params = {n: v for n, v in inner.params.items() if id(v) in wanted}
+        rest.layouts = {n: inner.layouts[n] for n in rest.params if n in inner.layouts}
+        rest.inputs = {names[i]: inner.inputs[names[i]] for i in keep} | {v.name: v for v in entered.values()}
+        rest.outputs = {n: entered.get(id(v), v) for n, v in inner.outputs.items()}
+        invariants = sum(plan.num_carries <= i < fixed for i in keep)
+        operands = (*(node.inputs[i] for i in keep), *entering)
+        return replace(node, inputs=operands, plan={"repeat": replace(plan, body=rest, num_invariants=invariants)})
+
+    def _finish(self, kept: list[Node]) -> None:
+        """The repeat without what left it; what is still read of that enters as an invariant or as data."""
+        plan, body = self.plan, self.body
+        made = {id(v) for node in kept for v in node.outputs}
+        read = {id(v): v for node in kept for v in node.inputs} | {id(v): v for v in body.outputs.values()}
+        names = {id(v): n for n, v in body.inputs.items()}
+        carries = self.inputs[: plan.num_carries]
+        entering = [v for v in self.inputs[plan.num_carries :] if id(v) in read]
+        params = {id(v) for v in body.params.values()}
+        hoisted = [v for i, v in read.items() if i not in made and i not in names and i not in params]
+        invariants = [v for v in entering + hoisted if id(v) not in self.data]
+        data = [v for v in entering + hoisted if id(v) in self.data]
+        entered = _named(hoisted)
+        inner = replace(body, nodes=_reading(kept, entered))
+        inner.params = {n: v for n, v in body.params.items() if id(v) in read}
+        inner.layouts = {n: body.layouts[n] for n in inner.params if n in body.layouts}
+        inside = [entered.get(id(v), v) for v in (*carries, *invariants, *data)]
+        inner.inputs = {names.get(id(v), v.name): v for v in inside}
+        inner.outputs = {n: entered.get(id(v), v) for n, v in body.outputs.items()}
+        operands = (*self.node.inputs[: plan.num_carries], *(self.outer[id(v)] for v in (*invariants, *data)))
+        rest = replace(plan, body=inner, num_invariants=len(invariants))
+        self.out.nodes.append(replace(self.node, inputs=operands, plan={"repeat": rest}))
+
+
+def _named(values: list[Value]) -> dict[int, Value]:
+    """The inputs as which hoisted values enter a body."""
+    return {id(v): Value(f"hoisted_{i}", v.type) for i, v in enumerate(values)}
+
+
+def _reading(nodes: list[Node], entered: dict[int, Value]) -> list[Node]:
+    return [replace(node, inputs=tuple(entered.get(id(v), v) for v in node.inputs)) for node in nodes]

@@ -1,0 +1,78 @@
+"""loop: the graph of one step becomes the graph of all steps, and comes apart for a backend that runs step by step.
+
+Decides nothing about what leaves the loop: that is `hoist`, which runs in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ltx2rt.errors import GraphError
+from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value
+from ltx2rt.graph.verify import verify
+
+STEPS = "steps"
+
+
+def looped(step: Graph, name: str, count: int, state: Sequence[str], data: Sequence[str]) -> Graph:
+    """`count` runs of `step`.
+
+    state: inputs that the outputs of the same names replace; data: inputs of which every step has its own, with the
+    leading axis "steps" in the result's inputs. Outputs: the last state, and of everything else all steps' results.
+    """
+    rest = [n for n in step.inputs if n not in state and n not in data]
+    results = [*state, *(n for n in step.outputs if n not in state)]
+    body = replace(
+        step,
+        inputs={n: step.inputs[n] for n in (*state, *rest, *data)},
+        outputs={n: step.outputs[n] for n in results},
+    )
+
+    def stacked(type: Type) -> Type:
+        return Type((STEPS, *type.axes), (count, *type.shape), type.dtype)
+
+    graph = Graph(name, mesh=step.mesh)
+    graph.inputs = {n: Value(n, stacked(v.type) if n in data else v.type) for n, v in body.inputs.items()}
+    typed = [v.type if n in state else stacked(v.type) for n, v in body.outputs.items()]
+    values = tuple(Value(f"%{next(graph.serial)}", t) for t in typed)
+    plan = {"repeat": Repeat(body, count, len(state), len(rest), STEPS)}
+    graph.nodes = [Node("repeat", tuple(graph.inputs.values()), values, {"count": count}, plan)]
+    graph.outputs = dict(zip(results, values, strict=True))
+    verify(graph)
+    return graph
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A loop taken apart. `before` runs once; its outputs are inputs of `body`, by the body's names.
+
+    Every other input of the body is the graph's input of the same name. state, data: the body's inputs that change
+    from step to step; of the data, `body` takes one step's slice.
+    """
+
+    before: Graph
+    body: Graph
+    count: int
+    state: tuple[str, ...]
+    data: tuple[str, ...]
+
+
+def taken_apart(graph: Graph) -> Parts:
+    """Requires that the graph ends in its loop over steps, whose results are its outputs. Raises GraphError."""
+    *before, last = graph.nodes
+    if last.op != "repeat" or last.plan["repeat"].axis != STEPS:
+        raise GraphError(f"{graph.name}: does not end in a loop over steps")
+    plan: Repeat = last.plan["repeat"]
+    names = list(plan.body.inputs)
+    computed = {id(v) for node in before for v in node.outputs}
+    first = Graph(f"{graph.name}.before", mesh=graph.mesh, params=graph.params, layouts=graph.layouts, nodes=before)
+    first.outputs = {n: v for n, v in zip(names, last.inputs, strict=True) if id(v) in computed}
+    read = {id(v) for node in before for v in node.inputs}
+    first.inputs = {n: v for n, v in graph.inputs.items() if id(v) in read}
+    for n, v in zip(names, last.inputs, strict=True):
+        if id(v) not in computed and n != v.name:
+            raise GraphError(f"{graph.name}: the loop's input {n} is the graph's {v.name}")
+    verify(first)
+    state, fixed = plan.num_carries, plan.num_carries + plan.num_invariants
+    return Parts(first, plan.body, plan.count, tuple(names[:state]), tuple(names[fixed:]))

@@ -1,0 +1,111 @@
+"""hoist and loop: all steps in one graph equal the step called again and again, and what need not repeat does not."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from placed_cases import case
+
+from ltx2rt.graph import trace
+from ltx2rt.models.guided_step import PER_STEP, STATE
+from ltx2rt.passes.hoist import hoist
+from ltx2rt.passes.loop import looped, taken_apart
+from ltx2rt.passes.pack import pack
+from ltx2rt.placement.profiles import PROFILES, placed_loop
+from ltx2rt.testing import random_params, relative_l2, run_graph
+
+SIGMAS = np.array([[1, 0.8], [0.8, 0.5], [0.5, 0.2]], np.float32)
+CLOSE = 1e-5  # three float32 steps: matrix products in other batches
+
+
+def step_by_step(one) -> dict[str, np.ndarray]:
+    """The oracle: the state after the last step, and every step's x0."""
+    state, found = {n: one.inputs[n] for n in STATE}, []
+    for pair in SIGMAS:
+        found.append(run_graph("numpy", one.graph, one.params, one.inputs | state | {"sigmas": pair}))
+        state = {n: found[-1][n] for n in STATE}
+    return state | {n: np.stack([f[n] for f in found]) for n in one.graph.outputs if n not in STATE}
+
+
+def all_steps(one):
+    return looped(one.graph, "denoise", len(SIGMAS), STATE, PER_STEP)
+
+
+def in_loop(graph) -> Counter:
+    """Ops that run in every step, by op."""
+    return Counter(node.op for node, _ in taken_apart(graph).body.walk())
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_the_loop_equals_its_steps_hoisted_or_not(generation):
+    one = case(f"guided-{generation}")
+    expected = step_by_step(one)
+    for graph in (all_steps(one), hoist(all_steps(one)), pack(hoist(all_steps(one)))):
+        actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": SIGMAS})
+        for name in expected:
+            assert relative_l2(actual[name], expected[name]) <= CLOSE, name
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}])
+def test_the_placed_loop_equals_its_steps(mesh):
+    one = case("guided-2.0")
+    graph = placed_loop(one.graph, PROFILES["cpu"], mesh, len(SIGMAS))
+    sigmas = np.concatenate([SIGMAS, np.repeat(SIGMAS[-1:], graph.inputs["sigmas"].type.shape[0] - len(SIGMAS), 0)])
+    actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": sigmas})
+    expected = step_by_step(one)
+    for name in ("video_x0", "audio_x0"):  # the state goes on through the empty slots
+        assert relative_l2(actual[name][: len(SIGMAS)], expected[name]) <= CLOSE, name
+
+
+def test_rope_tables_and_modulation_rows_leave_the_loop():
+    one = case("guided-2.3")
+    before, after = in_loop(all_steps(one)), in_loop(hoist(all_steps(one)))
+    assert after["sinusoid"] == 0 < before["sinusoid"]
+    assert before["take"] - after["take"] == 12  # cos and sin of three video axes, and of three tables of one axis
+    assert all(node.op != "rope" for node in hoist(all_steps(one)).nodes)
+
+
+def test_a_prompt_that_no_timestep_modulates_is_projected_once():
+    one = case("guided-2.0")
+    graph = hoist(all_steps(one))
+    blocks = next(node.plan["repeat"] for node in graph.nodes if node.op == "repeat").body
+    names = {v.name.split("transformer_blocks.*.")[1] for v in blocks.params.values()}
+    parts = ("to_k.weight", "to_k.bias", "to_v.weight", "to_v.bias", "k_norm.weight")
+    assert names == {f"{s}attn2.{part}" for s in ("", "audio_") for part in parts}
+    left = taken_apart(graph).body.all_params()
+    assert not any("attn2.to_k" in name or "caption" in name for name in left)
+    modulated = hoist(all_steps(case("guided-2.3")))
+    assert any("attn2.to_k" in name for name in taken_apart(modulated).body.all_params())
+
+
+def test_every_parameter_is_read_before_the_loop_or_in_it():
+    one = case("guided-2.3")
+    graph = hoist(all_steps(one))
+    parts = taken_apart(graph)
+    assert graph.parameters() == one.graph.parameters()
+    assert parts.before.parameters() | parts.body.parameters() == one.graph.parameters()
+
+
+def test_a_body_that_depends_on_its_state_alone_keeps_everything():
+    def step(o):
+        x = o.input("x", D=4)
+        return {"x": o.linear(x, "proj", {"D": 4})}
+
+    graph = looped(trace("step", step, "float32"), "steps", 3, ("x",), ())
+    assert [node.op for node in hoist(graph).nodes] == ["repeat"]
+
+
+def test_rows_of_all_steps_are_one_product():
+    def step(o):
+        x, t = o.input("x", D=4), o.input("t", levels=2)
+        row = o.linear(o.cast(o.sinusoid(t, size=8), dtype="float32"), "rows", {"D": 4})
+        return {"x": o.add(x, o.at(o.silu(row), axis="levels", index=1))}
+
+    graph = looped(trace("step", step, "float32"), "steps", 3, ("x",), ("t",))
+    moved = hoist(graph)
+    (product,) = [node for node in moved.nodes if node.op == "linear"]
+    assert product.outputs[0].type.axes == ("steps", "levels", "D")
+    params, rng = random_params(graph), np.random.default_rng(0)
+    inputs = {"x": rng.standard_normal(4, np.float32), "t": rng.random((3, 2), np.float32)}
+    actual, expected = (run_graph("numpy", g, params, inputs)["x"] for g in (moved, graph))
+    assert relative_l2(actual, expected) <= CLOSE
