@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph, Type
+from ltx2rt.graph.ir import Graph
 
 
 class TensorSource(Protocol):
@@ -51,6 +51,9 @@ class Loop(Protocol):
         inputs: the graph's, data whole (all steps of the graph first), however many of them run.
         """
         ...
+
+
+Call = tuple[Program, Any, Mapping[str, Any]]  # a program, its weights, its inputs
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,13 @@ class Backend(Protocol):
         """a [m, r] @ b [r, n] with float32 accumulation, rounded once to a's dtype, on the device."""
         ...
 
-    def on(self, rank: int, work: Callable[[], Any], type: Type) -> Any:
-        """work() on process `rank`; the main process gets its result, of `type`, as what `to_host` takes, and the
-        others None. Every process must make the same calls in the same order."""
+    def each(self, calls: Iterable[Call], output: str) -> Iterator[Any]:
+        """The output of every call, in order, as what `to_host` takes; all devices share the calls.
+
+        On a process that is not the main one, None for each. Every process must iterate over the same calls. A result
+        is handed out once as many later calls are under way as keep the devices busy. Inputs and the output lead with
+        an axis B.
+        """
         ...
 
     def to_host(self, array: Any) -> np.ndarray:
@@ -104,7 +111,7 @@ class Backend(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has finished, and until what `on` sends has been taken."""
+        """Wait until the device has finished, and until what `each` sends has been taken."""
         ...
 
     def device(self) -> DeviceInfo: ...

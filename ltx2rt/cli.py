@@ -102,8 +102,12 @@ def _join(args: argparse.Namespace) -> launch.Crew | None:
 
 def _outputs(args: argparse.Namespace) -> list[Path]:
     """The files that generate or probe writes."""
-    names = ("output", "latents_out", "report", "outputs")
-    return [path for name in names if (path := getattr(args, name, None)) is not None]
+    names = ("latents_out", "report", "outputs")
+    found = [path for name in names if (path := getattr(args, name, None)) is not None]
+    if not hasattr(args, "num_videos"):
+        return found
+    seed = args.seed or 0
+    return found + asked.video_files(args.output, range(seed, seed + args.num_videos))
 
 
 def _inputs(args: argparse.Namespace) -> list[Path]:
@@ -203,6 +207,8 @@ def _generate_flags(to: argparse.ArgumentParser) -> None:
     steps = "of the guided stage (default: 40 for 2.0, 30 for 2.3); distilled has its own 8"
     to.add_argument("--steps", type=int, metavar="N", help=steps)
     to.add_argument("--seed", type=int, metavar="N", help="default: drawn, and reported")
+    videos_help = "videos of seeds N, N+1, ... in one batch, each in FILE-SEED.mp4 (default: 1)"
+    to.add_argument("--num-videos", type=int, default=1, metavar="N", help=videos_help)
     image_help = "condition a pixel frame on an image, strength 1.0"
     to.add_argument("--image", nargs="+", action="extend", default=[], metavar="FILE:FRAME[:STRENGTH]", help=image_help)
     to.add_argument("--image-crf", type=int, metavar="N", help="H.264 recompression of images, 0 = off (default: 33)")
@@ -328,6 +334,7 @@ def generate_request(args: argparse.Namespace) -> asked.Request:
         fps=asked.parse_fps(args.fps),
         steps=args.steps,
         seed=args.seed,
+        num_videos=args.num_videos,
         images=tuple(map(asked.parse_image, args.image)),
         image_crf=args.image_crf,
         video_guidance=asked.GuidanceScales(args.video_cfg, args.video_stg, args.video_modality, args.video_rescale),
@@ -347,6 +354,9 @@ def generate(args: argparse.Namespace) -> int | None:
     request = generate_request(args)
     asked.check(request)  # before torch or jax is imported, which takes seconds
     if (count := _ranks_to_start(args)) > 1:
+        if args.num_videos > 1 and args.seed is None:  # it names the files
+            args.seed = asked.draw_seed()
+            args.argv = [*args.argv, "--seed", str(args.seed)]
         return launch.start(args.argv, count, _outputs(args))
     from ltx2rt.pipeline import generate
 

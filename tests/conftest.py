@@ -150,6 +150,24 @@ def generate_on_ranks(tmp_path_factory) -> Callable[..., Run]:
 
 
 @pytest.fixture(scope="session")
+def generate_on_devices(tmp_path_factory) -> Callable[..., Run]:
+    """generate_on_devices(count, model, *flags) -> Run of JAX on virtual CPU devices, in a process of its own."""
+    cache = tmp_path_factory.mktemp("xla")
+
+    def call(count: int, model: Path, *flags: object) -> Run:
+        folder = tmp_path_factory.mktemp("devices")
+        argv = [sys.executable, "-m", "ltx2rt", *Job("tpu", model, flags).argv(folder)]
+        # More devices than cores: a thread may come late to a rendezvous, which XLA takes for a deadlock after 40 s.
+        patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+        xla = f"--xla_force_host_platform_device_count={count} {patience}"
+        env = os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600)
+        return Run(ran.returncode, ran.stdout, ran.stderr, folder)
+
+    return call
+
+
+@pytest.fixture(scope="session")
 def images(tmp_path_factory) -> tuple[Path, Path]:
     """Two unlike images, neither of a clip's size."""
     from PIL import Image

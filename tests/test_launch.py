@@ -1,6 +1,5 @@
 """Several ranks on this host: what they agree on, who speaks and writes, how they end, and what they leave behind."""
 
-import itertools
 import json
 import os
 import signal
@@ -17,11 +16,12 @@ import torch
 
 from ltx2rt import launch
 from ltx2rt.errors import InputError
+from ltx2rt.graph import trace
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.partial import partial_path
 from ltx2rt.pipeline.networks import Networks
 from ltx2rt.pipeline.request import ModelOptions
-from ltx2rt.pipeline.tiling import decode_tiles, plan_tiles
+from ltx2rt.pipeline.tiling import blend_tiles, plan_tiles, tile_latents
 from ltx2rt.weights.checkpoint import open_checkpoint
 
 FLAGS = "--backend cuda --device cpu --prompt x --width 64 --height 64 --fps 48 --image-crf 0".split()  # noqa: SIM905
@@ -108,7 +108,7 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     latent = load_file(latents)["video_latent"]
     tiling = plan_tiles("auto", latent.shape[2:], networks.config.video_vae)
     assert len(tiling.frames) == 3
-    frames = decode_tiles(latent, tiling, networks.decode_tile, backend.to_host)
+    frames = blend_tiles(networks.decode_tiles(tile_latents(latent, tiling)), tiling, backend.to_host)
     write_mp4(
         tmp_path / "one.mp4", frames, num_frames=161, fps=Fraction(48), sample_rate=networks.config.vocoder.sample_rate
     )
@@ -245,9 +245,10 @@ def test_a_death_in_a_step_ends_all(flags, tmp_path, victim, number, status, mes
 BROKEN = """
 import os, sys, time
 from ltx2rt.cli import main
+from ltx2rt.graph import trace
 from ltx2rt.pipeline.networks import Networks
 rank, how = int(os.environ["RANK"]), sys.argv.pop(1)
-decode, calls = Networks.decode_tile, []
+decode, calls = Networks.decoder_call, []
 def broken(self, *args):
     if how == "raise" and rank == 1:
         raise RuntimeError("a bad day")
@@ -256,7 +257,7 @@ def broken(self, *args):
         print("hanging", flush=True)
         time.sleep(600)
     return decode(self, *args)
-Networks.decode_tile = broken
+Networks.decoder_call = broken
 sys.exit(main())
 """
 
@@ -287,6 +288,7 @@ def test_the_survivor_of_rank_0_removes_its_unfinished_file(flags, tmp_path):
 LOADING = """
 import os, sys, time
 from ltx2rt.cli import main
+from ltx2rt.graph import trace
 from ltx2rt.pipeline.networks import Networks
 weights = Networks.weights
 def slow(self, *args):
@@ -343,5 +345,7 @@ def test_on_one_device_every_rank_is_this_process():
 
     backend = get_backend("cuda", "cpu")
     assert backend.is_main and backend.num_processes == 1
-    turns = itertools.cycle(range(backend.num_processes))
-    assert [float(backend.on(next(turns), lambda: torch.ones(()), None)) for _ in range(3)] == [1, 1, 1]
+    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
+    program = backend.lower(graph)
+    calls = [(program, {}, {"x": np.array([i], np.float32)}) for i in range(3)]
+    assert [float(backend.to_host(y)[0]) for y in backend.each(calls, "y")] == [0, 2, 4]

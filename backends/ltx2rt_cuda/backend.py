@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import partial
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any
 
@@ -245,10 +248,19 @@ class CudaBackend:
         product = to_torch(a).to(self.torch_device, torch.float32) @ to_torch(b).to(self.torch_device, torch.float32)
         return product.cpu().numpy().astype(a.dtype, copy=False)
 
-    def on(self, rank: int, work: Callable[[], torch.Tensor], type: Type) -> torch.Tensor | Arriving | None:
+    def each(self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str) -> Iterator[Any]:
+        """Processes take calls in turn; the main one gets the results sent."""
+        queue: deque[Any] = deque()
+        for turn, (program, weights, inputs) in zip(cycle(range(self.num_processes)), calls, strict=False):
+            queue.append(self._on(turn, partial(program, weights, inputs), output, program.graph.outputs[output].type))
+            if len(queue) >= max(2, self.num_processes):
+                yield queue.popleft()
+        yield from queue
+
+    def _on(self, rank: int, work: Callable[[], Tensors], output: str, type: Type) -> torch.Tensor | Arriving | None:
         here = self.position.rank
         if rank == here:
-            result = work()
+            result = work()[output]
             if self.is_main:
                 return result
             self._await_sent()

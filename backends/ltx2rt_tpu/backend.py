@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from itertools import groupby, islice
 from threading import Thread
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import Array, lax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -61,6 +63,7 @@ class Program:
         self.graph, self.place, self.unrolled = graph, place, unrolled
         self.names = list(graph.all_params())
         self.function = jax.jit(self._run)
+        self.shared: Any = None  # the same with every device at work on inputs of its own
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         """The graph; on a mesh under shard_map, so that XLA communicates what the graph says and nothing else."""
@@ -84,6 +87,31 @@ class Program:
         # device_put also commits: jit compiles once more for an argument that is not committed to its device.
         typed = value.astype(spec.dtype) if isinstance(value, Array) else np.asarray(value, NUMPY_DTYPES[spec.dtype])
         return jax.device_put(typed, self.place)
+
+    def together(self, weights: Weights, several: list[Mapping[str, Any]], output: str) -> list[Any]:
+        """`output` for each of several inputs, at most as many as there are devices; weights are whole on each.
+
+        Nothing communicates, unless a device is another process's: then the results are gathered.
+        """
+        place = self.place
+        if not isinstance(place, NamedSharding):
+            return [self(weights, inputs)[output] for inputs in several]
+        axes, count = P(place.mesh.axis_names), place.mesh.size
+        own = NamedSharding(place.mesh, axes)
+        stacked = {}
+        for name, v in self.graph.inputs.items():
+            rows = [np.asarray(inputs[name], NUMPY_DTYPES[v.type.dtype]) for inputs in several]
+            empty = [np.zeros_like(rows[0])] * (count - len(rows))
+            stacked[name] = jax.device_put(np.concatenate([*rows, *empty]), own)
+        if self.shared is None:
+            spread = jax.shard_map(self._local, mesh=place.mesh, in_specs=(P(), axes), out_specs=axes, check_vma=False)
+            self.shared = jax.jit(spread)
+        y = self.shared(self._weights(weights), stacked)[output]
+        if not y.is_fully_addressable:
+            whole = multihost_utils.process_allgather(y, tiled=True)
+            return np.split(whole, count)[: len(several)]
+        shards = sorted(y.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        return [shard.data for shard in shards[: len(several)]]
 
     def _weights(self, weights: Weights) -> Weights:
         return {name: weights[name] for name in self.names}
@@ -271,8 +299,18 @@ class TpuBackend:
         wide = (jax.device_put(np.asarray(x, np.float32), self.jax_device) for x in (a, b))
         return np.array(jnp.matmul(*wide, precision=lax.Precision.HIGHEST), a.dtype)  # a copy: JAX's own is read-only
 
-    def on(self, rank: int, work: Callable[[], Array], type: Type) -> Array:
-        return work()  # one process has all devices
+    def each(self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str) -> Iterator[Any]:
+        """Consecutive calls of one program run together, one on each device."""
+        devices = self.place.mesh.size if isinstance(self.place, NamedSharding) else 1
+        before: list[Any] = []
+        for _, same in groupby(calls, key=lambda call: id(call[0])):
+            same = iter(same)
+            while batch := list(islice(same, devices)):
+                program, weights, _ = batch[0]
+                now = program.together(weights, [inputs for *_, inputs in batch], output)
+                yield from before
+                before = now
+        yield from before
 
     def to_host(self, array: Array) -> np.ndarray:
         host = np.asarray(array)

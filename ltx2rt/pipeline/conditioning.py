@@ -37,18 +37,18 @@ class ModalityState:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[1, T, C], appended tokens included: the shape of the noise."""
+        """[1, T, C], appended tokens included: the shape of one video's noise."""
         return self.clean.shape
 
     def initial(self, noise: np.ndarray, noise_scale: float, start: np.ndarray | None = None) -> np.ndarray:
-        """The latent at the first sigma: (1-m)*clean + m*((1-nu)*start + nu*noise), f32[1, T, C].
+        """The latents at the first sigma: (1-m)*clean + m*((1-nu)*start + nu*noise), f32[videos, T, C].
 
-        noise: f32[1, T, C]. start: f32[1, targets, C], zeros if None; appended tokens start from zero.
+        noise: f32[videos, T, C]. start: f32[videos, targets, C], zeros if None; appended tokens start from zero.
         """
-        if noise.shape != self.shape:
-            raise ValueError(f"noise: shape {list(noise.shape)}, expected {list(self.shape)}")
+        if noise.shape[1:] != self.shape[1:]:
+            raise ValueError(f"noise: shape {list(noise.shape)}, expected [videos, {self.shape[1]}, {self.shape[2]}]")
         nu = np.float32(noise_scale)
-        full = np.zeros(self.shape, np.float32)
+        full = np.zeros(noise.shape, np.float32)
         if start is not None:
             full[:, : self.num_target_tokens] = start
         return (1 - self.mask) * self.clean + self.mask * ((1 - nu) * full + nu * noise)

@@ -35,7 +35,7 @@ from ltx2rt.pipeline.report import Stopwatch, write_report
 from ltx2rt.pipeline.request import Request, check, resolve
 from ltx2rt.pipeline.stages import Stage, plan_stages
 from ltx2rt.pipeline.text import PROMPT_TOKENS, tokenize
-from ltx2rt.pipeline.tiling import Tiling, decode_tiles, plan_tiles, tile_latents
+from ltx2rt.pipeline.tiling import Tiling, blend_tiles, plan_tiles, tile_latents
 from ltx2rt.pipeline.work import run_work
 from ltx2rt.placement.plan import StageCost, cost, peak
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
@@ -67,7 +67,7 @@ class Plan:
 
 @dataclass
 class Latents:
-    """The latents between stages, normalised: video [1,C,f,h,w], audio [1,8,n,16]."""
+    """The latents between stages, normalised: video [videos,C,f,h,w], audio [videos,8,n,16]."""
 
     video: np.ndarray | None = None
     audio: np.ndarray | None = None
@@ -131,8 +131,9 @@ def _plan_stage(networks: Networks, request: Request, stage: Stage) -> StagePlan
     blank = np.zeros((1, geometry.video_channels, 1, geometry.rows, geometry.columns), np.float32)
     video = video_state(geometry, [ImageLatent(blank, i.frame, i.strength) for i in request.images])
     audio = audio_state(geometry)
-    structure, _ = networks.step_structure(stage.branches, video, audio, PROMPT_TOKENS)
-    return StagePlan(stage, geometry, structure, {"video": video.shape, "audio": audio.shape})
+    structure, _ = networks.step_structure(stage.branches, video, audio, PROMPT_TOKENS, request.num_videos)
+    noise = {m: (request.num_videos, *state.shape[1:]) for m, state in (("video", video), ("audio", audio))}
+    return StagePlan(stage, geometry, structure, noise)
 
 
 def _check_noise(path: Path | None, stages: tuple[StagePlan, ...]) -> None:
@@ -197,22 +198,23 @@ def generate(plan: Plan) -> None:
         with watch.apart("warmup"):
             warm_up(plan)
     latents = Latents(keep=main and request.latents_out is not None)
-    waveform = produce_latents(plan, watch, latents)
-    frames = produce_frames(plan, watch, latents)
+    waveforms = produce_latents(plan, watch, latents)
+    videos = produce_frames(plan, watch, latents)
     if not main:
-        deque(frames, maxlen=0)
+        deque(videos, maxlen=0)
         return
     with ExitStack() as undo:  # a failed run leaves none of its files
-        write_mp4(
-            request.output,
-            frames,
-            num_frames=request.num_frames,
-            fps=request.fps,
-            waveform=waveform,
-            sample_rate=networks.config.vocoder.sample_rate,
-            comment=_metadata(plan) if request.metadata else None,
-        )
-        undo.callback(request.output.unlink)
+        for i, (output, frames) in enumerate(zip(request.outputs, videos, strict=True)):
+            write_mp4(
+                output,
+                frames,
+                num_frames=request.num_frames,
+                fps=request.fps,
+                waveform=None if waveforms is None else waveforms[i],
+                sample_rate=networks.config.vocoder.sample_rate,
+                comment=_metadata(plan, request.seed + i) if request.metadata else None,
+            )
+            undo.callback(output.unlink)
         if request.latents_out:
             write_arrays(request.latents_out, latents.record)
             undo.callback(request.latents_out.unlink)
@@ -228,7 +230,8 @@ def generate(plan: Plan) -> None:
             )
             write_report(request.report, facts)
         undo.pop_all()
-    print(watch.closing_line(request.output, request.seed))
+    for i, output in enumerate(request.outputs):
+        print(watch.closing_line(output, request.seed + i))
 
 
 def _announce(plan: Plan) -> None:
@@ -252,12 +255,13 @@ def warm_up(plan: Plan) -> None:
     loading, networks.loading = networks.loading, nullcontext
     latents = Latents()
     produce_latents(short, silent, latents)
-    deque(produce_frames(short, silent, latents), maxlen=0)
+    for frames in produce_frames(short, silent, latents):
+        deque(frames, maxlen=0)
     networks.loading = loading
 
 
 def produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarray | None:
-    """All stages up to the decoder. Leaves the final latents in `latents`, returns the waveform [2,N] if wanted."""
+    """All stages up to the decoder. Leaves the latents in `latents`, returns the waveforms [videos,2,N] if wanted."""
     request, networks = plan.request, plan.networks
     prompts = [request.prompt, request.negative_prompt or ""][: _num_prompts(plan.stages)]
     networks.weights("text-encoder", plan.graphs["text-encoder"])
@@ -272,7 +276,7 @@ def produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarra
         if latents.video is not None:
             networks.weights("upsampler", plan.graphs["upsampler"])
             with watch.stage("upsample"):
-                latents.video = networks.upsample(latents.video)
+                latents.video = np.concatenate([networks.upsample(x) for x in _videos(latents.video)])
             latents.put("upsampled", latents.video)
         video, audio = denoise_stage(plan, s, contexts, images, latents, watch)
         latents.video = unpack_video(video, s.geometry)
@@ -287,9 +291,14 @@ def produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarra
     networks.weights("audio-decoder", plan.graphs["audio-decoder"])
     networks.weights("vocoder", plan.graphs["vocoder"])
     with watch.stage("audio"):
-        waveform = networks.decode_audio(latents.audio)[1][0]
-    latents.put("waveform", waveform)
-    return waveform
+        waveforms = np.concatenate([networks.decode_audio(x)[1] for x in _videos(latents.audio)])
+    latents.put("waveform", waveforms if request.num_videos > 1 else waveforms[0])
+    return waveforms
+
+
+def _videos(latents: np.ndarray) -> list[np.ndarray]:
+    """One after the other, each with an axis of 1 in front."""
+    return np.split(latents, len(latents))
 
 
 def _encode_images(plan: Plan, s: StagePlan) -> list[ImageLatent]:
@@ -309,13 +318,15 @@ def denoise_stage(
     latents: Latents,
     watch: Stopwatch,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Noise, mix with the start and the images, denoise; returns target tokens of video and audio, [1,T,C] each.
+    """Noise, mix with the start and the images, denoise; returns target tokens of video and audio, [videos,T,C].
 
     The first stage starts from zeros under full noise; a later one from `latents` under noise of its first sigma.
     """
     request, networks, stage = plan.request, plan.networks, s.stage
     states: dict[str, ModalityState] = {"video": video_state(s.geometry, images), "audio": audio_state(s.geometry)}
-    structure, feeds = networks.step_structure(stage.branches, states["video"], states["audio"], PROMPT_TOKENS)
+    structure, feeds = networks.step_structure(
+        stage.branches, states["video"], states["audio"], PROMPT_TOKENS, request.num_videos
+    )
     assert structure == s.structure, f"{stage.name}: planned {s.structure}, found {structure}"
     start = {
         "video": None if latents.video is None else pack_video(latents.video),
@@ -323,7 +334,7 @@ def denoise_stage(
     }
     initial = {}
     for m, state in states.items():
-        noise = _noise(request, f"{stage.name}.{m}", state.shape)
+        noise = _noise(request, f"{stage.name}.{m}", state.shape[1:])
         initial[m] = state.initial(noise, float(stage.sigmas[0]), start[m])
         latents.put(f"{stage.name}.{m}.noise", noise)
         latents.put(f"{stage.name}.{m}.start", initial[m])
@@ -347,55 +358,58 @@ def denoise_stage(
                 values = {"video.steps": last.video, "audio.steps": last.audio}
                 values |= {"video.x0": last.video_x0, "audio.x0": last.audio_x0}
                 for name, value in values.items():
-                    trail.setdefault(f"{stage.name}.{name}", []).append(host(value)[0])
+                    trail.setdefault(f"{stage.name}.{name}", []).append(host(value))
         assert last is not None
         video, audio = (states[m].clear(host(x)) for m, x in (("video", last.video), ("audio", last.audio)))
-    for name, values in trail.items():
-        latents.put(name, np.stack(values))
+    for name, values in trail.items():  # [steps,T,C] of one video, [videos,steps,T,C] of several
+        steps_of = np.stack(values, axis=1)
+        latents.put(name, steps_of if request.num_videos > 1 else steps_of[0])
     return video, audio
 
 
 def _noise(request: Request, stream: str, shape: tuple[int, ...]) -> np.ndarray:
+    """f32[videos, *shape], every video's of its own seed."""
     if request.noise_in is not None:
         return TensorFile(request.noise_in).read(stream).astype(np.float32)
-    assert request.seed is not None
-    return standard_normal(request.seed, stream, shape)
+    return np.stack([standard_normal(seed, stream, shape) for seed in request.seeds])
 
 
-def produce_frames(plan: Plan, watch: Stopwatch, latents: Latents) -> Iterator[np.ndarray]:
-    """Finished chunks of frames f32[3,n,H,W], while the decoder works on the next tiles.
+def produce_frames(plan: Plan, watch: Stopwatch, latents: Latents) -> Iterator[Iterator[np.ndarray]]:
+    """For each video its finished chunks of frames f32[3,n,H,W], while devices work on the next tiles.
 
-    Processes take tiles in turn and the main one gets all frames; the others nothing, but must iterate as well.
+    The main process gets all frames, another one nothing, but must iterate as well.
     """
     networks, backend = plan.networks, plan.networks.backend
     assert latents.video is not None
     networks.weights("video-decoder", plan.graphs["video-decoder"])
-    turn = itertools.cycle(range(backend.num_processes))
+    videos = _videos(latents.video)
+    tiles = itertools.chain.from_iterable(tile_latents(video, plan.tiling) for video in videos)
+    decoded = networks.decode_tiles(tiles)
 
-    def decode(latent: np.ndarray) -> Any:
-        return networks.decode_tile(latent, next(turn))
+    def chunks(video: int) -> Iterator[np.ndarray]:
+        with watch.stage("decode" if len(videos) == 1 else f"decode {video + 1}", len(plan.tiling.frames)) as done:
+            for chunk in blend_tiles(decoded, plan.tiling, backend.to_host):
+                done()
+                yield chunk
 
-    with watch.stage("decode", len(plan.tiling.frames)) as done:
-        if not backend.is_main:
-            deque(map(decode, tile_latents(latents.video, plan.tiling)), maxlen=0)
-            return
-        in_flight = max(2, backend.num_processes)
-        for chunk in decode_tiles(latents.video, plan.tiling, decode, backend.to_host, in_flight):
-            done()
-            yield chunk
+    if not backend.is_main:
+        with watch.stage("decode"):
+            deque(decoded, maxlen=0)
+        return
+    yield from map(chunks, range(len(videos)))
 
 
 def _versions(backend: Backend) -> dict[str, str]:
     return {"ltx2rt": ltx2rt.__version__, "python": sys.version.split()[0], "numpy": np.__version__, **backend.versions}
 
 
-def _metadata(plan: Plan) -> dict[str, Any]:
+def _metadata(plan: Plan, seed: int) -> dict[str, Any]:
     """What the MP4 says about itself: prompt, seed, model, versions and every setting."""
     request, checkpoint = plan.request, plan.networks.checkpoint
     model = {"path": str(checkpoint.path), "layout": checkpoint.layout, "generation": checkpoint.config.generation}
     return {
         "prompt": request.prompt,
-        "seed": request.seed,
+        "seed": seed,
         "model": model,
         "versions": _versions(plan.networks.backend),
         "settings": request.settings,

@@ -7,14 +7,14 @@ the pipelines' business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ltx2rt.backend import Backend, Loop, Program
+from ltx2rt.backend import Backend, Call, Loop, Program
 from ltx2rt.graph import Graph
 from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
 from ltx2rt.models.guided_step import Branches
@@ -166,14 +166,17 @@ class Networks:
         return placed(graph, "transformer", self.profile, self.backend.mesh)
 
     def loop_graph(self, structure: guided_step.Structure, num_steps: int) -> Graph:
-        step = guided_step.trace(self.config.transformer, structure, self.dtype)
+        share = structure.videos // self.backend.mesh.get("data", 1)
+        step = guided_step.trace(self.config.transformer, replace(structure, videos=share), self.dtype)
         return placed_loop(step, self.profile, self.backend.mesh, num_steps)
 
     def transformer_graph(self, structure: transformer.Structure) -> Graph:
         graph = transformer.trace(self.config.transformer, structure, self.dtype)
         return placed(graph, "transformer", self.profile, self.backend.mesh)
 
-    def step_structure(self, branches: Branches, video: ModalityState, audio: ModalityState, text: int):
+    def step_structure(
+        self, branches: Branches, video: ModalityState, audio: ModalityState, text: int, videos: int = 1
+    ):
         """The guided step's structure for one stage, and the feeds that positions and masks decide."""
         feeds = transformer.position_feeds(self.config.transformer, video.positions, audio.positions)
         for name, state in (("video", video), ("audio", audio)):
@@ -188,6 +191,7 @@ class Networks:
             video_levels=len(feeds["video_levels"]),
             audio_levels=len(feeds["audio_levels"]),
             rule=self.options.cross_timestep_rule,
+            videos=videos,
         )
         return structure, feeds
 
@@ -223,20 +227,22 @@ class Networks:
         )
         return self.backend.to_host(outputs["latent"])
 
-    def decode_tile(self, latent: np.ndarray, rank: int = 0) -> Any:
-        """Normalised latent [B,C,f,h,w] -> frames [B,3,F,H,W] on the device, nominally [-1,1], unclamped.
+    def decode_tiles(self, latents: Iterable[np.ndarray]) -> Iterator[Any]:
+        """Normalised latents [B,C,f,h,w] -> frames [B,3,F,H,W] of each, nominally [-1,1], unclamped, on a device.
 
-        Process `rank` computes them, the main process gets them.
+        All devices share the tiles; the main process gets them in order, another one None for each.
         """
+        return self.backend.each(map(self.decoder_call, latents), "frames")
+
+    def decoder_call(self, latent: np.ndarray) -> Call:
         shape = tuple(latent.shape)
         program = self.program("video-decoder", shape, lambda: self.decoder_graph(shape))
-        weights = self.weights("video-decoder", program.graph)
-        work = lambda: program(weights, {"latent": latent})["frames"]  # noqa: E731
-        return self.backend.on(rank, work, program.graph.outputs["frames"].type)
+        return program, self.weights("video-decoder", program.graph), {"latent": latent}
 
     def decode_video(self, latent: np.ndarray) -> np.ndarray:
         """The same in one piece, on the host."""
-        return self.backend.to_host(self.decode_tile(latent))
+        (frames,) = self.decode_tiles([latent])
+        return self.backend.to_host(frames)
 
     def decode_audio(self, latent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Normalised latent [B,8,n,16] -> mel [B,2,T,64] and waveform [B,2,N] at config.vocoder.sample_rate."""

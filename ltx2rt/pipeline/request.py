@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -30,7 +30,7 @@ COMPONENTS = (
     "guided-step",
     "schedule",
 )
-MESH_AXES = ("tensor", "sequence")
+MESH_AXES = ("data", "tensor", "sequence")
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 
@@ -117,6 +117,7 @@ class Request:
     fps: Fraction = Fraction(24)
     steps: int | None = None  # of the guided schedule; the distilled pipeline has its own 8
     seed: int | None = None
+    num_videos: int = 1  # of seeds seed, seed + 1, ..., in one batch
     images: tuple[ImageSpec, ...] = ()
     image_crf: int | None = None
     video_guidance: GuidanceScales = field(default_factory=lambda: GuidanceScales(cfg=3.0))
@@ -129,6 +130,17 @@ class Request:
     report: Path | None = None
     audio: bool = True
     metadata: bool = True
+
+    @property
+    def seeds(self) -> range:
+        """One for each video. Of a resolved request."""
+        assert self.seed is not None, "the request is not resolved"
+        return range(self.seed, self.seed + self.num_videos)
+
+    @property
+    def outputs(self) -> list[Path]:
+        """One file for each video."""
+        return video_files(self.output, self.seeds)
 
     @property
     def num_stages(self) -> int:
@@ -276,8 +288,12 @@ def check(request: Request) -> None:
         raise InputError(f"--pipeline: {request.pipeline!r}, expected one of {', '.join(PIPELINES)}")
     if request.steps is not None and request.steps < 1:
         raise InputError(f"--steps: {request.steps}, expected at least 1")
-    if request.seed is not None and not 0 <= request.seed < SEED_LIMIT:
-        raise InputError(f"--seed: {request.seed}, expected 0 or more and below 2^63")
+    if request.seed is not None and not 0 <= request.seed <= SEED_LIMIT - request.num_videos:
+        raise InputError(f"--seed: {request.seed}, expected 0 or more and below 2^63, --num-videos included")
+    if request.num_videos < 1:
+        raise InputError(f"--num-videos: {request.num_videos}, expected at least 1")
+    if request.num_videos % (data := request.options.mesh.get("data", 1)):
+        raise InputError(f"--num-videos: {request.num_videos} do not divide over data={data}; choose a multiple of it")
     if request.fps <= 0:
         raise InputError(f"--fps: {request.fps}, expected more than 0")
     if request.image_crf is not None and not 0 <= request.image_crf <= 51:
@@ -299,6 +315,11 @@ def check(request: Request) -> None:
             _writable(flag, path)
     if request.noise_in:
         _file("--noise-in", request.noise_in)
+
+
+def video_files(output: Path, seeds: Sequence[int]) -> list[Path]:
+    """`output` itself, or with the seed in its name if there are several videos."""
+    return [output.with_stem(f"{output.stem}-{seed}") for seed in seeds] if len(seeds) > 1 else [output]
 
 
 def draw_seed() -> int:

@@ -1,7 +1,7 @@
 """Decode a video latent in overlapping tiles and hand out its frames as soon as no later tile touches them.
 
 Decides which latents form a tile, how tiles blend, and in which order frames leave. Leaves to the caller how a tile
-is decoded, and where: any callable from a tile's latent to its frames. Tiles of equal shape share one program there.
+is decoded, and where. Tiles of equal shape share one program there.
 
 The same tiles are used on every backend and any number of devices: the decoder sees further (13 to 22 latents) than
 tiles overlap, so another layout is another video.
@@ -13,8 +13,7 @@ one frame, not to `time_factor`; so it starts one latent early, and that first f
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,25 +131,19 @@ def _normalised(spans: list[Span]) -> tuple[Span, ...]:
 
 
 def tile_latents(latent: np.ndarray, tiling: Tiling) -> Iterator[np.ndarray]:
-    """Every tile's part of the latent, in the order in which `decode_tiles` asks for them."""
+    """Every tile's part of the latent [1, channels, frames, rows, columns], in the order of `blend_tiles`."""
     for t, r, c in itertools.product(tiling.frames, tiling.rows, tiling.columns):
         yield latent[:, :, t.latents, r.latents, c.latents]
 
 
-def decode_tiles(
-    latent: np.ndarray,
-    tiling: Tiling,
-    decode: Callable[[np.ndarray], Any],
-    to_host: Callable[[Any], np.ndarray] = np.asarray,
-    in_flight: int = 2,
+def blend_tiles(
+    decoded: Iterator[Any], tiling: Tiling, to_host: Callable[[Any], np.ndarray] = np.asarray
 ) -> Iterator[np.ndarray]:
-    """Finished frames f32[3, n, H, W] in order, one chunk per span of frames.
+    """Finished frames f32[3, n, H, W] of one video in order, one chunk per span of frames.
 
-    latent: normalised, [1, channels, frames, rows, columns]. decode(tile's latent) -> [1, 3, F, h, w], on a device if
-    it likes: `to_host` is called on a tile only after `in_flight - 1` later ones have been asked for, so that devices
-    work while the host blends.
+    decoded: every tile's frames [1, 3, F, h, w], on a device if they like, in the order of `tile_latents`; no more are
+    taken than the video has tiles.
     """
-    decoded = _delayed(map(decode, tile_latents(latent, tiling)), in_flight)
     height, width = tiling.rows[-1].end, tiling.columns[-1].end
     ends = [*(t.first for t in tiling.frames[1:]), tiling.frames[-1].end]
     done, waiting = 0, np.zeros((3, 0, height, width), np.float32)  # frames [done, done + n), partly summed
@@ -167,13 +160,3 @@ def decode_tiles(
                 frames[:, t.first - done + i, r.positions, c.positions] += tile[0, :, i] * (weight * weights)
         yield frames[:, : end - done]
         done, waiting = end, frames[:, end - done :]
-
-
-def _delayed(items: Iterable[Any], count: int) -> Iterator[Any]:
-    """The items, each once `count - 1` later ones have been computed."""
-    queue: deque[Any] = deque()
-    for item in items:
-        queue.append(item)
-        if len(queue) >= count:
-            yield queue.popleft()
-    yield from queue

@@ -17,6 +17,7 @@ from ltx2rt.passes.hoist import hoist
 from ltx2rt.passes.loop import looped
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
+from ltx2rt.passes.spread import spread
 
 Rules = Mapping[str, str]  # axis -> mesh axis
 
@@ -69,11 +70,14 @@ def placed(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]
 def placed_loop(step: Graph, profile: Profile, mesh: Mapping[str, int], num_steps: int) -> Graph:
     """All denoise steps as one device runs them: the graph of one step placed, looped, and lightened by `hoist`.
 
+    step: for the videos of one device; the mesh axis `data` multiplies them.
+
     The loop has room for `num_steps` rounded up to a multiple of STEP_SLOTS; another number of steps in it is the same
     graph.
     """
     count = -(-num_steps // STEP_SLOTS) * STEP_SLOTS
     local = place(step, profile.rules.get("transformer", {}), mesh, strict="transformer" in profile.strict)
+    local = spread(local, "videos", "data", mesh.get("data", 1))
     return coalesce(pack(hoist(looped(local, "denoise", count, STATE, PER_STEP))))
 
 

@@ -99,7 +99,7 @@ def run_all(kind: str, devices: int, folder: Path) -> dict:
 
 def traced(program, weights, inputs) -> dict[str, int]:
     """Collectives in what JAX traces of a program, under the name of their primitive; the body of a scan once."""
-    uploaded = {name: program._upload(name, value) for name, value in inputs.items()}
+    uploaded = {name: program.upload(name, value) for name, value in inputs.items()}
     text = str(program.function.trace(program._weights(weights), uploaded).jaxpr)
     found = re.findall(r"= (psum\w*|all_\w+|ppermute|reduce_scatter|pmax|pmin|pbroadcast)\[", text)
     return dict(Counter(found))

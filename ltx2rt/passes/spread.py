@@ -1,0 +1,36 @@
+"""spread: the devices along one mesh axis each take their share of an outer axis (videos over `data`).
+
+Requires a graph, placed or not, in which nothing mixes the entries of that axis, made for one device's share. Ensures a
+graph with whole inputs and outputs: cut on the way in, gathered on the way out, no other communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ltx2rt.graph.ir import Graph, Type, Value
+from ltx2rt.graph.trace import emit
+from ltx2rt.graph.verify import verify
+
+
+def spread(graph: Graph, axis: str, mesh_axis: str, parts: int) -> Graph:
+    """Inputs and outputs that have `axis` become `parts` times as long along it."""
+    if parts == 1:
+        return graph
+    result = replace(graph, nodes=[], inputs={}, outputs={}, mesh={mesh_axis: parts, **graph.mesh})
+    cut: dict[int, Value] = {}
+    for name, v in graph.inputs.items():
+        result.inputs[name] = v
+        if axis in v.type.axes:
+            shape = tuple(n * parts if a == axis else n for a, n in v.type.sizes.items())
+            result.inputs[name] = Value(name, Type(v.type.axes, shape, v.type.dtype))
+            cut[id(v)] = emit(result, "shard", result.inputs[name], axis=axis, mesh_axis=mesh_axis, parts=parts)
+    for node in graph.nodes:
+        result.nodes.append(replace(node, inputs=tuple(cut.get(id(v), v) for v in node.inputs)))
+    for name, v in graph.outputs.items():
+        whole = cut.get(id(v), v)
+        if axis in v.type.axes:
+            whole = emit(result, "all_gather", whole, axis=axis, mesh_axis=mesh_axis, parts=parts)
+        result.outputs[name] = whole
+    verify(result)
+    return result
