@@ -58,9 +58,9 @@ def step_graph():
     return guided_step.trace(CONFIG, structure, "float32")
 
 
-def fresh(name: str, seed: int = 0, **options):
+def fresh(name: str, seed: int = 0, device: str = "cpu", **options):
     """A backend of its own, the loop over up to 8 steps lowered on it, and its weights."""
-    backend, graph = get_backend(name, "cpu"), placed_loop(step_graph(), PROFILES["single"], {}, len(SIGMAS) - 1)
+    backend, graph = get_backend(name, device), placed_loop(step_graph(), PROFILES["single"], {}, len(SIGMAS) - 1)
     loop = backend.lower_loop(graph, **options)
     return backend, loop, backend.load([graph], ArraySource(random_params(graph, seed)))
 
@@ -245,6 +245,32 @@ def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
                 found.append({key: backend.to_host(x) for key, x in outputs.items()})
     assert_bitwise(together[0], denoise(fresh(name), SIGMAS, **first))
     assert_bitwise(together[1], denoise(fresh(name, seed=1), SIGMAS[1:], **second))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing can be recorded")
+def test_a_recorded_step_follows_every_input_and_the_weights():
+    """One loop, recorded once; each job changes everything that is not its structure. The oracle launches each step."""
+    backend, recorded, weights = fresh("cuda", device="cuda")
+    _, eager, _ = fresh("cuda", device="cuda")
+    eager.pool = None
+    other = backend.load([recorded.graph], ArraySource(random_params(recorded.graph, seed=1)))
+    first = None
+    for seed, chosen, sigmas in (
+        (20, weights, SIGMAS),
+        (21, weights, SIGMAS[1:]),
+        (22, other, SIGMAS),
+        (23, weights, SIGMAS),
+    ):
+        work = job(seed, GUIDANCE * np.float32(0.9 + 0.05 * (seed - 20)))
+        work["constants"]["stg_blocks"] = np.eye(LAYERS, dtype=np.float32)[seed % LAYERS]
+        steps = denoise((backend, recorded, chosen), sigmas, **work)
+        expected = denoise((backend, eager, chosen), sigmas, **work)
+        for i, (found, wanted) in enumerate(zip(steps, expected, strict=True)):
+            for key in wanted:
+                assert relative_l2(found[key], wanted[key]) <= 1e-6, f"job {seed}, step {i}, {key}"  # other workspaces
+        first = first or recorded.captured
+        assert (recorded.captured is first) == (seed < 22), "recorded anew when, and only when, the weights moved"
+    assert eager.captured is None
 
 
 @pytest.mark.parametrize("name", BACKENDS)
