@@ -241,12 +241,16 @@ def attention_part(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, 
         scores = scores + bias.reshape(bias_view)[:, None]
     log_sum = scores.logsumexp(-1, keepdim=True)
     y = torch.einsum("bngts,bsnd->btngd", (scores - log_sum).exp(), v.float()).reshape(b, t, heads, d)
-    return torch.cat([y, log_sum.squeeze(-1).reshape(b, heads, t).transpose(1, 2).unsqueeze(-1)], dim=-1)
+    log_sum = log_sum.reshape(b, heads, t, 1).transpose(1, 2).contiguous()
+    upper = (log_sum.view(torch.int32) & -0x10000).view(torch.float32)
+    return torch.cat([y, upper, log_sum - upper], dim=-1).to(q.dtype)
 
 
 @op
 def attention_join(parts: Tensor) -> Tensor:
-    return (parts[..., :-1] * parts[..., -1:].softmax(dim=0)).sum(dim=0)
+    wide = parts.float()
+    weights = (wide[..., -2:-1] + wide[..., -1:]).softmax(dim=0)
+    return (wide[..., :-2] * weights).sum(dim=0).to(parts.dtype)
 
 
 @op

@@ -220,14 +220,21 @@ def attention_part(q: Array, k: Array, v: Array, bias: Array | None = None, *, s
     y = jnp.einsum(
         "bngts,bsnd->btngd", weights, v, precision=_precision(v), preferred_element_type=jnp.float32
     ).reshape(b, t, heads, d)
-    log_sum = log_sum[..., 0].reshape(b, heads, t).swapaxes(1, 2)
-    return jnp.concatenate([y, log_sum[..., None]], axis=-1)
+    return _part(y, log_sum.reshape(b, heads, t).swapaxes(1, 2), q.dtype)
+
+
+def _part(y: Array, log_sum: Array, dtype: jnp.dtype) -> Array:
+    """y and, behind it, log_sum (B, tokens, heads) in two; by its bits: XLA takes x - bfloat16(x) for zero."""
+    bits = lax.bitcast_convert_type(log_sum, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    upper = lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.concatenate([y, upper[..., None], (log_sum - upper)[..., None]], axis=-1).astype(dtype)
 
 
 @op
 def attention_join(parts: Array) -> Array:
-    weights = jax.nn.softmax(parts[..., -1:], axis=0)
-    return (parts[..., :-1] * weights).sum(axis=0)
+    wide = parts.astype(jnp.float32)
+    weights = jax.nn.softmax(wide[..., -2:-1] + wide[..., -1:], axis=0)
+    return (wide[..., :-2] * weights).sum(axis=0).astype(parts.dtype)
 
 
 @op

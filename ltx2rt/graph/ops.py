@@ -417,7 +417,8 @@ def group_norm(x: Type, weight: Type, bias: Type, *, groups: int, eps: float):
     return x, {"groups": groups, "eps": eps}
 
 
-def _numpy_attention_part(q, k, v, bias=None, *, scale, bias_view):
+def _attend(q, k, v, bias, scale, bias_view):
+    """The attention, and the logarithm of its softmax's denominator (B, tokens, heads)."""
     b, t, heads, d = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(b, t, kv_heads, heads // kv_heads, d)
@@ -428,12 +429,11 @@ def _numpy_attention_part(q, k, v, bias=None, *, scale, bias_view):
     weights = np.exp(scores - top)
     total = weights.sum(axis=-1, keepdims=True)
     y = np.einsum("bngts,bsnd->btngd", weights / total, v).reshape(b, t, heads, d)
-    log_sum = (top + np.log(total))[..., 0].reshape(b, heads, t).swapaxes(1, 2)
-    return np.concatenate([y, log_sum[..., None]], axis=-1)
+    return y, (top + np.log(total))[..., 0].reshape(b, heads, t).swapaxes(1, 2)
 
 
 def _numpy_attention(q, k, v, bias=None, *, scale, bias_view):
-    return _numpy_attention_part(q, k, v, bias, scale=scale, bias_view=bias_view)[..., :-1]
+    return _attend(q, k, v, bias, scale, bias_view)[0]
 
 
 @op(_numpy_attention)
@@ -581,24 +581,31 @@ def rms_scale(x: Type, sum_squares: Type, weight: Type | None = None, *, over: t
     return x, {"dims": dims, "weight_view": view, "count": count, "eps": eps}
 
 
+def _numpy_attention_part(q, k, v, bias=None, *, scale, bias_view):
+    y, log_sum = _attend(q, k, v, bias, scale, bias_view)
+    upper = (log_sum.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.concatenate([y, upper[..., None], (log_sum - upper)[..., None]], axis=-1)
+
+
 @op(_numpy_attention_part)
 def attention_part(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: float):
-    """Attention to this device's share of the keys, in float32: (B, tokens, heads, head_dim + 1).
+    """Attention to this device's share of the keys: (B, tokens, heads, head_dim + 2).
 
-    The last entry is the logarithm of the softmax's denominator, from which `attention_join` weighs the shares.
+    The last two entries add up to the logarithm of the softmax's denominator, from which `attention_join` weighs the
+    shares: the upper 16 bits of the float32, which are a bfloat16, and the rest. So a bfloat16 graph sends bfloat16
+    and knows the weights to 2^-16 of that logarithm, and a float32 graph knows them exactly.
     """
     out, plan = attention(q, k, v, bias, scale=scale)
-    return Type(out.axes, (*out.shape[:3], out.shape[3] + 1), "float32"), plan
+    return Type(out.axes, (*out.shape[:3], out.shape[3] + 2), out.dtype), plan
 
 
 def _numpy_attention_join(parts):
-    y, log_sum = parts[..., :-1], parts[..., -1:]
+    y, log_sum = parts[..., :-2], parts[..., -2:-1] + parts[..., -1:]
     weights = np.exp(log_sum - log_sum.max(axis=0, keepdims=True))
     return (y * weights).sum(axis=0) / weights.sum(axis=0)
 
 
 @op(_numpy_attention_join)
 def attention_join(parts: Type):
-    """The attention to all keys from its parts (parts, B, tokens, heads, head_dim + 1), in float32."""
-    _expect(parts.dtype == "float32", f"attention_join: {parts} must be float32")
-    return Type(parts.axes[1:], (*parts.shape[1:-1], parts.shape[-1] - 1), "float32"), {}
+    """The attention to all keys from its parts (parts, B, tokens, heads, head_dim + 2), weighed in float32."""
+    return Type(parts.axes[1:], (*parts.shape[1:-1], parts.shape[-1] - 2), parts.dtype), {}

@@ -256,8 +256,7 @@ class _Placer:
         y = emit(self.out, "attention_part", *operands, **node.attrs)
         y = emit(self.out, "expand", y, axis="parts", size=1, before=y.type.axes[0])
         y = emit(self.out, "all_gather", y, axis="parts", mesh_axis=mesh_axis, parts=parts)
-        y = emit(self.out, "attention_join", y)
-        return emit(self.out, "cast", y, dtype=q.value.type.dtype)
+        return emit(self.out, "attention_join", y)
 
     def _keys_named(self, operands) -> list[Value]:
         """q, k and v with the keys' axis called as the padding mask calls it."""

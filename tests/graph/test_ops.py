@@ -1,5 +1,6 @@
 """Every op: both lowerings equal the numpy definition on fresh random inputs."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -32,6 +33,15 @@ def _weight(o):
 
 def _tables(o):
     return [o.input(name, "float32", tokens=5, heads=3, pairs=4) for name in ("cos", "sin")]
+
+
+def _attention_part(o):
+    """The logarithm's two entries added: where it is cut in two may turn on the last bit."""
+    q = o.input("q", B=2, tokens=5, heads=4, head_dim=8)
+    k, v = (o.input(name, B=2, text=7, kv_heads=2, head_dim=8) for name in "kv")
+    part = o.attention_part(q, k, v, o.input("m", text=7), scale=0.3)
+    y, upper, rest = (o.slice(part, axis="head_dim", start=i, stop=j) for i, j in ((0, 8), (8, 9), (9, 10)))
+    return o.concat(y, o.add(upper, rest), axis="head_dim")
 
 
 CASES = {
@@ -99,14 +109,8 @@ CASES = {
         o.input("m", B=2, text=7),
         scale=0.3,
     ),
-    "attention_part": lambda o: o.attention_part(
-        o.input("q", B=2, tokens=5, heads=4, head_dim=8),
-        o.input("k", B=2, text=7, kv_heads=2, head_dim=8),
-        o.input("v", B=2, text=7, kv_heads=2, head_dim=8),
-        o.input("m", text=7),
-        scale=0.3,
-    ),
-    "attention_join": lambda o: o.attention_join(o.input("p", parts=3, B=2, tokens=5, heads=4, head_dim=9)),
+    "attention_part": _attention_part,
+    "attention_join": lambda o: o.attention_join(o.input("p", parts=3, B=2, tokens=5, heads=4, head_dim=10)),
     "rope": lambda o: o.rope(
         _x(o), o.input("cos", tokens=5, heads=3, pairs=4), o.input("sin", tokens=5, heads=3, pairs=4)
     ),
@@ -161,3 +165,27 @@ def test_convolution_of_every_rank(backend, spatial, kernel, kw):
     inputs, params = _inputs(graph), random_params(graph)
     expected = run_graph("numpy", graph, params, inputs)["y"]
     assert relative_l2(run_graph(backend, graph, params, inputs)["y"], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+def test_attention_in_parts_is_as_exact_as_in_one_whatever_the_scores(kind):
+    """Logarithms near 300, where a bfloat16 is a multiple of 2: rounded, they would move the parts' weights by e."""
+
+    def both(o):
+        q = o.input("q", B=2, tokens=5, heads=4, head_dim=8)
+        k, v = (o.input(name, B=2, text=12, heads=4, head_dim=8) for name in "kv")
+        offset = o.affine(o.input("m", text=12), offset=300.0)
+        parts = []
+        for start, stop in ((0, 6), (6, 12)):
+            operands = [o.slice(x, axis="text", start=start, stop=stop) for x in (k, v, offset)]
+            parts.append(o.attention_part(q, *operands, scale=1.0))
+        joined = o.attention_join(o.stack(*parts, axis="parts", dim=0))
+        return {"whole": o.attention(q, k, v, scale=1.0), "joined": joined}
+
+    bfloat16, float32 = (trace("parts", both, dtype) for dtype in ("bfloat16", "float32"))
+    inputs = {name: rng.standard_normal(v.type.shape).astype(ml_dtypes.bfloat16) for name, v in float32.inputs.items()}
+    inputs["m"][:] = 0
+    exact, found = run_graph("numpy", float32, {}, inputs), run_graph(kind, bfloat16, {}, inputs)
+    assert relative_l2(run_graph(kind, float32, {}, inputs)["joined"], exact["whole"]) <= 1e-4  # an ulp of 300 is 3e-5
+    # Both round their result; the parts are rounded once before it.
+    assert relative_l2(found["joined"], exact["whole"]) <= 2 * relative_l2(found["whole"], exact["whole"])
