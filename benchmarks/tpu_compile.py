@@ -108,7 +108,7 @@ def compile_step(topology: str, mesh: dict[str, int], name: str, branches: int, 
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
-    from ltx2rt_tpu.backend import Program, weight_specs
+    from ltx2rt_tpu.backend import Program, abstract_weights
 
     from ltx2rt.pipeline.graphs import component_graph
     from ltx2rt.pipeline.request import GraphRequest
@@ -120,17 +120,7 @@ def compile_step(topology: str, mesh: dict[str, int], name: str, branches: int, 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     grid = Mesh(np.array(devices).reshape(tuple(mesh.values())), tuple(mesh))
     program = Program(graph, NamedSharding(grid, P()), unrolled=False)
-    specs = weight_specs(graph)
-
-    def weight(name: str, shape: tuple[int, ...], dtype: str):
-        axes = (*specs[name], *[None] * (len(shape) - len(specs[name])))
-        whole = [n * (mesh[axis] if axis else 1) for n, axis in zip(shape, axes, strict=True)]
-        return jax.ShapeDtypeStruct(whole, dtype, sharding=NamedSharding(grid, specs[name]))
-
-    weights = {
-        name: weight(name, ((count,) if "*" in name else ()) + v.type.shape, v.type.dtype)
-        for name, (v, count) in graph.all_params().items()
-    }
+    weights = abstract_weights(graph, program.place)
     inputs = {
         name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=NamedSharding(grid, P()))
         for name, v in graph.inputs.items()

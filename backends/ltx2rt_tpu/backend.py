@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from itertools import groupby, islice
+from itertools import groupby, islice, zip_longest
 from threading import Thread
 from types import MappingProxyType
 from typing import Any
@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.experimental import multihost_utils
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,6 +29,7 @@ from ltx2rt_tpu.lower import run
 
 Weights = dict[str, Array]
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
+TILED_ROWS, TILED_COLUMNS = 16, 128  # of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -200,6 +203,39 @@ def weight_specs(graph: Graph) -> dict[str, P]:
     return specs
 
 
+def weight_layout(name: str, type: Type, device_kind: str) -> MemoryLayout | None:
+    """How a weight lies in the memory of a device, None for the default tiling.
+
+    A loop over layers on a TPU7x reads stacked bfloat16 matrices in tiles of 16 rows; in the default tiles of 8 the
+    executable would begin with a copy of them all. The compiler fails on fewer rows than a tile has.
+    """
+    if device_kind != "TPU7x" or "*" not in name or type.dtype != "bfloat16" or len(type.shape) != 2:
+        return None
+    if type.shape[0] % TILED_ROWS or type.shape[1] % TILED_COLUMNS:
+        return None
+    return MemoryLayout((0, 1, 2), ((TILED_ROWS, TILED_COLUMNS), (2, 1)))
+
+
+def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruct]:
+    """Every weight by declared name: the shape of all devices together, `*` ones with their layers in front, and the
+    format that an executable for `place` reads without a copy: how it is cut, how it lies in memory.
+    """
+    kind, specs, found = next(iter(place.device_set)).device_kind, weight_specs(graph), {}
+    for name, (v, count) in graph.all_params().items():
+        shape, sharding = ((count,) if "*" in name else ()) + v.type.shape, place
+        if isinstance(place, NamedSharding):
+            sizes, sharding = place.mesh.shape, NamedSharding(place.mesh, specs[name])
+            shape = tuple(n * sizes.get(axis, 1) for n, axis in zip_longest(shape, specs[name]))
+        own = Format(weight_layout(name, v.type, kind), sharding)
+        found[name] = ShapeDtypeStruct(shape, v.type.dtype, sharding=own)
+    return found
+
+
+def laid_out(array: Array, format: Format) -> Array:
+    """`array` as `format` says; JAX sends host memory in the default tiling alone, so a device tiles it anew."""
+    return array if format.layout is None else jax.device_put(array, format)
+
+
 class TpuBackend:
     """device: "auto" (the TPU if there is one, else the CPU), "tpu" or "cpu".
 
@@ -250,7 +286,7 @@ class TpuBackend:
     ) -> Weights:
         weights: Weights = {}
         for graph in graphs:
-            layouts = graph.all_layouts()
+            layouts, abstract = graph.all_layouts(), abstract_weights(graph, self.place)
             for name, (value, count) in graph.all_params().items():
                 if name in weights:
                     continue
@@ -258,7 +294,8 @@ class TpuBackend:
                 if base is not None and name in base and changed.isdisjoint(touched):
                     weights[name] = base[name]
                 else:
-                    weights[name] = self._stack(source, name, layouts[name], value.type, count)
+                    array = self._stack(source, name, layouts[name], value.type, count)
+                    weights[name] = laid_out(array, abstract[name].format)
         return weights
 
     def _stack(self, source: TensorSource, name: str, layout: Layout, type: Type, count: int) -> Array:

@@ -1,6 +1,7 @@
 """Programs of both backends: the denoise loop, what compiles and what does not, scan against unrolled, isolation."""
 
 import functools
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -9,10 +10,12 @@ import ltx2rt_cuda.lower
 import numpy as np
 import pytest
 import torch
+from ltx2rt_tpu.backend import abstract_weights, weight_layout
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import trace
+from ltx2rt.graph.ir import Type
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.placement.profiles import PROFILES, placed_loop
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
@@ -292,3 +295,28 @@ def test_misshapen_input_is_refused_by_name(name):
     inputs = work["constants"] | work["state"] | {"sigmas": SIGMAS[:3]}
     with pytest.raises(ValueError, match=r"denoise: input sigmas has shape \(3,\), expected f32\[steps=8, ends=2\]"):
         next(loop(weights, inputs, 2))
+
+
+def test_abstract_weights_are_the_loaded_ones():
+    _, program, weights = shared("tpu")
+    abstract = abstract_weights(program.graph, program.place)
+    assert abstract.keys() == weights.keys()
+    for name, array in weights.items():
+        expected = abstract[name]
+        assert (array.shape, array.dtype, array.sharding) == (expected.shape, expected.dtype, expected.sharding), name
+
+
+def test_only_the_stacked_matrices_of_a_v7x_lie_in_other_tiles():
+    """Sixteen rows of bfloat16: on fewer the compiler fails."""
+    matrix, table, norm = (
+        Type(("out", "in")[-len(shape) :], shape, "bfloat16") for shape in ((64, 256), (6, 256), (64,))
+    )
+    assert weight_layout("blocks.*.to_q.weight", matrix, "TPU7x").tiling == ((16, 128), (2, 1))
+    for name, type, kind in (
+        ("blocks.*.to_q.weight", matrix, "TPU v6 lite"),
+        ("proj_in.weight", matrix, "TPU7x"),
+        ("blocks.*.scale_shift_table", table, "TPU7x"),
+        ("blocks.*.norm.weight", norm, "TPU7x"),
+        ("blocks.*.to_q.weight", replace(matrix, dtype="float32"), "TPU7x"),
+    ):
+        assert weight_layout(name, type, kind) is None

@@ -1,0 +1,64 @@
+"""What the real TPU compiler makes of full-width networks, reduced in depth. Compiled, nothing is run."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: nothing to compile with"),
+]
+
+COMPILE = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+import jax
+jax.config.update("jax_platforms", "cpu")
+import numpy as np
+from dataclasses import replace
+from jax import ShapeDtypeStruct
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ltx2rt_tpu.backend import Program, abstract_weights
+from ltx2rt.pipeline.graphs import component_graph
+from ltx2rt.pipeline.request import GraphRequest
+from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.weights.presets import preset
+
+def compiled(topology, mesh, layers, size):
+    config = preset("ltx-2.0").config
+    config = replace(config, transformer=replace(config.transformer, num_layers=layers))
+    request = GraphRequest("guided-step", preset="ltx-2.0", branches=2, **size)
+    graph = placed(component_graph(config, request), "transformer", PROFILES["trillium"], mesh)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    place = NamedSharding(Mesh(np.array(devices).reshape(tuple(mesh.values())), tuple(mesh)), PartitionSpec())
+    program, weights = Program(graph, place, unrolled=False), abstract_weights(graph, place)
+    inputs = {n: ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=place) for n, v in graph.inputs.items()}
+    return weights, program.function.lower(weights, inputs).compile()
+"""
+
+
+def run(script: str) -> dict:
+    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    command = [sys.executable, "-c", COMPILE + script, json.dumps(sys.path)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout)
+
+
+def test_a_step_on_v7x_copies_no_weights():
+    """In the default tiling its temporaries hold every stacked matrix once more; a loaded one is tiled by a device."""
+    found = run("""
+weights, step = compiled("tpu7x:2x2x1", {"sequence": 8}, 4, {"width": 256, "height": 256, "num_frames": 25})
+memory = step.memory_analysis()
+name, weight = max(weights.items(), key=lambda item: item[1].size)
+plain = ShapeDtypeStruct(weight.shape, weight.dtype, sharding=weight.sharding)
+jax.jit(lambda x: x, out_shardings=weight.format).lower(plain).compile()
+print(json.dumps([memory.argument_size_in_bytes, memory.temp_size_in_bytes, "*" in name]))
+""")
+    weights_bytes, temp_bytes, largest_is_stacked = found
+    assert largest_is_stacked and temp_bytes < weights_bytes / 4
