@@ -20,6 +20,17 @@ from ltx2rt_cuda.ops import OPS
 COLLECTIVE = {"shard", "all_reduce", "all_gather", "all_to_all"}
 
 
+class Constant(torch.nn.Module):
+    """An array of a node's plan: it moves with the module it is in, and belongs to no checkpoint."""
+
+    def __init__(self, value: torch.Tensor):
+        super().__init__()
+        self.register_buffer("value", value, persistent=False)
+
+    def forward(self):
+        return self.value
+
+
 class Repeat(torch.nn.Module):
     """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], then a list per weight."""
 
@@ -43,7 +54,7 @@ class Repeat(torch.nn.Module):
 def lower(graph: Graph, device: torch.device, compile: bool = False, position: Position = ALONE) -> fx.GraphModule:
     """A module called as module(*inputs, *weights) in the order of graph.inputs and graph.all_params()."""
     built = fx.Graph()
-    modules: dict[str, torch.nn.Module | torch.Tensor] = {}
+    modules: dict[str, torch.nn.Module] = {}
     env = {id(v): built.placeholder(f"in_{name}") for name, v in graph.inputs.items()}
     weights = {name: built.placeholder(f"w_{i}") for i, name in enumerate(graph.all_params())}
     env |= {id(v): weights[name] for name, v in graph.params.items()}
@@ -65,8 +76,8 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
         kwargs = {}
         for name, value in node.plan.items():
             if isinstance(value, np.ndarray):
-                modules[f"constant_{number}_{name}"] = torch.from_numpy(value).to(device)
-                value = built.get_attr(f"constant_{number}_{name}")
+                modules[f"constant_{number}_{name}"] = Constant(torch.from_numpy(value).to(device))
+                value = built.call_module(f"constant_{number}_{name}")
             kwargs[name] = value
         if node.op in COLLECTIVE:
             mesh_axis = kwargs.pop("mesh_axis")
@@ -83,10 +94,7 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
     built.output(tuple(env[id(v)] for v in graph.outputs.values()))
     root = torch.nn.Module()
     for name, module in modules.items():
-        if isinstance(module, torch.Tensor):
-            root.register_buffer(name, module)
-        else:
-            root.add_module(name, module)
+        root.add_module(name, module)
     return fx.GraphModule(root, built)
 
 

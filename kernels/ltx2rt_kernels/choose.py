@@ -41,6 +41,8 @@ def why_not(op: str, *operands: Any, **plan: Any) -> str | None:
 
     if torch.compiler.is_compiling():
         return "torch.compile fuses the plain ops itself"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        return "a gradient is wanted, the kernel has none"
     if operands[0].device.type != "cuda":
         return f"the operands are on {operands[0].device.type}, the kernel runs on cuda"
     if not _has_triton():

@@ -70,6 +70,10 @@ def test_op_table_means_what_the_kernels_do(name):
 def test_reason_why_not_is_told():
     op, operands, plan, _ = CASES["norm_modulate"](Operands("cpu", torch.float32))
     assert why_not(op, *operands, **plan) == "the operands are on cpu, the kernel runs on cuda"
+    operands[1].requires_grad_()
+    assert why_not(op, *operands, **plan) == "a gradient is wanted, the kernel has none"
+    with torch.no_grad():
+        assert why_not(op, *operands, **plan) == "the operands are on cpu, the kernel runs on cuda"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""One network as a flax `nnx.Module`, for somebody's own program.
+
+Decides what the module's parameters are called and how they say where they lie. Gradients reach every parameter and
+every floating input; which of them are trained, and how, is the caller's.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import NamedSharding
+
+from ltx2rt.backend import TensorSource
+from ltx2rt.graph.ir import Graph
+from ltx2rt.weights.checkpoint import audit
+from ltx2rt_tpu.backend import Program, TpuBackend, weight_specs
+
+
+def as_nnx(network: Graph | Program, source: TensorSource | None = None, device: str = "auto") -> NetworkModule:
+    """A module that computes `network`, a graph or a program of it, on `device` ("auto", "tpu" or "cpu").
+
+    Its parameters are `module.weights`, by the graph's names: the checkpoint's, with `*` for the layer, whose tensors
+    are stacked along a first axis (joined by " | " where a pass packed several into one). On a graph placed on a mesh
+    each is a global array whose `out_sharding` says how it is cut, as `nnx.get_partition_spec` reads it. With a source
+    they are read now; without one they are `jax.ShapeDtypeStruct`s until `nnx.update(module.weights, arrays)`.
+    Raises InputError if the source does not fit the graph or the mesh needs more devices than there are.
+
+        checkpoint = open_checkpoint("ltx-2.3")
+        graph = transformer.trace(checkpoint.config.transformer, structure, "bfloat16")
+        graph = place(graph, {"heads": "tensor", "ff": "tensor"}, {"tensor": 8})
+        network = as_nnx(graph, checkpoint.source("transformer"))
+        trained = nnx.All(nnx.Param, lambda path, _: "to_q" in path[-1])
+        loss = lambda module: ((module(video_latent=x, **others)["video_velocity"] - target) ** 2).mean()
+        gradients = nnx.grad(loss, argnums=nnx.DiffState(0, trained))(network)
+    """
+    graph = network if isinstance(network, Graph) else network.graph
+    if source is not None:
+        audit(graph.parameters(), source, getattr(source, "where", graph.name))
+    backend = TpuBackend(device, graph.mesh)
+    program = backend.lower(graph) if isinstance(network, Graph) else network
+    return NetworkModule(program, _abstract(program) if source is None else backend.load([graph], source))
+
+
+def _abstract(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """The weights of a program by name, without their values."""
+    specs, place, found = weight_specs(program.graph), program.place, {}
+    for name, (v, count) in program.graph.all_params().items():
+        shape, sharding = (count,) * ("*" in name) + v.type.shape, place
+        if isinstance(place, NamedSharding):
+            sharding = NamedSharding(place.mesh, specs[name])
+            sizes = place.mesh.shape
+            shape = tuple(n * sizes.get(axis, 1) for n, axis in zip_longest(shape, specs[name]))
+        found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(v.type.dtype), sharding=sharding)
+    return found
+
+
+class NetworkModule(nnx.Module):
+    """See `as_nnx`. weights: by name, an `nnx.Param` each."""
+
+    def __init__(self, program: Program, weights: dict[str, Any]):
+        self.program = program
+        metadata: dict[str, dict[str, Any]] = {name: {} for name in weights}
+        if isinstance(program.place, NamedSharding):
+            mesh, specs = program.place.mesh, weight_specs(program.graph)
+            # The arrays lie as they should already, and what has no value yet cannot be moved.
+            metadata = {name: {"out_sharding": specs[name], "mesh": mesh, "eager_sharding": False} for name in weights}
+        self.weights = nnx.Dict({name: nnx.Param(value, **metadata[name]) for name, value in weights.items()})
+
+    def __call__(self, **inputs: Any) -> dict[str, Array]:
+        """Outputs by name from one array for each of `program.graph.inputs`.
+
+        Raises ValueError for inputs that are missing, unknown or of another shape.
+        """
+        graph = self.program.graph
+        if inputs.keys() != graph.inputs.keys():
+            lost, strange = sorted(graph.inputs.keys() - inputs.keys()), sorted(inputs.keys() - graph.inputs.keys())
+            raise ValueError(f"{graph.name}: inputs {lost} are missing, {strange} are unknown")
+        arrays = {}
+        for name, v in graph.inputs.items():
+            arrays[name] = jnp.asarray(inputs[name], v.type.dtype)
+            if arrays[name].shape != v.type.shape:
+                raise ValueError(f"{graph.name}: input {name} has shape {arrays[name].shape}, expected {v.type}")
+        return self.program.function({name: self.weights[name].get_value() for name in self.weights}, arrays)
