@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import torch
 import torch.nn.functional as F
 from ltx2rt_kernels.choose import kernel, why_not
@@ -306,14 +308,15 @@ def sinusoid(t: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def fused(plain):
-    """Enter an op that has a kernel: the kernel runs it unless there is a reason why not, else the plain ops do."""
+    """Enter an op that has a kernel: the kernel runs it unless there is a reason why not, else the plain ops do,
+    which stay at hand as `__wrapped__`."""
     name = plain.__name__
 
+    @wraps(plain)
     def run(*operands: Tensor, **plan):
         function = plain if why_not(name, *operands, **plan) else kernel(name)
         return function(*operands, **plan)
 
-    run.__name__ = run.__qualname__ = name
     return op(run)
 
 

@@ -12,7 +12,7 @@ def head_gate(y: np.ndarray, logits: np.ndarray) -> np.ndarray:
     return y * (2 / (1 + np.exp(-logits.astype(np.float64))))[..., None]
 
 
-def bytes_moved(shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
+def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of y and the logits."""
     y, logits = shapes
     return Bytes(size([y, logits, y], dtype), size([y, logits, y], dtype))

@@ -14,7 +14,7 @@ def norm_modulate(x: np.ndarray, *rows: np.ndarray, eps: float) -> list[np.ndarr
     return [y * (1 + scale.astype(np.float64)) + shift for scale, shift in zip(rows[::2], rows[1::2], strict=True)]
 
 
-def bytes_moved(shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
+def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x and of the rows."""
     x, *rows = shapes
     results = [x] * (len(rows) // 2)

@@ -14,6 +14,6 @@ def pixel_norm_silu(x: np.ndarray, *, eps: float) -> np.ndarray:
     return y / (1 + np.exp(-y))
 
 
-def bytes_moved(shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
+def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x."""
     return Bytes(size([*shapes, *shapes], dtype), size([*shapes, *shapes], dtype))

@@ -28,13 +28,18 @@ def qk_norm_rope(x: np.ndarray, weight: np.ndarray, cos: np.ndarray, sin: np.nda
     return qk_scale_rope(x, sum_squares(x), weight, cos, sin, count=math.prod(x.shape[-2:]), eps=eps)
 
 
-def bytes_moved(shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
-    """shapes: of x, weight, cos and sin, the last two float32. Sums of squares, 4 bytes a token, are left out.
+def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
+    """shapes: of x, the sums of squares if they are given, weight, cos and sin; sums and tables are float32.
 
     Tables without a batch axis are asked for once per sample; the samples of a token run next to each other, so all
     but the first read the cache.
     """
-    x, weight, *tables = shapes
+    x, *others = shapes
+    sums = size([x[:2]], "float32")
+    if op == "sum_squares":
+        return Bytes(size([x], dtype) + sums, size([x], dtype) + sums)
+    *_, weight, cos, sin = others
+    given = sums if op == "qk_scale_rope" else 0
     each = (*x[:-1], x[-1] // 2)
-    moved = size([x, (x[0], x[1], *weight), x], dtype) + size([each, each], "float32")
-    return Bytes(moved, size([x, weight, x], dtype) + size(tables, "float32"))
+    moved = size([x, (x[0], x[1], *weight), x], dtype) + size([each, each], "float32") + given
+    return Bytes(moved, size([x, weight, x], dtype) + size([cos, sin], "float32") + given)

@@ -22,8 +22,8 @@ def residual_norm_modulate(
     return [total, *norm_modulate(total, *(rows or (zero, zero)), eps=eps)]
 
 
-def bytes_moved(shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
-    """shapes: of x, y, gate and the rows. The plain residual moves one result fewer."""
+def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
+    """shapes: of x, y, gate and the rows."""
     x, y, gate, *rows = shapes
-    results = [x] * (1 + max(1, len(rows) // 2))
+    results = [x] if op == "gated_residual" else [x] * (1 + max(1, len(rows) // 2))
     return Bytes(size([x, y, x, *[x] * len(rows), *results], dtype), size([x, y, gate, *rows, *results], dtype))

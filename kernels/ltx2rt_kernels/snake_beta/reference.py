@@ -26,7 +26,7 @@ def snake_beta(
     return fine[..., np.clip(places, 0, 2 * length - 1)] @ down[0, 0]
 
 
-def bytes_moved(shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
+def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x, both filters, alpha and beta. A sample is asked for by every tap of both, from the cache."""
     x, up, down, alpha, beta = shapes
     taps = up[-1] * down[-1] // 2

@@ -1,0 +1,213 @@
+"""Each kernel against eager torch, torch.compile and the time that its bytes take at the device's copy bandwidth.
+
+Decides the cases: every op with a kernel in the graphs of a two-stage request (a guided step of both stages, the
+largest tile of the video decoder, the vocoder), with the operands that it has there, drawn at random and contiguous.
+Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the reason is told;
+`eager` is those plain ops; `compiled` is what Inductor makes of them. The floor is the op's least traffic, every
+operand read once and every result written once, at the measured bandwidth of a large copy.
+
+On a GPU calls are captured in CUDA graphs, as in the captured step, so that no launch is timed, and go around sets of
+operands larger than its caches.
+
+    python -m benchmarks.kernels --output benchmarks/results/kernels.json
+    python -m benchmarks.kernels --preset tiny-2.3 --device cpu --width 64 --height 64 --num-frames 9 --rounds 2
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from ltx2rt_cuda import CudaBackend
+from ltx2rt_cuda.ops import DTYPES, OPS
+from ltx2rt_kernels.choose import FOLDERS, why_not
+from ltx2rt_kernels.traffic import Bytes
+
+from benchmarks.measure import Spread, interleaved, machine, record
+from ltx2rt.graph.ir import Graph, Node, Type
+from ltx2rt.passes.fuse import fuse
+from ltx2rt.pipeline.paper import plan_on_paper
+from ltx2rt.pipeline.request import ModelOptions, PlanRequest
+
+CONTESTANTS = ("kernel", "eager", "compiled")
+COLD_BYTES = 256e6  # of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
+RUN_BYTES = 20e9  # that a measured run moves at least on a GPU: milliseconds, beside which its one wait is nothing
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on operands of certain types, and how often each part of a request executes it."""
+
+    node: Node
+    calls: dict[str, int]
+
+    @property
+    def bytes(self) -> Bytes:
+        first, *_ = types = [v.type for v in self.node.inputs]
+        reference = import_module(f"ltx2rt_kernels.{FOLDERS[self.node.op]}.reference")
+        return reference.bytes_moved(self.node.op, [t.shape for t in types], first.dtype)
+
+    def __str__(self) -> str:
+        x = self.node.inputs[0].type
+        return f"{self.node.op} {'x'.join(map(str, x.shape))} {x.dtype}"
+
+
+def request_graphs(preset: str, width: int, height: int, num_frames: int, levels: int) -> dict[str, Graph]:
+    """Of one H200: a step of each stage, and one call of the decoders. levels: timesteps among the video tokens; an
+    image adds one."""
+    options = ModelOptions("", Path())
+    request = PlanRequest(options, 1, "h200-141gb", preset, width=width, height=height, num_frames=num_frames)
+    plan = plan_on_paper(request).plan
+    structures = {s.stage.name: replace(s.structure, video_levels=levels) for s in plan.stages}
+    graphs = {name: plan.networks.step_graph(structure) for name, structure in structures.items()}
+    return graphs | {"decode": plan.graphs["video-decoder"], "audio": plan.graphs["vocoder"]}
+
+
+def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
+    """Every op with a kernel, once for each combination of operands."""
+    found: dict[tuple, Case] = {}
+    for part, graph in graphs.items():
+        for node, times in fuse(graph).walk():
+            if node.op in ops:
+                key = (node.op, tuple(v.type for v in node.inputs), repr(node.plan))
+                case = found.setdefault(key, Case(node, {}))
+                case.calls[part] = case.calls.get(part, 0) + times
+    return sorted(found.values(), key=lambda case: case.node.op)
+
+
+def operands(case: Case, device: torch.device, generator: torch.Generator) -> list[torch.Tensor]:
+    levels = min((v.type.size("levels") for v in case.node.inputs if "levels" in v.type.axes), default=1)
+
+    def draw(type: Type) -> torch.Tensor:
+        if type.dtype == "int32":
+            return torch.randint(levels, type.shape, dtype=torch.int32, device=device, generator=generator)
+        return torch.randn(type.shape, dtype=DTYPES[type.dtype], device=device, generator=generator)
+
+    return [draw(v.type) for v in case.node.inputs]
+
+
+def repeated(function: Callable, sets: Sequence[Sequence[torch.Tensor]], rounds: int) -> Callable[[], None]:
+    """`rounds` times a call on every set; on a GPU the calls of a round are one captured graph."""
+
+    def once() -> None:
+        for operands in sets:
+            function(*operands)
+
+    if sets[0][0].device.type != "cuda":
+        return once
+    once()  # compiles; nothing may be compiled while a graph is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+
+    def run() -> None:
+        for _ in range(rounds):
+            graph.replay()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def copy_bandwidth(device: torch.device, rounds: int) -> float:
+    """Bytes/s that a large copy reads and writes, at its best."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
+    target = torch.empty_like(source)
+    run = repeated(lambda a, b: b.copy_(a), [(source, target)], 10 if device.type == "cuda" else 1)
+    calls = 10 if device.type == "cuda" else 1
+    return 2 * source.nbytes * calls / min(interleaved({"copy": run}, rounds, warmup=2)["copy"])
+
+
+@torch.inference_mode()
+def contest(case: Case, contestants: Sequence[str], device: torch.device, rounds: int, bandwidth: float) -> dict:
+    """Microseconds a call of every contestant, beside the bytes and the floor."""
+    op, plan, bytes = case.node.op, case.node.plan, case.bytes
+    cuda = device.type == "cuda"
+    generator = torch.Generator(device).manual_seed(0)
+    count = max(4, -int(-COLD_BYTES // bytes.minimum)) if cuda else 1
+    repeats = max(1, -int(-RUN_BYTES // (count * bytes.minimum))) if cuda else 1
+    sets = [operands(case, device, generator) for _ in range(count)]
+    plain = OPS[op].__wrapped__
+    torch._dynamo.reset()  # or the ninth set of shapes of an op would run uncompiled
+    functions = {"kernel": OPS[op], "eager": plain, "compiled": torch.compile(plain, dynamic=False, fullgraph=True)}
+    runs = {
+        name: repeated(lambda *xs, function=functions[name]: function(*xs, **plan), sets, repeats)
+        for name in contestants
+    }
+    seconds = interleaved(runs, rounds)
+    floor = bytes.minimum / bandwidth * 1e6
+    return {
+        "op": op,
+        "operands": [str(v.type) for v in case.node.inputs],
+        "calls": case.calls,
+        "minimum_bytes": bytes.minimum,
+        "moved_bytes": bytes.moved,
+        "why_not": why_not(op, *sets[0], **plan),
+        "floor_us": floor,
+        "us": {name: Spread.of([s / count / repeats * 1e6 for s in times]) for name, times in seconds.items()},
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    device = CudaBackend(args.device).torch_device
+    graphs = request_graphs(args.preset, args.width, args.height, args.num_frames, args.levels)
+    facts = {"benchmark": "kernels", **machine("torch"), "preset": args.preset, "levels": args.levels}
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name()
+    facts |= {"clip": f"{args.width}x{args.height}x{args.num_frames}", "rounds": args.rounds}
+    facts["copy_bytes_per_s"] = bandwidth = copy_bandwidth(device, args.rounds)
+    print(f"{facts['device']}: a copy moves {bandwidth / 1e9:.0f} GB/s")
+    print(f"{'us':<58} {'floor':>9} {'moved':>6}" + "".join(f" {name:>18}" for name in args.contestants))
+    facts["cases"] = []
+    for case in cases(graphs, args.ops):
+        found = contest(case, args.contestants, device, args.rounds, bandwidth)
+        facts["cases"].append(found)
+        columns = "".join(f" {s.median:>9.1f} = {s.median / found['floor_us']:>5.2f}x" for s in found["us"].values())
+        moved = found["moved_bytes"] / found["minimum_bytes"]
+        print(f"{case!s:<58} {found['floor_us']:>9.1f} {moved:>5.2f}x{columns}", flush=True)
+    facts["total_us"] = totals(facts["cases"], args.contestants)
+    for part, total in facts["total_us"].items():
+        columns = "".join(f" {total[name]:>9.1f} = {total[name] / total['floor']:>5.2f}x" for name in args.contestants)
+        print(f"{'all of ' + part:<58} {total['floor']:>9.1f} {'':>6}{columns}")
+    if reasons := {found["why_not"] for found in facts["cases"]} - {None}:
+        print("plain ops stand in for kernels: " + "; ".join(sorted(reasons)))
+    return facts
+
+
+def totals(cases: Sequence[dict], contestants: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Microseconds that all ops with a kernel take in one step, or one call, of each part."""
+    found: dict[str, dict[str, float]] = {}
+    for case in cases:
+        times = {"floor": case["floor_us"]} | {name: case["us"][name].median for name in contestants}
+        for part, calls in case["calls"].items():
+            total = found.setdefault(part, dict.fromkeys(times, 0.0))
+            for name, time in times.items():
+                total[name] += calls * time
+    return found
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description="kernels against eager torch, torch.compile and the bandwidth floor")
+    parser.add_argument("--preset", default="ltx-2.3", choices=("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3"))
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--height", type=int, default=512)
+    parser.add_argument("--num-frames", type=int, default=121)
+    parser.add_argument("--levels", type=int, default=1, help="timesteps among the video tokens; 2: with an image")
+    parser.add_argument("--ops", nargs="+", choices=sorted(FOLDERS), default=sorted(FOLDERS), metavar="OP")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
+    args = parser.parse_args(argv)
+    facts = measure(args)
+    record(args.output, facts)
+    return facts
+
+
+if __name__ == "__main__":
+    main()
