@@ -74,26 +74,28 @@ class KernelWatch(Stopwatch):
         activities = [ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
         with profile(activities=activities) as profiler, super().stage(name, steps) as done:
             yield done
-        self.kernels[name] = self._groups(profiler)
+        self.kernels[name] = kernel_groups(profiler, self.cuda)
 
-    def _groups(self, profiler: profile) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
-        for event in profiler.events() or ():
-            if getattr(event, "is_user_annotation", False):
+
+def kernel_groups(profiler: profile, cuda: bool) -> dict[str, dict[str, float]]:
+    """Time, share and launches of each group of kernels that ran on the GPU; on a CPU, of operators."""
+    found: dict[str, dict[str, float]] = {}
+    for event in profiler.events() or ():
+        if getattr(event, "is_user_annotation", False):
+            continue
+        if cuda:
+            if event.device_type != DeviceType.CUDA:
                 continue
-            if self.cuda:
-                if event.device_type != DeviceType.CUDA:
-                    continue
-                microseconds = event.time_range.elapsed_us()
-            else:  # an operator's own time, without those that it calls
-                microseconds = event.self_cpu_time_total
-            row = found.setdefault(group_of(event.name), {"time_s": 0.0, "launches": 0})
-            row["time_s"] += microseconds / 1e6
-            row["launches"] += 1
-        total = sum(row["time_s"] for row in found.values())
-        for row in found.values():
-            row["share"] = row["time_s"] / total if total else 0.0
-        return dict(sorted(found.items(), key=lambda item: -item[1]["time_s"]))
+            microseconds = event.time_range.elapsed_us()
+        else:  # an operator's own time, without those that it calls
+            microseconds = event.self_cpu_time_total
+        row = found.setdefault(group_of(event.name), {"time_s": 0.0, "launches": 0})
+        row["time_s"] += microseconds / 1e6
+        row["launches"] += 1
+    total = sum(row["time_s"] for row in found.values())
+    for row in found.values():
+        row["share"] = row["time_s"] / total if total else 0.0
+    return dict(sorted(found.items(), key=lambda item: -item[1]["time_s"]))
 
 
 def run_once(plan: generate.Plan, watch: Stopwatch) -> tuple[Clip, float]:

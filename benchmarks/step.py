@@ -1,34 +1,59 @@
-"""The denoise transformer against diffusers' in the same process, on the same weights and inputs.
+"""Denoising against diffusers in the same process, on the same weights and inputs.
 
-Decides shapes and what is compared: one forward in float32 of a text-to-video step, as diffusers' pipeline calls it
-(one timestep per sample, no mask, positions given). The default is a stage 1 of 768 x 512 x 121 frames (1536 video,
-126 audio and 1024 text tokens) at 1/4 of the width and 1/6 of the depth.
+Decides shapes and what is compared.
+
+On a CPU, one forward of the transformer in float32, as diffusers' pipeline calls it for text to video (one timestep per
+sample, no mask, positions given). The default is a stage 1 of 768 x 512 x 121 frames (1536 video, 126 audio and 1024
+text tokens) at 1/4 of the width and 1/6 of the depth.
+
+On a GPU (or with --guided), guided steps of both stages of a two-stage request at full size: 4 branches of 1536 video
+tokens, then 1 branch of 6144. Ours are the steps that `generate` runs; diffusers' are its pipeline's loop, which runs
+the conditional and the unconditional branch in one batch and each other branch by itself, without the all-ones text
+mask that the pipeline passes. Both hold the same tensors, drawn on the device. A run is several steps, so that what is
+computed once per request (RoPE tables, for one) is spread as in a short request. FLOPs are those of our graph.
 
     python -m benchmarks.step --output benchmarks/results/step-cpu.json
+    python -m benchmarks.step --device cuda --output benchmarks/results/step-h200.json
+    python -m benchmarks.step --guided --tiny
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from diffusers import LTX2VideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
+from diffusers.pipelines.ltx2.pipeline_ltx2 import rescale_noise_cfg
+from ltx2rt_cuda.ops import DTYPES
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.end_to_end import kernel_groups
 from benchmarks.measure import Spread, interleaved, machine, ratios, record
+from benchmarks.random_weights import RandomBackend, empty_checkpoint
 from ltx2rt.backend import get_backend
+from ltx2rt.config import TransformerConfig
+from ltx2rt.graph import Graph
 from ltx2rt.models import transformer
+from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
+from ltx2rt.pipeline import generate
+from ltx2rt.pipeline.conditioning import audio_state, video_state
+from ltx2rt.pipeline.noise import standard_normal
+from ltx2rt.pipeline.request import ModelOptions, Request
+from ltx2rt.pipeline.text import PROMPT_TOKENS
 from ltx2rt.placement.cost import flops
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.configs import diffusers_transformer_json
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import preset
 
-SAME = 1e-4  # relative L2 under which two implementations compute the same thing
+SAME = 1e-4  # relative L2 under which two implementations compute the same thing in float32
 
 
 @dataclass(frozen=True)
@@ -46,6 +71,15 @@ class Shape:
 
 MID = Shape()
 TINY = replace(MID, layers=2, heads=2, head_dim=12, audio_head_dim=6, grid=(3, 2, 3), audio_tokens=5, text_tokens=7)
+
+
+def diffusers_module(config: TransformerConfig, tensors: Mapping[str, torch.Tensor]) -> LTX2VideoTransformer3DModel:
+    """diffusers' transformer over these very tensors, which have their official names."""
+    sizes = {k: v for k, v in diffusers_transformer_json(config).items() if not k.startswith("_")}
+    with torch.device("meta"):  # the 2.0 configuration says perturbed_attn = false, with which STG is ignored
+        module = LTX2VideoTransformer3DModel(**sizes | {"perturbed_attn": True}).eval()
+    module.load_state_dict({to_diffusers("transformer", name): x for name, x in tensors.items()}, assign=True)
+    return module
 
 
 class Contest:
@@ -83,11 +117,7 @@ class Contest:
         self.params = random_params(self.graph, seed)
 
     def diffusers(self) -> Callable[[], dict[str, np.ndarray]]:
-        sizes = {k: v for k, v in diffusers_transformer_json(self.config).items() if not k.startswith("_")}
-        with torch.device("meta"):
-            module = LTX2VideoTransformer3DModel(**sizes).eval()
-        state = {to_diffusers("transformer", name): torch.from_numpy(p.copy()) for name, p in self.params.items()}
-        module.load_state_dict(state, assign=True)
+        module = diffusers_module(self.config, {name: torch.from_numpy(p.copy()) for name, p in self.params.items()})
         x = {name: torch.from_numpy(value) for name, value in self.inputs.items()}
         batch, factor = self.shape.batch, self.config.timestep_scale
         coords = (p.expand(batch, -1, -1, -1) for p in (self.video_positions, self.audio_positions))
@@ -154,17 +184,228 @@ def measure(shape: Shape, backends: tuple[str, ...], device: str, rounds: int, t
     }
 
 
+# --- guided steps at full size ----------------------------------------------------------------------------------
+
+# bfloat16 moves the guided result of a deep random network by some percent; unrelated results are 1.4 apart.
+ALIKE = {"float32": SAME, "bfloat16": 0.5}
+
+
+def checkpoint_tensors(graph: Graph, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors as views of loaded weights, those that are packed cut apart."""
+    layouts = graph.all_layouts()
+    for declared, (_, count) in graph.all_params().items():
+        parts = layouts[declared].parts
+        for layer in range(count):
+            pieces = weights[declared.replace("*", str(layer))].split([shape[0] for _, shape in parts])
+            yield from ((name.replace("*", str(layer)), x) for (name, _), x in zip(parts, pieces, strict=True))
+
+
+class Guided:
+    """Guided steps of one stage from one start; a `run` for each implementation returns both modalities' latents."""
+
+    def __init__(self, plan: generate.Plan, planned: generate.StagePlan, steps: int):
+        self.networks, self.stage, self.geometry = plan.networks, planned.stage, planned.geometry
+        self.config, backend = plan.networks.config.transformer, plan.networks.backend
+        self.device, self.dtype = backend.torch_device, DTYPES[plan.networks.dtype]  # type: ignore[attr-defined]
+        self.sigmas = self.stage.sigmas[: steps + 1]
+        self.steps = len(self.sigmas) - 1
+        states = {"video": video_state(self.geometry, []), "audio": audio_state(self.geometry)}
+        self.structure, feeds = self.networks.step_structure(self.stage.branches, *states.values(), PROMPT_TOKENS)
+        self.graph = self.networks.step_graph(self.structure)
+        self.start = {m: standard_normal(0, f"start.{m}", state.shape)[0] for m, state in states.items()}
+        for m in states:
+            shape = self.graph.inputs[f"{m}_context"].type.shape
+            feeds[f"{m}_context"] = standard_normal(0, f"context.{m}", shape)
+        assert plan.request.stg_blocks is not None, "the request is not resolved"
+        self.stg_blocks = list(plan.request.stg_blocks)
+        blocks = np.zeros(self.config.num_layers, np.float32)
+        blocks[self.stg_blocks] = 1
+        self.feeds = feeds | {"guidance": self.stage.guidance, "stg_blocks": blocks}
+
+    def ours(self) -> Callable[[], dict[str, torch.Tensor]]:
+        def run() -> dict[str, torch.Tensor]:
+            start = (self.start["video"], self.start["audio"])
+            steps = self.networks.denoise(self.stage.name, (), self.structure, self.feeds, self.sigmas, *start)
+            *_, last = steps
+            self.networks.backend.synchronize()
+            return {"video": last.video, "audio": last.audio}
+
+        return run
+
+    def diffusers(self, compile: bool) -> Callable[[], dict[str, torch.Tensor]]:
+        program = self.networks.step_program(self.structure)
+        weights = self.networks.transformer_weights(program.graph, self.stage.name, ())
+        module = diffusers_module(self.config, dict(checkpoint_tensors(program.graph, weights)))
+        if compile:
+            module.compile_repeated_blocks(fullgraph=True, dynamic=False)
+        g, device = self.geometry, self.device
+        coords = {
+            "video_coords": module.rope.prepare_video_coords(1, g.frames, g.rows, g.columns, device, fps=float(g.fps)),
+            "audio_coords": module.audio_rope.prepare_audio_coords(1, g.audio_latents, device),
+        }
+        context = {m: torch.from_numpy(self.feeds[f"{m}_context"]).to(device, self.dtype) for m in self.start}
+        timesteps = torch.from_numpy(self.sigmas * np.float32(self.config.timestep_scale)).to(device)
+        blocks, scales = self.stg_blocks, dict(zip(("video", "audio"), self.stage.guidance.tolist(), strict=True))
+        branches = self.stage.branches
+
+        def velocities(x: dict, rows: slice, timestep: torch.Tensor, **branch: Any) -> list[torch.Tensor]:
+            """Of the contexts `rows`, in one batch."""
+            batch = context["video"][rows].shape[0]
+            video, audio = (x[m].to(self.dtype).expand(batch, -1, -1) for m in ("video", "audio"))
+            arguments = {name: value.expand(batch, -1, -1, -1) for name, value in coords.items()} | branch
+            found = module(
+                hidden_states=video, audio_hidden_states=audio, encoder_hidden_states=context["video"][rows],
+                audio_encoder_hidden_states=context["audio"][rows], timestep=timestep.expand(batch),
+                sigma=timestep.expand(batch), use_cross_timestep=True, return_dict=False, **arguments,
+            )  # fmt: skip
+            return [v.float() for v in found]
+
+        def step(x: dict, timestep: torch.Tensor, sigma: float, target: float) -> dict[str, torch.Tensor]:
+            found = {"cond": velocities(x, slice(0, 2 if branches.uncond else 1), timestep)}
+            if branches.perturbed:
+                found["stg"] = velocities(x, slice(0, 1), timestep, spatio_temporal_guidance_blocks=blocks)
+            if branches.isolated:
+                found["isolated"] = velocities(x, slice(0, 1), timestep, isolate_modalities=True)
+            after = {}
+            for i, (m, scale) in enumerate(scales.items()):
+                x0 = {name: x[m] - v[i] * sigma for name, v in found.items()}
+                cond = guided = x0["cond"][:1]
+                if branches.uncond:
+                    guided = guided + (scale[CFG] - 1) * (cond - x0["cond"][1:])
+                if branches.perturbed:
+                    guided = guided + scale[STG] * (cond - x0["stg"])
+                if branches.isolated:
+                    guided = guided + (scale[MODALITY] - 1) * (cond - x0["isolated"])
+                if scale[RESCALE] > 0:
+                    guided = rescale_noise_cfg(guided, cond, guidance_rescale=scale[RESCALE])
+                after[m] = x[m] + (x[m] - guided) / sigma * (target - sigma)
+            return after
+
+        @torch.inference_mode()
+        def run() -> dict[str, torch.Tensor]:
+            x = {m: torch.from_numpy(start)[None].to(device) for m, start in self.start.items()}
+            for i, (sigma, target) in enumerate(zip(self.sigmas[:-1].tolist(), self.sigmas[1:].tolist(), strict=True)):
+                x = step(x, timesteps[i], sigma, target)
+            self.networks.backend.synchronize()
+            return {m: v[0] for m, v in x.items()}
+
+        return run
+
+
+def product_rate(device: torch.device, dtype: torch.dtype, rounds: int = 9) -> float:
+    """FLOP/s of large square matrix products, at their best."""
+    size, calls = (8192, 20) if device.type == "cuda" else (512, 1)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+
+    def run() -> None:
+        for _ in range(calls):
+            torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return 2 * size**3 * calls / min(interleaved({"mm": run}, rounds, warmup=2)["mm"])
+
+
+def measure_guided_stage(contest: Guided, rate: float, rounds: int, compile: bool) -> dict[str, Any]:
+    """All facts of one stage. Raises RuntimeError if the implementations disagree."""
+    cuda, peaks, outputs, kernels = contest.device.type == "cuda", {}, {}, {}
+    runs = {"diffusers": contest.diffusers(compile), "cuda": contest.ours()}
+    for name, run in runs.items():  # diffusers first: what ours keeps for its next run is no cost of theirs
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        outputs[name] = {m: x.float().cpu().numpy() for m, x in run().items()}
+        peaks[name] = torch.cuda.max_memory_allocated() if cuda else None
+    distance = max(relative_l2(outputs["cuda"][m], outputs["diffusers"][m]) for m in outputs["cuda"])
+    if not distance <= ALIKE[contest.networks.dtype]:
+        raise RuntimeError(f"{contest.stage.name}: {distance:.2e} away from diffusers: there is nothing to compare")
+    per_step = {name: [s / contest.steps for s in found] for name, found in interleaved(runs, rounds).items()}
+    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    for name, run in runs.items():
+        with profile(activities=activities) as profiler:
+            run()
+        groups = kernel_groups(profiler, cuda).items()
+        kernels[name] = {
+            group: {key: row[key] / contest.steps for key in ("time_s", "launches")} | {"share": row["share"]}
+            for group, row in groups
+        }
+    work = flops(contest.graph)
+    speed = {name: work / Spread.of(found).median for name, found in per_step.items()}
+    return {
+        "branches": contest.stage.branches.names,
+        "tokens": {"video": contest.structure.video_tokens, "audio": contest.structure.audio_tokens},
+        "steps": contest.steps,
+        "flops": work,
+        "floor_s": work / rate,
+        "seconds": {name: Spread.of(found) for name, found in per_step.items()},
+        "flops_per_s": speed,
+        "share_of_matmul": {name: found / rate for name, found in speed.items()},
+        "ratio_to_diffusers": ratios(per_step, "cuda", "diffusers"),
+        "relative_l2": distance,
+        "launches": {name: sum(row["launches"] for row in found.values()) for name, found in kernels.items()},
+        "kernels": kernels,
+        "peak_bytes": peaks,
+    }
+
+
+def lines(stage: str, found: dict[str, Any], launches: str) -> str:
+    head = f"{stage}: {len(found['branches'])} branches of {found['tokens']['video']} video tokens"
+    text = [f"{head}, {found['flops'] / 1e12:.4g} TFLOP a step, floor {found['floor_s']:.3f} s"]
+    for name, seconds in found["seconds"].items():
+        peak = found["peak_bytes"][name]
+        text.append(
+            f"  {name:9} {seconds} s, {found['flops_per_s'][name] / 1e12:.4g} TFLOP/s = "
+            f"{found['share_of_matmul'][name]:.0%} of matmul, {found['launches'][name]:.0f} {launches}"
+            + (f", peak {peak / 1e9:.1f} GB" if peak else "")
+        )
+    text.append(f"  ours {found['ratio_to_diffusers']} x diffusers, results {found['relative_l2']:.1e} apart")
+    return "\n".join(text)
+
+
+def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
+    backend = RandomBackend(args.device)
+    name = f"{'tiny' if args.tiny else 'ltx'}-{args.generation}"
+    size = dict(zip(("width", "height", "num_frames"), (128, 64, 17) if args.tiny else args.clip, strict=True))
+    facts: dict[str, Any] = {"preset": name, "clip": size, "compile": args.compile, "rounds": args.rounds, "stages": {}}
+    facts["device"] = backend.device().name if args.device == "cuda" else machine()["device"]
+    with empty_checkpoint(name) as checkpoint:
+        options = ModelOptions("cuda", checkpoint.path, device=args.device, dtype=args.dtype, compile=args.compile)
+        request = Request(options, "a fox", Path("clip.mp4"), seed=0, steps=max(args.steps, 3), **size)
+        plan = generate.make_plan(request, checkpoint, backend)
+    plan.networks.loading = nullcontext
+    facts["dtype"] = plan.networks.dtype
+    facts["matmul_flops_per_s"] = rate = product_rate(backend.torch_device, DTYPES[plan.networks.dtype])
+    print(f"{facts['device']}; {name}, {facts['dtype']}, {size}; matmul {rate / 1e12:.3g} TFLOP/s")
+    for planned in plan.stages:
+        contest = Guided(plan, planned, args.steps)
+        found = facts["stages"][planned.stage.name] = measure_guided_stage(contest, rate, args.rounds, args.compile)
+        print(lines(planned.stage.name, found, "launches" if args.device == "cuda" else "operators"), flush=True)
+        record(args.output, facts)
+    return facts
+
+
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description="the denoise transformer against diffusers'")
-    parser.add_argument("--device", choices=("cpu",), default="cpu")
-    parser.add_argument("--backends", nargs="+", default=["cuda", "tpu"])
+    parser = argparse.ArgumentParser(description="denoising against diffusers'")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--generation", choices=("2.0", "2.3"), default="2.3")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="toy shapes, to see that it runs")
+    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
+    forward = parser.add_argument_group("one forward (on a CPU)")
+    forward.add_argument("--backends", nargs="+", default=["cuda", "tpu"])
+    forward.add_argument("--batch", type=int, default=1)
+    guided = parser.add_argument_group("guided steps (on a GPU)")
+    guided.add_argument("--guided", action="store_true", help="on a CPU too")
+    guided.add_argument("--clip", type=int, nargs=3, default=(768, 512, 121), metavar=("WIDTH", "HEIGHT", "FRAMES"))
+    guided.add_argument("--steps", type=int, default=3, help="of each stage in one run")
+    guided.add_argument("--dtype", choices=("bfloat16", "float32"))
+    guided.add_argument("--compile", action="store_true", help="the blocks by Inductor, ours and diffusers'")
     args = parser.parse_args(argv)
+    if args.guided or args.device == "cuda":
+        torch.set_num_threads(args.threads)
+        facts = {"benchmark": "step", **machine("torch", "diffusers")} | measure_guided(args)
+        record(args.output, facts)
+        return facts
     shape = replace(TINY if args.tiny else MID, generation=args.generation, batch=args.batch)
     facts = {"benchmark": "step", **machine("torch", "jax", "diffusers"), "threads": args.threads}
     facts |= measure(shape, tuple(args.backends), args.device, args.rounds, args.threads)

@@ -10,12 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ltx2rt_kernels.choose import FOLDERS
 
-from benchmarks import collectives, end_to_end, load, measure, random_weights, step
+from benchmarks import collectives, end_to_end, kernels, load, measure, random_weights, step
+from ltx2rt.backend import get_backend
+from ltx2rt.graph import trace
 from ltx2rt.models import video_vae
+from ltx2rt.passes.pack import pack
 from ltx2rt.pipeline import generate
 from ltx2rt.pipeline.report import Stopwatch
 from ltx2rt.pipeline.request import ModelOptions, Request
+from ltx2rt.testing import ArraySource, random_params
 
 ON_GPU = Path(end_to_end.__file__).with_name("on_gpu.sh")
 SMALL = {"--preset": "tiny-2.3", "--device": "cpu", "--width": 64, "--height": 64, "--num-frames": 9, "--steps": 1}
@@ -36,6 +41,37 @@ def test_implementations_that_disagree_are_not_compared(monkeypatch):
     monkeypatch.setattr(step, "SAME", 0.0)
     with pytest.raises(RuntimeError, match="away from diffusers"):
         step.measure(step.TINY, ("cuda",), "cpu", rounds=1, threads=1)
+
+
+def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
+    """All four branches, guidance and Euler; then the one branch of stage 2: the same latents after three steps."""
+    flags = ["--guided", "--tiny", "--rounds", "1", "--threads", "1", "--output", str(tmp_path / "g.json")]
+    facts = step.main(flags)
+    assert {name: len(stage["branches"]) for name, stage in facts["stages"].items()} == {"stage1": 4, "stage2": 1}
+    for stage in facts["stages"].values():
+        assert stage["relative_l2"] <= 1e-4 and stage["steps"] == 3
+        assert stage["floor_s"] == pytest.approx(stage["flops"] / facts["matmul_flops_per_s"])
+        assert stage["share_of_matmul"]["cuda"] == pytest.approx(stage["floor_s"] / stage["seconds"]["cuda"].median)
+        assert stage["launches"]["cuda"] > 0 and {"GEMM", "attention"} <= stage["kernels"]["diffusers"].keys()
+    written = json.loads((tmp_path / "g.json").read_text())
+    assert {"benchmark", "date", "commit", "device", "preset", "clip", "dtype", "compile", "stages"} <= written.keys()
+    assert "x diffusers" in capsys.readouterr().out
+
+
+def test_both_hold_the_same_tensors():
+    """Packed weights are cut apart where the checkpoint's tensors end."""
+    graph = pack(trace("net", two_linears, "float32"))
+    backend = get_backend("cuda", "cpu")
+    weights = backend.load([graph], ArraySource(random_params(graph)))
+    (packed,) = (x for name, x in weights.items() if name.endswith("weight"))
+    found = dict(step.checkpoint_tensors(graph, weights))
+    assert found.keys() == graph.parameters().keys()
+    assert found["b.weight"].data_ptr() == packed[3:].data_ptr() and found["b.weight"].shape == (5, 4)
+
+
+def two_linears(o):
+    x = o.input("x", tokens=2, D=4)
+    return {name: o.linear(x, name, {"out": n}) for name, n in (("a", 3), ("b", 5))}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
@@ -60,6 +96,40 @@ def test_collectives_are_counted_against_the_floor(tmp_path, capsys):
         assert found["received_bytes"]["all_reduce"] == pytest.approx(1.5 * found["bytes"]["all_reduce"])
     assert json.loads((tmp_path / "c.json").read_text())["stages"] == facts["stages"]
     assert "all-gathers" in capsys.readouterr().out
+
+
+TINY_SIZE = ["--preset", "tiny-2.3", "--device", "cpu", "--width", "64", "--height", "64", "--num-frames", "9"]
+
+
+def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
+    """On a CPU plain ops stand in for the kernels, which the result says."""
+    written = tmp_path / "k.json"
+    facts = kernels.main([*TINY_SIZE, "--rounds", "1", "--contestants", "kernel", "eager", "--output", str(written)])
+    assert {case["op"] for case in facts["cases"]} == set(FOLDERS) - {"sum_squares", "qk_scale_rope"}  # one device
+    assert {case["why_not"] for case in facts["cases"]} == {"the operands are on cpu, the kernel runs on cuda"}
+    assert facts["total_us"].keys() == {"stage1", "stage2", "decode", "audio"}
+    floor = sum(case["floor_us"] * case["calls"]["decode"] for case in facts["cases"] if "decode" in case["calls"])
+    assert facts["total_us"]["decode"]["floor"] == pytest.approx(floor)
+    first = json.loads(written.read_text())["cases"][0]
+    assert first["floor_us"] == pytest.approx(first["minimum_bytes"] / facts["copy_bytes_per_s"] * 1e6)
+    assert first["us"]["eager"].keys() == {"median", "low", "high", "min", "max"}
+    assert "plain ops stand in for kernels" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own import of inductor
+def test_plain_ops_are_raced_compiled_too():
+    facts = kernels.main([*TINY_SIZE, "--rounds", "1", "--ops", "pixel_norm_silu"])
+    assert all(case["us"].keys() == set(kernels.CONTESTANTS) for case in facts["cases"])
+
+
+def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
+    """Of an image's two timesteps: some rows per sample, some per token."""
+    found = kernels.cases(kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2), list(FOLDERS))
+    for case in found:
+        expected = sum(v.type.nbytes for v in (*case.node.inputs, *case.node.outputs))
+        assert case.bytes.minimum == expected, case
+    one_step = {op: sum(c.calls.get("stage1", 0) for c in found if c.node.op == op) for op in FOLDERS}
+    assert one_step["head_gate"] == 6 * 3  # six attentions in each of three blocks
 
 
 def test_a_whole_request_is_timed_by_phase(tmp_path, capsys):
