@@ -5,16 +5,19 @@
 #   tests        every test whose packages are here
 #   parity       a whole tiny run on the device against the CPU's, float32
 #   collectives  the placed step's collectives, and the plan for 4 x H100
-#   step         time of one denoise step of both stages, full size
+#   step         guided steps of both stages, full size, against diffusers' on the same weights (needs diffusers)
+#   stages       the two-stage request with 5 steps, by phase
+#   compile      the same with the blocks compiled by Inductor
 #   end-to-end   the two-stage request, full size, 3 repetitions
-#   kernels      kernel groups of one step of each stage
-#   compile      the steps again with the block compiled by Inductor
+#   profile      kernel groups of one step of each stage
+#   kernels      each kernel against eager torch, torch.compile and its floor; then with an image's two timesteps
+#   cold-start   from a fresh process to the first step, by phase: of MODEL, or of a full-size main file (46 GB in TMPDIR)
 #   clip         an MP4 of the tiny model through the command line (needs PyAV)
 #
-# FLAGs go to the benchmark, after those of the part: `step --device cpu --preset tiny-2.3 --width 128 ...` runs anywhere.
+# FLAGs go to the benchmark, after those of the part: `stages --device cpu --preset tiny-2.3 --width 128 ...` runs anywhere.
 # Needs Python 3.11 or later with torch, numpy, ml_dtypes, safetensors, tokenizers and tqdm; nothing is downloaded.
 # WHEELS: a folder of wheels to install first. OUT: where JSON goes (default: benchmarks/results/gpu). PYTHON: which one.
-# COMMIT: recorded where there is no git. A part ends within LIMIT_S (480) and leaves the JSON of what it had finished.
+# MODEL: a checkpoint. COMMIT: recorded where there is no git. A part ends within LIMIT_S (480) and leaves the JSON of what it had finished.
 set -euo pipefail
 
 part=${1:?"usage: benchmarks/on_gpu.sh PART [FLAG ...]; the parts stand at the top of this file"}
@@ -84,10 +87,24 @@ case $part in
     benchmark collectives --output "$OUT/collectives.json" "$@"
     limited "$PYTHON" -m ltx2rt.cli plan --preset ltx-2.3 --devices 4 --device-kind h100-80gb
     ;;
-  step) end_to_end --device cuda --steps 5 --repeats 3 "$@" ;;
-  end-to-end) end_to_end --device cuda --repeats 3 "$@" ;;
-  kernels) end_to_end --device cuda --steps 2 --repeats 1 --profile-kernels "$@" ;;
+  step)
+    has diffusers || skip "diffusers is not installed; give its wheel with WHEELS"
+    benchmark step --device cuda --output "$OUT/step.json" "$@"
+    ;;
+  stages) end_to_end --device cuda --steps 5 --repeats 3 "$@" ;;
   compile) end_to_end --device cuda --steps 5 --repeats 3 --compile "$@" ;;
+  end-to-end) end_to_end --device cuda --repeats 3 "$@" ;;
+  profile) end_to_end --device cuda --steps 2 --repeats 1 --profile-kernels "$@" ;;
+  kernels)
+    benchmark kernels --device cuda --output "$OUT/kernels.json" "$@"
+    benchmark kernels --device cuda --levels 2 --ops norm_modulate gated_residual residual_norm_modulate \
+      --output "$OUT/kernels-image.json" "$@"
+    ;;
+  cold-start)
+    model=(--preset ltx-2.3 --no-text)
+    [ -z "${MODEL:-}" ] || model=(--model "$MODEL")
+    benchmark cold_start --device cuda "${model[@]}" --rounds 1 --output "$OUT/cold-start.json" "$@"
+    ;;
   clip)
     has av || skip "PyAV is not installed; give its wheel with WHEELS"
     limited "$PYTHON" -m ltx2rt.cli weights make --preset tiny-2.3 --layout official "$work/tiny"
@@ -95,7 +112,8 @@ case $part in
       --width 256 --height 128 --num-frames 25 --steps 4 --seed 7 --output "$OUT/clip.mp4" --report "$OUT/clip.json" "$@"
     ;;
   *)
-    echo "on_gpu.sh: unknown part $part; known: env tests parity collectives step end-to-end kernels compile clip" >&2
+    echo "on_gpu.sh: unknown part $part; known: env tests parity collectives step stages compile end-to-end profile kernels" \
+      "cold-start clip" >&2
     exit 2
     ;;
 esac

@@ -210,7 +210,9 @@ class Guided:
         self.sigmas = self.stage.sigmas[: steps + 1]
         self.steps = len(self.sigmas) - 1
         states = {"video": video_state(self.geometry, []), "audio": audio_state(self.geometry)}
-        self.structure, feeds = self.networks.step_structure(self.stage.branches, *states.values(), PROMPT_TOKENS)
+        self.structure, feeds = self.networks.step_structure(
+            self.stage.branches, states["video"], states["audio"], PROMPT_TOKENS
+        )
         self.graph = self.networks.step_graph(self.structure)
         self.start = {m: standard_normal(0, f"start.{m}", state.shape)[0] for m, state in states.items()}
         for m in states:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from ltx2rt_kernels.choose import FOLDERS
 
-from benchmarks import collectives, end_to_end, kernels, load, measure, random_weights, step
+from benchmarks import cold_start, collectives, end_to_end, kernels, load, measure, random_weights, step
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.models import video_vae
@@ -81,6 +82,24 @@ def test_load_is_measured_in_fresh_processes(tmp_path):
     assert found["seconds"].keys() == found["peak_per_weights"].keys() == {"plain", "cuda+lora"}
     assert found["ratio_to_plain"]["cuda+lora"].median > 0
     assert found["peak_per_weights"]["plain"].median > 0.5  # the weights themselves
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the page cache is emptied by posix_fadvise")
+def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
+    flags = ["--device", "cpu", "--width", "128", "--height", "64", "--num-frames", "9", "--rounds", "1"]
+    facts = cold_start.main([*flags, "--output", str(tmp_path / "c.json")])
+    assert tuple(facts["seconds"]) == cold_start.PHASES
+    whole, phases = facts["first_step_after_s"].median, sum(spread.median for spread in facts["seconds"].values())
+    assert phases <= whole * 1.01  # they follow each other; two clocks measure them
+    files = facts["loaded_bytes"] / facts["plain_bytes_per_s"].median
+    assert facts["load_ratio_to_plain"].median == pytest.approx(facts["seconds"]["load"].median / files)
+    assert json.loads((tmp_path / "c.json").read_text())["cache"] == "cold"
+    assert "x a plain read" in capsys.readouterr().out
+
+
+def test_a_cold_start_that_fails_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match="no checkpoint"):
+        cold_start.main(["--device", "cpu", "--model", str(tmp_path), "--rounds", "1"])
 
 
 def test_ratios_are_taken_round_by_round():
@@ -182,14 +201,50 @@ def test_two_clips_apart_are_not_called_equal():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
 def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
-    env = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "COMMIT": "abc1234", "OMP_NUM_THREADS": "1"}
-    run = {"env": env, "capture_output": True, "text": True}
-    done = subprocess.run([ON_GPU, "step", *TINY_CLIP], **run)
+    done = on_gpu(tmp_path, "stages", *TINY_CLIP)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "step.json").read_text())
+    found = json.loads((tmp_path / "stages.json").read_text())
     assert found["commit"] == "abc1234" and found["preset"] == "tiny-2.3" and "refinement" in done.stdout
-    unknown = subprocess.run([ON_GPU, "nonsense"], **run)
+    unknown = on_gpu(tmp_path, "nonsense")
     assert unknown.returncode == 2 and "known: env tests" in unknown.stderr
+
+
+def on_gpu(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHON": sys.executable, "OUT": str(out), "COMMIT": "abc1234", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([ON_GPU, *arguments], env=env, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
+@pytest.mark.parametrize(
+    "part,flags,files",
+    [
+        (
+            "kernels",
+            " ".join([*TINY_SIZE, "--rounds 1 --contestants kernel"]),
+            {"kernels.json": "kernels", "kernels-image.json": "kernels"},
+        ),
+        (
+            "cold-start",
+            "--preset tiny-2.3 --device cpu --width 128 --height 64 --num-frames 9",
+            {"cold-start.json": "cold_start"},
+        ),
+    ],
+)
+def test_on_gpu_part_leaves_the_figures_of_its_benchmark(part, flags, files, tmp_path):
+    done = on_gpu(tmp_path, part, *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert {path.name: json.loads(path.read_text())["benchmark"] for path in tmp_path.iterdir()} == files
+
+
+def test_on_gpu_names_the_parts_that_it_has():
+    """At its top, in its cases and in the error about an unknown part; every benchmark that it runs is a module."""
+    script = ON_GPU.read_text()
+    described = re.findall(r"^#   ([a-z-]+)  +\S", script, re.MULTILINE)
+    cases = re.findall(r"^  ([a-z-]+)\)", script, re.MULTILINE)
+    known = re.search(r"known: (.*?)>&2", script, re.DOTALL)
+    assert known and described == cases == re.findall(r"[a-z-]+", known[1])
+    for name in re.findall(r"\bbenchmark ([a-z_]+) ", script):
+        assert ON_GPU.with_name(f"{name}.py").exists(), name
 
 
 @pytest.mark.parametrize("large", [0, random_weights.LARGE])
