@@ -126,7 +126,7 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     geometry = Geometry.of(checkpoint.config, stage.width, stage.height, request.num_frames, request.fps)
     states = {"video": video_state(geometry, []), "audio": audio_state(geometry)}
     structure, feeds = networks.step_structure(stage.branches, states["video"], states["audio"], PROMPT_TOKENS)
-    graphs = {"transformer": networks.step_graph(structure)}
+    graphs = {"transformer": networks.loop_graph(structure, num_steps=1)}
     if checkpoint.config.gemma is not None:
         graphs["text-encoder"] = networks.text_graph(2)
     networks.audit(graphs)
@@ -144,7 +144,7 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     blocks = np.zeros(checkpoint.config.transformer.num_layers, np.float32)
     blocks[list(request.stg_blocks)] = 1
     feeds |= {"guidance": stage.guidance, "stg_blocks": blocks}
-    start = [standard_normal(0, f"start.{m}", state.shape)[0] for m, state in states.items()]
+    start = [standard_normal(0, f"start.{m}", state.shape) for m, state in states.items()]
     for name in ("first", "second"):
         with watch.stage(name, 1) as done:
             for _ in networks.denoise("stage1", (), structure, feeds, stage.sigmas[:2], *start):

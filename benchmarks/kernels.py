@@ -31,6 +31,7 @@ from ltx2rt_kernels.traffic import Bytes
 from benchmarks.measure import Spread, interleaved, machine, record
 from ltx2rt.graph.ir import Graph, Node, Type
 from ltx2rt.passes.fuse import fuse
+from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipeline.paper import plan_on_paper
 from ltx2rt.pipeline.request import ModelOptions, PlanRequest
 
@@ -64,7 +65,8 @@ def request_graphs(preset: str, width: int, height: int, num_frames: int, levels
     request = PlanRequest(options, 1, "h200-141gb", preset, width=width, height=height, num_frames=num_frames)
     plan = plan_on_paper(request).plan
     structures = {s.stage.name: replace(s.structure, video_levels=levels) for s in plan.stages}
-    graphs = {name: plan.networks.step_graph(structure) for name, structure in structures.items()}
+    loops = {name: plan.networks.loop_graph(structure, num_steps=1) for name, structure in structures.items()}
+    graphs = {name: taken_apart(loop).body for name, loop in loops.items()}
     return graphs | {"decode": plan.graphs["video-decoder"], "audio": plan.graphs["vocoder"]}
 
 

@@ -214,7 +214,7 @@ class Guided:
             self.stage.branches, states["video"], states["audio"], PROMPT_TOKENS
         )
         self.graph = self.networks.step_graph(self.structure)
-        self.start = {m: standard_normal(0, f"start.{m}", state.shape)[0] for m, state in states.items()}
+        self.start = {m: standard_normal(0, f"start.{m}", state.shape) for m, state in states.items()}
         for m in states:
             shape = self.graph.inputs[f"{m}_context"].type.shape
             feeds[f"{m}_context"] = standard_normal(0, f"context.{m}", shape)
@@ -235,9 +235,9 @@ class Guided:
         return run
 
     def diffusers(self, compile: bool) -> Callable[[], dict[str, torch.Tensor]]:
-        program = self.networks.step_program(self.structure)
-        weights = self.networks.transformer_weights(program.graph, self.stage.name, ())
-        module = diffusers_module(self.config, dict(checkpoint_tensors(program.graph, weights)))
+        graph = self.networks.step_loop(self.structure, self.steps).graph
+        weights = self.networks.transformer_weights(graph, self.stage.name, ())
+        module = diffusers_module(self.config, dict(checkpoint_tensors(graph, weights)))
         if compile:
             module.compile_repeated_blocks(fullgraph=True, dynamic=False)
         g, device = self.geometry, self.device
@@ -285,11 +285,11 @@ class Guided:
 
         @torch.inference_mode()
         def run() -> dict[str, torch.Tensor]:
-            x = {m: torch.from_numpy(start)[None].to(device) for m, start in self.start.items()}
+            x = {m: torch.from_numpy(start).to(device) for m, start in self.start.items()}
             for i, (sigma, target) in enumerate(zip(self.sigmas[:-1].tolist(), self.sigmas[1:].tolist(), strict=True)):
                 x = step(x, timesteps[i], sigma, target)
             self.networks.backend.synchronize()
-            return {m: v[0] for m, v in x.items()}
+            return x
 
         return run
 
