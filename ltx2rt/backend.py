@@ -73,7 +73,7 @@ class Backend(Protocol):
     device_kind: str  # "cpu", "cuda" or "tpu"
     mesh: Mapping[str, int]  # sizes of the mesh axes; empty on one device
     is_main: bool  # whether this process prints and writes
-    num_processes: int
+    num_processes: int  # that take work in turns by `on`; 1 where every process runs every program
     versions: dict[str, str]
 
     def load(
@@ -133,7 +133,7 @@ def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None 
 
 
 def get_rendezvous(name: str) -> Callable[[], Any]:
-    """How the ranks of a launch connect to their store, for a backend that runs one process per device."""
+    """How the processes of a launch connect to their store."""
     return _factory(name).rendezvous
 
 

@@ -21,7 +21,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.pipeline import request as asked
 
 Handler = Callable[[argparse.Namespace], int | None]  # the exit status; None: 0
-RANKED = ("cuda",)  # backends that run one process per device; the others have all devices in one
+RANKED = ("cuda",)  # backends that run one process per device; the others have all devices of a host in one
 PRESETS = ("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3")
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") != "0":  # all ranks were given the same flags
+        if {os.environ.get(name, "0") for name in ("RANK", "JAX_PROCESS_ID")} != {"0"}:  # all ranks have the same flags
             self.exit(BAD_INPUT)
         self.exit(BAD_INPUT, f"ltx2rt: error: {message}; see `{self.prog} --help`\n")
 
@@ -76,12 +76,12 @@ def _fail(message: str, status: int, crew: launch.Crew | None) -> int:
 
 def _join(args: argparse.Namespace) -> launch.Crew | None:
     """The other ranks, if this process is one of several; all were given the same arguments and files."""
-    size = launch.num_ranks(os.environ)
-    if size == 1 or getattr(args, "backend", None) not in RANKED:
+    find = launch.POSITIONS.get(getattr(args, "backend", ""))
+    rank, size = find(os.environ) if find else (0, 1)
+    if size == 1:
         return None
     from ltx2rt.backend import get_rendezvous
 
-    rank = launch.rank_of(os.environ)
     try:
         rendezvous = get_rendezvous(args.backend)
     except InputError:
@@ -121,7 +121,7 @@ def _inputs(args: argparse.Namespace) -> list[Path]:
 
 def _ranks_to_start(args: argparse.Namespace) -> int:
     """How many processes this one has to start: 1 if it does the work itself."""
-    if args.backend not in RANKED or launch.num_ranks(os.environ) > 1:
+    if args.backend not in RANKED or launch.ranks(os.environ)[1] > 1:
         return 1
     return math.prod(mesh_of(args, os.environ).values())
 

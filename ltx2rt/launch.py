@@ -1,10 +1,11 @@
-"""One process per device: how ranks are started, how they agree, and how they end together.
+"""One process per device or per host: how ranks are started, how they agree, and how they end together.
 
 `start` is the launcher of `--num-gpus`; torchrun and accelerate do the same by the same variables (RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT). `Crew` is one rank's view of the others, whoever launched it. A thread of every
-rank watches the others' processes (through pidfds, so Linux only), the launcher's, signals and the store that all
-ranks share: the main thread may be inside a collective that never returns. The first rank that knows why a run ends
-claims the key `failed` and says so; the others leave in silence.
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Processes of the JAX backend are launched by what runs a command on every host.
+`Crew` is one rank's view of the others, whoever launched it. A thread of every rank watches the others' processes
+(through pidfds, so Linux only, and on this host only), the launcher's, signals and the store that all ranks share: the
+main thread may be inside a collective that never returns. The first rank that knows why a run ends claims the key
+`failed` and says so; the others leave in silence.
 
 How ranks reach the store is the backend's business, and so are collectives.
 """
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -34,18 +36,45 @@ GRACE_S = 5.0  # for ranks to end by themselves, then again after SIGTERM
 EXPLAIN_S = 1.0  # how long an exception waits for the death of the rank that may have caused it
 POLL_S = 0.2
 HEAD_BYTES = 1 << 20  # of a file without a header, what its digest covers besides the size
+HOST_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_PROCID")  # of srun
 
 
-def num_ranks(environment: Mapping[str, str]) -> int:
-    return int(environment.get("WORLD_SIZE", "1"))
+def ranks(environment: Mapping[str, str]) -> tuple[int, int]:
+    """(this rank, how many there are) of torchrun, accelerate or `start`.
 
-
-def rank_of(environment: Mapping[str, str]) -> int:
-    """Raises InputError unless the environment says where the ranks meet."""
+    Raises InputError unless the environment says where they meet.
+    """
+    size = int(environment.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return 0, 1
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]:
-        size = num_ranks(environment)
         raise InputError(f"WORLD_SIZE is {size} without {', '.join(missing)}; start ranks by torchrun or --num-gpus")
-    return int(environment["RANK"])
+    return int(environment["RANK"]), size
+
+
+def hosts(environment: Mapping[str, str]) -> tuple[int, int]:
+    """(this process, how many there are) of the JAX backend: by HOST_VARIABLES, in a SLURM step, or on a TPU slice.
+
+    In the latter two JAX itself finds where they meet. Raises InputError if HOST_VARIABLES are not complete.
+    """
+    workers = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    if given := [name for name in HOST_VARIABLES if name in environment]:
+        if missing := [name for name in HOST_VARIABLES if name not in environment]:
+            raise InputError(f"{', '.join(given)} without {', '.join(missing)}; set all three, or none")
+        rank, size = environment["JAX_PROCESS_ID"], environment["JAX_NUM_PROCESSES"]
+    elif all(name in environment for name in SLURM_VARIABLES):
+        rank, size = environment["SLURM_PROCID"], environment["SLURM_NTASKS"]
+    elif len(workers) > 1:
+        rank, size = environment.get("TPU_WORKER_ID", ""), str(len(workers))
+    else:
+        return 0, 1
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise InputError(f"process {rank!r} of {size!r}: expected numbers, the first below the second")
+    return int(rank), int(size)
+
+
+POSITIONS = {"cuda": ranks, "tpu": hosts}  # by backend, what the environment says of a launch
 
 
 # ---- the launcher ---------------------------------------------------------------------------------------------------
@@ -214,8 +243,10 @@ class Crew:
                 print(f"{below}ltx2rt: error: {message}", file=sys.stderr, flush=True)
             for output in self._outputs if self._main_pid else ():
                 partial_path(output, self._main_pid or 0).unlink(missing_ok=True)
-            if self.rank == 0:
-                self._outlive()
+            with suppress(RuntimeError):  # the store may be what went down
+                self._watched.set(f"ended/{self.rank}", "")
+                if self.rank == 0:
+                    self._outlive()
             os._exit(status)
 
     def _claim(self, status: int) -> tuple[bool, int]:
@@ -233,8 +264,11 @@ class Crew:
     def _outlive(self) -> None:
         """Give the others time to read `failed` in the store that this process may hold."""
         deadline = time.monotonic() + GRACE_S
-        others = [fd for fd, rank in self._processes.items() if rank > 0]
-        while not all(map(_ended, others)) and time.monotonic() < deadline:
+        here = {rank: fd for fd, rank in self._processes.items() if rank > 0}
+        elsewhere = [f"ended/{rank}" for rank in range(1, self.size) if rank not in here]
+        while time.monotonic() < deadline:
+            if all(map(_ended, here.values())) and self._watched.check(elsewhere):
+                return
             time.sleep(POLL_S / 4)
 
     def _watch(self) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -61,6 +62,15 @@ def by_hand(words, second=None):
         probe.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
     return [Launch(w, RANK=str(i), LOCAL_RANK=str(i), **where) for i, w in enumerate((words, second or words))]
+
+
+def hosts_by_hand(*commands, devices=2):
+    """A JAX process for each command, each with CPU devices of its own, as a host has some of a slice's TPUs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{probe.getsockname()[1]}"}
+    where |= {"JAX_NUM_PROCESSES": str(len(commands)), "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    return [Launch(words, JAX_PROCESS_ID=str(i), **where) for i, words in enumerate(commands)]
 
 
 def ranks_of(launcher_pid):
@@ -245,9 +255,8 @@ def test_a_death_in_a_step_ends_all(flags, tmp_path, victim, number, status, mes
 BROKEN = """
 import os, sys, time
 from ltx2rt.cli import main
-from ltx2rt.graph import trace
 from ltx2rt.pipeline.networks import Networks
-rank, how = int(os.environ["RANK"]), sys.argv.pop(1)
+rank, how = int(os.environ.get("RANK") or os.environ["JAX_PROCESS_ID"]), sys.argv.pop(1)
 decode, calls = Networks.decoder_call, []
 def broken(self, *args):
     if how == "raise" and rank == 1:
@@ -288,11 +297,10 @@ def test_the_survivor_of_rank_0_removes_its_unfinished_file(flags, tmp_path):
 LOADING = """
 import os, sys, time
 from ltx2rt.cli import main
-from ltx2rt.graph import trace
 from ltx2rt.pipeline.networks import Networks
 weights = Networks.weights
 def slow(self, *args):
-    if os.environ["RANK"] == "1":
+    if "1" in (os.environ.get("RANK"), os.environ.get("JAX_PROCESS_ID")):
         print("loading", flush=True)
         time.sleep(600)
     return weights(self, *args)
@@ -349,3 +357,121 @@ def test_on_one_device_every_rank_is_this_process():
     program = backend.lower(graph)
     calls = [(program, {}, {"x": np.array([i], np.float32)}) for i in range(3)]
     assert [float(backend.to_host(y)[0]) for y in backend.each(calls, "y")] == [0, 2, 4]
+
+
+# ---- JAX: one process for each host ----
+
+ON_HOSTS = ("--backend", "tpu", "--mesh", "tensor=2,sequence=2", "--pipeline", "one-stage", "--no-audio", "--seed", 7)
+
+
+def test_two_hosts_give_the_clip_of_one_device_once(flags, command, tmp_path):
+    from safetensors.numpy import load_file
+
+    from ltx2rt.testing import relative_l2
+
+    latents = tmp_path / "latents.safetensors"
+    words = flags(*ON_HOSTS, "--latents-out", latents)
+    (main, other) = (run.end() for run in hosts_by_hand(*[["-m", "ltx2rt", *words]] * 2))
+    assert (main[0], other[0]) == (0, 0) and (main[2], other[2]) == ([], [])
+    assert main[1].startswith(str(tmp_path / "clip.mp4")) and main[1].count("\n") == 1 and other[1] == ""
+    assert {p.name for p in tmp_path.iterdir()} == {"clip.mp4", "latents.safetensors"}
+    several = load_file(latents)
+    status, _, errors = command(*words, "--mesh", "tensor=1")
+    assert status == 0, errors
+    one = load_file(latents)
+    assert one.keys() == several.keys() and "stage1.video.steps" in one
+    for name, expected in one.items():
+        assert relative_l2(several[name], expected) <= 1e-5, name  # float32, sums in another order; reached: 1.1e-6
+
+
+def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
+    words = ["-m", "ltx2rt", *flags(*ON_HOSTS)]
+    for second, message in (
+        ([*words[:-1], "8"], "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1"),
+        (None, "is of 4 devices, the 2 processes have 6; give a --mesh of all of them"),
+    ):
+        ended = [run.end() for run in hosts_by_hand(words, second or words, devices=2 if second else 3)]
+        assert [status for status, _, _ in ended] == [2, 2] and not list(tmp_path.iterdir())
+        (line,) = [line for _, _, lines in ended for line in lines]
+        assert message in line
+
+
+def test_an_exception_on_one_host_ends_all(flags, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    ended = [run.end() for run in hosts_by_hand(*[[str(script), "raise", *flags(*ON_HOSTS)]] * 2)]
+    assert [status for status, _, _ in ended] == [1, 1] and list(tmp_path.iterdir()) == [script]
+    assert [line for _, _, lines in ended for line in lines] == ["ltx2rt: error: rank 1: RuntimeError: a bad day"]
+
+
+def test_a_host_process_that_dies_ends_all(flags, tmp_path):
+    script = tmp_path / "loading.py"
+    script.write_text(LOADING)
+    main, other = hosts_by_hand(*[[str(script), *flags(*ON_HOSTS)]] * 2)
+    assert other.process.stdout.readline() == "loading\n"
+    os.kill(other.pid, signal.SIGKILL)
+    assert other.end()[0] == -9
+    status, _, lines = main.end()
+    assert status == 1 and lines == ["ltx2rt: error: rank 1 died: killed, or out of memory"]
+    assert list(tmp_path.iterdir()) == [script]
+
+
+EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+STEP = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+STEP["SLURM_PROCID"] = "1"
+SLICE = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    "environment,expected",
+    [
+        ({}, (0, 1)),
+        (EXPLICIT, (3, 4)),
+        (STEP, (1, 2)),
+        ({k: v for k, v in STEP.items() if k != "SLURM_PROCID"}, (0, 1)),  # salloc, not srun
+        (SLICE, (2, 4)),
+        (SLICE | EXPLICIT, (3, 4)),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, (0, 1)),
+    ],
+)
+def test_environment_tells_which_host_this_is(environment, expected):
+    assert launch.hosts(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment,message",
+    [
+        ({"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID"),
+        (EXPLICIT | {"JAX_PROCESS_ID": "4"}, "process '4' of '4'"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "process '' of '2'"),
+    ],
+)
+def test_environment_that_names_no_host_is_refused(environment, message):
+    with pytest.raises(InputError, match=message):
+        launch.hosts(environment)
+
+
+def test_a_meeting_place_that_cannot_be_is_named(flags):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for address, message in ((f"127.0.0.1:{port}", "cannot listen there"), ("127.0.0.1", "expected HOST:PORT")):
+            environment = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+            status, _, (line,) = Launch(["-m", "ltx2rt", *flags(*ON_HOSTS)], **environment).end()
+            assert status == 2 and f"JAX_COORDINATOR_ADDRESS {address}: {message}" in line
+
+
+def test_tensor_neighbours_are_on_one_host():
+    """Whatever the order in which the devices and the axes are named."""
+    from ltx2rt_tpu.distributed import device_mesh
+
+    @dataclass(frozen=True)
+    class Device:
+        id: int
+        process_index: int
+
+    devices = [Device(i, i // 2 % 2) for i in range(8)]  # hosts 0 0 1 1 0 0 1 1
+    mesh = device_mesh(devices[::-1], {"tensor": 2, "sequence": 4})
+    assert dict(mesh.shape) == {"sequence": 4, "tensor": 2} and mesh.axis_names[-1] == "tensor"
+    assert [[d.id for d in pair] for pair in mesh.devices] == [[0, 1], [4, 5], [2, 3], [6, 7]]

@@ -1,4 +1,4 @@
-"""Weights, programs and the denoise loop on one JAX device."""
+"""Weights, programs and the denoise loop on JAX devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Layout, Type
+from ltx2rt.launch import HOST_VARIABLES
 from ltx2rt.passes.loop import taken_apart
+from ltx2rt_tpu.distributed import device_mesh, join, rendezvous, silence_gloo
 from ltx2rt_tpu.lower import run
 
 Weights = dict[str, Array]
@@ -87,9 +89,9 @@ class Program:
         spec = self.graph.inputs[name].type
         if tuple(value.shape) != spec.shape:
             raise ValueError(f"{self.graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}")
-        # device_put also commits: jit compiles once more for an argument that is not committed to its device.
+        # replicate also commits: jit compiles once more for an argument that is not committed to its device.
         typed = value.astype(spec.dtype) if isinstance(value, Array) else np.asarray(value, NUMPY_DTYPES[spec.dtype])
-        return jax.device_put(typed, self.place)
+        return replicate(typed, self.place)
 
     def together(self, weights: Weights, several: list[Mapping[str, Any]], output: str) -> list[Any]:
         """`output` for each of several inputs, at most as many as there are devices; weights are whole on each.
@@ -178,7 +180,7 @@ class Loop:
         outputs = {
             name: given[name]
             if name in state
-            else jax.device_put(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.place)
+            else replicate(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.place)
             for name, v in body.outputs.items()
         }
         own = {name: weights[name] for name in body.all_params()}
@@ -189,6 +191,28 @@ class Loop:
         for outputs in queued:
             jax.block_until_ready(outputs)
             yield outputs
+
+
+def replicate(array: np.ndarray | Array, place: Sharding) -> Array:
+    """`array` on every device of `place`; each process puts its own, which device_put alone would compare with all."""
+    if place.is_fully_addressable or isinstance(array, Array):
+        return jax.device_put(array, place)
+    return jax.make_array_from_callback(array.shape, place, lambda _: array)
+
+
+def assemble(shape: tuple[int, ...], place: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Array:
+    """An array of the slices read(index): each is read once, put on all its devices, and let go before the next."""
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    indices = place.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
+        assert index is not None
+        holders.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
+    shards = []
+    for devices in holders.values():
+        host = read(indices[devices[0]] or ())
+        copies = [jax.device_put(host, device, may_alias=True) for device in devices]
+        shards += jax.block_until_ready(copies)
+    return jax.make_array_from_single_device_arrays(shape, place, shards)
 
 
 def weight_specs(graph: Graph) -> dict[str, P]:
@@ -239,43 +263,55 @@ def laid_out(array: Array, format: Format) -> Array:
 class TpuBackend:
     """device: "auto" (the TPU if there is one, else the CPU), "tpu" or "cpu".
 
-    mesh: sizes of the mesh axes; all devices are this process's.
+    mesh: sizes of the mesh axes over the devices of all processes.
     """
 
     name = "tpu"
+    rendezvous = staticmethod(rendezvous)
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "tpu"):
             raise InputError(f"backend tpu runs on auto, tpu or cpu, not on {device}")
+        rank, self.num_hosts = join()
         self.jax_device = self._find(device)
+        if self.jax_device.platform == "cpu" and self.num_hosts > 1:
+            silence_gloo()
+        if (num_found := jax.process_count(self.jax_device.platform)) != self.num_hosts:
+            raise InputError(
+                f"this host has a part of a TPU slice of {num_found} hosts; start the "
+                f"same command on each, with {', '.join(HOST_VARIABLES)} set"
+            )
         self.mesh = {axis: size for axis, size in mesh.items() if size > 1}
-        self.is_main, self.num_processes = jax.process_index() == 0, 1
+        self.is_main, self.num_processes = rank == 0, 1
         self.place = self._place(self.mesh)
         self.device_kind = "tpu" if self.jax_device.platform == "tpu" else "cpu"
         self.versions = {"jax": jax.__version__}
 
     def _place(self, mesh: Mapping[str, int]) -> Sharding:
         """Where replicated arrays live: on the one device, or on all devices of the mesh."""
-        count = math.prod(mesh.values())
+        count, devices = math.prod(mesh.values()), jax.devices(self.jax_device.platform)
+        if self.num_hosts > 1 and count != len(devices):
+            raise InputError(
+                f"mesh {dict(mesh)} is of {count} devices, the {self.num_hosts} processes have {len(devices)}; "
+                "give a --mesh of all of them"
+            )
         if count == 1:
             return SingleDeviceSharding(self.jax_device)
-        devices = jax.devices(self.jax_device.platform)
         if len(devices) < count:
             raise InputError(f"mesh {dict(mesh)} needs {count} devices, {len(devices)} were found")
-        grid = np.array(devices[:count]).reshape(tuple(mesh.values()))
-        return NamedSharding(jax.sharding.Mesh(grid, tuple(mesh)), P())
+        return NamedSharding(device_mesh(devices, mesh), P())
 
     @staticmethod
     def _find(device: str) -> Any:
         if device != "cpu":
             try:
-                return jax.devices("tpu")[0]
+                return jax.local_devices(backend="tpu")[0]
             except RuntimeError as error:
                 if device == "tpu":
                     raise InputError(
                         "no TPU was found; use --device cpu, or --device auto to fall back by itself"
                     ) from error
-        return jax.devices("cpu")[0]
+        return jax.local_devices(backend="cpu")[0]
 
     def load(
         self,
@@ -314,17 +350,13 @@ class TpuBackend:
             return host
 
         if layout.split is None or not isinstance(self.place, NamedSharding):
-            return jax.device_put(local(0), self.place, may_alias=True)
+            return assemble((*layers, *type.shape), self.place, lambda _: local(0))
         dim, mesh_axis, parts = layout.split
         dim += len(layers)
         shape = tuple(n * parts if i == dim else n for i, n in enumerate((*layers, *type.shape)))
         sharding = NamedSharding(self.place.mesh, P(*[None] * dim, mesh_axis))
         size = shape[dim] // parts
-
-        def share(index: Any) -> np.ndarray:
-            return local((index[dim].start or 0) // size)
-
-        return jax.make_array_from_callback(shape, sharding, share)
+        return assemble(shape, sharding, lambda index: local((index[dim].start or 0) // size))
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
         return Program(graph, self.place, layers == "unrolled")

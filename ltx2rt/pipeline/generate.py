@@ -286,7 +286,7 @@ def produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarra
     latents.audio = chosen
     latents.put("video_latent", latents.video)
     latents.put("audio_latent", latents.audio)
-    if not (request.audio and networks.backend.is_main):
+    if not request.audio or not (networks.backend.is_main or networks.backend.num_processes == 1):
         return None
     networks.weights("audio-decoder", plan.graphs["audio-decoder"])
     networks.weights("vocoder", plan.graphs["vocoder"])

@@ -1,0 +1,127 @@
+"""Several processes of one JAX program, usually one for each host of a TPU slice: how they meet, and their devices.
+
+Decides how processes find each other and in which order their devices make a mesh. Every process runs every program, in
+the same order: JAX has no other way to drive devices of several hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh
+
+from ltx2rt.errors import InputError
+from ltx2rt.launch import HOST_VARIABLES, hosts
+
+ARRIVAL_S = 120  # until all processes have started
+HEARTBEAT_S = 60  # a process on another host that is silent for so long is dead; JAX ends the others then
+FOREVER_MS = 2**31 - 1
+
+
+class Store:
+    """Text by key in the coordinator of JAX's processes: a `launch.Store`."""
+
+    def __init__(self, client: Any):
+        self.client = client
+
+    def set(self, key: str, value: str) -> None:
+        self.client.key_value_set(key, value, allow_overwrite=True)
+
+    def get(self, key: str) -> bytes:
+        return self.client.blocking_key_value_get(key, FOREVER_MS).encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._find(key) is not None for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        assert expected == "", "what is there already is never replaced"
+        try:
+            self.client.key_value_set(key, desired)
+        except JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+        return (self._find(key) or "").encode()
+
+    def _find(self, key: str) -> str | None:
+        try:
+            return self.client.key_value_try_get(key)
+        except JaxRuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+        return None
+
+
+def rendezvous() -> Store:
+    join()
+    from jax._src.distributed import global_state  # JAX offers its store nowhere else
+
+    return Store(global_state.client)
+
+
+def join() -> tuple[int, int]:
+    """(number of this process, how many there are). Meets the others unless it has, or is the only one.
+
+    Raises InputError if they cannot meet.
+    """
+    rank, size = hosts(os.environ)
+    if size == 1 or jax.distributed.is_initialized():
+        return rank, size
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if address is not None:
+        _check(address, rank == 0)
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
+    try:
+        jax.distributed.initialize(
+            address, size, rank, initialization_timeout=ARRIVAL_S, heartbeat_timeout_seconds=HEARTBEAT_S
+        )
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"process {rank} of {size} cannot meet the others: {error}; set {', '.join(HOST_VARIABLES)}"
+        ) from error
+    return rank, size
+
+
+def _check(address: str, here: bool) -> None:
+    """Raise InputError where JAX would abort the process: no port to listen on here, or nobody who answers there."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        raise InputError(f"JAX_COORDINATOR_ADDRESS {address}: expected HOST:PORT, a free port on the host of process 0")
+    deadline = time.monotonic() + ARRIVAL_S
+    while True:
+        try:
+            if here:
+                socket.create_server(("", int(port))).close()
+            else:
+                socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if here or time.monotonic() > deadline:
+                what = "cannot listen there" if here else "process 0 does not answer"
+                raise InputError(f"JAX_COORDINATOR_ADDRESS {address}: {what}: {error.strerror or error}") from error
+        time.sleep(0.2)
+
+
+def silence_gloo() -> None:
+    """Point the C library's stdout at nothing: gloo greets every peer there, in the place of results."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    sys.stdout = os.fdopen(kept, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+
+
+def device_mesh(devices: Sequence[Any], mesh: Mapping[str, int]) -> Mesh:
+    """The first devices as a mesh, host by host: `tensor`, which exchanges most, is along neighbours of one host."""
+    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    axes = sorted(mesh, key="tensor".__eq__)
+    sizes = [mesh[axis] for axis in axes]
+    return Mesh(np.array(ordered[: int(np.prod(sizes))]).reshape(sizes), tuple(axes))
