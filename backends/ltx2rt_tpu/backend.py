@@ -107,7 +107,8 @@ class Program:
         for name, v in self.graph.inputs.items():
             rows = [np.asarray(inputs[name], NUMPY_DTYPES[v.type.dtype]) for inputs in several]
             empty = [np.zeros_like(rows[0])] * (count - len(rows))
-            stacked[name] = jax.device_put(np.concatenate([*rows, *empty]), own)
+            whole = np.concatenate([*rows, *empty])
+            stacked[name] = jax.make_array_from_callback(whole.shape, own, whole.__getitem__)
         if self.shared is None:
             spread = jax.shard_map(self._local, mesh=place.mesh, in_specs=(P(), axes), out_specs=axes, check_vma=False)
             self.shared = jax.jit(spread)
