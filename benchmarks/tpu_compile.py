@@ -11,92 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 from benchmarks.measure import machine, record
-
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
-SHAPE = re.compile(r"\b(pred|bf16|[suf]\d+)\[([\d,]*)\]")
-COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
-
-
-def collectives(hlo: str) -> tuple[Counter, float]:
-    """Executions of each kind in scheduled HLO text, and the bytes that one device receives.
-
-    A device receives, of operands that together have B bytes in a group of g: 2 B (g-1)/g for an all-reduce,
-    (g-1)/g of the result for an all-gather and an all-to-all (bandwidth-optimal exchanges).
-    """
-    bodies: dict[str, list[str]] = {}
-    entry = current = None
-    for line in hlo.splitlines():
-        if match := COMPUTATION.match(line):
-            current = match[2]
-            bodies[current] = []
-            entry = current if match[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None:
-            bodies[current].append(line.strip())
-    counts: Counter = Counter()
-    received = 0.0
-
-    def walk(name: str, times: int) -> None:
-        nonlocal received
-        for line in bodies.get(name, ()):
-            kind = next((k for k in KINDS if re.search(rf" {k}(-start)?\(", line)), None)
-            if kind is not None:
-                counts[kind] += times
-                received += times * _received(kind, line)
-            elif " while(" in line:
-                condition, body = (re.search(rf"{part}=%?([\w.\-]+)", line) for part in ("condition", "body"))
-                assert condition and body, f"a loop without a body: {line[:200]}"
-                walk(body[1], times * _trips(line, bodies[condition[1]]))
-            else:
-                for called in CALLED.findall(line):
-                    for inner in re.findall(r"[\w.\-]+", called):
-                        walk(inner, times)
-
-    assert entry is not None, "no ENTRY computation"
-    walk(entry, 1)
-    return counts, received
-
-
-def _trips(line: str, condition: list[str]) -> int:
-    """How often a counted loop runs: annotated, or the bound that its condition compares the counter with."""
-    if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"\}', line):
-        return int(known[1])
-    bounds = [int(n) for text in condition for n in re.findall(r"[su]32\[\]\S* constant\((\d+)\)", text)]
-    assert len(bounds) == 1, f"a loop without a known trip count: {line[:200]} {condition}"
-    return bounds[0]
-
-
-def _received(kind: str, line: str) -> float:
-    result = line.split(" = ", 1)[1].split(f" {kind}", 1)[0]
-    sizes = []
-    for dtype, dims in SHAPE.findall(result):
-        size = BYTES[dtype]
-        for n in dims.split(","):
-            size *= int(n) if n else 1
-        sizes.append(size)
-    size = max(sizes) if f"{kind}-start(" in line and kind != "all-reduce" else sum(sizes)
-    group = _group(line)
-    share = (group - 1) / group
-    return {"all-reduce": 2 * size * share, "collective-permute": size}.get(kind, size * share)
-
-
-def _group(line: str) -> int:
-    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(match[1])
-    match = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    assert match, f"no replica groups in {line[:200]}"
-    return len(match[1].split(","))
 
 
 def compile_step(topology: str, mesh: dict[str, int], name: str, branches: int, width: int, height: int, frames: int):
@@ -152,6 +72,8 @@ def main() -> None:
         sys.exit(
             "libtpu is not installed; pip install libtpu (into an environment of its own: JAX looks for a TPU then)"
         )
+    from ltx2rt_tpu.hlo import collectives
+
     from ltx2rt.pipeline.request import parse_mesh
 
     with tempfile.TemporaryDirectory() as dump:

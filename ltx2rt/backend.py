@@ -66,6 +66,26 @@ class DeviceInfo:
     free_bytes: int
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """One program as its compiler left it; counts are of one call, bytes of one device.
+
+    collectives: executions by kind, loops multiplied; received_bytes: what all of them bring. weights_bytes: all
+    arguments as the compiler lays them out; temp_bytes and output_bytes: what a call needs besides.
+    """
+
+    compile_s: float
+    collectives: Mapping[str, int]
+    received_bytes: int
+    weights_bytes: int
+    temp_bytes: int
+    output_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.weights_bytes + self.temp_bytes + self.output_bytes
+
+
 class Backend(Protocol):
     """One device (or mesh) under one framework."""
 
@@ -135,6 +155,14 @@ def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None 
 def get_rendezvous(name: str) -> Callable[[], Any]:
     """How the processes of a launch connect to their store."""
     return _factory(name).rendezvous
+
+
+def get_ahead_compiler(name: str, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph], Compiled]:
+    """How backend `name` compiles placed graphs for devices that need not be here; one per process.
+
+    InputError if the compiler is not installed, or does not know the topology.
+    """
+    return _factory(name).ahead_compiler(topology, mesh)
 
 
 def _factory(name: str) -> Any:

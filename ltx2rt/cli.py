@@ -164,6 +164,7 @@ def parser() -> Parser:
 
     _graph_flags(command(commands, "graph", graph, "print the graph of a network, placed on a mesh if asked"))
     _plan_flags(command(commands, "plan", plan, "say what a run costs on devices that need not be here"))
+    _compile_flags(command(commands, "compile", compile_, "compile a run's networks for TPUs that need not be here"))
     command(commands, "devices", devices, "list the backends and their devices")
     return top
 
@@ -273,6 +274,32 @@ def _plan_flags(to: argparse.ArgumentParser) -> None:
     to.add_argument("--vae-tiling", choices=("auto", "off"), default="auto", help="default: auto")
     to.add_argument("--no-audio", dest="audio", action="store_false")
     to.add_argument("--json", action="store_true")
+
+
+def _compile_flags(to: argparse.ArgumentParser) -> None:
+    to.epilog = (
+        "Figures are of the compiled programs, per device and call; nothing is run and no weight is read. Needs "
+        "libtpu, which is best installed into an environment of its own. XLA_FLAGS are honoured, dumps included."
+    )
+    to.add_argument("--topology", required=True, metavar="GEN:CHIPS", help="such as v6e:2x4, tpu7x:2x2x1, v5p:2x2x1")
+    model = to.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint: a file or a folder")
+    model.add_argument("--preset", choices=PRESETS, help="the sizes of a released or a tiny model")
+    to.add_argument("--text-encoder", type=Path, metavar="DIR", help="the Gemma 3 folder (default: found near --model)")
+    to.add_argument("--upsampler", type=Path, metavar="FILE", help="the x2 upsampler (default: found near --model)")
+    known = f"{', '.join(asked.COMPILED)} (default: all)"
+    to.add_argument("--component", nargs="+", action="extend", default=[], metavar="NAME", help=known)
+    to.add_argument("--stage", type=int, choices=(1, 2), help="of the denoise step (default: both)")
+    branches = "guidance branches of a denoise step (default: 4 in stage 1, 1 in stage 2)"
+    to.add_argument("--branches", type=int, choices=(1, 2, 3, 4), metavar="N", help=branches)
+    to.add_argument("--width", type=int, default=768, help="of the output, in pixels (default: 768)")
+    to.add_argument("--height", type=int, default=512, help="of the output, in pixels (default: 512)")
+    to.add_argument("--num-frames", type=int, default=121, help="8k+1 (default: 121)")
+    tiling = "off: the decoder on the whole clip, not on its largest tile (default: auto)"
+    to.add_argument("--vae-tiling", choices=("auto", "off"), default="auto", help=tiling)
+    to.add_argument("--profile", metavar="NAME", help="how networks are split (default: the device kind's own)")
+    to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: the device kind's own)")
+    to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
 
 
 def model_options(args: argparse.Namespace) -> asked.ModelOptions:
@@ -441,6 +468,29 @@ def plan(args: argparse.Namespace) -> None:
 
     found = paper.plan_on_paper(request)
     print(json.dumps(paper.to_json(found), indent=1) if args.json else paper.to_text(found).rstrip())
+
+
+def compile_(args: argparse.Namespace) -> None:
+    names = ("topology", "model", "preset", "text_encoder", "upsampler", "stage", "branches", "vae_tiling")
+    clip = ("width", "height", "num_frames")
+    request = asked.CompileRequest(
+        **{name: getattr(args, name) for name in names + clip},
+        components=tuple(args.component) or asked.COMPILED,
+        profile=args.profile,
+        mesh=asked.parse_mesh(args.mesh) if args.mesh else {},
+    )
+    from ltx2rt.pipeline import ahead
+
+    job, found = ahead.plan_job(request), []
+    results = ahead.compile_job(job)
+    if not args.json:
+        print(ahead.header(job), flush=True)
+    for cell, compiled in results:
+        found.append(ahead.to_json(job, cell, compiled))
+        if not args.json:
+            print(ahead.row(job, cell, compiled), flush=True)
+    if args.json:
+        print(json.dumps(found, indent=1))
 
 
 def devices(args: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from ltx2rt.backend import DeviceInfo, TensorSource
+from ltx2rt.backend import Compiled, DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Layout, Type
@@ -269,6 +269,12 @@ class TpuBackend:
 
     name = "tpu"
     rendezvous = staticmethod(rendezvous)
+
+    @staticmethod
+    def ahead_compiler(topology: str, mesh: Mapping[str, int]) -> Callable[[Graph], Compiled]:
+        from ltx2rt_tpu.ahead import AheadCompiler
+
+        return AheadCompiler(topology, mesh)
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "tpu"):

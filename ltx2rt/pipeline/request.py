@@ -30,6 +30,7 @@ COMPONENTS = (
     "guided-step",
     "schedule",
 )
+COMPILED = ("text-encoder", "denoise-step", "upsampler", "audio-decoder", "vocoder", "video-decoder")
 MESH_AXES = ("data", "tensor", "sequence")
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
@@ -177,6 +178,29 @@ class GraphRequest:
     format: str = "text"
     profile: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """Components to compile for a topology that need not be here, of a checkpoint (`model`) or of a preset's sizes.
+
+    stage: 1 or 2, None: both. branches: of every denoise step; None: the model's in stage 1, one in stage 2.
+    """
+
+    topology: str
+    model: Path | None = None
+    preset: str | None = None
+    text_encoder: Path | None = None
+    upsampler: Path | None = None
+    components: tuple[str, ...] = COMPILED
+    stage: int | None = None
+    branches: int | None = None
+    width: int = 768
+    height: int = 512
+    num_frames: int = 121
+    vae_tiling: str = "auto"
+    profile: str | None = None  # None: the device kind's own
+    mesh: Mapping[str, int] = field(default_factory=dict)  # empty: the profile's own
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from dataclasses import dataclass
 
 from ltx2rt.errors import InputError
@@ -36,6 +38,8 @@ DEVICE_KINDS = {
         DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 4.8e12, 450e9),
         # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
         DeviceKind("v6e", "tpu", "tpu", "hopper", 32e9, 918e12, 1.638e12, 400e9),
+        # Google Cloud, TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
+        DeviceKind("v5p", "tpu", "tpu", "hopper", 95e9, 459e12, 2.765e12, 600e9),
         # Google Cloud, TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
         DeviceKind("v7x", "tpu", "tpu", "hopper", 96e9, 1153.5e12, 3.69e12, 300e9),
     )
@@ -46,6 +50,19 @@ def device_kind(name: str) -> DeviceKind:
     if name not in DEVICE_KINDS:
         raise InputError(f"--device-kind: unknown {name!r}; known: {', '.join(DEVICE_KINDS)}")
     return DEVICE_KINDS[name]
+
+
+GENERATIONS = {"v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}  # of libtpu -> kind, devices of a chip
+
+
+def topology(name: str) -> tuple[DeviceKind, int]:
+    """The devices of a topology as libtpu names it, generation:chips along each axis, and their number."""
+    generation, _, chips = name.partition(":")
+    if generation not in GENERATIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
+        known = ", ".join(GENERATIONS)
+        raise InputError(f"--topology: {name!r}, expected GENERATION:CHIPS of {known}, such as v6e:2x4 or tpu7x:2x2x1")
+    kind, cores = GENERATIONS[generation]
+    return DEVICE_KINDS[kind], cores * math.prod(map(int, chips.split("x")))
 
 
 def host_memory() -> tuple[int, int]:

@@ -1,0 +1,104 @@
+"""What a compiled program communicates, counted in its scheduled HLO.
+
+Decides how often each collective runs, through the loops and computations it is in, and how many bytes it brings to one
+device. The text is the compiler's own, of any TPU generation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
+BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
+SHAPE = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
+FLAG_BYTES = 4  # what an asynchronous start keeps beside its arrays
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
+CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+
+
+def collectives(hlo: str) -> tuple[Counter[str], int]:
+    """Executions of each kind in scheduled HLO text, and the bytes that one device receives.
+
+    A device receives, of results that together have B bytes in a group of g: 2 B (g-1)/g for an all-reduce, B (g-1)/g
+    for an all-gather and an all-to-all, B (g-1) for a reduce-scatter, B for a permutation: bandwidth-optimal exchanges.
+    Raises ValueError if a loop's length cannot be told: it is never guessed.
+    """
+    entry, bodies = _computations(hlo)
+    counts: Counter[str] = Counter()
+    received = 0.0
+
+    def walk(name: str, times: int) -> None:
+        nonlocal received
+        for line in bodies.get(name, ()):
+            if match := COLLECTIVE.search(line):
+                counts[match[1]] += times
+                received += times * _received(match[1], match[2] is not None, line)
+            elif " while(" in line:
+                parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", line))
+                walk(parts["body"], times * _trips(line, bodies[parts["condition"]]))
+            else:
+                for called in CALLED.findall(line):
+                    for inner in re.findall(r"[\w.\-]+", called):
+                        walk(inner, times)
+
+    walk(entry, 1)
+    return counts, round(received)
+
+
+def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
+    """The entry's name, and the instructions of every computation by name."""
+    bodies: dict[str, list[str]] = {}
+    entry = current = None
+    for line in hlo.splitlines():
+        if match := COMPUTATION.match(line):
+            current = match[2]
+            bodies[current] = []
+            entry = current if match[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            bodies[current].append(line.strip())
+    if entry is None:
+        raise ValueError("HLO text without an ENTRY computation")
+    return entry, bodies
+
+
+def _trips(line: str, condition: list[str]) -> int:
+    """How often a counted loop runs: annotated, or the bound that its condition compares the counter with."""
+    if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"\}', line):
+        return int(known[1])
+    bounds = [int(n) for text in condition for n in re.findall(r"[su]32\[\]\S* constant\((\d+)\)", text)]
+    if len(bounds) != 1:
+        raise ValueError(f"a loop without a known trip count: {line[:200]} {condition}")
+    return bounds[0]
+
+
+def _received(kind: str, start: bool, line: str) -> float:
+    result = line.split(" = ", 1)[1].split(f" {kind}", 1)[0]
+    sizes = []
+    for dtype, dims in SHAPE.findall(result):
+        size = BYTES[dtype]
+        for n in dims.split(","):
+            size *= int(n) if n else 1
+        sizes.append(size)
+    if start and kind != "all-reduce":  # (operands, results, flags): one result for each operand
+        arrays = [size for size in sizes if size > FLAG_BYTES]
+        sizes = arrays[len(arrays) // 2 :]
+    size = sum(sizes)
+    if kind == "collective-permute":
+        return size
+    group = _group(line)
+    share = (group - 1) / group
+    return {"all-reduce": 2 * size * share, "reduce-scatter": size * (group - 1)}.get(kind, size * share)
+
+
+def _group(line: str) -> int:
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(match[1])
+    match = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if match is None:
+        raise ValueError(f"a collective without replica groups: {line[:200]}")
+    return len(match[1].split(","))

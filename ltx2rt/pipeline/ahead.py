@@ -1,0 +1,173 @@
+"""`ltx2rt compile`: every network of a run through the compiler of devices that need not be here.
+
+Decides which graphs a run consists of on a topology, at which size, and how the figures are shown. They are of compiled
+programs; nothing is run. How a graph is compiled is the backend's business.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ltx2rt.backend import Compiled, get_ahead_compiler
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.graph import Graph
+from ltx2rt.pipeline.graphs import component_graph
+from ltx2rt.pipeline.request import COMPILED, CompileRequest, GraphRequest
+from ltx2rt.pipeline.tiling import plan_tiles
+from ltx2rt.placement.devices import DeviceKind, topology
+from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.presets import preset
+
+GRAPHS = {"denoise-step": "guided-step"}  # component -> the graph it is, if not called the same
+MODEL_BRANCHES = 4  # cond, uncond, perturbed, isolated: none of the default guidance scales is neutral
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One program to compile. stage and branches: of a denoise step; size: what it works on, for the reader."""
+
+    component: str
+    graph: Graph
+    size: str
+    stage: int | None = None
+    branches: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.component if self.stage is None else f"{self.component}, stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """All programs of a request, and the devices they are for."""
+
+    topology: str
+    kind: DeviceKind
+    mesh: Mapping[str, int]
+    cells: tuple[Cell, ...]
+
+
+def plan_job(request: CompileRequest) -> Job:
+    """What to compile, from headers and sizes alone. Raises InputError for what no compiler could mend."""
+    if request.stage not in (None, 1, 2):
+        raise InputError(f"--stage: {request.stage}, expected 1 or 2")
+    if unknown := [name for name in request.components if name not in COMPILED]:
+        raise InputError(f"--component: unknown {unknown[0]!r}; known: {', '.join(COMPILED)}")
+    kind, devices = topology(request.topology)
+    mesh = dict(request.mesh) or default_mesh(kind, devices)
+    if prod(mesh.values()) != devices:
+        raise InputError(f"--mesh: {mesh} is of {prod(mesh.values())} devices, {request.topology} has {devices}")
+    if request.model:
+        config = open_checkpoint(request.model, request.text_encoder, request.upsampler).config
+    else:
+        config = preset(request.preset or "").config
+    mesh = {axis: size for axis, size in mesh.items() if size > 1}
+    profile = request.profile or (kind.profile if mesh else "single")
+    cells = tuple(_cells(config, request, {"profile": profile, "mesh": mesh}))
+    return Job(request.topology, kind, mesh, cells)
+
+
+def default_mesh(kind: DeviceKind, devices: int) -> dict[str, int]:
+    """tensor=2 where a device cannot hold the weights whole, the rest sequence."""
+    if devices == 1:
+        return {}
+    return {"sequence": devices} if kind.memory_bytes > 64e9 else {"tensor": 2, "sequence": devices // 2}
+
+
+def _cells(config: ModelConfig, request: CompileRequest, where: Mapping[str, Any]) -> Iterator[Cell]:
+    """In the order of a run. The first stage works at half the size."""
+    unit = 2 * config.video_vae.space_factor
+    if request.width % unit or request.height % unit or min(request.width, request.height) < unit:
+        raise InputError(f"--width, --height: {request.width}x{request.height}, expected multiples of {unit}")
+    full = (request.width, request.height, request.num_frames)
+    half = (request.width // 2, request.height // 2, request.num_frames)
+
+    def cell(component: str, size: tuple[int, int, int], stage: int | None = None, branches: int | None = None) -> Cell:
+        width, height, frames = size
+        name = GRAPHS.get(component, component)
+        asked = GraphRequest(name, width=width, height=height, num_frames=frames, branches=branches or 1, **where)
+        graph = component_graph(config, asked)
+        clip = f"{width}x{height}x{frames}"
+        return Cell(component, graph, f"{clip}, {branches} branches" if branches else clip, stage, branches)
+
+    for component in COMPILED:
+        if component not in request.components:
+            continue
+        if component == "denoise-step":
+            for stage, size, branches in ((1, half, MODEL_BRANCHES), (2, full, 1)):
+                if request.stage in (None, stage):
+                    yield cell(component, size, stage, request.branches or branches)
+        elif component == "video-decoder":
+            yield cell(component, _tile(config, request))
+        else:
+            yield cell(component, half if component == "upsampler" else full)
+
+
+def _tile(config: ModelConfig, request: CompileRequest) -> tuple[int, int, int]:
+    """Width, height and frames of the largest tile that the decoder gets at once."""
+    vae = config.video_vae
+    space, time = vae.space_factor, vae.time_factor
+    if (request.num_frames - 1) % time or request.num_frames < 1:
+        raise InputError(f"--num-frames: {request.num_frames}, expected {time}*k + 1")
+    latent = ((request.num_frames - 1) // time + 1, request.height // space, request.width // space)
+    frames, rows, columns = max(plan_tiles(request.vae_tiling, latent, vae).tile_shapes, key=prod)
+    return columns * space, rows * space, (frames - 1) * time + 1
+
+
+def compile_job(job: Job, backend: str = "tpu") -> Iterator[tuple[Cell, Compiled]]:
+    """Each program as soon as it is compiled; which one is at work is said on stderr. InputError before the first."""
+    compiler = get_ahead_compiler(backend, job.topology, job.mesh)
+
+    def compile_cell(cell: Cell) -> tuple[Cell, Compiled]:
+        print(f"compiling {cell.name}, {cell.size}, for {job.topology} ...", file=sys.stderr, flush=True)
+        return cell, compiler(cell.graph)
+
+    return map(compile_cell, job.cells)
+
+
+def to_json(job: Job, cell: Cell, found: Compiled) -> dict[str, Any]:
+    """Counts are of one call, bytes of one device, compile_s is what the compiler took here."""
+    return {
+        "component": cell.component,
+        "stage": cell.stage,
+        "branches": cell.branches,
+        "size": cell.size,
+        "topology": job.topology,
+        "mesh": dict(job.mesh),
+        "compile_s": found.compile_s,
+        "collectives": dict(found.collectives),
+        "received_bytes": found.received_bytes,
+        "weights_bytes": found.weights_bytes,
+        "temp_bytes": found.temp_bytes,
+        "output_bytes": found.output_bytes,
+        "fits": fits(job, found),
+    }
+
+
+def fits(job: Job, found: Compiled) -> bool:
+    return found.peak_bytes <= job.kind.memory_bytes
+
+
+def header(job: Job) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in job.mesh.items()) or "one device"
+    return (
+        f"compiled for {job.topology} ({mesh}), not run; per device, of one call; it has "
+        f"{job.kind.memory_bytes / 1e9:.0f} GB\n\n"
+        f"{'component':<22} {'size':<26} {'collectives':>11} {'received':>9} {'weights':>9} {'temporaries':>11} "
+        f"{'outputs':>8} {'compile':>8}  fits"
+    )
+
+
+def row(job: Job, cell: Cell, found: Compiled) -> str:
+    count = sum(found.collectives.values())
+    sizes = (found.received_bytes, found.weights_bytes, found.temp_bytes, found.output_bytes)
+    received, weights, temporaries, outputs = (f"{n / 1e9:.3g} GB" for n in sizes)
+    return (
+        f"{cell.name:<22} {cell.size:<26} {count:>11} {received:>9} {weights:>9} {temporaries:>11} {outputs:>8} "
+        f"{found.compile_s:>6.0f} s  {'yes' if fits(job, found) else 'NO'}"
+    )

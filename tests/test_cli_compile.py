@@ -1,0 +1,129 @@
+"""`ltx2rt compile`: what is compiled is decided, and refused, before a compiler is needed."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ltx2rt.pipeline.ahead import Job, plan_job
+from ltx2rt.pipeline.request import COMPILED, CompileRequest
+from ltx2rt.placement.cost import traffic
+
+TINY = {"--topology": "v6e:2x2", "--preset": "tiny-2.3", "--width": 64, "--height": 64, "--num-frames": 9}
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+def flags(**changes: object) -> list[object]:
+    return [
+        word for pair in (TINY | {f"--{k.replace('_', '-')}": v for k, v in changes.items()}).items() for word in pair
+    ]
+
+
+def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Job:
+    return plan_job(CompileRequest(topology, preset=name, **settings))
+
+
+def test_a_run_is_compiled_as_generate_would_run_it():
+    job = plan()
+    assert job.mesh == {"tensor": 2, "sequence": 4}
+    assert list(dict.fromkeys(cell.component for cell in job.cells)) == list(COMPILED)
+    first, second = (cell for cell in job.cells if cell.component == "denoise-step")
+    assert (first.stage, first.branches, second.stage, second.branches) == (1, 4, 2, 1)
+    assert first.graph.inputs["video_latent"].type.sizes["tokens"] == 1536
+    assert second.graph.inputs["video_latent"].type.sizes["tokens"] == 6144
+    graphs = {cell.component: cell.graph for cell in job.cells}
+    assert graphs["text-encoder"].inputs["token_ids"].type.shape == (2, 1024)
+    assert graphs["upsampler"].inputs["latent"].type.shape == (1, 128, 16, 8, 12)
+    assert graphs["video-decoder"].inputs["latent"].type.shape == (1, 128, 10, 16, 24)  # one tile
+    assert traffic(graphs["video-decoder"]) == {} and traffic(graphs["upsampler"]) == {}
+
+
+def test_flags_narrow_what_is_compiled():
+    (cell,) = plan(components=("denoise-step",), stage=2, branches=2).cells
+    assert (cell.name, cell.size) == ("denoise-step, stage 2", "768x512x121, 2 branches")
+    (cell,) = plan(components=("video-decoder",), vae_tiling="off").cells
+    assert cell.graph.inputs["latent"].type.shape == (1, 128, 16, 16, 24)
+    assert [c.branches for c in plan(components=("denoise-step",), branches=3).cells] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "topology,kind,mesh",
+    [
+        ("tpu7x:2x2x1", "v7x", {"sequence": 8}),  # two devices a chip
+        ("v5p:2x2x1", "v5p", {"sequence": 4}),
+        ("v6e:1x1", "v6e", {}),
+    ],
+)
+def test_a_topology_says_its_devices(topology, kind, mesh):
+    job = plan(topology, components=("upsampler",))
+    assert (job.kind.name, job.mesh) == (kind, mesh)
+
+
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        ({"topology": "v9:2x4"}, ["v9:2x4", "v6e", "tpu7x", "v5p"]),
+        ({"topology": "v6e"}, ["--topology", "v6e:2x4"]),
+        ({"topology": "v6e:2x0"}, ["--topology"]),
+        ({"mesh": "tensor=2"}, ["--mesh", "2 devices", "has 4"]),
+        ({"mesh": "row=4"}, ["--mesh", "tensor"]),
+        ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),
+        ({"profile": "kitchen"}, ["kitchen", "trillium"]),
+        ({"width": 96}, ["--width", "multiples of 64"]),
+        ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
+        ({"branches": 5}, ["--branches"]),
+        ({"stage": 3}, ["--stage"]),
+        ({"topology": "v6e:2x3", "mesh": "tensor=3,sequence=2"}, ["heads=4", "tensor=3"]),
+    ],
+)
+def test_what_no_compiler_could_mend_is_refused_first(command, monkeypatch, changes, words):
+    monkeypatch.setitem(sys.modules, "libtpu", None)  # not installed: no refusal may need it
+    status, out, err = command("compile", *flags(**changes))
+    assert (status, out, err.count("\n")) == (2, "", 1) and "libtpu" not in err
+    assert all(word in err for word in words)
+
+
+def test_a_model_or_a_preset_is_needed(command):
+    assert command("compile", "--topology", "v6e:2x2")[0] == 2
+    status, _, err = command("compile", "--topology", "v6e:2x2", "--model", "nowhere")
+    assert status == 2 and "nowhere" in err
+
+
+def test_without_the_compiler_one_line_says_how_to_get_it(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    status, out, err = command("compile", *flags(mesh="tensor=2,sequence=2"))
+    assert (status, out) == (2, "") and err.count("\n") == 1 and "pip install libtpu" in err
+
+
+def run(*words: object, **environment: str) -> subprocess.CompletedProcess:
+    argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]
+    return subprocess.run(argv, env=os.environ | environment, capture_output=True, text=True)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_compiled_figures_and_dumps(tmp_path):
+    words = ["compile", *flags(mesh="tensor=2,sequence=2"), "--component", "denoise-step", "upsampler"]
+    ran = run(*words, "--json", XLA_FLAGS=f"--xla_dump_to={tmp_path}")
+    assert ran.returncode == 0, ran.stderr
+    first, second, upsampler = json.loads(ran.stdout)
+    assert [first["stage"], second["stage"], upsampler["stage"]] == [1, 2, None]
+    for found in (first, second, upsampler):
+        assert found["topology"] == "v6e:2x2" and found["mesh"] == {"tensor": 2, "sequence": 2} and found["fits"]
+        assert found["compile_s"] > 0 and found["weights_bytes"] > 0
+    assert first["collectives"].keys() >= {"all-reduce", "all-to-all"} and first["received_bytes"] > 0
+    assert upsampler["collectives"] == {} and upsampler["received_bytes"] == 0
+    assert len(list(Path(tmp_path).glob("*.after_optimizations.txt"))) == 3  # the user's own dumps
+    table = run(*words, "--stage", 1)
+    assert table.returncode == 0 and "not run" in table.stdout and table.stderr.count("\n") == 2
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_topology_that_does_not_exist_is_the_compilers_word():
+    ran = run("compile", *flags(topology="v6e:2x3", mesh="tensor=2,sequence=3", component="upsampler"))
+    assert ran.returncode == 2 and ran.stdout == "" and "refuses 'v6e:2x3'" in ran.stderr
