@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -163,6 +164,16 @@ def get_ahead_compiler(name: str, topology: str, mesh: Mapping[str, int]) -> Cal
     InputError if the compiler is not installed, or does not know the topology.
     """
     return _factory(name).ahead_compiler(topology, mesh)
+
+
+def keep_executables(name: str, root: Path) -> None:
+    """Let this process keep what backend `name` compiles under `root`, and start from what lies there.
+
+    A backend whose framework does so by itself, or compiles nothing, has no `keep_executables`.
+    """
+    keep = getattr(_factory(name), "keep_executables", None)
+    if keep is not None:
+        keep(root)
 
 
 def _factory(name: str) -> Any:

@@ -39,10 +39,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    if argv is None:  # a process of its own: let `kill` unwind, so that no partial file stays behind
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
+    args.keep = executables_folder(os.environ) if argv is None else None
+    if argv is None:  # a process of its own: let `kill` unwind, so that no partial file stays behind
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     crew = None
     try:
         crew = _join(args)
@@ -90,7 +91,7 @@ def _join(args: argparse.Namespace) -> launch.Crew | None:
         sys.exit(BAD_INPUT)  # all ranks run one installation
     crew = launch.Crew(rank, size, rendezvous, _outputs(args))
     try:
-        given = {name: value for name, value in vars(args).items() if name not in ("handler", "argv")}
+        given = {name: value for name, value in vars(args).items() if name not in ("handler", "argv", "keep")}
         crew.agree("arguments", {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()})
         crew.agree("files", launch.digests(_inputs(args)))
         if given.get("seed", 0) is None:
@@ -196,6 +197,10 @@ def _model_flags(to: argparse.ArgumentParser) -> None:
 
 
 def _generate_flags(to: argparse.ArgumentParser) -> None:
+    to.epilog = (
+        "With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (default: ltx2rt under "
+        "XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing."
+    )
     _model_flags(to)
     to.add_argument("--prompt", required=True, metavar="TEXT")
     to.add_argument("--negative-prompt", metavar="TEXT", help="default: the model's")
@@ -385,9 +390,20 @@ def generate(args: argparse.Namespace) -> int | None:
             args.seed = asked.draw_seed()
             args.argv = [*args.argv, "--seed", str(args.seed)]
         return launch.start(args.argv, count, _outputs(args))
+    if args.keep:
+        from ltx2rt.backend import keep_executables
+
+        keep_executables(request.options.backend, args.keep)
     from ltx2rt.pipeline import generate
 
     generate.run(request)
+
+
+def executables_folder(environment: Mapping[str, str]) -> Path:
+    """Where compiled programs are kept: JAX_COMPILATION_CACHE_DIR, else ltx2rt under XDG_CACHE_HOME or ~/.cache."""
+    if asked_for := environment.get("JAX_COMPILATION_CACHE_DIR"):
+        return Path(asked_for)
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ltx2rt"
 
 
 def probe(args: argparse.Namespace) -> int | None:
@@ -470,15 +486,19 @@ def plan(args: argparse.Namespace) -> None:
     print(json.dumps(paper.to_json(found), indent=1) if args.json else paper.to_text(found).rstrip())
 
 
-def compile_(args: argparse.Namespace) -> None:
+def compile_request(args: argparse.Namespace) -> asked.CompileRequest:
     names = ("topology", "model", "preset", "text_encoder", "upsampler", "stage", "branches", "vae_tiling")
     clip = ("width", "height", "num_frames")
-    request = asked.CompileRequest(
+    return asked.CompileRequest(
         **{name: getattr(args, name) for name in names + clip},
         components=tuple(args.component) or asked.COMPILED,
         profile=args.profile,
         mesh=asked.parse_mesh(args.mesh) if args.mesh else {},
     )
+
+
+def compile_(args: argparse.Namespace) -> None:
+    request = compile_request(args)
     from ltx2rt.pipeline import ahead
 
     job, found = ahead.plan_job(request), []

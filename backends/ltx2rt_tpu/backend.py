@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import groupby, islice, zip_longest
+from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
 from typing import Any
@@ -269,6 +270,12 @@ class TpuBackend:
 
     name = "tpu"
     rendezvous = staticmethod(rendezvous)
+
+    @staticmethod
+    def keep_executables(root: Path) -> None:
+        from ltx2rt_tpu.executables import keep_executables
+
+        keep_executables(root)
 
     @staticmethod
     def ahead_compiler(topology: str, mesh: Mapping[str, int]) -> Callable[[Graph], Compiled]:

@@ -1,0 +1,78 @@
+"""A process starts from what an earlier one compiled; what it cannot use is said, replaced and never run."""
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from ltx2rt.cli import executables_folder
+
+COUNTED = """
+import json, sys
+from collections import Counter
+import jax
+seen = Counter()
+jax.monitoring.register_event_listener(lambda name, **_: seen.update([name.rsplit("/")[-1]]))
+from ltx2rt.cli import main
+status = main()
+print(json.dumps(seen), file=sys.stderr)
+sys.exit(status)
+"""
+CLIP = "--pipeline one-stage --width 64 --height 64 --num-frames 9 --steps 1 --seed 1 --no-audio --device cpu"
+FLAGS = ["--backend", "tpu", "--prompt", "a fox", *CLIP.split()]
+
+
+def run(model: Path, root: Path, output: Path) -> tuple[dict[str, int], str]:
+    """One `generate` in a process of its own: JAX's cache events, and what it said."""
+    argv = [sys.executable, "-c", COUNTED, "generate", "--model", str(model), "--output", str(output), *FLAGS]
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(root)}
+    ran = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    said, events = ran.stderr.strip().rsplit("\n", 1)
+    return json.loads(events), said
+
+
+def test_the_second_process_compiles_nothing_and_damage_is_mended(tiny, tmp_path):
+    model, root = tiny("tiny-2.0", "official"), tmp_path / "kept"
+    (root / "ltx2rt-0.0.1_jax-0.1").mkdir(parents=True)
+    first, said = run(model, root, tmp_path / "first.mp4")
+    assert "ltx2rt-0.0.1_jax-0.1" in said and "cannot use" in said
+    assert first["cache_misses"] == first["compile_requests_use_cache"] > 0 and "cache_hits" not in first
+
+    second, said = run(model, root, tmp_path / "second.mp4")
+    assert second["cache_hits"] == second["compile_requests_use_cache"] > 0 and "cache_misses" not in second
+    assert "ltx2rt:" not in said
+    assert same_pictures(tmp_path / "first.mp4", tmp_path / "second.mp4")
+
+    *_, flipped, cut = sorted(root.glob("*/*-cache"), key=lambda path: path.stat().st_size)
+    cut.write_bytes(cut.read_bytes()[:1000])
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 2] ^= 255
+    flipped.write_bytes(data)
+    third, said = run(model, root, tmp_path / "third.mp4")
+    assert third["cache_misses"] == 2 and said.count("is damaged") == 2
+    assert same_pictures(tmp_path / "first.mp4", tmp_path / "third.mp4")
+    for path in (flipped, cut):
+        assert len(zlib.decompress(path.read_bytes())) > 1000
+
+
+def same_pictures(a: Path, b: Path) -> bool:
+    from ltx2rt.media.compare import compare
+
+    return compare(a, b)["psnr_db"] == 200.0  # what equal pictures give
+
+
+@pytest.mark.parametrize(
+    "environment,folder",
+    [
+        ({"JAX_COMPILATION_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
+        ({"XDG_CACHE_HOME": "/b"}, Path("/b/ltx2rt")),
+        ({}, Path.home() / ".cache/ltx2rt"),
+    ],
+)
+def test_the_user_says_where_executables_are_kept(environment, folder):
+    assert executables_folder(environment) == folder
