@@ -1,108 +1,148 @@
-"""Compile one full-size denoise step with the real TPU compiler, without a TPU, and count what it communicates.
+"""The table of full-size programs compiled for TPUs that are not there, beside targets and the peer.
 
-Decides what is compiled and how collectives are counted: in the scheduled HLO, each multiplied by the trip counts of
-the loops it is in. `libtpu` compiles for real topologies on any machine; weights are shapes only. The figures are of a
-compiled program. Nothing is run.
+Decides the cells of the table; `ltx2rt compile` compiles them, each in a process of its own. Nothing is run. Times
+to compile are for two idle cores; a busy machine (`load` in the JSON) takes longer, and changes no other figure.
 
-    python -m benchmarks.tpu_compile --topology v6e:2x4 --mesh tensor=2,sequence=4 --preset ltx-2.0 --branches 2
+    python -m benchmarks.tpu_compile --cells step-2.0 upsampler --output benchmarks/results/compiled.json
+
+The peer is MaxDiffusion 7cfb8801, LTX-2.0, compiled by the same compiler for the same topology and counted alike; its
+default mesh, and the mesh with the fewest bytes received that was found.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import subprocess
 import sys
-import tempfile
-import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import machine, record
 
 
-def compile_step(topology: str, mesh: dict[str, int], name: str, branches: int, width: int, height: int, frames: int):
-    """The figures of one guided step of preset `name`, or of stage 2 with one branch."""
-    import jax
+@dataclass(frozen=True)
+class Figures:
+    """Executed collectives, bytes received, bytes of weights + temporaries, seconds; None: nothing is said of it."""
 
-    jax.config.update("jax_platforms", "cpu")
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-    from ltx2rt_tpu.backend import Program, abstract_weights
-
-    from ltx2rt.pipeline.graphs import component_graph
-    from ltx2rt.pipeline.request import GraphRequest
-    from ltx2rt.placement.profiles import PROFILES, placed
-    from ltx2rt.weights.presets import preset
-
-    request = GraphRequest("guided-step", preset=name, width=width, height=height, num_frames=frames, branches=branches)
-    graph = placed(component_graph(preset(name).config, request), "transformer", PROFILES["trillium"], mesh)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    grid = Mesh(np.array(devices).reshape(tuple(mesh.values())), tuple(mesh))
-    program = Program(graph, NamedSharding(grid, P()), unrolled=False)
-    weights = abstract_weights(graph, program.place)
-    inputs = {
-        name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=NamedSharding(grid, P()))
-        for name, v in graph.inputs.items()
-    }
-    lowered = program.function.lower(weights, inputs)
-    start = time.perf_counter()
-    memory = lowered.compile().memory_analysis()
-    return {
-        "compile_s": time.perf_counter() - start,
-        "weights_bytes": memory.argument_size_in_bytes,
-        "temp_bytes": memory.temp_size_in_bytes,
-    }
+    executed: int | None = None
+    received_bytes: float | None = None
+    memory_bytes: float | None = None
+    compile_s: float | None = None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", default="v6e:2x4")
-    parser.add_argument("--mesh", default="tensor=2,sequence=4")
-    parser.add_argument("--preset", default="ltx-2.0")
-    parser.add_argument("--branches", type=int, default=2)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--height", type=int, default=512)
-    parser.add_argument("--num-frames", type=int, default=121)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    try:
-        import libtpu  # noqa: F401
-    except ImportError:
-        sys.exit(
-            "libtpu is not installed; pip install libtpu (into an environment of its own: JAX looks for a TPU then)"
-        )
-    from ltx2rt_tpu.hlo import collectives
+@dataclass(frozen=True)
+class Cell:
+    """One row: a program (flags of `ltx2rt compile`) on a topology. peers: the same program elsewhere, by mesh."""
 
-    from ltx2rt.pipeline.request import parse_mesh
+    name: str
+    topology: str
+    flags: str
+    target: Figures = Figures()
+    peers: tuple[tuple[str, Figures], ...] = ()
 
-    with tempfile.TemporaryDirectory() as dump:
-        os.environ |= {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "XLA_FLAGS": f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*_run.*",
-        }
-        size = (args.width, args.height, args.num_frames)
-        facts = compile_step(args.topology, parse_mesh(args.mesh), args.preset, args.branches, *size)
-        (text,) = (path.read_text() for path in Path(dump).glob("*after_optimizations.txt"))
-    counts, received = collectives(text)
-    asked = {key: value for key, value in vars(args).items() if key != "output"}
-    found = {
-        "benchmark": "tpu_compile",
-        **machine("jax", "libtpu"),
-        **asked,
-        "collectives": dict(counts),
-        "executed": sum(counts.values()),
-        "received_bytes": received,
-        **facts,
-    }
-    record(args.output, found)
-    print(f"compiled, not run: {args.preset}, one step, {args.branches} branches, {args.topology}, {args.mesh}")
-    print(f"  collectives executed {found['executed']}: {dict(counts)}")
-    print(f"  received per device {received / 1e9:.2f} GB")
-    print(
-        f"  weights {facts['weights_bytes'] / 1e9:.2f} GB + temporaries {facts['temp_bytes'] / 1e9:.2f} GB per device"
+
+GB = 1e9
+MESHES = {"v6e:2x4": "tensor=2,sequence=4", "tpu7x:2x2x1": "sequence=8"}
+ROW = "{:<34} {:>11} {:>10} {:>21} {:>8}  {}"
+STEP = Figures(compile_s=40)
+DECODE = Figures(executed=0, received_bytes=0, compile_s=300)
+STEP_2_0 = {  # one guided step of LTX-2.0, 6144 video tokens, two branches: target and peers
+    "v6e:2x4": (
+        Figures(500, 7.3 * GB, 22 * GB, 40),
+        (
+            ("1x1x8x1, default", Figures(7982, 47.8 * GB, 5.3 * GB)),
+            ("2x1x2x2, fewest bytes", Figures(1204, 11.8 * GB, 19.4 * GB)),
+        ),
+    ),
+    "tpu7x:2x2x1": (
+        Figures(250, 2.7 * GB, 43 * GB, 40),
+        (
+            ("1x1x8x1, default", Figures(336, 14.2 * GB, 75.5 * GB)),
+            ("Ulysses 2x1x4x1, fewest bytes", Figures(432, 3.4 * GB, 75.0 * GB)),
+        ),
+    ),
+}
+PROGRAMS = {  # name -> flags, target
+    "step-2.3": ("--preset ltx-2.3 --component denoise-step --stage 2 --branches 4", STEP),
+    "stage1-2.3": ("--preset ltx-2.3 --component denoise-step --stage 1", STEP),
+    "stage2-large-2.3": (
+        "--preset ltx-2.3 --component denoise-step --stage 2 --width 1536 --height 1024",  # 24576 video tokens
+        STEP,
+    ),
+    "gemma": ("--preset ltx-2.3 --component text-encoder", Figures()),
+    "upsampler": ("--preset ltx-2.3 --component upsampler", Figures()),
+    "decode-tile-2.3": ("--preset ltx-2.3 --component video-decoder", DECODE),
+    "decode-whole-2.3": ("--preset ltx-2.3 --component video-decoder --vae-tiling off", DECODE),
+    "decode-whole-2.0": ("--preset ltx-2.0 --component video-decoder --vae-tiling off", DECODE),
+    "audio-decoder": ("--preset ltx-2.3 --component audio-decoder", Figures()),
+    "vocoder": ("--preset ltx-2.3 --component vocoder", Figures()),
+}
+CELLS = tuple(
+    cell
+    for where, (target, peers) in STEP_2_0.items()
+    for cell in (
+        Cell(
+            "step-2.0", where, "--preset ltx-2.0 --component denoise-step --stage 2 --branches 2", target, peers
+        ),
+        *(Cell(name, where, flags, aim) for name, (flags, aim) in PROGRAMS.items()),
     )
-    print(f"  compile {facts['compile_s']:.0f} s")
+)  # fmt: skip
+
+
+def compile_cell(cell: Cell) -> dict[str, Any]:
+    """The row of one cell. Raises RuntimeError with the command's own words if it fails."""
+    words = ["compile", "--topology", cell.topology, "--mesh", MESHES[cell.topology], *cell.flags.split(), "--json"]
+    ran = subprocess.run([sys.executable, "-m", "ltx2rt", *words], capture_output=True, text=True)
+    if ran.returncode:
+        raise RuntimeError(f"{cell.name}, {cell.topology}: {ran.stderr.strip().splitlines()[-1]}")
+    (found,) = json.loads(ran.stdout)
+    return {"cell": cell.name, **found, "command": f"ltx2rt {' '.join(words)}", **machine("jax", "libtpu")}
+
+
+def figures(row: dict[str, Any]) -> Figures:
+    memory = row["weights_bytes"] + row["temp_bytes"]
+    return Figures(sum(row["collectives"].values()), row["received_bytes"], memory, row["compile_s"])
+
+
+def line(name: str, f: Figures, note: str = "") -> str:
+    texts = [
+        "" if f.executed is None else str(f.executed),
+        "" if f.received_bytes is None else f"{f.received_bytes / GB:.2f} GB",
+        "" if f.memory_bytes is None else f"{f.memory_bytes / GB:.2f} GB",
+        "" if f.compile_s is None else f"{f.compile_s:.0f} s",
+    ]
+    return ROW.format(name, *texts, note).rstrip()
+
+
+def show(cell: Cell, row: dict[str, Any]) -> str:
+    note = f"{row['compile_cpu_s']:.0f} s{'' if row['fits'] else ', does NOT fit'}"
+    lines = [line(f"{cell.name}, {cell.topology}", figures(row), note)]
+    if cell.target != Figures():
+        lines.append(line("  target, at most", cell.target))
+    return "\n".join([*lines, *(line(f"  peer, {mesh}", f) for mesh, f in cell.peers)])
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = tuple(dict.fromkeys(cell.name for cell in CELLS))
+    parser.add_argument("--cells", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--topology", nargs="+", choices=tuple(MESHES), default=tuple(MESHES))
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON; rows of other cells in it are kept")
+    args = parser.parse_args(argv)
+    rows = json.loads(args.output.read_text())["rows"] if args.output and args.output.exists() else []
+    facts = {"benchmark": "tpu_compile", "note": "compiled, not run; of one device and one call", "rows": rows}
+    print("compiled, not run; of one call and one device")
+    print(ROW.format("", "collectives", "received", "weights + temporaries", "compile", "processor time"))
+    for cell in CELLS:
+        if cell.name in args.cells and cell.topology in args.topology:
+            row = compile_cell(cell)
+            print(show(cell, row), flush=True)
+            key = (row["cell"], row["topology"])
+            facts["rows"] = [r for r in facts["rows"] if (r["cell"], r["topology"]) != key] + [row]
+            record(args.output, facts)
+    return facts
 
 
 if __name__ == "__main__":

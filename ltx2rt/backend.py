@@ -71,11 +71,13 @@ class DeviceInfo:
 class Compiled:
     """One program as its compiler left it; counts are of one call, bytes of one device.
 
+    compile_cpu_s: processor time of all threads, which a busy machine stretches less than compile_s.
     collectives: executions by kind, loops multiplied; received_bytes: what all of them bring. weights_bytes: all
     arguments as the compiler lays them out; temp_bytes and output_bytes: what a call needs besides.
     """
 
     compile_s: float
+    compile_cpu_s: float
     collectives: Mapping[str, int]
     received_bytes: int
     weights_bytes: int

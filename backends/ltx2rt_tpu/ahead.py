@@ -62,14 +62,16 @@ class AheadCompiler:
     def __call__(self, graph: Graph) -> Compiled:
         program = Program(graph, self.place, unrolled=False)
         lowered = program.function.lower(self._weights(graph), self._inputs(graph))
-        with _dump() as (options, read):
-            start = time.perf_counter()
+        module = lowered.compiler_ir().operation.attributes["sym_name"].value  # type: ignore[union-attr]
+        with _dump(module) as (options, read):
+            start, busy = time.perf_counter(), time.process_time()
             memory = lowered.compile(compiler_options=options).memory_analysis()
-            compile_s = time.perf_counter() - start
+            compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
             assert memory is not None, "the compiler tells no memory"
             counts, received = collectives(read())
         return Compiled(
             compile_s=compile_s,
+            compile_cpu_s=compile_cpu_s,
             collectives=dict(counts),
             received_bytes=received,
             weights_bytes=memory.argument_size_in_bytes,
@@ -95,18 +97,20 @@ class AheadCompiler:
 
 
 @contextmanager
-def _dump() -> Iterator:
-    """Compiler options that leave the scheduled HLO in a folder, the user's own if XLA_FLAGS names one; and its reader.
+def _dump(module: str) -> Iterator:
+    """Compiler options that leave the scheduled HLO of `module` in a folder, the user's own if XLA_FLAGS names one; and
+    its reader.
 
     Not `Compiled.as_text`: what comes back from the compiler for TPU7x does not parse with jaxlib 0.10.2.
     """
     flag = re.findall(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(flag[-1] if flag else folder)
-        before = set(path.glob("*.after_optimizations.txt"))
+        texts = f"*.{module}.*after_optimizations.txt"  # the compiler may dump modules of its own beside it
+        before = set(path.glob(texts))
 
         def read() -> str:
-            (text,) = set(path.glob("*.after_optimizations.txt")) - before
+            (text,) = set(path.glob(texts)) - before
             return text.read_text()
 
         yield {"xla_dump_to": str(path), "xla_dump_hlo_as_text": True}, read

@@ -140,6 +140,7 @@ def to_json(job: Job, cell: Cell, found: Compiled) -> dict[str, Any]:
         "topology": job.topology,
         "mesh": dict(job.mesh),
         "compile_s": found.compile_s,
+        "compile_cpu_s": found.compile_cpu_s,
         "collectives": dict(found.collectives),
         "received_bytes": found.received_bytes,
         "weights_bytes": found.weights_bytes,

@@ -1,0 +1,41 @@
+"""Every cell of the table can be planned; the table keeps what it does not compile again."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks import tpu_compile
+from benchmarks.tpu_compile import CELLS, MESHES
+from ltx2rt.cli import compile_request, parser
+from ltx2rt.pipeline.ahead import plan_job
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name}-{cell.topology}")
+def test_a_cell_is_one_program(cell):
+    words = ["compile", "--topology", cell.topology, "--mesh", MESHES[cell.topology], *cell.flags.split()]
+    (program,) = plan_job(compile_request(parser().parse_args(words))).cells
+    if cell.name in ("step-2.0", "step-2.3"):
+        assert program.graph.inputs["video_latent"].type.sizes["tokens"] == 6144
+    if cell.name.startswith("stage2-large"):
+        assert program.graph.inputs["video_latent"].type.sizes["tokens"] == 24576
+    if cell.name.startswith("decode-whole"):
+        assert program.graph.outputs["frames"].type.shape == (1, 3, 121, 512, 768)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_the_table_is_printed_and_recorded(tmp_path, capsys, monkeypatch):
+    flags = "--preset tiny-2.3 --width 64 --height 64 --num-frames 9 --component denoise-step --stage 2"
+    monkeypatch.setattr(tpu_compile, "MESHES", {"v6e:2x2": "tensor=2,sequence=2"})
+    monkeypatch.setattr(tpu_compile, "CELLS", (tpu_compile.Cell("tiny", "v6e:2x2", flags, tpu_compile.STEP),))
+    output = tmp_path / "c.json"
+    output.write_text(
+        json.dumps({"rows": [{"cell": "tiny", "topology": "other"}, {"cell": "tiny", "topology": "v6e:2x2"}]})
+    )
+    facts = tpu_compile.main(["--output", str(output)])
+    kept, row = facts["rows"]
+    assert kept == {"cell": "tiny", "topology": "other"} and json.loads(output.read_text())["rows"] == facts["rows"]
+    assert row["collectives"]["all-to-all"] > 0 and row["versions"]["libtpu"] and "--json" in row["command"]
+    out = capsys.readouterr().out
+    assert "compiled, not run" in out and "target, at most" in out
