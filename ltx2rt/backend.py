@@ -160,8 +160,10 @@ def get_rendezvous(name: str) -> Callable[[], Any]:
     return _factory(name).rendezvous
 
 
-def get_ahead_compiler(name: str, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph], Compiled]:
+def get_ahead_compiler(name: str, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
     """How backend `name` compiles placed graphs for devices that need not be here; one per process.
+
+    Of the graph of a loop over steps it compiles a part: "before" what runs once before it, or "step".
 
     InputError if the compiler is not installed, or does not know the topology.
     """

@@ -17,16 +17,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax import ShapeDtypeStruct
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Lowered
 
 from ltx2rt.backend import Compiled
 from ltx2rt.errors import InputError
-from ltx2rt.graph import Graph
-from ltx2rt_tpu.backend import Program, weight_specs
+from ltx2rt.graph import Graph, Value
+from ltx2rt_tpu.backend import Loop, Program, abstract_weights
+from ltx2rt_tpu.distributed import device_mesh
 from ltx2rt_tpu.hlo import collectives
 
 # What libtpu would ask Google Cloud's metadata server; without an answer it complains on stderr.
@@ -40,7 +41,7 @@ ENVIRONMENT = {
 
 
 class AheadCompiler:
-    """graph -> Compiled, for the devices of `topology` in a mesh. InputError without libtpu, or where it refuses."""
+    """graph -> its programs, for the devices of `topology` in a mesh. InputError without libtpu, or if it refuses."""
 
     def __init__(self, topology: str, mesh: Mapping[str, int]):
         if find_spec("libtpu") is None:
@@ -50,50 +51,68 @@ class AheadCompiler:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_enable_compilation_cache", False)  # what comes from a cache leaves no HLO
         try:
-            devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+            self.devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
         except jax.errors.JaxRuntimeError as error:
             raise InputError(f"--topology: the compiler refuses {topology!r}: {error}") from error
-        if math.prod(mesh.values()) == 1:
-            self.place = SingleDeviceSharding(devices[0])
-        else:
-            grid = np.array(devices).reshape(tuple(mesh.values()))
-            self.place = NamedSharding(Mesh(grid, tuple(mesh)), P())
+        self.mesh = mesh
 
-    def __call__(self, graph: Graph) -> Compiled:
-        program = Program(graph, self.place, unrolled=False)
-        lowered = program.function.lower(self._weights(graph), self._inputs(graph))
-        module = lowered.compiler_ir().operation.attributes["sym_name"].value  # type: ignore[union-attr]
-        with _dump(module) as (options, read):
-            start, busy = time.perf_counter(), time.process_time()
-            memory = lowered.compile(compiler_options=options).memory_analysis()
-            compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
-            assert memory is not None, "the compiler tells no memory"
-            counts, received = collectives(read())
-        return Compiled(
-            compile_s=compile_s,
-            compile_cpu_s=compile_cpu_s,
-            collectives=dict(counts),
-            received_bytes=received,
-            weights_bytes=memory.argument_size_in_bytes,
-            temp_bytes=memory.temp_size_in_bytes,
-            output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        )
+    def __call__(self, graph: Graph, part: str | None = None) -> Compiled:
+        """part: of a loop over steps, "before" what runs once before it, "step" one of the steps."""
+        place = self._place(graph)
+        if part is None:
+            program = Program(graph, place, unrolled=False)
+            return compiled(program.function.lower(abstract_weights(graph, place), abstract(graph.inputs, place)))
+        loop = Loop(graph, place, unrolled=False)
+        before = (abstract_weights(loop.parts.before, place), abstract(loop.parts.before.inputs, place))
+        if part == "before":
+            return compiled(loop.before.lower(*before))
+        assert part == "step", part
+        return compiled(loop.steps.lower(*_step_arguments(loop, before)), steps=1)
 
-    def _inputs(self, graph: Graph) -> dict[str, ShapeDtypeStruct]:
-        return {n: ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=self.place) for n, v in graph.inputs.items()}
+    def _place(self, graph: Graph) -> Sharding:
+        """The graph's own mesh where it is of all devices, else the one asked for."""
+        if len(self.devices) == 1:
+            return SingleDeviceSharding(self.devices[0])
+        own = math.prod(graph.mesh.values()) == len(self.devices)
+        return NamedSharding(device_mesh(self.devices, graph.mesh if own else self.mesh), P())
 
-    def _weights(self, graph: Graph) -> dict[str, ShapeDtypeStruct]:
-        """Every parameter whole, `*` ones with their layers in front, with the sharding that cuts it."""
-        specs, found = weight_specs(graph), {}
-        for name, (value, count) in graph.all_params().items():
-            shape = ((count,) if "*" in name else ()) + value.type.shape
-            sharding = self.place
-            if isinstance(sharding, NamedSharding):
-                parts = [graph.mesh[axis] if axis else 1 for axis in specs[name]]
-                shape = tuple(n * k for n, k in zip(shape, parts + [1] * (len(shape) - len(parts)), strict=True))
-                sharding = NamedSharding(sharding.mesh, specs[name])
-            found[name] = ShapeDtypeStruct(shape, value.type.dtype, sharding=sharding)
-        return found
+
+def abstract(values: Mapping[str, Value], place: Sharding) -> dict[str, ShapeDtypeStruct]:
+    """Inputs or outputs, whole on every device."""
+    return {name: ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=place) for name, v in values.items()}
+
+
+def _step_arguments(loop: Loop, before: tuple) -> tuple:
+    """What `Loop.steps` is called with: weights, what runs before, the other inputs, the state, and the bounds."""
+    body, place = loop.parts.body, loop.place
+    own = NamedSharding(place.mesh, loop.own()) if isinstance(place, NamedSharding) else place
+    found = loop.before.eval_shape(*before)
+    prepared = {name: ShapeDtypeStruct(x.shape, x.dtype, sharding=own) for name, x in found.items()}
+    other = body.inputs.keys() - prepared.keys() - set(loop.parts.state)
+    constants = {name: v for name, v in loop.graph.inputs.items() if name in other}
+    bound = ShapeDtypeStruct((), "int32")
+    state = abstract(body.outputs, place)
+    return abstract_weights(body, place), prepared, abstract(constants, place), state, bound, bound
+
+
+def compiled(lowered: Lowered, steps: int | None = None) -> Compiled:
+    """The figures of one program. steps: how often a loop runs whose bounds are arguments; None: there is none."""
+    module = lowered.compiler_ir().operation.attributes["sym_name"].value  # type: ignore[union-attr]
+    with _dump(module) as (options, read):
+        start, busy = time.perf_counter(), time.process_time()
+        memory = lowered.compile(compiler_options=options).memory_analysis()
+        compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
+        assert memory is not None, "the compiler tells no memory"
+        counts, received = collectives(read(), steps)
+    return Compiled(
+        compile_s=compile_s,
+        compile_cpu_s=compile_cpu_s,
+        collectives=dict(counts),
+        received_bytes=received,
+        weights_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    )
 
 
 @contextmanager

@@ -146,7 +146,8 @@ class Loop:
             return function
         return jax.shard_map(function, mesh=self.place.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
-    def _own(self) -> P:
+    def own(self) -> P:
+        """How the devices' own arrays lie: one after the other along a first axis."""
         return P(self.place.mesh.axis_names if isinstance(self.place, NamedSharding) else None)
 
     def _before(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -156,7 +157,7 @@ class Loop:
             results = run(graph, weights, [inputs[name] for name in graph.inputs], self.unrolled)
             return {name: x[None] for name, x in zip(graph.outputs, results, strict=True)}
 
-        return self._spread(local, weight_specs(graph), P(), out=self._own())(weights, inputs)
+        return self._spread(local, weight_specs(graph), P(), out=self.own())(weights, inputs)
 
     def _steps(self, weights, prepared, constants, outputs, first, last):
         """Steps first..last-1 of one loop; no host callback, for those keep an executable off the disk."""
@@ -169,7 +170,7 @@ class Loop:
             results = run(body, weights, [values[name] for name in body.inputs], self.unrolled)
             return dict(zip(body.outputs, results, strict=True))
 
-        step = self._spread(local, weight_specs(body), self._own(), P(), P(), P(), out=P())
+        step = self._spread(local, weight_specs(body), self.own(), P(), P(), P(), out=P())
         return lax.fori_loop(first, last, lambda i, outputs: step(weights, prepared, constants, outputs, i), outputs)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Array]]:
@@ -278,7 +279,7 @@ class TpuBackend:
         keep_executables(root)
 
     @staticmethod
-    def ahead_compiler(topology: str, mesh: Mapping[str, int]) -> Callable[[Graph], Compiled]:
+    def ahead_compiler(topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
         from ltx2rt_tpu.ahead import AheadCompiler
 
         return AheadCompiler(topology, mesh)

@@ -19,8 +19,10 @@ COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
 CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 
 
-def collectives(hlo: str) -> tuple[Counter[str], int]:
+def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
     """Executions of each kind in scheduled HLO text, and the bytes that one device receives.
+
+    steps: how often the outermost loop runs, if its bounds are arguments of the program.
 
     A device receives, of results that together have B bytes in a group of g: 2 B (g-1)/g for an all-reduce, B (g-1)/g
     for an all-gather and an all-to-all, B (g-1) for a reduce-scatter, B for a permutation: bandwidth-optimal exchanges.
@@ -38,7 +40,12 @@ def collectives(hlo: str) -> tuple[Counter[str], int]:
                 received += times * _received(match[1], match[2] is not None, line)
             elif " while(" in line:
                 parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", line))
-                walk(parts["body"], times * _trips(line, bodies[parts["condition"]]))
+                trips = _trips(bodies[parts["condition"]], line)
+                if trips is None and name == entry:
+                    trips = steps
+                if trips is None:
+                    raise ValueError(f"a loop without a known trip count: {line[:200]} {bodies[parts['condition']]}")
+                walk(parts["body"], times * trips)
             else:
                 for called in CALLED.findall(line):
                     for inner in re.findall(r"[\w.\-]+", called):
@@ -66,14 +73,12 @@ def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
     return entry, bodies
 
 
-def _trips(line: str, condition: list[str]) -> int:
+def _trips(condition: list[str], line: str) -> int | None:
     """How often a counted loop runs: annotated, or the bound that its condition compares the counter with."""
     if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"\}', line):
         return int(known[1])
     bounds = [int(n) for text in condition for n in re.findall(r"[su]32\[\]\S* constant\((\d+)\)", text)]
-    if len(bounds) != 1:
-        raise ValueError(f"a loop without a known trip count: {line[:200]} {condition}")
-    return bounds[0]
+    return bounds[0] if len(bounds) == 1 else None
 
 
 def _received(kind: str, start: bool, line: str) -> float:

@@ -17,25 +17,27 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.pipeline.graphs import component_graph
-from ltx2rt.pipeline.request import COMPILED, CompileRequest, GraphRequest
+from ltx2rt.pipeline.request import COMPILED, CompileRequest, GraphRequest, default_steps
+from ltx2rt.pipeline.schedule import STAGE2_SIGMAS
 from ltx2rt.pipeline.tiling import plan_tiles
 from ltx2rt.placement.devices import DeviceKind, topology
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.presets import preset
 
-GRAPHS = {"denoise-step": "guided-step"}  # component -> the graph it is, if not called the same
+PARTS = {"denoise-before": "before", "denoise-step": "step"}  # components that are a part of the denoise loop
 MODEL_BRANCHES = 4  # cond, uncond, perturbed, isolated: none of the default guidance scales is neutral
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One program to compile. stage and branches: of a denoise step; size: what it works on, for the reader."""
+    """One program to compile. stage, branches and part: of the denoise loop; size: what it works on, for the reader."""
 
     component: str
     graph: Graph
     size: str
     stage: int | None = None
     branches: int | None = None
+    part: str | None = None
 
     @property
     def name(self) -> str:
@@ -87,21 +89,25 @@ def _cells(config: ModelConfig, request: CompileRequest, where: Mapping[str, Any
     full = (request.width, request.height, request.num_frames)
     half = (request.width // 2, request.height // 2, request.num_frames)
 
-    def cell(component: str, size: tuple[int, int, int], stage: int | None = None, branches: int | None = None) -> Cell:
+    def graph(component: str, size: tuple[int, int, int], **settings: int) -> Graph:
         width, height, frames = size
-        name = GRAPHS.get(component, component)
-        asked = GraphRequest(name, width=width, height=height, num_frames=frames, branches=branches or 1, **where)
-        graph = component_graph(config, asked)
-        clip = f"{width}x{height}x{frames}"
-        return Cell(component, graph, f"{clip}, {branches} branches" if branches else clip, stage, branches)
+        asked = GraphRequest(component, width=width, height=height, num_frames=frames, **settings, **where)
+        return component_graph(config, asked)
+
+    def cell(component: str, size: tuple[int, int, int]) -> Cell:
+        return Cell(component, graph(component, size), "x".join(map(str, size)))
 
     for component in COMPILED:
         if component not in request.components:
             continue
-        if component == "denoise-step":
-            for stage, size, branches in ((1, half, MODEL_BRANCHES), (2, full, 1)):
+        if component in PARTS:
+            stages = ((1, half, MODEL_BRANCHES, default_steps(config)), (2, full, 1, len(STAGE2_SIGMAS) - 1))
+            for stage, size, branches, steps in stages:
                 if request.stage in (None, stage):
-                    yield cell(component, size, stage, request.branches or branches)
+                    branches = request.branches or branches
+                    loop = graph("denoise", size, branches=branches, steps=steps)
+                    clip = "{}x{}x{}, {} branch{}".format(*size, branches, "es" if branches > 1 else "")
+                    yield Cell(component, loop, clip, stage, branches, PARTS[component])
         elif component == "video-decoder":
             yield cell(component, _tile(config, request))
         else:
@@ -125,7 +131,7 @@ def compile_job(job: Job, backend: str = "tpu") -> Iterator[tuple[Cell, Compiled
 
     def compile_cell(cell: Cell) -> tuple[Cell, Compiled]:
         print(f"compiling {cell.name}, {cell.size}, for {job.topology} ...", file=sys.stderr, flush=True)
-        return cell, compiler(cell.graph)
+        return cell, compiler(cell.graph, cell.part)
 
     return map(compile_cell, job.cells)
 

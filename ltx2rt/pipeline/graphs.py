@@ -43,7 +43,7 @@ def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bf
     mesh = request.mesh
     profile = profile_of(request.profile, "cuda", mesh)
     if request.component == "denoise":
-        return placed_loop(builders["guided-step"](), profile, mesh, default_steps(config))
+        return placed_loop(builders["guided-step"](), profile, mesh, request.steps or default_steps(config))
     if request.component not in builders:
         raise InputError(f"no graph is called {request.component!r}; known: {', '.join(builders)}, denoise")
     return placed(builders[request.component](), NETWORKS.get(request.component, request.component), profile, mesh)

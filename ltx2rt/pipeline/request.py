@@ -30,7 +30,7 @@ COMPONENTS = (
     "guided-step",
     "schedule",
 )
-COMPILED = ("text-encoder", "denoise-step", "upsampler", "audio-decoder", "vocoder", "video-decoder")
+COMPILED = ("text-encoder", "denoise-before", "denoise-step", "upsampler", "audio-decoder", "vocoder", "video-decoder")
 MESH_AXES = ("data", "tensor", "sequence")
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
@@ -175,6 +175,7 @@ class GraphRequest:
     height: int = 512
     num_frames: int = 121
     branches: int = 4  # guidance branches of a guided step
+    steps: int | None = None  # of the denoise loop; None: the model's
     format: str = "text"
     profile: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
