@@ -42,10 +42,10 @@ class RandomBackend(CudaBackend):
     ) -> dict[str, torch.Tensor]:
         weights: dict[str, torch.Tensor] = {}
         for graph in graphs:
-            layouts = graph.all_layouts()
+            layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
             for declared, (value, count) in graph.all_params().items():
                 layout = layouts[declared]
-                coordinate = self.position.coordinates[layout.split[1]] if layout.split else 0
+                coordinate = position.coordinates[layout.split[1]] if layout.split else 0
                 shapes = [shape for _, shape in layout.parts]
                 for layer in range(count):
                     name, pieces = declared.replace("*", str(layer)), list(layout.pieces(coordinate, layer))

@@ -196,20 +196,20 @@ class CudaBackend:
     ) -> Weights:
         weights: Weights = {}
         for graph in graphs:
-            layouts = graph.all_layouts()
+            layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
             for declared, (value, count) in graph.all_params().items():
                 for layer in range(count):
                     name = declared.replace("*", str(layer))
                     if name not in weights:
-                        pieces = self._pieces(layouts[declared], layer)
+                        pieces = self._pieces(layouts[declared], layer, position)
                         if base is not None and name in base and changed.isdisjoint(piece for piece, _ in pieces):
                             weights[name] = base[name]
                         else:
                             weights[name] = self._tensor(source, pieces, value.type)
         return weights
 
-    def _pieces(self, layout: Layout, layer: int) -> list[tuple[str, Any]]:
-        coordinate = self.position.coordinates[layout.split[1]] if layout.split else 0
+    def _pieces(self, layout: Layout, layer: int, position: Position) -> list[tuple[str, Any]]:
+        coordinate = position.coordinates[layout.split[1]] if layout.split else 0
         return list(layout.pieces(coordinate, layer))
 
     def _tensor(self, source: TensorSource, pieces: list[tuple[str, Any]], type: Type) -> torch.Tensor:
@@ -235,7 +235,7 @@ class CudaBackend:
             from ltx2rt.passes.unroll import unroll
 
             graph = unroll(graph)
-        return Program(graph, self.torch_device, compile, self.position)
+        return Program(graph, self.torch_device, compile, self.position.on(graph.mesh))
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         parts = taken_apart(graph)

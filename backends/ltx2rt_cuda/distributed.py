@@ -24,11 +24,15 @@ ARRIVAL = timedelta(minutes=2)  # until all ranks have started
 
 @dataclass(frozen=True)
 class Position:
-    """coordinates: on each mesh axis; groups: names of the process groups along them."""
+    """coordinates: on each mesh axis; groups: names of the process groups along them.
+
+    made: the names by members, for other meshes of the same processes.
+    """
 
     mesh: Mapping[str, int] = field(default_factory=dict)
     coordinates: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
+    made: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -37,6 +41,14 @@ class Position:
     @property
     def size(self) -> int:
         return dist.get_world_size() if self.mesh else 1
+
+    def on(self, mesh: Mapping[str, int]) -> Position:
+        """This process on another mesh of the same processes. All of them must ask for the same in the same order."""
+        if not mesh or tuple(mesh.items()) == tuple(self.mesh.items()):
+            return self
+        if math.prod(mesh.values()) != self.size:
+            raise ValueError(f"a graph is placed on {dict(mesh)}, {self.size} processes run")
+        return _position(mesh, self.made)
 
 
 ALONE = Position()
@@ -78,21 +90,22 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
             torch.cuda.set_device(local)
         dist.init_process_group("nccl" if device_kind == "cuda" else "gloo", timeout=TIMEOUT)
         atexit.register(dist.destroy_process_group)
-    return _position(used)
+    return _position(used, {})
 
 
-def _position(mesh: Mapping[str, int]) -> Position:
+def _position(mesh: Mapping[str, int], made: dict[tuple[int, ...], str]) -> Position:
     """Rank r is device r of the mesh, the last axis fastest. Every rank takes part in making every group."""
     rank, numbers = dist.get_rank(), torch.arange(math.prod(mesh.values())).reshape(*mesh.values())
     coordinates: dict[str, int] = {}
     groups: dict[str, str] = {}
     for i, (axis, size) in enumerate(mesh.items()):
         for members in numbers.movedim(i, -1).reshape(-1, size).tolist():
-            group = dist.group.WORLD if len(mesh) == 1 else dist.new_group(members)
+            if tuple(members) not in made:
+                group = dist.group.WORLD if len(members) == numbers.numel() else dist.new_group(members)
+                made[tuple(members)] = getattr(group, "group_name", "")  # "": of other ranks
             if rank in members:
-                assert isinstance(group, dist.ProcessGroup)
-                coordinates[axis], groups[axis] = members.index(rank), group.group_name
-    return Position(mesh, coordinates, groups)
+                coordinates[axis], groups[axis] = members.index(rank), made[tuple(members)]
+    return Position(mesh, coordinates, groups, made)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,6 @@ class Program:
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
-        self.names = list(graph.all_params())
         self.function = jax.jit(self._run)
         self.shared: Any = None  # the same with every device at work on inputs of its own
 
@@ -121,7 +120,7 @@ class Program:
         return [shard.data for shard in shards[: len(several)]]
 
     def _weights(self, weights: Weights) -> Weights:
-        return {name: weights[name] for name in self.names}
+        return weights_on(self.place, self.graph, weights)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
         uploaded = {name: self.upload(name, np.asarray(v) if np.isscalar(v) else v) for name, v in inputs.items()}
@@ -176,9 +175,7 @@ class Loop:
     def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Array]]:
         before, body, state = self.parts.before, self.parts.body, self.parts.state
         given = {name: self.program.upload(name, inputs[name]) for name in self.graph.inputs}
-        prepared = self.before(
-            {name: weights[name] for name in before.all_params()}, {name: given[name] for name in before.inputs}
-        )
+        prepared = self.before(weights_on(self.place, before, weights), {name: given[name] for name in before.inputs})
         constants = {name: given[name] for name in body.inputs if name not in prepared and name not in state}
         outputs = {
             name: given[name]
@@ -186,7 +183,7 @@ class Loop:
             else replicate(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.place)
             for name, v in body.outputs.items()
         }
-        own = {name: weights[name] for name in body.all_params()}
+        own = weights_on(self.place, body, weights)
         queued = []
         for i in range(num_steps):
             outputs = self.steps(own, prepared, constants, outputs, np.int32(i), np.int32(i + 1))
@@ -216,6 +213,25 @@ def assemble(shape: tuple[int, ...], place: Sharding, read: Callable[[tuple[slic
         copies = [jax.device_put(host, device, may_alias=True) for device in devices]
         shards += jax.block_until_ready(copies)
     return jax.make_array_from_single_device_arrays(shape, place, shards)
+
+
+def weights_on(place: Sharding, graph: Graph, weights: Weights) -> Weights:
+    """Those that `graph` reads, on its mesh; a stage with another one has loaded the same slices."""
+    names = graph.all_params()
+    if not isinstance(place, NamedSharding):
+        return {name: weights[name] for name in names}
+    specs = weight_specs(graph)
+    return {name: _renamed(weights[name], NamedSharding(place.mesh, specs[name])) for name in names}
+
+
+def _renamed(array: Array, sharding: NamedSharding) -> Array:
+    """`array` with the same slices on the same devices under the axis names of another mesh; nothing is copied."""
+    if array.sharding == sharding:
+        return array
+    if not array.sharding.is_equivalent_to(sharding, array.ndim):
+        raise ValueError(f"a weight {array.shape} lies as {array.sharding}, the graph reads it as {sharding}")
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def weight_specs(graph: Graph) -> dict[str, P]:
@@ -337,7 +353,8 @@ class TpuBackend:
     ) -> Weights:
         weights: Weights = {}
         for graph in graphs:
-            layouts, abstract = graph.all_layouts(), abstract_weights(graph, self.place)
+            layouts, place = graph.all_layouts(), self._place_of(graph)
+            abstract = abstract_weights(graph, place)
             for name, (value, count) in graph.all_params().items():
                 if name in weights:
                     continue
@@ -345,11 +362,19 @@ class TpuBackend:
                 if base is not None and name in base and changed.isdisjoint(touched):
                     weights[name] = base[name]
                 else:
-                    array = self._stack(source, name, layouts[name], value.type, count)
+                    array = self._stack(source, name, layouts[name], value.type, count, place)
                     weights[name] = laid_out(array, abstract[name].format)
         return weights
 
-    def _stack(self, source: TensorSource, name: str, layout: Layout, type: Type, count: int) -> Array:
+    def _place_of(self, graph: Graph) -> Sharding:
+        """Where a graph's replicated arrays live: on the devices of the backend's mesh, in its own axes."""
+        if not graph.mesh:
+            return self.place
+        if math.prod(graph.mesh.values()) != math.prod(self.mesh.values()):
+            raise ValueError(f"{graph.name} is placed on {dict(graph.mesh)}, the backend has {self.mesh}")
+        return self._place(graph.mesh)
+
+    def _stack(self, source: TensorSource, name: str, layout: Layout, type: Type, count: int, place: Sharding) -> Array:
         """One parameter on its devices, a `*` one stacked over layers; cast once while it is copied from the file."""
         layers = (count,) if "*" in name else ()
 
@@ -364,20 +389,20 @@ class TpuBackend:
                     row += rows or 0
             return host
 
-        if layout.split is None or not isinstance(self.place, NamedSharding):
-            return assemble((*layers, *type.shape), self.place, lambda _: local(0))
+        if layout.split is None or not isinstance(place, NamedSharding):
+            return assemble((*layers, *type.shape), place, lambda _: local(0))
         dim, mesh_axis, parts = layout.split
         dim += len(layers)
         shape = tuple(n * parts if i == dim else n for i, n in enumerate((*layers, *type.shape)))
-        sharding = NamedSharding(self.place.mesh, P(*[None] * dim, mesh_axis))
+        sharding = NamedSharding(place.mesh, P(*[None] * dim, mesh_axis))
         size = shape[dim] // parts
         return assemble(shape, sharding, lambda index: local((index[dim].start or 0) // size))
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
-        return Program(graph, self.place, layers == "unrolled")
+        return Program(graph, self._place_of(graph), layers == "unrolled")
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
-        return Loop(graph, self.place, layers == "unrolled")
+        return Loop(graph, self._place_of(graph), layers == "unrolled")
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         wide = (jax.device_put(np.asarray(x, np.float32), self.jax_device) for x in (a, b))

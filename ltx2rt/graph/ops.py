@@ -497,7 +497,7 @@ def sinusoid(t: Type, *, size: int):
 # A graph with these runs on every device of a mesh in step. Their numpy definitions take all devices at once: operands
 # and results are lists over the devices of one group, in the order of their coordinate on the mesh axis.
 
-COLLECTIVES = ("all_reduce",)  # ops in which devices exchange bytes; no other op does
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")  # ops in which devices exchange bytes; no other op does
 
 
 def _numpy_shard(group, *, dim, mesh_axis, parts):

@@ -7,9 +7,12 @@ Weights (`heads`, `ff`): a linear whose first output axis is split is column-par
 contracted axis is split leaves a partial sum: `all_reduce`, then the bias, once. An RMSNorm over split axes adds up one
 float32 per token. What no rule reaches stays replicated, and so does a size that does not divide, unless `strict`.
 
-Tokens (Ulysses): the carry of a repeat that has a split token axis enters cut and every device keeps its tokens.
+Tokens (Ulysses): what a repeat reads that has a split token axis enters cut and every device keeps its tokens.
 Around self-attention one `all_to_all` trades tokens for heads and one trades them back; a stream that is whole attends
 to the keys of a cut one in parts. Tokens that do not divide are padded at the end, and the padding is masked.
+
+Batch (`B`, the guidance branches): enters a repeat cut as tokens do; no op mixes samples, so nothing is communicated
+until the output projection gathers them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ POINTWISE = {
     "exp", "log", "sqrt", "square", "sin", "tanh", "sigmoid", "silu", "gelu", "add", "sub", "mul", "div", "affine",
     "clamp", "leaky_relu", "cast", "select", "modulate", "rope", "transpose", "stack",
 }  # fmt: skip
-TOKENS = ("tokens",)  # axes that move between devices instead of being a weight's
+TOKENS, BATCH = "tokens", "B"
+MOVED = (TOKENS, BATCH)  # axes that move between devices instead of being a weight's
 MASKED = -1e30  # added to the score of a padded key
 
 
@@ -41,12 +45,16 @@ class Placed:
 
 
 def place(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False) -> Graph:
-    """rules: axis -> mesh axis. strict: an axis of the rules that does not divide is an InputError, not replicated."""
-    used = {axis: mesh[axis] for axis in dict.fromkeys(rules.values()) if mesh.get(axis, 1) > 1}
-    if not used:
+    """rules: axis -> mesh axis; the order of `mesh` is that of the devices, the last axis fastest. A graph in which no
+    rule meets an axis of several devices is returned as it is.
+
+    strict: an axis of the rules that does not divide is an InputError, not replicated. Branches always are.
+    """
+    mesh = {axis: size for axis, size in mesh.items() if size > 1}
+    if mesh.keys().isdisjoint(rules.values()):
         return graph
-    result = Graph(graph.name, dict(graph.inputs), mesh=used)
-    placer = _Placer(result, rules, used, strict, outermost=True)
+    result = Graph(graph.name, dict(graph.inputs), mesh=mesh)
+    placer = _Placer(result, rules, mesh, strict, outermost=True)
     env = {id(v): Placed(v) for v in graph.inputs.values()}
     placer.nodes(graph, env)
     result.outputs = {name: placer.whole(env[id(v)]) for name, v in graph.outputs.items()}
@@ -102,22 +110,25 @@ class _Placer:
 
     def divides(self, axis: str, size: int) -> bool:
         """Whether the rules split a weight's axis of this size here."""
-        return (
-            axis not in TOKENS and self._parts(axis) > 1 and axis not in self.blocked and not size % self._parts(axis)
-        )
+        return axis not in MOVED and self._parts(axis) > 1 and axis not in self.blocked and not size % self._parts(axis)
 
     # --- moving between layouts ---------------------------------------------------------------------------------
 
     def whole(self, placed: Placed) -> Value:
-        """The value whole on every device: split tokens are gathered, anything else must be whole already."""
-        value = self._declared(placed)
-        for axis, mesh_axis in placed.splits.items():
-            if axis not in TOKENS:
-                raise GraphError(
-                    f"{self.out.name}: {value.name}: {value.type} is split over {axis} where it must be whole"
-                )
-            value = emit(self.out, "all_gather", value, axis=axis, mesh_axis=mesh_axis, parts=self.mesh[mesh_axis])
-        return value
+        """The value whole on every device: tokens and samples are gathered, anything else must be whole already."""
+        for axis in placed.splits:
+            if axis not in MOVED:
+                v = placed.value
+                raise GraphError(f"{self.out.name}: {v.name}: {v.type} is split over {axis} where it must be whole")
+            placed = self.gathered(placed, axis)
+        return self._declared(placed)
+
+    def gathered(self, placed: Placed, axis: str) -> Placed:
+        """`placed` with the split `axis` whole on every device."""
+        splits = dict(placed.splits)
+        mesh_axis = splits.pop(axis)
+        value = emit(self.out, "all_gather", placed.value, axis=axis, mesh_axis=mesh_axis, parts=self.mesh[mesh_axis])
+        return Placed(value, splits)
 
     def cut(self, placed: Placed, axis: str, mesh_axis: str | None = None) -> Placed:
         """`placed` with `axis` split; a device takes its slice of what it already holds."""
@@ -126,8 +137,13 @@ class _Placer:
         mesh_axis = mesh_axis or self.rules[axis]
         parts = self.mesh[mesh_axis]
         value = self._declared(placed)
-        missing = -value.type.size(axis) % parts
-        if missing and axis in TOKENS:
+        size = value.type.size(axis)
+        missing = -size % parts
+        if missing and axis == BATCH:
+            raise InputError(
+                f"{self.out.name}: {size} branches do not divide over {mesh_axis}={parts}; choose a divisor of {size}"
+            )
+        if missing and axis == TOKENS:
             value = emit(self.out, "pad", value, mode="zeros", **{axis: (0, missing)})
         value = emit(self.out, "shard", value, axis=axis, mesh_axis=mesh_axis, parts=parts)
         return Placed(value, {**placed.splits, axis: mesh_axis})
@@ -174,8 +190,8 @@ class _Placer:
         params = [self._declared(p) for p in (weight, *bias)]
         y = Placed(emit(self.out, "linear", self._declared(x), *params, **node.attrs), kept)
         narrows = math.prod(out.values()) <= weight.value.type.shape[1]
-        # Tokens come together where the network is narrow, at its output projection.
-        return [Placed(self.whole(y)) if self.outermost and narrows and kept.keys() & set(TOKENS) else y]
+        # Tokens and samples come together where the network is narrow, at its output projection.
+        return [Placed(self.whole(y)) if self.outermost and narrows and kept.keys() & set(MOVED) else y]
 
     def _rms_norm(self, node: Node, operands: list[Placed]) -> list[Placed]:
         x, *weight = operands
@@ -207,6 +223,9 @@ class _Placer:
 
     def _attention(self, node: Node, operands: list[Placed]) -> list[Placed]:
         """Heads: every device attends with its own. Tokens: split keys are traded for heads or attended to in parts."""
+        batch = operands[0].value.type.axes[0]
+        if any(batch in p.splits for p in operands):
+            operands = [self.cut(p, batch) for p in operands]
         q, k, v, *bias = operands
         head_axes = (q.value.type.axes[2], k.value.type.axes[2])
         for p, axis in ((q, head_axes[0]), (k, head_axes[1]), (v, head_axes[1])):
@@ -264,11 +283,17 @@ class _Placer:
         return [q, *(emit(self.out, "rename", x, names={x.type.axes[1]: "keys"}) for x in others)]
 
     def _other(self, node: Node, operands: list[Placed]) -> Placed:
-        """Ops whose attributes name axes or sizes: legal while they leave the split axes alone."""
-        splits = {axis: mesh_axis for p in operands for axis, mesh_axis in p.splits.items()}
+        """Ops whose attributes name axes or sizes: legal while they leave the split axes alone.
+
+        Outside a repeat tokens and samples are gathered for an op that does not.
+        """
         named = set()
         for value in node.attrs.values():
             named |= set(value) if isinstance(value, (tuple, dict)) else {value}
+        for axis in MOVED if self.outermost else ():
+            if axis in named:
+                operands = [self.gathered(p, axis) if axis in p.splits else p for p in operands]
+        splits = {axis: mesh_axis for p in operands for axis, mesh_axis in p.splits.items()}
         if splits.keys() & named:
             raise GraphError(f"{self.out.name}: {node.op} ({dict(node.attrs)}) of a value split over {set(splits)}")
         inputs = [self._declared(p) for p in operands]
@@ -286,16 +311,16 @@ class _Placer:
         lengths: dict[str, int] = {}
         for i, v in enumerate(plan.body.inputs.values()):
             for axis, size in v.type.sizes.items():
-                token = axis in TOKENS and self._parts(axis) > 1 and "keys" not in v.type.axes
-                if i < fixed and (token or (i >= plan.num_carries and inner.divides(axis, size))):
-                    lengths |= {axis: size} if token else {}
+                # Self-attention's bias stays whole: where it is added, a device has the queries of all tokens.
+                moves = axis in MOVED and self._parts(axis) > 1 and (axis == BATCH or "keys" not in v.type.axes)
+                if moves or (i >= plan.num_carries and inner.divides(axis, size)):
+                    lengths |= {axis: size} if moves and axis == TOKENS else {}
                     entering[i] = self.cut(entering[i], axis)
         for i, (name, v) in enumerate(plan.body.inputs.items()):
-            local = Value(name, entering[i].value.type)
+            type = entering[i].value.type
             if i >= fixed:
-                self.whole(entering[i])
-                local = Value(name, v.type)
-            body.inputs[name] = local
+                type = Type(type.axes[1:], type.shape[1:], type.dtype)
+            body.inputs[name] = local = Value(name, type)
             env[id(v)] = Placed(local, entering[i].splits)
             inputs.append(self._declared(entering[i]))
         num_invariants = plan.num_invariants
@@ -331,12 +356,11 @@ class _Placer:
         return found
 
     def _unpadded(self, placed: Placed, type: Type) -> Placed:
-        """A result of a repeat whose tokens were padded, whole and without the padding."""
-        for axis in placed.splits:
-            if axis in TOKENS and type.size(axis) % self._parts(axis):
-                value = emit(self.out, "slice", self.whole(placed), axis=axis, start=0, stop=type.size(axis))
-                return Placed(value)
-        return placed
+        """A result of a repeat whose tokens were padded has them whole and without the padding."""
+        if TOKENS not in placed.splits or not type.size(TOKENS) % self._parts(TOKENS):
+            return placed
+        placed = self.gathered(placed, TOKENS)
+        return replace(placed, value=emit(self.out, "slice", placed.value, axis=TOKENS, stop=type.size(TOKENS)))
 
     def _padding_mask(self, axis: str, size: int, any_value: Value) -> Value:
         """float32 (keys): 0 on the first `size` keys, MASKED on the padding after them."""

@@ -13,10 +13,14 @@ from ltx2rt.pipeline.conditioning import audio_state, video_state
 from ltx2rt.pipeline.latents import Geometry
 from ltx2rt.pipeline.request import GraphRequest, default_steps
 from ltx2rt.pipeline.text import PROMPT_TOKENS
+from ltx2rt.placement.mesh import stage_mesh
 from ltx2rt.placement.profiles import placed, placed_loop, profile_of
 
 FPS = Fraction(24)
-NETWORKS = {"guided-step": "transformer"}  # component -> the network whose rules place it, if not of the same name
+NETWORKS = {
+    "guided-step": "transformer",
+    "denoise": "transformer",
+}  # component -> the network whose rules place it, if not of the same name
 
 
 def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bfloat16") -> Graph:
@@ -40,13 +44,15 @@ def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bf
         "vocoder": lambda: vocoder.trace(config.vocoder, 1, mel_frames, "float32"),
         "upsampler": lambda: _upsampler(config, g, dtype),
     }
-    mesh = request.mesh
+    network, mesh = NETWORKS.get(request.component, request.component), request.mesh
     profile = profile_of(request.profile, "cuda", mesh)
+    if network == "transformer":
+        mesh = stage_mesh(mesh, request.branches)
     if request.component == "denoise":
         return placed_loop(builders["guided-step"](), profile, mesh, request.steps or default_steps(config))
     if request.component not in builders:
         raise InputError(f"no graph is called {request.component!r}; known: {', '.join(builders)}, denoise")
-    return placed(builders[request.component](), NETWORKS.get(request.component, request.component), profile, mesh)
+    return placed(builders[request.component](), network, profile, mesh)
 
 
 def _step(config: ModelConfig, g: Geometry, branches: int) -> guided_step.Structure:

@@ -21,6 +21,7 @@ from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipeline.conditioning import ModalityState
 from ltx2rt.pipeline.request import LoraSpec, ModelOptions
 from ltx2rt.pipeline.text import PROMPT_TOKENS
+from ltx2rt.placement.mesh import stage_mesh
 from ltx2rt.placement.profiles import placed, placed_loop, profile_of
 from ltx2rt.weights.checkpoint import Checkpoint, audit
 from ltx2rt.weights.lora import Merge, MergedSource, open_lora
@@ -163,16 +164,18 @@ class Networks:
 
     def step_graph(self, structure: guided_step.Structure) -> Graph:
         graph = guided_step.trace(self.config.transformer, structure, self.dtype)
-        return placed(graph, "transformer", self.profile, self.backend.mesh)
+        mesh = stage_mesh(self.backend.mesh, len(structure.branches.names))
+        return placed(graph, "transformer", self.profile, mesh)
 
     def loop_graph(self, structure: guided_step.Structure, num_steps: int) -> Graph:
-        share = structure.videos // self.backend.mesh.get("data", 1)
+        mesh = stage_mesh(self.backend.mesh, len(structure.branches.names))
+        share = structure.videos // mesh.get("data", 1)
         step = guided_step.trace(self.config.transformer, replace(structure, videos=share), self.dtype)
-        return placed_loop(step, self.profile, self.backend.mesh, num_steps)
+        return placed_loop(step, self.profile, mesh, num_steps)
 
     def transformer_graph(self, structure: transformer.Structure) -> Graph:
         graph = transformer.trace(self.config.transformer, structure, self.dtype)
-        return placed(graph, "transformer", self.profile, self.backend.mesh)
+        return placed(graph, "transformer", self.profile, stage_mesh(self.backend.mesh, structure.batch))
 
     def step_structure(
         self, branches: Branches, video: ModalityState, audio: ModalityState, text: int, videos: int = 1

@@ -17,6 +17,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.placement.mesh import MESH_AXES, canonical
 
 PIPELINES = ("two-stage", "distilled", "one-stage")
 COMPONENTS = (
@@ -31,7 +32,6 @@ COMPONENTS = (
     "schedule",
 )
 COMPILED = ("text-encoder", "denoise-before", "denoise-step", "upsampler", "audio-decoder", "vocoder", "video-decoder")
-MESH_AXES = ("data", "tensor", "sequence")
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 
@@ -276,7 +276,7 @@ def parse_blocks(text: str) -> tuple[int, ...]:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`tensor=2` -> sizes by mesh axis."""
+    """`tensor=2` -> sizes by mesh axis, in the order of the devices however they are written."""
     mesh: dict[str, int] = {}
     for item in text.split(","):
         axis, _, size = item.partition("=")
@@ -284,7 +284,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             known = ", ".join(MESH_AXES)
             raise InputError(f"--mesh: {text!r}, expected AXIS=N with an axis of {known}, such as tensor=2")
         mesh[axis] = int(size)
-    return mesh
+    return canonical(mesh)
 
 
 def check_options(options: ModelOptions) -> None:

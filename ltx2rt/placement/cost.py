@@ -13,7 +13,11 @@ VIEWS = {"split", "merge", "rename", "slice", "at", "expand", "transpose"}  # op
 
 # Bytes that a device receives per byte it hands in, among n. An all-reduce is a reduce-scatter and an all-gather, in
 # each of which a device receives n - 1 slices of n.
-RECEIVED = {"all_reduce": lambda n: 2 * (n - 1) / n}
+RECEIVED = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: n - 1,
+    "all_to_all": lambda n: (n - 1) / n,
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def _node_flops(node: Node) -> int:
     if node.op == "conv_transpose":
         x, weight = node.inputs[0].type, node.inputs[1].type
         return 2 * x.num_elements * math.prod(weight.shape[1:])
-    if node.op == "attention":
+    if node.op in ("attention", "attention_part"):
         q, k = node.inputs[0].type, node.inputs[1].type
         return 4 * q.num_elements * k.shape[1]
     return 0

@@ -35,7 +35,10 @@ class Profile:
     strict: frozenset[str] = frozenset()
 
 
-SPLIT = {"transformer": HEADS_AND_FF | {"tokens": "sequence"}, "text-encoder": HEADS_AND_FF}
+SPLIT = {
+    "transformer": HEADS_AND_FF | {"tokens": "sequence", "B": "guidance"},
+    "text-encoder": HEADS_AND_FF,
+}
 STRICT = frozenset({"transformer"})
 
 PROFILES = {

@@ -1,4 +1,4 @@
-"""Sequence parallelism: tokens split between devices give the values of one device, with the communication promised."""
+"""Tokens and guidance branches split between devices give the values of one, with the communication promised."""
 
 import json
 import subprocess
@@ -18,7 +18,16 @@ from ltx2rt.testing import random_params, relative_l2
 from ltx2rt.weights.presets import preset
 
 CLOSE = 1e-5  # float32: another order of summation
-MESHES = ({"sequence": 2}, {"sequence": 3}, {"sequence": 4}, {"tensor": 2, "sequence": 3}, {"sequence": 2, "tensor": 2})
+MESHES = (
+    {"sequence": 2},
+    {"sequence": 3},
+    {"sequence": 4},
+    {"tensor": 2, "sequence": 3},
+    {"sequence": 2, "tensor": 2},
+    {"guidance": 2},
+    {"guidance": 2, "tensor": 3},
+    {"guidance": 2, "sequence": 3, "tensor": 2},
+)
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
@@ -30,14 +39,24 @@ def executed(graph):
     return Counter({op: sum(times for node, times in graph.walk() if node.op == op) for op in COLLECTIVES})
 
 
+def agree(one, mesh):
+    local = on(mesh, one.graph)
+    assert local.mesh == mesh
+    expected, found = (interpret(g, one.params, one.inputs) for g in (one.graph, local))
+    for output in expected:
+        assert relative_l2(found[output], expected[output]) <= CLOSE, output
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3"])
 def test_split_tokens_give_the_values_of_one_device(name, mesh):
     """Image tokens with their own timesteps, STG, isolation, a self-attention mask, unequal positions in a batch."""
-    one = case(name)
-    expected, found = (interpret(g, one.params, one.inputs) for g in (one.graph, on(mesh, one.graph)))
-    for output in expected:
-        assert relative_l2(found[output], expected[output]) <= CLOSE, output
+    agree(case(name), mesh)
+
+
+@pytest.mark.parametrize("mesh", ({"guidance": 4}, {"guidance": 4, "sequence": 2}), ids=str)
+def test_each_branch_on_its_own_device_gives_the_values_of_one_device(mesh):
+    agree(case("guided-2.3"), mesh)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -82,6 +101,35 @@ def test_a_full_size_step_communicates_no_more_than_promised(mesh, most):
     assert found == Counter(all_to_all=2 * 48, all_gather=48 + 1, all_reduce=reduces) and sum(found.values()) <= most
 
 
+@pytest.mark.parametrize("mesh", ({"guidance": 2}, {"guidance": 4}, {"guidance": 2, "tensor": 2}), ids=str)
+def test_branches_meet_only_at_the_output_projections(mesh):
+    """One gather of each stream's velocity, and of every block a device runs its share of the branches."""
+    local = on(mesh, case("guided-2.3").graph)
+    found = executed(local)
+    assert found["all_gather"] == 2 and not found["all_to_all"]
+    assert bool(found["all_reduce"]) == ("tensor" in mesh)
+    gathered = [node.inputs[0].type for node in local.nodes if node.op == "all_gather"]
+    assert {t.axes[-1] for t in gathered} == {"C"}
+    (body,) = (node.plan["repeat"].body for node in local.nodes if node.op == "repeat")
+    assert {v.type.size("B") for v in body.inputs.values() if "B" in v.type.axes} == {4 // mesh["guidance"]}
+
+
+@pytest.mark.parametrize("mesh", ({"guidance": 3}, {"guidance": 8}), ids=str)
+def test_branches_that_do_not_divide_are_refused(mesh):
+    parts = mesh["guidance"]
+    with pytest.raises(InputError, match=f"4 branches do not divide over guidance={parts}; choose a divisor of 4"):
+        on(mesh, case("guided-2.3").graph)
+
+
+def test_branches_of_the_text_encoder_stay_together():
+    """Its batch is the prompts, which the axis `guidance` does not split."""
+    graph = case("text-2.3").graph
+    assert placed(graph, "text-encoder", PROFILES["trillium"], {"guidance": 2}) is graph
+    local = placed(graph, "text-encoder", PROFILES["trillium"], {"guidance": 2, "tensor": 2})
+    assert local.mesh == {"guidance": 2, "tensor": 2}
+    assert {node.attrs["mesh_axis"] for node, _ in local.walk() if "mesh_axis" in node.attrs} == {"tensor"}
+
+
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(InputError, match="heads=12 on a device do not divide over sequence=5"):
         on({"sequence": 5}, case("guided-2.3").graph)
@@ -91,20 +139,32 @@ JAX = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
 from placed_cases import case
+from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.placement.profiles import PROFILES, placed
-from ltx2rt.testing import relative_l2, run_graph
+from ltx2rt.testing import ArraySource, relative_l2
 one = case("guided-2.3")
 expected = interpret(one.graph, one.params, one.inputs)
-for mesh in ({"sequence": 4}, {"tensor": 2, "sequence": 2}):
-    found = run_graph("tpu", placed(one.graph, "transformer", PROFILES["trillium"], mesh), one.params, one.inputs)
-    print(max(relative_l2(found[name], expected[name]) for name in expected))
+backend = get_backend("tpu", "cpu", {"guidance": 2, "tensor": 3})
+weights = None
+for mesh in ({"guidance": 2, "tensor": 3}, {"sequence": 2, "tensor": 3}):
+    graph = placed(one.graph, "transformer", PROFILES["trillium"], mesh)
+    weights = weights or backend.load([graph], ArraySource(one.params))
+    program = backend.lower(graph)
+    found = program(weights, one.inputs)
+    print(max(relative_l2(backend.to_host(found[name]), expected[name]) for name in expected))
+    for name, array in program._weights(weights).items():
+        for here, there in zip(array.addressable_shards, weights[name].addressable_shards, strict=True):
+            assert here.data.unsafe_buffer_pointer() == there.data.unsafe_buffer_pointer(), name
 """
 
 
 def test_jax_runs_it_under_shard_map():
-    """On four virtual CPU devices, which must be asked for before jax starts: a process of its own."""
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    """On six virtual CPU devices, which must be asked for before jax starts: a process of its own.
+
+    The second mesh, as of a stage with one branch, runs on the weights of the first without a copy.
+    """
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-c", JAX, json.dumps(sys.path)], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -123,9 +183,8 @@ from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.placement.profiles import PROFILES, placed
 from ltx2rt.testing import ArraySource, relative_l2
-mesh = {"tensor": 2, "sequence": 2}
-backend = get_backend("cuda", "cpu", mesh)
-for name in ("guided-2.3", "forward-2.3"):
+backend = get_backend("cuda", "cpu", {"guidance": 2, "tensor": 2})
+for name, mesh in (("guided-2.3", backend.mesh), ("forward-2.3", {"sequence": 2, "tensor": 2})):
     one = case(name)
     graph = placed(one.graph, "transformer", PROFILES["hopper"], mesh)
     found = backend.lower(graph)(backend.load([graph], ArraySource(one.params)), one.inputs)
@@ -136,7 +195,7 @@ for name in ("guided-2.3", "forward-2.3"):
 
 
 def test_torch_runs_it_on_process_groups():
-    """Four gloo ranks: two mesh axes, each with groups of its own."""
+    """Four gloo ranks: two mesh axes, each with groups of its own, and a second mesh of the same ranks."""
     import socket
 
     with socket.socket() as free:

@@ -1,0 +1,46 @@
+"""One mesh per stage: the devices keep their numbers and their weights, whatever their axes are called."""
+
+import pytest
+from placed_cases import case
+
+from ltx2rt.graph.interpret import Grid
+from ltx2rt.pipeline.request import parse_mesh
+from ltx2rt.placement.mesh import canonical, stage_mesh
+from ltx2rt.placement.profiles import PROFILES, placed
+
+
+@pytest.mark.parametrize(
+    ("mesh", "branches", "expected"),
+    [
+        ({"guidance": 2, "tensor": 2}, 4, {"guidance": 2, "tensor": 2}),
+        ({"guidance": 2, "tensor": 2}, 1, {"sequence": 2, "tensor": 2}),
+        ({"guidance": 2, "sequence": 2, "tensor": 2}, 1, {"sequence": 4, "tensor": 2}),
+        ({"guidance": 1, "tensor": 2}, 1, {"tensor": 2}),
+        ({"data": 2, "guidance": 2, "fsdp": 3}, 1, {"data": 2, "sequence": 2, "fsdp": 3}),
+        ({}, 1, {}),
+    ],
+)
+def test_stage_with_one_branch_splits_tokens_over_the_guidance_devices(mesh, branches, expected):
+    found = stage_mesh(mesh, branches)
+    assert list(found.items()) == list(expected.items())
+
+
+def test_devices_keep_their_places_between_stages():
+    mesh = {"guidance": 2, "sequence": 3, "tensor": 2}
+    one, other = Grid(mesh), Grid(stage_mesh(mesh, 1))
+    for device in range(12):
+        assert other.coordinate(device, "tensor") == one.coordinate(device, "tensor")
+        folded = one.coordinate(device, "guidance") * 3 + one.coordinate(device, "sequence")
+        assert other.coordinate(device, "sequence") == folded
+
+
+def test_weights_keep_their_slices_between_stages():
+    mesh, graph = {"guidance": 2, "sequence": 2, "tensor": 3}, case("guided-2.3").graph
+    first = placed(graph, "transformer", PROFILES["hopper"], mesh)
+    second = placed(graph, "transformer", PROFILES["hopper"], {"sequence": 4, "tensor": 3})
+    assert first.all_layouts() == second.all_layouts()
+
+
+def test_a_mesh_is_typed_in_any_order():
+    assert list(parse_mesh("tensor=2,guidance=4").items()) == [("guidance", 4), ("tensor", 2)]
+    assert canonical({"tensor": 1, "sequence": 2}) == {"sequence": 2, "tensor": 1}
