@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from ltx2rt_cuda.ops import DTYPES
 
 from ltx2rt.backend import TensorSource
 from ltx2rt.graph import Graph
+from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.files import TensorInfo, cut
 from ltx2rt.weights.make import Tensor, make_checkpoint, values
@@ -45,29 +45,31 @@ class RandomBackend(CudaBackend):
             layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
             for declared, (value, count) in graph.all_params().items():
                 layout = layouts[declared]
-                coordinate = position.coordinates[layout.split[1]] if layout.split else 0
                 shapes = [shape for _, shape in layout.parts]
                 for layer in range(count):
-                    name, pieces = declared.replace("*", str(layer)), list(layout.pieces(coordinate, layer))
-                    if base is not None and changed.isdisjoint(piece for piece, _ in pieces):
+                    name, pieces = declared.replace("*", str(layer)), list(layout.pieces(position.coordinates, layer))
+                    if base is not None and changed.isdisjoint(piece for piece, *_ in pieces):
                         weights[name] = base[name]
                         continue
                     drawn = [
-                        self._draw(piece, shape, part, DTYPES[value.type.dtype])
-                        for (piece, part), shape in zip(pieces, shapes, strict=True)
+                        self._draw(piece, shape, cuts, DTYPES[value.type.dtype])
+                        for (piece, *cuts), shape in zip(pieces, shapes, strict=True)
                     ]
                     weights[name] = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
         return weights
 
-    def _draw(self, name: str, shape: tuple[int, ...], part: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _draw(self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut], dtype: torch.dtype) -> torch.Tensor:
         if prod(shape) <= LARGE:
             array = values(Tensor(name, TensorInfo(shape, np.dtype(np.float32))), self.seed)
-            return torch.from_numpy(np.array(cut(array, part))).to(self.torch_device, dtype)
+            return torch.from_numpy(np.array(cut(array, *cuts))).to(self.torch_device, dtype)
         key = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator(self.torch_device).manual_seed(int.from_bytes(key[:8], "little", signed=True))
         whole = torch.empty(shape, dtype=dtype, device=self.torch_device)
         whole.normal_(0, prod(shape[1:]) ** -0.5, generator=generator)
-        return whole if part is None else whole.narrow(part[0], part[1], part[2] - part[1]).clone()
+        part = whole
+        for dim, start, stop in cuts:
+            part = part.narrow(dim, start, stop - start)
+        return part.clone() if cuts else whole
 
 
 @contextmanager

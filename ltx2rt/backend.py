@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Cut, Graph
 
 
 class TensorSource(Protocol):
@@ -26,8 +26,8 @@ class TensorSource(Protocol):
         """`.shape`, `.dtype` and `.nbytes`, from the header alone."""
         ...
 
-    def read(self, name: str, part: tuple[int, int, int] | None = None) -> np.ndarray:
-        """The tensor, or its slice (dim, start, stop); bfloat16 as ml_dtypes.bfloat16; a view if possible."""
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
+        """The tensor, or a slice of it; bfloat16 as ml_dtypes.bfloat16; a view if possible."""
         ...
 
 

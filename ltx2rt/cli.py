@@ -263,7 +263,7 @@ def _plan_flags(to: argparse.ArgumentParser) -> None:
     to.add_argument("--devices", type=int, required=True, metavar="N")
     to.add_argument("--device-kind", required=True, metavar="KIND", help="h100-80gb, h200-141gb, v6e, v7x")
     to.add_argument("--profile", metavar="NAME", help="how networks are split (default: the device kind's own)")
-    to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: tensor takes all)")
+    to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: the profile's own)")
     to.add_argument("--text-encoder", type=Path, metavar="DIR", help="the Gemma 3 folder (default: found near --model)")
     to.add_argument("--upsampler", type=Path, metavar="FILE", help="the x2 upsampler (default: found near --model)")
     to.add_argument("--distilled-lora", metavar="FILE[:STRENGTH]", help="(default: found near --model)")

@@ -10,7 +10,7 @@ import numpy as np
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Cut, Graph
 from ltx2rt.weights.files import cut
 
 
@@ -26,8 +26,8 @@ class ArraySource:
     def info(self, name: str) -> np.ndarray:
         return self.arrays[name]
 
-    def read(self, name: str, part: tuple[int, int, int] | None = None) -> np.ndarray:
-        return cut(self.arrays[name], part)
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
+        return cut(self.arrays[name], *cuts)
 
 
 @cache

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph, Layout, Type
+from ltx2rt.graph.ir import Cut, Graph, Type
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import Parts, taken_apart
 from ltx2rt_cuda.distributed import Arriving, Position, join, rendezvous
@@ -201,18 +201,14 @@ class CudaBackend:
                 for layer in range(count):
                     name = declared.replace("*", str(layer))
                     if name not in weights:
-                        pieces = self._pieces(layouts[declared], layer, position)
-                        if base is not None and name in base and changed.isdisjoint(piece for piece, _ in pieces):
+                        pieces = list(layouts[declared].pieces(position.coordinates, layer))
+                        if base is not None and name in base and changed.isdisjoint(piece for piece, *_ in pieces):
                             weights[name] = base[name]
                         else:
                             weights[name] = self._tensor(source, pieces, value.type)
         return weights
 
-    def _pieces(self, layout: Layout, layer: int, position: Position) -> list[tuple[str, Any]]:
-        coordinate = position.coordinates[layout.split[1]] if layout.split else 0
-        return list(layout.pieces(coordinate, layer))
-
-    def _tensor(self, source: TensorSource, pieces: list[tuple[str, Any]], type: Type) -> torch.Tensor:
+    def _tensor(self, source: TensorSource, pieces: list[tuple[str, *tuple[Cut, ...]]], type: Type) -> torch.Tensor:
         """One parameter on the device, cast once on the way; several pieces are joined in place."""
         dtype = DTYPES[type.dtype]
         if len(pieces) == 1:

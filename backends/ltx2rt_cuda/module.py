@@ -71,7 +71,7 @@ class NetworkModule(torch.nn.Module):
             homes[name] = (home, leaf)
         layouts = graph.all_layouts()
         self._weights = [  # an operand of `lowered` each: its layers' tensors, each in its parts
-            ("*" in declared, [[homes[part] for part, _ in layouts[declared].pieces(0, i)] for i in range(count)])
+            ("*" in declared, [[homes[part] for part, *_ in layouts[declared].pieces({}, i)] for i in range(count)])
             for declared, (_, count) in graph.all_params().items()
         ]
 

@@ -238,11 +238,7 @@ def weight_specs(graph: Graph) -> dict[str, P]:
     """How each weight is laid over the mesh, by declared name; `*` names have a layer axis in front."""
     specs = {}
     for name, layout in graph.all_layouts().items():
-        if layout.split is None:
-            specs[name] = P()
-        else:
-            dim, mesh_axis, _ = layout.split
-            specs[name] = P(*[None] * (dim + ("*" in name)), mesh_axis)
+        specs[name] = _spec(layout, ("*" in name))
     return specs
 
 
@@ -277,6 +273,12 @@ def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruc
 def laid_out(array: Array, format: Format) -> Array:
     """`array` as `format` says; JAX sends host memory in the default tiling alone, so a device tiles it anew."""
     return array if format.layout is None else jax.device_put(array, format)
+
+
+def _spec(layout: Layout, lead: int) -> P:
+    """lead: axes in front of the parameter's own."""
+    axes = {lead + dim: mesh_axis for dim, mesh_axis, _ in layout.splits}
+    return P(*(axes.get(i) for i in range(max(axes, default=-1) + 1)))
 
 
 class TpuBackend:
@@ -358,7 +360,7 @@ class TpuBackend:
             for name, (value, count) in graph.all_params().items():
                 if name in weights:
                     continue
-                touched = (piece for i in range(count) for piece, _ in layouts[name].pieces(0, i))
+                touched = (part.replace("*", str(i)) for i in range(count) for part, _ in layouts[name].parts)
                 if base is not None and name in base and changed.isdisjoint(touched):
                     weights[name] = base[name]
                 else:
@@ -378,25 +380,29 @@ class TpuBackend:
         """One parameter on its devices, a `*` one stacked over layers; cast once while it is copied from the file."""
         layers = (count,) if "*" in name else ()
 
-        def local(coordinate: int) -> np.ndarray:
+        def local(coordinates: Mapping[str, int]) -> np.ndarray:
             host = _aligned_empty((*layers, *type.shape), NUMPY_DTYPES[type.dtype])
             for i in range(count):
                 row, target = 0, host[i] if layers else host
-                for piece in layout.pieces(coordinate, i):
+                for piece in layout.pieces(coordinates, i):
                     array = source.read(*piece)
                     rows = array.shape[0] if len(layout.parts) > 1 else None
                     _copy(target if rows is None else target[row : row + rows], array)
                     row += rows or 0
             return host
 
-        if layout.split is None or not isinstance(place, NamedSharding):
-            return assemble((*layers, *type.shape), place, lambda _: local(0))
-        dim, mesh_axis, parts = layout.split
-        dim += len(layers)
-        shape = tuple(n * parts if i == dim else n for i, n in enumerate((*layers, *type.shape)))
-        sharding = NamedSharding(place.mesh, P(*[None] * dim, mesh_axis))
-        size = shape[dim] // parts
-        return assemble(shape, sharding, lambda index: local((index[dim].start or 0) // size))
+        if not layout.splits or not isinstance(place, NamedSharding):
+            return assemble((*layers, *type.shape), place, lambda _: local({}))
+        own, whole = (*layers, *type.shape), [*layers, *type.shape]
+        for dim, _, parts in layout.splits:
+            whole[len(layers) + dim] *= parts
+        sharding = NamedSharding(place.mesh, _spec(layout, len(layers)))
+
+        def share(index: Any) -> np.ndarray:
+            dims = ((len(layers) + dim, mesh_axis) for dim, mesh_axis, _ in layout.splits)
+            return local({mesh_axis: (index[dim].start or 0) // own[dim] for dim, mesh_axis in dims})
+
+        return assemble(tuple(whole), sharding, share)
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
         return Program(graph, self._place_of(graph), layers == "unrolled")

@@ -51,13 +51,14 @@ def interpret(graph: Graph, params: Mapping[str, np.ndarray], inputs: Mapping[st
     return {name: found[0] for name, found in zip(graph.outputs, _run(graph, params, values, None, grid), strict=True)}
 
 
-def _parameter(params: Mapping[str, np.ndarray], layout: Layout, coordinate: int, layer: int | None) -> np.ndarray:
-    """A device's parameter; coordinate: on the mesh axis of the layout's split."""
+def _parameter(
+    params: Mapping[str, np.ndarray], layout: Layout, coordinates: Mapping[str, int], layer: int | None
+) -> np.ndarray:
+    """The parameter of the device at `coordinates`."""
     parts = []
-    for name, part in layout.pieces(coordinate, layer or 0):
+    for name, *cuts in layout.pieces(coordinates, layer or 0):
         array = np.asarray(params[name])
-        if part is not None:
-            dim, start, stop = part
+        for dim, start, stop in cuts:
             array = array.take(range(start, stop), axis=dim)
         parts.append(array)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -69,9 +70,9 @@ def _run(
     env = {id(v): devices for v, devices in zip(graph.inputs.values(), inputs, strict=True)}
     layouts = graph.all_layouts()
     for name, v in graph.params.items():
-        split = layouts[name].split
-        coordinates = [grid.coordinate(d, split[1]) if split else 0 for d in range(len(grid))]
-        found = {c: _parameter(params, layouts[name], c, layer) for c in set(coordinates)}
+        axes = [axis for _, axis, _ in layouts[name].splits]
+        coordinates = [tuple(grid.coordinate(d, axis) for axis in axes) for d in range(len(grid))]
+        found = {c: _parameter(params, layouts[name], dict(zip(axes, c, strict=True)), layer) for c in set(coordinates)}
         env[id(v)] = [found[c].astype(NUMPY_DTYPES[v.type.dtype]) for c in coordinates]
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]

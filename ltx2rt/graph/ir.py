@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
+Cut = tuple[int, int, int]  # (dim, start, stop): a slice of a tensor along one dimension
 
 
 @dataclass(frozen=True)
@@ -98,22 +99,21 @@ class ParamSpec:
 class Layout:
     """How a parameter is made from the checkpoint's tensors on one device.
 
-    parts: the tensors, in the file's shapes, joined along their first dimension. split: (dim, mesh axis, its size) if
-    every part is cut into equal slices along `dim`, of which a device holds the one at its mesh coordinate.
+    parts: the tensors, in the file's shapes, joined along their first dimension. splits: (dim, mesh axis, its size) for
+    each dimension along which every part is cut into equal slices; a device holds the one at its mesh coordinate.
     """
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
-    split: tuple[int, str, int] | None = None
+    splits: tuple[tuple[int, str, int], ...] = ()
 
-    def pieces(self, coordinate: int, layer: int) -> Iterator[tuple[str, tuple[int, int, int] | None]]:
-        """What one device reads: concrete tensor names, and of each (dim, start, stop) or None for all of it."""
+    def pieces(self, coordinates: Mapping[str, int], layer: int) -> Iterator[tuple[str, *tuple[Cut, ...]]]:
+        """What the device at `coordinates` (by mesh axis) reads: concrete tensor names, each with its cuts."""
         for name, shape in self.parts:
-            part = None
-            if self.split is not None:
-                dim, _, count = self.split
+            cuts = []
+            for dim, mesh_axis, count in self.splits:
                 size = shape[dim] // count
-                part = (dim, coordinate * size, (coordinate + 1) * size)
-            yield name.replace("*", str(layer)), part
+                cuts.append((dim, coordinates[mesh_axis] * size, (coordinates[mesh_axis] + 1) * size))
+            yield name.replace("*", str(layer)), *cuts
 
 
 @dataclass

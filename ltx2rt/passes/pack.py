@@ -51,10 +51,10 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
         if node.op != "linear" or any(readers[id(v)] > 1 for v in node.inputs[1:]):
             continue
         x, weight, *bias = node.inputs
-        split = layouts[weight.name].split
-        if split is not None and split[0] != 0:
+        splits = layouts[weight.name].splits
+        if any(dim != 0 for dim, _, _ in splits):
             continue  # contracted slices: partial sums, each with its own communication
-        key = (id(x), node.attrs["contract"], split, weight.type.dtype, len(bias), "*" in weight.name)
+        key = (id(x), node.attrs["contract"], splits, weight.type.dtype, len(bias), "*" in weight.name)
         found.setdefault(key, []).append(node)
     return [nodes for nodes in found.values() if len(nodes) > 1]
 
@@ -68,7 +68,7 @@ def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[st
         name = " | ".join(v.name for v in values)
         rows = sum(v.type.shape[0] for v in values)
         parts = tuple(part for v in values for part in layouts[v.name].parts)
-        out.layouts[name] = Layout(parts, layouts[values[0].name].split)
+        out.layouts[name] = Layout(parts, layouts[values[0].name].splits)
         axes = ("packed", *values[0].type.axes[1:])
         params.append(out.parameter(name, Type(axes, (rows, *values[0].type.shape[1:]), values[0].type.dtype)))
     sizes = [math.prod(node.attrs["out"].values()) for node in nodes]

@@ -158,7 +158,7 @@ class _Placer:
     def _param(self, v: Value, dim: int, parts: int, mesh_axis: str) -> Value:
         """A parameter of which each device holds one slice along `dim`."""
         shape = tuple(n // parts if i == dim else n for i, n in enumerate(v.type.shape))
-        self.out.layouts[v.name] = Layout(((v.name, v.type.shape),), (dim, mesh_axis, parts))
+        self.out.layouts[v.name] = Layout(((v.name, v.type.shape),), ((dim, mesh_axis, parts),))
         return self.out.parameter(v.name, Type(v.type.axes, shape, v.type.dtype))
 
     # --- ops ----------------------------------------------------------------------------------------------------

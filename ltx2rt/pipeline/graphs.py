@@ -13,14 +13,12 @@ from ltx2rt.pipeline.conditioning import audio_state, video_state
 from ltx2rt.pipeline.latents import Geometry
 from ltx2rt.pipeline.request import GraphRequest, default_steps
 from ltx2rt.pipeline.text import PROMPT_TOKENS
-from ltx2rt.placement.mesh import stage_mesh
+from ltx2rt.placement.mesh import stage_mesh, text_mesh
 from ltx2rt.placement.profiles import placed, placed_loop, profile_of
 
 FPS = Fraction(24)
-NETWORKS = {
-    "guided-step": "transformer",
-    "denoise": "transformer",
-}  # component -> the network whose rules place it, if not of the same name
+# component -> the network whose rules place it, if not of the same name
+NETWORKS = {"guided-step": "transformer", "denoise": "transformer"}
 
 
 def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bfloat16") -> Graph:
@@ -48,6 +46,8 @@ def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bf
     profile = profile_of(request.profile, "cuda", mesh)
     if network == "transformer":
         mesh = stage_mesh(mesh, request.branches)
+    elif network == "text-encoder":
+        mesh = text_mesh(mesh)
     if request.component == "denoise":
         return placed_loop(builders["guided-step"](), profile, mesh, request.steps or default_steps(config))
     if request.component not in builders:

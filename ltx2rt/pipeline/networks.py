@@ -21,7 +21,7 @@ from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipeline.conditioning import ModalityState
 from ltx2rt.pipeline.request import LoraSpec, ModelOptions
 from ltx2rt.pipeline.text import PROMPT_TOKENS
-from ltx2rt.placement.mesh import stage_mesh
+from ltx2rt.placement.mesh import stage_mesh, text_mesh
 from ltx2rt.placement.profiles import placed, placed_loop, profile_of
 from ltx2rt.weights.checkpoint import Checkpoint, audit
 from ltx2rt.weights.lora import Merge, MergedSource, open_lora
@@ -53,7 +53,8 @@ class Networks:
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
         self.config = checkpoint.config
-        self.profile = profile_of(options.profile, backend.device_kind, backend.mesh)
+        kind = backend.device().name if backend.device_kind == "tpu" else backend.device_kind
+        self.profile = profile_of(options.profile, kind, backend.mesh)
         self.loading: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around every load of weights
         self._programs: dict[Hashable, Program] = {}
         self._loops: dict[Hashable, Loop] = {}
@@ -143,7 +144,7 @@ class Networks:
         self.checkpoint.source("gemma")  # raises if there is no Gemma
         assert self.config.gemma is not None
         graph = text_encoder.trace(self.config.gemma, self.config.text, batch, tokens, self.dtype)
-        return placed(graph, "text-encoder", self.profile, self.backend.mesh)
+        return placed(graph, "text-encoder", self.profile, text_mesh(self.backend.mesh))
 
     def upsampler_graph(self, shape: tuple[int, ...]) -> Graph:
         self.checkpoint.source("upsampler")

@@ -22,7 +22,7 @@ from ltx2rt.pipeline.request import PlanRequest
 from ltx2rt.placement.cost import Traffic, weight_bytes
 from ltx2rt.placement.devices import DeviceKind, device_kind
 from ltx2rt.placement.plan import StageCost, peak
-from ltx2rt.placement.profiles import undivided
+from ltx2rt.placement.profiles import default_mesh, profile_of, undivided
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.make import make_checkpoint
 
@@ -66,11 +66,12 @@ def plan_on_paper(request: PlanRequest) -> PaperPlan:
     kind = device_kind(request.device_kind)
     if request.devices < 1:
         raise InputError(f"--devices: {request.devices}, expected at least 1")
-    mesh = dict(request.options.mesh) or ({"tensor": request.devices} if request.devices > 1 else {})
+    name = request.options.profile or (kind.profile if request.devices > 1 else "single")
+    profile = profile_of(name, kind.name, request.options.mesh)
+    mesh = dict(request.options.mesh) or default_mesh(profile, request.devices)
     if prod(mesh.values()) != request.devices:
         raise InputError(f"--mesh: {mesh} is of {prod(mesh.values())} devices, --devices says {request.devices}")
-    profile = request.options.profile or (kind.profile if request.devices > 1 else "single")
-    options = replace(request.options, backend=kind.backend, mesh=mesh, profile=profile)
+    options = replace(request.options, backend=kind.backend, mesh=mesh, profile=name)
     with _model(request) as model:
         options = replace(options, model=model)
         checkpoint = open_checkpoint(model, options.text_encoder, options.upsampler)
@@ -103,8 +104,9 @@ def _whole(plan: Plan, kind: DeviceKind) -> Iterator[str]:
         rules = networks.profile.rules.get(network, {})
         held, whole = weight_bytes([plan.graphs[network]]) / 1e9, weight_bytes([graph]) / 1e9
         yield f"{network}: {held:.3g} GB of its {whole:.3g} GB of weights on each device"
-        for part, axis, size in dict.fromkeys(undivided(graph, rules, networks.backend.mesh)):
-            parts = networks.backend.mesh[rules[axis]]
+        mesh = plan.graphs[network].mesh
+        for part, axis, size in dict.fromkeys(undivided(graph, rules, mesh)):
+            parts = mesh[rules[axis]]
             yield f"{network}: {part} is replicated, {axis}={size} does not divide over {rules[axis]}={parts}"
 
 

@@ -28,7 +28,6 @@ class DeviceKind:
     link_bytes_per_s: float
 
 
-# TPUs have no profile of their own yet; tensor parallelism is the one there is.
 DEVICE_KINDS = {
     kind.name: kind
     for kind in (
@@ -37,11 +36,11 @@ DEVICE_KINDS = {
         # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
         DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 4.8e12, 450e9),
         # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
-        DeviceKind("v6e", "tpu", "tpu", "hopper", 32e9, 918e12, 1.638e12, 400e9),
+        DeviceKind("v6e", "tpu", "tpu", "trillium", 32e9, 918e12, 1.638e12, 400e9),
         # Google Cloud, TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
-        DeviceKind("v5p", "tpu", "tpu", "hopper", 95e9, 459e12, 2.765e12, 600e9),
+        DeviceKind("v5p", "tpu", "tpu", "trillium", 95e9, 459e12, 2.765e12, 600e9),
         # Google Cloud, TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
-        DeviceKind("v7x", "tpu", "tpu", "hopper", 96e9, 1153.5e12, 3.69e12, 300e9),
+        DeviceKind("v7x", "tpu", "tpu", "ironwood", 96e9, 1153.5e12, 3.69e12, 300e9),
     )
 }
 

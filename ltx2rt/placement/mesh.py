@@ -5,10 +5,12 @@ Decides which devices are neighbours. What an axis splits is the profiles' busin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 # The last axis is the fastest: devices that communicate most often are neighbours.
-MESH_AXES = ("data", "guidance", "sequence", "fsdp", "tensor")
+FSDP = "fsdp"
+MESH_AXES = ("data", "guidance", "sequence", FSDP, "tensor")
 
 
 def canonical(mesh: Mapping[str, int]) -> dict[str, int]:
@@ -24,3 +26,9 @@ def stage_mesh(mesh: Mapping[str, int], branches: int) -> dict[str, int]:
     if branches == 1 and mesh.get("guidance", 1) > 1:
         mesh = {**mesh, "sequence": mesh["guidance"] * mesh.get("sequence", 1), "guidance": 1}
     return canonical({axis: size for axis, size in mesh.items() if size > 1})
+
+
+def text_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The mesh of the text encoder, whose prompts are few and short: every device takes a share of its heads."""
+    devices = math.prod(mesh.values())
+    return {"tensor": devices} if devices > 1 else {}

@@ -1,23 +1,26 @@
-"""Named sharding profiles: which axis of which network is split over which mesh axis.
+"""Named sharding profiles: which axis of which network is split over which mesh axis, and the mesh each is meant for.
 
 One registry for both backends. A network that a profile does not name is replicated: the VAE, vocoder and upsampler
-weights always are, and their tiles are spread instead.
+weights always are, and their tiles are spread instead. The text encoder runs positive and negative prompt in one batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
 from ltx2rt.models.guided_step import PER_STEP, STATE
 from ltx2rt.passes.coalesce import coalesce
+from ltx2rt.passes.fsdp import gather_weights
 from ltx2rt.passes.hoist import hoist
 from ltx2rt.passes.loop import looped
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.passes.spread import spread
+from ltx2rt.placement.mesh import FSDP, MESH_AXES, canonical
 
 Rules = Mapping[str, str]  # axis -> mesh axis
 
@@ -26,48 +29,95 @@ STEP_SLOTS = 8  # modulation rows of a slot that stays empty cost next to nothin
 HEADS_AND_FF = {"heads": "tensor", "kv_heads": "tensor", "ff": "tensor"}
 
 
+EMBED = {"D": FSDP, "audio_D": FSDP}
+
+
 @dataclass(frozen=True)
 class Profile:
-    """rules: per network. strict: networks whose sizes must divide; the others fall back to replicated."""
+    """rules: per network; those to `fsdp` are of weights alone, which are gathered where they are used. Videos are
+    spread over `data` in every profile.
+
+    mesh: what it is meant for, -1 for all devices that are left. strict: networks whose sizes must divide; the others
+    fall back to replicated.
+    """
 
     name: str
     rules: Mapping[str, Rules]
-    strict: frozenset[str] = frozenset()
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    strict: frozenset[str] = frozenset({"transformer"})
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which something is split."""
+        used = {axis for rules in self.rules.values() for axis in rules.values()}
+        return tuple(axis for axis in MESH_AXES if axis in used)
 
 
+# Whatever the mesh has: heads and feed-forward, tokens, guidance branches, weights.
 SPLIT = {
-    "transformer": HEADS_AND_FF | {"tokens": "sequence", "B": "guidance"},
+    "transformer": HEADS_AND_FF | {"tokens": "sequence", "B": "guidance"} | EMBED,
     "text-encoder": HEADS_AND_FF,
 }
-STRICT = frozenset({"transformer"})
 
 PROFILES = {
     profile.name: profile
     for profile in (
         Profile("single", {}),
-        Profile("hopper", SPLIT, STRICT),
-        Profile("trillium", SPLIT, STRICT),  # v6e: meant for tensor=2,sequence=4 on eight chips
-        Profile("ironwood", SPLIT, STRICT),  # v7x: meant for sequence=8, which holds the weights whole
-        Profile("cpu", SPLIT, STRICT),
+        Profile("hopper", SPLIT, {"tensor": -1}),
+        Profile("trillium", SPLIT, {"sequence": -1, "tensor": 2}),  # two halves of the weights fit v6e's 32 GB
+        Profile("ironwood", SPLIT, {"sequence": -1}),  # v7x holds the weights whole
+        Profile("trillium-2d", SPLIT | {"transformer": HEADS_AND_FF | EMBED}, {"fsdp": -1, "tensor": 4}),
+        Profile("ironwood-1d", SPLIT | {"transformer": HEADS_AND_FF}, {"tensor": -1}),
+        Profile("cpu", SPLIT, {"tensor": -1}),
     )
 }
-BY_DEVICE = {"cuda": "hopper", "tpu": "trillium", "cpu": "cpu"}
+
+# TPUs under the names that JAX gives them: v6e, v7x.
+BY_DEVICE = {"cuda": "hopper", "cpu": "cpu", "TPU v6 lite": "trillium", "TPU v6e": "trillium", "TPU7x": "ironwood"}
 
 
 def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> Profile:
-    """The profile by name, or the device kind's own. Raises InputError naming the known ones."""
-    if name is None:
-        split = any(size > 1 for size in mesh.values())
-        name = BY_DEVICE.get(device_kind, device_kind) if split else "single"
+    """The profile by name, or the device kind's own; device_kind: "cuda", "cpu" or what JAX calls the TPU.
+
+    Raises InputError naming the known ones, or the axes of the profile if it splits nothing over one of the mesh.
+    """
+    several = [axis for axis, size in mesh.items() if size > 1]
+    if name is None and several and device_kind not in BY_DEVICE:
+        kinds = ", ".join(BY_DEVICE)
+        raise InputError(
+            f"unknown device kind {device_kind!r}; known: {kinds}; choose one of the profiles with --profile: "
+            f"{', '.join(PROFILES)}"
+        )
+    name = name or (BY_DEVICE[device_kind] if several else "single")
     if name not in PROFILES:
         raise InputError(f"unknown profile {name!r}; known profiles: {', '.join(PROFILES)}")
-    return PROFILES[name]
+    profile = PROFILES[name]
+    for axis in several:
+        if axis not in ("data", *profile.axes):
+            raise InputError(
+                f"profile {name} splits nothing over {axis}={mesh[axis]}; "
+                f"its mesh axes: {', '.join(profile.axes) or 'none'}"
+            )
+    return profile
+
+
+def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
+    """The mesh that a profile is meant for, of so many devices. Raises InputError if they cannot be shared out."""
+    fixed = math.prod(size for size in profile.mesh.values() if size != -1)
+    if devices == 1 or not profile.mesh:
+        return {}
+    if devices % fixed:
+        meant = ",".join(f"{axis}={'N' if size == -1 else size}" for axis, size in profile.mesh.items())
+        raise InputError(
+            f"profile {profile.name} is meant for {meant}, not for {devices} devices; say which with --mesh"
+        )
+    mesh = {axis: devices // fixed if size == -1 else size for axis, size in profile.mesh.items()}
+    return canonical({axis: size for axis, size in mesh.items() if size > 1})
 
 
 def placed(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
     """`graph` as one device of the mesh runs it, by the profile's rules for `network`."""
-    rules = profile.rules.get(network, {})
-    return coalesce(pack(place(graph, rules, mesh, strict=network in profile.strict)))
+    return _finished(_local(graph, network, profile, mesh), network, profile, mesh)
 
 
 def placed_loop(step: Graph, profile: Profile, mesh: Mapping[str, int], num_steps: int) -> Graph:
@@ -79,9 +129,19 @@ def placed_loop(step: Graph, profile: Profile, mesh: Mapping[str, int], num_step
     graph.
     """
     count = -(-num_steps // STEP_SLOTS) * STEP_SLOTS
-    local = place(step, profile.rules.get("transformer", {}), mesh, strict="transformer" in profile.strict)
-    local = spread(local, "videos", "data", mesh.get("data", 1))
-    return coalesce(pack(hoist(looped(local, "denoise", count, STATE, PER_STEP))))
+    local = spread(_local(step, "transformer", profile, mesh), "videos", "data", mesh.get("data", 1))
+    return _finished(hoist(looped(local, "denoise", count, STATE, PER_STEP)), "transformer", profile, mesh)
+
+
+def _local(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
+    rules = {axis: mesh_axis for axis, mesh_axis in profile.rules.get(network, {}).items() if mesh_axis != FSDP}
+    return place(graph, rules, mesh, network in profile.strict)
+
+
+def _finished(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
+    """Weights are joined before they are cut for `fsdp`: as few gathers as there are matrix products."""
+    rules = {axis: mesh_axis for axis, mesh_axis in profile.rules.get(network, {}).items() if mesh_axis == FSDP}
+    return gather_weights(coalesce(pack(graph)), rules, mesh, network in profile.strict)
 
 
 def undivided(graph: Graph, rules: Rules, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:

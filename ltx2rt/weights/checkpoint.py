@@ -18,9 +18,10 @@ import numpy as np
 
 from ltx2rt.config import GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Cut
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, parse_json, version_tuple
-from ltx2rt.weights.files import Part, TensorFile, TensorFolder, TensorInfo, TensorSource, open_tensors
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource, open_tensors
 from ltx2rt.weights.names import CONNECTORS, PREFIXES, TEXT_PROJECTION, gemma_to_canonical, to_official
 
 T = TypeVar("T")
@@ -63,9 +64,9 @@ class RenamedSource:
         source, stored = self._home[name]
         return source.info(stored)
 
-    def read(self, name: str, part: Part | None = None) -> np.ndarray:
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
         source, stored = self._home[name]
-        return source.read(stored, part)
+        return source.read(stored, *cuts)
 
     def joined(self, other: RenamedSource, names: Iterable[str]) -> RenamedSource:
         return RenamedSource(self.where, self._home | {name: other._home[name] for name in names})

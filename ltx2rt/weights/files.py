@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Cut
 from ltx2rt.partial import replacing
 
 DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
@@ -56,21 +57,17 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Part = tuple[int, int, int]  # (dim, start, stop): a slice of a tensor along one dimension
-
-
-def cut(array: np.ndarray, part: Part | None) -> np.ndarray:
+def cut(array: np.ndarray, *cuts: Cut) -> np.ndarray:
     """The slice of an array, a view."""
-    if part is None:
-        return array
-    dim, start, stop = part
-    return array[(slice(None),) * dim + (slice(start, stop),)]
+    for dim, start, stop in cuts:
+        array = array[(slice(None),) * dim + (slice(start, stop),)]
+    return array
 
 
 class TensorSource(Protocol):
     def names(self) -> Iterable[str]: ...
     def info(self, name: str) -> TensorInfo: ...
-    def read(self, name: str, part: Part | None = None) -> np.ndarray: ...
+    def read(self, name: str, *cuts: Cut) -> np.ndarray: ...
 
 
 class TensorFile:
@@ -88,10 +85,10 @@ class TensorFile:
     def info(self, name: str) -> TensorInfo:
         return self._tensors[name][0]
 
-    def read(self, name: str, part: Part | None = None) -> np.ndarray:
-        """The tensor, or the slice `part` of it; what is asked for adds to `requested_bytes`."""
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
+        """The tensor, or a slice of it; what is asked for adds to `requested_bytes`."""
         info, begin = self._tensors[name]
-        array = cut(self._view(info.shape, info.dtype, begin), part)
+        array = cut(self._view(info.shape, info.dtype, begin), *cuts)
         self.requested_bytes += array.nbytes
         return array
 
@@ -127,8 +124,8 @@ class TensorFolder:
     def info(self, name: str) -> TensorInfo:
         return self._home[name].info(name)
 
-    def read(self, name: str, part: Part | None = None) -> np.ndarray:
-        return self._home[name].read(name, part)
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
+        return self._home[name].read(name, *cuts)
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:

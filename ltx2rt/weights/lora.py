@@ -15,8 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.checkpoint import Checkpoint, collapse, component_of
-from ltx2rt.weights.files import Part, TensorFile, TensorInfo, TensorSource, write_tensors
+from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
 from ltx2rt.weights.names import to_official
 
 Matmul = Callable[[np.ndarray, np.ndarray], np.ndarray]  # f32[out, rank], f32[rank, in] -> a new f32[out, in]
@@ -175,17 +176,17 @@ class MergedSource:
         info = self._source.info(name)
         return TensorInfo(info.shape, self._dtype) if name in self._pairs else info
 
-    def read(self, name: str, part: Part | None = None) -> np.ndarray:
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
         """The merged tensor, or a slice of it, for which only the slices of the LoRAs that reach it are multiplied."""
-        weight = self._source.read(name, part)
+        weight = self._source.read(name, *cuts)
         if name not in self._pairs:
             return weight
-        rows, columns = (part if part and part[0] == dim else None for dim in (0, 1))
+        rows, columns = ([c for c in cuts if c[0] == dim] for dim in (0, 1))
         rounded = self._dtype == BF16
         delta: np.ndarray | None = None  # f32[out, in], holding bf16 values where rounded
         for lora, pair in self._pairs[name]:
-            up = _floats(lora.file.read(pair.up, rows), rounded)
-            down = _floats(lora.file.read(pair.down, columns), rounded)
+            up = _floats(lora.file.read(pair.up, *rows), rounded)
+            down = _floats(lora.file.read(pair.down, *columns), rounded)
             scale = np.float32(pair.scale)
             product: np.ndarray = self._matmul(_round(up * scale, rounded) if delta is None else up, down)
             for chunk in _chunks(product):

@@ -37,7 +37,8 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def run_fleet(kind: str, folder: Path, **environment: str) -> Path:
-    env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"} | environment
+    path = os.pathsep.join((str(HERE.parent), *sys.path))  # the code that is tested here, wherever it lies
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, str(HERE / "tensor_parallel_ranks.py"), kind, str(folder)]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:

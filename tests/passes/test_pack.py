@@ -4,13 +4,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from placed_cases import DEVICES, NAMES, case, lora_arrays
+from placed_cases import NAMES, case, lora_arrays
 
 from ltx2rt.graph import trace
-from ltx2rt.graph.interpret import interpret
+from ltx2rt.graph.interpret import Grid, interpret
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
-from ltx2rt.placement.profiles import HEADS_AND_FF
+from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES, placed
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.files import cut, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
@@ -102,22 +102,24 @@ def test_split_weights_are_not_joined_to_whole_ones():
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
 def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, generation, dtype):
-    """Every piece that any device of 2, 3 or 4 reads; packed weights, row-parallel and column-parallel ones."""
+    """Every piece that any device reads: of packed weights, of row-parallel and column-parallel ones, cut both ways."""
     one = case(f"guided-{generation}", dtype)
     write_arrays(tmp_path / "lora.safetensors", lora_arrays(one.params))
     source = ArraySource(one.params)
     merged = MergedSource(source, [open_lora(tmp_path / "lora.safetensors")], dtype)
     touched, dims = merged.touched(), set()
-    for devices in DEVICES:
-        graph = one.on(devices)
+    for mesh in ({"tensor": 2}, {"tensor": 3}, {"tensor": 4}, {"fsdp": 2, "tensor": 3}):
+        graph, grid = placed(one.graph, one.network, PROFILES["hopper"], mesh), Grid(mesh)
         for declared, layout in graph.all_layouts().items():
             count = graph.all_params()[declared][1]
-            pieces = [p for i in range(count) for rank in range(devices) for p in layout.pieces(rank, i)]
-            for name, part in pieces:
-                if name in touched and part is not None:
-                    dims.add((part[0], len(layout.parts) > 1))
-                    whole = cut(merged.read(name), part).astype(np.float32)
+            places = [{axis: grid.coordinate(device, axis) for axis in mesh} for device in range(len(grid))]
+            pieces = [piece for i in range(count) for place in places for piece in layout.pieces(place, i)]
+            for name, *cuts in pieces:
+                if name in touched and cuts:
+                    dims.add((*(dim for dim, _, _ in cuts), len(layout.parts) > 1))
+                    whole = cut(merged.read(name), *cuts).astype(np.float32)
                     # bfloat16: a sum in another order may round the other way, once, in the last of 8 bits.
-                    assert relative_l2(merged.read(name, part), whole) <= (CLOSE if dtype == "float32" else 2**-9), name
-                    assert relative_l2(cut(one.params[name], part), whole) > 0.1, "the LoRA changes nothing"
-    assert dims == {(0, True), (0, False), (1, False)}
+                    limit = CLOSE if dtype == "float32" else 2**-9
+                    assert relative_l2(merged.read(name, *cuts), whole) <= limit, name
+                    assert relative_l2(cut(one.params[name], *cuts), whole) > 0.1, "the LoRA changes nothing"
+    assert dims == {(0, True), (0, False), (1, False), (0, 1, True), (0, 1, False), (1, 0, False)}

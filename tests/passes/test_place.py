@@ -116,10 +116,10 @@ def test_a_quarter_of_the_split_weights_is_on_each_of_4_devices():
     whole = re.compile(r"scale_shift_table|to_out\.0\.bias|net\.2\.bias")
     for name, layout in full("2.3", 4).all_layouts().items():
         inside = "transformer_blocks.*" in name and not whole.search(name)
-        assert (layout.split is not None) == inside, name
+        assert bool(layout.splits) == inside, name
         if inside:
             row_parallel = name.endswith(("to_out.0.weight", "net.2.weight"))
-            assert layout.split == (int(row_parallel), "tensor", 4), name
+            assert layout.splits == ((int(row_parallel), "tensor", 4),), name
 
 
 @pytest.mark.parametrize("devices,message", [(3, "heads=32 .* tensor=3"), (5, "=32 .* tensor=5"), (64, "tensor=64")])
@@ -136,7 +136,7 @@ def split_axes(graph: Graph, pattern: str) -> set[int | None]:
     """The split dimensions of the parameters whose names hold `pattern`, None for whole ones."""
     layouts = {name: layout for name, layout in graph.all_layouts().items() if re.search(pattern, name)}
     assert layouts, f"no parameter matches {pattern}"
-    return {layout.split and layout.split[0] for layout in layouts.values()}
+    return {layout.splits[0][0] if layout.splits else None for layout in layouts.values()}
 
 
 @pytest.mark.parametrize("generation,devices", [("2.0", 4), ("2.3", 4), ("2.0", 3), ("2.0", 16)])

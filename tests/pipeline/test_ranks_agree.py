@@ -11,7 +11,13 @@ HEARD = 1e-4  # the vocoder's sines amplify the rounding of its input; reached: 
 
 @pytest.mark.parametrize(
     ("generation", "ranks", "mesh"),
-    [("2.3", 4, "tensor=4"), ("2.0", 2, "tensor=2"), ("2.3", 2, "sequence=2"), ("2.3", 4, "tensor=2,guidance=2")],
+    [
+        ("2.3", 4, "tensor=4"),
+        ("2.0", 2, "tensor=2"),
+        ("2.3", 2, "sequence=2"),
+        ("2.3", 4, "tensor=2,guidance=2"),
+        ("2.0", 4, "fsdp=2,tensor=2"),
+    ],
 )
 def test_ranks_agree_with_one_device(tiny, generate, generate_on_ranks, images, generation, ranks, mesh):
     model = tiny(f"tiny-{generation}", "official")

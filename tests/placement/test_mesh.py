@@ -5,8 +5,8 @@ from placed_cases import case
 
 from ltx2rt.graph.interpret import Grid
 from ltx2rt.pipeline.request import parse_mesh
-from ltx2rt.placement.mesh import canonical, stage_mesh
-from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.placement.mesh import canonical, stage_mesh, text_mesh
+from ltx2rt.placement.profiles import PROFILES, placed_loop
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,13 @@ def test_devices_keep_their_places_between_stages():
 
 def test_weights_keep_their_slices_between_stages():
     mesh, graph = {"guidance": 2, "sequence": 2, "tensor": 3}, case("guided-2.3").graph
-    first = placed(graph, "transformer", PROFILES["hopper"], mesh)
-    second = placed(graph, "transformer", PROFILES["hopper"], {"sequence": 4, "tensor": 3})
-    assert first.all_layouts() == second.all_layouts()
+    first, second = (placed_loop(graph, PROFILES["hopper"], m, 8) for m in (mesh, {"sequence": 4, "tensor": 3}))
+    assert first.all_layouts() == second.all_layouts() and (first.mesh, second.mesh) == (mesh, stage_mesh(mesh, 1))
+
+
+@pytest.mark.parametrize(("mesh", "expected"), [({}, {}), ({"guidance": 2, "sequence": 2, "tensor": 2}, {"tensor": 8})])
+def test_text_encoder_is_shared_by_all_devices(mesh, expected):
+    assert text_mesh(mesh) == expected
 
 
 def test_a_mesh_is_typed_in_any_order():

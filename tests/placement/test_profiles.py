@@ -5,7 +5,7 @@ from placed_cases import case
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.placement.profiles import PROFILES, placed, profile_of
+from ltx2rt.placement.profiles import PROFILES, default_mesh, placed, profile_of
 
 MESH = {"tensor": 2}
 
@@ -17,14 +17,51 @@ def test_unknown_profile_lists_the_known_ones():
 
 
 @pytest.mark.parametrize("kind,mesh,expected", [("cuda", MESH, "hopper"), ("cpu", MESH, "cpu"), ("cuda", {}, "single"),
-                                                ("cpu", {"tensor": 1}, "single")])  # fmt: skip
+                                                ("cpu", {"tensor": 1}, "single"), ("TPU v6 lite", MESH, "trillium"),
+                                                ("TPU7x", MESH, "ironwood")])  # fmt: skip
 def test_device_kind_decides_the_profile(kind, mesh, expected):
     assert profile_of(None, kind, mesh).name == expected
 
 
-def test_device_kind_without_a_profile_is_refused():
-    with pytest.raises(InputError, match="unknown profile 'abacus'; known profiles: "):
-        profile_of(None, "abacus", MESH)
+@pytest.mark.parametrize("kind", ("abacus", "TPU v4", "tpu"))
+def test_device_kind_without_a_profile_is_refused(kind):
+    with pytest.raises(InputError, match=f"unknown device kind '{kind}'; known: cuda, .*TPU7x.* --profile") as error:
+        profile_of(None, kind, MESH)
+    assert all(name in str(error.value) for name in PROFILES)
+    assert profile_of("ironwood", kind, MESH).name == "ironwood"
+    assert profile_of(None, kind, {}).name == "single"
+
+
+def test_axis_that_a_profile_does_not_split_is_refused():
+    """Its devices would all do the same."""
+    with pytest.raises(InputError, match="profile ironwood-1d splits nothing over sequence=4; its mesh axes: tensor"):
+        profile_of("ironwood-1d", "cpu", {"sequence": 4, "tensor": 2})
+    with pytest.raises(InputError, match="profile single splits nothing over tensor=2; its mesh axes: none"):
+        profile_of("single", "cpu", MESH)
+    assert profile_of("single", "cpu", {"tensor": 1}).name == "single"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "mesh"),
+    [
+        ("trillium", 8, "sequence=4,tensor=2"),
+        ("trillium", 2, "tensor=2"),
+        ("ironwood", 8, "sequence=8"),
+        ("trillium-2d", 8, "fsdp=2,tensor=4"),
+        ("ironwood-1d", 8, "tensor=8"),
+        ("hopper", 3, "tensor=3"),
+        ("trillium", 1, ""),
+        ("single", 4, ""),
+    ],
+)
+def test_profile_has_a_mesh_for_every_number_of_devices(name, devices, mesh):
+    found = default_mesh(PROFILES[name], devices)
+    assert ",".join(f"{axis}={size}" for axis, size in found.items()) == mesh
+
+
+def test_number_of_devices_that_a_profile_cannot_share_out_is_refused():
+    with pytest.raises(InputError, match=r"trillium is meant for sequence=N,tensor=2, not for 3 devices; .*--mesh"):
+        default_mesh(PROFILES["trillium"], 3)
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -33,17 +70,17 @@ def test_name_decides_over_the_device(name):
     assert PROFILES[name].name == name
 
 
-@pytest.mark.parametrize("name", ("hopper", "cpu"))
+@pytest.mark.parametrize("name", [name for name in PROFILES if name != "single"])
 def test_profile_splits_the_transformer_and_the_encoder(name):
     for one in (case("guided-2.3"), case("text-2.3")):
         local = placed(one.graph, one.network, PROFILES[name], MESH)
-        assert any(layout.split for layout in local.all_layouts().values())
+        assert any(layout.splits for layout in local.all_layouts().values())
         assert local.mesh == MESH
 
 
 def whole(graph) -> bool:
     """Nothing is cut and nothing communicates."""
-    splits = [layout.split for layout in graph.all_layouts().values()]
+    splits = [layout.splits for layout in graph.all_layouts().values()]
     return not graph.mesh and not any(splits) and not any(node.op in COLLECTIVES for node, _ in graph.walk())
 
 

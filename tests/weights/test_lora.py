@@ -29,8 +29,8 @@ class Memory:
     def info(self, name):
         return TensorInfo(self.arrays[name].shape, self.arrays[name].dtype)
 
-    def read(self, name, part=None):
-        return cut(self.arrays[name], part)
+    def read(self, name, *cuts):
+        return cut(self.arrays[name], *cuts)
 
 
 def weights(dtype=BF16):

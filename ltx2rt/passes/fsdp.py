@@ -1,0 +1,73 @@
+"""fsdp: weights lie cut along one more axis and are gathered, layer by layer, where they are used.
+
+Requires the graph of one device, placed or not, and packed. Ensures the same values: a matrix of a repeat that has an
+axis of the rules is held cut along it, beside what `place` has cut, and an `all_gather` in front of its linear gives
+back what the device held before. Activations, biases, norms and tables stay as they are, and so does everything outside
+a repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Graph, Layout, Type, Value
+from ltx2rt.graph.trace import emit
+from ltx2rt.graph.verify import verify
+
+
+def gather_weights(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False) -> Graph:
+    """rules: weight axis -> mesh axis; `mesh` as in `place`. strict: a size that does not divide is an InputError."""
+    mesh = {axis: size for axis, size in mesh.items() if size > 1}
+    rules = {axis: mesh_axis for axis, mesh_axis in rules.items() if mesh_axis in mesh}
+    if not rules:
+        return graph
+    result = _rewrite(graph, rules, mesh, strict, repeated=False)
+    verify(result)
+    return result
+
+
+def _rewrite(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, repeated: bool) -> Graph:
+    result = replace(graph, params=dict(graph.params), nodes=[], layouts=dict(graph.layouts), mesh=mesh)
+    layouts = graph.all_layouts()
+    elsewhere = {id(v) for node in graph.nodes if node.op != "linear" for v in node.inputs}
+    gathered: dict[int, Value] = {}
+    for node in graph.nodes:
+        if node.op == "repeat":
+            plan = node.plan["repeat"]
+            body = _rewrite(plan.body, rules, mesh, strict, repeated=True)
+            node = replace(node, plan={"repeat": replace(plan, body=body)})
+        elif node.op == "linear" and repeated:
+            x, weight, *bias = node.inputs
+            axis = next((axis for axis in weight.type.axes if axis in rules), None)
+            if axis is not None and "*" in weight.name and id(weight) not in elsewhere:
+                if id(weight) not in gathered:
+                    gathered[id(weight)] = _gather(result, weight, layouts[weight.name], axis, rules, mesh, strict)
+                node = replace(node, inputs=(x, gathered[id(weight)], *bias))
+        result.nodes.append(node)
+    return result
+
+
+def _gather(
+    out: Graph,
+    weight: Value,
+    layout: Layout,
+    axis: str,
+    rules: Mapping[str, str],
+    mesh: Mapping[str, int],
+    strict: bool,
+) -> Value:
+    """The weight as it was, from its slices; as it is where its size does not divide."""
+    dim, size, mesh_axis = weight.type.axes.index(axis), weight.type.size(axis), rules[axis]
+    parts = mesh[mesh_axis]
+    if size % parts:
+        if strict:
+            raise InputError(
+                f"{out.name}: {axis}={size} does not divide over {mesh_axis}={parts}; choose a divisor of {size}"
+            )
+        return weight
+    shape = tuple(n // parts if i == dim else n for i, n in enumerate(weight.type.shape))
+    out.params[weight.name] = Value(weight.name, Type(weight.type.axes, shape, weight.type.dtype))
+    out.layouts[weight.name] = replace(layout, splits=(*layout.splits, (dim, mesh_axis, parts)))
+    return emit(out, "all_gather", out.params[weight.name], axis=axis, mesh_axis=mesh_axis, parts=parts)

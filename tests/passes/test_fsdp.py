@@ -1,0 +1,87 @@
+"""Weights cut along their model axis and gathered layer by layer give the values of one device."""
+
+from collections import Counter
+
+import pytest
+from placed_cases import case
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph.interpret import interpret
+from ltx2rt.passes.fsdp import gather_weights
+from ltx2rt.passes.unroll import unroll
+from ltx2rt.placement.cost import weight_bytes
+from ltx2rt.placement.profiles import EMBED, PROFILES, placed
+from ltx2rt.testing import relative_l2
+
+CLOSE = 1e-5  # float32: another order of summation
+MESHES = (
+    {"fsdp": 2},
+    {"fsdp": 3},
+    {"fsdp": 2, "tensor": 3},
+    {"guidance": 2, "fsdp": 2},
+    {"sequence": 2, "fsdp": 3, "tensor": 2},
+)
+
+
+def on(mesh, graph):
+    return placed(graph, "transformer", PROFILES["trillium"], mesh)
+
+
+def body(graph):
+    (found,) = (node.plan["repeat"].body for node in graph.nodes if node.op == "repeat")
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3"])
+def test_gathered_weights_give_the_values_of_one_device(name, mesh):
+    one = case(name)
+    local = on(mesh, one.graph)
+    assert local.mesh == mesh and local.parameters() == one.graph.parameters()
+    expected, found = (interpret(graph, one.params, one.inputs) for graph in (one.graph, local))
+    for output in expected:
+        assert relative_l2(found[output], expected[output]) <= CLOSE, output
+
+
+@pytest.mark.parametrize("mesh", ({"fsdp": 2}, {"fsdp": 2, "tensor": 3}), ids=str)
+def test_every_matrix_of_the_blocks_is_gathered_once_at_its_use(mesh):
+    local = on(mesh, case("guided-2.3").graph)
+    nodes = body(local).nodes
+    gathers = {id(node.outputs[0]): i for i, node in enumerate(nodes) if node.op == "all_gather"}
+    linears = [i for i, node in enumerate(nodes) if node.op == "linear"]
+    assert len(gathers) == len(linears) == 20
+    assert [gathers[id(nodes[i].inputs[1])] for i in linears] == [i - 1 for i in linears]
+    assert {node.attrs["mesh_axis"] for node in nodes if node.op == "all_gather"} == {"fsdp"}
+    assert not [node for node in local.nodes if node.op == "all_gather"], "one stands outside the blocks"
+
+
+def test_a_weight_is_cut_both_ways():
+    """Column-parallel weights along rows and what they contract, row-parallel ones the other way round."""
+    layouts = body(on({"fsdp": 2, "tensor": 3}, case("guided-2.3").graph)).layouts
+    ways = Counter(layout.splits for name, layout in layouts.items() if "fsdp" in str(layout.splits))
+    assert ways == {((0, "tensor", 3), (1, "fsdp", 2)): 12, ((1, "tensor", 3), (0, "fsdp", 2)): 8}
+
+
+def test_devices_hold_their_share_of_the_blocks():
+    one, two = (body(on(mesh, case("guided-2.3").graph)) for mesh in ({"tensor": 3}, {"fsdp": 2, "tensor": 3}))
+    matrices = sum(v.type.nbytes for v in one.params.values() if len(v.type.axes) == 2 and "table" not in v.name)
+    assert weight_bytes([one]) - weight_bytes([two]) == matrices // 2
+
+
+def test_a_graph_with_gathers_can_be_unrolled():
+    one = case("guided-2.3")
+    flat = unroll(on({"fsdp": 2, "tensor": 2}, one.graph))
+    expected, found = (interpret(graph, one.params, one.inputs) for graph in (one.graph, flat))
+    assert max(relative_l2(found[output], expected[output]) for output in expected) <= CLOSE
+
+
+def test_a_size_that_does_not_divide_is_refused_or_stays_whole():
+    graph = case("guided-2.3").graph
+    with pytest.raises(InputError, match="D=96 does not divide over fsdp=5; choose a divisor of 96"):
+        on({"fsdp": 5}, graph)
+    assert not any(layout.splits for layout in gather_weights(graph, EMBED, {"fsdp": 5}).all_layouts().values())
+
+
+def test_one_device_leaves_the_graph_alone():
+    graph = case("guided-2.3").graph
+    assert gather_weights(graph, EMBED, {"fsdp": 1, "tensor": 2}) is graph
