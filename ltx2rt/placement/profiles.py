@@ -150,7 +150,8 @@ def undivided(graph: Graph, rules: Rules, mesh: Mapping[str, int]) -> Iterator[t
     for node in graph.nodes:
         if node.op == "repeat":
             yield from undivided(node.plan["repeat"].body, rules, mesh)
-        elif node.op == "linear":
-            found |= {a: n for a, n in node.attrs["out"].items() if n % mesh.get(rules.get(a, ""), 1)}
+        elif node.op in ("linear", "split"):  # a packed linear's axes are those of the split after it
+            sizes = node.attrs["out" if node.op == "linear" else "into"]
+            found |= {a: n for a, n in sizes.items() if n % mesh.get(rules.get(a, ""), 1)}
     for axis, size in found.items():
         yield graph.name, axis, size
