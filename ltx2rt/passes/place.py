@@ -9,7 +9,8 @@ float32 per token. What no rule reaches stays replicated, and so does a size tha
 
 Tokens (Ulysses): what a repeat reads that has a split token axis enters cut and every device keeps its tokens.
 Around self-attention one `all_to_all` trades tokens for heads and one trades them back; a stream that is whole attends
-to the keys of a cut one in parts. Tokens that do not divide are padded at the end, and the padding is masked.
+to the keys of a cut one in parts, a long one gathers the few keys of another. Tokens that do not divide are padded at
+the end, and the padding is masked.
 
 Batch (`B`, the guidance branches): enters a repeat cut as tokens do; no op mixes samples, so nothing is communicated
 until the output projection gathers them.
@@ -31,8 +32,8 @@ POINTWISE = {
     "exp", "log", "sqrt", "square", "sin", "tanh", "sigmoid", "silu", "gelu", "add", "sub", "mul", "div", "affine",
     "clamp", "leaky_relu", "cast", "select", "modulate", "rope", "transpose", "stack",
 }  # fmt: skip
-TOKENS, BATCH = "tokens", "B"
-MOVED = (TOKENS, BATCH)  # axes that move between devices instead of being a weight's
+TOKENS, BATCH = ("tokens", "audio_tokens"), "B"
+MOVED = (*TOKENS, BATCH)  # axes that move between devices instead of being a weight's
 MASKED = -1e30  # added to the score of a padded key
 
 
@@ -66,7 +67,7 @@ class _Placer:
     def __init__(self, out: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, outermost: bool):
         self.out, self.rules, self.mesh, self.strict, self.outermost = out, rules, mesh, strict, outermost
         self.blocked: set[str] = set()
-        self.padding: Value | None = None  # (keys): 0, and MASKED where tokens are padding
+        self.padding: dict[str, Value] = {}  # by token axis (keys): 0, and MASKED where tokens are padding
 
     def nodes(self, graph: Graph, env: dict[int, Placed]) -> None:
         """Rewrite the nodes of one graph in order; `env` maps its values to placed ones."""
@@ -143,7 +144,7 @@ class _Placer:
             raise InputError(
                 f"{self.out.name}: {size} branches do not divide over {mesh_axis}={parts}; choose a divisor of {size}"
             )
-        if missing and axis == TOKENS:
+        if missing and axis in TOKENS:
             value = emit(self.out, "pad", value, mode="zeros", **{axis: (0, missing)})
         value = emit(self.out, "shard", value, axis=axis, mesh_axis=mesh_axis, parts=parts)
         return Placed(value, {**placed.splits, axis: mesh_axis})
@@ -234,16 +235,31 @@ class _Placer:
                 q, k, v = (
                     self.cut(t, a, heads) for t, a in zip((q, k, v), (head_axes[0], *head_axes[1:] * 2), strict=True)
                 )
-        keys = k.value.type.axes[1]
+        queries, keys = q.value.type.axes[1], k.value.type.axes[1]
         mesh_axis = k.splits.get(keys)
         if mesh_axis is None:
             inputs = [self._declared(p) for p in (q, k, v, *bias)]
             return [Placed(emit(self.out, "attention", *inputs, **node.attrs), q.splits)]
-        if q.value.type.axes[1] in q.splits:
-            return [Placed(self._traded(node, q, k, v, bias, mesh_axis), q.splits)]
-        return [Placed(self._shared(node, q, k, v, bias, mesh_axis), q.splits)]
+        padding = self.padding.get(queries if keys == "keys" else keys)  # a bias renames its keys
+        if queries not in q.splits:
+            return [Placed(self._shared(node, q, k, v, bias, mesh_axis, padding), q.splits)]
+        parts, num_queries, num_keys = self.mesh[mesh_axis], q.value.type.shape[1], k.value.type.shape[1]
+        if parts * num_keys < num_queries + num_keys:  # all k and v are fewer bytes than a share of q, k, v and result
+            there = [self._declared(q), *(self.gathered(p, keys).value for p in (k, v))]
+            return [Placed(self._attend(node, there, bias, padding), q.splits)]
+        return [Placed(self._traded(node, q, k, v, bias, mesh_axis, padding), q.splits)]
 
-    def _traded(self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str) -> Value:
+    def _attend(self, node: Node, operands: list[Value], bias: list[Placed], padding: Value | None) -> Value:
+        """Attention to keys of which the last may be padding."""
+        extra = [self._declared(b) for b in bias]
+        if padding is not None:
+            operands = self._keys_named(operands)
+            extra = [emit(self.out, "add", extra[0], padding) if extra else padding]
+        return emit(self.out, "attention", *operands, *extra, **node.attrs)
+
+    def _traded(
+        self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str, padding: Value | None
+    ) -> Value:
         """Queries and keys are split: every device gets all tokens of a share of its heads, and gives them back."""
         parts = self.mesh[mesh_axis]
         for p in (q, k):
@@ -255,22 +271,20 @@ class _Placer:
                 )
         trade = {"mesh_axis": mesh_axis, "parts": parts}
         there = emit(self.out, "all_to_all", q.value, k.value, v.value, split=2, concat=1, **trade)
-        extra = [self._declared(b) for b in bias]
-        if self.padding is not None:
-            there = self._keys_named(there)
-            extra = [emit(self.out, "add", extra[0], self.padding) if extra else self.padding]
-        y = emit(self.out, "attention", *there, *extra, **node.attrs)
+        y = self._attend(node, there, bias, padding)
         (y,) = emit(self.out, "all_to_all", y, split=1, concat=2, **trade)
         return y
 
-    def _shared(self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str) -> Value:
+    def _shared(
+        self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str, padding: Value | None
+    ) -> Value:
         """Only the keys are split: every device attends to its own, and the results are weighed together."""
         if bias:
             raise GraphError(f"{self.out.name}: attention with a bias of whole queries to split keys")
         parts = self.mesh[mesh_axis]
         operands = [self._declared(p) for p in (q, k, v)]
-        if self.padding is not None:
-            own = emit(self.out, "shard", self.padding, axis="keys", mesh_axis=mesh_axis, parts=parts)
+        if padding is not None:
+            own = emit(self.out, "shard", padding, axis="keys", mesh_axis=mesh_axis, parts=parts)
             operands = [*self._keys_named(operands), own]
         y = emit(self.out, "attention_part", *operands, **node.attrs)
         y = emit(self.out, "expand", y, axis="parts", size=1, before=y.type.axes[0])
@@ -314,7 +328,7 @@ class _Placer:
                 # Self-attention's bias stays whole: where it is added, a device has the queries of all tokens.
                 moves = axis in MOVED and self._parts(axis) > 1 and (axis == BATCH or "keys" not in v.type.axes)
                 if moves or (i >= plan.num_carries and inner.divides(axis, size)):
-                    lengths |= {axis: size} if moves and axis == TOKENS else {}
+                    lengths |= {axis: size} if moves and axis in TOKENS else {}
                     entering[i] = self.cut(entering[i], axis)
         for i, (name, v) in enumerate(plan.body.inputs.items()):
             type = entering[i].value.type
@@ -327,11 +341,11 @@ class _Placer:
         for axis, size in lengths.items():
             if size % self._parts(axis):
                 mask = self._padding_mask(axis, size, next(iter(self.out.inputs.values())))
-                inner.padding = Value("padding", mask.type)
-                items = list(body.inputs.items())
-                items.insert(fixed, ("padding", inner.padding))
+                inner.padding[axis] = Value(f"{axis}_padding", mask.type)
+                items, at = list(body.inputs.items()), plan.num_carries + num_invariants
+                items.insert(at, (f"{axis}_padding", inner.padding[axis]))
                 body.inputs = dict(items)
-                inputs.insert(fixed, mask)
+                inputs.insert(at, mask)
                 num_invariants += 1
         inner.nodes(plan.body, env)
         body.outputs = {}
@@ -357,10 +371,12 @@ class _Placer:
 
     def _unpadded(self, placed: Placed, type: Type) -> Placed:
         """A result of a repeat whose tokens were padded has them whole and without the padding."""
-        if TOKENS not in placed.splits or not type.size(TOKENS) % self._parts(TOKENS):
-            return placed
-        placed = self.gathered(placed, TOKENS)
-        return replace(placed, value=emit(self.out, "slice", placed.value, axis=TOKENS, stop=type.size(TOKENS)))
+        for axis in TOKENS:
+            if axis in placed.splits and type.size(axis) % self._parts(axis):
+                placed = self.gathered(placed, axis)
+                value = emit(self.out, "slice", placed.value, axis=axis, stop=type.size(axis))
+                placed = replace(placed, value=value)
+        return placed
 
     def _padding_mask(self, axis: str, size: int, any_value: Value) -> Value:
         """float32 (keys): 0 on the first `size` keys, MASKED on the padding after them."""

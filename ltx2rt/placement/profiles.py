@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
@@ -38,19 +39,25 @@ class Profile:
     spread over `data` in every profile.
 
     mesh: what it is meant for, -1 for all devices that are left. strict: networks whose sizes must divide; the others
-    fall back to replicated.
+    fall back to replicated. audio: "replicated", every device has all audio tokens; or "split", as the video's are.
     """
 
     name: str
     rules: Mapping[str, Rules]
     mesh: Mapping[str, int] = field(default_factory=dict)
     strict: frozenset[str] = frozenset({"transformer"})
+    audio: Literal["replicated", "split"] = "replicated"  # few tokens: to split them communicates more than it saves
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes over which something is split."""
         used = {axis for rules in self.rules.values() for axis in rules.values()}
         return tuple(axis for axis in MESH_AXES if axis in used)
+
+    def rules_of(self, network: str) -> Rules:
+        rules = self.rules.get(network, {})
+        split = self.audio == "split" and "tokens" in rules
+        return {**rules, "audio_tokens": rules["tokens"]} if split else rules
 
 
 # Whatever the mesh has: heads and feed-forward, tokens, guidance branches, weights.
@@ -72,8 +79,13 @@ PROFILES = {
     )
 }
 
-# TPUs under the names that JAX gives them: v6e, v7x.
-BY_DEVICE = {"cuda": "hopper", "cpu": "cpu", "TPU v6 lite": "trillium", "TPU v6e": "trillium", "TPU7x": "ironwood"}
+# TPUs under the names that JAX gives them: v5p, v6e, v7x.
+BY_DEVICE = {
+    "cuda": "hopper",
+    "cpu": "cpu",
+    **dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), "trillium"),
+    "TPU7x": "ironwood",
+}
 
 
 def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> Profile:
@@ -134,13 +146,13 @@ def placed_loop(step: Graph, profile: Profile, mesh: Mapping[str, int], num_step
 
 
 def _local(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
-    rules = {axis: mesh_axis for axis, mesh_axis in profile.rules.get(network, {}).items() if mesh_axis != FSDP}
+    rules = {axis: mesh_axis for axis, mesh_axis in profile.rules_of(network).items() if mesh_axis != FSDP}
     return place(graph, rules, mesh, network in profile.strict)
 
 
 def _finished(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
     """Weights are joined before they are cut for `fsdp`: as few gathers as there are matrix products."""
-    rules = {axis: mesh_axis for axis, mesh_axis in profile.rules.get(network, {}).items() if mesh_axis == FSDP}
+    rules = {axis: mesh_axis for axis, mesh_axis in profile.rules_of(network).items() if mesh_axis == FSDP}
     return gather_weights(coalesce(pack(graph)), rules, mesh, network in profile.strict)
 
 

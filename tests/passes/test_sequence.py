@@ -31,16 +31,16 @@ MESHES = (
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
-def on(mesh, graph):
-    return placed(graph, "transformer", PROFILES["trillium"], mesh)
+def on(mesh, graph, audio="replicated"):
+    return placed(graph, "transformer", replace(PROFILES["trillium"], audio=audio), mesh)
 
 
 def executed(graph):
     return Counter({op: sum(times for node, times in graph.walk() if node.op == op) for op in COLLECTIVES})
 
 
-def agree(one, mesh):
-    local = on(mesh, one.graph)
+def agree(one, mesh, audio="replicated"):
+    local = on(mesh, one.graph, audio)
     assert local.mesh == mesh
     expected, found = (interpret(g, one.params, one.inputs) for g in (one.graph, local))
     for output in expected:
@@ -59,8 +59,24 @@ def test_each_branch_on_its_own_device_gives_the_values_of_one_device(mesh):
     agree(case("guided-2.3"), mesh)
 
 
+@pytest.mark.parametrize("mesh", ({"sequence": 2}, {"sequence": 3, "tensor": 2}), ids=str)
+@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3"])
+def test_split_sound_gives_the_values_of_one_device(name, mesh):
+    """Seven audio tokens, so that 2 and 3 devices have padding of them and none of the video's 12."""
+    agree(case(name), mesh, "split")
+
+
+def test_many_queries_gather_few_keys_and_few_queries_trade():
+    """Video to sound gathers, sound to video and each to itself trade tokens for heads."""
+    config = preset("ltx-2.0").config.transformer
+    structure = guided_step.Structure(guided_step.Branches(), 6144, 126, 1024, (16, 16, 24, 16, 126, 126))
+    local = on({"sequence": 8}, guided_step.trace(config, structure, "bfloat16"), "split")
+    assert executed(local) == Counter(all_to_all=6 * 48, all_gather=2 * 48 + 2)
+
+
+@pytest.mark.parametrize("sound", ("replicated", "split"))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh):
+def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, sound):
     config, tokens = preset("tiny-2.3").config.transformer, 13
     config = replace(config, num_heads=12, audio_num_heads=12, head_dim=8, audio_head_dim=4)
     rng = np.random.default_rng(5)
@@ -86,7 +102,7 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh):
     )
     graph = guided_step.trace(config, structure, "float32")
     params = random_params(graph)
-    expected, found = (interpret(g, params, feeds) for g in (graph, on(mesh, graph)))
+    expected, found = (interpret(g, params, feeds) for g in (graph, on(mesh, graph, sound)))
     for output in expected:
         assert relative_l2(found[output], expected[output]) <= CLOSE, output
 
