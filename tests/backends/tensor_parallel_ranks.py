@@ -1,10 +1,10 @@
 """Runs the placed cases on torch ranks over gloo, or on JAX host devices; not a test, started by one as a process.
 
     python tensor_parallel_ranks.py cuda FOLDER      every world size in turn, its ranks forked from this process
-    python tensor_parallel_ranks.py tpu FOLDER       needs XLA_FLAGS=--xla_force_host_platform_device_count=4
+    python tensor_parallel_ranks.py tpu FOLDER       needs XLA_FLAGS=--xla_force_host_platform_device_count=6
 
-FOLDER holds what `write_inputs` writes. Written there: what each run gave, `{kind}-{devices}-{run}.npz`, and for torch
-what every rank did, `cuda-{devices}-rank{i}.json`, and took while it loaded, `big-{plain or lora}-rank{i}.json`.
+FOLDER holds what `write_inputs` writes. Written there: what each run gave, `{kind}-{devices}-{run}.npz`, what every
+rank of torch did, `cuda-{devices}-rank{i}.json`, and what a process took to load, `big-{plain or lora}-{who}.json`.
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ def anonymous_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
-def measured_load(devices: int, folder: Path, lora: bool) -> dict[str, int]:
+def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> dict[str, int]:
     """Peak anonymous memory above that before the load, and what the weights take, for a big checkpoint."""
-    backend = get_backend("cuda", "cpu", {"tensor": devices})
-    graph = placed(big_graph(), "transformer", PROFILES["hopper"], {"tensor": devices})
+    backend = get_backend(kind, "cpu", mesh)
+    graph = placed(big_graph(), "transformer", PROFILES["hopper"], mesh)
     backend.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))  # starts the framework's own threads
     source = TensorFile(folder / "big.safetensors")
     if lora:
@@ -182,7 +182,7 @@ def rank_main(devices: int, rank: int, port: int, folder: Path, measure: str | N
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(devices), "MASTER_PORT": str(port)}
     if measure:
-        name, found = f"big-{measure}", measured_load(devices, folder, measure == "lora")
+        name, found = f"big-{measure}", measured_load("cuda", {"tensor": devices}, folder, measure == "lora")
     else:
         name, executed = f"cuda-{devices}", run_all("cuda", devices, folder)
         found = {"executed": executed, "requested": requested_bytes(devices, folder)}
@@ -219,6 +219,9 @@ def launch(devices: int, folder: Path, measure: str | None = None) -> None:
 def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
     if kind == "tpu":
+        for measure in ("plain", "lora"):
+            found = measured_load("tpu", {"data": 2, "tensor": MEASURED}, folder, measure == "lora")
+            (folder / f"big-{measure}-jax.json").write_text(json.dumps(found))
         for devices in DEVICES:
             found = run_all("tpu", devices, folder)
             (folder / f"tpu-{devices}.json").write_text(json.dumps(found))
