@@ -59,12 +59,16 @@ Call = tuple[Program, Any, Mapping[str, Any]]  # a program, its weights, its inp
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """name: what the driver calls it. total_bytes, free_bytes: its memory now (the host's, on a CPU)."""
+    """name: what the driver calls it. total_bytes, free_bytes: its memory now (the host's, on a CPU).
+
+    count: of devices like it that a mesh can have, those of other hosts included.
+    """
 
     kind: str
     name: str
     total_bytes: int
     free_bytes: int
+    count: int = 1
 
 
 @dataclass(frozen=True)

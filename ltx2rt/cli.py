@@ -524,7 +524,22 @@ def devices(args: argparse.Namespace) -> None:
             continue
         found, versions = backend.device(), ", ".join(f"{k} {v}" for k, v in backend.versions.items())
         free, total = found.free_bytes / 2**30, found.total_bytes / 2**30
-        print(f"{name}: {found.name} ({found.kind}), {free:.1f} of {total:.1f} GiB free, {versions}")
+        memory = f"{free:.1f} of {total:.1f} GiB free{' on each' * (found.count > 1 and found.kind != 'cpu')}"
+        split = _profile_for(found.name if found.kind == "tpu" else found.kind, found.count)
+        if backend.is_main:
+            print(f"{name}: {found.count} x {found.name} ({found.kind}), {memory}, {split}, {versions}")
+
+
+def _profile_for(kind: str, count: int) -> str:
+    """How networks are split over so many devices unless another way is asked for; kind: as `profile_of` has it."""
+    from ltx2rt.placement.profiles import default_mesh, profile_of
+
+    try:
+        profile = profile_of(None, kind, {"data": count})
+        mesh = default_mesh(profile, count)
+    except InputError as error:
+        return str(error)
+    return f"profile {profile.name}" + (f" with --mesh {','.join(f'{a}={n}' for a, n in mesh.items())}" if mesh else "")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command line's spelling, exit status and one-line errors."""
 
 import json
+import os
 import subprocess
 import sys
 from fractions import Fraction
@@ -84,6 +85,27 @@ def test_every_failure_is_one_line_and_a_status(monkeypatch, capsys, raised, sta
     monkeypatch.setenv("LTX2RT_TRACEBACK", "1")
     assert cli.main(["devices"]) == status
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_devices_are_counted_with_the_profile_they_get():
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    ran = subprocess.run([sys.executable, "-m", "ltx2rt", "devices"], env=env, capture_output=True, text=True)
+    (line,) = (line for line in ran.stdout.splitlines() if line.startswith("tpu: "))
+    assert line.startswith("tpu: 3 x CPU (cpu), ") and " GiB free, profile cpu" in line and ", jax " in line
+
+
+@pytest.mark.parametrize(
+    "kind,count,expected",
+    [
+        ("TPU v6 lite", 8, "profile trillium with --mesh sequence=4,tensor=2"),
+        ("TPU7x", 8, "profile ironwood with --mesh sequence=8"),
+        ("TPU7x", 1, "profile single"),
+        ("TPU v1", 4, "unknown device kind 'TPU v1'; known: "),
+        ("cuda", 4, "profile hopper with --mesh tensor=4"),
+    ],
+)
+def test_profile_shown_for_devices(kind, count, expected):
+    assert cli._profile_for(kind, count).startswith(expected)
 
 
 @pytest.mark.parametrize(

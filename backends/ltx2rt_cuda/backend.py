@@ -287,7 +287,7 @@ class CudaBackend:
     def device(self) -> DeviceInfo:
         if self.device_kind == "cuda":
             free, total = torch.cuda.mem_get_info()
-            return DeviceInfo("cuda", torch.cuda.get_device_name(), total, free)
+            return DeviceInfo("cuda", torch.cuda.get_device_name(), total, free, torch.cuda.device_count())
         from ltx2rt.placement.devices import host_memory
 
         total, free = host_memory()

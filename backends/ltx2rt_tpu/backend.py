@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import cached_property
 from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from threading import Thread
@@ -316,9 +317,14 @@ class TpuBackend:
             )
         self.mesh = {axis: size for axis, size in mesh.items() if size > 1}
         self.is_main, self.num_processes = rank == 0, 1
-        self.place = self._place(self.mesh)
+        if self.mesh:
+            self._place(self.mesh)  # refuses what does not fit
         self.device_kind = "tpu" if self.jax_device.platform == "tpu" else "cpu"
         self.versions = {"jax": jax.__version__}
+
+    @cached_property
+    def place(self) -> Sharding:
+        return self._place(self.mesh)
 
     def _place(self, mesh: Mapping[str, int]) -> Sharding:
         """Where replicated arrays live: on the one device, or on all devices of the mesh."""
@@ -435,14 +441,17 @@ class TpuBackend:
         jax.effects_barrier()
 
     def device(self) -> DeviceInfo:
+        count = jax.device_count(self.jax_device.platform)
         if self.device_kind == "tpu":
-            stats = self.jax_device.memory_stats() or {}
-            total = stats.get("bytes_limit", 0)
-            return DeviceInfo("tpu", self.jax_device.device_kind, total, total - stats.get("bytes_in_use", 0))
+            stats = [device.memory_stats() or {} for device in jax.local_devices(backend="tpu")]
+            total = min(found.get("bytes_limit", 0) for found in stats)
+            free = min(found.get("bytes_limit", 0) - found.get("bytes_in_use", 0) for found in stats)
+            return DeviceInfo("tpu", self.jax_device.device_kind, total, free, count)
         from ltx2rt.placement.devices import host_memory
 
-        total, free = host_memory()
-        return DeviceInfo("cpu", "CPU", total, free)
+        return DeviceInfo("cpu", "CPU", *host_memory(), count)
 
     def peak_bytes(self) -> int | None:
-        return (self.jax_device.memory_stats() or {}).get("peak_bytes_in_use") if self.device_kind == "tpu" else None
+        if self.device_kind == "cpu":
+            return None
+        return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()) or None
