@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ltx2rt_kernels.choose import kernel, why_not
 from torch import Tensor
 
-from ltx2rt.graph.fused import pairs, snake_windows
+from ltx2rt.graph.fused import pairs, snake_windows, spread
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
 
@@ -320,23 +320,29 @@ def fused(plain):
     return op(run)
 
 
+def _take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    return torch.take_along_dim(x, index.long(), dim)
+
+
 @fused
-def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float):
+def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
     y = F.rms_norm(x, x.shape[-1:], None, eps)
-    results = tuple(modulate(y, *row, view) for row, view in zip(pairs(rows), pairs(views), strict=True))
+    results = tuple(y * (1 + scale) + shift for scale, shift in pairs(spread(rows, views, index_view, _take_along)))
     return results[0] if len(results) == 1 else results
 
 
 @fused
-def gated_residual(x: Tensor, y: Tensor, gate: Tensor, *, gate_view) -> Tensor:
-    return torch.addcmul(x, y, gate.reshape(gate_view))
+def gated_residual(x: Tensor, y: Tensor, *gate: Tensor, views, index_view=None) -> Tensor:
+    (row,) = spread(gate, views, index_view, _take_along)
+    return torch.addcmul(x, y, row)
 
 
 @fused
-def residual_norm_modulate(x: Tensor, y: Tensor, gate: Tensor, *rows: Tensor, gate_view, views, eps: float):
-    x = torch.addcmul(x, y, gate.reshape(gate_view))
+def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None):
+    gate, *shaped = spread(rows, views, index_view, _take_along)
+    x = torch.addcmul(x, y, gate)
     y = F.rms_norm(x, x.shape[-1:], None, eps)
-    return x, *([modulate(y, *row, view) for row, view in zip(pairs(rows), pairs(views), strict=True)] or [y])
+    return x, *([y * (1 + scale) + shift for scale, shift in pairs(shaped)] or [y])
 
 
 @fused

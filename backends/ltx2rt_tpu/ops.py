@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ltx2rt.graph.fused import pairs, snake_windows
+from ltx2rt.graph.fused import pairs, snake_windows, spread
 
 OPS = {
     "exp": jnp.exp,
@@ -301,22 +301,26 @@ def sinusoid(t: Array, frequencies) -> Array:
 
 
 @op
-def norm_modulate(x: Array, *rows: Array, views, eps: float):
+def norm_modulate(x: Array, *rows: Array, views, eps: float, index_view=None):
     y = rms_norm(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)
-    results = tuple(modulate(y, *row, view) for row, view in zip(pairs(rows), pairs(views), strict=True))
+    results = tuple(
+        y * (1 + scale) + shift for scale, shift in pairs(spread(rows, views, index_view, jnp.take_along_axis))
+    )
     return results[0] if len(results) == 1 else results
 
 
 @op
-def gated_residual(x: Array, y: Array, gate: Array, *, gate_view) -> Array:
-    return x + y * gate.reshape(gate_view)
+def gated_residual(x: Array, y: Array, *gate: Array, views, index_view=None) -> Array:
+    (row,) = spread(gate, views, index_view, jnp.take_along_axis)
+    return x + y * row
 
 
 @op
-def residual_norm_modulate(x: Array, y: Array, gate: Array, *rows: Array, gate_view, views, eps: float):
-    x = gated_residual(x, y, gate, gate_view=gate_view)
+def residual_norm_modulate(x: Array, y: Array, *rows: Array, views, eps: float, index_view=None):
+    gate, *shaped = spread(rows, views, index_view, jnp.take_along_axis)
+    x = x + y * gate
     y = rms_norm(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)
-    return x, *([modulate(y, *row, view) for row, view in zip(pairs(rows), pairs(views), strict=True)] or [y])
+    return x, *([y * (1 + scale) + shift for scale, shift in pairs(shaped)] or [y])
 
 
 @op

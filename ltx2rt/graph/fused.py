@@ -1,12 +1,14 @@
 """Ops that are several ops at once: written by the pass `fuse`, never by model text.
 
 Each is defined by the ops it stands for, computed in float32 and rounded once. A backend may have one kernel for it;
-otherwise it runs the plain ops. `rows` are modulation rows, (scale, shift) pairs, one result per pair.
+otherwise it runs the plain ops. `rows` are modulation rows, (scale, shift) pairs, one result per pair; rows per level
+instead of per token (as when an image's tokens have a timestep of their own) are followed by an int32 index, the level
+of every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,61 +22,83 @@ def pairs(rows: Sequence[Any]) -> list[tuple[Any, Any]]:
     return list(zip(rows[::2], rows[1::2], strict=True))
 
 
-def _row_view(row: Type, x: Type) -> tuple[int, ...]:
-    _expect(row.axes[-1:] == x.axes[-1:], f"row {row} does not hold the last axis of {x}")
-    return _view(row, x.axes, "row")
+def _row_plan(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...], dict[str, Any]]:
+    """Views of the rows, and the plan of the index if one follows them: its view as (B, tokens)."""
+    *rows, index = (*rows, None) if not rows or rows[-1].dtype != "int32" else rows
+    axes, plan = x.axes, {}
+    if index is not None:
+        _expect(len(x.axes) == 3, f"rows by level: {x} is not (B, tokens, D)")
+        axes, plan = (x.axes[0], "levels", x.axes[2]), {"index_view": _view(index, x.axes[:2], "index")}
+    _same_dtype(x, *rows)
+    for row in rows:
+        _expect(row.axes[-1:] == x.axes[-1:], f"row {row} does not hold the last axis of {x}")
+    return tuple(_view(row, axes, "row") for row in rows), plan
+
+
+def spread(rows: Sequence[Any], views: Sequence[tuple[int, ...]], index_view, take_along: Callable) -> list[Any]:
+    """Arrays of any framework as they broadcast to x: (B or 1, tokens or 1, D).
+
+    index_view: of the index behind the rows, if there is one. take_along: the framework's take_along_axis.
+    """
+    shaped = [row.reshape(view) for row, view in zip(rows, views, strict=index_view is None)]
+    if index_view is None:
+        return shaped
+    index = rows[-1].reshape(*index_view, 1)
+    return [row if row.shape[1] == 1 else take_along(row, index, 1) for row in shaped]
 
 
 def _one_or_many(types: tuple[Type, ...]):
     return types[0] if len(types) == 1 else types
 
 
-def _normed(x, rows, views, eps):
+def _normed(x, rows, eps):
     y = OPS["rms_norm"].numpy(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)
-    return [OPS["modulate"].numpy(y, *row, view) for row, view in zip(pairs(rows), pairs(views), strict=True)]
+    return [y * (1 + scale) + shift for scale, shift in pairs(rows)]
 
 
-def _numpy_norm_modulate(x, *rows, views, eps):
-    results = _normed(x, rows, views, eps)
+def _numpy_norm_modulate(x, *rows, views, eps, index_view=None):
+    results = _normed(x, spread(rows, views, index_view, np.take_along_axis), eps)
     return results[0] if len(results) == 1 else results
 
 
 @op(_numpy_norm_modulate)
 def norm_modulate(x: Type, *rows: Type, eps: float):
     """RMSNorm without weight over the last axis, then x * (1 + scale) + shift for every pair of rows."""
-    _same_dtype(x, *rows)
-    _expect(len(rows) > 0 and len(rows) % 2 == 0, f"norm_modulate: {len(rows)} rows are no pairs of scale and shift")
-    return _one_or_many((x,) * (len(rows) // 2)), {"views": tuple(_row_view(r, x) for r in rows), "eps": eps}
+    views, plan = _row_plan(x, rows)
+    _expect(len(views) > 0 and len(views) % 2 == 0, f"norm_modulate: {len(views)} rows are no pairs of scale and shift")
+    return _one_or_many((x,) * (len(views) // 2)), {"views": views, "eps": eps} | plan
 
 
-def _numpy_gated_residual(x, y, gate, *, gate_view):
-    return x + y * gate.reshape(gate_view)
+def _numpy_gated_residual(x, y, *gate, views, index_view=None):
+    (gate,) = spread(gate, views, index_view, np.take_along_axis)
+    return x + y * gate
 
 
 @op(_numpy_gated_residual)
-def gated_residual(x: Type, y: Type, gate: Type):
-    """x + y * gate."""
-    _same_dtype(x, y, gate)
+def gated_residual(x: Type, y: Type, *gate: Type):
+    """x + y * gate. gate: one row, and the index if it is by level."""
     _expect(x == y, f"gated_residual: {x} and {y} differ")
-    return x, {"gate_view": _row_view(gate, x)}
+    views, plan = _row_plan(x, gate)
+    _expect(len(views) == 1, f"gated_residual: {len(views)} gates, expected 1")
+    return x, {"views": views} | plan
 
 
-def _numpy_residual_norm_modulate(x, y, gate, *rows, gate_view, views, eps):
-    x = _numpy_gated_residual(x, y, gate, gate_view=gate_view)
-    return [
-        x,
-        *(_normed(x, rows, views, eps) or [OPS["rms_norm"].numpy(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)]),
-    ]
+def _numpy_residual_norm_modulate(x, y, *rows, views, eps, index_view=None):
+    gate, *rows = spread(rows, views, index_view, np.take_along_axis)
+    x = x + y * gate
+    return [x, *(_normed(x, rows, eps) or [OPS["rms_norm"].numpy(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)])]
 
 
 @op(_numpy_residual_norm_modulate)
-def residual_norm_modulate(x: Type, y: Type, gate: Type, *rows: Type, eps: float):
-    """x + y * gate, and its RMSNorm modulated by every pair of rows; without rows, the RMSNorm itself."""
-    _, plan = gated_residual(x, y, gate)
-    _same_dtype(x, *rows)
-    _expect(len(rows) % 2 == 0, f"residual_norm_modulate: {len(rows)} rows are no pairs of scale and shift")
-    views = tuple(_row_view(r, x) for r in rows)
-    return (x,) * (1 + max(1, len(rows) // 2)), plan | {"views": views, "eps": eps}
+def residual_norm_modulate(x: Type, y: Type, *rows: Type, eps: float):
+    """x + y * gate, and its RMSNorm modulated by every pair of rows; without pairs, the RMSNorm itself.
+
+    rows: the gate, the pairs, and the index if some of them are by level.
+    """
+    _expect(x == y, f"residual_norm_modulate: {x} and {y} differ")
+    views, plan = _row_plan(x, rows)
+    _expect(len(views) % 2 == 1, f"residual_norm_modulate: {len(views)} rows are no gate and pairs of scale and shift")
+    return (x,) * (1 + max(1, len(views) // 2)), {"views": views, "eps": eps} | plan
 
 
 def _numpy_qk_norm_rope(x, weight, cos, sin, *, weight_view, table_view, eps):

@@ -142,8 +142,9 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
     x = dict(carry)
 
     def mod(name: str, table: str, start: int = 0) -> list[Value]:
-        rows, index = invariant[name], invariant.get(f"{name}_index")
-        count = table_rows[table]
+        rows, count = invariant[name], table_rows[table]
+        stream, _, _ = name.partition("_")
+        index = invariant[f"{stream}_index"] if rows.type.size("levels") > 1 else None
         width = rows.type.shape[-1]
         parameter = o.param(table, rows=count, **{rows.type.axes[-1]: width})
         return Modulation(rows, index).with_table(o, parameter, start)
@@ -239,11 +240,6 @@ def transformer(
         values = o.affine(level.values, scale=config.timestep_scale)
         return Levels(values if factor == 1.0 else o.affine(values, scale=factor), level.index)
 
-    def put(name: str, modulation: Modulation) -> None:
-        invariant[name] = modulation.rows
-        if modulation.index is not None:
-            invariant[f"{name}_index"] = modulation.index
-
     scalar = {s.name: Levels(o.expand(sigmas[s.name], axis="levels", size=1), None) for s in pair}
     cross_rows = {"A": ("own", "own"), "B": ("other", "other"), "C": ("own", "other")}[rule]
     gate_factor = config.av_gate_scale / config.timestep_scale
@@ -254,18 +250,20 @@ def transformer(
         modulation, embedded[s.name] = adaln(
             o.under(f"{p}adaln_single"), scaled(own), s.width, 9 if config.text_modulation else 6, axis
         )
-        put(f"{s.name}_mod", modulation)
+        invariant[f"{s.name}_mod"] = modulation.rows
+        if own.index is not None:
+            invariant[f"{s.name}_index"] = own.index
         sources = {"own": own, "other": scalar[other.name]}
         cross, _ = adaln(
             o.under(f"av_ca_{s.name}_scale_shift_adaln_single"), scaled(sources[cross_rows[0]]), s.width, 4, axis
         )
-        put(f"{s.name}_cross_mod", cross)
+        invariant[f"{s.name}_cross_mod"] = cross.rows
         gate_name = "av_ca_a2v_gate_adaln_single" if s is video else "av_ca_v2a_gate_adaln_single"
         gate, _ = adaln(o.under(gate_name), scaled(sources[cross_rows[1]], gate_factor), s.width, 1, axis)
-        put(f"{s.name}_gate_mod", gate)
+        invariant[f"{s.name}_gate_mod"] = gate.rows
         if config.text_modulation and config.prompt_adaln:
             prompt, _ = adaln(o.under(f"{p}prompt_adaln_single"), scaled(scalar[s.name]), s.width, 2, axis)
-            put(f"{s.name}_prompt_mod", prompt)
+            invariant[f"{s.name}_prompt_mod"] = prompt.rows
         context = o.cast(contexts[s.name], dtype=o.dtype)
         if config.caption_projection:
             under = o.under(f"{p}caption_projection")

@@ -1,9 +1,13 @@
 """fuse: neighbouring ops that one kernel can do become one node.
 
 Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and communication, and the same
-values but for fewer roundings: norm and modulation (after a gated residual or not), q/k norm and RoPE (also the placed
-form, given the reduced sum of squares), the per-head gate, the VAE's norm and SiLU, the vocoder's SnakeBeta. Which
-values meet is decided here; whether a kernel or the plain ops run them, by the backend.
+values but for fewer roundings: norm and modulation (after a gated residual or not, with rows per sample, per token or
+per level), q/k norm and RoPE (also the placed form, given the reduced sum of squares), the per-head gate, the VAE's
+norm and SiLU, the vocoder's SnakeBeta. Which values meet is decided here; whether a kernel or the plain ops run them,
+by the backend.
+
+The last residual of a block and the first norm of the next stay apart: its rows are the next block's, so that every
+block would read two sets of modulation parameters, and the norm's result travel from block to block.
 """
 
 from __future__ import annotations
@@ -115,6 +119,28 @@ def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node
     return gone, new, [x, y, gate]
 
 
+def _by_level(uses: _Uses, x: Value, rows: Sequence[Value]) -> tuple[list[Node], list[Value]]:
+    """The nodes that spread `rows` to x's tokens by one index, which a kernel does itself, and [rows..., index] before.
+
+    Nothing goes if the rows have several indices or some are per token without one.
+    """
+    if len(x.type.axes) != 3:
+        return [], list(rows)
+    by_level = (x.type.axes[0], "levels", x.type.axes[-1])
+    takes = {
+        id(v): take
+        for v in rows
+        if (take := uses.only(v, "take")) is not None
+        and take.attrs["axis"] == "levels"
+        and set(take.inputs[0].type.axes) <= set(by_level)
+    }
+    per_token = [v for v in rows if x.type.axes[1] in v.type.axes and id(v) not in takes]
+    indices = {id(index): index for take in takes.values() for index in take.inputs[1:]}
+    if len(indices) != 1 or per_token:
+        return [], list(rows)
+    return list(takes.values()), [*(takes[id(v)].inputs[0] if id(v) in takes else v for v in rows), *indices.values()]
+
+
 def _is_row(row: Value, x: Value) -> bool:
     """Whether `row` holds the whole last axis of x for some or all of its leading axes."""
     leading = iter(x.type.axes)
@@ -140,18 +166,21 @@ def _norm_modulate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     residual = uses.makers.get(id(x))
     found = _gated(graph, uses, residual) if residual is not None else None
     if found is not None:
-        more, new, operands = found
-        fused = _node("residual_norm_modulate", [*operands, *rows], [x, *results], eps=eps)
-        return [*more, *gone], [*new, fused]
-    return (gone, [_node("norm_modulate", [x, *rows], results, eps=eps)]) if rows else None
+        more, new, (carried, y, gate) = found
+        takes, rows = _by_level(uses, x, [gate, *rows])
+        fused = _node("residual_norm_modulate", [carried, y, *rows], [x, *results], eps=eps)
+        return [*more, *gone, *takes], [*new, fused]
+    takes, rows = _by_level(uses, x, rows)
+    return ([*gone, *takes], [_node("norm_modulate", [x, *rows], results, eps=eps)]) if rows else None
 
 
 def _gated_residual(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     found = _gated(graph, uses, node)
     if found is None:
         return None
-    gone, new, operands = found
-    return gone, [*new, _node("gated_residual", operands, node.outputs)]
+    gone, new, (x, y, gate) = found
+    takes, rows = _by_level(uses, x, [gate])
+    return [*gone, *takes], [*new, _node("gated_residual", [x, y, *rows], node.outputs)]
 
 
 def _qk_norm_rope(graph: Graph, uses: _Uses, node: Node) -> Found | None:

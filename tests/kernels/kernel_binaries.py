@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -101,11 +101,17 @@ def main() -> None:
             compiled(
                 f"residual_norm_modulate {width}, {pairs} pairs", "rows_kernel",
                 residual_norm_modulate.residual_norm_modulate,
-                x, x, row, *[row] * 2 * pairs, gate_view=view, views=(view,) * 2 * pairs, eps=1e-6,
+                x, x, row, *[row] * 2 * pairs, views=(view,) * (1 + 2 * pairs), eps=1e-6,
             )  # fmt: skip
         compiled(
-            f"gated_residual {width}", "rows_kernel", residual_norm_modulate.gated_residual, x, x, row, gate_view=view
+            f"gated_residual {width}", "rows_kernel", residual_norm_modulate.gated_residual, x, x, row, views=(view,)
         )
+        levels, index = meta(4, 2, 9, width)[:, :, 4], meta(tokens, dtype=torch.int32)
+        compiled(
+            f"residual_norm_modulate {width}, 2 pairs by level", "rows_kernel",
+            residual_norm_modulate.residual_norm_modulate,
+            x, x, *[levels] * 5, index, views=((4, 2, width),) * 5, index_view=(1, tokens), eps=1e-6,
+        )  # fmt: skip
         dim = width // 32
         for heads in (32, 8):
             packed = meta(4, tokens, 3 * heads * dim + 32)[..., : heads * dim].unflatten(2, (heads, dim))

@@ -54,15 +54,32 @@ def norm_modulate(x: Operands, pairs: int, width: int = 37) -> Case:
 
 
 def residual(x: Operands, pairs: int, width: int = 37) -> Case:
-    (gate, *rows), (gate_view, *views) = _rows(x, 2, 5, width, 1 + 2 * pairs)
-    operands = [x(2, 5, width), x.inside(2, 5, width), gate, *rows]
-    plan = {"gate_view": gate_view, "views": tuple(views), "eps": 1e-6}
-    return "residual_norm_modulate", operands, plan, {"eps": 1e-6}
+    rows, views = _rows(x, 2, 5, width, 1 + 2 * pairs)
+    operands = [x(2, 5, width), x.inside(2, 5, width), *rows]
+    return "residual_norm_modulate", operands, {"views": views, "eps": 1e-6}, {"eps": 1e-6}
 
 
 def gated_residual(x: Operands, per_token: bool) -> Case:
     gate = x(2, 5, 37) if per_token else x(2, 37)
-    return "gated_residual", [x(2, 5, 37), x(2, 5, 37), gate], {"gate_view": (2, 5 if per_token else 1, 37)}, {}
+    return "gated_residual", [x(2, 5, 37), x(2, 5, 37), gate], {"views": ((2, 5 if per_token else 1, 37),)}, {}
+
+
+def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
+    """3 levels over 5 tokens, some of them skipped. Rows in turn: a view of all modulation rows, as the model has them;
+    per sample; by level for all samples."""
+    width, eps = 37, {} if op == "gated_residual" else {"eps": 1e-6}
+    kinds = [
+        (lambda: x.inside(2, 3, 4, width)[:, :, 1], (2, 3, width)),
+        (lambda: x(2, width), (2, 1, width)),
+        (lambda: x(3, width), (1, 3, width)),
+    ]
+    chosen = [kinds[i % 3] for i in range(2 * pairs + (op != "norm_modulate"))]
+    index = torch.tensor([[2, 0, 2, 1, 0], [1, 1, 0, 2, 2]] if batched else [[2, 0, 2, 0, 0]], dtype=torch.int32)
+    shape = (2, 5) if batched else (5,)
+    read = [x.inside(2, 5, width) for _ in range(1 if op == "norm_modulate" else 2)]
+    operands = [*read, *(draw() for draw, _ in chosen), index.reshape(shape).to(x.device)]
+    plan = {"views": tuple(view for _, view in chosen), "index_view": (2 if batched else 1, 5)} | eps
+    return op, operands, plan, eps
 
 
 def _tables(x: Operands, shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -110,6 +127,16 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "residual_norm_modulate without rows": partial(residual, pairs=0),
     "gated_residual per sample": partial(gated_residual, per_token=False),
     "gated_residual per token": partial(gated_residual, per_token=True),
+    "norm_modulate by level": partial(by_level, op="norm_modulate", pairs=2, batched=False),
+    "norm_modulate by level of each sample": partial(by_level, op="norm_modulate", pairs=1, batched=True),
+    "residual_norm_modulate by level": partial(by_level, op="residual_norm_modulate", pairs=2, batched=False),
+    "residual_norm_modulate by level of each sample": partial(
+        by_level, op="residual_norm_modulate", pairs=1, batched=True
+    ),
+    "residual_norm_modulate by level without rows": partial(
+        by_level, op="residual_norm_modulate", pairs=0, batched=True
+    ),
+    "gated_residual by level": partial(by_level, op="gated_residual", pairs=0, batched=False),
     "qk_norm_rope": partial(qk, given=False, batched=False),
     "qk_norm_rope batched tables": partial(qk, given=False, batched=True),
     "qk_scale_rope": partial(qk, given=True, batched=False),
@@ -136,10 +163,9 @@ def errors(case: Case) -> list[float]:
     reference = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.reference")
     assert (reason := kernels.why_not(*operands, **plan)) is None, reason
     arrays = [v.double().cpu().numpy() for v in operands]
-    views = list(plan.get("views", ()))
-    if "gate_view" in plan:
-        views = [plan["gate_view"], *views]
-    if views:  # rows come last
+    if index_view := plan.get("index_view"):
+        keywords = keywords | {"index": arrays.pop().astype(int).reshape(index_view)}
+    if views := plan.get("views", ()):  # rows come last
         arrays[-len(views) :] = [a.reshape(v) for a, v in zip(arrays[-len(views) :], views, strict=True)]
     expected = getattr(reference, op)(*arrays, **keywords)
     found = getattr(kernels, op)(*operands, **plan)

@@ -101,6 +101,19 @@ def test_block_has_the_expected_fusions(generation, devices, qk):
     } | ({"head_gate": 6} if new else {})
 
 
+@pytest.mark.parametrize("devices", (1, 2))
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_rows_of_several_timesteps_are_spread_by_the_kernels(generation, devices):
+    """An image and a kept sound: no modulation row of a block is written out for every token."""
+    graph = case(f"guided-{generation}").on(devices)
+    plain, fused = body(graph), body(fuse(graph))
+    spread = [node for node in plain.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
+    left = [node for node in fused.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
+    assert len(spread) >= 20 and not left
+    by_level = [node for node in fused.nodes if "index_view" in node.plan]
+    assert {node.op for node in by_level} == {"norm_modulate", "residual_norm_modulate", "gated_residual"}
+
+
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_every_norm_of_the_video_decoder_is_fused_with_its_silu(generation):
     config = preset(f"tiny-{generation}").config.video_vae
@@ -141,7 +154,10 @@ def checked(model) -> dict[str, int]:
     graph = trace("net", model, "float32")
     fused, params = fuse(graph), random_params(graph)
     rng = np.random.default_rng(0)
-    inputs = {name: rng.standard_normal(v.type.shape) for name, v in graph.inputs.items()}
+    inputs = {
+        name: rng.integers(0, 2, v.type.shape) if v.type.dtype == "int32" else rng.standard_normal(v.type.shape)
+        for name, v in graph.inputs.items()
+    }
     expected = interpret(graph, params, inputs)
     for key, value in interpret(fused, params, inputs).items():
         assert relative_l2(value, expected[key]) <= CLOSE
@@ -209,6 +225,44 @@ def test_keep_mask_of_the_residual_joins_the_gate():
         return {"x": o.add(stream(o), delta)}
 
     assert checked(model) == {"gated_residual": 1}
+
+
+def levels(o, name):
+    return o.input(name, B=2, levels=2, D=4)
+
+
+def indexed(o, x, index="index", **axes):
+    return o.take(x, o.input(index, "int32", **(axes or {"tokens": 3})), axis="levels")
+
+
+@pytest.mark.parametrize("axes", [{"tokens": 3}, {"B": 2, "tokens": 3}])
+def test_rows_by_level_beside_rows_per_sample_are_one_node(axes):
+    def model(o):
+        index = o.input("index", "int32", **axes)
+        scale = o.take(levels(o, "scale"), index, axis="levels")
+        gate = o.take(levels(o, "gate"), index, axis="levels")
+        x = o.add(stream(o), o.mul(stream(o, "y"), gate))
+        return {"x": x, "y": o.modulate(o.rms_norm(x, over=("D",), eps=1e-6), scale, row(o, "shift"))}
+
+    assert checked(model) == {"residual_norm_modulate": 1}
+    assert not any(node.op == "take" for node in fuse(trace("net", model, "float32")).nodes)
+
+
+def test_rows_of_two_indices_stay_per_token():
+    def model(o):
+        scale, shift = indexed(o, levels(o, "scale")), indexed(o, levels(o, "shift"), "other")
+        return {"y": o.modulate(o.rms_norm(stream(o), over=("D",), eps=1e-6), scale, shift)}
+
+    assert checked(model) == {"norm_modulate": 1}
+    assert sum(node.op == "take" for node in fuse(trace("net", model, "float32")).nodes) == 2
+
+
+def test_rows_per_token_stay_so_beside_rows_by_level():
+    def model(o):
+        scale, shift = indexed(o, levels(o, "scale")), stream(o, "shift")
+        return {"y": o.modulate(o.rms_norm(stream(o), over=("D",), eps=1e-6), scale, shift)}
+
+    assert checked(model) == {"norm_modulate": 1}
 
 
 def test_norm_of_each_head_by_itself_is_not_a_norm_of_all_heads():

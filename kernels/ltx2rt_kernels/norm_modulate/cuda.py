@@ -1,7 +1,8 @@
 """One program per token: the row is read once, held in float32, and written once per result.
 
-The same kernel with RESIDUAL adds y * gate first and writes the sum too; the norm then sees the unrounded sum. Rows
-that all tokens of a sample share are read from the L2 cache by all but the first of them.
+The same kernel with RESIDUAL adds y * gate first and writes the sum too; the norm then sees the unrounded sum. With an
+index, rows are by level and each token reads those of its own. Of rows that tokens share, all but the first read the L2
+cache: what comes from memory is x (and y), the results and a few rows.
 """
 
 from __future__ import annotations
@@ -15,35 +16,40 @@ from ltx2rt_kernels.launch import MAX_BLOCK, block, dtype_reason, jit, num_warps
 
 @jit
 def rows_kernel(
-    x, y, gate, scale_0, shift_0, scale_1, shift_1, total, out_0, out_1, T, eps,
+    x, y, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, eps,
     x_b, x_t, y_b, y_t, gate_b, gate_t,
-    scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t,
+    scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
     D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
+    BY_LEVEL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = row // T
     t = row % T
+    r = t
+    if BY_LEVEL:
+        r = tl.load(index + b * index_b + t * index_t).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < D
     v = tl.load(x + b * x_b + t * x_t + d, inside, 0.0).to(tl.float32)
     if RESIDUAL:
         delta = tl.load(y + b * y_b + t * y_t + d, inside, 0.0).to(tl.float32)
-        v += delta * tl.load(gate + b * gate_b + t * gate_t + d, inside, 0.0).to(tl.float32)
+        v += delta * tl.load(gate + b * gate_b + r * gate_t + d, inside, 0.0).to(tl.float32)
         tl.store(total + row * D + d, v, inside)
     if RESULTS > 0:
         n = v * tl.rsqrt(tl.sum(v * v, axis=0) / D + eps)
         z = n
         if ROWS:
-            scale = tl.load(scale_0 + b * scale_0_b + t * scale_0_t + d, inside, 0.0).to(tl.float32)
-            z = n * (1.0 + scale) + tl.load(shift_0 + b * shift_0_b + t * shift_0_t + d, inside, 0.0).to(tl.float32)
+            scale = tl.load(scale_0 + b * scale_0_b + r * scale_0_t + d, inside, 0.0).to(tl.float32)
+            z = n * (1.0 + scale) + tl.load(shift_0 + b * shift_0_b + r * shift_0_t + d, inside, 0.0).to(tl.float32)
         tl.store(out_0 + row * D + d, z, inside)
         if RESULTS > 1:
-            scale = tl.load(scale_1 + b * scale_1_b + t * scale_1_t + d, inside, 0.0).to(tl.float32)
-            z = n * (1.0 + scale) + tl.load(shift_1 + b * shift_1_b + t * shift_1_t + d, inside, 0.0).to(tl.float32)
+            scale = tl.load(scale_1 + b * scale_1_b + r * scale_1_t + d, inside, 0.0).to(tl.float32)
+            z = n * (1.0 + scale) + tl.load(shift_1 + b * shift_1_b + r * shift_1_t + d, inside, 0.0).to(tl.float32)
             tl.store(out_1 + row * D + d, z, inside)
 
 
-def why_not(x: Tensor, *rows: Tensor, views=(), eps: float = 0.0) -> str | None:
+def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.0) -> str | None:
+    rows = rows[:-1] if index_view else rows
     if x.ndim != 3:
         return f"x has {x.ndim} axes, the kernel takes (B, tokens, D)"
     if len(rows) > 4:
@@ -55,26 +61,26 @@ def why_not(x: Tensor, *rows: Tensor, views=(), eps: float = 0.0) -> str | None:
     return dtype_reason(x, *rows)
 
 
-def launch(
-    x: Tensor, residual: tuple[Tensor, Tensor] | None, rows: list[Tensor], num_results: int, eps: float
-) -> list[Tensor]:
-    """[x + y * gate if there is a residual (y, gate)] + results; all operands spread to x's shape."""
+def launch(x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_view, results: int, eps: float):
+    """[x + y * the first row if there is a y] + results, normalised and modulated by the other rows."""
     batch, tokens, width = x.shape
-    outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(num_results + bool(residual))]
-    total = outputs[0] if residual else None
-    results = outputs[1:] if residual else outputs
-    operands = [x, *(residual or (None, None)), *rows, *[None] * (4 - len(rows))]
+    index = rows[-1].reshape(index_view).expand(batch, tokens) if index_view else None
+    count = max([view[1] for view in views], default=1) if index_view else tokens
+    shaped = [spread(row, view, (batch, count, width)) for row, view in zip(rows, views, strict=index is None)]
+    gate, pairs = (shaped[0], shaped[1:]) if y is not None else (None, shaped)
+    outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(results + (y is not None))]
+    total, *outs = outputs if y is not None else (None, *outputs)
+    operands = [x, y, gate, *pairs, *[None] * (4 - len(pairs)), index]
     strides = [n for v in operands for n in ((0, 0) if v is None else v.stride()[:2])]
     size = block(width)
     rows_kernel[(batch * tokens,)](
-        *operands, total, *results, *[None] * (2 - num_results), tokens, eps, *strides,
-        D=width, BLOCK=size, RESIDUAL=residual is not None, RESULTS=num_results, ROWS=len(rows) > 0,
+        *operands, total, *outs, *[None] * (2 - results), tokens, eps, *strides,
+        D=width, BLOCK=size, RESIDUAL=y is not None, RESULTS=results, ROWS=len(pairs) > 0, BY_LEVEL=index is not None,
         num_warps=num_warps(size),
     )  # fmt: skip
     return outputs
 
 
-def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float):
-    spread_rows = [spread(row, view, x.shape) for row, view in zip(rows, views, strict=True)]
-    results = launch(x, None, spread_rows, len(rows) // 2, eps)
+def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
+    results = launch(x, None, rows, views, index_view, len(views) // 2, eps)
     return tuple(results) if len(results) > 1 else results[0]
