@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ltx2rt_kernels.choose import kernel, why_not
 from torch import Tensor
 
-from ltx2rt.graph.fused import pairs, snake_windows, spread
+from ltx2rt.graph.fused import grouped, pairs, snake_windows, spread
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
 
@@ -346,18 +346,23 @@ def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: floa
 
 
 @fused
-def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, weight_view, table_view, eps: float) -> Tensor:
-    y = rms_norm(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
-    return rope(y, cos, sin, table_view)
+def qk_norm_rope(*operands: Tensor, weight_views, table_views, eps: float):
+    results = []
+    for (x, weight, cos, sin), weight_view, view in zip(grouped(operands, 4), weight_views, table_views, strict=True):
+        y = rms_norm(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
+        results.append(rope(y, cos, sin, view))
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 @fused
-def qk_scale_rope(
-    x: Tensor, sum_squares: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, weight_view, table_view, count, eps
-) -> Tensor:
-    dims = (x.ndim - 2, x.ndim - 1)
-    y = rms_scale(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
-    return rope(y, cos, sin, table_view)
+def qk_scale_rope(*operands: Tensor, weight_views, table_views, count: int, eps: float):
+    results = []
+    groups = zip(grouped(operands, 5), weight_views, table_views, strict=True)
+    for (x, sum_squares, weight, cos, sin), weight_view, view in groups:
+        dims = (x.ndim - 2, x.ndim - 1)
+        y = rms_scale(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
+        results.append(rope(y, cos, sin, view))
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 @fused

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ltx2rt.graph.fused import pairs, snake_windows, spread
+from ltx2rt.graph.fused import grouped, pairs, snake_windows, spread
 
 OPS = {
     "exp": jnp.exp,
@@ -324,18 +324,23 @@ def residual_norm_modulate(x: Array, y: Array, *rows: Array, views, eps: float, 
 
 
 @op
-def qk_norm_rope(x: Array, weight: Array, cos: Array, sin: Array, *, weight_view, table_view, eps: float) -> Array:
-    y = rms_norm(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
-    return rope(y, cos, sin, table_view)
+def qk_norm_rope(*operands: Array, weight_views, table_views, eps: float):
+    results = []
+    for (x, weight, cos, sin), weight_view, view in zip(grouped(operands, 4), weight_views, table_views, strict=True):
+        y = rms_norm(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
+        results.append(rope(y, cos, sin, view))
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 @op
-def qk_scale_rope(
-    x: Array, sum_squares: Array, weight: Array, cos: Array, sin: Array, *, weight_view, table_view, count, eps
-) -> Array:
-    dims = (x.ndim - 2, x.ndim - 1)
-    y = rms_scale(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
-    return rope(y, cos, sin, table_view)
+def qk_scale_rope(*operands: Array, weight_views, table_views, count: int, eps: float):
+    results = []
+    groups = zip(grouped(operands, 5), weight_views, table_views, strict=True)
+    for (x, sum_squares, weight, cos, sin), weight_view, view in groups:
+        dims = (x.ndim - 2, x.ndim - 1)
+        y = rms_scale(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
+        results.append(rope(y, cos, sin, view))
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 @op

@@ -17,9 +17,14 @@ from ltx2rt.graph.ir import Type
 from ltx2rt.graph.ops import OPS, _expect, _same_dtype, _view, op
 
 
-def pairs(rows: Sequence[Any]) -> list[tuple[Any, Any]]:
+def grouped(operands: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
+    """Operands that follow one another, `size` at a time."""
+    return list(zip(*[iter(operands)] * size, strict=True))
+
+
+def pairs(rows: Sequence[Any]) -> list[tuple[Any, ...]]:
     """[(scale, shift), ...] of scale, shift, scale, shift, ..."""
-    return list(zip(rows[::2], rows[1::2], strict=True))
+    return grouped(rows, 2)
 
 
 def _row_plan(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...], dict[str, Any]]:
@@ -47,8 +52,8 @@ def spread(rows: Sequence[Any], views: Sequence[tuple[int, ...]], index_view, ta
     return [row if row.shape[1] == 1 else take_along(row, index, 1) for row in shaped]
 
 
-def _one_or_many(types: tuple[Type, ...]):
-    return types[0] if len(types) == 1 else types
+def _one_or_many(results: tuple[Any, ...]):
+    return results[0] if len(results) == 1 else results
 
 
 def _normed(x, rows, eps):
@@ -101,32 +106,51 @@ def residual_norm_modulate(x: Type, y: Type, *rows: Type, eps: float):
     return (x,) * (1 + max(1, len(views) // 2)), {"views": views, "eps": eps} | plan
 
 
-def _numpy_qk_norm_rope(x, weight, cos, sin, *, weight_view, table_view, eps):
-    y = OPS["rms_norm"].numpy(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
-    return OPS["rope"].numpy(y, cos, sin, view=table_view)
+def _numpy_qk_norm_rope(*operands, weight_views, table_views, eps):
+    def one(operands, weight_view, table_view):
+        x, weight, cos, sin = operands
+        y = OPS["rms_norm"].numpy(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
+        return OPS["rope"].numpy(y, cos, sin, view=table_view)
+
+    return _one_or_many(tuple(map(one, grouped(operands, 4), weight_views, table_views)))
 
 
 @op(_numpy_qk_norm_rope)
-def qk_norm_rope(x: Type, weight: Type, cos: Type, sin: Type, *, eps: float):
-    """RMSNorm over the last two axes (all heads together) with its weight, then RoPE."""
-    over = x.axes[-2:]
-    _, norm = OPS["rms_norm"].rule(x, weight, over=over, eps=eps)
-    _, rope = OPS["rope"].rule(x, cos, sin)
-    return x, {"weight_view": norm["weight_view"], "table_view": rope["view"], "eps": eps}
+def qk_norm_rope(*operands: Type, eps: float):
+    """RMSNorm over the last two axes (all heads together) with its weight, then RoPE.
+
+    operands: x, weight, cos, sin; once, or for q and then for k. One result for each x.
+    """
+    weights, tables = [], []
+    for x, weight, cos, sin in grouped(operands, 4):
+        weights.append(OPS["rms_norm"].rule(x, weight, over=x.axes[-2:], eps=eps)[1]["weight_view"])
+        tables.append(OPS["rope"].rule(x, cos, sin)[1]["view"])
+    plan = {"weight_views": tuple(weights), "table_views": tuple(tables), "eps": eps}
+    return _one_or_many(operands[::4]), plan
 
 
-def _numpy_qk_scale_rope(x, sum_squares, weight, cos, sin, *, weight_view, table_view, count, eps):
-    dims = (x.ndim - 2, x.ndim - 1)
-    y = OPS["rms_scale"].numpy(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
-    return OPS["rope"].numpy(y, cos, sin, view=table_view)
+def _numpy_qk_scale_rope(*operands, weight_views, table_views, count, eps):
+    def one(operands, weight_view, table_view):
+        x, sum_squares, weight, cos, sin = operands
+        norm = {"dims": (x.ndim - 2, x.ndim - 1), "weight_view": weight_view, "count": count, "eps": eps}
+        return OPS["rope"].numpy(OPS["rms_scale"].numpy(x, sum_squares, weight, **norm), cos, sin, view=table_view)
+
+    return _one_or_many(tuple(map(one, grouped(operands, 5), weight_views, table_views)))
 
 
 @op(_numpy_qk_scale_rope)
-def qk_scale_rope(x: Type, sum_squares: Type, weight: Type, cos: Type, sin: Type, *, count: int, eps: float):
-    """qk_norm_rope of some of the heads, given the sum of squares over all of them, `count` numbers."""
-    _, norm = OPS["rms_scale"].rule(x, sum_squares, weight, over=x.axes[-2:], count=count, eps=eps)
-    _, rope = OPS["rope"].rule(x, cos, sin)
-    return x, {"weight_view": norm["weight_view"], "table_view": rope["view"], "count": count, "eps": eps}
+def qk_scale_rope(*operands: Type, count: int, eps: float):
+    """qk_norm_rope of some of the heads, given the sum of squares over all of them, `count` numbers.
+
+    operands: x, sum of squares, weight, cos, sin; once, or for q and then for k. One result for each x.
+    """
+    weights, tables = [], []
+    for x, sum_squares, weight, cos, sin in grouped(operands, 5):
+        norm = OPS["rms_scale"].rule(x, sum_squares, weight, over=x.axes[-2:], count=count, eps=eps)[1]
+        weights.append(norm["weight_view"])
+        tables.append(OPS["rope"].rule(x, cos, sin)[1]["view"])
+    plan = {"weight_views": tuple(weights), "table_views": tuple(tables), "count": count, "eps": eps}
+    return _one_or_many(operands[::5]), plan
 
 
 @op(lambda y, logits: y * (2 * OPS["sigmoid"].numpy(logits))[..., None])

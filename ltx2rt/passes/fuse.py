@@ -2,9 +2,9 @@
 
 Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and communication, and the same
 values but for fewer roundings: norm and modulation (after a gated residual or not, with rows per sample, per token or
-per level), q/k norm and RoPE (also the placed form, given the reduced sum of squares), the per-head gate, the VAE's
-norm and SiLU, the vocoder's SnakeBeta. Which values meet is decided here; whether a kernel or the plain ops run them,
-by the backend.
+per level), norm and RoPE of q and k together (also the placed form, given the reduced sums of squares), the per-head
+gate, the VAE's norm and SiLU, the vocoder's SnakeBeta. Which values meet is decided here; whether a kernel or the plain
+ops run them, by the backend.
 
 The last residual of a block and the first norm of the next stay apart: its rows are the next block's, so that every
 block would read two sets of modulation parameters, and the norm's result travel from block to block.
@@ -196,6 +196,26 @@ def _qk_norm_rope(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return None
 
 
+def _qk_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """q and k of one attention, or of the exchange in front of it: one launch for both."""
+    if node.op not in ("attention", "attention_part", "all_to_all"):
+        return None
+    found = []
+    for v in node.inputs:
+        maker = uses.makers.get(id(v))
+        while maker is not None and maker.op == "rename":
+            maker = uses.makers.get(id(maker.inputs[0]))
+        if maker is not None and maker.op in ("qk_norm_rope", "qk_scale_rope") and len(maker.outputs) == 1:
+            found.append(maker)
+    if len(found) != 2 or found[0] is found[1] or found[0].op != found[1].op or found[0].attrs != found[1].attrs:
+        return None
+    q, k = found
+    shapes = [x.outputs[0].type.shape for x in found]
+    if len({(batch, *heads) for batch, _, *heads in shapes}) > 1:
+        return None
+    return found, [_node(q.op, [*q.inputs, *k.inputs], [*q.outputs, *k.outputs], **q.attrs)]
+
+
 def _head_gate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     """y * 2 sigmoid(logits)."""
     if node.op != "mul":
@@ -266,7 +286,9 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
     return nodes, bound
 
 
-MATCHES: tuple[Match, ...] = (_norm_modulate, _gated_residual, _qk_norm_rope, _head_gate, _pixel_norm_silu, _snake_beta)
+MATCHES: tuple[Match, ...] = (
+    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_pair, _head_gate, _pixel_norm_silu, _snake_beta,
+)  # fmt: skip
 
 
 # --- putting it in --------------------------------------------------------------------------------------------------

@@ -116,7 +116,8 @@ def main() -> None:
         for heads in (32, 8):
             packed = meta(4, tokens, 3 * heads * dim + 32)[..., : heads * dim].unflatten(2, (heads, dim))
             table = meta(tokens, heads, dim // 2, dtype=f32)
-            plan = {"weight_view": None, "table_view": (1, *table.shape), "eps": 1e-6}
+            plan = {"weight_views": (None,), "table_views": ((1, *table.shape),), "eps": 1e-6}
+            both = {"weight_views": (None,) * 2, "table_views": ((1, *table.shape),) * 2, "eps": 1e-6}
             weight, total = meta(heads * dim), meta(4, tokens, dtype=f32)
             kernel, name = "qk_norm_rope_kernel", f"{heads} heads of {dim}"
             compiled(f"qk_norm_rope {name}", kernel, qk_norm_rope.qk_norm_rope, packed, weight, table, table, **plan)
@@ -124,6 +125,17 @@ def main() -> None:
                 f"qk_scale_rope {name}", kernel, qk_norm_rope.qk_scale_rope,
                 packed, total, weight, table, table, count=width, **plan,
             )  # fmt: skip
+            q, given = [packed, weight, table, table], [packed, total, weight, table, table]
+            compiled(f"qk_norm_rope of q and k, {name}", kernel, qk_norm_rope.qk_norm_rope, *q, *q, **both)
+            compiled(
+                f"qk_scale_rope of q and k, {name}",
+                kernel,
+                qk_norm_rope.qk_scale_rope,
+                *given,
+                *given,
+                count=width,
+                **both,
+            )
             compiled(f"sum_squares {name}", "sum_squares_kernel", qk_norm_rope.sum_squares, packed, dims=(2, 3))
             y = meta(4, heads, tokens, dim).transpose(1, 2)
             compiled(f"head_gate {name}", "head_gate_kernel", head_gate.head_gate, y, meta(4, tokens, heads))

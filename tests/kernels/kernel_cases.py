@@ -86,15 +86,19 @@ def _tables(x: Operands, shape: tuple[int, ...]) -> list[torch.Tensor]:
     return [x(*shape, dtype=torch.float32) for _ in range(2)]
 
 
-def qk(x: Operands, given: bool, batched: bool) -> Case:
-    """3 heads of 10, as a slice of a packed projection; the sum of squares is then that of 7 heads."""
-    batch, tokens, heads, dim = 2, 5, 3, 10
-    packed = x.inside(batch, tokens, heads * dim)
-    tables = _tables(x, (batch, tokens, heads, dim // 2) if batched else (tokens, heads, dim // 2))
-    total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
-    operands = [packed.unflatten(2, (heads, dim)), *total, x(heads * dim), *tables]
+def qk(x: Operands, given: bool, batched: bool, lengths: tuple[int, ...] = (5,)) -> Case:
+    """3 heads of 10, as slices of packed projections; the sum of squares is then that of 7 heads. lengths: tokens of q,
+    or of q and of k."""
+    batch, heads, dim = 2, 3, 10
+    operands, views = [], []
+    for tokens in lengths:
+        packed = x.inside(batch, tokens, heads * dim)
+        tables = _tables(x, (batch, tokens, heads, dim // 2) if batched else (tokens, heads, dim // 2))
+        total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
+        operands += [packed.unflatten(2, (heads, dim)), *total, x(heads * dim), *tables]
+        views.append((2 if batched else 1, tokens, heads, dim // 2))
     keywords = {"eps": 1e-6} | ({"count": 70} if given else {})
-    plan = {"weight_view": (1, 1, heads, dim), "table_view": (2 if batched else 1, tokens, heads, dim // 2)} | keywords
+    plan = {"weight_views": ((1, 1, heads, dim),) * len(views), "table_views": tuple(views)} | keywords
     return "qk_scale_rope" if given else "qk_norm_rope", operands, plan, keywords
 
 
@@ -140,6 +144,9 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "qk_norm_rope": partial(qk, given=False, batched=False),
     "qk_norm_rope batched tables": partial(qk, given=False, batched=True),
     "qk_scale_rope": partial(qk, given=True, batched=False),
+    "qk_norm_rope of q and k": partial(qk, given=False, batched=False, lengths=(5, 5)),
+    "qk_norm_rope of few q and many k": partial(qk, given=False, batched=True, lengths=(1, 9)),
+    "qk_scale_rope of q and k": partial(qk, given=True, batched=False, lengths=(7, 3)),
     "sum_squares": sum_squares,
     "head_gate": head_gate,
     "pixel_norm_silu channels first": partial(pixel_norm_silu, channels=12, last=False),

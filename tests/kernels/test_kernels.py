@@ -122,6 +122,7 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
         "sum_squares": ([heads], size + sums),
         "qk_norm_rope": ([heads, (4096,), *tables], 4 * size + rows),
         "qk_scale_rope": ([heads, (1, 6144), (4096,), *tables], 4 * size + rows + sums),
+        "qk_norm_rope of q and k": ([heads, (4096,), *tables] * 2, 8 * size + 2 * rows),
         "head_gate": ([heads, (1, 6144, 32)], 2 * size + 6144 * 32 * 2),
         "pixel_norm_silu": ([(1, 128, 3, 5, 7)], 2 * 2 * 128 * 105),
     }

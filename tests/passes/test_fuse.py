@@ -11,6 +11,7 @@ from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import video_vae, vocoder
 from ltx2rt.passes.fuse import fuse
+from ltx2rt.placement.profiles import PROFILES, placed
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.presets import preset
 
@@ -97,7 +98,7 @@ def test_block_has_the_expected_fusions(generation, devices, qk):
         "residual_norm_modulate": 6 if new else 4,
         "norm_modulate": 2 if new else 4,
         "gated_residual": 2,
-        qk: 8,  # q and k of four attentions with RoPE
+        qk: 4,  # q and k together, of four attentions with RoPE
     } | ({"head_gate": 6} if new else {})
 
 
@@ -263,6 +264,37 @@ def test_rows_per_token_stay_so_beside_rows_by_level():
         return {"y": o.modulate(o.rms_norm(stream(o), over=("D",), eps=1e-6), scale, shift)}
 
     assert checked(model) == {"norm_modulate": 1}
+
+
+def rotated(o, name, **sizes):
+    x = o.input(name, B=2, **sizes, heads=2, head_dim=4)
+    tables = [o.input(f"{name}_{kind}", "float32", **sizes, heads=2, pairs=2) for kind in ("cos", "sin")]
+    return o.rope(o.rms_norm(x, f"{name}_norm", over=("heads", "head_dim"), eps=1e-6), *tables)
+
+
+def test_q_and_k_of_other_lengths_are_one_node():
+    def model(o):
+        q, k = rotated(o, "q", tokens=3), rotated(o, "k", text=5)
+        return {"y": o.attention(q, k, o.input("v", B=2, text=5, heads=2, head_dim=4), scale=0.5)}
+
+    assert checked(model) == {"qk_norm_rope": 1}
+
+
+def test_q_and_k_of_other_heads_stay_apart():
+    def model(o):
+        q, k = rotated(o, "q", tokens=3), o.input("k", B=2, text=5, heads=1, head_dim=4)
+        tables = [o.input(kind, "float32", text=5, heads=1, pairs=2) for kind in ("cos", "sin")]
+        k = o.rope(o.rms_norm(k, "k_norm", over=("heads", "head_dim"), eps=1e-6), *tables)
+        return {"y": o.attention(q, k, o.input("v", B=2, text=5, heads=1, head_dim=4), scale=0.5)}
+
+    assert checked(model) == {"qk_norm_rope": 2}
+
+
+def test_q_and_k_that_travel_to_other_heads_are_one_node():
+    """Ulysses: the exchange, not the attention, reads them."""
+    graph = placed(case("guided-2.3").graph, "transformer", PROFILES["hopper"], {"sequence": 2})
+    found = [node for node in body(fuse(graph)).nodes if node.op == "qk_norm_rope"]
+    assert sum(len(node.outputs) for node in found) == 8 and len(found) == 4
 
 
 def test_norm_of_each_head_by_itself_is_not_a_norm_of_all_heads():
