@@ -167,7 +167,8 @@ def get_rendezvous(name: str) -> Callable[[], Any]:
 def get_ahead_compiler(name: str, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
     """How backend `name` compiles placed graphs for devices that need not be here; one per process.
 
-    Of the graph of a loop over steps it compiles a part: "before" what runs once before it, or "step".
+    Its second argument says how the graph runs: "each" on inputs of every device's own, as `Backend.each` does; of the
+    graph of a loop over steps, "before" is what runs once before it, "step" one of its steps.
 
     InputError if the compiler is not installed, or does not know the topology.
     """

@@ -35,6 +35,8 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     assert (first.stage, first.branches, second.stage, second.branches) == (1, 4, 2, 1)
     assert first.graph.inputs["video_latent"].type.sizes["tokens"] == 1536
     assert second.graph.inputs["video_latent"].type.sizes["tokens"] == 6144
+    assert (first.part, second.part) == ("step", "step")
+    assert second.graph.inputs["sigmas"].type.sizes == {"steps": 8, "ends": 2}  # room for its 3 steps
     graphs = {cell.component: cell.graph for cell in job.cells}
     assert graphs["text-encoder"].inputs["token_ids"].type.shape == (2, 1024)
     assert graphs["upsampler"].inputs["latent"].type.shape == (1, 128, 16, 8, 12)

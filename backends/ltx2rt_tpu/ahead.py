@@ -57,9 +57,14 @@ class AheadCompiler:
         self.mesh = mesh
 
     def __call__(self, graph: Graph, part: str | None = None) -> Compiled:
-        """part: of a loop over steps, "before" what runs once before it, "step" one of the steps."""
+        """part: "each" for a graph that every device runs on inputs of its own, one after the other along the first
+        axis; of a loop over steps, "before" what runs once before it, "step" one of the steps.
+        """
         place = self._place(graph)
-        if part is None:
+        if part == "each" and isinstance(place, NamedSharding):
+            program = Program(graph, place, unrolled=False)
+            return compiled(program.shared.lower(abstract_weights(graph, place), _own_inputs(graph, place)))
+        if part in (None, "each"):
             program = Program(graph, place, unrolled=False)
             return compiled(program.function.lower(abstract_weights(graph, place), abstract(graph.inputs, place)))
         loop = Loop(graph, place, unrolled=False)
@@ -80,6 +85,12 @@ class AheadCompiler:
 def abstract(values: Mapping[str, Value], place: Sharding) -> dict[str, ShapeDtypeStruct]:
     """Inputs or outputs, whole on every device."""
     return {name: ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=place) for name, v in values.items()}
+
+
+def _own_inputs(graph: Graph, place: NamedSharding) -> dict[str, ShapeDtypeStruct]:
+    own, count = NamedSharding(place.mesh, P(place.mesh.axis_names)), place.mesh.size
+    types = {name: v.type for name, v in graph.inputs.items()}
+    return {n: ShapeDtypeStruct((count * t.shape[0], *t.shape[1:]), t.dtype, sharding=own) for n, t in types.items()}
 
 
 def _step_arguments(loop: Loop, before: tuple) -> tuple:

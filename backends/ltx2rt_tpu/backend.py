@@ -69,7 +69,7 @@ class Program:
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
         self.function = jax.jit(self._run)
-        self.shared: Any = None  # the same with every device at work on inputs of its own
+        self.shared = jax.jit(self._each)
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         """The graph; on a mesh under shard_map, so that XLA communicates what the graph says and nothing else."""
@@ -84,6 +84,13 @@ class Program:
     def _local(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         ordered = [inputs[name] for name in self.graph.inputs]
         return dict(zip(self.graph.outputs, run(self.graph, weights, ordered, self.unrolled), strict=True))
+
+    def _each(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
+        """The graph on every device, each with inputs of its own, one after the other along the first axis."""
+        assert isinstance(self.place, NamedSharding)
+        mesh, axes = self.place.mesh, P(self.place.mesh.axis_names)
+        function = jax.shard_map(self._local, mesh=mesh, in_specs=(P(), axes), out_specs=axes, check_vma=False)
+        return function(weights, inputs)
 
     def upload(self, name: str, value: Any) -> Array:
         """An input on all devices, committed; a wrong shape is a ValueError."""
@@ -110,9 +117,6 @@ class Program:
             empty = [np.zeros_like(rows[0])] * (count - len(rows))
             whole = np.concatenate([*rows, *empty])
             stacked[name] = jax.make_array_from_callback(whole.shape, own, whole.__getitem__)
-        if self.shared is None:
-            spread = jax.shard_map(self._local, mesh=place.mesh, in_specs=(P(), axes), out_specs=axes, check_vma=False)
-            self.shared = jax.jit(spread)
         y = self.shared(self._weights(weights), stacked)[output]
         if not y.is_fully_addressable:
             whole = multihost_utils.process_allgather(y, tiled=True)

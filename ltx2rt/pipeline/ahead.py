@@ -21,6 +21,7 @@ from ltx2rt.pipeline.request import COMPILED, CompileRequest, GraphRequest, defa
 from ltx2rt.pipeline.schedule import STAGE2_SIGMAS
 from ltx2rt.pipeline.tiling import plan_tiles
 from ltx2rt.placement.devices import DeviceKind, topology
+from ltx2rt.placement.profiles import default_mesh, profile_of
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.presets import preset
 
@@ -30,7 +31,11 @@ MODEL_BRANCHES = 4  # cond, uncond, perturbed, isolated: none of the default gui
 
 @dataclass(frozen=True)
 class Cell:
-    """One program to compile. stage, branches and part: of the denoise loop; size: what it works on, for the reader."""
+    """One program to compile.
+
+    stage, branches: of the denoise loop. size: what it works on, for the reader. part: which part of the graph, or how
+    it runs, as the compiler takes it.
+    """
 
     component: str
     graph: Graph
@@ -61,7 +66,8 @@ def plan_job(request: CompileRequest) -> Job:
     if unknown := [name for name in request.components if name not in COMPILED]:
         raise InputError(f"--component: unknown {unknown[0]!r}; known: {', '.join(COMPILED)}")
     kind, devices = topology(request.topology)
-    mesh = dict(request.mesh) or default_mesh(kind, devices)
+    profile = profile_of(request.profile or (kind.profile if devices > 1 else "single"), kind.name, request.mesh)
+    mesh = dict(request.mesh) or default_mesh(profile, devices)
     if prod(mesh.values()) != devices:
         raise InputError(f"--mesh: {mesh} is of {prod(mesh.values())} devices, {request.topology} has {devices}")
     if request.model:
@@ -69,16 +75,8 @@ def plan_job(request: CompileRequest) -> Job:
     else:
         config = preset(request.preset or "").config
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
-    profile = request.profile or (kind.profile if mesh else "single")
-    cells = tuple(_cells(config, request, {"profile": profile, "mesh": mesh}))
+    cells = tuple(_cells(config, request, {"profile": profile.name, "mesh": mesh}))
     return Job(request.topology, kind, mesh, cells)
-
-
-def default_mesh(kind: DeviceKind, devices: int) -> dict[str, int]:
-    """tensor=2 where a device cannot hold the weights whole, the rest sequence."""
-    if devices == 1:
-        return {}
-    return {"sequence": devices} if kind.memory_bytes > 64e9 else {"tensor": 2, "sequence": devices // 2}
 
 
 def _cells(config: ModelConfig, request: CompileRequest, where: Mapping[str, Any]) -> Iterator[Cell]:
@@ -108,8 +106,9 @@ def _cells(config: ModelConfig, request: CompileRequest, where: Mapping[str, Any
                     loop = graph("denoise", size, branches=branches, steps=steps)
                     clip = "{}x{}x{}, {} branch{}".format(*size, branches, "es" if branches > 1 else "")
                     yield Cell(component, loop, clip, stage, branches, PARTS[component])
-        elif component == "video-decoder":
-            yield cell(component, _tile(config, request))
+        elif component == "video-decoder":  # every device decodes tiles of its own
+            size = _tile(config, request)
+            yield Cell(component, graph(component, size), "x".join(map(str, size)), part="each")
         else:
             yield cell(component, half if component == "upsampler" else full)
 

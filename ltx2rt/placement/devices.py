@@ -38,7 +38,7 @@ DEVICE_KINDS = {
         # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
         DeviceKind("v6e", "tpu", "tpu", "trillium", 32e9, 918e12, 1.638e12, 400e9),
         # Google Cloud, TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
-        DeviceKind("v5p", "tpu", "tpu", "trillium", 95e9, 459e12, 2.765e12, 600e9),
+        DeviceKind("v5p", "tpu", "tpu", "ironwood", 95e9, 459e12, 2.765e12, 600e9),
         # Google Cloud, TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
         DeviceKind("v7x", "tpu", "tpu", "ironwood", 96e9, 1153.5e12, 3.69e12, 300e9),
     )

@@ -72,7 +72,7 @@ PROFILES = {
         Profile("single", {}),
         Profile("hopper", SPLIT, {"tensor": -1}),
         Profile("trillium", SPLIT, {"sequence": -1, "tensor": 2}),  # two halves of the weights fit v6e's 32 GB
-        Profile("ironwood", SPLIT, {"sequence": -1}),  # v7x holds the weights whole
+        Profile("ironwood", SPLIT, {"sequence": -1}),  # v5p and v7x hold the weights whole
         Profile("trillium-2d", SPLIT | {"transformer": HEADS_AND_FF | EMBED}, {"fsdp": -1, "tensor": 4}),
         Profile("ironwood-1d", SPLIT | {"transformer": HEADS_AND_FF}, {"tensor": -1}),
         Profile("cpu", SPLIT, {"tensor": -1}),
@@ -83,7 +83,8 @@ PROFILES = {
 BY_DEVICE = {
     "cuda": "hopper",
     "cpu": "cpu",
-    **dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), "trillium"),
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), "trillium"),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), "ironwood"),
     "TPU7x": "ironwood",
 }
 

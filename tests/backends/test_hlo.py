@@ -71,6 +71,14 @@ def test_every_kind_is_counted_by_what_arrives(line, kind, received):
     assert collectives(entry("  " + line, done)) == ({kind: 1}, received)
 
 
+def test_only_the_outermost_loop_may_have_bounds_from_outside():
+    traced = HLO.replace("s32[] constant(48)", "s32[] parameter(1)")
+    assert collectives(traced, steps=1)[0] == {"all-reduce": 1, "all-gather": 1}
+    inner = traced.replace("ENTRY %main", "%inner")
+    with pytest.raises(ValueError, match="a loop without a known trip count"):
+        collectives(inner + "\n" + entry("  %c = f32[8] call(%p), to_apply=%inner"), steps=1)
+
+
 def test_what_cannot_be_told_is_not_guessed():
     with pytest.raises(ValueError, match="a loop without a known trip count"):
         collectives(HLO.replace("s32[] constant(48)", "s32[] parameter(1)"))

@@ -1,0 +1,74 @@
+"""Programs as the TPU compiler leaves them communicate what their placed graphs say, and nothing else."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from ltx2rt.backend import Compiled, get_ahead_compiler
+from ltx2rt.graph import Graph
+from ltx2rt.passes.loop import taken_apart
+from ltx2rt.pipeline.graphs import component_graph
+from ltx2rt.pipeline.request import GraphRequest
+from ltx2rt.placement.cost import traffic, weight_bytes
+from ltx2rt.weights.presets import preset
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed; pip install libtpu"),
+]
+CLIP = {"width": 256, "height": 256, "num_frames": 9}
+
+
+def planned(graph: Graph) -> tuple[dict[str, int], int]:
+    """Executions by kind, under HLO's names, and bytes received, of one run of a placed graph."""
+    found = traffic(graph)
+    counts = {kind.replace("_", "-"): t.count for kind, t in found.items()}
+    return counts, sum(t.received_bytes for t in found.values())
+
+
+def denoise(name: str, branches: int, mesh: dict[str, int], num_layers: int = 2) -> Graph:
+    """The denoise loop at full width and reduced depth."""
+    config = preset(name).config
+    config = replace(config, transformer=replace(config.transformer, num_layers=num_layers))
+    return component_graph(config, GraphRequest("denoise", branches=branches, profile="trillium", mesh=mesh, **CLIP))
+
+
+@pytest.mark.parametrize(
+    "name,branches,mesh",
+    [
+        ("ltx-2.0", 2, {"tensor": 8}),
+        ("ltx-2.0", 2, {"sequence": 8}),
+        ("ltx-2.0", 2, {"tensor": 2, "sequence": 4}),
+        ("ltx-2.3", 4, {"guidance": 2, "sequence": 2, "tensor": 2}),
+    ],
+    ids=lambda value: ",".join(f"{a}={n}" for a, n in value.items()) if isinstance(value, dict) else str(value),
+)
+def test_a_compiled_step_communicates_its_plan(name, branches, mesh):
+    graph = denoise(name, branches, mesh)
+    compile_ = get_ahead_compiler("tpu", "v6e:2x4", mesh)
+    parts = taken_apart(graph)
+    for part, placed in (("before", parts.before), ("step", parts.body)):
+        found, (counts, received) = compile_(graph, part), planned(placed)
+        assert found.collectives == counts, part
+        # Statistics of a few tokens are padded to a whole tile of the memory's layout before they are sent.
+        assert found.received_bytes == pytest.approx(received, rel=1e-2), part
+    assert planned(parts.body)[0].keys() >= {"all-reduce" if "tensor" in mesh else "all-to-all"}
+
+
+def decoder(name: str, **clip: int) -> tuple[Graph, Compiled]:
+    mesh = {"tensor": 2, "sequence": 4}
+    graph = component_graph(preset(name).config, GraphRequest("video-decoder", profile="trillium", mesh=mesh, **clip))
+    return graph, get_ahead_compiler("tpu", "v6e:2x4", mesh)(graph, "each")
+
+
+@pytest.mark.parametrize(
+    "name,clip", [("tiny-2.3", CLIP), ("ltx-2.0", {"width": 768, "height": 512, "num_frames": 73})]
+)
+def test_devices_decode_tiles_apart_with_whole_weights(name, clip):
+    graph, found = decoder(name, **clip)
+    assert found.collectives == {} and found.received_bytes == 0
+    latent = graph.inputs["latent"].type.nbytes
+    # Every device holds all weights and its own tile; no more than tiles of the memory's layout can add.
+    assert weight_bytes([graph]) + latent <= found.weights_bytes <= 1.2 * weight_bytes([graph]) + 2 * latent + 2**20
+    assert found.output_bytes >= graph.outputs["frames"].type.nbytes
