@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from ltx2rt_cuda import CudaBackend
-from ltx2rt_cuda.ops import DTYPES
+from ltx2rt_cuda.ops import DTYPES, quantise_rows
 
 from ltx2rt.backend import TensorSource
 from ltx2rt.graph import Graph
@@ -52,11 +52,18 @@ class RandomBackend(CudaBackend):
                         weights[name] = base[name]
                         continue
                     drawn = [
-                        self._draw(piece, shape, cuts, DTYPES[value.type.dtype])
+                        self._piece_of(piece, shape, cuts, layout.encoding, DTYPES[value.type.dtype])
                         for (piece, *cuts), shape in zip(pieces, shapes, strict=True)
                     ]
                     weights[name] = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
         return weights
+
+    def _piece_of(
+        self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut], encoding: str | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if encoding is None:
+            return self._draw(name, shape, cuts, dtype)
+        return quantise_rows(self._draw(name, shape, cuts, torch.bfloat16))[("float8", "scale").index(encoding)]
 
     def _draw(self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut], dtype: torch.dtype) -> torch.Tensor:
         if prod(shape) <= LARGE:

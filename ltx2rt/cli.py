@@ -182,6 +182,7 @@ def _model_flags(to: argparse.ArgumentParser) -> None:
     to.add_argument("--lora-allow-partial", action="store_true", help="accept a LoRA with keys this model lacks")
     dtype_help = "default: bfloat16 on accelerators, float32 on a CPU; probe: float32"
     to.add_argument("--dtype", choices=("bfloat16", "float32"), help=dtype_help)
+    _weights_dtype_flag(to)
     to.add_argument("--device", choices=("auto", "cpu", "cuda", "tpu"), default="auto", help="default: auto")
     to.add_argument("--cross-timestep-rule", choices=("A", "B", "C"), default="C", help="default: C, the official one")
     to.add_argument("--stage-weights", choices=("resident", "reload"), default="resident", help="default: resident")
@@ -194,6 +195,10 @@ def _model_flags(to: argparse.ArgumentParser) -> None:
     to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis, such as tensor=4")
     to.add_argument("--num-gpus", type=int, metavar="N", help="devices in all; starts a process for each (torch)")
     to.add_argument("--tp-size", type=int, metavar="N", help="the same as --mesh tensor=N (default: all devices)")
+
+
+def _weights_dtype_flag(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of the transformer (default: --dtype)")
 
 
 def _generate_flags(to: argparse.ArgumentParser) -> None:
@@ -250,6 +255,7 @@ def _graph_flags(to: argparse.ArgumentParser) -> None:
     to.add_argument("--num-frames", type=int, default=121)
     to.add_argument("--branches", type=int, default=4, metavar="N", help="guidance branches (default: 4)")
     to.add_argument("--format", choices=("text", "dot", "json"), default="text")
+    _weights_dtype_flag(to)
     to.add_argument("--profile", metavar="NAME", help="how networks are split over a mesh (default: hopper)")
     mesh = to.add_mutually_exclusive_group()
     mesh.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: one device)")
@@ -274,6 +280,7 @@ def _plan_flags(to: argparse.ArgumentParser) -> None:
     to.add_argument("--fps", default="24", help="default: 24")
     to.add_argument("--steps", type=int, metavar="N", help="of the guided stage (default: 40 for 2.0, 30 for 2.3)")
     to.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    _weights_dtype_flag(to)
     to.add_argument("--stage-weights", choices=("resident", "reload"), default="resident", help="default: resident")
     to.add_argument("--text-encoder-offload", action="store_true", help="keep the text encoder's weights on the host")
     to.add_argument("--vae-tiling", choices=("auto", "off"), default="auto", help="default: auto")
@@ -318,6 +325,7 @@ def model_options(args: argparse.Namespace) -> asked.ModelOptions:
         loras=tuple(map(asked.parse_lora, args.lora)),
         lora_allow_partial=args.lora_allow_partial,
         dtype=args.dtype,
+        weights_dtype=args.weights_dtype,
         device=args.device,
         cross_timestep_rule=args.cross_timestep_rule,
         stage_weights=args.stage_weights,
@@ -447,7 +455,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def graph(args: argparse.Namespace) -> None:
-    names = ("component", "model", "preset", "width", "height", "num_frames", "branches", "format")
+    names = ("component", "model", "preset", "width", "height", "num_frames", "branches", "format", "weights_dtype")
     text = args.mesh if args.tp_size is None else f"tensor={args.tp_size}"
     mesh = asked.parse_mesh(text) if text else {}
     given = {name: getattr(args, name) for name in names}
@@ -470,6 +478,7 @@ def plan(args: argparse.Namespace) -> None:
         upsampler=args.upsampler,
         distilled_lora=asked.parse_lora(distilled, "--distilled-lora") if distilled else None,
         dtype=args.dtype,
+        weights_dtype=args.weights_dtype,
         stage_weights=args.stage_weights,
         text_encoder_offload=args.text_encoder_offload,
         vae_tiling=args.vae_tiling,

@@ -41,7 +41,7 @@ def run(request: ProbeRequest) -> None:
         raise InputError(f"--outputs: the folder {request.outputs.parent} does not exist; create it first")
     backend = get_backend(request.options.backend, request.options.device, request.options.mesh)
     checkpoint = open_checkpoint(request.options.model, request.options.text_encoder, request.options.upsampler)
-    networks = Networks(checkpoint, backend, request.options, request.options.dtype or "float32")
+    networks = Networks(checkpoint, backend, request.options, request.options.compute_dtype("float32"))
     component = components(checkpoint.config)[request.component]
     inputs: Arrays = {}
     if request.component == "tokenizer":

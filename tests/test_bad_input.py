@@ -53,6 +53,7 @@ def test_sizes_rates_and_counts(refused):
         (("--steps", 0), "--steps: 0"),
         (("--seed", -1), "--seed: -1"),
         (("--stg-blocks", 3), "block 3, but the model has blocks 0 to 2"),
+        (("--weights-dtype", "float8", "--dtype", "float32"), "float8 weights go with --dtype bfloat16"),
         (("--audio-from", "stage2", "--pipeline", "one-stage"), "--audio-from"),
     ):
         assert message in refused(*flags)

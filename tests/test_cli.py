@@ -38,19 +38,19 @@ def test_every_flag_arrives():
     text = (
         "--negative-prompt n --pipeline one-stage --text-encoder g --upsampler u --distilled-lora d:0.5"
         " --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial --width 64 --height 96 --num-frames 9 --fps 23.976"
-        " --steps 2 --seed 5 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2 --video-stg 3"
-        " --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7 --audio-rescale 8 --stg-blocks 1,2"
-        " --audio-from stage2 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
+        " --steps 2 --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2"
+        " --video-stg 3 --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7 --audio-rescale 8"
+        " --stg-blocks 1,2 --audio-from stage2 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
         " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
-        " --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
+        " --weights-dtype float8 --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
     )
     options = ModelOptions(
         "cuda", Path("m"), Path("g"), Path("u"), LoraSpec(Path("d"), 0.5),
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
-        True, "float32", "cpu", "B", "reload", True, "off", "unrolled", True, 3.5,
+        True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True, 3.5,
     )  # fmt: skip
     expected = Request(
-        options, "a cat", Path("o.mp4"), "one-stage", "n", 64, 96, 9, Fraction(24000, 1001), 2, 5,
+        options, "a cat", Path("o.mp4"), "one-stage", "n", 64, 96, 9, Fraction(24000, 1001), 2, 5, 2,
         (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5)), 0,
         GuidanceScales(1, 3, 5, 7), GuidanceScales(2, 4, 6, 8), (1, 2), "stage2", True,
         Path("ni"), Path("lo"), Path("r"), False, False,

@@ -39,6 +39,28 @@ def test_plan_prints_a_table(command):
     assert status == 0 and "does NOT fit" in out and "all_reduce" not in out
 
 
+def test_float8_weights_are_planned_at_half_the_bytes(command):
+    """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of 37.9 GB."""
+    flags = ["plan", "--preset", "ltx-2.3", "--devices", 1, "--device-kind", "h200-141gb", "--pipeline", "one-stage"]
+    found = []
+    for dtype in ("bfloat16", "float8"):
+        status, out, _ = command(*flags, "--weights-dtype", dtype, "--json")
+        assert status == 0
+        found.append({stage["name"]: stage for stage in json.loads(out)["stages"]}["stage1"])
+    saved = found[0]["weights_bytes"] - found[1]["weights_bytes"]
+    d, audio = 4096, 2048
+    block = 2 * 4 * (d * d + audio * audio) + 2 * (2 * d * audio + 2 * audio * audio) + 8 * (d * d + audio * audio)
+    assert 0.995 * 46 * block <= saved <= 46 * block  # a scale of 4 bytes for each row
+    assert found[0]["flops"] == found[1]["flops"]
+    assert 0.5 <= found[1]["time_s"] / found[0]["time_s"] < 0.7  # attention and the outer blocks at bfloat16's rate
+
+
+def test_graph_prints_float8_linears(command):
+    flags = ["graph", "denoise", "--preset", "tiny-2.3", "--width", 64, "--height", 64, "--num-frames", 9]
+    status, text, _ = command(*flags, "--weights-dtype", "float8")
+    assert status == 0 and "linear_float8" in text and "repeat 1" in text
+
+
 def test_an_unknown_device_kind_lists_the_known(command):
     status, out, err = command("plan", "--preset", "tiny-2.3", "--devices", 2, "--device-kind", "gpu")
     assert status == 2 and out == "" and err.count("\n") == 1

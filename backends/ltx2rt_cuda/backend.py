@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Cut, Graph, Type
+from ltx2rt.graph.ir import Graph, Type
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import Parts, taken_apart
+from ltx2rt.weights.encode import EncodedSource, Piece
 from ltx2rt_cuda.distributed import Arriving, Position, join, rendezvous
 from ltx2rt_cuda.lower import lower
-from ltx2rt_cuda.ops import DTYPES
+from ltx2rt_cuda.ops import DTYPES, quantise_rows
 
 Tensors = dict[str, torch.Tensor]
 Weights = Tensors
@@ -195,6 +196,7 @@ class CudaBackend:
         changed: Set[str] = frozenset(),
     ) -> Weights:
         weights: Weights = {}
+        encoded = EncodedSource(source, lambda array: quantise_rows(to_torch(array).to(self.torch_device)))
         for graph in graphs:
             layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
             for declared, (value, count) in graph.all_params().items():
@@ -205,23 +207,29 @@ class CudaBackend:
                         if base is not None and name in base and changed.isdisjoint(piece for piece, *_ in pieces):
                             weights[name] = base[name]
                         else:
-                            weights[name] = self._tensor(source, pieces, value.type)
+                            weights[name] = self._tensor(encoded, pieces, layouts[declared].encoding, value.type)
         return weights
 
-    def _tensor(self, source: TensorSource, pieces: list[tuple[str, *tuple[Cut, ...]]], type: Type) -> torch.Tensor:
+    def _tensor(self, source: EncodedSource, pieces: list[Piece], encoding: str | None, type: Type) -> torch.Tensor:
         """One parameter on the device, cast once on the way; several pieces are joined in place."""
         dtype = DTYPES[type.dtype]
         if len(pieces) == 1:
-            tensor = to_torch(source.read(*pieces[0]))
+            tensor = self._piece(source, pieces[0], encoding)
             copied = tensor.to(self.torch_device, dtype, memory_format=torch.contiguous_format)
             return copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
         joined = torch.empty(type.shape, dtype=dtype, device=self.torch_device)
         row = 0
         for piece in pieces:
-            tensor = to_torch(source.read(*piece))
+            tensor = self._piece(source, piece, encoding)
             joined[row : row + len(tensor)] = tensor
             row += len(tensor)
         return joined
+
+    @staticmethod
+    def _piece(source: EncodedSource, piece: Piece, encoding: str | None) -> torch.Tensor:
+        """Over the file's memory, or, if there is an encoding, on the device."""
+        read = source.read(piece, encoding)
+        return read if encoding else to_torch(read)
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False, fused: bool | None = None) -> Program:
         """fused: write the ops that have kernels; by default on a GPU, where the kernels run."""

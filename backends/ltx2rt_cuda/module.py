@@ -13,6 +13,7 @@ import torch
 from ltx2rt.backend import TensorSource
 from ltx2rt.errors import GraphError
 from ltx2rt.graph.ir import Graph
+from ltx2rt.passes.quantise import trainable
 from ltx2rt.weights.checkpoint import audit
 from ltx2rt_cuda.backend import Program, to_torch
 from ltx2rt_cuda.lower import lower
@@ -30,7 +31,7 @@ def as_module(
     Its `state_dict` has the tensors of the checkpoint: their official names and shapes, in the graph's dtype. With a
     source they are read now; without one they are on the meta device until `load_state_dict(tensors, assign=True)`.
     compile: compile the repeated block once; `torch.compile` of the whole module would compile it for every layer.
-    Raises InputError if the source does not fit the graph, GraphError if that is placed on a mesh.
+    Raises InputError if the source does not fit the graph, GraphError if that is placed on a mesh or quantised.
 
         checkpoint = open_checkpoint("ltx-2.3")
         graph = transformer.trace(checkpoint.config.transformer, structure, "bfloat16")
@@ -46,6 +47,7 @@ def as_module(
             f"{graph.name}: placed on {mesh}, where a device holds slices of the checkpoint's tensors; "
             "pass the graph before placement"
         )
+    trainable(graph)
     if source is not None:
         audit(graph.parameters(), source, getattr(source, "where", graph.name))
     return NetworkModule(graph, source, torch.device(device), compile)
@@ -71,7 +73,7 @@ class NetworkModule(torch.nn.Module):
             homes[name] = (home, leaf)
         layouts = graph.all_layouts()
         self._weights = [  # an operand of `lowered` each: its layers' tensors, each in its parts
-            ("*" in declared, [[homes[part] for part, *_ in layouts[declared].pieces({}, i)] for i in range(count)])
+            ("*" in declared, [[homes[part] for part in layouts[declared].names(i)] for i in range(count)])
             for declared, (_, count) in graph.all_params().items()
         ]
 

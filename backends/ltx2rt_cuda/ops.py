@@ -10,8 +10,14 @@ from ltx2rt_kernels.choose import kernel, why_not
 from torch import Tensor
 
 from ltx2rt.graph.fused import grouped, pairs, snake_windows, spread
+from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 OPS = {
     "exp": torch.exp,
@@ -174,6 +180,35 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dims: int) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_contracted: int, out_shape) -> Tensor:
     lead = x.shape[: x.ndim - num_contracted]
     return F.linear(x.reshape(*lead, weight.shape[1]), weight, bias).reshape(*lead, *out_shape)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, n] as e4m3, and the float32 scale [rows, 1] of each row."""
+    x = x.float()
+    scale = x.abs().amax(1, keepdim=True).clamp(min=FLOAT8_TINY) * FLOAT8_STEP
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def scaled_matmul_runs(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch multiplies float8 matrices with a scale for each row here: from sm_90 on, to bfloat16."""
+    multiples = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
+    return x.is_cuda and x.dtype == torch.bfloat16 and multiples and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@op
+def linear_float8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, num_contracted: int, out_shape
+) -> Tensor:
+    """Where the device has no such product, the quantised numbers are multiplied in float32: the same but for order."""
+    lead = x.shape[: x.ndim - num_contracted]
+    values, row_scale = quantise_rows(x.reshape(-1, weight.shape[1]))
+    if scaled_matmul_runs(x, weight):
+        product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+        y = product(values, weight.t(), row_scale, scale.t(), bias, out_dtype=x.dtype)
+    else:
+        y = (values.float() @ weight.float().t()) * row_scale * scale.t()
+        y = (y if bias is None else y + bias).to(x.dtype)
+    return y.reshape(*lead, *out_shape)
 
 
 @op

@@ -6,10 +6,8 @@ every floating input; which of them are trained, and how, is the caller's.
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -17,8 +15,9 @@ from jax.sharding import NamedSharding
 
 from ltx2rt.backend import TensorSource
 from ltx2rt.graph.ir import Graph
+from ltx2rt.passes.quantise import trainable
 from ltx2rt.weights.checkpoint import audit
-from ltx2rt_tpu.backend import Program, TpuBackend, weight_specs
+from ltx2rt_tpu.backend import Program, TpuBackend, abstract_weights, weight_specs
 
 
 def as_nnx(network: Graph | Program, source: TensorSource | None = None, device: str = "auto") -> NetworkModule:
@@ -28,7 +27,8 @@ def as_nnx(network: Graph | Program, source: TensorSource | None = None, device:
     are stacked along a first axis (joined by " | " where a pass packed several into one). On a graph placed on a mesh
     each is a global array whose `out_sharding` says how it is cut, as `nnx.get_partition_spec` reads it. With a source
     they are read now; without one they are `jax.ShapeDtypeStruct`s until `nnx.update(module.weights, arrays)`.
-    Raises InputError if the source does not fit the graph or the mesh needs more devices than there are.
+    Raises InputError if the source does not fit the graph or the mesh needs more devices than there are, GraphError if
+    the graph is quantised.
 
         checkpoint = open_checkpoint("ltx-2.3")
         graph = transformer.trace(checkpoint.config.transformer, structure, "bfloat16")
@@ -39,24 +39,13 @@ def as_nnx(network: Graph | Program, source: TensorSource | None = None, device:
         gradients = nnx.grad(loss, argnums=nnx.DiffState(0, trained))(network)
     """
     graph = network if isinstance(network, Graph) else network.graph
+    trainable(graph)
     if source is not None:
         audit(graph.parameters(), source, getattr(source, "where", graph.name))
     backend = TpuBackend(device, graph.mesh)
     program = backend.lower(graph) if isinstance(network, Graph) else network
-    return NetworkModule(program, _abstract(program) if source is None else backend.load([graph], source))
-
-
-def _abstract(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
-    """The weights of a program by name, without their values."""
-    specs, place, found = weight_specs(program.graph), program.place, {}
-    for name, (v, count) in program.graph.all_params().items():
-        shape, sharding = (count,) * ("*" in name) + v.type.shape, place
-        if isinstance(place, NamedSharding):
-            sharding = NamedSharding(place.mesh, specs[name])
-            sizes = place.mesh.shape
-            shape = tuple(n * sizes.get(axis, 1) for n, axis in zip_longest(shape, specs[name]))
-        found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(v.type.dtype), sharding=sharding)
-    return found
+    weights = abstract_weights(graph, program.place) if source is None else backend.load([graph], source)
+    return NetworkModule(program, weights)
 
 
 class NetworkModule(nnx.Module):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ltx2rt.graph.fused import grouped, pairs, snake_windows, spread
+from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 
 OPS = {
     "exp": jnp.exp,
@@ -162,6 +163,27 @@ def linear(x: Array, weight: Array, bias: Array | None = None, *, num_contracted
     y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=_precision(x))
     y = y if bias is None else y + bias
     return y.reshape(*lead, *out_shape)
+
+
+def quantise_rows(x: Array) -> tuple[Array, Array]:
+    """x [..., n] as e4m3, and the float32 scale [..., 1] of each row."""
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), FLOAT8_TINY) * FLOAT8_STEP
+    return (x / scale).astype(jnp.float8_e4m3fn), scale
+
+
+@op
+def linear_float8(
+    x: Array, weight: Array, scale: Array, bias: Array | None = None, *, num_contracted: int, out_shape
+) -> Array:
+    """e4m3 numbers are bfloat16 numbers: the product is one of bfloat16, summed in float32."""
+    lead = x.shape[: x.ndim - num_contracted]
+    values, row_scale = quantise_rows(x.reshape(*lead, weight.shape[1]))
+    a, b = values.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+    y = lax.dot_general(a, b, (((a.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    y = y * row_scale * scale[:, 0]
+    y = y if bias is None else y + bias
+    return y.astype(x.dtype).reshape(*lead, *out_shape)
 
 
 @op

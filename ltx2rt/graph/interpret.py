@@ -13,9 +13,14 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.graph.ir import Graph, Layout, Node
-from ltx2rt.graph.ops import OPS
+from ltx2rt.graph.ops import OPS, quantise_rows
 
-NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "int32": np.dtype(np.int32)}
+NUMPY_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int32": np.dtype(np.int32),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+}
 GROUP_OPS = {"shard", "all_reduce", "all_gather", "all_to_all"}  # defined over all devices of a group at once
 Devices = list[np.ndarray]  # one array per device, the last mesh axis fastest
 
@@ -60,6 +65,8 @@ def _parameter(
         array = np.asarray(params[name])
         for dim, start, stop in cuts:
             array = array.take(range(start, stop), axis=dim)
+        if layout.encoding is not None:
+            array = quantise_rows(array)[("float8", "scale").index(layout.encoding)]
         parts.append(array)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1}
+SHORT = {"float32": "f32", "bfloat16": "bf16", "int32": "i32", "float8_e4m3fn": "f8"}
 Cut = tuple[int, int, int]  # (dim, start, stop): a slice of a tensor along one dimension
 
 
@@ -40,8 +41,7 @@ class Type:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
-        short = {"float32": "f32", "bfloat16": "bf16", "int32": "i32"}[self.dtype]
-        return f"{short}[{', '.join(f'{a}={n}' for a, n in zip(self.axes, self.shape, strict=True))}]"
+        return f"{SHORT[self.dtype]}[{', '.join(f'{a}={n}' for a, n in zip(self.axes, self.shape, strict=True))}]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,19 +101,27 @@ class Layout:
 
     parts: the tensors, in the file's shapes, joined along their first dimension. splits: (dim, mesh axis, its size) for
     each dimension along which every part is cut into equal slices; a device holds the one at its mesh coordinate.
+    first: the layer that iteration 0 of a repeat reads. encoding: what becomes of each part (or its slice) [rows, n]:
+    None: it is cast; "float8": each row over its scale, in e4m3; "scale": the rows' scales [rows, 1].
     """
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     splits: tuple[tuple[int, str, int], ...] = ()
+    first: int = 0
+    encoding: str | None = None
+
+    def names(self, layer: int) -> Iterator[str]:
+        """Concrete names of the tensors that iteration `layer` of a repeat reads."""
+        return (name.replace("*", str(self.first + layer)) for name, _ in self.parts)
 
     def pieces(self, coordinates: Mapping[str, int], layer: int) -> Iterator[tuple[str, *tuple[Cut, ...]]]:
         """What the device at `coordinates` (by mesh axis) reads: concrete tensor names, each with its cuts."""
-        for name, shape in self.parts:
+        for name, (_, shape) in zip(self.names(layer), self.parts, strict=True):
             cuts = []
             for dim, mesh_axis, count in self.splits:
                 size = shape[dim] // count
                 cuts.append((dim, coordinates[mesh_axis] * size, (coordinates[mesh_axis] + 1) * size))
-            yield name.replace("*", str(layer)), *cuts
+            yield name, *cuts
 
 
 @dataclass
@@ -165,7 +173,7 @@ class Graph:
         """Every tensor this graph reads, under its concrete name in the checkpoint."""
         specs, layouts = {}, self.all_layouts()
         for name, (value, count) in self.all_params().items():
-            for part, shape in layouts[name].parts:
-                for i in range(count):
-                    specs[part.replace("*", str(i))] = ParamSpec(shape, value.type.dtype)
+            for i in range(count):
+                for part, (_, shape) in zip(layouts[name].names(i), layouts[name].parts, strict=True):
+                    specs[part] = ParamSpec(shape, value.type.dtype)
         return specs

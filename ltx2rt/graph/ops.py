@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ltx2rt.errors import GraphError
@@ -315,6 +316,39 @@ def linear(x: Type, weight: Type, bias: Type | None = None, *, contract: tuple[s
     lead_axes, lead = x.axes[:-n], x.shape[:-n]
     result = Type(lead_axes + tuple(out), lead + tuple(out.values()), x.dtype)
     return result, {"num_contracted": n, "out_shape": tuple(out.values())}
+
+
+FLOAT8_STEP = float(np.float32(1 / 448))  # 448 is the largest e4m3 number; compilers make division a product anyway
+FLOAT8_TINY = 1e-30  # the largest number of a row is taken to be no smaller
+
+
+def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [rows, n] as e4m3 [rows, n] times a float32 scale [rows, 1], which takes a row's largest number to 448."""
+    x = x.astype(np.float32)
+    scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(FLOAT8_TINY)) * np.float32(FLOAT8_STEP)
+    return (x / scale).astype(ml_dtypes.float8_e4m3fn), scale
+
+
+def _numpy_linear_float8(x, weight, scale, bias=None, *, num_contracted, out_shape):
+    lead = x.shape[: x.ndim - num_contracted]
+    values, row_scale = quantise_rows(x.reshape(-1, weight.shape[1]))
+    y = (values.astype(np.float32) @ weight.astype(np.float32).T) * row_scale * scale.T
+    if bias is not None:
+        y = y + bias
+    return y.reshape(*lead, *out_shape)
+
+
+@op(_numpy_linear_float8)
+def linear_float8(
+    x: Type, weight: Type, scale: Type, bias: Type | None = None, *, contract: tuple[str, ...], out: dict[str, int]
+):
+    """`linear` with an e4m3 weight and a float32 scale for each of its rows; x is quantised row by row on the way in.
+
+    A row of x is what one result contracts. Products are summed in float32, scaled, and rounded once to x's dtype.
+    """
+    _expect(weight.dtype == "float8_e4m3fn", f"linear_float8: weight {weight} must be float8_e4m3fn")
+    _expect(scale == Type(scale.axes, (weight.shape[0], 1), "float32"), f"linear_float8: scale {scale} of {weight}")
+    return OPS["linear"].rule(x, replace(weight, dtype=x.dtype), bias, contract=contract, out=out)
 
 
 def _windows(x, kernel, stride, dilation):

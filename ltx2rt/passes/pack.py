@@ -48,13 +48,13 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
             readers[id(v)] = readers.get(id(v), 0) + 1
     found: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
-        if node.op != "linear" or any(readers[id(v)] > 1 for v in node.inputs[1:]):
+        if node.op not in ("linear", "linear_float8") or any(readers[id(v)] > 1 for v in node.inputs[1:]):
             continue
-        x, weight, *bias = node.inputs
+        x, weight, *others = node.inputs
         splits = layouts[weight.name].splits
         if any(dim != 0 for dim, _, _ in splits):
             continue  # contracted slices: partial sums, each with its own communication
-        key = (id(x), node.attrs["contract"], splits, weight.type.dtype, len(bias), "*" in weight.name)
+        key = (id(x), node.op, node.attrs["contract"], splits, weight.type.dtype, len(others), "*" in weight.name)
         found.setdefault(key, []).append(node)
     return [nodes for nodes in found.values() if len(nodes) > 1]
 
@@ -68,11 +68,11 @@ def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[st
         name = " | ".join(v.name for v in values)
         rows = sum(v.type.shape[0] for v in values)
         parts = tuple(part for v in values for part in layouts[v.name].parts)
-        out.layouts[name] = Layout(parts, layouts[values[0].name].splits)
+        out.layouts[name] = replace(layouts[values[0].name], parts=parts)
         axes = ("packed", *values[0].type.axes[1:])
         params.append(out.parameter(name, Type(axes, (rows, *values[0].type.shape[1:]), values[0].type.dtype)))
     sizes = [math.prod(node.attrs["out"].values()) for node in nodes]
-    y = emit(out, "linear", x, *params, contract=nodes[0].attrs["contract"], out={"packed": sum(sizes)})
+    y = emit(out, nodes[0].op, x, *params, contract=nodes[0].attrs["contract"], out={"packed": sum(sizes)})
     start = 0
     for node, size in zip(nodes, sizes, strict=True):
         piece = emit(out, "slice", y, axis="packed", start=start, stop=start + size)

@@ -15,20 +15,21 @@ from ltx2rt.graph.verify import verify
 def unroll(graph: Graph) -> Graph:
     result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh)
     env = {id(v): v for v in graph.inputs.values()}
-    _copy(graph, result, env, None)
+    write_out(graph, result, env, 0)
     result.outputs = {name: env[id(v)] for name, v in graph.outputs.items()}
     verify(result)
     return result
 
 
-def _copy(graph: Graph, out: Graph, env: dict[int, Value], layer: int | None) -> None:
+def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> None:
+    """Append to `out` what `graph`, as iteration `layer` of a repeat, computes; `env` gains its values by identity."""
     for name, v in graph.params.items():
-        concrete = name if layer is None else name.replace("*", str(layer))
+        concrete = name.replace("*", str(layer))
         env[id(v)] = out.params.setdefault(concrete, Value(concrete, v.type))
         if name in graph.layouts:
             layout = graph.layouts[name]
-            parts = tuple((part.replace("*", str(layer)), shape) for part, shape in layout.parts)
-            out.layouts[concrete] = replace(layout, parts=parts)
+            parts = tuple(zip(layout.names(layer), (shape for _, shape in layout.parts), strict=True))
+            out.layouts[concrete] = replace(layout, parts=parts, first=0)
     for node in graph.nodes:
         inputs = tuple(env[id(v)] for v in node.inputs)
         if node.op != "repeat":
@@ -44,7 +45,7 @@ def _copy(graph: Graph, out: Graph, env: dict[int, Value], layer: int | None) ->
             inner = dict(
                 zip(map(id, plan.body.inputs.values()), [*carry, *inputs[plan.num_carries : fixed], *data], strict=True)
             )
-            _copy(plan.body, out, inner, i)
+            write_out(plan.body, out, inner, i)
             results = [inner[id(v)] for v in plan.body.outputs.values()]
             carry, outputs = results[: plan.num_carries], results[plan.num_carries :]
             stacked.append(outputs)

@@ -92,7 +92,7 @@ def run(request: Request) -> None:
 def make_plan(request: Request, checkpoint: Checkpoint, backend: Backend) -> Plan:
     """Resolve the request against the model and check everything that headers tell but memory. Raises InputError."""
     request = resolve(request, checkpoint.config)
-    dtype = request.options.dtype or ("float32" if backend.device_kind == "cpu" else "bfloat16")
+    dtype = request.options.compute_dtype("float32" if backend.device_kind == "cpu" else "bfloat16")
     networks = Networks(checkpoint, backend, request.options, dtype)
     found = None
     if request.pipeline == "two-stage" and request.options.distilled_lora is None:
@@ -237,7 +237,8 @@ def generate(plan: Plan) -> None:
 def _announce(plan: Plan) -> None:
     """What will run, on stderr."""
     request, networks = plan.request, plan.networks
-    lines = [f"seed {request.seed}; {networks.dtype} on {networks.backend.device().name}"]
+    weights = ", weights in float8" if request.options.weights_dtype == "float8" else ""
+    lines = [f"seed {request.seed}; {networks.dtype}{weights} on {networks.backend.device().name}"]
     if networks.backend.num_processes > 1:
         lines[0] += f", {networks.backend.num_processes} processes"
     if request.options.device == "auto" and networks.backend.device_kind == "cpu":

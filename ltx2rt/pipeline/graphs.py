@@ -49,10 +49,12 @@ def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bf
     elif network == "text-encoder":
         mesh = text_mesh(mesh)
     if request.component == "denoise":
-        return placed_loop(builders["guided-step"](), profile, mesh, request.steps or default_steps(config))
+        steps = request.steps or default_steps(config)
+        return placed_loop(builders["guided-step"](), profile, mesh, steps, request.weights_dtype)
     if request.component not in builders:
         raise InputError(f"no graph is called {request.component!r}; known: {', '.join(builders)}, denoise")
-    return placed(builders[request.component](), network, profile, mesh)
+    weights_dtype = request.weights_dtype if network == "transformer" else None
+    return placed(builders[request.component](), network, profile, mesh, weights_dtype)
 
 
 def _step(config: ModelConfig, g: Geometry, branches: int) -> guided_step.Structure:

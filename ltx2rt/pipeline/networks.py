@@ -48,7 +48,9 @@ class Step:
 
 
 class Networks:
-    """dtype: of everything but the vocoder, which is always float32 (bfloat16 is audible there)."""
+    """dtype: of everything but the vocoder, which is always float32 (bfloat16 is audible there), and but the weights
+    that the option `weights_dtype` puts in float8.
+    """
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
@@ -166,17 +168,18 @@ class Networks:
     def step_graph(self, structure: guided_step.Structure) -> Graph:
         graph = guided_step.trace(self.config.transformer, structure, self.dtype)
         mesh = stage_mesh(self.backend.mesh, len(structure.branches.names))
-        return placed(graph, "transformer", self.profile, mesh)
+        return placed(graph, "transformer", self.profile, mesh, self.options.weights_dtype)
 
     def loop_graph(self, structure: guided_step.Structure, num_steps: int) -> Graph:
         mesh = stage_mesh(self.backend.mesh, len(structure.branches.names))
         share = structure.videos // mesh.get("data", 1)
         step = guided_step.trace(self.config.transformer, replace(structure, videos=share), self.dtype)
-        return placed_loop(step, self.profile, mesh, num_steps)
+        return placed_loop(step, self.profile, mesh, num_steps, self.options.weights_dtype)
 
     def transformer_graph(self, structure: transformer.Structure) -> Graph:
         graph = transformer.trace(self.config.transformer, structure, self.dtype)
-        return placed(graph, "transformer", self.profile, stage_mesh(self.backend.mesh, structure.batch))
+        mesh = stage_mesh(self.backend.mesh, structure.batch)
+        return placed(graph, "transformer", self.profile, mesh, self.options.weights_dtype)
 
     def step_structure(
         self, branches: Branches, video: ModalityState, audio: ModalityState, text: int, videos: int = 1

@@ -132,9 +132,11 @@ def to_json(paper: PaperPlan) -> dict[str, Any]:
 def to_text(paper: PaperPlan) -> str:
     plan, kind, worst = paper.plan, paper.kind, peak(paper.costs)
     clip, mesh = plan.request, plan.networks.backend.mesh
+    float8 = plan.request.options.weights_dtype == "float8"
+    weights, rates = ", weights in float8" * float8, f", in float8 / {kind.float8_flops_per_s / 1e12:g} T/s" * float8
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     lines = [
-        f"{clip.pipeline}, {clip.width}x{clip.height}, {clip.num_frames} frames, {plan.networks.dtype}, "
+        f"{clip.pipeline}, {clip.width}x{clip.height}, {clip.num_frames} frames, {plan.networks.dtype}{weights}, "
         f"on {paper.request.devices} x {kind.name} ({where}, profile {plan.networks.profile.name}); per device:",
         "",
         f"{'stage':<14} {'steps':>5} {'weights':>9} {'activations':>11} {'TFLOP/step':>10} {'time/step':>10}"
@@ -151,7 +153,7 @@ def to_text(paper: PaperPlan) -> str:
         "",
         f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {kind.memory_bytes / 1e9:.0f} GB",
         f"time on paper: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
-        f"{kind.flops_per_s / 1e12:g} T/s, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s, "
+        f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s, "
         f"received / {kind.link_bytes_per_s / 1e9:g} GB/s)",
     ]
     if mesh:

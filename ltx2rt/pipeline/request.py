@@ -91,6 +91,7 @@ class ModelOptions:
     loras: tuple[LoraSpec, ...] = ()
     lora_allow_partial: bool = False
     dtype: str | None = None  # None: bfloat16 on accelerators, float32 on CPU (probe: float32)
+    weights_dtype: str | None = None  # of the transformer's blocks: "float8" or "bfloat16"; None: dtype
     device: str = "auto"
     cross_timestep_rule: str = "C"
     stage_weights: str = "resident"
@@ -101,6 +102,10 @@ class ModelOptions:
     max_memory_gb: float | None = None  # pretend this much device memory
     profile: str | None = None  # None: the device kind's own
     mesh: Mapping[str, int] = field(default_factory=dict)  # devices along each mesh axis; empty: one device
+
+    def compute_dtype(self, default: str) -> str:
+        """The dtype asked for; weights of another one than float32 are multiplied in bfloat16."""
+        return self.dtype or ("bfloat16" if self.weights_dtype else default)
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,7 @@ class GraphRequest:
     format: str = "text"
     profile: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
+    weights_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -300,6 +306,10 @@ def check_options(options: ModelOptions) -> None:
             raise InputError("--distilled-lora: the pipeline decides its stage; write FILE or FILE:STRENGTH")
     for lora in options.loras:
         _file("--lora", lora.path)
+    if options.weights_dtype and options.dtype == "float32":
+        raise InputError(
+            f"--weights-dtype: {options.weights_dtype} weights go with --dtype bfloat16, not float32; leave one out"
+        )
     if options.max_memory_gb is not None and not 0 < options.max_memory_gb < math.inf:
         raise InputError(f"--max-memory: {options.max_memory_gb}, expected more than 0 GB")
 

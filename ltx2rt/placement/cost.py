@@ -57,8 +57,7 @@ def touched_bytes(graph: Graph, changed: Set[str]) -> int:
     layouts, total = graph.all_layouts(), 0
     for name, (value, count) in graph.all_params().items():
         for layer in range(count):
-            pieces = {part.replace("*", str(layer)) for part, _ in layouts[name].parts}
-            total += 0 if changed.isdisjoint(pieces) else value.type.nbytes
+            total += 0 if changed.isdisjoint(layouts[name].names(layer)) else value.type.nbytes
     return total
 
 
@@ -105,8 +104,13 @@ def flops(graph: Graph) -> int:
     return sum(_node_flops(node) * times for node, times in graph.walk())
 
 
+def float8_flops(graph: Graph) -> int:
+    """Those of `flops` that multiply float8 numbers."""
+    return sum(_node_flops(node) * times for node, times in graph.walk() if node.op == "linear_float8")
+
+
 def _node_flops(node: Node) -> int:
-    if node.op == "linear":
+    if node.op in ("linear", "linear_float8"):
         x, weight = (v.type for v in node.inputs[:2])
         return 2 * x.num_elements * weight.shape[0]
     if node.op == "conv":

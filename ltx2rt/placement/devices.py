@@ -15,7 +15,8 @@ class DeviceKind:
     """One device as a program sees it. profile: how networks are split over several unless another is asked for.
 
     memory_bytes: as sold; what the driver offers is a little more on GPUs, a little less on TPUs.
-    flops_per_s: bfloat16, dense. link_bytes_per_s: what one device can receive from the others of its machine.
+    flops_per_s: bfloat16, dense; float8_flops_per_s: of float8 linears as the backend runs them.
+    link_bytes_per_s: what one device can receive from the others of its machine.
     """
 
     name: str
@@ -24,23 +25,26 @@ class DeviceKind:
     profile: str
     memory_bytes: float
     flops_per_s: float
+    float8_flops_per_s: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
 
 
+# JAX multiplies float8 numbers as bfloat16 ones.
 DEVICE_KINDS = {
     kind.name: kind
     for kind in (
-        # NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity, NVLink 900 GB/s in both directions together.
-        DeviceKind("h100-80gb", "cuda", "cuda", "hopper", 80e9, 989.5e12, 3.35e12, 450e9),
+        # NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity and 3958 in float8, NVLink 900 GB/s in both
+        # directions together.
+        DeviceKind("h100-80gb", "cuda", "cuda", "hopper", 80e9, 989.5e12, 1979e12, 3.35e12, 450e9),
         # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
-        DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 4.8e12, 450e9),
+        DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 1979e12, 4.8e12, 450e9),
         # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
-        DeviceKind("v6e", "tpu", "tpu", "trillium", 32e9, 918e12, 1.638e12, 400e9),
+        DeviceKind("v6e", "tpu", "tpu", "trillium", 32e9, 918e12, 918e12, 1.638e12, 400e9),
         # Google Cloud, TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
-        DeviceKind("v5p", "tpu", "tpu", "ironwood", 95e9, 459e12, 2.765e12, 600e9),
+        DeviceKind("v5p", "tpu", "tpu", "ironwood", 95e9, 459e12, 459e12, 2.765e12, 600e9),
         # Google Cloud, TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
-        DeviceKind("v7x", "tpu", "tpu", "ironwood", 96e9, 1153.5e12, 3.69e12, 300e9),
+        DeviceKind("v7x", "tpu", "tpu", "ironwood", 96e9, 1153.5e12, 1153.5e12, 3.69e12, 300e9),
     )
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ltx2rt.graph.ir import Graph
-from ltx2rt.placement.cost import Traffic, activation_bytes, flops, traffic, weight_bytes
+from ltx2rt.placement.cost import Traffic, activation_bytes, float8_flops, flops, traffic, weight_bytes
 from ltx2rt.placement.devices import DeviceKind
 
 
@@ -31,7 +31,8 @@ class Work:
 @dataclass(frozen=True)
 class StageCost:
     """Of one device. weights_bytes: all that it holds during the stage, whoever uses them; activation_bytes: the most
-    alive at once. Of one step: flops, collectives, and read_bytes, the weights that it uses.
+    alive at once. Of one step: flops (float8_flops of them in float8), collectives, and read_bytes, the weights that it
+    uses.
     """
 
     name: str
@@ -41,6 +42,7 @@ class StageCost:
     read_bytes: int
     flops: int
     collectives: Mapping[str, Traffic]
+    float8_flops: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -51,9 +53,8 @@ class StageCost:
         three at once. A bound from below: max(FLOP / peak, weights / memory bandwidth, received / link bandwidth).
         """
         received = sum(t.received_bytes for t in self.collectives.values())
-        return max(
-            self.flops / kind.flops_per_s, self.read_bytes / kind.memory_bytes_per_s, received / kind.link_bytes_per_s
-        )
+        arithmetic = (self.flops - self.float8_flops) / kind.flops_per_s + self.float8_flops / kind.float8_flops_per_s
+        return max(arithmetic, self.read_bytes / kind.memory_bytes_per_s, received / kind.link_bytes_per_s)
 
 
 def cost(work: Work) -> StageCost:
@@ -69,6 +70,7 @@ def cost(work: Work) -> StageCost:
         read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
         flops=sum(flops(graph) * times for graph, times in work.calls),
         collectives=collectives,
+        float8_flops=sum(float8_flops(graph) * times for graph, times in work.calls),
     )
 
 

@@ -20,6 +20,7 @@ from ltx2rt.passes.hoist import hoist
 from ltx2rt.passes.loop import looped
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
+from ltx2rt.passes.quantise import quantise
 from ltx2rt.passes.spread import spread
 from ltx2rt.placement.mesh import FSDP, MESH_AXES, canonical
 
@@ -128,12 +129,19 @@ def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
     return canonical({axis: size for axis, size in mesh.items() if size > 1})
 
 
-def placed(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
-    """`graph` as one device of the mesh runs it, by the profile's rules for `network`."""
-    return _finished(_local(graph, network, profile, mesh), network, profile, mesh)
+def placed(
+    graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int], weights_dtype: str | None = None
+) -> Graph:
+    """`graph` as one device of the mesh runs it, by the profile's rules for `network`.
+
+    weights_dtype: "float8" quantises the blocks' linears; anything else leaves the weights in the graph's dtype.
+    """
+    return _finished(_local(graph, network, profile, mesh, weights_dtype), network, profile, mesh)
 
 
-def placed_loop(step: Graph, profile: Profile, mesh: Mapping[str, int], num_steps: int) -> Graph:
+def placed_loop(
+    step: Graph, profile: Profile, mesh: Mapping[str, int], num_steps: int, weights_dtype: str | None = None
+) -> Graph:
     """All denoise steps as one device runs them: the graph of one step placed, looped, and lightened by `hoist`.
 
     step: for the videos of one device; the mesh axis `data` multiplies them.
@@ -142,13 +150,21 @@ def placed_loop(step: Graph, profile: Profile, mesh: Mapping[str, int], num_step
     graph.
     """
     count = -(-num_steps // STEP_SLOTS) * STEP_SLOTS
-    local = spread(_local(step, "transformer", profile, mesh), "videos", "data", mesh.get("data", 1))
+    local = spread(_local(step, "transformer", profile, mesh, weights_dtype), "videos", "data", mesh.get("data", 1))
     return _finished(hoist(looped(local, "denoise", count, STATE, PER_STEP)), "transformer", profile, mesh)
 
 
-def _local(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
+def _local(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int], weights_dtype: str | None) -> Graph:
     rules = {axis: mesh_axis for axis, mesh_axis in profile.rules_of(network).items() if mesh_axis != FSDP}
-    return place(graph, rules, mesh, network in profile.strict)
+    local = place(graph, rules, mesh, network in profile.strict)
+    if weights_dtype != "float8":
+        return local
+    if mesh.get(FSDP, 1) > 1:
+        raise InputError(
+            f"--weights-dtype: a float8 row and its scale stay together, {FSDP}={mesh[FSDP]} cuts weights along D; "
+            "leave one of the two out"
+        )
+    return quantise(local)
 
 
 def _finished(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:

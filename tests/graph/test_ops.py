@@ -86,6 +86,14 @@ CASES = {
         axis="picked",
     ),
     "linear": lambda o: o.linear(_x(o), "l", out={"D": 6, "n": 2}, contract=("heads", "head_dim")),
+    "linear_float8": lambda o: o.linear_float8(
+        _x(o),
+        o.param("w", dtype="float8_e4m3fn", **{"D*n": 12, "heads*head_dim": 24}),
+        o.param("s", dtype="float32", **{"D*n": 12, "scales": 1}),
+        o.param("b", **{"D*n": 12}),
+        contract=("heads", "head_dim"),
+        out={"D": 6, "n": 2},
+    ),
     "conv": lambda o: _conv(o, (7, 6, 5), (3, 2, 3), stride=(2, 1, 1)),
     "conv_transpose": lambda o: o.conv_transpose(o.input("x", B=2, channels=4, time=9), "c", 3, kernel=7, stride=3),
     "rms_norm": lambda o: o.rms_norm(

@@ -208,6 +208,21 @@ def test_flags_that_only_say_how_change_no_bit(flags, base, run):
     assert (found.report["warmup_s"] > 0) == ("--warmup" in flags)
 
 
+@pytest.mark.parametrize("generation", ("2.0", "2.3"))
+def test_float8_weights_make_almost_the_same_clip(generation, generate, tiny, command):
+    """One block of three is quantised. `compare` puts a number on it; the bound is a step of e4m3, 2^-4."""
+    runs = [
+        generate("cuda", tiny(f"tiny-{generation}", "official"), "--seed", 7, "--no-audio", "--weights-dtype", dtype)
+        for dtype in ("bfloat16", "float8")
+    ]
+    assert [found.status for found in runs] == [0, 0]
+    assert ["weights in float8" in found.stderr for found in runs] == [False, True]
+    a, b = (found.latents["video_latent"] for found in runs)
+    assert 2**-8 < relative_l2(b, a) <= 2**-4  # more than bfloat16's own rounding
+    status, out, _ = command("compare", *(found.clip for found in runs), "--json")
+    assert status == 0 and 20 < json.loads(out)["psnr_db"] < 60
+
+
 def test_unrolled_layers_agree(base, run):
     found = run("--layers", "unrolled")
     for name in stage(base, "stage"):

@@ -1,0 +1,118 @@
+"""quantise: the large linears of a stack of blocks in float8, all but its first and last block's.
+
+Requires a legal graph, placed or not, not yet packed, with a repeat of at least three iterations whose parameters are
+stacked (the blocks). Ensures the same inputs, outputs, communication and checkpoint tensors. The first and the last
+block are written out before and after the repeat and stay as they are; in between every linear becomes a
+`linear_float8`, its weight e4m3 with one scale for each row, but for the head gates (one number a head). Norms,
+attention, modulation and everything outside the blocks stay in the graph's dtype.
+
+The scales are those of the rows that a device holds: where a placed weight is split along its rows (row-parallel), each
+device scales its own slices of the weight and of the activations, and undoes both before the partial sums are added up.
+So no device needs another's slice, and a split can only refine the scales.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from ltx2rt.errors import GraphError, InputError
+from ltx2rt.graph.ir import Graph, Layout, Node, Repeat, Type, Value
+from ltx2rt.graph.trace import emit
+from ltx2rt.graph.verify import verify
+from ltx2rt.passes.unroll import write_out
+
+GATE = ("heads",)  # the result axes of a head gate
+
+
+def quantise(graph: Graph) -> Graph:
+    """Raises GraphError if there are no blocks, InputError if there are fewer than three."""
+    result = replace(graph, nodes=[], params=dict(graph.params), layouts=dict(graph.layouts))
+    env: dict[int, Value] = {}
+    found = 0
+    for node in graph.nodes:
+        node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
+        if node.op == "repeat" and any("*" in name for name in node.plan["repeat"].body.params):
+            env.update(zip(map(id, node.outputs), _blocks(result, node), strict=True))
+            found += 1
+        else:
+            result.nodes.append(node)
+    if not found:
+        raise GraphError(f"{graph.name}: no stack of blocks to quantise")
+    result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
+    verify(result)
+    return result
+
+
+def trainable(graph: Graph) -> None:
+    """Raise GraphError if the graph is quantised: its parameters are not the checkpoint's and have no gradient."""
+    if any(layout.encoding for layout in graph.all_layouts().values()):
+        raise GraphError(f"{graph.name}: its weights are in float8; pass the graph before quantisation")
+
+
+def _blocks(out: Graph, node: Node) -> list[Value]:
+    """The first block, a repeat of the quantised ones, the last block; returns the results of `node`."""
+    plan: Repeat = node.plan["repeat"]
+    count, axis, fixed = plan.count, plan.axis, plan.num_carries + plan.num_invariants
+    if count < 3:
+        raise InputError(
+            f"{out.name}: {count} blocks, of which the first and the last stay as they are: float8 is for none; "
+            "leave --weights-dtype out"
+        )
+    invariant, data = node.inputs[plan.num_carries : fixed], node.inputs[fixed:]
+
+    def written(carry: list[Value], i: int) -> list[Value]:
+        rows = [emit(out, "at", v, axis=axis, index=i) for v in data]
+        env = dict(zip(map(id, plan.body.inputs.values()), [*carry, *invariant, *rows], strict=True))
+        write_out(plan.body, out, env, i)
+        return [env[id(v)] for v in plan.body.outputs.values()]
+
+    first = written(list(node.inputs[: plan.num_carries]), 0)
+    rows = [emit(out, "slice", v, axis=axis, start=1, stop=count - 1) for v in data]
+    types = [v.type for v in first[: plan.num_carries]]
+    types += [Type((axis, *v.type.axes), (count - 2, *v.type.shape), v.type.dtype) for v in first[plan.num_carries :]]
+    middle = tuple(Value(f"%{next(out.serial)}", t) for t in types)
+    rest = {"repeat": replace(plan, body=_float8(plan.body), count=count - 2)}
+    operands = (*first[: plan.num_carries], *invariant, *rows)
+    out.nodes.append(Node("repeat", operands, middle, {"count": count - 2}, rest))
+    last = written(list(middle[: plan.num_carries]), count - 1)
+
+    def stacked(v: Value) -> Value:
+        return emit(out, "expand", v, axis=axis, size=1, before=v.type.axes[0] if v.type.axes else None)
+
+    columns = list(zip(first, middle, last, strict=True))[plan.num_carries :]
+    joined = [emit(out, "concat", stacked(a), b, stacked(c), axis=axis) for a, b, c in columns]
+    return [*last[: plan.num_carries], *joined]
+
+
+def _float8(body: Graph) -> Graph:
+    """The body for the blocks from the second on, its linears quantised."""
+    result = Graph(body.name, dict(body.inputs), mesh=body.mesh, serial=body.serial)
+    layouts = body.all_layouts()
+    readers = Counter(id(v) for node in body.nodes for v in node.inputs)
+    env: dict[int, Value] = {}
+
+    def declare(v: Value, type: Type, suffix: str = "", encoding: str | None = None) -> Value:
+        # Iteration i reads layer i + 1, and the written-out blocks have the names of layers already.
+        layout: Layout = layouts[v.name]
+        name = v.name.replace("*", "1+*") + suffix
+        result.layouts[name] = replace(layout, first=layout.first + 1, encoding=encoding)
+        return result.parameter(name, type)
+
+    def operand(v: Value) -> Value:
+        if v.name in body.params and id(v) not in env:
+            env[id(v)] = declare(v, v.type)
+        return env.get(id(v), v)
+
+    for node in body.nodes:
+        if node.op == "linear" and tuple(node.attrs["out"]) != GATE and readers[id(node.inputs[1])] == 1:
+            x, weight, *bias = node.inputs
+            values = declare(weight, replace(weight.type, dtype="float8_e4m3fn"), encoding="float8")
+            rows = Type((weight.type.axes[0], "scales"), (weight.type.shape[0], 1), "float32")
+            scale = declare(weight, rows, " scale", encoding="scale")
+            inputs = (operand(x), values, scale, *map(operand, bias))
+            env[id(node.outputs[0])] = emit(result, "linear_float8", *inputs, **node.attrs)
+        else:
+            result.nodes.append(replace(node, inputs=tuple(map(operand, node.inputs))))
+    result.outputs = {name: env.get(id(v), v) for name, v in body.outputs.items()}
+    return result

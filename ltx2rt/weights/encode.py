@@ -1,0 +1,31 @@
+"""What a layout's encoding makes of the checkpoint's tensors while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.backend import TensorSource
+from ltx2rt.graph.ir import Cut
+
+Piece = tuple[str, *tuple[Cut, ...]]  # of a tensor, as `Layout.pieces` names it
+
+
+class EncodedSource:
+    """Reads pieces of tensors and encodes them; a piece whose values were made is not read again for its scales."""
+
+    def __init__(self, source: TensorSource, quantise: Callable[[np.ndarray], tuple[Any, Any]]):
+        """quantise: what makes float8 values and scales [rows, 1] of an array [rows, n] (`graph.ops.quantise_rows`)."""
+        self.source, self.quantise = source, quantise
+        self.scales: dict[Piece, Any] = {}
+
+    def read(self, piece: Piece, encoding: str | None) -> Any:
+        """The source's array if there is no encoding, else what `quantise` makes of it."""
+        if encoding is None:
+            return self.source.read(*piece)
+        if encoding == "scale" and piece in self.scales:
+            return self.scales[piece]
+        values, self.scales[piece] = self.quantise(self.source.read(*piece))
+        return self.scales[piece] if encoding == "scale" else values
