@@ -1,12 +1,15 @@
 """One mesh per stage: the devices keep their numbers and their weights, whatever their axes are called."""
 
+import numpy as np
 import pytest
 from placed_cases import case
 
-from ltx2rt.graph.interpret import Grid
+from ltx2rt.graph.interpret import Grid, interpret
+from ltx2rt.models.guided_step import STATE
 from ltx2rt.pipeline.request import parse_mesh
 from ltx2rt.placement.mesh import canonical, stage_mesh, text_mesh
 from ltx2rt.placement.profiles import PROFILES, placed_loop
+from ltx2rt.testing import relative_l2
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,21 @@ def test_weights_keep_their_slices_between_stages():
     mesh, graph = {"guidance": 2, "sequence": 2, "tensor": 3}, case("guided-2.3").graph
     first, second = (placed_loop(graph, PROFILES["hopper"], m, 8) for m in (mesh, {"sequence": 4, "tensor": 3}))
     assert first.all_layouts() == second.all_layouts() and (first.mesh, second.mesh) == (mesh, stage_mesh(mesh, 1))
+
+
+def test_videos_branches_and_weights_are_split_at_once():
+    """Two videos on two devices, each with half of the branches on another, and half of the weights on a third."""
+    one, count = case("guided-2.3"), 8
+    steps = {"sigmas": np.linspace(1, 0.5, 2 * count, dtype=np.float32).reshape(count, 2)}
+    latents = {name: np.concatenate([one.inputs[name], -one.inputs[name]]) for name in STATE}
+    whole = placed_loop(one.graph, PROFILES["trillium"], {"data": 2, "guidance": 2, "fsdp": 2}, count)
+    found = interpret(whole, one.params, {**one.inputs, **steps, **latents})
+    alone = placed_loop(one.graph, PROFILES["single"], {}, count)
+    for video in range(2):
+        own = {name: x[video : video + 1] for name, x in latents.items()}
+        for name, expected in interpret(alone, one.params, {**one.inputs, **steps, **own}).items():
+            axis = alone.outputs[name].type.axes.index("videos")
+            assert relative_l2(found[name].take([video], axis=axis), expected) <= 1e-5, name  # order of summation
 
 
 @pytest.mark.parametrize(("mesh", "expected"), [({}, {}), ({"guidance": 2, "sequence": 2, "tensor": 2}, {"tensor": 8})])

@@ -45,6 +45,22 @@ def test_the_full_model_reaches_the_floor_of_collectives():
     assert set(costs["stage2"].collectives) == {"all_reduce"}
 
 
+def test_every_stage_has_its_own_mesh():
+    """Stage 1 gathers what its four branches give; stage 2 has one, and its devices trade tokens for heads."""
+    costs = stages(plan.__wrapped__(devices=2, mesh={"guidance": 2}))
+    assert set(costs["text"].collectives) == {"all_reduce"}
+    assert {name: t.count for name, t in costs["stage1"].collectives.items()} == {"all_gather": 2}
+    assert "all_to_all" in costs["stage2"].collectives
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [("v6e", {"sequence": 4, "tensor": 2}), ("v7x", {"sequence": 8}), ("h100-80gb", {"tensor": 8})]
+)
+def test_a_kind_of_device_has_a_mesh_of_its_own(kind, mesh):
+    found = plan("ltx-2.3", 8, kind).plan
+    assert found.networks.backend.mesh == found.graphs["transformer"].mesh == mesh
+
+
 def test_work_of_one_step_is_the_known_number():
     """One forward of stage 2 is 198.7 TFLOP, of stage 1 with four branches 191.7; 0.2 % for the small layers."""
     costs = stages(plan("ltx-2.3", 1))
@@ -128,6 +144,10 @@ def test_traffic_of_an_unplaced_graph_is_none():
         ({"devices": 0}, ["--devices"]),
         ({"devices": 3}, ["heads=4", "tensor=3"]),
         ({"mesh": {"tensor": 4}}, ["--mesh", "4", "2"]),
+        ({"devices": 3, "mesh": {"guidance": 3}}, ["4 branches do not divide over guidance=3"]),
+        ({"mesh": {"sequence": 2}, "profile": "ironwood-1d"}, ["ironwood-1d", "sequence=2", "tensor"]),
+        ({"devices": 5, "kind": "v6e"}, ["trillium", "tensor=2", "5 devices", "--mesh"]),
+        ({"devices": 5, "mesh": {"fsdp": 5}}, ["D=128", "fsdp=5"]),
         ({"profile": "kitchen"}, ["kitchen", "hopper"]),
         ({"width": 100}, ["--width"]),
     ],
