@@ -197,6 +197,11 @@ def test_too_few_blocks_and_no_blocks_are_refused():
         quantise(trace("one", lambda o: {"y": o.linear(o.input("x", B=2, D=4), "l", {"E": 3})}, "float32"))
 
 
+def test_weights_cut_along_their_rows_for_storage_are_refused():
+    with pytest.raises(InputError, match=r"--weights-dtype: .* fsdp=2 cuts weights along D; leave one"):
+        placed(forward("bfloat16")[0], "transformer", PROFILES["hopper"], {"fsdp": 2}, "float8")
+
+
 def test_quantised_graph_is_no_module_to_train():
     with pytest.raises(GraphError, match="its weights are in float8; pass the graph before quantisation"):
         as_module(quantise(stack()))
