@@ -49,6 +49,12 @@ class Run:
         return json.loads((self.folder / "report.json").read_text())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_cache_at_home(tmp_path_factory) -> None:
+    """Processes that tests start keep what they compile with the tests' other files."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 def run_cli(argv: list[str]) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of `ltx2rt argv`, in this process."""
     from ltx2rt import cli

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ltx2rt.graph.show import show
 from ltx2rt.pipeline.ahead import Job, plan_job
 from ltx2rt.pipeline.request import COMPILED, CompileRequest
 from ltx2rt.placement.cost import traffic
@@ -42,6 +43,13 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     assert graphs["upsampler"].inputs["latent"].type.shape == (1, 128, 16, 8, 12)
     assert graphs["video-decoder"].inputs["latent"].type.shape == (1, 128, 10, 16, 24)  # one tile
     assert traffic(graphs["video-decoder"]) == {} and traffic(graphs["upsampler"]) == {}
+
+
+def test_a_checkpoint_is_planned_from_its_headers(tiny):
+    settings = {"width": 64, "height": 64, "num_frames": 9, "mesh": {"tensor": 2, "sequence": 2}}
+    found = plan_job(CompileRequest("v6e:2x2", model=tiny("tiny-2.0", "official"), **settings))
+    expected = plan_job(CompileRequest("v6e:2x2", preset="tiny-2.0", **settings))
+    assert [show(c.graph, "text") for c in found.cells] == [show(c.graph, "text") for c in expected.cells]
 
 
 def test_flags_narrow_what_is_compiled():
