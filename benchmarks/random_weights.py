@@ -66,12 +66,13 @@ class RandomBackend(CudaBackend):
         return quantise_rows(self._draw(name, shape, cuts, torch.bfloat16))[("float8", "scale").index(encoding)]
 
     def _draw(self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut], dtype: torch.dtype) -> torch.Tensor:
+        layout = {"memory_format": self.memory_format(len(shape))}
         if prod(shape) <= LARGE:
             array = values(Tensor(name, TensorInfo(shape, np.dtype(np.float32))), self.seed)
-            return torch.from_numpy(np.array(cut(array, *cuts))).to(self.torch_device, dtype)
+            return torch.from_numpy(np.array(cut(array, *cuts))).to(self.torch_device, dtype, **layout)
         key = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator(self.torch_device).manual_seed(int.from_bytes(key[:8], "little", signed=True))
-        whole = torch.empty(shape, dtype=dtype, device=self.torch_device)
+        whole = torch.empty(shape, dtype=dtype, device=self.torch_device, **layout)
         whole.normal_(0, prod(shape[1:]) ** -0.5, generator=generator)
         part = whole
         for dim, start, stop in cuts:

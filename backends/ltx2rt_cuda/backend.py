@@ -215,7 +215,7 @@ class CudaBackend:
         dtype = DTYPES[type.dtype]
         if len(pieces) == 1:
             tensor = self._piece(source, pieces[0], encoding)
-            copied = tensor.to(self.torch_device, dtype, memory_format=torch.contiguous_format)
+            copied = tensor.to(self.torch_device, dtype, memory_format=self.memory_format(tensor.ndim))
             return copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
         joined = torch.empty(type.shape, dtype=dtype, device=self.torch_device)
         row = 0
@@ -230,6 +230,11 @@ class CudaBackend:
         """Over the file's memory, or, if there is an encoding, on the device."""
         read = source.read(piece, encoding)
         return read if encoding else to_torch(read)
+
+    def memory_format(self, ndim: int) -> torch.memory_format:
+        """How a weight lies on the device: that of a 3-D convolution as `ops.conv` wants it."""
+        convolution = ndim == 5 and self.device_kind == "cuda"
+        return torch.channels_last_3d if convolution else torch.contiguous_format
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False, fused: bool | None = None) -> Program:
         """fused: write the ops that have kernels; by default on a GPU, where the kernels run."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ltx2rt.graph.fused import grouped, pairs, snake_windows, spread
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
+from ltx2rt_cuda.attention import attention as attend
 
 DTYPES = {
     "float32": torch.float32,
@@ -214,7 +215,15 @@ def linear_float8(
 @op
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride, dilation) -> Tensor:
     function = (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
+    if weight.ndim == 5 and x.device.type == "cuda":
+        x, weight = channels_last(x), channels_last(weight)
     return function(x, weight, bias, stride=stride, dilation=dilation)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The layout in which Hopper's convolutions multiply; norm, SiLU, padding and residuals keep it, so that inside the
+    VAE's blocks nothing is copied."""
+    return x.contiguous(memory_format=torch.channels_last_3d)
 
 
 @op
@@ -314,16 +323,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float)
 
 @op
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view) -> Tensor:
-    mask = None if bias is None else bias.reshape(bias_view).to(q.dtype)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        mask,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2)
+    return attend(q, k, v, None if bias is None else bias.reshape(bias_view).to(q.dtype), scale)
 
 
 @op

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernel_cases import CASES, DTYPES, Operands
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
+from ltx2rt_cuda.ops import channels_last
 from ltx2rt_kernels.choose import FOLDERS, why_not
 
 from ltx2rt.graph.ops import OPS
@@ -91,6 +92,28 @@ def test_kernel_refuses_what_it_cannot_take(op, change, reason):
     kernels = import_module(f"ltx2rt_kernels.{FOLDERS[name]}.cuda")
     assert kernels.why_not(x, *others, **plan) is None
     assert reason in kernels.why_not(change(x), *others, **plan)
+
+
+def test_a_block_of_the_decoder_keeps_channels_last():
+    """What a convolution on a GPU makes stays in its layout up to the next one: nothing is copied in between."""
+    rng = torch.Generator().manual_seed(0)
+    x = channels_last(torch.randn(1, 16, 3, 6, 8, generator=rng))
+    weight = channels_last(torch.randn(16, 16, 3, 3, 3, generator=rng))
+    y = x
+    for op, plan in (
+        ("pixel_norm_silu", {"dim": 1, "eps": 1e-8}),
+        ("pad", {"widths": ((0, 0), (0, 0), (1, 1), (0, 0), (0, 0)), "mode": "edge"}),
+        ("pad", {"widths": ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1)), "mode": "zeros"}),
+    ):
+        y = TORCH_OPS[op](y, **plan)
+        assert y.is_contiguous(memory_format=torch.channels_last_3d), op
+    reflected = TORCH_OPS["pad"](x, widths=((0, 0), (0, 0), (0, 0), (1, 1), (1, 1)), mode="reflect")
+    assert reflected.is_contiguous(memory_format=torch.channels_last_3d)
+    plan = {"stride": (1, 1, 1), "dilation": (1, 1, 1)}
+    found = TORCH_OPS["conv"](y, weight, **plan)
+    assert relative_l2(found, TORCH_OPS["conv"](y.contiguous(), weight.contiguous(), **plan)) <= FLOAT32
+    total = TORCH_OPS["add"](x, channels_last(found), (x.shape,) * 2)
+    assert total.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 def test_compiled_graphs_hold_the_plain_ops():

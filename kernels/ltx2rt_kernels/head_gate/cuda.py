@@ -1,4 +1,7 @@
-"""One program per token, all its heads at once; y may be a view, such as an attention's transposed result."""
+"""One program per token, all its heads at once; y may be a view, such as an attention's transposed result.
+
+It moves the minimum: y and the logits read once, the result written once.
+"""
 
 from __future__ import annotations
 

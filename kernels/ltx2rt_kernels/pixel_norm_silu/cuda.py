@@ -1,4 +1,7 @@
-"""One program holds all channels of some pixels; channels first and channels last are two sets of strides."""
+"""One program holds all channels of some pixels; channels first and channels last are two sets of strides.
+
+It moves the minimum: every pixel read once and written once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The row kernel of `norm_modulate` with a gated residual before it; `gated_residual` leaves the norm out."""
+"""The row kernel of `norm_modulate` with a gated residual before it; `gated_residual` leaves the norm out.
+
+From memory it moves the minimum but for rows, which all tokens but the first read from the cache: x and y once, the sum
+and each result once.
+"""
 
 from __future__ import annotations
 

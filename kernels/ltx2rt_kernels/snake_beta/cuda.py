@@ -1,7 +1,8 @@
 """One program per stretch of one channel: the signal at twice the rate exists in registers only.
 
 Each result computes the samples under its filter anew: half of taps^2 multiplications and `taps` sines, in place of a
-dozen passes over memory at twice the rate.
+dozen passes over memory at twice the rate. Loads ask for half of taps^2 samples a result, all but one of them from the
+cache: what comes from memory is the minimum, the signal once, and the edges of stretches twice.
 """
 
 from __future__ import annotations

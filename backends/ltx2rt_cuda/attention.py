@@ -1,0 +1,103 @@
+"""Which attention kernel runs, and why not the others.
+
+On a GPU FlashAttention-3, if it is installed and takes the operands; else torch's own: cuDNN's first, which is made
+for Hopper as FlashAttention-3 is, then torch's FlashAttention-2, then those that take any operands. On a CPU, torch's
+choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+TORCH: dict[str, tuple[SDPBackend, Callable[[Any], bool]]] = {  # in order of preference
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, can_use_cudnn_attention),
+    "flash2": (SDPBackend.FLASH_ATTENTION, can_use_flash_attention),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, can_use_efficient_attention),
+    "math": (SDPBackend.MATH, lambda _: True),
+}
+KERNELS = ("flash3", *TORCH)
+
+
+@cache
+def _flash3() -> Any:
+    return import_module("flash_attn_interface").flash_attn_func
+
+
+@cache
+def _flash3_is_installed() -> bool:
+    return find_spec("flash_attn_interface") is not None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def why_not(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
+    """Why the kernel `name` of KERNELS cannot take q (B, tokens, heads, head_dim), k, v and an additive mask (B or 1,
+    heads or 1, tokens, keys); None if it can."""
+    if name != "flash3":
+        _, takes = TORCH[name]
+        queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+        params = SDPAParams(queries, keys, values, mask, 0.0, False, q.shape[2] != k.shape[2])
+        return None if takes(params) else f"torch's {name} attention does not take these operands"
+    if torch.compiler.is_compiling():
+        return "torch.compile does not see into it"
+    if q.device.type != "cuda":
+        return f"the operands are on {q.device.type}, the kernel runs on cuda"
+    if not _flash3_is_installed():
+        return "flash_attn_interface is not installed"
+    if (capability := _capability(q.device))[0] != 9:
+        return f"it is for Hopper, compute capability 9, this device has {capability[0]}.{capability[1]}"
+    return why_not_flash3(q, k, v, mask)
+
+
+def why_not_flash3(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
+    """Of what the operands alone tell."""
+    if mask is not None:
+        return "it takes no mask"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the operands are {q.dtype}, it takes bfloat16 and float16"
+    if q.shape[3] > 256 or q.shape[3] % 8:
+        return f"heads of {q.shape[3]}, it takes multiples of 8 up to 256"
+    if any(x.stride(3) != 1 for x in (q, k, v)):
+        return "an operand's last axis is strided"
+    return None
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(
+        1, 2
+    )
+
+
+def preferred_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """torch_attention by the first of TORCH that takes the operands."""
+    with sdpa_kernel([backend for backend, _ in TORCH.values()], set_priority=True):
+        return torch_attention(q, k, v, mask, scale)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k and v (B, keys, kv_heads, head_dim)."""
+    if q.device.type != "cuda":
+        return torch_attention(q, k, v, mask, scale)
+    if why_not("flash3", q, k, v, mask) is None:
+        found = _flash3()(q, k, v, softmax_scale=scale)
+        return found[0] if isinstance(found, tuple) else found  # its first releases return the log-sums too
+    return preferred_attention(q, k, v, mask, scale)
