@@ -64,7 +64,7 @@ def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
             current = match[2]
             bodies[current] = []
             entry = current if match[1] else entry
-        elif line.startswith("}"):
+        elif line.startswith("}") and not line.startswith("}}"):  # the latter ends a kernel's metadata
             current = None
         elif current is not None:
             bodies[current].append(line.strip())

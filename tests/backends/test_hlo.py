@@ -6,6 +6,9 @@ from ltx2rt_tpu.hlo import collectives
 HLO = """HloModule jit_step
 
 %body (p: (s32[], bf16[2,4])) -> (s32[], bf16[2,4]) {
+  %k = bf16[2]{0} custom-call(%z), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block_q": 128
+}}, metadata={op_name="attention"}
   %a = (bf16[2,4]{1,0}, bf16[3]{0}) all-reduce(%x, %y), replica_groups=[2,4]<=[8], to_apply=%sum
   ROOT %t = (s32[], bf16[2,4]) tuple(%i, %z)
 }
