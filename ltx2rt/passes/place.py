@@ -10,7 +10,7 @@ float32 per token. What no rule reaches stays replicated, and so does a size tha
 Tokens (Ulysses): what a repeat reads that has a split token axis enters cut and every device keeps its tokens.
 Around self-attention one `all_to_all` trades tokens for heads and one trades them back; a stream that is whole attends
 to the keys of a cut one in parts, a long one gathers the few keys of another. Tokens that do not divide are padded at
-the end, and the padding is masked.
+the end; where a device has all keys it leaves the padding out, where it has a part it masks it.
 
 Batch (`B`, the guidance branches): enters a repeat cut as tokens do; no op mixes samples, so nothing is communicated
 until the output projection gathers them.
@@ -67,7 +67,8 @@ class _Placer:
     def __init__(self, out: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, outermost: bool):
         self.out, self.rules, self.mesh, self.strict, self.outermost = out, rules, mesh, strict, outermost
         self.blocked: set[str] = set()
-        self.padding: dict[str, Value] = {}  # by token axis (keys): 0, and MASKED where tokens are padding
+        self.lengths: dict[str, int] = {}  # by token axis that is padded: its size without the padding
+        self.padding: dict[str, Value] = {}  # by the same (keys): 0, and MASKED where tokens are padding
 
     def nodes(self, graph: Graph, env: dict[int, Placed]) -> None:
         """Rewrite the nodes of one graph in order; `env` maps its values to placed ones."""
@@ -240,25 +241,28 @@ class _Placer:
         if mesh_axis is None:
             inputs = [self._declared(p) for p in (q, k, v, *bias)]
             return [Placed(emit(self.out, "attention", *inputs, **node.attrs), q.splits)]
-        padding = self.padding.get(queries if keys == "keys" else keys)  # a bias renames its keys
+        tokens = queries if keys == "keys" else keys  # a bias renames its keys
         if queries not in q.splits:
-            return [Placed(self._shared(node, q, k, v, bias, mesh_axis, padding), q.splits)]
+            return [Placed(self._shared(node, q, k, v, bias, mesh_axis, self.padding.get(tokens)), q.splits)]
         parts, num_queries, num_keys = self.mesh[mesh_axis], q.value.type.shape[1], k.value.type.shape[1]
         if parts * num_keys < num_queries + num_keys:  # all k and v are fewer bytes than a share of q, k, v and result
             there = [self._declared(q), *(self.gathered(p, keys).value for p in (k, v))]
-            return [Placed(self._attend(node, there, bias, padding), q.splits)]
-        return [Placed(self._traded(node, q, k, v, bias, mesh_axis, padding), q.splits)]
+            return [Placed(self._attend(node, there, bias, tokens), q.splits)]
+        return [Placed(self._traded(node, q, k, v, bias, mesh_axis, tokens), q.splits)]
 
-    def _attend(self, node: Node, operands: list[Value], bias: list[Placed], padding: Value | None) -> Value:
-        """Attention to keys of which the last may be padding."""
-        extra = [self._declared(b) for b in bias]
-        if padding is not None:
-            operands = self._keys_named(operands)
-            extra = [emit(self.out, "add", extra[0], padding) if extra else padding]
-        return emit(self.out, "attention", *operands, *extra, **node.attrs)
+    def _attend(self, node: Node, operands: list[Value], bias: list[Placed], tokens: str) -> Value:
+        """Attention to all keys but the padding of the axis `tokens`; with a bias its queries are without it too."""
+        q, *kv = operands
+        axis, size = q.type.axes[1], q.type.shape[1]
+        if tokens in self.lengths:
+            kv = [emit(self.out, "slice", x, axis=x.type.axes[1], stop=self.lengths[tokens]) for x in kv]
+            q = emit(self.out, "slice", q, axis=axis, stop=self.lengths[tokens]) if bias else q
+        y = emit(self.out, "attention", q, *kv, *(self._declared(b) for b in bias), **node.attrs)
+        missing = size - y.type.size(axis)
+        return emit(self.out, "pad", y, **{axis: (0, missing)}) if missing else y
 
     def _traded(
-        self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str, padding: Value | None
+        self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str, tokens: str
     ) -> Value:
         """Queries and keys are split: every device gets all tokens of a share of its heads, and gives them back."""
         parts = self.mesh[mesh_axis]
@@ -271,7 +275,7 @@ class _Placer:
                 )
         trade = {"mesh_axis": mesh_axis, "parts": parts}
         there = emit(self.out, "all_to_all", q.value, k.value, v.value, split=2, concat=1, **trade)
-        y = self._attend(node, there, bias, padding)
+        y = self._attend(node, list(there), bias, tokens)
         (y,) = emit(self.out, "all_to_all", y, split=1, concat=2, **trade)
         return y
 
@@ -284,17 +288,12 @@ class _Placer:
         parts = self.mesh[mesh_axis]
         operands = [self._declared(p) for p in (q, k, v)]
         if padding is not None:
-            own = emit(self.out, "shard", padding, axis="keys", mesh_axis=mesh_axis, parts=parts)
-            operands = [*self._keys_named(operands), own]
+            operands[1:] = (emit(self.out, "rename", x, names={x.type.axes[1]: "keys"}) for x in operands[1:])
+            operands.append(emit(self.out, "shard", padding, axis="keys", mesh_axis=mesh_axis, parts=parts))
         y = emit(self.out, "attention_part", *operands, **node.attrs)
         y = emit(self.out, "expand", y, axis="parts", size=1, before=y.type.axes[0])
         y = emit(self.out, "all_gather", y, axis="parts", mesh_axis=mesh_axis, parts=parts)
         return emit(self.out, "attention_join", y)
-
-    def _keys_named(self, operands) -> list[Value]:
-        """q, k and v with the keys' axis called as the padding mask calls it."""
-        q, *others = operands
-        return [q, *(emit(self.out, "rename", x, names={x.type.axes[1]: "keys"}) for x in others)]
 
     def _other(self, node: Node, operands: list[Placed]) -> Placed:
         """Ops whose attributes name axes or sizes: legal while they leave the split axes alone.
@@ -341,7 +340,7 @@ class _Placer:
         for axis, size in lengths.items():
             if size % self._parts(axis):
                 mask = self._padding_mask(axis, size, next(iter(self.out.inputs.values())))
-                inner.padding[axis] = Value(f"{axis}_padding", mask.type)
+                inner.lengths[axis], inner.padding[axis] = size, Value(f"{axis}_padding", mask.type)
                 items, at = list(body.inputs.items()), plan.num_carries + num_invariants
                 items.insert(at, (f"{axis}_padding", inner.padding[axis]))
                 body.inputs = dict(items)

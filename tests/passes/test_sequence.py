@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placed_cases import case
+from placed_cases import Case, case
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import interpret
@@ -74,15 +74,33 @@ def test_many_queries_gather_few_keys_and_few_queries_trade():
     assert executed(local) == Counter(all_to_all=6 * 48, all_gather=2 * 48 + 2)
 
 
+def uneven(rng):
+    """A config, 13 video tokens as no mesh divides them, and the position feeds of these and of 7 audio tokens."""
+    config, tokens = preset("tiny-2.3").config.transformer, 13
+    config = replace(config, num_heads=12, audio_num_heads=12, head_dim=8, audio_head_dim=4)
+    start = rng.integers(0, 9, (3, tokens)).astype(np.float32)
+    video, audio = (np.stack([x, x + 1], -1) for x in (start, np.arange(7, dtype=np.float32)[None]))
+    return config, tokens, transformer.position_feeds(config, video, audio)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_mask_between_tokens_that_do_not_divide(mesh):
+    rng = np.random.default_rng(6)
+    config, tokens, feeds = uneven(rng)
+    for name, count in (("video", tokens), ("audio", 7)):
+        feeds |= transformer.level_feeds(name, rng.choice([0.2, 0.5, 0.9], (2, count)))
+    levels = (feeds[f"{name}_levels"].shape[1] for name in ("video", "audio"))
+    counts = transformer.coordinate_counts(feeds)
+    graph = transformer.trace(config, transformer.Structure(2, tokens, 7, 5, counts, *levels, masked=True), "float32")
+    feeds = {name: feeds.get(name, rng.random(v.type.shape, np.float32)) for name, v in graph.inputs.items()}
+    agree(Case("transformer", graph, random_params(graph), feeds), mesh)
+
+
 @pytest.mark.parametrize("sound", ("replicated", "split"))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, sound):
-    config, tokens = preset("tiny-2.3").config.transformer, 13
-    config = replace(config, num_heads=12, audio_num_heads=12, head_dim=8, audio_head_dim=4)
     rng = np.random.default_rng(5)
-    start = rng.integers(0, 9, (3, tokens)).astype(np.float32)
-    video, audio = (np.stack([x, x + 1], -1) for x in (start, np.arange(7, dtype=np.float32)[None]))
-    feeds = transformer.position_feeds(config, video, audio)
+    config, tokens, feeds = uneven(rng)
     feeds |= guided_step.mask_feeds("video", np.linspace(0, 1, tokens).round(1)) | guided_step.mask_feeds(
         "audio", np.ones(7)
     )
