@@ -5,9 +5,12 @@ float32 operands are multiplied in float32 (precision HIGHEST): a TPU's default 
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from ltx2rt_kernels.attention import tpu as kernel
 
 from ltx2rt.graph.fused import grouped, pairs, snake_windows, spread
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
@@ -302,6 +305,14 @@ def _scores(q: Array, k: Array, bias: Array | None, scale: float, bias_view) -> 
 
 @op
 def attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
+    """By the kernel where the program is lowered for a TPU, unless there is a reason why not."""
+    plain = partial(_attention, scale=scale, bias_view=bias_view)
+    if kernel.why_not(q, k, v, bias, scale=scale, bias_view=bias_view):
+        return plain(q, k, v, bias)
+    return lax.platform_dependent(q, k, v, tpu=partial(kernel.attention, scale=scale), default=plain)
+
+
+def _attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
     weights = jax.nn.softmax(_scores(q, k, bias, scale, bias_view), axis=-1).astype(v.dtype)
     return jnp.einsum("bngts,bsnd->btngd", weights, v, precision=_precision(v)).reshape(q.shape)
 

@@ -1,1 +1,1 @@
-"""Hand-written kernels: a folder per operation with its numpy reference and its CUDA kernel in Triton."""
+"""Hand-written kernels: a folder per operation, with its CUDA kernel in Triton or its TPU kernel in Pallas."""

@@ -26,14 +26,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ltx2rt_tpu.backend import Program, abstract_weights
 from ltx2rt.pipeline.graphs import component_graph
 from ltx2rt.pipeline.request import GraphRequest
-from ltx2rt.placement.profiles import PROFILES, placed
 from ltx2rt.weights.presets import preset
 
 def compiled(topology, mesh, layers, size):
     config = preset("ltx-2.0").config
     config = replace(config, transformer=replace(config.transformer, num_layers=layers))
-    request = GraphRequest("guided-step", preset="ltx-2.0", branches=2, **size)
-    graph = placed(component_graph(config, request), "transformer", PROFILES["trillium"], mesh)
+    request = GraphRequest("guided-step", preset="ltx-2.0", branches=2, profile="trillium", mesh=mesh, **size)
+    graph = component_graph(config, request)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     place = NamedSharding(Mesh(np.array(devices).reshape(tuple(mesh.values())), tuple(mesh)), PartitionSpec())
     program, weights = Program(graph, place, unrolled=False), abstract_weights(graph, place)
@@ -62,3 +61,14 @@ print(json.dumps([memory.argument_size_in_bytes, memory.temp_size_in_bytes, "*" 
 """)
     weights_bytes, temp_bytes, largest_is_stacked = found
     assert largest_is_stacked and temp_bytes < weights_bytes / 4
+
+
+def test_a_step_on_v6e_attends_by_the_kernel():
+    """Video to itself and to the text, in the one body of the loop over blocks, under shard_map."""
+    kernels = run("""
+_, step = compiled("v6e:2x4", {"tensor": 2, "sequence": 4}, 2, {"width": 768, "height": 512, "num_frames": 25})
+shapes = [line.split(" custom-call(")[0] for line in step.as_text().splitlines() if "tpu_custom_call" in line]
+print(json.dumps(shapes))
+""")
+    # (B heads, tokens, head_dim): 2 x 4 heads with all 1536 tokens, 2 x 16 heads with a quarter of them
+    assert len(kernels) == 2 and "bf16[8,1536,128]" in kernels[0] and "bf16[32,384,128]" in kernels[1], kernels

@@ -1,0 +1,95 @@
+"""The TPU's attention kernel equals the op's definition, is chosen for a reason, and is what a TPU program holds.
+
+In Pallas' interpreter, on a CPU.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ltx2rt_kernels.attention import tpu
+from ltx2rt_tpu.ops import OPS as JAX_OPS
+
+from ltx2rt.graph.ops import OPS
+from ltx2rt.testing import relative_l2
+
+SHAPES = [  # batch, queries, heads, keys, kv_heads, head_dim
+    (1, 256, 2, 384, 2, 128),
+    (2, 130, 2, 200, 1, 128),
+    (2, 129, 1, 1153, 1, 256),
+]
+SCALE = 0.1
+
+
+def operands(batch, queries, heads, keys, kv_heads, head_dim, dtype):
+    """Scores of a few units, as RMS-normalised queries and keys make them."""
+    rng = np.random.default_rng(np.random.SeedSequence().entropy)
+    shapes = (batch, queries, heads, head_dim), *((batch, keys, kv_heads, head_dim),) * 2
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def definition(q, k, v):
+    return OPS["attention"].numpy(*(np.asarray(x, np.float32) for x in (q, k, v)), scale=SCALE, bias_view=None)
+
+
+def plain(q, k, v):
+    """By XLA: what a CPU's program holds."""
+    return JAX_OPS["attention"](q, k, v, scale=SCALE, bias_view=None)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_equals_the_definition(shape):
+    q, k, v = operands(*shape, "float32")
+    # Float32 sums in another order, over up to 1153 keys.
+    assert relative_l2(tpu.attention(q, k, v, scale=SCALE, interpret=True), definition(q, k, v)) <= 1e-5
+
+
+def test_kernel_is_as_exact_in_bfloat16_as_xla():
+    q, k, v = operands(*SHAPES[1], "bfloat16")
+    expected = definition(q, k, v)
+    found, others = (relative_l2(y.astype("float32"), expected) for y in (
+        tpu.attention(q, k, v, scale=SCALE, interpret=True), plain(q, k, v)
+    ))  # fmt: skip
+    assert found <= 2 * others
+
+
+def test_kernel_has_the_gradients_of_the_definition():
+    q, k, v = operands(*SHAPES[1], "float32")
+    weights = jnp.arange(q.size, dtype="float32").reshape(q.shape) / q.size
+    both = (lambda *x: tpu.attention(*x, scale=SCALE, interpret=True)), plain
+    found, expected = (jax.grad(lambda *x, y=y: (y(*x) * weights).sum(), (0, 1, 2))(q, k, v) for y in both)
+    for a, b in zip(found, expected, strict=True):
+        assert relative_l2(a, b) <= 1e-5  # float32 sums in another order
+
+
+@pytest.mark.parametrize("length", [128, 768, 1408, 4736, 6144, 24576])
+def test_blocks_divide_what_they_tile(length):
+    for most in (tpu.MAX_QUERIES, tpu.MAX_KEYS, tpu.MAX_KEYS_AT_ONCE):
+        block = tpu.block(length, most)
+        assert length % block == 0 and block % tpu.LANES == 0 and block <= most
+    assert tpu.block(6144, 1024) == 1024 and tpu.block(768, 1024) == 768
+
+
+@pytest.mark.parametrize(
+    "shape,dtype,bias,reason",
+    [
+        (SHAPES[0], "bfloat16", True, "a bias"),
+        (SHAPES[0], "float32", False, "float32"),
+        ((1, 6144, 4, 6144, 4, 64), "bfloat16", False, "head_dim is 64"),
+        ((1, 126, 4, 1024, 4, 128), "bfloat16", False, "126 queries"),
+        ((1, 768, 4, 126, 4, 128), "bfloat16", False, "126 keys"),
+        (SHAPES[0], "bfloat16", False, None),
+    ],
+)
+def test_kernel_is_refused_for_a_reason_and_else_is_what_a_tpu_runs(shape, dtype, bias, reason):
+    """Lowered for a TPU, which needs none."""
+    batch, queries, heads, keys, kv_heads, head_dim = shape
+    types = [jax.ShapeDtypeStruct((batch, queries, heads, head_dim), dtype)]
+    types += [jax.ShapeDtypeStruct((batch, keys, kv_heads, head_dim), dtype)] * 2
+    types += [jax.ShapeDtypeStruct((keys,), "float32")] * bias
+    plan = {"scale": SCALE, "bias_view": (1, 1, 1, keys) if bias else None}
+    found = tpu.why_not(*types, **plan)
+    assert found is None if reason is None else reason in (found or "")
+    traced = jax.jit(lambda *x: JAX_OPS["attention"](*x, **plan)).trace(*types)
+    holds = {p: "tpu_custom_call" in traced.lower(lowering_platforms=(p,)).as_text() for p in ("tpu", "cpu")}
+    assert holds == {"tpu": reason is None, "cpu": False}
