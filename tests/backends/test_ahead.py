@@ -68,7 +68,7 @@ def decoder(name: str, **clip: int) -> tuple[Graph, Compiled]:
 def test_devices_decode_tiles_apart_with_whole_weights(name, clip):
     graph, found = decoder(name, **clip)
     assert found.collectives == {} and found.received_bytes == 0
-    latent = graph.inputs["latent"].type.nbytes
-    # Every device holds all weights and its own tile; no more than tiles of the memory's layout can add.
-    assert weight_bytes([graph]) + latent <= found.weights_bytes <= 1.2 * weight_bytes([graph]) + 2 * latent + 2**20
-    assert found.output_bytes >= graph.outputs["frames"].type.nbytes
+    latent, frames = graph.inputs["latent"].type.nbytes, graph.outputs["frames"].type.nbytes
+    # Whole weights, one tile in, one tile out; memory is padded to tiles of its own, which never doubles frames.
+    assert found.weights_bytes >= weight_bytes([graph]) + latent
+    assert frames <= found.output_bytes < 2 * frames
