@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ltx2rt.backend import get_backend
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models import guided_step, transformer
-from ltx2rt.pipeline.networks import Networks
+from ltx2rt.pipeline.networks import Networks, open_backend
 from ltx2rt.pipeline.request import COMPONENTS, ProbeRequest, check_options
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
@@ -39,7 +38,7 @@ def run(request: ProbeRequest) -> None:
         raise InputError(f"unknown component {request.component!r}; known components: {', '.join(COMPONENTS)}")
     if not request.outputs.parent.is_dir():
         raise InputError(f"--outputs: the folder {request.outputs.parent} does not exist; create it first")
-    backend = get_backend(request.options.backend, request.options.device, request.options.mesh)
+    backend = open_backend(request.options)
     checkpoint = open_checkpoint(request.options.model, request.options.text_encoder, request.options.upsampler)
     networks = Networks(checkpoint, backend, request.options, request.options.compute_dtype("float32"))
     component = components(checkpoint.config)[request.component]

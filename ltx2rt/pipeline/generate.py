@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import ltx2rt
-from ltx2rt.backend import Backend, get_backend
+from ltx2rt.backend import Backend
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.media.images import load_conditioning_image, read_rgb
@@ -29,7 +29,7 @@ from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.models.guided_step import Structure
 from ltx2rt.pipeline.conditioning import ImageLatent, ModalityState, audio_state, video_state
 from ltx2rt.pipeline.latents import Geometry, pack_audio, pack_video, unpack_audio, unpack_video
-from ltx2rt.pipeline.networks import Networks
+from ltx2rt.pipeline.networks import Networks, open_backend
 from ltx2rt.pipeline.noise import standard_normal
 from ltx2rt.pipeline.report import Stopwatch, write_report
 from ltx2rt.pipeline.request import Request, check, resolve
@@ -82,7 +82,7 @@ class Latents:
 def run(request: Request) -> None:
     """Generate one clip and say where it is. What the user can mend raises InputError before any weight is read."""
     check(request)
-    backend = get_backend(request.options.backend, request.options.device, request.options.mesh)
+    backend = open_backend(request.options)
     checkpoint = open_checkpoint(request.options.model, request.options.text_encoder, request.options.upsampler)
     plan = make_plan(request, checkpoint, backend)
     check_memory(plan)

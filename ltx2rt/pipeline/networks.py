@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.backend import Backend, Call, Loop, Program
+from ltx2rt.backend import Backend, Call, DeviceInfo, Loop, Program, get_backend
 from ltx2rt.graph import Graph
 from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
 from ltx2rt.models.guided_step import Branches
@@ -22,7 +22,7 @@ from ltx2rt.pipeline.conditioning import ModalityState
 from ltx2rt.pipeline.request import LoraSpec, ModelOptions
 from ltx2rt.pipeline.text import PROMPT_TOKENS
 from ltx2rt.placement.mesh import stage_mesh, text_mesh
-from ltx2rt.placement.profiles import placed, placed_loop, profile_of
+from ltx2rt.placement.profiles import default_mesh, placed, placed_loop, profile_of
 from ltx2rt.weights.checkpoint import Checkpoint, audit
 from ltx2rt.weights.lora import Merge, MergedSource, open_lora
 
@@ -35,6 +35,23 @@ SOURCES = {  # network -> the component of the checkpoint that holds its tensors
     "vocoder": ("vocoder",),
     "upsampler": ("upsampler",),
 }
+
+
+def open_backend(options: ModelOptions) -> Backend:
+    """The backend that the options ask for. Raises InputError.
+
+    Without a mesh a TPU host uses all its devices, as the profile means them to be: JAX sees them all from one process.
+    """
+    backend = get_backend(options.backend, options.device, options.mesh)
+    mesh = options.mesh or mesh_of_host(backend.device(), options.profile)
+    return backend if mesh == options.mesh else get_backend(options.backend, options.device, mesh)
+
+
+def mesh_of_host(device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
+    """The mesh of all devices, if they are several TPUs."""
+    if device.kind != "tpu" or device.count == 1:
+        return {}
+    return default_mesh(profile_of(profile, device.name, {"data": device.count}), device.count)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 import pytest
 from placed_cases import case
 
+from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ops import COLLECTIVES
+from ltx2rt.pipeline.networks import mesh_of_host
 from ltx2rt.placement.profiles import PROFILES, default_mesh, placed, profile_of
 
 MESH = {"tensor": 2}
@@ -92,3 +94,20 @@ def test_network_that_a_profile_does_not_name_is_replicated(network):
 def test_single_splits_nothing():
     one = case("guided-2.3")
     assert whole(placed(one.graph, one.network, PROFILES["single"], MESH))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "count", "profile", "expected"),
+    [
+        ("tpu", "TPU v6 lite", 8, None, {"sequence": 4, "tensor": 2}),
+        ("tpu", "TPU v6 lite", 8, "ironwood-1d", {"tensor": 8}),
+        ("tpu", "TPU7x", 8, None, {"sequence": 8}),
+        ("tpu", "TPU7x", 8, "single", {}),
+        ("tpu", "TPU7x", 1, None, {}),
+        ("cpu", "CPU", 8, None, {}),
+        ("cuda", "NVIDIA H200", 8, None, {}),
+    ],
+)
+def test_a_tpu_host_without_a_mesh_uses_all_its_devices(kind, name, count, profile, expected):
+    """On GPUs the launcher decides: there a process is started for each."""
+    assert mesh_of_host(DeviceInfo(kind, name, 1, 1, count), profile) == expected
