@@ -103,6 +103,12 @@ class Program:
         typed = value.astype(spec.dtype) if isinstance(value, Array) else np.asarray(value, NUMPY_DTYPES[spec.dtype])
         return replicate(typed, self.place)
 
+    @property
+    def each_own(self) -> NamedSharding:
+        """An array of which every device of the mesh has its part of the first axis."""
+        assert isinstance(self.place, NamedSharding)
+        return NamedSharding(self.place.mesh, P(self.place.mesh.axis_names))
+
     def together(self, weights: Weights, several: list[Mapping[str, Any]], output: str) -> list[Any]:
         """`output` for each of several inputs, at most as many as there are devices; weights are whole on each.
 
@@ -111,14 +117,13 @@ class Program:
         place = self.place
         if not isinstance(place, NamedSharding):
             return [self(weights, inputs)[output] for inputs in several]
-        axes, count = P(place.mesh.axis_names), place.mesh.size
-        own = NamedSharding(place.mesh, axes)
+        axes, count = self.each_own.spec, place.mesh.size
         stacked = {}
         for name, v in self.graph.inputs.items():
             rows = [np.asarray(inputs[name], NUMPY_DTYPES[v.type.dtype]) for inputs in several]
             empty = [np.zeros_like(rows[0])] * (count - len(rows))
             whole = np.concatenate([*rows, *empty])
-            stacked[name] = jax.make_array_from_callback(whole.shape, own, whole.__getitem__)
+            stacked[name] = jax.make_array_from_callback(whole.shape, self.each_own, whole.__getitem__)
         y = self.shared(self._weights(weights), stacked)[output]
         if not y.is_fully_addressable:
             whole = multihost_utils.process_allgather(y, tiled=True)
