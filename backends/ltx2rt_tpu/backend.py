@@ -117,7 +117,7 @@ class Program:
         place = self.place
         if not isinstance(place, NamedSharding):
             return [self(weights, inputs)[output] for inputs in several]
-        axes, count = self.each_own.spec, place.mesh.size
+        count = place.mesh.size
         stacked = {}
         for name, v in self.graph.inputs.items():
             rows = [np.asarray(inputs[name], NUMPY_DTYPES[v.type.dtype]) for inputs in several]
