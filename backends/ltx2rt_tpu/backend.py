@@ -27,6 +27,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Layout, Type
 from ltx2rt.launch import HOST_VARIABLES
+from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.weights.encode import EncodedSource
 from ltx2rt_tpu.distributed import device_mesh, join, rendezvous, silence_gloo
@@ -69,7 +70,9 @@ class Program:
     """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
-        self.graph, self.place, self.unrolled = graph, place, unrolled
+        on_tpu = next(iter(place.device_set)).platform == "tpu"
+        self.graph = fuse(graph, (snakes,)) if on_tpu else graph  # XLA fuses the rest itself
+        self.place, self.unrolled = place, unrolled
         self.function = jax.jit(self._run)
         self.shared = jax.jit(self._each)
 

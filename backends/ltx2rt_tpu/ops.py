@@ -5,7 +5,7 @@ float32 operands are multiplied in float32 (precision HIGHEST): a TPU's default 
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -192,8 +192,35 @@ def linear_float8(
 @op
 def conv(x: Array, weight: Array, bias: Array | None = None, *, stride, dilation) -> Array:
     n = weight.ndim - 2
-    y = lax.conv_general_dilated(x, weight, stride, [(0, 0)] * n, rhs_dilation=dilation, precision=_precision(x))
+    y = partial(_conv, stride=stride, dilation=dilation)
+    if n == 1 and stride == (1,) and weight.shape[1] > 1:
+        y = partial(lax.platform_dependent, tpu=partial(_conv_by_taps, dilation=dilation[0]), default=y)
+    y = y(x, weight)
     return y if bias is None else y + bias.reshape(-1, *(1,) * n)
+
+
+def _conv(x: Array, weight: Array, *, stride, dilation) -> Array:
+    pads = [(0, 0)] * len(stride)
+    return lax.conv_general_dilated(x, weight, stride, pads, rhs_dilation=dilation, precision=_precision(x))
+
+
+@partial(jax.jit, static_argnames="dilation")  # a trace for each shape, not for each of a vocoder's 200
+def _conv_by_taps(x: Array, weight: Array, dilation: int) -> Array:
+    """The same over time by a loop of matrix products: the TPU compiler takes seconds for every float32 convolution."""
+    out, _, taps = weight.shape
+    time = x.shape[2] - (taps - 1) * dilation
+    matrices = weight.transpose(2, 0, 1)
+
+    def add(tap, y):
+        window = lax.dynamic_slice_in_dim(x, tap * dilation, time, axis=2)
+        contract = (((1,), (1,)), ((), ()))
+        product = lax.dot_general(
+            matrices[tap], window, contract, precision=_precision(x), preferred_element_type=jnp.float32
+        )
+        return y + product
+
+    y = lax.fori_loop(0, taps, add, jnp.zeros((out, x.shape[0], time), jnp.float32))
+    return y.transpose(1, 0, 2).astype(x.dtype)
 
 
 @op
@@ -388,10 +415,24 @@ def pixel_norm_silu(x: Array, *, dim: int, eps: float) -> Array:
 
 @op
 def snake_beta(x: Array, up: Array, down: Array, alpha: Array, beta: Array, *, eps: float) -> Array:
-    b, c, t = x.shape
-    pad, start, edges = snake_windows(up.shape[-1])
-    y = jnp.pad(x.reshape(b * c, 1, t), ((0, 0), (0, 0), (pad, pad)), mode="edge")
-    y = 2 * OPS["conv_transpose"](y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t)
-    y = y + jnp.square(jnp.sin(y * jnp.exp(alpha)[:, None])) / (jnp.exp(beta)[:, None] + eps)
-    y = jnp.pad(y.reshape(b * c, 1, 2 * t), ((0, 0), (0, 0), edges), mode="edge")
-    return OPS["conv"](y, down, stride=(2,), dilation=(1,)).reshape(b, c, t)
+    """Filters as sums of shifted signals, at twice the rate the even samples apart from the odd ones: a convolution of
+    one channel leaves a TPU's matrix unit idle and keeps its compiler busy for many seconds."""
+    t, taps = x.shape[2], up.shape[-1]
+    pad, start, (before, _) = snake_windows(taps)
+    up, down = 2 * up.reshape(taps), down.reshape(taps)
+    rate, share = jnp.exp(alpha)[:, None], jnp.exp(beta)[:, None] + eps
+
+    def window(y: Array, first: int) -> Array:
+        return lax.slice_in_dim(y, first, first + t, axis=2)
+
+    wide = jnp.pad(x, ((0, 0), (0, 0), (pad, pad)), mode="edge")
+    halves = []
+    for odd in (0, 1):
+        reads = range((start + odd) % 2, taps, 2)  # the taps that meet no zero between the samples
+        y = reduce(jnp.add, (window(wide, (start + odd - k) // 2) * up[k] for k in reads))
+        halves.append(y + jnp.square(jnp.sin(y * rate)) / share)
+    edges = halves[0][..., :1], halves[1][..., -1:]
+    left, right = (jnp.broadcast_to(edge, (*x.shape[:2], pad)) for edge in edges)
+    halves = [jnp.concatenate([left, y, right], axis=2) for y in halves]
+    shifted = (window(halves[(k - before) % 2], pad + (k - before) // 2) * down[k] for k in range(taps))
+    return reduce(jnp.add, shifted)

@@ -23,10 +23,11 @@ from ltx2rt.graph.verify import verify
 from ltx2rt.models.vocoder import SNAKE_EPS, snake_beta
 
 
-def fuse(graph: Graph) -> Graph:
-    result = replace(graph, nodes=[_inside(node) for node in graph.nodes])
+def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
+    """matches: of MATCHES, which to look for; none: all."""
+    result = replace(graph, nodes=[_inside(node, matches) for node in graph.nodes])
     uses = _Uses(result)
-    for match in MATCHES:
+    for match in matches or MATCHES:
         for node in result.nodes:
             found = match(result, uses, node) if id(node) in uses.nodes else None
             if found is not None and _is_convex(uses, *found):
@@ -36,11 +37,11 @@ def fuse(graph: Graph) -> Graph:
     return result
 
 
-def _inside(node: Node) -> Node:
+def _inside(node: Node, matches: Sequence[Match]) -> Node:
     if node.op != "repeat":
         return node
     plan = node.plan["repeat"]
-    return replace(node, plan={"repeat": replace(plan, body=fuse(plan.body))})
+    return replace(node, plan={"repeat": replace(plan, body=fuse(plan.body, matches))})
 
 
 class _Uses:
@@ -243,7 +244,7 @@ def _snake_pattern(x: Type) -> Graph:
     return trace("snake", lambda o: {"y": snake_beta(o, o.input("x", **x.sizes))}, x.dtype)
 
 
-def _snake_beta(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+def snakes(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     """What the model text itself writes for a value of this type."""
     result = node.outputs[0]
     if node.op != "merge" or result.type.axes != ("B", "channels", "time"):
@@ -287,7 +288,7 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
 
 
 MATCHES: tuple[Match, ...] = (
-    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_pair, _head_gate, _pixel_norm_silu, _snake_beta,
+    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_pair, _head_gate, _pixel_norm_silu, snakes,
 )  # fmt: skip
 
 

@@ -4,15 +4,20 @@ import copy
 import math
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
+from ltx2rt_tpu import ops
 
+from ltx2rt.backend import get_backend
 from ltx2rt.config import GeneratorConfig, VocoderConfig
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import vocoder
+from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import preset
@@ -108,6 +113,39 @@ def test_vocoder_is_diffusers(version, samples, kind):
     assert waveform.shape == (2, 2, samples)
     # Summation order, amplified by the logarithm of small magnitudes in 2.3.
     assert relative_l2(waveform, expected) <= 1e-4
+
+
+def test_vocoder_as_a_tpu_runs_it_is_diffusers():
+    """Its SnakeBetas are one op each, and with them every filter of one channel is gone."""
+    mel = normal(2, 2, 7, 4)
+    graph = fuse(vocoder.trace(CONFIGS["2.3"], 2, 7, "float32"), (snakes,))
+    inputs = vocoder.feeds(CONFIGS["2.3"], mel)
+    waveform = run_graph("tpu", graph, reference("2.3")[1], inputs)["waveform"]
+    assert relative_l2(waveform, theirs(reference("2.3")[0], mel)) <= 1e-4
+
+
+@pytest.mark.parametrize("taps,dilation,dtype", [(3, 1, "float32"), (11, 5, "float32"), (7, 3, "bfloat16")])
+def test_convolution_by_taps_is_the_convolution(taps, dilation, dtype):
+    x, weight = jnp.asarray(normal(2, 6, 70), dtype), jnp.asarray(normal(4, 6, taps), dtype)
+    whole = ops.OPS["conv"](x, weight, stride=(1,), dilation=(dilation,))
+    summed = ops._conv_by_taps(x, weight, dilation)
+    assert summed.dtype == whole.dtype and summed.shape == whole.shape
+    assert relative_l2(summed, whole) <= (1e-6 if dtype == "float32" else 2**-8)  # the last bit of one rounding
+
+
+def test_no_convolution_between_channels_is_compiled_for_a_tpu():
+    """Lowered without one; resampling and the STFT stay."""
+    program = get_backend("tpu", "cpu").lower(fuse(vocoder.trace(CONFIGS["2.3"], 1, 7, "float32"), (snakes,)))
+    graph, function = program.graph, program.function
+    params = {name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for name, (v, _) in graph.all_params().items()}
+    inputs = {name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for name, v in graph.inputs.items()}
+    counts = {
+        platform: function.trace(params, inputs).lower(lowering_platforms=(platform,)).as_text().count("convolution(")
+        for platform in ("cpu", "tpu")
+    }
+    convolutions = [node for node in graph.nodes if node.op.startswith("conv")]
+    assert counts["cpu"] == len(convolutions) > 20
+    assert counts["tpu"] == sum(n.op == "conv_transpose" or n.inputs[1].type.shape[1] == 1 for n in convolutions)
 
 
 def test_the_low_stage_is_clamped():
