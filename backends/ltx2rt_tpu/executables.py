@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-import zlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -57,10 +56,14 @@ def versions() -> str:
 
 def remove_damaged(folder: Path, module: str) -> None:
     """Remove the module's files that do not decompress: JAX writes none whose name is taken."""
+    from jax._src.compilation_cache import (
+        decompress_executable,
+    )  # which of two formats it is depends on what is installed
+
     for path in folder.glob(f"{module}-*"):
         try:
-            zlib.decompress(path.read_bytes())
-        except (zlib.error, FileNotFoundError):
+            decompress_executable(path.read_bytes())
+        except Exception:  # whatever the format raises: what cannot be read here is compiled anew
             path.unlink(missing_ok=True)
 
 
