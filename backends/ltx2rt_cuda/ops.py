@@ -46,7 +46,13 @@ def _binary(name, function):
     globals()[name] = run  # FX prints call targets by their qualified name
 
 
-_binary("add", torch.add)
+@op
+def add(x: Tensor, y: Tensor, views) -> Tensor:
+    x, y = x.reshape(views[0]), y.reshape(views[1])
+    # A sum lies as its first operand does: in a residual that is a convolution's result, not what it is added to.
+    return y + x if x.ndim == 5 and lies_channels_last(y) else x + y
+
+
 _binary("sub", torch.sub)
 _binary("mul", torch.mul)
 _binary("div", torch.div)
@@ -224,6 +230,10 @@ def channels_last(x: Tensor) -> Tensor:
     """The layout in which Hopper's convolutions multiply; norm, SiLU, padding and residuals keep it, so that inside the
     VAE's blocks nothing is copied."""
     return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def lies_channels_last(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 @op

@@ -112,8 +112,10 @@ def test_a_block_of_the_decoder_keeps_channels_last():
     plan = {"stride": (1, 1, 1), "dilation": (1, 1, 1)}
     found = TORCH_OPS["conv"](y, weight, **plan)
     assert relative_l2(found, TORCH_OPS["conv"](y.contiguous(), weight.contiguous(), **plan)) <= FLOAT32
-    total = TORCH_OPS["add"](x, channels_last(found), (x.shape,) * 2)
-    assert total.is_contiguous(memory_format=torch.channels_last_3d)
+    for carried in (x, x.contiguous()):  # as the block before left it, or an upsampling
+        total = TORCH_OPS["add"](carried, channels_last(found), (x.shape,) * 2)
+        assert total.is_contiguous(memory_format=torch.channels_last_3d)
+        assert torch.equal(total, x + found)
 
 
 def test_compiled_graphs_hold_the_plain_ops():
