@@ -103,10 +103,10 @@ def run_once(plan: generate.Plan, watch: Stopwatch) -> tuple[Clip, float]:
     start = watch.clock()
     latents = generate.Latents()
     waveform = generate.produce_latents(plan, watch, latents)
-    chunks = [to_rgb8(chunk) for chunk in generate.produce_frames(plan, watch, latents)]
+    chunks = [to_rgb8(chunk) for video in generate.produce_frames(plan, watch, latents) for chunk in video]
     plan.networks.backend.synchronize()
     frames = np.concatenate(chunks) if chunks else np.zeros((0, 1, 1, 3), np.uint8)
-    return Clip(frames, np.zeros((2, 0), np.float32) if waveform is None else waveform), watch.clock() - start
+    return Clip(frames, np.zeros((2, 0), np.float32) if waveform is None else waveform[0]), watch.clock() - start
 
 
 def phases(watch: Stopwatch, request_s: float) -> dict[str, float]:
