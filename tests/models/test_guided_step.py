@@ -50,6 +50,7 @@ def drawn(config, seed: int = 5) -> dict[str, np.ndarray]:
 def ours(kind, config, inputs, branches: Branches | None = None, rule: str = "B", params=None) -> dict[str, np.ndarray]:
     branches = branches or Branches.of(inputs["guidance"])
     feeds = {k: v for k, v in inputs.items() if not k.endswith("_positions")}
+    feeds |= {f"{name}_latent": inputs[f"{name}_latent"][None] for name in NAMES}  # one video
     if not branches.uncond:
         feeds |= {f"{name}_context": inputs[f"{name}_context"][:1] for name in NAMES}
     feeds |= transformer.position_feeds(config, inputs["video_positions"], inputs["audio_positions"])
@@ -62,7 +63,8 @@ def ours(kind, config, inputs, branches: Branches | None = None, rule: str = "B"
     )  # fmt: skip
     graph = guided_step.trace(config, structure, "float32")
     params = params_of(build(config)) if params is None else params
-    return run_graph(kind, graph, params, {name: feeds[name] for name in graph.inputs})
+    outputs = run_graph(kind, graph, params, {name: feeds[name] for name in graph.inputs})
+    return {name: x[0] for name, x in outputs.items()}
 
 
 def expected_step(config, inputs, rule: str = "B") -> dict[str, np.ndarray]:
