@@ -193,8 +193,9 @@ def linear_float8(
 def conv(x: Array, weight: Array, bias: Array | None = None, *, stride, dilation) -> Array:
     n = weight.ndim - 2
     y = partial(_conv, stride=stride, dilation=dilation)
-    if n == 1 and stride == (1,) and weight.shape[1] > 1:
-        y = partial(lax.platform_dependent, tpu=partial(_conv_by_taps, dilation=dilation[0]), default=y)
+    if n == 1 and 1 in (*stride, *dilation):
+        by_taps = partial(_conv_by_taps, stride=stride[0], dilation=dilation[0])
+        y = partial(lax.platform_dependent, tpu=by_taps, default=y)
     y = y(x, weight)
     return y if bias is None else y + bias.reshape(-1, *(1,) * n)
 
@@ -204,9 +205,15 @@ def _conv(x: Array, weight: Array, *, stride, dilation) -> Array:
     return lax.conv_general_dilated(x, weight, stride, pads, rhs_dilation=dilation, precision=_precision(x))
 
 
-@partial(jax.jit, static_argnames="dilation")  # a trace for each shape, not for each of a vocoder's 200
-def _conv_by_taps(x: Array, weight: Array, dilation: int) -> Array:
-    """The same over time by a loop of matrix products: the TPU compiler takes seconds for every float32 convolution."""
+@partial(jax.jit, static_argnames=("stride", "dilation"))  # a trace for each shape, not for each of a vocoder's 200
+def _conv_by_taps(x: Array, weight: Array, *, stride: int = 1, dilation: int = 1) -> Array:
+    """The same over time by a loop of matrix products: the TPU compiler takes seconds for every float32 convolution,
+    and a minute for the STFT's. The samples of one stride count as channels, the taps with them."""
+    if stride > 1:
+        assert dilation == 1, f"stride {stride} with dilation {dilation}"
+        steps = (x.shape[2] - weight.shape[2]) // stride + -(-weight.shape[2] // stride)
+        x, weight = (_columns(y, stride) for y in (x[..., : steps * stride], weight))
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, steps - x.shape[2])))
     out, _, taps = weight.shape
     time = x.shape[2] - (taps - 1) * dilation
     matrices = weight.transpose(2, 0, 1)
@@ -221,6 +228,13 @@ def _conv_by_taps(x: Array, weight: Array, dilation: int) -> Array:
 
     y = lax.fori_loop(0, taps, add, jnp.zeros((out, x.shape[0], time), jnp.float32))
     return y.transpose(1, 0, 2).astype(x.dtype)
+
+
+def _columns(x: Array, size: int) -> Array:
+    """(a, b, time), zeros behind -> (a, b size, time / size)."""
+    a, b, time = x.shape
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -time % size)))
+    return x.reshape(a, b, -1, size).swapaxes(2, 3).reshape(a, b * size, -1)
 
 
 @op
