@@ -257,13 +257,14 @@ def weight_specs(graph: Graph) -> dict[str, P]:
     return specs
 
 
-def weight_layout(name: str, type: Type, device_kind: str) -> MemoryLayout | None:
+def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLayout | None:
     """How a weight lies in the memory of a device, None for the default tiling.
 
     A loop over layers on a TPU7x reads stacked bfloat16 matrices in tiles of 16 rows; in the default tiles of 8 the
-    executable would begin with a copy of them all. The compiler fails on fewer rows than a tile has.
+    executable would begin with a copy of them all. The compiler fails on fewer rows than a tile has, and takes an
+    argument that is cut over devices in the default tiling alone.
     """
-    if device_kind != "TPU7x" or "*" not in name or type.dtype != "bfloat16" or len(type.shape) != 2:
+    if device_kind != "TPU7x" or "*" not in name or type.dtype != "bfloat16" or len(type.shape) != 2 or any(spec):
         return None
     if type.shape[0] % TILED_ROWS or type.shape[1] % TILED_COLUMNS:
         return None
@@ -280,7 +281,7 @@ def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruc
         if isinstance(place, NamedSharding):
             sizes, sharding = place.mesh.shape, NamedSharding(place.mesh, specs[name])
             shape = tuple(n * sizes.get(axis, 1) for n, axis in zip_longest(shape, specs[name]))
-        own = Format(weight_layout(name, v.type, kind), sharding)
+        own = Format(weight_layout(name, v.type, specs[name], kind), sharding)
         found[name] = ShapeDtypeStruct(shape, v.type.dtype, sharding=own)
     return found
 

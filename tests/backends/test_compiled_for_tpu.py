@@ -63,6 +63,16 @@ print(json.dumps([memory.argument_size_in_bytes, memory.temp_size_in_bytes, "*" 
     assert largest_is_stacked and temp_bytes < weights_bytes / 4
 
 
+def test_a_step_on_v7x_takes_weights_that_are_cut_over_devices():
+    """In its own tiling alone: JAX raises where the compiler has overridden another."""
+    cut = run("""
+size = {"width": 256, "height": 256, "num_frames": 25}
+weights, _ = compiled("tpu7x:2x2x1", {"tensor": 2, "sequence": 4}, 2, size)
+print(json.dumps(sum("*" in name and any(weight.sharding.spec) for name, weight in weights.items())))
+""")
+    assert cut > 0
+
+
 def test_a_step_on_v6e_attends_by_the_kernel():
     """Video to itself and to the text, in the one body of the loop over blocks, under shard_map."""
     kernels = run("""
