@@ -26,9 +26,10 @@ from jax.stages import Lowered
 from ltx2rt.backend import Compiled
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Value
-from ltx2rt_tpu.backend import Loop, Program, abstract_weights
 from ltx2rt_tpu.distributed import device_mesh
 from ltx2rt_tpu.hlo import collectives
+from ltx2rt_tpu.program import Loop, Program
+from ltx2rt_tpu.weights import abstract_weights
 
 # What libtpu would ask Google Cloud's metadata server; without an answer it complains on stderr.
 ENVIRONMENT = {

@@ -17,7 +17,9 @@ from ltx2rt.backend import TensorSource
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.quantise import trainable
 from ltx2rt.weights.checkpoint import audit
-from ltx2rt_tpu.backend import Program, TpuBackend, abstract_weights, weight_specs
+from ltx2rt_tpu.backend import TpuBackend
+from ltx2rt_tpu.program import Program
+from ltx2rt_tpu.weights import abstract_weights, weight_specs
 
 
 def as_nnx(network: Graph | Program, source: TensorSource | None = None, device: str = "auto") -> NetworkModule:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
 
-from ltx2rt.graph.fused import grouped, pairs, snake_windows, spread
+from ltx2rt.graph.fused import snake_windows
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 
 OPS = {
@@ -369,62 +369,6 @@ def rope(x: Array, cos: Array, sin: Array, view) -> Array:
 def sinusoid(t: Array, frequencies) -> Array:
     angles = t[..., None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-
-
-# --- ops that the pass `fuse` writes ------------------------------------------------------------------------------
-
-
-@op
-def norm_modulate(x: Array, *rows: Array, views, eps: float, index_view=None):
-    y = rms_norm(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)
-    results = tuple(
-        y * (1 + scale) + shift for scale, shift in pairs(spread(rows, views, index_view, jnp.take_along_axis))
-    )
-    return results[0] if len(results) == 1 else results
-
-
-@op
-def gated_residual(x: Array, y: Array, *gate: Array, views, index_view=None) -> Array:
-    (row,) = spread(gate, views, index_view, jnp.take_along_axis)
-    return x + y * row
-
-
-@op
-def residual_norm_modulate(x: Array, y: Array, *rows: Array, views, eps: float, index_view=None):
-    gate, *shaped = spread(rows, views, index_view, jnp.take_along_axis)
-    x = x + y * gate
-    y = rms_norm(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)
-    return x, *([y * (1 + scale) + shift for scale, shift in pairs(shaped)] or [y])
-
-
-@op
-def qk_norm_rope(*operands: Array, weight_views, table_views, eps: float):
-    results = []
-    for (x, weight, cos, sin), weight_view, view in zip(grouped(operands, 4), weight_views, table_views, strict=True):
-        y = rms_norm(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
-        results.append(rope(y, cos, sin, view))
-    return tuple(results) if len(results) > 1 else results[0]
-
-
-@op
-def qk_scale_rope(*operands: Array, weight_views, table_views, count: int, eps: float):
-    results = []
-    groups = zip(grouped(operands, 5), weight_views, table_views, strict=True)
-    for (x, sum_squares, weight, cos, sin), weight_view, view in groups:
-        dims = (x.ndim - 2, x.ndim - 1)
-        y = rms_scale(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
-        results.append(rope(y, cos, sin, view))
-    return tuple(results) if len(results) > 1 else results[0]
-
-
-@op
-def head_gate(y: Array, logits: Array) -> Array:
-    return y * (2 * jax.nn.sigmoid(logits))[..., None]
-
-
-@op
-def pixel_norm_silu(x: Array, *, dim: int, eps: float) -> Array:
-    return jax.nn.silu(rms_norm(x, dims=(dim,), weight_view=None, eps=eps))
 
 
 @op

@@ -23,7 +23,8 @@ from dataclasses import replace
 from jax import ShapeDtypeStruct
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ltx2rt_tpu.backend import Program, abstract_weights
+from ltx2rt_tpu.program import Program
+from ltx2rt_tpu.weights import abstract_weights
 from ltx2rt.pipeline.graphs import component_graph
 from ltx2rt.pipeline.request import GraphRequest
 from ltx2rt.weights.presets import preset

@@ -18,7 +18,7 @@ import torch
 from flax import nnx
 from ltx2rt_cuda import as_module
 from ltx2rt_tpu import TpuBackend, as_nnx
-from ltx2rt_tpu.backend import weight_specs
+from ltx2rt_tpu.weights import weight_specs
 from placed_cases import Case, case
 
 from ltx2rt.backend import get_backend

@@ -5,13 +5,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import jax
-import ltx2rt_cuda.backend
 import ltx2rt_cuda.lower
+import ltx2rt_cuda.program
 import numpy as np
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
-from ltx2rt_tpu.backend import abstract_weights, weight_layout
+from ltx2rt_tpu.weights import abstract_weights, weight_layout
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import TransformerConfig
@@ -174,7 +174,7 @@ def test_torch_lowers_once_however_often_it_is_called(monkeypatch):
         calls.append(graph.name)
         return ltx2rt_cuda.lower.lower(graph, *args, **kwargs)
 
-    monkeypatch.setattr(ltx2rt_cuda.backend, "lower", counted)
+    monkeypatch.setattr(ltx2rt_cuda.program, "lower", counted)
     handle = fresh("cuda")
     for seed in (8, 9):
         denoise(handle, SIGMAS, **job(seed, GUIDANCE * np.float32(1.0 + 0.1 * seed)))

@@ -1,0 +1,156 @@
+"""Lowered graphs on one PyTorch device: one network, and the denoise loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ltx2rt.graph.ir import Graph
+from ltx2rt.passes.loop import Parts
+from ltx2rt_cuda.distributed import Position
+from ltx2rt_cuda.lower import lower
+from ltx2rt_cuda.ops import DTYPES
+
+Tensors = dict[str, torch.Tensor]
+Weights = Tensors
+CAPTURE_WARMUPS = 2  # runs before a step is recorded: libraries pick kernels and take workspaces in the first
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    """A tensor over the array's memory, bfloat16 included; never written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray gives a scalar an axis
+
+
+def upload(graph: Graph, name: str, value: Any, device: torch.device) -> torch.Tensor:
+    """The input `name` of `graph` on the device; a wrong shape is a ValueError."""
+    spec = graph.inputs[name].type
+    tensor = value if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
+    if tuple(tensor.shape) != spec.shape:
+        raise ValueError(f"{graph.name}: input {name} has shape {tuple(tensor.shape)}, expected {spec}")
+    return tensor.to(device, DTYPES[spec.dtype])
+
+
+class Program:
+    """One lowered graph; `weights` maps declared parameter names, `*` replaced by the layer, to tensors."""
+
+    def __init__(self, graph: Graph, device: torch.device, compile: bool, position: Position):
+        self.graph, self.device = graph, device
+        self.module = lower(graph, device, compile, position)
+
+    def arguments(self, weights: Weights) -> list:
+        return [
+            [weights[name.replace("*", str(i))] for i in range(count)] if "*" in name else weights[name]
+            for name, (_, count) in self.graph.all_params().items()
+        ]
+
+    @torch.inference_mode()
+    def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> Tensors:
+        uploaded = [upload(self.graph, name, inputs[name], self.device) for name in self.graph.inputs]
+        return dict(zip(self.graph.outputs, self.module(*uploaded, *self.arguments(weights)), strict=True))
+
+
+class Captured:
+    """One step recorded as a CUDA graph: a replay reads fixed buffers, runs every kernel, and writes fixed buffers."""
+
+    def __init__(self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Any):
+        self.program, self.key = program, _addresses(arguments)
+        self.serves: Mapping[str, torch.Tensor] | None = None  # the request whose constants lie in the buffers
+        self.inputs = {name: value.clone() for name, value in values.items()}
+        ordered = [self.inputs[name] for name in program.graph.inputs]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(CAPTURE_WARMUPS):
+                program.module(*ordered, *arguments)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.outputs = program.module(*ordered, *arguments)
+
+    def put(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            self.inputs[name].copy_(value)
+
+    def __call__(self) -> Tensors:
+        self.graph.replay()
+        return {name: x.clone() for name, x in zip(self.program.graph.outputs, self.outputs, strict=True)}
+
+
+def _addresses(arguments: list) -> tuple:
+    """Where the weights lie: a recorded step stays valid as long as they do."""
+    return tuple(
+        tuple(w.data_ptr() for w in argument) if isinstance(argument, list) else argument.data_ptr()
+        for argument in arguments
+    )
+
+
+class Loop:
+    """The denoise loop: what leaves it runs once, then one step after the other, on one GPU as a recorded CUDA graph.
+
+    Recorded anew only for other weights: the shapes and branches are the loop's own. With process groups the steps are
+    launched one by one: a recorded collective has not been tried.
+    """
+
+    def __init__(self, graph: Graph, before: Program, body: Program, parts: Parts, pool: Any):
+        self.graph, self.before, self.body, self.parts, self.pool = graph, before, body, parts, pool
+        self.captured: Captured | None = None
+
+    def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[Tensors]:
+        names, parts = self.body.graph.inputs, self.parts
+        with torch.inference_mode():
+            given = {name: upload(self.graph, name, inputs[name], self.body.device) for name in self.graph.inputs}
+            prepared = self.before(weights, {name: given[name] for name in self.before.graph.inputs})
+            values = {name: prepared[name] if name in prepared else given[name] for name in names}
+            rows = {name: values[name] for name in parts.data}
+            state = {name: values[name] for name in parts.state}
+            constants = {name: x for name, x in values.items() if name not in rows and name not in state}
+            step = self._step(weights, constants, state | {name: x[0] for name, x in rows.items()})
+        pending: list[tuple[Any, Tensors]] = []
+        for i in range(num_steps):
+            with torch.inference_mode():
+                outputs = step(state | {name: x[i] for name, x in rows.items()})
+            state = {name: outputs[name] for name in state}
+            event = None
+            if self.body.device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+            pending.append((event, outputs))
+            while pending and (pending[0][0] is None or pending[0][0].query()):
+                yield pending.pop(0)[1]
+        for event, outputs in pending:
+            event.synchronize()
+            yield outputs
+
+    def _step(self, weights: Weights, constants: Tensors, changing: Tensors) -> Callable[[Tensors], Tensors]:
+        """One step as a function of what changes from step to step."""
+        arguments = self.body.arguments(weights)
+        if self.pool is None:
+            module, graph = self.body.module, self.body.graph
+
+            def step(changing: Tensors) -> Tensors:
+                ordered = [changing[name] if name in changing else constants[name] for name in graph.inputs]
+                return dict(zip(graph.outputs, module(*ordered, *arguments), strict=True))
+
+            return step
+        if self.captured is None or self.captured.key != _addresses(arguments):
+            self.captured = None  # its memory goes before the next one takes any
+            self.captured = Captured(self.body, arguments, constants | changing, self.pool)
+        captured = self.captured
+
+        def replay(changing: Tensors) -> Tensors:
+            if captured.serves is not constants:
+                captured.put(constants)
+                captured.serves = constants
+            captured.put(changing)
+            return captured()
+
+        return replay

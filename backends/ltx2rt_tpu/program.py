@@ -1,0 +1,169 @@
+"""Lowered graphs on JAX devices: one network, and the denoise loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from ltx2rt.graph.interpret import NUMPY_DTYPES
+from ltx2rt.graph.ir import Graph
+from ltx2rt.passes.fuse import fuse, snakes
+from ltx2rt.passes.loop import taken_apart
+from ltx2rt_tpu.lower import run
+from ltx2rt_tpu.weights import Weights, weight_specs, weights_on
+
+
+class Program:
+    """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
+
+    def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
+        on_tpu = next(iter(place.device_set)).platform == "tpu"
+        self.graph = fuse(graph, (snakes,)) if on_tpu else graph  # XLA fuses the rest itself
+        self.place, self.unrolled = place, unrolled
+        self.function = jax.jit(self._run)
+        self.shared = jax.jit(self._each)
+
+    def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
+        """The graph; on a mesh under shard_map, so that XLA communicates what the graph says and nothing else."""
+        if isinstance(self.place, NamedSharding):
+            specs = weight_specs(self.graph)
+            function = jax.shard_map(
+                self._local, mesh=self.place.mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False
+            )
+            return function(weights, inputs)
+        return self._local(weights, inputs)
+
+    def _local(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
+        ordered = [inputs[name] for name in self.graph.inputs]
+        return dict(zip(self.graph.outputs, run(self.graph, weights, ordered, self.unrolled), strict=True))
+
+    def _each(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
+        """The graph on every device, each with inputs of its own, one after the other along the first axis."""
+        assert isinstance(self.place, NamedSharding)
+        mesh, axes = self.place.mesh, P(self.place.mesh.axis_names)
+        function = jax.shard_map(self._local, mesh=mesh, in_specs=(P(), axes), out_specs=axes, check_vma=False)
+        return function(weights, inputs)
+
+    def upload(self, name: str, value: Any) -> Array:
+        """An input on all devices, committed; a wrong shape is a ValueError."""
+        spec = self.graph.inputs[name].type
+        if tuple(value.shape) != spec.shape:
+            raise ValueError(f"{self.graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}")
+        # replicate also commits: jit compiles once more for an argument that is not committed to its device.
+        typed = value.astype(spec.dtype) if isinstance(value, Array) else np.asarray(value, NUMPY_DTYPES[spec.dtype])
+        return replicate(typed, self.place)
+
+    @property
+    def each_own(self) -> NamedSharding:
+        """An array of which every device of the mesh has its part of the first axis."""
+        assert isinstance(self.place, NamedSharding)
+        return NamedSharding(self.place.mesh, P(self.place.mesh.axis_names))
+
+    def together(self, weights: Weights, several: list[Mapping[str, Any]], output: str) -> list[Any]:
+        """`output` for each of several inputs, at most as many as there are devices; weights are whole on each.
+
+        Nothing communicates, unless a device is another process's: then the results are gathered.
+        """
+        place = self.place
+        if not isinstance(place, NamedSharding):
+            return [self(weights, inputs)[output] for inputs in several]
+        count = place.mesh.size
+        stacked = {}
+        for name, v in self.graph.inputs.items():
+            rows = [np.asarray(inputs[name], NUMPY_DTYPES[v.type.dtype]) for inputs in several]
+            empty = [np.zeros_like(rows[0])] * (count - len(rows))
+            whole = np.concatenate([*rows, *empty])
+            stacked[name] = jax.make_array_from_callback(whole.shape, self.each_own, whole.__getitem__)
+        y = self.shared(self._weights(weights), stacked)[output]
+        if not y.is_fully_addressable:
+            whole = multihost_utils.process_allgather(y, tiled=True)
+            return np.split(whole, count)[: len(several)]
+        shards = sorted(y.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        return [shard.data for shard in shards[: len(several)]]
+
+    def _weights(self, weights: Weights) -> Weights:
+        return weights_on(self.place, self.graph, weights)
+
+    def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        uploaded = {name: self.upload(name, np.asarray(v) if np.isscalar(v) else v) for name, v in inputs.items()}
+        return self.function(self._weights(weights), uploaded)
+
+
+class Loop:
+    """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds.
+
+    On a mesh every device keeps what it has prepared for itself, under a new first axis over all mesh axes.
+    """
+
+    def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
+        self.graph, self.place, self.unrolled = graph, place, unrolled
+        self.parts = taken_apart(graph)
+        self.program = Program(graph, place, unrolled)  # of all steps at once; here it checks and uploads inputs
+        self.before = jax.jit(self._before)
+        self.steps = jax.jit(self._steps)
+
+    def _spread(self, function: Callable, *specs: Any, out: Any) -> Callable:
+        if not isinstance(self.place, NamedSharding):
+            return function
+        return jax.shard_map(function, mesh=self.place.mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+    def own(self) -> P:
+        """How the devices' own arrays lie: one after the other along a first axis."""
+        return P(self.place.mesh.axis_names if isinstance(self.place, NamedSharding) else None)
+
+    def _before(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
+        graph = self.parts.before
+
+        def local(weights, inputs):
+            results = run(graph, weights, [inputs[name] for name in graph.inputs], self.unrolled)
+            return {name: x[None] for name, x in zip(graph.outputs, results, strict=True)}
+
+        return self._spread(local, weight_specs(graph), P(), out=self.own())(weights, inputs)
+
+    def _steps(self, weights, prepared, constants, outputs, first, last):
+        """Steps first..last-1 of one loop; no host callback, for those keep an executable off the disk."""
+        body, data, state = self.parts.body, set(self.parts.data), self.parts.state
+
+        def local(weights, prepared, constants, outputs, i):
+            values = constants | {name: x[0] for name, x in prepared.items()}
+            values = {n: lax.dynamic_index_in_dim(x, i, 0, False) if n in data else x for n, x in values.items()}
+            values |= {name: outputs[name] for name in state}
+            results = run(body, weights, [values[name] for name in body.inputs], self.unrolled)
+            return dict(zip(body.outputs, results, strict=True))
+
+        step = self._spread(local, weight_specs(body), self.own(), P(), P(), P(), out=P())
+        return lax.fori_loop(first, last, lambda i, outputs: step(weights, prepared, constants, outputs, i), outputs)
+
+    def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Array]]:
+        before, body, state = self.parts.before, self.parts.body, self.parts.state
+        given = {name: self.program.upload(name, inputs[name]) for name in self.graph.inputs}
+        prepared = self.before(weights_on(self.place, before, weights), {name: given[name] for name in before.inputs})
+        constants = {name: given[name] for name in body.inputs if name not in prepared and name not in state}
+        outputs = {
+            name: given[name]
+            if name in state
+            else replicate(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.place)
+            for name, v in body.outputs.items()
+        }
+        own = weights_on(self.place, body, weights)
+        queued = []
+        for i in range(num_steps):
+            outputs = self.steps(own, prepared, constants, outputs, np.int32(i), np.int32(i + 1))
+            queued.append(outputs)
+        for outputs in queued:
+            jax.block_until_ready(outputs)
+            yield outputs
+
+
+def replicate(array: np.ndarray | Array, place: Sharding) -> Array:
+    """`array` on every device of `place`; each process puts its own, which device_put alone would compare with all."""
+    if place.is_fully_addressable or isinstance(array, Array):
+        return jax.device_put(array, place)
+    return jax.make_array_from_callback(array.shape, place, lambda _: array)

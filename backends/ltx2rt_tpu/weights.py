@@ -1,0 +1,163 @@
+"""Weights of a placed graph on JAX devices: how each is cut, how it lies in memory, how it gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from threading import Thread
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax import Array, ShapeDtypeStruct
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from ltx2rt.graph.interpret import NUMPY_DTYPES
+from ltx2rt.graph.ir import Graph, Layout, Type
+from ltx2rt.weights.encode import EncodedSource
+
+Weights = dict[str, Array]
+HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
+TILED_ROWS, TILED_COLUMNS = 16, 128  # of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
+
+
+def weight_specs(graph: Graph) -> dict[str, P]:
+    """How each weight is laid over the mesh, by declared name; `*` names have a layer axis in front."""
+    specs = {}
+    for name, layout in graph.all_layouts().items():
+        specs[name] = _spec(layout, ("*" in name))
+    return specs
+
+
+def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLayout | None:
+    """How a weight lies in the memory of a device, None for the default tiling.
+
+    A loop over layers on a TPU7x reads stacked bfloat16 matrices in tiles of 16 rows; in the default tiles of 8 the
+    executable would begin with a copy of them all. The compiler fails on fewer rows than a tile has, and takes an
+    argument that is cut over devices in the default tiling alone.
+    """
+    if device_kind != "TPU7x" or "*" not in name or type.dtype != "bfloat16" or len(type.shape) != 2 or any(spec):
+        return None
+    if type.shape[0] % TILED_ROWS or type.shape[1] % TILED_COLUMNS:
+        return None
+    return MemoryLayout((0, 1, 2), ((TILED_ROWS, TILED_COLUMNS), (2, 1)))
+
+
+def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruct]:
+    """Every weight by declared name: the shape of all devices together, `*` ones with their layers in front, and the
+    format that an executable for `place` reads without a copy: how it is cut, how it lies in memory.
+    """
+    kind, specs, found = next(iter(place.device_set)).device_kind, weight_specs(graph), {}
+    for name, (v, count) in graph.all_params().items():
+        shape, sharding = ((count,) if "*" in name else ()) + v.type.shape, place
+        if isinstance(place, NamedSharding):
+            sizes, sharding = place.mesh.shape, NamedSharding(place.mesh, specs[name])
+            shape = tuple(n * sizes.get(axis, 1) for n, axis in zip_longest(shape, specs[name]))
+        own = Format(weight_layout(name, v.type, specs[name], kind), sharding)
+        found[name] = ShapeDtypeStruct(shape, v.type.dtype, sharding=own)
+    return found
+
+
+def laid_out(array: Array, format: Format) -> Array:
+    """`array` as `format` says; JAX sends host memory in the default tiling alone, so a device tiles it anew."""
+    return array if format.layout is None else jax.device_put(array, format)
+
+
+def _spec(layout: Layout, lead: int) -> P:
+    """lead: axes in front of the parameter's own."""
+    axes = {lead + dim: mesh_axis for dim, mesh_axis, _ in layout.splits}
+    return P(*(axes.get(i) for i in range(max(axes, default=-1) + 1)))
+
+
+def weights_on(place: Sharding, graph: Graph, weights: Weights) -> Weights:
+    """Those that `graph` reads, on its mesh; a stage with another one has loaded the same slices."""
+    names = graph.all_params()
+    if not isinstance(place, NamedSharding):
+        return {name: weights[name] for name in names}
+    specs = weight_specs(graph)
+    return {name: _renamed(weights[name], NamedSharding(place.mesh, specs[name])) for name in names}
+
+
+def _renamed(array: Array, sharding: NamedSharding) -> Array:
+    """`array` with the same slices on the same devices under the axis names of another mesh; nothing is copied."""
+    if array.sharding == sharding:
+        return array
+    if not array.sharding.is_equivalent_to(sharding, array.ndim):
+        raise ValueError(f"a weight {array.shape} lies as {array.sharding}, the graph reads it as {sharding}")
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+def assemble(shape: tuple[int, ...], place: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Array:
+    """An array of the slices read(index): each is read once, put on all its devices, and let go before the next."""
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    indices = place.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
+        assert index is not None
+        holders.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
+    shards = []
+    for devices in holders.values():
+        host = read(indices[devices[0]] or ())
+        copies = [jax.device_put(host, device, may_alias=True) for device in devices]
+        shards += jax.block_until_ready(copies)
+    return jax.make_array_from_single_device_arrays(shape, place, shards)
+
+
+def stacked(source: EncodedSource, name: str, layout: Layout, type: Type, count: int, place: Sharding) -> Array:
+    """One parameter on its devices, a `*` one stacked over layers; cast once while it is copied from the file."""
+    layers = (count,) if "*" in name else ()
+
+    def local(coordinates: Mapping[str, int]) -> np.ndarray:
+        host = _aligned_empty((*layers, *type.shape), NUMPY_DTYPES[type.dtype])
+        for i in range(count):
+            row, target = 0, host[i] if layers else host
+            for piece in layout.pieces(coordinates, i):
+                array = source.read(piece, layout.encoding)
+                rows = array.shape[0] if len(layout.parts) > 1 else None
+                _copy(target if rows is None else target[row : row + rows], array)
+                row += rows or 0
+        return host
+
+    if not layout.splits or not isinstance(place, NamedSharding):
+        return assemble((*layers, *type.shape), place, lambda _: local({}))
+    own, whole = (*layers, *type.shape), [*layers, *type.shape]
+    for dim, _, parts in layout.splits:
+        whole[len(layers) + dim] *= parts
+    sharding = NamedSharding(place.mesh, _spec(layout, len(layers)))
+
+    def share(index: Any) -> np.ndarray:
+        dims = ((len(layers) + dim, mesh_axis) for dim, mesh_axis, _ in layout.splits)
+        return local({mesh_axis: (index[dim].start or 0) // own[dim] for dim, mesh_axis in dims})
+
+    return assemble(tuple(whole), sharding, share)
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised memory that XLA's CPU client takes over without a copy (64-byte aligned)."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    buffer = np.empty(nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _copy(out: np.ndarray, array: np.ndarray) -> None:
+    """out[...] = array in out's dtype; a large one by two threads: what takes time is faulting in fresh pages."""
+    if array.nbytes < HALVED_BYTES or len(array) < 2:
+        return _cast(out, array)
+    middle = len(array) // 2
+    second = Thread(target=_cast, args=(out[middle:], array[middle:]))
+    second.start()
+    _cast(out[:middle], array[:middle])
+    second.join()
+
+
+def _cast(out: np.ndarray, array: np.ndarray) -> None:
+    """bfloat16 is widened by its bits, which numpy's own cast does 10x slower."""
+    if array.dtype == ml_dtypes.bfloat16 and out.dtype == np.float32:
+        np.left_shift(array.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[...] = array
