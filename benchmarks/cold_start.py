@@ -126,7 +126,7 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     geometry = Geometry.of(checkpoint.config, stage.width, stage.height, request.num_frames, request.fps)
     states = {"video": video_state(geometry, []), "audio": audio_state(geometry)}
     structure, feeds = networks.step_structure(stage.branches, states["video"], states["audio"], PROMPT_TOKENS)
-    graphs = {"transformer": networks.loop_graph(structure, num_steps=1)}
+    graphs = {"transformer": networks.loop_graph(structure, len(stage.sigmas) - 1)}
     if checkpoint.config.gemma is not None:
         graphs["text-encoder"] = networks.text_graph(2)
     networks.audit(graphs)
@@ -147,7 +147,7 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     start = [standard_normal(0, f"start.{m}", state.shape) for m, state in states.items()]
     for name in ("first", "second"):
         with watch.stage(name, 1) as done:
-            for _ in networks.denoise("stage1", (), structure, feeds, stage.sigmas[:2], *start):
+            for _ in networks.denoise("stage1", (), structure, feeds, stage.sigmas, *start, num_steps=1):
                 done()
         if name == "first":
             found["first_step_after"] = time.time() - args.started

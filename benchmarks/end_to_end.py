@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with empty_checkpoint(args.preset) as checkpoint:
         options = ModelOptions(
             "cuda", checkpoint.path, device=args.device, dtype=args.dtype, compile=args.compile, mesh=mesh,
-            profile=args.profile, text_encoder_offload=args.text_encoder_offload,
+            profile=args.profile, text_encoder_offload=args.text_encoder_offload, stage_weights=args.stage_weights,
         )  # fmt: skip
         size = {"width": args.width, "height": args.height, "num_frames": args.num_frames, "steps": args.steps}
         request = Request(options, PROMPT, Path("clip.mp4"), seed=args.seed, pipeline=args.pipeline, **size)
@@ -227,9 +227,8 @@ def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
         if args.save:
             np.savez(args.save, frames=clips[0].frames, waveform=clips[0].waveform)
     if args.profile_kernels:
-        short = tuple(replace(s, stage=replace(s.stage, sigmas=s.stage.sigmas[[0, -1]])) for s in plan.stages)
         kernels = KernelWatch(backend.device_kind, **silent)
-        run_once(replace(plan, stages=short), kernels)
+        run_once(generate.of_one_step(plan), kernels)
         facts["kernels"] = kernels.kernels
     write()
     say(table(facts))
@@ -251,6 +250,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--profile", help="how networks are split (default: the device kind's own)")
     parser.add_argument("--text-encoder-offload", action="store_true")
+    parser.add_argument("--stage-weights", choices=("resident", "reload"), default="resident")
     parser.add_argument("--profile-kernels", action="store_true", help="one more run, of one step a stage, profiled")
     parser.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the first run's clip")
     parser.add_argument("--against", type=Path, metavar="FILE.npz", help="compare the first run with a kept clip")

@@ -197,7 +197,7 @@ def _text_encoder(networks: Networks, request: ProbeRequest, x: Arrays) -> Array
     gemma = networks.config.gemma
     if gemma is None:
         networks.checkpoint.source("gemma")  # raises, naming the flag
-    return dict(networks.encode_text(x["token_ids"], x["mask"]))
+    return dict(networks.encode_text(x["token_ids"], x["mask"], states=True))
 
 
 def _tokenizer(networks: Networks, request: ProbeRequest, x: Arrays) -> Arrays:

@@ -47,12 +47,13 @@ MODALITIES = ("video", "audio")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage's sizes and structure, known before any weight is read."""
+    """One stage's sizes and structure, known before any weight is read. num_steps: how many of its steps run."""
 
     stage: Stage
     geometry: Geometry
     structure: Structure
     noise_shapes: dict[str, tuple[int, ...]]
+    num_steps: int
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _plan_stage(networks: Networks, request: Request, stage: Stage) -> StagePlan
     audio = audio_state(geometry)
     structure, _ = networks.step_structure(stage.branches, video, audio, PROMPT_TOKENS, request.num_videos)
     noise = {m: (request.num_videos, *state.shape[1:]) for m, state in (("video", video), ("audio", audio))}
-    return StagePlan(stage, geometry, structure, noise)
+    return StagePlan(stage, geometry, structure, noise, len(stage.sigmas) - 1)
 
 
 def _check_noise(path: Path | None, stages: tuple[StagePlan, ...]) -> None:
@@ -247,11 +248,14 @@ def _announce(plan: Plan) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def of_one_step(plan: Plan) -> Plan:
+    """The same plan, its programs too, of which each stage runs the first step only."""
+    return replace(plan, stages=tuple(replace(s, num_steps=1) for s in plan.stages))
+
+
 def warm_up(plan: Plan) -> None:
     """Compile and load everything: the same run with one step a stage, its result thrown away."""
-    networks = plan.networks
-    stages = tuple(replace(s, stage=replace(s.stage, sigmas=s.stage.sigmas[[0, -1]])) for s in plan.stages)
-    short = replace(plan, stages=stages)
+    networks, short = plan.networks, of_one_step(plan)
     silent = Stopwatch(stream=io.StringIO(), synchronize=networks.backend.synchronize)
     loading, networks.loading = networks.loading, nullcontext
     latents = Latents()
@@ -269,7 +273,6 @@ def produce_latents(plan: Plan, watch: Stopwatch, latents: Latents) -> np.ndarra
     with watch.stage("text"):
         encoded = networks.encode_text(*tokenize(networks.checkpoint.require_tokenizer(), prompts))
         contexts = {m: encoded[f"{m}_context"] for m in MODALITIES}
-        del encoded
     if request.options.text_encoder_offload:
         networks.free("text-encoder")
     for s in plan.stages:
@@ -344,13 +347,13 @@ def denoise_stage(
     blocks = np.zeros(networks.config.transformer.num_layers, np.float32)
     blocks[list(request.stg_blocks)] = 1
     feeds |= {"guidance": stage.guidance, "stg_blocks": blocks}
-    steps = len(stage.sigmas) - 1
-    networks.transformer_weights(networks.step_loop(structure, steps).graph, stage.name, stage.loras)
+    loop = networks.step_loop(structure, len(stage.sigmas) - 1)
+    networks.transformer_weights(loop.graph, stage.name, stage.loras)
     trail: dict[str, list[np.ndarray]] = {}
     host = networks.backend.to_host
-    with watch.stage(stage.name, steps) as done:
+    with watch.stage(stage.name, s.num_steps) as done:
         results = networks.denoise(
-            stage.name, stage.loras, structure, feeds, stage.sigmas, initial["video"], initial["audio"]
+            stage.name, stage.loras, structure, feeds, stage.sigmas, initial["video"], initial["audio"], s.num_steps
         )
         last = None
         for last in results:

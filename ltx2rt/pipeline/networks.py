@@ -233,12 +233,14 @@ class Networks:
             self._loops[key] = self.backend.lower_loop(graph, self.options.layers, self.options.compile)
         return self._loops[key]
 
-    def encode_text(self, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
-        """hidden_states [B,S,D,N+1], video_context and audio_context [B,S,C], for tokens and mask [B,S]."""
+    def encode_text(self, token_ids: np.ndarray, mask: np.ndarray, states: bool = False) -> dict[str, np.ndarray]:
+        """video_context and audio_context [B,S,C] for tokens and mask [B,S]; with `states` hidden_states [B,S,D,N+1],
+        which are 1.5 GB of a pair of prompts.
+        """
         assert self.config.gemma is not None, "no Gemma"
         feeds = text_encoder.feeds(self.config.gemma, self.config.text, token_ids, mask)
         outputs = self.run("text-encoder", lambda: self.text_graph(*token_ids.shape), token_ids.shape, feeds)
-        return {name: self.backend.to_host(x) for name, x in outputs.items()}
+        return {name: self.backend.to_host(x) for name, x in outputs.items() if states or name != "hidden_states"}
 
     def encode_video(self, frames: np.ndarray) -> np.ndarray:
         """frames [B,3,F,H,W] in [-1,1] -> normalised mean latent [B,C,f,h,w]."""
@@ -301,17 +303,19 @@ class Networks:
         sigmas: np.ndarray,
         video: np.ndarray,
         audio: np.ndarray,
+        num_steps: int | None = None,
     ) -> Iterator[Step]:
         """Every step's result, yielded when the device has finished it.
 
-        video, audio: initial latents (videos, tokens, C); sigmas f32[num_steps + 1].
+        video, audio: initial latents (videos, tokens, C); sigmas f32[steps + 1]; num_steps: how many of the steps run,
+        by default all.
         """
-        num_steps = len(sigmas) - 1
-        loop = self.step_loop(structure, num_steps)
+        steps = len(sigmas) - 1
+        loop = self.step_loop(structure, steps)
         weights = self.transformer_weights(loop.graph, stage, loras)
         pairs = np.stack([sigmas[:-1], sigmas[1:]], axis=1)
         slots = loop.graph.inputs["sigmas"].type.shape[0]
-        pairs = np.pad(pairs, ((0, slots - num_steps), (0, 0)), mode="edge")
+        pairs = np.pad(pairs, ((0, slots - steps), (0, 0)), mode="edge")
         inputs = {**constants, "sigmas": pairs, "video_latent": video, "audio_latent": audio}
-        for outputs in loop(weights, inputs, num_steps):
+        for outputs in loop(weights, inputs, steps if num_steps is None else num_steps):
             yield Step(outputs["video_latent"], outputs["audio_latent"], outputs["video_x0"], outputs["audio_x0"])

@@ -9,6 +9,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from ltx2rt_cuda import CudaBackend
 
 from ltx2rt.pipeline.networks import Networks
 from ltx2rt.pipeline.noise import standard_normal
@@ -206,6 +207,14 @@ def test_flags_that_only_say_how_change_no_bit(flags, base, run):
     found = run(*flags)
     assert_bitwise(found, base)
     assert (found.report["warmup_s"] > 0) == ("--warmup" in flags)
+
+
+def test_a_warm_up_runs_the_programs_of_the_run_itself(run, monkeypatch):
+    """Nine steps take a loop with more room than one step would."""
+    lowered, lower_loop = [], CudaBackend.lower_loop
+    monkeypatch.setattr(CudaBackend, "lower_loop", lambda *args: lowered.append(args[1]) or lower_loop(*args))
+    run("--warmup", "--steps", 9)
+    assert [graph.inputs["sigmas"].type.shape for graph in lowered] == [(16, 2), (8, 2)]
 
 
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
