@@ -15,6 +15,8 @@ from ltx2rt.placement.profiles import PROFILES, placed
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.presets import preset
 
+rng = np.random.default_rng(np.random.SeedSequence().entropy)
+DRAWN = ("video_latent", "audio_latent", "video_context", "audio_context")
 CLOSE = 1e-6  # float32: one sum in another order
 FUSED = {
     "norm_modulate", "gated_residual", "residual_norm_modulate", "qk_norm_rope", "qk_scale_rope", "head_gate",
@@ -55,12 +57,17 @@ def test_fused_graph_has_the_same_values_tensors_and_communication(name, devices
 
 @pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3"])
 def test_fused_bfloat16_step_is_no_further_from_float32(name):
+    """In the mean: the logarithm of one draw's ratio scatters by 0.2, that of the mean of ten by 0.06."""
     wide, one = case(name), case(name, "bfloat16")
-    exact = interpret(wide.graph, wide.params, wide.inputs)
-    plain = interpret(one.graph, one.params, one.inputs)
-    for key, value in interpret(fuse(one.graph), one.params, one.inputs).items():
-        # Fewer roundings, of values that are the same in the mean; one draw may still come out somewhat worse.
-        assert relative_l2(value, exact[key]) <= 1.25 * relative_l2(plain[key], exact[key]), key
+    fused, ratios = fuse(one.graph), {key: [] for key in wide.graph.outputs}
+    for _ in range(10):
+        drawn = {key: rng.standard_normal(wide.inputs[key].shape, np.float32) for key in DRAWN}
+        inputs = wide.inputs | drawn
+        exact, plain = interpret(wide.graph, wide.params, inputs), interpret(one.graph, one.params, inputs)
+        for key, value in interpret(fused, one.params, inputs).items():
+            ratios[key].append(relative_l2(value, exact[key]) / relative_l2(plain[key], exact[key]))
+    means = {key: np.exp(np.log(found).mean()) for key, found in ratios.items()}
+    assert max(means.values()) <= 1.25, means
 
 
 @pytest.mark.parametrize("layers", ["scan", "unrolled"])
