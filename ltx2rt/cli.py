@@ -198,7 +198,7 @@ def _model_flags(to: argparse.ArgumentParser) -> None:
 
 
 def _weights_dtype_flag(to: argparse.ArgumentParser) -> None:
-    to.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of the transformer (default: --dtype)")
+    to.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of the transformer (default: as the rest)")
 
 
 def _generate_flags(to: argparse.ArgumentParser) -> None:
@@ -309,6 +309,7 @@ def _compile_flags(to: argparse.ArgumentParser) -> None:
     to.add_argument("--num-frames", type=int, default=121, help="8k+1 (default: 121)")
     tiling = "off: the decoder on the whole clip, not on its largest tile (default: auto)"
     to.add_argument("--vae-tiling", choices=("auto", "off"), default="auto", help=tiling)
+    _weights_dtype_flag(to)
     to.add_argument("--profile", metavar="NAME", help="how networks are split (default: the device kind's own)")
     to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: the device kind's own)")
     to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
@@ -497,9 +498,9 @@ def plan(args: argparse.Namespace) -> None:
 
 def compile_request(args: argparse.Namespace) -> asked.CompileRequest:
     names = ("topology", "model", "preset", "text_encoder", "upsampler", "stage", "branches", "vae_tiling")
-    clip = ("width", "height", "num_frames")
+    more = ("width", "height", "num_frames", "weights_dtype")
     return asked.CompileRequest(
-        **{name: getattr(args, name) for name in names + clip},
+        **{name: getattr(args, name) for name in names + more},
         components=tuple(args.component) or asked.COMPILED,
         profile=args.profile,
         mesh=asked.parse_mesh(args.mesh) if args.mesh else {},

@@ -52,6 +52,12 @@ def test_a_checkpoint_is_planned_from_its_headers(tiny):
     assert [show(c.graph, "text") for c in found.cells] == [show(c.graph, "text") for c in expected.cells]
 
 
+def test_float8_is_of_the_denoise_loop_alone():
+    tiny = {"name": "tiny-2.3", "width": 64, "height": 64, "num_frames": 9}
+    for cell in plan("v6e:1x1", weights_dtype="float8", **tiny).cells:
+        assert ("linear_float8" in show(cell.graph, "text")) == (cell.stage is not None), cell.name
+
+
 def test_flags_narrow_what_is_compiled():
     (cell,) = plan(components=("denoise-step",), stage=2, branches=2).cells
     assert (cell.name, cell.size) == ("denoise-step, stage 2", "768x512x121, 2 branches")
@@ -87,6 +93,7 @@ def test_a_topology_says_its_devices(topology, kind, mesh):
         ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
         ({"branches": 5}, ["--branches"]),
         ({"stage": 3}, ["--stage"]),
+        ({"mesh": "fsdp=2,tensor=2", "weights_dtype": "float8"}, ["--weights-dtype", "fsdp=2"]),
         ({"topology": "v6e:2x3", "mesh": "tensor=3,sequence=2"}, ["heads=4", "tensor=3"]),
     ],
 )

@@ -75,7 +75,8 @@ def plan_job(request: CompileRequest) -> Job:
     else:
         config = preset(request.preset or "").config
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
-    cells = tuple(_cells(config, request, {"profile": profile.name, "mesh": mesh}))
+    placement = {"profile": profile.name, "mesh": mesh, "weights_dtype": request.weights_dtype}
+    cells = tuple(_cells(config, request, placement))
     return Job(request.topology, kind, mesh, cells)
 
 

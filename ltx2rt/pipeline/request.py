@@ -208,6 +208,7 @@ class CompileRequest:
     vae_tiling: str = "auto"
     profile: str | None = None  # None: the device kind's own
     mesh: Mapping[str, int] = field(default_factory=dict)  # empty: the profile's own
+    weights_dtype: str | None = None  # of the transformer's blocks; None: bfloat16, as all else
 
 
 @dataclass(frozen=True)
