@@ -27,25 +27,26 @@ def planned(graph: Graph) -> tuple[dict[str, int], int]:
     return counts, sum(t.received_bytes for t in found.values())
 
 
-def denoise(name: str, branches: int, mesh: dict[str, int], num_layers: int = 2) -> Graph:
+def denoise(name: str, branches: int, profile: str, mesh: dict[str, int], num_layers: int = 2) -> Graph:
     """The denoise loop at full width and reduced depth."""
     config = preset(name).config
     config = replace(config, transformer=replace(config.transformer, num_layers=num_layers))
-    return component_graph(config, GraphRequest("denoise", branches=branches, profile="trillium", mesh=mesh, **CLIP))
+    return component_graph(config, GraphRequest("denoise", branches=branches, profile=profile, mesh=mesh, **CLIP))
 
 
 @pytest.mark.parametrize(
-    "name,branches,mesh",
+    "name,branches,profile,mesh",
     [
-        ("ltx-2.0", 2, {"tensor": 8}),
-        ("ltx-2.0", 2, {"sequence": 8}),
-        ("ltx-2.0", 2, {"tensor": 2, "sequence": 4}),
-        ("ltx-2.3", 4, {"guidance": 2, "sequence": 2, "tensor": 2}),
+        ("ltx-2.0", 2, "ironwood-1d", {"tensor": 8}),
+        ("ltx-2.0", 2, "ironwood", {"sequence": 8}),
+        ("ltx-2.0", 2, "trillium", {"tensor": 2, "sequence": 4}),
+        ("ltx-2.0", 2, "trillium-2d", {"fsdp": 2, "tensor": 4}),
+        ("ltx-2.3", 4, "trillium", {"guidance": 2, "sequence": 2, "tensor": 2}),
     ],
     ids=lambda value: ",".join(f"{a}={n}" for a, n in value.items()) if isinstance(value, dict) else str(value),
 )
-def test_a_compiled_step_communicates_its_plan(name, branches, mesh):
-    graph = denoise(name, branches, mesh)
+def test_a_compiled_step_communicates_its_plan(name, branches, profile, mesh):
+    graph = denoise(name, branches, profile, mesh)
     compile_ = get_ahead_compiler("tpu", "v6e:2x4", mesh)
     parts = taken_apart(graph)
     for part, placed in (("before", parts.before), ("step", parts.body)):
