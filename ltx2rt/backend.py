@@ -61,7 +61,7 @@ Call = tuple[Program, Any, Mapping[str, Any]]  # a program, its weights, its inp
 class DeviceInfo:
     """name: what the driver calls it. total_bytes, free_bytes: its memory now (the host's, on a CPU).
 
-    count: of devices like it that a mesh can have, those of other hosts included.
+    count: of devices like it that a mesh can have, those of other hosts included; hosts: whose processes drive them.
     """
 
     kind: str
@@ -69,6 +69,7 @@ class DeviceInfo:
     total_bytes: int
     free_bytes: int
     count: int = 1
+    hosts: int = 1
 
 
 @dataclass(frozen=True)

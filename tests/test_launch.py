@@ -363,20 +363,22 @@ def test_on_one_device_every_rank_is_this_process():
 
 # ---- JAX: one process for each host ----
 
-ON_HOSTS = ("--backend", "tpu", "--mesh", "tensor=2,sequence=2", "--pipeline", "one-stage", "--no-audio", "--seed", 7)
+ON_HOSTS = ("--backend", "tpu", "--profile", "trillium", "--pipeline", "one-stage", "--no-audio", "--seed", 7)
 
 
 def test_two_hosts_give_the_clip_of_one_device_once(flags, command, tmp_path):
+    """On the mesh that the profile means for all their devices."""
     from safetensors.numpy import load_file
 
     from ltx2rt.testing import relative_l2
 
-    latents = tmp_path / "latents.safetensors"
-    words = flags(*ON_HOSTS, "--latents-out", latents)
+    latents, report = tmp_path / "latents.safetensors", tmp_path / "report.json"
+    words = flags(*ON_HOSTS, "--latents-out", latents, "--report", report)
     (main, other) = (run.end() for run in hosts_by_hand(*[["-m", "ltx2rt", *words]] * 2))
     assert (main[0], other[0]) == (0, 0) and (main[2], other[2]) == ([], [])
     assert main[1].startswith(str(tmp_path / "clip.mp4")) and main[1].count("\n") == 1 and other[1] == ""
-    assert {p.name for p in tmp_path.iterdir()} == {"clip.mp4", "latents.safetensors"}
+    assert {p.name for p in tmp_path.iterdir()} == {"clip.mp4", "latents.safetensors", "report.json"}
+    assert json.loads(report.read_text())["mesh"] == {"sequence": 2, "tensor": 2}
     several = load_file(latents)
     status, _, errors = command(*words, "--mesh", "tensor=1")
     assert status == 0, errors
@@ -387,12 +389,13 @@ def test_two_hosts_give_the_clip_of_one_device_once(flags, command, tmp_path):
 
 
 def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
-    words = ["-m", "ltx2rt", *flags(*ON_HOSTS)]
-    for second, message in (
-        ([*words[:-1], "8"], "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1"),
-        (None, "is of 4 devices, the 2 processes have 6; give a --mesh of all of them"),
+    for first, second, message in (
+        ((), ("--seed", 8), "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1"),
+        (mesh := ("--mesh", "tensor=2"), mesh, "is of 2 devices, the 2 processes have 4; give a --mesh of all of them"),
+        (single := ("--profile", "single"), single, "profile single has no mesh of the 4 devices of 2 hosts"),
     ):
-        ended = [run.end() for run in hosts_by_hand(words, second or words, devices=2 if second else 3)]
+        words = [["-m", "ltx2rt", *flags(*ON_HOSTS, *more)] for more in (first, second)]
+        ended = [run.end() for run in hosts_by_hand(*words)]
         assert [status for status, _, _ in ended] == [2, 2] and not list(tmp_path.iterdir())
         (line,) = [line for _, _, lines in ended for line in lines]
         assert message in line

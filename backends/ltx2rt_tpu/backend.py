@@ -171,10 +171,10 @@ class TpuBackend:
             stats = [device.memory_stats() or {} for device in jax.local_devices(backend="tpu")]
             total = min(found.get("bytes_limit", 0) for found in stats)
             free = min(found.get("bytes_limit", 0) - found.get("bytes_in_use", 0) for found in stats)
-            return DeviceInfo("tpu", self.jax_device.device_kind, total, free, count)
+            return DeviceInfo("tpu", self.jax_device.device_kind, total, free, count, self.num_hosts)
         from ltx2rt.placement.devices import host_memory
 
-        return DeviceInfo("cpu", "CPU", *host_memory(), count)
+        return DeviceInfo("cpu", "CPU", *host_memory(), count, self.num_hosts)
 
     def peak_bytes(self) -> int | None:
         if self.device_kind == "cpu":

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -109,6 +110,7 @@ def _check(address: str, here: bool) -> None:
         time.sleep(0.2)
 
 
+@cache  # a second time would take what the first has kept
 def silence_gloo() -> None:
     """Point the C library's stdout at nothing: gloo greets every peer there, in the place of results."""
     sys.stdout.flush()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.backend import Backend, Call, DeviceInfo, Loop, Program, get_backend
+from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
 from ltx2rt.models.guided_step import Branches
@@ -40,18 +41,25 @@ SOURCES = {  # network -> the component of the checkpoint that holds its tensors
 def open_backend(options: ModelOptions) -> Backend:
     """The backend that the options ask for. Raises InputError.
 
-    Without a mesh a TPU host uses all its devices, as the profile means them to be: JAX sees them all from one process.
+    Without a mesh all TPUs are used, and all devices of several hosts, as the profile means them to be.
     """
     backend = get_backend(options.backend, options.device, options.mesh)
-    mesh = options.mesh or mesh_of_host(backend.device(), options.profile)
+    mesh = options.mesh or mesh_of_all(backend.device(), options.profile)
     return backend if mesh == options.mesh else get_backend(options.backend, options.device, mesh)
 
 
-def mesh_of_host(device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
-    """The mesh of all devices, if they are several TPUs."""
-    if device.kind != "tpu" or device.count == 1:
+def mesh_of_all(device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
+    """The mesh of all devices, if they are several TPUs or of several hosts. Raises InputError if hosts have none."""
+    if device.count == 1 or (device.kind != "tpu" and device.hosts == 1):
         return {}
-    return default_mesh(profile_of(profile, device.name, {"data": device.count}), device.count)
+    chosen = profile_of(profile, device.name if device.kind == "tpu" else device.kind, {"data": device.count})
+    mesh = default_mesh(chosen, device.count)
+    if not mesh and device.hosts > 1:
+        raise InputError(
+            f"profile {chosen.name} has no mesh of the {device.count} devices of {device.hosts} hosts, which all "
+            "take part; give a --mesh of all of them, or another --profile"
+        )
+    return mesh
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from placed_cases import case
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.pipeline.networks import mesh_of_host
+from ltx2rt.pipeline.networks import mesh_of_all
 from ltx2rt.placement.profiles import PROFILES, default_mesh, placed, profile_of
 
 MESH = {"tensor": 2}
@@ -97,17 +97,19 @@ def test_single_splits_nothing():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "count", "profile", "expected"),
+    ("kind", "name", "count", "hosts", "profile", "expected"),
     [
-        ("tpu", "TPU v6 lite", 8, None, {"sequence": 4, "tensor": 2}),
-        ("tpu", "TPU v6 lite", 8, "ironwood-1d", {"tensor": 8}),
-        ("tpu", "TPU7x", 8, None, {"sequence": 8}),
-        ("tpu", "TPU7x", 8, "single", {}),
-        ("tpu", "TPU7x", 1, None, {}),
-        ("cpu", "CPU", 8, None, {}),
-        ("cuda", "NVIDIA H200", 8, None, {}),
+        ("tpu", "TPU v6 lite", 8, 1, None, {"sequence": 4, "tensor": 2}),
+        ("tpu", "TPU v6 lite", 8, 1, "ironwood-1d", {"tensor": 8}),
+        ("tpu", "TPU v6 lite", 16, 2, None, {"sequence": 8, "tensor": 2}),
+        ("tpu", "TPU7x", 8, 1, None, {"sequence": 8}),
+        ("tpu", "TPU7x", 8, 1, "single", {}),
+        ("tpu", "TPU7x", 1, 1, None, {}),
+        ("cpu", "CPU", 8, 1, None, {}),
+        ("cpu", "CPU", 8, 2, None, {"tensor": 8}),
+        ("cuda", "NVIDIA H200", 8, 1, None, {}),
     ],
 )
-def test_a_tpu_host_without_a_mesh_uses_all_its_devices(kind, name, count, profile, expected):
+def test_without_a_mesh_all_tpus_and_all_devices_of_several_hosts_are_used(kind, name, count, hosts, profile, expected):
     """On GPUs the launcher decides: there a process is started for each."""
-    assert mesh_of_host(DeviceInfo(kind, name, 1, 1, count), profile) == expected
+    assert mesh_of_all(DeviceInfo(kind, name, 1, 1, count, hosts), profile) == expected
