@@ -55,7 +55,8 @@ def test_a_batch_equals_each_video_alone(backend, generate, model, images, alone
 
 
 def test_videos_spread_over_devices_equal_each_alone(generate_on_devices, model, images, alone):
-    found = generate_on_devices(4, model, *FLAGS, "--image", f"{images[0]}:0:0.8", "--mesh", "data=2,tensor=2")
+    where = ("--profile", "trillium", "--mesh", "data=2,sequence=2,tensor=2")
+    found = generate_on_devices(8, model, *FLAGS, "--image", f"{images[0]}:0:0.8", *where)
     assert_equals(found, alone)
 
 
