@@ -1,9 +1,14 @@
 """A whole two-stage run on several devices equals the run on one: with an image, guidance, the distilled LoRA."""
 
+from dataclasses import replace
+from functools import cache
+
 import numpy as np
 import pytest
 
 from ltx2rt.testing import relative_l2
+from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.presets import SIZES, TINY_GEMMA
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; reached: 1.3e-6
 HEARD = 1e-4  # the vocoder's sines amplify the rounding of its input; reached: 7e-6
@@ -25,21 +30,61 @@ def test_ranks_agree_with_one_device(tiny, generate, generate_on_ranks, images, 
     agree(generate("cuda", model, *wanted), generate_on_ranks(ranks, model, *wanted, "--mesh", mesh))
 
 
-@pytest.fixture(scope="module")
-def silent(tiny, images):
-    """Without sound: the vocoder takes JAX a minute to compile."""
-    return tiny("tiny-2.3", "official"), "--seed", 5, "--no-audio", "--image", f"{images[0]}:0:0.8"
+SILENT = ("--no-audio",)  # the vocoder takes JAX a minute to compile
+THREE_BRANCHES = (*SILENT, "--video-stg", 0, "--audio-stg", 0)
 
 
 @pytest.fixture(scope="module")
-def jax_alone(generate, silent):
-    return generate("tpu", *silent)
+def words(tmp_path_factory, images):
+    """24 heads, which 8 and 3 divide; 5 tokens in stage 1 and 20 in stage 2, which they do not.
+
+    The text encoder has 8 heads: 3 devices leave it whole.
+    """
+    folder = tmp_path_factory.mktemp("heads")
+    gemma = replace(TINY_GEMMA, num_heads=8, num_kv_heads=8)
+    sizes = replace(SIZES["tiny-2.3"], heads=24, head_dim=8, audio_head_dim=4, gemma=gemma)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "heads-2.3", sizes)
+        make_checkpoint("heads-2.3", "official", folder)
+    size = ("--width", 64, "--height", 64, "--num-frames", 25)
+    return folder, *size, "--seed", 5, "--image", f"{images[0]}:0:0.8", f"{images[1]}:9"
 
 
-@pytest.mark.parametrize("mesh", ["guidance=2,tensor=2", "guidance=2,sequence=2"])
-def test_jax_devices_agree_with_one(generate_on_devices, silent, jax_alone, mesh):
-    """Stage 2 has one branch: there the devices of `guidance` split the tokens."""
-    agree(jax_alone, generate_on_devices(4, *silent, "--mesh", mesh))
+@pytest.fixture(scope="module")
+def alone(generate, words):
+    """flags -> the run of JAX on one device, and the run of torch on one."""
+    return cache(lambda flags: [generate(backend, *words, *flags) for backend in ("tpu", "cuda")])
+
+
+@pytest.mark.parametrize(
+    ("profile", "mesh", "flags"),
+    [
+        ("trillium", "sequence=4,tensor=2", SILENT),
+        ("trillium-2d", "fsdp=2,tensor=4", SILENT),
+        ("trillium", "guidance=2,sequence=2,tensor=2", SILENT),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("ironwood", "sequence=8", SILENT),
+                ("ironwood-1d", "tensor=8", SILENT),
+                ("trillium", "guidance=2,fsdp=2,tensor=2", SILENT),
+                ("ironwood", "sequence=3", SILENT),
+                ("ironwood-1d", "tensor=3", SILENT),
+                ("ironwood", "guidance=3", THREE_BRANCHES),
+                ("trillium", "sequence=4,tensor=2", ()),
+            )
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)) or "with sound",
+)
+def test_jax_devices_agree_with_one_and_with_torch(generate_on_devices, words, alone, profile, mesh, flags):
+    """Each profile on its own mesh of 8 devices, and mixed ones; some use only the first 3.
+
+    Stage 2 has one branch: there the devices of `guidance` split the tokens.
+    """
+    several = generate_on_devices(8, *words, *flags, "--profile", profile, "--mesh", mesh)
+    for one in alone(flags):
+        agree(one, several)
 
 
 def agree(one, several):
