@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Value
 from ltx2rt_tpu.distributed import device_mesh
 from ltx2rt_tpu.hlo import collectives
-from ltx2rt_tpu.program import Loop, Program
+from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program
 from ltx2rt_tpu.weights import abstract_weights
 
 # What libtpu would ask Google Cloud's metadata server; without an answer it complains on stderr.
@@ -65,6 +66,8 @@ class AheadCompiler:
         if part == "each" and isinstance(place, NamedSharding):
             program = Program(graph, place, unrolled=False)
             return compiled(program.shared.lower(abstract_weights(graph, place), _own_inputs(graph, place)))
+        if graph.name in ASSEMBLED:
+            return assembled(Assembled(graph, place))
         if part in (None, "each"):
             program = Program(graph, place, unrolled=False)
             return compiled(program.function.lower(abstract_weights(graph, place), abstract(graph.inputs, place)))
@@ -115,7 +118,8 @@ def compiled(lowered: Lowered, steps: int | None = None) -> Compiled:
         memory = lowered.compile(compiler_options=options).memory_analysis()
         compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
         assert memory is not None, "the compiler tells no memory"
-        counts, received = collectives(read(), steps)
+        (text,) = read()
+        counts, received = collectives(text, steps)
     return Compiled(
         compile_s=compile_s,
         compile_cpu_s=compile_cpu_s,
@@ -127,10 +131,37 @@ def compiled(lowered: Lowered, steps: int | None = None) -> Compiled:
     )
 
 
+def assembled(program: Assembled) -> Compiled:
+    """The figures of one call of all its executables; arrays that a later node reads count as temporary."""
+    with _dump(f"jit_{program.graph.name}_*") as (options, read):
+        start, busy = time.perf_counter(), time.process_time()
+        executables = program.compile(options)
+        compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
+        found = [collectives(text) for text in read()]
+    memory = {kind: one.memory_analysis() for kind, one in executables.items()}
+    weights_bytes = sum(v.type.nbytes for v in (program.graph.inputs | program.graph.params).values())
+    sizes: dict[int, int] = {}
+    peak = 0
+    for (kind, node), dropped in zip(program.schedule, program.dropped, strict=True):
+        sizes |= {id(v): memory[kind].output_size_in_bytes // len(node.outputs) for v in node.outputs}
+        peak = max(peak, sum(sizes.values()) + memory[kind].temp_size_in_bytes)
+        for key in dropped:
+            sizes.pop(key, None)
+    return Compiled(
+        compile_s=compile_s,
+        compile_cpu_s=compile_cpu_s,
+        collectives=dict(sum((counts for counts, _ in found), Counter())),
+        received_bytes=sum(received for _, received in found),
+        weights_bytes=weights_bytes,
+        temp_bytes=peak - sum(sizes.values()),
+        output_bytes=sum(sizes.values()),
+    )
+
+
 @contextmanager
 def _dump(module: str) -> Iterator:
-    """Compiler options that leave the scheduled HLO of `module` in a folder, the user's own if XLA_FLAGS names one; and
-    its reader.
+    """Compiler options that leave the scheduled HLO of `module` (a pattern) in a folder, the user's own if XLA_FLAGS
+    names one; and the reader of its texts.
 
     Not `Compiled.as_text`: what comes back from the compiler for TPU7x does not parse with jaxlib 0.10.2.
     """
@@ -140,8 +171,7 @@ def _dump(module: str) -> Iterator:
         texts = f"*.{module}.*after_optimizations.txt"  # the compiler may dump modules of its own beside it
         before = set(path.glob(texts))
 
-        def read() -> str:
-            (text,) = set(path.glob(texts)) - before
-            return text.read_text()
+        def read() -> list[str]:
+            return [text.read_text() for text in set(path.glob(texts)) - before]
 
         yield {"xla_dump_to": str(path), "xla_dump_hlo_as_text": True}, read

@@ -24,7 +24,7 @@ from ltx2rt.launch import HOST_VARIABLES
 from ltx2rt.weights.encode import EncodedSource
 from ltx2rt_tpu.distributed import device_mesh, join, rendezvous, silence_gloo
 from ltx2rt_tpu.ops import quantise_rows
-from ltx2rt_tpu.program import Loop, Program
+from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program
 from ltx2rt_tpu.weights import Weights, abstract_weights, laid_out, stacked
 
 
@@ -109,7 +109,7 @@ class TpuBackend:
         weights: Weights = {}
         encoded = EncodedSource(source, self._quantise)
         for graph in graphs:
-            layouts, place = graph.all_layouts(), self._place_of(graph)
+            layouts, place = graph.all_layouts(), self.place_of(graph)
             abstract = abstract_weights(graph, place)
             for name, (value, count) in graph.all_params().items():
                 if name in weights:
@@ -122,7 +122,7 @@ class TpuBackend:
                     weights[name] = laid_out(array, abstract[name].format)
         return weights
 
-    def _place_of(self, graph: Graph) -> Sharding:
+    def place_of(self, graph: Graph) -> Sharding:
         """Where a graph's replicated arrays live: on the devices of the backend's mesh, in its own axes."""
         if not graph.mesh:
             return self.place
@@ -135,11 +135,13 @@ class TpuBackend:
         values, scale = self.quantise(jax.device_put(array, self.jax_device))
         return np.asarray(values), np.asarray(scale)
 
-    def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
-        return Program(graph, self._place_of(graph), layers == "unrolled")
+    def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program | Assembled:
+        if graph.name in ASSEMBLED:
+            return Assembled(graph, self.place_of(graph))
+        return Program(graph, self.place_of(graph), layers == "unrolled")
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
-        return Loop(graph, self._place_of(graph), layers == "unrolled")
+        return Loop(graph, self.place_of(graph), layers == "unrolled")
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         wide = (jax.device_put(np.asarray(x, np.float32), self.jax_device) for x in (a, b))

@@ -45,8 +45,9 @@ def as_nnx(network: Graph | Program, source: TensorSource | None = None, device:
     if source is not None:
         audit(graph.parameters(), source, getattr(source, "where", graph.name))
     backend = TpuBackend(device, graph.mesh)
-    program = backend.lower(graph) if isinstance(network, Graph) else network
-    weights = abstract_weights(graph, program.place) if source is None else backend.load([graph], source)
+    place = backend.place_of(graph)
+    program = network if isinstance(network, Program) else Program(graph, place, unrolled=False)
+    weights = abstract_weights(graph, place) if source is None else backend.load([graph], source)
     return NetworkModule(program, weights)
 
 

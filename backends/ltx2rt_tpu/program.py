@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from ltx2rt.graph.interpret import NUMPY_DTYPES
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt_tpu.lower import run
+from ltx2rt_tpu.ops import OPS
 from ltx2rt_tpu.weights import Weights, weight_specs, weights_on
+
+ASSEMBLED = ("vocoder",)  # networks that run as `Assembled`
+COMPILERS = 16  # at a time: each takes some hundred MB
 
 
 class Program:
@@ -52,13 +59,7 @@ class Program:
         return function(weights, inputs)
 
     def upload(self, name: str, value: Any) -> Array:
-        """An input on all devices, committed; a wrong shape is a ValueError."""
-        spec = self.graph.inputs[name].type
-        if tuple(value.shape) != spec.shape:
-            raise ValueError(f"{self.graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}")
-        # replicate also commits: jit compiles once more for an argument that is not committed to its device.
-        typed = value.astype(spec.dtype) if isinstance(value, Array) else np.asarray(value, NUMPY_DTYPES[spec.dtype])
-        return replicate(typed, self.place)
+        return upload(self.graph, name, value, self.place)
 
     @property
     def each_own(self) -> NamedSharding:
@@ -92,8 +93,69 @@ class Program:
         return weights_on(self.place, self.graph, weights)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        uploaded = {name: self.upload(name, np.asarray(v) if np.isscalar(v) else v) for name, v in inputs.items()}
+        uploaded = {name: self.upload(name, v) for name, v in inputs.items()}
         return self.function(self._weights(weights), uploaded)
+
+
+class Assembled:
+    """A lowered graph as one executable for each kind of node, compiled side by side.
+
+    For the vocoder: hundreds of small unlike convolutions and filters, of which the TPU compiler makes one program only
+    after a quarter of an hour and more. A kind is an op with its plan and the types of its operands; LTX-2.3's 792
+    nodes are of 256 kinds. Between executables an array has no axes of size 1, which a TPU would lay out otherwise and
+    then rearrange. Every device of a mesh runs everything.
+    """
+
+    def __init__(self, graph: Graph, place: Sharding):
+        self.graph, self.place = fuse(graph, (snakes,)), place
+        self.schedule = [(_kind(node), node) for node in self.graph.nodes]
+        last = {id(v): i for i, (_, node) in enumerate(self.schedule) for v in node.inputs}
+        kept = {id(v) for v in self.graph.outputs.values()}
+        self.dropped: list[list[int]] = [[] for _ in self.schedule]  # values that nobody reads after a node
+        for key, i in last.items():
+            if key not in kept:
+                self.dropped[i].append(key)
+
+    @cached_property
+    def executables(self) -> dict[Hashable, Any]:
+        return self.compile()
+
+    def compile(self, options: Mapping[str, Any] | None = None) -> dict[Hashable, Any]:
+        kinds = dict(self.schedule)
+        lowered = [self._lowered(node) for node in kinds.values()]
+        with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as pool:
+            return dict(zip(kinds, pool.map(lambda one: one.compile(options), lowered), strict=True))
+
+    def _lowered(self, node: Node) -> Any:
+        def run_node(*operands: Array) -> tuple[Array, ...]:
+            pairs = zip(operands, node.inputs, strict=True)
+            found = OPS[node.op](*(x.reshape(v.type.shape) for x, v in pairs), **node.plan)
+            return tuple(x.reshape(_flat(x.shape)) for x in (found if isinstance(found, tuple) else (found,)))
+
+        run_node.__name__ = f"{self.graph.name}_{node.op}"
+        operands = [ShapeDtypeStruct(_flat(v.type.shape), v.type.dtype, sharding=self.place) for v in node.inputs]
+        return jax.jit(run_node, out_shardings=self.place).lower(*operands)
+
+    def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        given = {name: upload(self.graph, name, value, self.place) for name, value in inputs.items()}
+        given |= weights_on(self.place, self.graph, weights)
+        values = self.graph.inputs | self.graph.params
+        env = {id(v): given[name].reshape(_flat(v.type.shape)) for name, v in values.items()}
+        for (kind, node), dropped in zip(self.schedule, self.dropped, strict=True):
+            results = self.executables[kind](*(env[id(v)] for v in node.inputs))
+            env |= {id(v): x for v, x in zip(node.outputs, results, strict=True)}
+            for key in dropped:
+                del env[key]
+        return {name: env[id(v)].reshape(v.type.shape) for name, v in self.graph.outputs.items()}
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
+
+
+def _kind(node: Node) -> Hashable:
+    plan = {name: x.tobytes() if isinstance(x, np.ndarray) else repr(x) for name, x in node.plan.items()}
+    return node.op, tuple(sorted(plan.items())), tuple((v.type.shape, v.type.dtype) for v in node.inputs)
 
 
 class Loop:
@@ -160,6 +222,16 @@ class Loop:
         for outputs in queued:
             jax.block_until_ready(outputs)
             yield outputs
+
+
+def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:
+    """The input `name` of `graph` on all devices, committed; a wrong shape is a ValueError."""
+    spec, value = graph.inputs[name].type, np.asarray(value) if np.isscalar(value) else value
+    if tuple(value.shape) != spec.shape:
+        raise ValueError(f"{graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}")
+    # replicate also commits: jit compiles once more for an argument that is not committed to its device.
+    typed = value.astype(spec.dtype) if isinstance(value, Array) else np.asarray(value, NUMPY_DTYPES[spec.dtype])
+    return replicate(typed, place)
 
 
 def replicate(array: np.ndarray | Array, place: Sharding) -> Array:

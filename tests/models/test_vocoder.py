@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 from ltx2rt_tpu import ops
+from ltx2rt_tpu.program import Program
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import GeneratorConfig, VocoderConfig
@@ -144,8 +145,8 @@ def test_convolution_by_taps_is_the_convolution(taps, stride, dilation, dtype):
 
 
 def test_only_upsampling_is_a_convolution_for_a_tpu():
-    program = get_backend("tpu", "cpu").lower(fuse(vocoder.trace(CONFIGS["2.3"], 1, 7, "float32"), (snakes,)))
-    graph, function = program.graph, program.function
+    graph = fuse(vocoder.trace(CONFIGS["2.3"], 1, 7, "float32"), (snakes,))
+    function = Program(graph, get_backend("tpu", "cpu").place, unrolled=False).function
     params = {name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for name, (v, _) in graph.all_params().items()}
     inputs = {name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for name, v in graph.inputs.items()}
     counts = {
