@@ -1,8 +1,8 @@
 """Which attention kernel runs, and why not the others.
 
 On a GPU FlashAttention-3, if it is installed and takes the operands; else torch's own: cuDNN's first, which is made
-for Hopper as FlashAttention-3 is, then torch's FlashAttention-2, then those that take any operands. On a CPU, torch's
-choice.
+for Hopper as FlashAttention-3 is, where it surely has a plan, then torch's FlashAttention-2, then those that take any
+operands. On a CPU, torch's choice.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ TORCH: dict[str, tuple[SDPBackend, Callable[[Any], bool]]] = {  # in order of pr
     "math": (SDPBackend.MATH, lambda _: True),
 }
 KERNELS = ("flash3", *TORCH)
+LOAD_BYTES = 16  # that the fused kernels fetch at once; a TMA descriptor takes no other strides either
 
 
 @cache
@@ -51,6 +52,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def why_not(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
     """Why the kernel `name` of KERNELS cannot take q (B, tokens, heads, head_dim), k, v and an additive mask (B or 1,
     heads or 1, tokens, keys); None if it can."""
+    if name == "cudnn" and (reason := why_not_cudnn(q, mask)):
+        return reason
     if name != "flash3":
         _, takes = TORCH[name]
         queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
@@ -80,6 +83,31 @@ def why_not_flash3(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str 
     return None
 
 
+def why_not_cudnn(q: Tensor, mask: Tensor | None) -> str | None:
+    """Of what torch does not ask: where cuDNN then finds no plan the call raises, and no other kernel is tried."""
+    if mask is not None:
+        return "its plans for a mask differ from release to release"
+    if q.shape[3] > 128:
+        return f"heads of {q.shape[3]}, all its releases have plans up to 128"
+    return None
+
+
+def preference(q: Tensor, mask: Tensor | None) -> list[str]:
+    """Names of TORCH; the first whose kernel takes the operands is to run."""
+    return [name for name in TORCH if name != "cudnn" or why_not_cudnn(q, mask) is None]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy if it begins, or an axis but the last steps, at no multiple of LOAD_BYTES.
+
+    Heads that are no multiple themselves stay as they are, no copy helps them; compiled operands Inductor aligns.
+    """
+    if torch.compiler.is_compiling() or x.shape[-1] * x.element_size() % LOAD_BYTES:
+        return x
+    starts = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
+    return x.clone(memory_format=torch.contiguous_format) if any(n % LOAD_BYTES for n in starts) else x
+
+
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(
@@ -88,8 +116,8 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
 
 
 def preferred_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """torch_attention by the first of TORCH that takes the operands."""
-    with sdpa_kernel([backend for backend, _ in TORCH.values()], set_priority=True):
+    """torch_attention by the first of `preference` that takes the operands."""
+    with sdpa_kernel([TORCH[name][0] for name in preference(q, mask)], set_priority=True):
         return torch_attention(q, k, v, mask, scale)
 
 
@@ -97,6 +125,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     """softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k and v (B, keys, kv_heads, head_dim)."""
     if q.device.type != "cuda":
         return torch_attention(q, k, v, mask, scale)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     if why_not("flash3", q, k, v, mask) is None:
         found = _flash3()(q, k, v, softmax_scale=scale)
         return found[0] if isinstance(found, tuple) else found  # its first releases return the log-sums too

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from ltx2rt_cuda.attention import KERNELS, attention, preferred_attention, torch_attention, why_not, why_not_flash3
+from ltx2rt_cuda.attention import (
+    KERNELS,
+    LOAD_BYTES,
+    aligned,
+    attention,
+    preference,
+    preferred_attention,
+    torch_attention,
+    why_not,
+    why_not_flash3,
+)
 
 from ltx2rt.graph.ops import OPS
 from ltx2rt.testing import relative_l2
@@ -25,10 +35,47 @@ def test_attention_is_the_op_tables(run, masked, kv_heads):
     assert relative_l2(run(q, k, v, mask, 0.3), expected) <= 1e-6  # float32, sums of nine
 
 
-def test_preference_is_compiled_without_a_break():
-    q, k, v = operands()
-    compiled = torch.compile(preferred_attention, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(q, k, v, None, 0.3), preferred_attention(q, k, v, None, 0.3))
+def test_preference_and_alignment_are_compiled_without_a_break():
+    def run(q, k, v):
+        return preferred_attention(aligned(q), aligned(k), aligned(v), None, 0.3)
+
+    q, k, _ = operands()
+    v = torch.randn(2, 9, 4 * 16 + 5)[..., 1:65].unflatten(2, (4, 16))
+    assert torch.equal(torch.compile(run, backend="eager", fullgraph=True)(q, k, v), run(q, k, v))
+
+
+def test_cudnn_comes_first_only_where_it_surely_has_a_plan():
+    heads, mask = [torch.empty(1, 7, 2, dim) for dim in (64, 128, 256)], torch.zeros(1, 1, 7, 9)
+    found = [preference(q, None)[0] for q in heads] + [preference(heads[0], mask)[0]]
+    assert found == ["cudnn", "cudnn", "flash2", "flash2"]
+    assert all(preference(q, m)[-3:] == ["flash2", "efficient", "math"] for q in heads for m in (None, mask))
+    q, k, v = operands(torch.bfloat16, dim=256)
+    assert why_not("cudnn", q, k, v, None) == "heads of 256, all its releases have plans up to 128"
+    assert "mask" in why_not("cudnn", q[..., :16], k[..., :16], v[..., :16], mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "row,start,copied",
+    [
+        (3 * 64, 0, False),  # whole
+        (3 * 64, 2 * 64, False),  # a slice of a packed row of q, k, v
+        (3 * 64 + 4, 2 * 64, True),  # and of a gate for each head
+        (3 * 64, 2, True),
+        (3 * 64 + 8, 8, False),
+    ],
+)
+def test_only_operands_off_the_grid_of_a_load_are_copied(row, start, copied, dtype):
+    row, start = (n * 2 // dtype.itemsize for n in (row, start))  # the same bytes in both dtypes
+    x = torch.randn(2, 9, row).to(dtype)[..., start : start + 64 * 2 // dtype.itemsize].unflatten(2, (4, -1))
+    y = aligned(x)
+    assert torch.equal(x, y) and (y is not x) == copied
+    assert y.data_ptr() % LOAD_BYTES == 0 and all(n * y.element_size() % LOAD_BYTES == 0 for n in y.stride()[:-1])
+
+
+def test_heads_that_no_copy_aligns_stay_as_they_are():
+    x = torch.randn(2, 9, 4 * 6 + 1).to(torch.bfloat16)[..., 1:].unflatten(2, (4, 6))
+    assert aligned(x) is x
 
 
 @pytest.mark.parametrize(
