@@ -20,7 +20,7 @@ from ltx2rt.passes.loop import taken_apart
 from ltx2rt.weights.encode import EncodedSource, Piece
 from ltx2rt_cuda.distributed import Arriving, join, rendezvous
 from ltx2rt_cuda.ops import DTYPES, quantise_rows
-from ltx2rt_cuda.program import Loop, Program, Tensors, Weights, to_torch
+from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 
 
 class CudaBackend:
@@ -38,7 +38,7 @@ class CudaBackend:
         self.position = join(mesh, self.device_kind)
         self.mesh, self.is_main = self.position.mesh, self.position.rank == 0
         self.num_processes = self.position.size
-        self._pool: Any = None  # the memory that recorded steps share: only one of them runs at a time
+        self._pool: Pool | None = None
         self._sent: tuple[Any, ...] = ()  # what is on its way to the main process, and its memory
         self.torch_device = torch.device(self.device_kind)
         # float32 means float32: TF32 keeps 10 mantissa bits.
@@ -108,7 +108,7 @@ class CudaBackend:
         parts = taken_apart(graph)
         before, body = (self.lower(part, layers, compile) for part in (parts.before, parts.body))
         if self.device_kind == "cuda" and not self.mesh and self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool = Pool()
         return Loop(graph, before, body, parts, self._pool)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:

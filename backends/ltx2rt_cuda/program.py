@@ -58,22 +58,35 @@ class Program:
         return dict(zip(self.graph.outputs, self.module(*uploaded, *self.arguments(weights)), strict=True))
 
 
+class Pool:
+    """The memory that recorded steps share, because only one of them runs at a time, and the stream that they are
+    recorded on, because the allocator gives a stream no blocks of another."""
+
+    def __init__(self):
+        self.id, self.stream, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        # Without its last graph torch refuses a pool as long as anything is left in it, such as cuBLAS's workspace.
+        with self.recording(self.kept):
+            torch.zeros((), device="cuda")  # of an empty graph torch warns
+
+    def recording(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        """thread_local: what other threads ask of the device does not concern what this one records."""
+        return torch.cuda.graph(graph, pool=self.id, stream=self.stream, capture_error_mode="thread_local")
+
+
 class Captured:
     """One step recorded as a CUDA graph: a replay reads fixed buffers, runs every kernel, and writes fixed buffers."""
 
-    def __init__(self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Any):
+    def __init__(self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Pool):
         self.program, self.key = program, _addresses(arguments)
         self.serves: Mapping[str, torch.Tensor] | None = None  # the request whose constants lie in the buffers
         self.inputs = {name: value.clone() for name, value in values.items()}
         ordered = [self.inputs[name] for name in program.graph.inputs]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        pool.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(pool.stream):
             for _ in range(CAPTURE_WARMUPS):
                 program.module(*ordered, *arguments)
-        torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        with pool.recording(self.graph):
             self.outputs = program.module(*ordered, *arguments)
 
     def put(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -100,7 +113,7 @@ class Loop:
     launched one by one: a recorded collective has not been tried.
     """
 
-    def __init__(self, graph: Graph, before: Program, body: Program, parts: Parts, pool: Any):
+    def __init__(self, graph: Graph, before: Program, body: Program, parts: Parts, pool: Pool | None):
         self.graph, self.before, self.body, self.parts, self.pool = graph, before, body, parts, pool
         self.captured: Captured | None = None
 
@@ -142,7 +155,7 @@ class Loop:
 
             return step
         if self.captured is None or self.captured.key != _addresses(arguments):
-            self.captured = None  # its memory goes before the next one takes any
+            self.captured = None  # the next one takes its memory
             self.captured = Captured(self.body, arguments, constants | changing, self.pool)
         captured = self.captured
 
