@@ -83,12 +83,15 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
     if world != size:
         raise InputError(f"mesh {named} needs {size} processes, {world} were launched; use --num-gpus {size}")
     if not dist.is_initialized():
+        device = None
         if device_kind == "cuda":
             local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             if local >= found:
                 raise InputError(f"mesh {named} needs a GPU for each process of a host, {found} were found")
-            torch.cuda.set_device(local)
-        dist.init_process_group("nccl" if device_kind == "cuda" else "gloo", timeout=TIMEOUT)
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+        # With its device the communicator is made now, by all ranks, and no collective has to guess where it runs.
+        dist.init_process_group("nccl" if device_kind == "cuda" else "gloo", timeout=TIMEOUT, device_id=device)
         atexit.register(dist.destroy_process_group)
     return _position(used, {})
 
