@@ -169,6 +169,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for case in cases(graphs, args.ops):
         found = contest(case, args.contestants, device, args.rounds, bandwidth)
         facts["cases"].append(found)
+        record(args.output, facts)  # a run that is cut off leaves what it had
         columns = "".join(f" {s.median:>9.1f} = {s.median / found['floor_us']:>5.2f}x" for s in found["us"].values())
         moved = found["moved_bytes"] / found["minimum_bytes"]
         print(f"{case!s:<58} {found['floor_us']:>9.1f} {moved:>5.2f}x{columns}", flush=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +50,17 @@ class Run:
     @cached_property
     def report(self) -> dict:
         return json.loads((self.folder / "report.json").read_text())
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Without jax, tests are skipped that name it or its backend: in parameters, their text or that of a fixture."""
+    if find_spec("jax"):
+        return
+    for item in items:
+        fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
+        text = [inspect.getsource(function).partition("def ")[2] for function in (item.function, *fixtures)]
+        if re.search(r"jax|\btpu\b|ltx2rt_tpu|ON_HOSTS", " ".join([item.name, *text]), re.IGNORECASE):
+            item.add_marker(pytest.mark.skip(reason="jax is not installed"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,14 +4,11 @@ import functools
 from dataclasses import replace
 from itertools import pairwise
 
-import jax
 import ltx2rt_cuda.lower
 import ltx2rt_cuda.program
 import numpy as np
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
-from ltx2rt_tpu.weights import abstract_weights, weight_layout
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import TransformerConfig
@@ -96,6 +93,8 @@ def assert_bitwise(actual: list[dict], expected: list[dict]) -> None:
 @pytest.fixture
 def xla_compilations():
     """The number of XLA compilations so far, as a function."""
+    import jax
+
     seen = []
 
     def listen(event: str, duration: float, **_):
@@ -163,6 +162,8 @@ def test_guidance_sigmas_and_number_of_steps_compile_nothing_in_jax(xla_compilat
 
 
 def test_listener_sees_a_compilation(xla_compilations):
+    import jax
+
     jax.jit(lambda x: x * 3.25 + 1)(np.ones(17, np.float32))
     assert xla_compilations() == 1
 
@@ -302,6 +303,8 @@ def test_misshapen_input_is_refused_by_name(name):
 
 
 def test_abstract_weights_are_the_loaded_ones():
+    from ltx2rt_tpu.weights import abstract_weights
+
     _, program, weights = shared("tpu")
     abstract = abstract_weights(program.graph, program.place)
     assert abstract.keys() == weights.keys()
@@ -312,6 +315,9 @@ def test_abstract_weights_are_the_loaded_ones():
 
 def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
     """Sixteen rows of bfloat16: on fewer the compiler fails, and what is cut over devices it takes as it is."""
+    from jax.sharding import PartitionSpec as P
+    from ltx2rt_tpu.weights import weight_layout
+
     shapes = ((64, 256), (6, 256), (64,))
     matrix, table, norm = (Type(("out", "in")[-len(shape) :], shape, "bfloat16") for shape in shapes)
     assert weight_layout("blocks.*.to_q.weight", matrix, P(), "TPU7x").tiling == ((16, 128), (2, 1))

@@ -135,6 +135,21 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     assert "plain ops stand in for kernels" in capsys.readouterr().out
 
 
+def test_a_race_that_is_cut_off_leaves_the_cases_it_had(tmp_path, monkeypatch):
+    written, contest, started = tmp_path / "k.json", kernels.contest, []
+
+    def second_fails(*arguments):
+        started.append(arguments)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return contest(*arguments)
+
+    monkeypatch.setattr(kernels, "contest", second_fails)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.main([*TINY_SIZE, "--rounds", "1", "--contestants", "kernel", "--output", str(written)])
+    assert len(json.loads(written.read_text())["cases"]) == 1
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own import of inductor
 def test_plain_ops_are_raced_compiled_too():
     facts = kernels.main([*TINY_SIZE, "--rounds", "1", "--ops", "pixel_norm_silu"])
