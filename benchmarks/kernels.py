@@ -2,6 +2,8 @@
 
 Decides the cases: every op with a kernel in the graphs of a two-stage request (a guided step of both stages, the
 largest tile of the video decoder, the vocoder), with the operands that it has there, drawn at random and contiguous.
+Of a float8 linear (`--weights-dtype float8`) it is the quantisation of its operand.
+
 Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the reason is told;
 `eager` is those plain ops; `compiled` is what Inductor makes of them. The floor is the op's least traffic, every
 operand read once and every result written once, at the measured bandwidth of a large copy.
@@ -29,7 +31,7 @@ from ltx2rt_kernels.choose import FOLDERS, why_not
 from ltx2rt_kernels.traffic import Bytes
 
 from benchmarks.measure import Spread, interleaved, machine, record
-from ltx2rt.graph.ir import Graph, Node, Type
+from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipeline.paper import plan_on_paper
@@ -58,10 +60,12 @@ class Case:
         return f"{self.node.op} {'x'.join(map(str, x.shape))} {x.dtype}"
 
 
-def request_graphs(preset: str, width: int, height: int, num_frames: int, levels: int) -> dict[str, Graph]:
+def request_graphs(
+    preset: str, width: int, height: int, num_frames: int, levels: int, weights_dtype: str | None = None
+) -> dict[str, Graph]:
     """Of one H200: a step of each stage, and one call of the decoders. levels: timesteps among the video tokens; an
-    image adds one."""
-    options = ModelOptions("", Path())
+    image adds one. weights_dtype: of the transformer's blocks."""
+    options = ModelOptions("", Path(), weights_dtype=weights_dtype)
     request = PlanRequest(options, 1, "h200-141gb", preset, width=width, height=height, num_frames=num_frames)
     plan = plan_on_paper(request).plan
     structures = {s.stage.name: replace(s.structure, video_levels=levels) for s in plan.stages}
@@ -75,11 +79,21 @@ def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
     found: dict[tuple, Case] = {}
     for part, graph in graphs.items():
         for node, times in fuse(graph).walk():
+            node = quantisation(node) if node.op == "linear_float8" else node
             if node.op in ops:
                 key = (node.op, tuple(v.type for v in node.inputs), repr(node.plan))
                 case = found.setdefault(key, Case(node, {}))
                 case.calls[part] = case.calls.get(part, 0) + times
     return sorted(found.values(), key=lambda case: case.node.op)
+
+
+def quantisation(node: Node) -> Node:
+    """What a float8 linear does first: its operand, row by row, becomes e4m3."""
+    x, width = node.inputs[0].type, node.inputs[1].type.shape[1]
+    rows = x.num_elements // width
+    shapes = {"x": (width, x.dtype), "values": (width, "float8_e4m3fn"), "scale": (1, "float32")}
+    x, *results = (Value(name, Type(("rows", "n"), (rows, n), dtype)) for name, (n, dtype) in shapes.items())
+    return Node("quantise_rows", (x,), tuple(results), {}, {})
 
 
 def operands(case: Case, device: torch.device, generator: torch.Generator) -> list[torch.Tensor]:
@@ -157,8 +171,9 @@ def contest(case: Case, contestants: Sequence[str], device: torch.device, rounds
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = CudaBackend(args.device).torch_device
-    graphs = request_graphs(args.preset, args.width, args.height, args.num_frames, args.levels)
+    graphs = request_graphs(args.preset, args.width, args.height, args.num_frames, args.levels, args.weights_dtype)
     facts = {"benchmark": "kernels", **machine("torch"), "preset": args.preset, "levels": args.levels}
+    facts["weights_dtype"] = args.weights_dtype
     if device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name()
     facts |= {"clip": f"{args.width}x{args.height}x{args.num_frames}", "rounds": args.rounds}
@@ -202,6 +217,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--height", type=int, default=512)
     parser.add_argument("--num-frames", type=int, default=121)
     parser.add_argument("--levels", type=int, default=1, help="timesteps among the video tokens; 2: with an image")
+    parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"), default="bfloat16")
     parser.add_argument("--ops", nargs="+", choices=sorted(FOLDERS), default=sorted(FOLDERS), metavar="OP")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=7)

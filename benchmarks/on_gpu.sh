@@ -10,7 +10,7 @@
 #   compile      the same with the blocks compiled by Inductor
 #   end-to-end   the two-stage request, full size, 3 repetitions
 #   profile      kernel groups of one step of each stage
-#   kernels      each kernel against eager torch, torch.compile and its floor; then with an image's two timesteps
+#   kernels      each kernel against eager torch, torch.compile and its floor; again with an image; of float8 linears
 #   cold-start   from a fresh process to the first step, by phase: of MODEL, or of a full-size main file (46 GB in TMPDIR)
 #   clip         an MP4 of the tiny model through the command line (needs PyAV)
 #
@@ -104,6 +104,7 @@ case $part in
     benchmark kernels --device cuda --output "$OUT/kernels.json" "$@"
     benchmark kernels --device cuda --levels 2 --ops norm_modulate gated_residual residual_norm_modulate \
       --output "$OUT/kernels-image.json" "$@"
+    benchmark kernels --device cuda --weights-dtype float8 --ops quantise_rows --output "$OUT/kernels-float8.json" "$@"
     ;;
   cold-start)
     model=(--preset ltx-2.3 --no-text)

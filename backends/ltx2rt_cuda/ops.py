@@ -189,13 +189,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_contrac
     return F.linear(x.reshape(*lead, weight.shape[1]), weight, bias).reshape(*lead, *out_shape)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, n] as e4m3, and the float32 scale [rows, 1] of each row."""
-    x = x.float()
-    scale = x.abs().amax(1, keepdim=True).clamp(min=FLOAT8_TINY) * FLOAT8_STEP
-    return (x / scale).to(torch.float8_e4m3fn), scale
-
-
 def scaled_matmul_runs(x: Tensor, weight: Tensor) -> bool:
     """Whether torch multiplies float8 matrices with a scale for each row here: from sm_90 on, to bfloat16."""
     multiples = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
@@ -434,3 +427,11 @@ def snake_beta(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor,
     y = y + (y * alpha.exp()[:, None]).sin().square() / (beta.exp()[:, None] + eps)
     y = F.pad(y.reshape(b * c, 1, 2 * t), edges, mode="replicate")
     return F.conv1d(y, down, stride=2).reshape(b, c, t)
+
+
+@fused
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, n] as e4m3, and the float32 scale [rows, 1] of each row: no op of the table, but part of one."""
+    x = x.float()
+    scale = x.abs().amax(1, keepdim=True).clamp(min=FLOAT8_TINY) * FLOAT8_STEP
+    return (x / scale).to(torch.float8_e4m3fn), scale

@@ -22,6 +22,7 @@ FOLDERS = {
     "head_gate": "head_gate",
     "pixel_norm_silu": "pixel_norm_silu",
     "snake_beta": "snake_beta",
+    "quantise_rows": "quantise_rows",
 }
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)

@@ -120,10 +120,15 @@ def test_collectives_are_counted_against_the_floor(tmp_path, capsys):
 TINY_SIZE = ["--preset", "tiny-2.3", "--device", "cpu", "--width", "64", "--height", "64", "--num-frames", "9"]
 
 
+FLOAT8 = ["--weights-dtype", "float8"]
+
+
 def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     """On a CPU plain ops stand in for the kernels, which the result says."""
     written = tmp_path / "k.json"
-    facts = kernels.main([*TINY_SIZE, "--rounds", "1", "--contestants", "kernel", "eager", "--output", str(written)])
+    facts = kernels.main(
+        [*TINY_SIZE, "--rounds", "1", "--contestants", "kernel", "eager", *FLOAT8, "--output", str(written)]
+    )
     assert {case["op"] for case in facts["cases"]} == set(FOLDERS) - {"sum_squares", "qk_scale_rope"}  # one device
     assert {case["why_not"] for case in facts["cases"]} == {"the operands are on cpu, the kernel runs on cuda"}
     assert facts["total_us"].keys() == {"stage1", "stage2", "decode", "audio"}
@@ -158,7 +163,9 @@ def test_plain_ops_are_raced_compiled_too():
 
 def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
     """Of an image's two timesteps: some rows per sample, some per token."""
-    found = kernels.cases(kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2), list(FOLDERS))
+    found = kernels.cases(
+        kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2, weights_dtype="float8"), list(FOLDERS)
+    )
     for case in found:
         expected = sum(v.type.nbytes for v in (*case.node.inputs, *case.node.outputs))
         assert case.bytes.minimum == expected, case
@@ -236,7 +243,7 @@ def on_gpu(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (
             "kernels",
             " ".join([*TINY_SIZE, "--rounds 1 --contestants kernel"]),
-            {"kernels.json": "kernels", "kernels-image.json": "kernels"},
+            {"kernels.json": "kernels", "kernels-image.json": "kernels", "kernels-float8.json": "kernels"},
         ),
         (
             "cold-start",

@@ -18,13 +18,14 @@ from ltx2rt_kernels.head_gate import cuda as head_gate
 from ltx2rt_kernels.norm_modulate import cuda as norm_modulate
 from ltx2rt_kernels.pixel_norm_silu import cuda as pixel_norm_silu
 from ltx2rt_kernels.qk_norm_rope import cuda as qk_norm_rope
+from ltx2rt_kernels.quantise_rows import cuda as quantise_rows
 from ltx2rt_kernels.residual_norm_modulate import cuda as residual_norm_modulate
 from ltx2rt_kernels.snake_beta import cuda as snake_beta
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.float8_e4m3fn: "*fp8e4nv"}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -73,7 +74,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def main() -> None:
     recorders = {}
-    for module in (norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu, snake_beta):
+    for module in (norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu, snake_beta, quantise_rows):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 recorders[name] = Recorder(kernel)
@@ -148,6 +149,9 @@ def main() -> None:
     taps, channel = meta(1, 1, 12, dtype=f32), meta(768, dtype=f32)
     x = meta(1, 768, 30240, dtype=f32)
     compiled("snake_beta", "snake_beta_kernel", snake_beta.snake_beta, x, taps, taps, channel, channel, eps=1e-9)
+    for width in (2048, 4096, 16384):
+        name = f"quantise_rows {width}"
+        compiled(name, "quantise_rows_kernel", quantise_rows.quantise_rows, meta(4 * tokens, width))
     print(json.dumps(found))
 
 

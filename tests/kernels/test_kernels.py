@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import CASES, DTYPES, Operands
@@ -14,7 +15,7 @@ from ltx2rt_cuda.ops import OPS as TORCH_OPS
 from ltx2rt_cuda.ops import channels_last
 from ltx2rt_kernels.choose import FOLDERS, why_not
 
-from ltx2rt.graph.ops import OPS
+from ltx2rt.graph.ops import OPS, quantise_rows
 from ltx2rt.testing import relative_l2
 
 HERE = Path(__file__).parent
@@ -45,6 +46,8 @@ def measured(request):
 def test_kernel_equals_its_reference(name, dtype, measured):
     where, errors = measured
     found = errors[f"{name} {dtype}"]
+    if "quantise" in name:
+        assert found == [0, 0], "every bit of e4m3 numbers and their scales is defined"
     assert found and max(found) <= (FLOAT32 if dtype == "float32" or "sum" in name else BFLOAT16[where]), found
 
 
@@ -56,11 +59,12 @@ def test_every_op_with_a_kernel_has_a_case():
 def test_op_table_means_what_the_kernels_do(name):
     """The numpy definition and the plain torch ops, on the kernels' own cases."""
     op, operands, plan, _ = CASES[name](Operands("cpu", torch.float32))
-    expected = OPS[op].numpy(*(v.numpy() for v in operands), **plan)
+    define = OPS[op].numpy if op in OPS else quantise_rows
+    expected = define(*(v.numpy() for v in operands), **plan)
     found = TORCH_OPS[op](*operands, **plan)
     pairs = zip(expected, found, strict=True) if isinstance(found, tuple) else [(expected, found)]
     for a, b in pairs:
-        assert relative_l2(b, a) <= FLOAT32
+        assert relative_l2(b.float(), np.asarray(a, np.float32)) <= FLOAT32
 
 
 def test_reason_why_not_is_told():
@@ -84,6 +88,10 @@ def test_reason_why_not_is_told():
         ("qk_norm_rope", lambda x: x.repeat(1, 1, 2000, 1), "6000 heads"),
         ("head_gate", lambda x: x[0], "3 axes"),
         ("pixel_norm_silu channels first", lambda x: x.transpose(2, 3), "contiguous neither"),
+        ("quantise_rows", lambda x: x.half(), "float16"),
+        ("quantise_rows", lambda x: x.mT, "strided"),
+        ("quantise_rows", lambda x: x[0], "1 axes"),
+        ("quantise_rows", lambda x: x.repeat(1, 20), "20600 numbers"),
         ("pixel_norm_silu channels first", lambda x: x.repeat(1, 200, 1, 1, 1), "2400 channels"),
     ],
 )
@@ -149,6 +157,7 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
         "qk_scale_rope": ([heads, (1, 6144), (4096,), *tables], 4 * size + rows + sums),
         "qk_norm_rope of q and k": ([heads, (4096,), *tables] * 2, 8 * size + 2 * rows),
         "head_gate": ([heads, (1, 6144, 32)], 2 * size + 6144 * 32 * 2),
+        "quantise_rows": ([(6144, 4096)], size + size // 2 + sums),
         "pixel_norm_silu": ([(1, 128, 3, 5, 7)], 2 * 2 * 128 * 105),
     }
     for op, (shapes, expected) in minimum.items():

@@ -1,0 +1,50 @@
+"""One program per row: read once, its largest number found, divided and rounded to e4m3 as it is written.
+
+It moves the minimum: x read once, the values and a scale for each row written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
+from ltx2rt_kernels.launch import MAX_BLOCK, block, dtype_reason, jit, num_warps
+
+
+@jit
+def quantise_rows_kernel(
+    x, values, scales, x_r, STEP: tl.constexpr, TINY: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    v = tl.load(x + row * x_r + d, d < N, 0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(v), axis=0), TINY) * STEP
+    tl.store(scales + row, scale)
+    # div_rn: Triton's own division errs by a last bit, which would move numbers over the edge between two steps.
+    tl.store(values + row * N + d, tl.div_rn(v, scale).to(tl.float8e4nv), d < N)
+
+
+def why_not(x: Tensor) -> str | None:
+    if x.ndim != 2:
+        return f"x has {x.ndim} axes, the kernel takes (rows, n)"
+    if x.shape[1] > MAX_BLOCK:
+        return f"rows of {x.shape[1]} numbers, the kernel takes at most {MAX_BLOCK}"
+    if x.stride(1) != 1:
+        return "an operand's last axis is strided"
+    if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) < (8, 9):
+        return f"compute capability {capability[0]}.{capability[1]} has no e4m3, the kernel takes 8.9 and later"
+    return dtype_reason(x)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    size = block(width)
+    quantise_rows_kernel[(rows,)](
+        x, values, scales, x.stride(0),
+        STEP=FLOAT8_STEP, TINY=FLOAT8_TINY, N=width, BLOCK=size, num_warps=num_warps(size),
+    )  # fmt: skip
+    return values, scales

@@ -1,0 +1,20 @@
+"""Rows as e4m3 numbers times one float32 scale each: the op table's own definition, which fixes every bit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ltx2rt.graph import ops
+from ltx2rt_kernels.traffic import Bytes, size
+
+
+def quantise_rows(x: np.ndarray) -> list[np.ndarray]:
+    """x (rows, n), numbers of float32; values (rows, n), scales (rows, 1)."""
+    return list(ops.quantise_rows(x))
+
+
+def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
+    """shapes: of x."""
+    ((rows, n),) = shapes
+    moved = size([(rows, n)], dtype) + size([(rows, n)], "float8_e4m3fn") + size([(rows, 1)], "float32")
+    return Bytes(moved, moved)
