@@ -18,7 +18,7 @@ from ltx2rt.graph.ir import Graph, Type
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.weights.encode import EncodedSource, Piece
-from ltx2rt_cuda.distributed import Arriving, join, rendezvous
+from ltx2rt_cuda.distributed import ALONE, Arriving, join, rendezvous
 from ltx2rt_cuda.ops import DTYPES, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 
@@ -107,9 +107,11 @@ class CudaBackend:
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         parts = taken_apart(graph)
         before, body = (self.lower(part, layers, compile) for part in (parts.before, parts.body))
-        if self.device_kind == "cuda" and not self.mesh and self._pool is None:
+        position = self.position if graph.mesh else ALONE
+        records = self.device_kind == "cuda" and position.records()
+        if records and self._pool is None:
             self._pool = Pool()
-        return Loop(graph, before, body, parts, self._pool)
+        return Loop(graph, before, body, parts, self._pool if records else None, position)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         product = to_torch(a).to(self.torch_device, torch.float32) @ to_torch(b).to(self.torch_device, torch.float32)

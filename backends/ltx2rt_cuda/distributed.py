@@ -42,6 +42,18 @@ class Position:
     def size(self) -> int:
         return dist.get_world_size() if self.mesh else 1
 
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether it is so in one of the processes. All of them must ask; the host waits for the answer."""
+        if not self.mesh:
+            return flag
+        found = torch.tensor(int(flag), device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def records(self) -> bool:
+        """Whether collectives can be part of a CUDA graph."""
+        return not self.mesh or dist.get_backend() == "nccl"
+
     def on(self, mesh: Mapping[str, int]) -> Position:
         """This process on another mesh of the same processes. All of them must ask for the same in the same order."""
         if not mesh or tuple(mesh.items()) == tuple(self.mesh.items()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -64,13 +66,21 @@ class Pool:
 
     def __init__(self):
         self.id, self.stream, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        atexit.register(self.release)  # the last registered runs first: before the process groups are destroyed
         # Without its last graph torch refuses a pool as long as anything is left in it, such as cuBLAS's workspace.
         with self.recording(self.kept):
             torch.zeros((), device="cuda")  # of an empty graph torch warns
 
     def recording(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
-        """thread_local: what other threads ask of the device does not concern what this one records."""
+        """thread_local: other threads may ask the device for anything meanwhile, as NCCL's watchdog does."""
+        self.graphs.add(graph)
         return torch.cuda.graph(graph, pool=self.id, stream=self.stream, capture_error_mode="thread_local")
+
+    def release(self) -> None:
+        """A communicator whose collectives are recorded is not destroyed, but waited for, as long as the graphs are."""
+        for graph in self.graphs:
+            graph.reset()
 
 
 class Captured:
@@ -107,14 +117,18 @@ def _addresses(arguments: list) -> tuple:
 
 
 class Loop:
-    """The denoise loop: what leaves it runs once, then one step after the other, on one GPU as a recorded CUDA graph.
+    """The denoise loop: what leaves it runs once, then one step after the other, on a GPU as a recorded CUDA graph.
 
-    Recorded anew only for other weights: the shapes and branches are the loop's own. With process groups the steps are
-    launched one by one: a recorded collective has not been tried.
+    Recorded anew only for other weights: the shapes and branches are the loop's own. NCCL's collectives are recorded
+    with the rest; that no rank records while another replays, they agree on before the first step. The two runs before
+    the recording make the communicators, which a recording cannot.
     """
 
-    def __init__(self, graph: Graph, before: Program, body: Program, parts: Parts, pool: Pool | None):
+    def __init__(
+        self, graph: Graph, before: Program, body: Program, parts: Parts, pool: Pool | None, position: Position
+    ):
         self.graph, self.before, self.body, self.parts, self.pool = graph, before, body, parts, pool
+        self.position = position
         self.captured: Captured | None = None
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[Tensors]:
@@ -154,7 +168,8 @@ class Loop:
                 return dict(zip(graph.outputs, module(*ordered, *arguments), strict=True))
 
             return step
-        if self.captured is None or self.captured.key != _addresses(arguments):
+        moved = self.captured is None or self.captured.key != _addresses(arguments)
+        if self.position.any(moved, self.body.device) or self.captured is None:
             self.captured = None  # the next one takes its memory
             self.captured = Captured(self.body, arguments, constants | changing, self.pool)
         captured = self.captured

@@ -139,6 +139,14 @@ def requested_bytes(devices: int, folder: Path) -> dict[str, int]:
     return found
 
 
+def agreed(devices: int) -> list[bool]:
+    """What the ranks agree on if one of them says so, and if none does."""
+    import torch
+
+    position, device = get_backend("cuda", "cpu", {"tensor": devices}).position, torch.device("cpu")
+    return [position.any(position.rank == 1, device), position.any(False, device)]
+
+
 def big_graph(dtype: str = "bfloat16") -> Graph:
     """LTX-2.3's transformer at its real depth and 3/32 of its width: 360 MB, whose largest tensor is a real share."""
     config = replace(preset("ltx-2.3").config.transformer, num_heads=3, audio_num_heads=3)
@@ -185,7 +193,7 @@ def rank_main(devices: int, rank: int, port: int, folder: Path, measure: str | N
         name, found = f"big-{measure}", measured_load("cuda", {"tensor": devices}, folder, measure == "lora")
     else:
         name, executed = f"cuda-{devices}", run_all("cuda", devices, folder)
-        found = {"executed": executed, "requested": requested_bytes(devices, folder)}
+        found = {"executed": executed, "requested": requested_bytes(devices, folder), "agreed": agreed(devices)}
     (folder / f"{name}-rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

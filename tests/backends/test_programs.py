@@ -1,6 +1,8 @@
 """Programs of both backends: the denoise loop, what compiles and what does not, scan against unrolled, isolation."""
 
 import functools
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -279,6 +281,31 @@ def test_a_recorded_step_follows_every_input_and_the_weights():
     recorded.captured = first = None  # no step is left in the pool
     again = denoise((backend, recorded, weights), SIGMAS, **work)[-1]
     assert all(relative_l2(again[key], wanted[key]) <= 1e-6 for key in wanted)
+
+
+COLLECTIVE = """
+import atexit
+import torch
+import torch.distributed as dist
+from ltx2rt_cuda.ops import all_reduce
+from ltx2rt_cuda.program import Pool
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+atexit.register(dist.destroy_process_group)
+pool, graph, x = Pool(), torch.cuda.CUDAGraph(), torch.ones(1000, device="cuda")
+with torch.cuda.stream(pool.stream):
+    all_reduce(x, group=dist.group.WORLD.group_name)
+with pool.recording(graph):
+    (total,) = all_reduce(x, group=dist.group.WORLD.group_name)
+x.fill_(3)
+graph.replay()
+print(total.sum().item())
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing can be recorded")
+def test_a_recorded_collective_is_replayed_and_lets_its_process_end():
+    ran = subprocess.run([sys.executable, "-c", COLLECTIVE], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0 and float(ran.stdout) == 3000, ran.stderr
 
 
 @pytest.mark.parametrize("name", BACKENDS)

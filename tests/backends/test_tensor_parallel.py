@@ -156,6 +156,11 @@ def test_ranks_execute_4_large_and_3_small_all_reduces_a_block(torch_ranks, gene
 
 
 @pytest.mark.parametrize("devices", DEVICES)
+def test_ranks_agree_on_what_one_of_them_says(torch_ranks, devices):
+    assert [rank["agreed"] for rank in did(torch_ranks, devices)] == [[True, False]] * devices
+
+
+@pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("text")])
 def test_ranks_request_their_slices_once_and_whole_tensors_each(torch_ranks, name, devices):
     split = whole = 0
