@@ -111,12 +111,13 @@ def loader(name: str, dtype: str, sizes: Sizes, folder: Path) -> Callable[[], An
         return plain
     kind, _, merged = name.partition("+")
     backend, graph = get_backend(kind, "cpu"), trace(sizes, dtype)
-    backend.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))  # starts the framework's own threads
+    square = np.ones((2, 2), np.float32)
+    backend.merge(square, [(square, square, 1.0)], False)  # starts the framework's own threads
 
     def load() -> Any:
         source = TensorFile(model)
         return backend.load(
-            [graph], MergedSource(source, [open_lora(lora)], dtype, backend.matmul) if merged else source
+            [graph], MergedSource(source, [open_lora(lora)], dtype, backend.merge) if merged else source
         )
 
     return load

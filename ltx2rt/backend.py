@@ -6,7 +6,7 @@ The pipeline speaks this protocol only. The two implementations are discovered t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -26,8 +26,10 @@ class TensorSource(Protocol):
         """`.shape`, `.dtype` and `.nbytes`, from the header alone."""
         ...
 
-    def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        """The tensor, or a slice of it; bfloat16 as ml_dtypes.bfloat16; a view if possible."""
+    def read(self, name: str, *cuts: Cut) -> Any:
+        """The tensor, or a slice of it: in numpy (bfloat16 as ml_dtypes.bfloat16), a view of memory that is not the
+        reader's; or what the `merge` of the backend that loads it made, which is the reader's.
+        """
         ...
 
 
@@ -121,8 +123,8 @@ class Backend(Protocol):
         """The same for a graph that ends in a loop over steps."""
         ...
 
-    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """a [m, r] @ b [r, n] with float32 accumulation, rounded once to a's dtype, on the device."""
+    def merge(self, weight: np.ndarray, factors: Sequence[tuple[np.ndarray, np.ndarray, float]], rounded: bool) -> Any:
+        """`weights.lora.merge` on the device, products summed in another order; what `load` takes from a source."""
         ...
 
     def each(self, calls: Iterable[Call], output: str) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from ltx2rt.graph.ir import Graph, Type
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.weights.encode import EncodedSource, Piece
+from ltx2rt.weights.lora import Factors, merge, row_chunks
 from ltx2rt_cuda.distributed import ALONE, Arriving, join, rendezvous
 from ltx2rt_cuda.ops import DTYPES, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
@@ -72,22 +73,16 @@ class CudaBackend:
         """One parameter on the device, cast once on the way; several pieces are joined in place."""
         dtype = DTYPES[type.dtype]
         if len(pieces) == 1:
-            tensor = self._piece(source, pieces[0], encoding)
-            copied = tensor.to(self.torch_device, dtype, memory_format=self.memory_format(tensor.ndim))
-            return copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
+            read = source.read(pieces[0], encoding)
+            tensor, borrowed = to_torch(read), isinstance(read, np.ndarray)
+            return tensor.to(self.torch_device, dtype, copy=borrowed, memory_format=self.memory_format(tensor.ndim))
         joined = torch.empty(type.shape, dtype=dtype, device=self.torch_device)
         row = 0
         for piece in pieces:
-            tensor = self._piece(source, piece, encoding)
+            tensor = to_torch(source.read(piece, encoding))
             joined[row : row + len(tensor)] = tensor
             row += len(tensor)
         return joined
-
-    @staticmethod
-    def _piece(source: EncodedSource, piece: Piece, encoding: str | None) -> torch.Tensor:
-        """Over the file's memory, or, if there is an encoding, on the device."""
-        read = source.read(piece, encoding)
-        return read if encoding else to_torch(read)
 
     def memory_format(self, ndim: int) -> torch.memory_format:
         """How a weight lies on the device: that of a 3-D convolution as `ops.conv` wants it."""
@@ -113,9 +108,11 @@ class CudaBackend:
             self._pool = Pool()
         return Loop(graph, before, body, parts, self._pool if records else None, position)
 
-    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        product = to_torch(a).to(self.torch_device, torch.float32) @ to_torch(b).to(self.torch_device, torch.float32)
-        return product.cpu().numpy().astype(a.dtype, copy=False)
+    def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.ndarray | torch.Tensor:
+        """On a CPU the definition itself, which is as fast there as torch."""
+        if self.device_kind == "cpu":
+            return merge(weight, factors, rounded)
+        return merged(weight, factors, rounded, self.torch_device)
 
     def each(self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str) -> Iterator[Any]:
         """Processes take calls in turn; the main one gets the results sent."""
@@ -169,3 +166,20 @@ class CudaBackend:
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated() if self.device_kind == "cuda" else None
+
+
+def merged(weight: np.ndarray, factors: Sequence[Factors], rounded: bool, device: torch.device) -> torch.Tensor:
+    """`weights.lora.merge` on a device, where the result stays."""
+    dtype = torch.bfloat16 if rounded else torch.float32
+    wide = [[to_torch(x).to(device, dtype).float() for x in halves] for *halves, _ in factors]
+    result = torch.empty(weight.shape, dtype=dtype, device=device)
+    for rows in row_chunks(len(weight)):
+        delta = None
+        for (up, down), (*_, scale) in zip(wide, factors, strict=True):
+            if delta is None:
+                delta = ((up[rows] * scale).to(dtype).float() @ down).to(dtype)
+            else:
+                delta = (delta + scale * (up[rows] @ down)).to(dtype)
+        assert delta is not None
+        result[rows] = delta + to_torch(weight[rows]).to(device)  # summed in float32, rounded once
+    return result

@@ -23,8 +23,10 @@ Weights = Tensors
 CAPTURE_WARMUPS = 2  # runs before a step is recorded: libraries pick kernels and take workspaces in the first
 
 
-def to_torch(array: np.ndarray) -> torch.Tensor:
-    """A tensor over the array's memory, bfloat16 included; never written to."""
+def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """A tensor over the array's memory, bfloat16 included; never written to. A tensor passes."""
+    if isinstance(array, torch.Tensor):
+        return array
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         if array.dtype == ml_dtypes.bfloat16:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import groupby, islice
 from pathlib import Path
@@ -11,9 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,10 +21,11 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
 from ltx2rt.launch import HOST_VARIABLES
 from ltx2rt.weights.encode import EncodedSource
+from ltx2rt.weights.lora import Factors, merge
 from ltx2rt_tpu.distributed import device_mesh, join, rendezvous, silence_gloo
 from ltx2rt_tpu.ops import quantise_rows
 from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program
-from ltx2rt_tpu.weights import Weights, abstract_weights, laid_out, stacked
+from ltx2rt_tpu.weights import Weights, abstract_weights, laid_out, merged, stacked
 
 
 class TpuBackend:
@@ -143,9 +143,11 @@ class TpuBackend:
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         return Loop(graph, self.place_of(graph), layers == "unrolled")
 
-    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        wide = (jax.device_put(np.asarray(x, np.float32), self.jax_device) for x in (a, b))
-        return np.array(jnp.matmul(*wide, precision=lax.Precision.HIGHEST), a.dtype)  # a copy: JAX's own is read-only
+    def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.ndarray:
+        """On a CPU the definition itself, which is as fast there as XLA."""
+        if self.device_kind == "cpu":
+            return merge(weight, factors, rounded)
+        return merged(weight, factors, rounded, self.jax_device)
 
     def each(self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str) -> Iterator[Any]:
         """Consecutive calls of one program run together, one on each device."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from threading import Thread
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax import Array, ShapeDtypeStruct
+from jax import Array, ShapeDtypeStruct, lax
 from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import NamedSharding, Sharding
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Layout, Type
 from ltx2rt.weights.encode import EncodedSource
+from ltx2rt.weights.lora import BF16, F32, Factors, row_chunks
 
 Weights = dict[str, Array]
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
@@ -161,3 +164,37 @@ def _cast(out: np.ndarray, array: np.ndarray) -> None:
         np.left_shift(array.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
         out[...] = array
+
+
+def merged(weight: np.ndarray, factors: Sequence[Factors], rounded: bool, device: Any) -> np.ndarray:
+    """`weights.lora.merge` on the device, and back."""
+    dtype = BF16 if rounded else F32
+    result = np.empty(weight.shape, dtype)
+    downs = [jax.device_put(down, device) for _, down, _ in factors]
+    for rows in row_chunks(len(weight)):
+        delta = None
+        for (up, _, scale), down in zip(factors, downs, strict=True):
+            change = _change(jax.device_put(up[rows], device), down, np.float32(scale), dtype, delta is None)
+            delta = change if delta is None else _sum(delta, change, dtype)
+        result[rows] = _sum(delta, jax.device_put(weight[rows], device), dtype)
+    return result
+
+
+# Two programs: in one, XLA makes a single instruction of `scale * product` and the sum, which rounds once less.
+@partial(jax.jit, static_argnames=("dtype", "first"))
+def _change(up: Array, down: Array, scale: Any, dtype: np.dtype, first: bool) -> Array:
+    """s * (B @ A) in float32; the first of a weight is Delta itself, scaled before the product."""
+    up, down = _floats(up, dtype), _floats(down, dtype)
+    product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    return product(_floats(up * scale, dtype), down).astype(dtype) if first else scale * product(up, down)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _sum(a: Array, b: Array, dtype: np.dtype) -> Array:
+    return (a.astype(F32) + b.astype(F32)).astype(dtype)
+
+
+def _floats(array: Array, dtype: np.dtype) -> Array:
+    """float32 rounded to dtype: XLA may drop a cast to bfloat16 and back, this it keeps."""
+    array = array.astype(F32)
+    return lax.reduce_precision(array, 8, 7) if dtype == BF16 else array

@@ -106,7 +106,7 @@ class Networks:
             return source
         opened = [open_lora(lora.path, lora.strength) for lora in loras]
         return MergedSource(
-            source, opened, self.dtype, self.backend.matmul, allow_partial=self.options.lora_allow_partial
+            source, opened, self.dtype, self.backend.merge, allow_partial=self.options.lora_allow_partial
         )
 
     def weights(self, network: str, graph: Graph) -> Any:

@@ -43,7 +43,7 @@ class PaperBackend:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("a device on paper runs nothing")
 
-    load = lower = lower_loop = matmul = each = to_host = synchronize = peak_bytes = _refuse
+    load = lower = lower_loop = merge = each = to_host = synchronize = peak_bytes = _refuse
 
 
 @dataclass(frozen=True)

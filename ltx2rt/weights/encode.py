@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ltx2rt.backend import TensorSource
 from ltx2rt.graph.ir import Cut
 
@@ -16,8 +14,10 @@ Piece = tuple[str, *tuple[Cut, ...]]  # of a tensor, as `Layout.pieces` names it
 class EncodedSource:
     """Reads pieces of tensors and encodes them; a piece whose values were made is not read again for its scales."""
 
-    def __init__(self, source: TensorSource, quantise: Callable[[np.ndarray], tuple[Any, Any]]):
-        """quantise: what makes float8 values and scales [rows, 1] of an array [rows, n] (`graph.ops.quantise_rows`)."""
+    def __init__(self, source: TensorSource, quantise: Callable[[Any], tuple[Any, Any]]):
+        """quantise: what makes float8 values and scales [rows, 1] of an array [rows, n] (`graph.ops.quantise_rows`),
+        on the host or on the device.
+        """
         self.source, self.quantise = source, quantise
         self.scales: dict[Piece, Any] = {}
 

@@ -1,7 +1,7 @@
 """LoRA files, and a tensor source that merges them while its tensors are read.
 
 Decides which weight each pair belongs to, its scale and the order of rounding. Which LoRAs a stage takes, and in what
-order, is the pipeline's decision. One tensor is in memory at a time.
+order, is the pipeline's decision. One tensor is in memory at a time; a backend merges it on its own device.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,8 +21,9 @@ from ltx2rt.weights.checkpoint import Checkpoint, collapse, component_of
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
 from ltx2rt.weights.names import to_official
 
-Matmul = Callable[[np.ndarray, np.ndarray], np.ndarray]  # f32[out, rank], f32[rank, in] -> a new f32[out, in]
-CHUNK_ELEMENTS = 1 << 18  # 1 MB in float32
+Factors = tuple[np.ndarray, np.ndarray, float]  # of one Delta W: up[out, rank], down[rank, in], scale
+Merging = Callable[[np.ndarray, Sequence[Factors], bool], Any]  # as `merge`; where its result lies is its own
+NUM_CHUNKS = 8  # of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
 _KEY = re.compile(r"(?P<module>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight")
@@ -116,12 +118,41 @@ def _alpha(file: TensorFile, key: str) -> float:
     return float(value.reshape(()))
 
 
+def merge(weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.ndarray:
+    """W' = W[out, in] + the sum of all s * (B @ A), every product accumulated in float32: the definition.
+
+    rounded: as the official code in bfloat16, the first Delta = bf16(bf16(B*s) @ A), each further
+    Delta = bf16(Delta + s*(B @ A)), and W' = bf16(Delta + W). Otherwise float32 throughout.
+    """
+    wide = [(_floats(up, rounded), _floats(down, rounded), np.float32(scale)) for up, down, scale in factors]
+    merged = np.empty(weight.shape, BF16 if rounded else F32)
+    for rows in row_chunks(len(weight)):
+        delta = None  # f32, holding bf16 values where rounded
+        for up, down, scale in wide:
+            if delta is None:
+                delta = _floats(_floats(up[rows] * scale, rounded) @ down, rounded)
+            else:
+                delta = _floats(delta + scale * (up[rows] @ down), rounded)
+        assert delta is not None
+        merged[rows] = delta + weight[rows].astype(np.float32)
+    return merged
+
+
+def row_chunks(num_rows: int) -> Iterator[slice]:
+    """Slices of rows, so that what is computed in passing stays small beside the weight."""
+    step = -(-num_rows // NUM_CHUNKS)
+    return (slice(start, start + step) for start in range(0, num_rows, step))
+
+
+def _floats(array: np.ndarray, rounded: bool) -> np.ndarray:
+    return (array.astype(BF16) if rounded else array).astype(np.float32, copy=False)
+
+
 class MergedSource:
     """A tensor source whose touched weights are read with the LoRAs merged, in the order given.
 
-    dtype bfloat16 rounds as the official code does: the first Delta = bf16(bf16(B*s) @ A), each further
-    Delta = bf16(Delta + s*(B @ A)), and W' = bf16(Delta + W), every product accumulated in float32.
-    dtype float32 does not round. Untouched tensors are the source's own views.
+    dtype bfloat16 rounds as the official code does, float32 does not (see `merge`). Untouched tensors are the source's
+    own views.
     """
 
     def __init__(
@@ -129,14 +160,15 @@ class MergedSource:
         source: TensorSource,
         loras: Sequence[Lora],
         dtype: str | np.dtype,
-        matmul: Matmul | None = None,
+        merge: Merging = merge,
         allow_partial: bool = False,
     ):
+        """merge: a backend's own, for a source that only this backend loads."""
         self._source = source
         self._dtype = DTYPES[dtype] if isinstance(dtype, str) else np.dtype(dtype)
         if self._dtype not in (BF16, F32):
             raise ValueError(f"merged weights are bfloat16 or float32, not {self._dtype}")
-        self._matmul = matmul or np.matmul
+        self._merge = merge
         self._pairs: dict[str, list[tuple[Lora, Pair]]] = {}
         self.merges = [self._match(lora, allow_partial) for lora in loras]
 
@@ -176,42 +208,20 @@ class MergedSource:
         info = self._source.info(name)
         return TensorInfo(info.shape, self._dtype) if name in self._pairs else info
 
-    def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        """The merged tensor, or a slice of it, for which only the slices of the LoRAs that reach it are multiplied."""
+    def read(self, name: str, *cuts: Cut) -> Any:
+        """The merged tensor, or a slice of it, for which only the slices of the LoRAs that reach it are multiplied.
+
+        What `merge` gives if LoRAs touch it, else the source's numpy view.
+        """
         weight = self._source.read(name, *cuts)
         if name not in self._pairs:
             return weight
         rows, columns = ([c for c in cuts if c[0] == dim] for dim in (0, 1))
-        rounded = self._dtype == BF16
-        delta: np.ndarray | None = None  # f32[out, in], holding bf16 values where rounded
-        for lora, pair in self._pairs[name]:
-            up = _floats(lora.file.read(pair.up, *rows), rounded)
-            down = _floats(lora.file.read(pair.down, *columns), rounded)
-            scale = np.float32(pair.scale)
-            product: np.ndarray = self._matmul(_round(up * scale, rounded) if delta is None else up, down)
-            for chunk in _chunks(product):
-                change = product[chunk] if delta is None else delta[chunk] + scale * product[chunk]
-                product[chunk] = _round(change, rounded)
-            delta = product
-        assert delta is not None
-        merged = np.empty(delta.shape, self._dtype)
-        for chunk in _chunks(merged):
-            merged[chunk] = delta[chunk] + weight[chunk].astype(np.float32)
-        return merged
-
-
-def _chunks(array: np.ndarray) -> Iterator[slice]:
-    """Slices of rows, so that what is computed in passing stays small beside the weight."""
-    step = max(1, CHUNK_ELEMENTS // array.shape[1])
-    return (slice(start, start + step) for start in range(0, len(array), step))
-
-
-def _floats(array: np.ndarray, rounded: bool) -> np.ndarray:
-    return (array.astype(BF16) if rounded else array).astype(np.float32)
-
-
-def _round(array: np.ndarray, rounded: bool) -> np.ndarray:
-    return array.astype(BF16).astype(np.float32) if rounded else array
+        factors = [
+            (lora.file.read(pair.up, *rows), lora.file.read(pair.down, *columns), pair.scale)
+            for lora, pair in self._pairs[name]
+        ]
+        return self._merge(weight, factors, self._dtype == BF16)
 
 
 def merge_to_file(

@@ -73,11 +73,11 @@ def write_inputs(folder: Path) -> None:
     write_arrays(folder / "big-lora.safetensors", lora_arrays(blocks, rank=16))
 
 
-def source_of(run: Run, folder: Path, matmul):
+def source_of(run: Run, folder: Path, merge):
     source = ArraySource(case(run.name, run.dtype).params)
     if not run.lora:
         return source
-    return MergedSource(source, [open_lora(folder / f"lora-{run.name[-3:]}.safetensors")], run.dtype, matmul)
+    return MergedSource(source, [open_lora(folder / f"lora-{run.name[-3:]}.safetensors")], run.dtype, merge)
 
 
 def run_all(kind: str, devices: int, folder: Path) -> dict:
@@ -86,7 +86,7 @@ def run_all(kind: str, devices: int, folder: Path) -> dict:
     for run in RUNS[kind]:
         one = case(run.name, run.dtype)
         graph = one.on(devices)
-        weights = backend.load([graph], source_of(run, folder, backend.matmul))
+        weights = backend.load([graph], source_of(run, folder, backend.merge))
         program = backend.lower(graph)
         with collectives() as seen:
             outputs = program(weights, one.inputs)
@@ -162,10 +162,11 @@ def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> 
     """Peak anonymous memory above that before the load, and what the weights take, for a big checkpoint."""
     backend = get_backend(kind, "cpu", mesh)
     graph = placed(big_graph(), "transformer", PROFILES["hopper"], mesh)
-    backend.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))  # starts the framework's own threads
+    square = np.ones((2, 2), np.float32)
+    backend.merge(square, [(square, square, 1.0)], False)  # starts the framework's own threads
     source = TensorFile(folder / "big.safetensors")
     if lora:
-        source = MergedSource(source, [open_lora(folder / "big-lora.safetensors")], "bfloat16", backend.matmul)
+        source = MergedSource(source, [open_lora(folder / "big-lora.safetensors")], "bfloat16", backend.merge)
     gc.collect()
     before, samples, done = anonymous_bytes(), [], threading.Event()
 

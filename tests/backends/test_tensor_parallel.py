@@ -65,7 +65,7 @@ def alone(run: Run, folder: Path) -> dict[str, np.ndarray]:
     """The same run of torch on one device."""
     torch.set_num_threads(1)
     backend, one = get_backend("cuda", "cpu"), case(run.name, run.dtype)
-    weights = backend.load([one.graph], source_of(run, folder, backend.matmul))
+    weights = backend.load([one.graph], source_of(run, folder, backend.merge))
     return {k: backend.to_host(v) for k, v in backend.lower(one.graph)(weights, one.inputs).items()}
 
 

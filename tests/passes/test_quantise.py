@@ -286,7 +286,7 @@ def test_loras_are_merged_before_quantising_and_untouched_weights_are_shared(kin
         rng = np.random.default_rng(9)
         path = tmp_path / f"{layer}.safetensors"
         write_arrays(path, {name: rng.standard_normal(shape).astype(np.float32) for name, shape in halves.items()})
-        merged = MergedSource(ArraySource(arrays), [open_lora(path)], "bfloat16")
+        merged = MergedSource(ArraySource(arrays), [open_lora(path)], "bfloat16", backend.merge)
         weights = backend.load([graph], merged, base, merged.touched())
         name = "model.diffusion_model.transformer_blocks.1+*.attn1.to_q.weight"
         name = name.replace("*", "0") if kind == "cuda" else name

@@ -1,5 +1,7 @@
 """LoRA: every key style finds its weight, scales are the tensor's own, and merging rounds as the official code."""
 
+import ltx2rt_cuda.backend
+import ltx2rt_tpu.weights
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ltx2rt.backend import get_backend
 from ltx2rt.errors import InputError
+from ltx2rt.graph import trace
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, cut, write_arrays
-from ltx2rt.weights.lora import MergedSource, merge_to_file, open_lora
+from ltx2rt.weights.lora import MergedSource, merge, merge_to_file, open_lora
 
 BF16 = ml_dtypes.bfloat16
 Q = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
@@ -210,13 +214,39 @@ def test_merged_tensors_are_written_under_their_official_names(tiny, tmp_path):
         merge_to_file(checkpoint, [lora], [Q], tmp_path / "no" / "n.safetensors", "float32")
 
 
-def test_matmul_can_be_a_backends(tmp_path):
-    calls = []
+@pytest.mark.parametrize("stored", [BF16, np.float32])
+@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_devices_merge_as_numpy_does_bit_for_bit(kind, rounded, stored):
+    """Whole numbers and short scales make every product exact in float32, however it is summed; nothing else is exact.
 
-    def matmul(left, right):
-        calls.append((left.shape, right.shape))
-        return left @ right
+    The last chunk of rows is short.
+    """
+    rng, (rows, width, rank) = np.random.default_rng(3), (131, 96, 16)
+    weight = rng.standard_normal((rows, width), np.float32).astype(stored)
+    factors = [
+        (rng.integers(-8, 9, (rows, rank)).astype(stored), rng.integers(-8, 9, (rank, width)).astype(BF16), scale)
+        for scale in (0.8 if rounded else 0.75, 1.3, -0.7)
+    ]
+    backend = get_backend(kind, "cpu")
+    if kind == "cuda":
+        found = ltx2rt_cuda.backend.merged(weight, factors, rounded, backend.torch_device)
+    else:
+        found = ltx2rt_tpu.weights.merged(weight, factors, rounded, backend.jax_device)
+    assert ("bfloat16" if rounded else "float32") in str(found.dtype)
+    expected = merge(weight, factors, rounded)
+    np.testing.assert_array_equal(backend.to_host(found), expected.astype(np.float32))
 
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_merged_weights_are_loaded_as_merged(kind, dtype, tmp_path):
+    """In the graph's dtype and in the other one, of a source that gives what this backend's merge made."""
+    linear = lambda o: {"y": o.linear(o.cast(o.input("x", B=1, D=5), dtype=o.dtype), Q[:-7], {"ff": 6}, bias=False)}  # noqa: E731
+    backend, graph = get_backend(kind, "cpu"), trace("merged", linear, dtype)
     lora = saved(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1))
-    MergedSource(Memory(weights()), [lora], "bfloat16", matmul).read(Q)
-    assert calls == [((6, 3), (3, 5))]
+    for merged in ("bfloat16", "float32"):
+        source = MergedSource(Memory(weights()), [lora], merged, backend.merge)  # on a CPU numpy's
+        loaded = backend.to_host(backend.load([graph], source)[Q])
+        expected = source.read(Q).astype(BF16 if dtype == "bfloat16" else np.float32)
+        np.testing.assert_array_equal(loaded, expected.astype(np.float32))
