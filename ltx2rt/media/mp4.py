@@ -24,6 +24,7 @@ AAC_FRAME = 1024  # samples
 AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000
 MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
 ENCODER_THREADS = 8
+RGB_THREADS, RGB_ROWS = 8, 32  # frames at once; rows of one at once, which stay in a core's cache
 H264_OPTIONS = {"crf": "19", "preset": "veryfast"}
 # No noise substitution: it turns a difference of 1e-5 between two waveforms into another random noise.
 AAC_OPTIONS = {"aac_pns": "0"}
@@ -97,10 +98,27 @@ def to_rgb8(chunk: np.ndarray) -> np.ndarray:
     """f32[3, F, H, W] in [-1, 1] -> u8[F, H, W, 3], clamped and rounded to nearest; u8 passes through."""
     if chunk.dtype == np.uint8:
         return chunk
-    if not np.isfinite(chunk).all():
-        raise ValueError("frames: hold NaN or infinite pixels; the video decoder went wrong")
-    scaled = (chunk.astype(np.float32) + 1) * np.float32(127.5) + np.float32(0.5)
-    return np.ascontiguousarray(scaled.clip(0, 255).astype(np.uint8).transpose(1, 2, 3, 0))
+    frames = np.empty((*chunk.shape[1:], 3), np.uint8)
+    with ThreadPoolExecutor(RGB_THREADS, thread_name_prefix="rgb") as pool:
+        list(pool.map(_frame_to_rgb8, chunk.swapaxes(0, 1), frames))  # raises what a frame raised
+    return frames
+
+
+def _frame_to_rgb8(frame: np.ndarray, out: np.ndarray) -> None:
+    """f32[3, H, W] -> u8[H, W, 3]; channel by channel numpy transposes four times as fast as all at once."""
+    scaled = np.empty((3, RGB_ROWS, frame.shape[2]), np.float32)
+    levels = np.empty(scaled.shape, np.uint8)
+    for start in range(0, frame.shape[1], RGB_ROWS):
+        rows = frame[:, start : start + RGB_ROWS]
+        if not np.isfinite(rows).all():
+            raise ValueError("frames: hold NaN or infinite pixels; the video decoder went wrong")
+        height = rows.shape[1]
+        x = np.add(rows, np.float32(1), out=scaled[:, :height])
+        x *= np.float32(127.5)
+        x += np.float32(0.5)
+        np.copyto(levels[:, :height], x.clip(0, 255, out=x), casting="unsafe")
+        for channel in range(3):
+            out[start : start + height, :, channel] = levels[channel, :height]
 
 
 def _encode_video(container: Any, stream: Any, chunks: Iterable[np.ndarray], num_frames: int) -> None:

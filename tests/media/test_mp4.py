@@ -114,6 +114,13 @@ def test_frames_are_clamped_and_rounded_to_nearest():
     assert to_rgb8(levels)[0, 0, :, 0].tolist() == [0, 0, 1, 128, 255, 255]
 
 
+def test_frames_are_converted_apart_and_whole():
+    """More frames than threads, more rows than are taken at once and some over."""
+    frames = np.random.default_rng(0).uniform(-1.2, 1.2, (3, 11, 71, 6)).astype(np.float32)
+    levels = ((frames + 1) * np.float32(127.5) + np.float32(0.5)).clip(0, 255).astype(np.uint8)
+    np.testing.assert_array_equal(to_rgb8(frames), levels.transpose(1, 2, 3, 0))
+
+
 def failing():
     yield clip(9)
     raise KeyboardInterrupt
