@@ -19,7 +19,7 @@ from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.weights.encode import EncodedSource, Piece
 from ltx2rt.weights.lora import Factors, merge, row_chunks
-from ltx2rt_cuda.distributed import ALONE, Arriving, join, rendezvous
+from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, join, rendezvous, widened
 from ltx2rt_cuda.ops import DTYPES, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 
@@ -124,12 +124,14 @@ class CudaBackend:
                 yield queue.popleft()
         yield from queue
 
-    def _on(self, rank: int, work: Callable[[], Tensors], output: str, type: Type) -> torch.Tensor | Arriving | None:
+    def _on(
+        self, rank: int, work: Callable[[], Tensors], output: str, type: Type
+    ) -> torch.Tensor | Fetched | Arriving | None:
         here = self.position.rank
         if rank == here:
             result = work()[output]
             if self.is_main:
-                return result
+                return Fetched.of(result) if self.device_kind == "cuda" else result
             self._await_sent()
             result = result.contiguous()
             self._sent = (dist.isend(result, 0), result)
@@ -145,10 +147,9 @@ class CudaBackend:
             work.wait()
         self._sent = ()
 
-    def to_host(self, array: torch.Tensor | Arriving) -> np.ndarray:
-        array = array.wait() if isinstance(array, Arriving) else array
-        array = array.float() if array.is_floating_point() else array
-        return array.cpu().numpy()
+    def to_host(self, array: torch.Tensor | Fetched | Arriving) -> np.ndarray:
+        tensor = array if isinstance(array, torch.Tensor) else array.wait()
+        return widened(tensor).cpu().numpy()
 
     def synchronize(self) -> None:
         self._await_sent()

@@ -1,6 +1,7 @@
 """Where this process stands on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on a CPU.
 
-Decides how ranks find each other and how a result gets to the main one. Which rank works on what is the caller's.
+Decides how ranks find each other and how a result gets to the main one and to its host. Which rank works on what is the
+caller's.
 """
 
 from __future__ import annotations
@@ -133,3 +134,29 @@ class Arriving:
     def wait(self) -> torch.Tensor:
         self.work.wait()
         return self.tensor
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A result of a GPU on its way to pinned memory, which waits for no work that was enqueued after it."""
+
+    tensor: torch.Tensor
+    arrived: torch.cuda.Event
+
+    @classmethod
+    def of(cls, result: torch.Tensor) -> Fetched:
+        """Enqueue the copy, in float32 if it is of floats, behind what makes the result."""
+        result = widened(result)
+        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        host.copy_(result, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(host, event)
+
+    def wait(self) -> torch.Tensor:
+        self.arrived.synchronize()
+        return self.tensor
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor

@@ -308,6 +308,23 @@ def test_a_recorded_collective_is_replayed_and_lets_its_process_end():
     assert ran.returncode == 0 and float(ran.stdout) == 3000, ran.stderr
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing runs behind the host's back")
+def test_a_result_reaches_the_host_while_the_next_call_runs():
+    backend = get_backend("cuda", "cuda")
+    program = backend.lower(trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32"))
+
+    def slow(weights, inputs):
+        if inputs["x"] == 2:
+            torch.cuda._sleep(10**9)  # cycles: half a second
+        return program(weights, inputs)
+
+    slow.graph = program.graph
+    results = backend.each([(slow, {}, {"x": np.array([x], np.float32)}) for x in (1, 2)], "y")
+    assert backend.to_host(next(results)) == 2
+    assert not torch.cuda.current_stream().query(), "the second call has ended already"
+    assert backend.to_host(next(results)) == 4
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_loading_shares_no_memory_with_its_source(name):
     """A source may be a file map that is closed, or an array that its owner changes."""
