@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from ltx2rt.errors import InputError
 # The official automatic layout.
 TILE_PX, MIN_TILE_PX, OVERLAP_PX = 768, 96, 64  # the long side; the short one follows the aspect ratio
 TILE_FRAMES, OVERLAP_FRAMES = 80, 24
+BLEND_THREADS = 8  # frames at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,16 +150,22 @@ def blend_tiles(
     height, width = tiling.rows[-1].end, tiling.columns[-1].end
     ends = [*(t.first for t in tiling.frames[1:]), tiling.frames[-1].end]
     done, waiting = 0, np.zeros((3, 0, height, width), np.float32)  # frames [done, done + n), partly summed
-    for t, end in zip(tiling.frames, ends, strict=True):
-        frames = np.zeros((3, t.end - done, height, width), np.float32)
-        frames[:, : waiting.shape[1]] = waiting
-        for r, c in itertools.product(tiling.rows, tiling.columns):
-            tile = to_host(next(decoded))
-            expected = (1, 3, len(t.weights), len(r.weights), len(c.weights))
-            if tile.shape != expected:
-                raise ValueError(f"a decoded tile has shape {tile.shape}, expected {expected}")
-            weights = r.weights[:, None] * c.weights
-            for i, weight in enumerate(t.weights):  # frame by frame: no temporary as large as a tile
-                frames[:, t.first - done + i, r.positions, c.positions] += tile[0, :, i] * (weight * weights)
-        yield frames[:, : end - done]
-        done, waiting = end, frames[:, end - done :]
+    with ThreadPoolExecutor(BLEND_THREADS, thread_name_prefix="blend") as pool:
+        for t, end in zip(tiling.frames, ends, strict=True):
+            frames = np.zeros((3, t.end - done, height, width), np.float32)
+            frames[:, : waiting.shape[1]] = waiting
+            for r, c in itertools.product(tiling.rows, tiling.columns):
+                tile = to_host(next(decoded))
+                expected = (1, 3, len(t.weights), len(r.weights), len(c.weights))
+                if tile.shape != expected:
+                    raise ValueError(f"a decoded tile has shape {tile.shape}, expected {expected}")
+                weights, place = r.weights[:, None] * c.weights, frames[:, t.first - done :, r.positions, c.positions]
+                add = partial(_add_weighted, weights=weights)
+                list(pool.map(add, place.swapaxes(0, 1), tile[0].swapaxes(0, 1), t.weights))
+            yield frames[:, : end - done]
+            done, waiting = end, frames[:, end - done :]
+
+
+def _add_weighted(place: np.ndarray, frame: np.ndarray, weight: np.float32, *, weights: np.ndarray) -> None:
+    """place[3, h, w] += frame x weight x weights[h, w]; a frame at a time, no temporary is as large as a tile."""
+    place += frame * (weight * weights)
