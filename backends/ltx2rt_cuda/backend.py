@@ -18,7 +18,7 @@ from ltx2rt.graph.ir import Graph, Type
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.weights.encode import EncodedSource, Piece
-from ltx2rt.weights.lora import Factors, merge, row_chunks
+from ltx2rt.weights.lora import Factors, row_chunks
 from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, join, rendezvous, widened
 from ltx2rt_cuda.ops import DTYPES, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
@@ -108,11 +108,20 @@ class CudaBackend:
             self._pool = Pool()
         return Loop(graph, before, body, parts, self._pool if records else None, position)
 
-    def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.ndarray | torch.Tensor:
-        """On a CPU the definition itself, which is as fast there as torch."""
-        if self.device_kind == "cpu":
-            return merge(weight, factors, rounded)
-        return merged(weight, factors, rounded, self.torch_device)
+    def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> torch.Tensor:
+        device, dtype = self.torch_device, torch.bfloat16 if rounded else torch.float32
+        wide = [[to_torch(x).to(device, dtype).float() for x in halves] for *halves, _ in factors]
+        merged = torch.empty(weight.shape, dtype=dtype, device=device)
+        for rows in row_chunks(len(weight)):
+            delta = None
+            for (up, down), (*_, scale) in zip(wide, factors, strict=True):
+                if delta is None:
+                    delta = ((up[rows] * scale).to(dtype).float() @ down).to(dtype)
+                else:
+                    delta = (delta + scale * (up[rows] @ down)).to(dtype)
+            assert delta is not None
+            merged[rows] = delta + to_torch(weight[rows]).to(device)  # summed in float32, rounded once
+        return merged
 
     def each(self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str) -> Iterator[Any]:
         """Processes take calls in turn; the main one gets the results sent."""
@@ -167,20 +176,3 @@ class CudaBackend:
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated() if self.device_kind == "cuda" else None
-
-
-def merged(weight: np.ndarray, factors: Sequence[Factors], rounded: bool, device: torch.device) -> torch.Tensor:
-    """`weights.lora.merge` on a device, where the result stays."""
-    dtype = torch.bfloat16 if rounded else torch.float32
-    wide = [[to_torch(x).to(device, dtype).float() for x in halves] for *halves, _ in factors]
-    result = torch.empty(weight.shape, dtype=dtype, device=device)
-    for rows in row_chunks(len(weight)):
-        delta = None
-        for (up, down), (*_, scale) in zip(wide, factors, strict=True):
-            if delta is None:
-                delta = ((up[rows] * scale).to(dtype).float() @ down).to(dtype)
-            else:
-                delta = (delta + scale * (up[rows] @ down)).to(dtype)
-        assert delta is not None
-        result[rows] = delta + to_torch(weight[rows]).to(device)  # summed in float32, rounded once
-    return result

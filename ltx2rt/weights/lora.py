@@ -23,7 +23,7 @@ from ltx2rt.weights.names import to_official
 
 Factors = tuple[np.ndarray, np.ndarray, float]  # of one Delta W: up[out, rank], down[rank, in], scale
 Merging = Callable[[np.ndarray, Sequence[Factors], bool], Any]  # as `merge`; where its result lies is its own
-NUM_CHUNKS = 8  # of a weight's rows; more are less memory and slower products
+NUM_CHUNKS = 16  # of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
 _KEY = re.compile(r"(?P<module>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight")
