@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(items) -> None:
         text = [inspect.getsource(function).partition("def ")[2] for function in (item.function, *fixtures)]
         if re.search(r"jax|\btpu\b|ltx2rt_tpu|ON_HOSTS", " ".join([item.name, *text]), re.IGNORECASE):
             item.add_marker(pytest.mark.skip(reason="jax is not installed"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny tensors, and as many test processes as cores."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

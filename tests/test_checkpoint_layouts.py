@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from ltx2rt.weights.checkpoint import RenamedSource, open_checkpoint
 from ltx2rt.weights.files import TensorFile
@@ -17,11 +16,6 @@ UNUSED = (  # by generation of a clip: nothing hears, Gemma sees no image, mels 
     "vocoder.mel_stft.stft_fn.inverse_basis",
     "upsampler.blur_down.kernel",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

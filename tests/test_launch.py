@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from ltx2rt import launch
 from ltx2rt.errors import InputError
@@ -114,7 +113,6 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
 
     from ltx2rt.backend import get_backend
 
-    torch.set_num_threads(1)
     backend = get_backend("cuda", "cpu")
     networks = Networks(open_checkpoint(model), backend, ModelOptions("cuda", model), "float32")
     latent = load_file(latents)["video_latent"]
@@ -160,8 +158,7 @@ sys.exit(main())
 
 def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
     """The whole block is one graph, collectives included, after a warm-up too; every load is charged once."""
-    script, report = tmp_path / "compiled.py", tmp_path / "report.json"
-    script.write_text(COMPILED)
+    script, report = written(tmp_path, COMPILED), tmp_path / "report.json"
     one_stage = ("--pipeline", "one-stage", "--no-audio", "--seed", 7, "--compile", "--warmup", "--report", report)
     for run in by_hand([str(script), *flags(*one_stage)]):
         assert run.end()[::2] == (0, [])
@@ -254,6 +251,12 @@ def test_a_death_in_a_step_ends_all(flags, tmp_path, victim, number, status, mes
     assert len(errors) == (message is not None) and (message is None or message in errors[0])
 
 
+def written(folder, text):
+    script = folder / "script.py"
+    script.write_text(text)
+    return script
+
+
 BROKEN = """
 import os, sys, time
 from ltx2rt.cli import main
@@ -274,8 +277,7 @@ sys.exit(main())
 
 
 def test_an_exception_on_one_rank_is_shown_once_with_its_rank(flags, tmp_path):
-    script = tmp_path / "broken.py"
-    script.write_text(BROKEN)
+    script = written(tmp_path, BROKEN)
     ended = [run.end() for run in by_hand([str(script), "raise", *flags("--num-frames", 161)])]
     assert [status for status, _, _ in ended] == [1, 1] and list(tmp_path.iterdir()) == [script]
     assert [line for _, _, lines in ended for line in lines] == ["ltx2rt: error: rank 1: RuntimeError: a bad day"]
@@ -283,8 +285,7 @@ def test_an_exception_on_one_rank_is_shown_once_with_its_rank(flags, tmp_path):
 
 def test_the_survivor_of_rank_0_removes_its_unfinished_file(flags, tmp_path):
     """Killed before its last tile, without a launcher that could clean up or keep the store."""
-    script = tmp_path / "broken.py"
-    script.write_text(BROKEN)
+    script = written(tmp_path, BROKEN)
     main, other = by_hand([str(script), "hang", *flags("--num-frames", 161)])
     assert main.process.stdout.readline() == "hanging\n"
     unfinished = partial_path(tmp_path / "clip.mp4", main.pid)
@@ -313,8 +314,7 @@ sys.exit(main())
 
 def test_a_death_while_loading_ends_all(flags, tmp_path):
     """Rank 0 has its weights and waits for rank 1 in the first collective."""
-    script = tmp_path / "loading.py"
-    script.write_text(LOADING)
+    script = written(tmp_path, LOADING)
     main, other = by_hand([str(script), *flags()])
     assert other.process.stdout.readline() == "loading\n"
     os.kill(other.pid, signal.SIGKILL)
@@ -402,16 +402,14 @@ def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
 
 
 def test_an_exception_on_one_host_ends_all(flags, tmp_path):
-    script = tmp_path / "broken.py"
-    script.write_text(BROKEN)
+    script = written(tmp_path, BROKEN)
     ended = [run.end() for run in hosts_by_hand(*[[str(script), "raise", *flags(*ON_HOSTS)]] * 2)]
     assert [status for status, _, _ in ended] == [1, 1] and list(tmp_path.iterdir()) == [script]
     assert [line for _, _, lines in ended for line in lines] == ["ltx2rt: error: rank 1: RuntimeError: a bad day"]
 
 
 def test_a_host_process_that_dies_ends_all(flags, tmp_path):
-    script = tmp_path / "loading.py"
-    script.write_text(LOADING)
+    script = written(tmp_path, LOADING)
     main, other = hosts_by_hand(*[[str(script), *flags(*ON_HOSTS)]] * 2)
     assert other.process.stdout.readline() == "loading\n"
     os.kill(other.pid, signal.SIGKILL)

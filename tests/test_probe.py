@@ -17,11 +17,6 @@ WIDTH = {"2.0": {"video": 64, "audio": 64}, "2.3": {"video": 128, "audio": 64}} 
 GENERATIONS = ["2.0", "2.3"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def probe(tiny, command, tmp_path):
     """probe(generation, component, inputs, *flags, backend) -> outputs, or (status, stderr) if it was refused."""

@@ -32,11 +32,6 @@ GUIDANCE = np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]], np.float32)
 SIGMAS = np.array([1, 0.9, 0.65, 0.3, 0], np.float32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def job(seed: int, guidance: np.ndarray = GUIDANCE) -> dict[str, dict[str, np.ndarray]]:
     """constants and state of a denoise loop, the first two video tokens held at 0.3."""
     rng = np.random.default_rng(seed)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from placed_cases import DEVICES, LAYERS, NAMES, case
 from tensor_parallel_ranks import MEASURED, RUNS, Run, source_of, write_inputs
 
@@ -63,7 +62,6 @@ def jax_devices(inputs) -> Path:
 @cache
 def alone(run: Run, folder: Path) -> dict[str, np.ndarray]:
     """The same run of torch on one device."""
-    torch.set_num_threads(1)
     backend, one = get_backend("cuda", "cpu"), case(run.name, run.dtype)
     weights = backend.load([one.graph], source_of(run, folder, backend.merge))
     return {k: backend.to_host(v) for k, v in backend.lower(one.graph)(weights, one.inputs).items()}

@@ -96,11 +96,6 @@ def run(kind: str, generation: str, params: dict, states: np.ndarray, mask: np.n
     return run_graph(kind, graph, params, {"hidden_states": states, **connectors.feeds(CONFIGS[generation], mask)})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_contexts_equal_diffusers_with_both_padding_sides_in_one_batch(generation, kind):

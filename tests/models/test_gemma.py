@@ -78,11 +78,6 @@ def reference(model: Gemma3ForConditionalGeneration) -> np.ndarray:
     return torch.stack(out.hidden_states, -1).float().numpy()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def model():
     return build()

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from reference_transformer import (
     KINDS,
     NAMES,
@@ -25,11 +24,6 @@ CLOSE = 2e-5  # contract: 1e-4; guidance subtracts near-equal float32 prediction
 GUIDANCE = np.array([[3.0, 1.5, 2.5, 0.7], [7.0, 0.8, 1.7, 0.4]], np.float32)
 SIGMAS = np.array([0.81, 0.59], np.float32)
 BLOCKS = np.array([0, 1, 1], np.float32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 def drawn(config, seed: int = 5) -> dict[str, np.ndarray]:

@@ -18,11 +18,6 @@ from ltx2rt.weights.names import to_official
 CLOSE = 1e-5  # contract: 1e-4; float32 rounding over 3 blocks reaches 1e-6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def assert_close(actual: dict, expected: dict, bound: float = CLOSE) -> None:
     for name in NAMES:
         distance = relative_l2(actual[f"{name}_velocity"], expected[f"{name}_velocity"])

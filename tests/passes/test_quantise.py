@@ -39,11 +39,6 @@ LINEAR_ERROR = (0.03, 0.045)
 STEP = 2**-4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @cache
 def stack(layers: int = LAYERS, dtype: str = "float32") -> Graph:
     """Blocks with a linear of every kind that `place` splits, a gate, per-iteration data and per-iteration results."""

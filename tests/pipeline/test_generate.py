@@ -8,7 +8,6 @@ import sys
 import av
 import numpy as np
 import pytest
-import torch
 from ltx2rt_cuda import CudaBackend
 
 from ltx2rt.pipeline.networks import Networks
@@ -18,11 +17,6 @@ from ltx2rt.weights.make import make_checkpoint
 
 LATENT = {"stage1": (3, 1, 2), "stage2": (3, 2, 4)}  # frames, rows and columns of 17 frames at 128 x 64 pixels
 AUDIO = 9  # round(17 / 48 s * 25)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

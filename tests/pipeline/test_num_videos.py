@@ -5,18 +5,12 @@ import json
 import av
 import numpy as np
 import pytest
-import torch
 
 from ltx2rt.testing import relative_l2
 
 SEEDS = (7, 8)
 FLAGS = ("--num-videos", 2, "--seed", SEEDS[0])
 CLOSE = 1e-5  # two stages of float32 steps, their matrix products in other batches
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -181,11 +181,6 @@ def assert_close(found: dict, expected: dict) -> None:
             assert relative_l2(found[name], reference) <= CLOSE, name
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def noise_of(latents: dict) -> dict[str, np.ndarray]:
     return {name.removesuffix(".noise"): x for name, x in latents.items() if name.endswith(".noise")}
 
