@@ -59,7 +59,6 @@ def alone(generate, words):
 @pytest.mark.parametrize(
     ("profile", "mesh", "flags"),
     [
-        ("trillium", "sequence=4,tensor=2", SILENT),
         ("trillium-2d", "fsdp=2,tensor=4", SILENT),
         ("trillium", "guidance=2,sequence=2,tensor=2", SILENT),
         *(
