@@ -1,4 +1,4 @@
-"""Each kernel against eager torch, torch.compile and the time that its bytes take at the device's copy bandwidth.
+"""Each kernel against eager torch, torch.compile and the least time that the device needs for its bytes and FLOPs.
 
 Decides the cases: every op with a kernel in the graphs of a two-stage request (a guided step of both stages, the
 largest tile of the video decoder, the vocoder), with the operands that it has there, drawn at random and contiguous.
@@ -6,7 +6,8 @@ Of a float8 linear (`--weights-dtype float8`) it is the quantisation of its oper
 
 Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the reason is told;
 `eager` is those plain ops; `compiled` is what Inductor makes of them. The floor is the op's least traffic, every
-operand read once and every result written once, at the measured bandwidth of a large copy.
+operand read once and every result written once, at the measured bandwidth of a large copy; of a linear layer with GELU
+its FLOPs at the measured rate of large products, if that takes longer.
 
 On a GPU calls are captured in CUDA graphs, as in the captured step, so that no launch is timed, and go around sets of
 operands larger than its caches.
@@ -36,6 +37,7 @@ from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipeline.paper import plan_on_paper
 from ltx2rt.pipeline.request import ModelOptions, PlanRequest
+from ltx2rt.placement.cost import node_flops
 
 CONTESTANTS = ("kernel", "eager", "compiled")
 COLD_BYTES = 256e6  # of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
@@ -139,8 +141,33 @@ def copy_bandwidth(device: torch.device, rounds: int) -> float:
     return 2 * source.nbytes * calls / min(interleaved({"copy": run}, rounds, warmup=2)["copy"])
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What the device reaches: bytes/s of a copy, FLOP/s of a product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def floor_s(self, case: Case) -> float:
+        return max(case.bytes.minimum / self.bytes_per_s, node_flops(case.node) / self.flops_per_s)
+
+
+def product_rate(device: torch.device, dtype: torch.dtype, rounds: int = 9) -> float:
+    """FLOP/s of large square matrix products, at their best."""
+    size, calls = (8192, 20) if device.type == "cuda" else (512, 1)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+
+    def run() -> None:
+        for _ in range(calls):
+            torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return 2 * size**3 * calls / min(interleaved({"mm": run}, rounds, warmup=2)["mm"])
+
+
 @torch.inference_mode()
-def contest(case: Case, contestants: Sequence[str], device: torch.device, rounds: int, bandwidth: float) -> dict:
+def contest(case: Case, contestants: Sequence[str], device: torch.device, rounds: int, rates: Rates) -> dict:
     """Microseconds a call of every contestant, beside the bytes and the floor."""
     op, plan, bytes = case.node.op, case.node.plan, case.bytes
     cuda = device.type == "cuda"
@@ -156,7 +183,7 @@ def contest(case: Case, contestants: Sequence[str], device: torch.device, rounds
         for name in contestants
     }
     seconds = interleaved(runs, rounds)
-    floor = bytes.minimum / bandwidth * 1e6
+    floor = rates.floor_s(case) * 1e6
     return {
         "op": op,
         "operands": [str(v.type) for v in case.node.inputs],
@@ -177,12 +204,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name()
     facts |= {"clip": f"{args.width}x{args.height}x{args.num_frames}", "rounds": args.rounds}
-    facts["copy_bytes_per_s"] = bandwidth = copy_bandwidth(device, args.rounds)
-    print(f"{facts['device']}: a copy moves {bandwidth / 1e9:.0f} GB/s")
+    rates = Rates(copy_bandwidth(device, args.rounds), product_rate(device, torch.bfloat16, args.rounds))
+    facts |= {"copy_bytes_per_s": rates.bytes_per_s, "matmul_flops_per_s": rates.flops_per_s}
+    print(
+        f"{facts['device']}: a copy moves {rates.bytes_per_s / 1e9:.0f} GB/s, "
+        f"a bfloat16 product reaches {rates.flops_per_s / 1e12:.3g} TFLOP/s"
+    )
     print(f"{'us':<58} {'floor':>9} {'moved':>6}" + "".join(f" {name:>18}" for name in args.contestants))
     facts["cases"] = []
     for case in cases(graphs, args.ops):
-        found = contest(case, args.contestants, device, args.rounds, bandwidth)
+        found = contest(case, args.contestants, device, args.rounds, rates)
         facts["cases"].append(found)
         record(args.output, facts)  # a run that is cut off leaves what it had
         columns = "".join(f" {s.median:>9.1f} = {s.median / found['floor_us']:>5.2f}x" for s in found["us"].values())
@@ -210,7 +241,7 @@ def totals(cases: Sequence[dict], contestants: Sequence[str]) -> dict[str, dict[
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description="kernels against eager torch, torch.compile and the bandwidth floor")
+    parser = argparse.ArgumentParser(description="kernels against eager torch, torch.compile and the floor")
     parser.add_argument("--preset", default="ltx-2.3", choices=("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3"))
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--width", type=int, default=768)

@@ -35,6 +35,7 @@ from ltx2rt_cuda.ops import DTYPES
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.end_to_end import kernel_groups
+from benchmarks.kernels import product_rate
 from benchmarks.measure import Spread, interleaved, machine, ratios, record
 from benchmarks.random_weights import RandomBackend, empty_checkpoint
 from ltx2rt.backend import get_backend
@@ -292,20 +293,6 @@ class Guided:
             return x
 
         return run
-
-
-def product_rate(device: torch.device, dtype: torch.dtype, rounds: int = 9) -> float:
-    """FLOP/s of large square matrix products, at their best."""
-    size, calls = (8192, 20) if device.type == "cuda" else (512, 1)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-
-    def run() -> None:
-        for _ in range(calls):
-            torch.mm(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return 2 * size**3 * calls / min(interleaved({"mm": run}, rounds, warmup=2)["mm"])
 
 
 def measure_guided_stage(contest: Guided, rate: float, rounds: int, compile: bool) -> dict[str, Any]:

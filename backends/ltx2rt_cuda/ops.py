@@ -409,6 +409,11 @@ def sum_squares(x: Tensor, *, dims) -> Tensor:
 
 
 @fused
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int, out_shape) -> Tensor:
+    return gelu(linear(x, weight, bias, num_contracted=num_contracted, out_shape=out_shape))
+
+
+@fused
 def head_gate(y: Tensor, logits: Tensor) -> Tensor:
     return y * (2 * torch.sigmoid(logits)).unsqueeze(-1)
 

@@ -19,6 +19,7 @@ FOLDERS = {
     "sum_squares": "qk_norm_rope",
     "qk_norm_rope": "qk_norm_rope",
     "qk_scale_rope": "qk_norm_rope",
+    "linear_gelu": "linear_gelu",
     "head_gate": "head_gate",
     "pixel_norm_silu": "pixel_norm_silu",
     "snake_beta": "snake_beta",

@@ -153,6 +153,12 @@ def qk_scale_rope(*operands: Type, count: int, eps: float):
     return _one_or_many(operands[::5]), plan
 
 
+@op(lambda *operands, **plan: OPS["gelu"].numpy(OPS["linear"].numpy(*operands, **plan)))
+def linear_gelu(x: Type, weight: Type, bias: Type, *, contract: tuple[str, ...], out: dict[str, int]):
+    """A linear layer with bias, then GELU."""
+    return OPS["linear"].rule(x, weight, bias, contract=contract, out=out)
+
+
 @op(lambda y, logits: y * (2 * OPS["sigmoid"].numpy(logits))[..., None])
 def head_gate(y: Type, logits: Type):
     """y * 2 sigmoid(logits), one logit per head: y (..., heads, head_dim), logits (..., heads)."""

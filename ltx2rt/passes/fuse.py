@@ -2,9 +2,9 @@
 
 Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and communication, and the same
 values but for fewer roundings: norm and modulation (after a gated residual or not, with rows per sample, per token or
-per level), norm and RoPE of q and k together (also the placed form, given the reduced sums of squares), the per-head
-gate, the VAE's norm and SiLU, the vocoder's SnakeBeta. Which values meet is decided here; whether a kernel or the plain
-ops run them, by the backend.
+per level), norm and RoPE of q and k together (also the placed form, given the reduced sums of squares), a linear layer
+and its GELU, the per-head gate, the VAE's norm and SiLU, the vocoder's SnakeBeta. Which values meet is decided here;
+whether a kernel or the plain ops run them, by the backend.
 
 The last residual of a block and the first norm of the next stay apart: its rows are the next block's, so that every
 block would read two sets of modulation parameters, and the norm's result travel from block to block.
@@ -217,6 +217,13 @@ def _qk_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return found, [_node(q.op, [*q.inputs, *k.inputs], [*q.outputs, *k.outputs], **q.attrs)]
 
 
+def _linear_gelu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    linear = uses.only(node.inputs[0], "linear") if node.op == "gelu" else None
+    if linear is None or len(linear.inputs) < 3:
+        return None
+    return [linear, node], [_node("linear_gelu", linear.inputs, node.outputs, **linear.attrs)]
+
+
 def _head_gate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     """y * 2 sigmoid(logits)."""
     if node.op != "mul":
@@ -288,7 +295,7 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
 
 
 MATCHES: tuple[Match, ...] = (
-    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_pair, _head_gate, _pixel_norm_silu, snakes,
+    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_pair, _linear_gelu, _head_gate, _pixel_norm_silu, snakes,
 )  # fmt: skip
 
 

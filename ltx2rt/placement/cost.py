@@ -101,16 +101,17 @@ def activation_bytes(graph: Graph) -> int:
 
 def flops(graph: Graph) -> int:
     """2 x multiply-adds of linears, convolutions and attention; everything else is bandwidth."""
-    return sum(_node_flops(node) * times for node, times in graph.walk())
+    return sum(node_flops(node) * times for node, times in graph.walk())
 
 
 def float8_flops(graph: Graph) -> int:
     """Those of `flops` that multiply float8 numbers."""
-    return sum(_node_flops(node) * times for node, times in graph.walk() if node.op == "linear_float8")
+    return sum(node_flops(node) * times for node, times in graph.walk() if node.op == "linear_float8")
 
 
-def _node_flops(node: Node) -> int:
-    if node.op in ("linear", "linear_float8"):
+def node_flops(node: Node) -> int:
+    """The same of one execution of one node, a repeat's body not counted."""
+    if node.op in ("linear", "linear_gelu", "linear_float8"):
         x, weight = (v.type for v in node.inputs[:2])
         return 2 * x.num_elements * weight.shape[0]
     if node.op == "conv":

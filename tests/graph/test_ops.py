@@ -135,6 +135,9 @@ CASES = {
     "qk_scale_rope": lambda o: o.qk_scale_rope(
         _x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), *_tables(o), count=48, eps=1e-6
     ),
+    "linear_gelu": lambda o: o.linear_gelu(
+        _x(o), o.param("w", out=6, head_dim=8), o.param("b", out=6), contract=("head_dim",), out={"out": 6}
+    ),
     "head_gate": lambda o: o.head_gate(_x(o), _x(o, "l", B=2, tokens=5, heads=3)),
     "pixel_norm_silu": lambda o: o.pixel_norm_silu(_x(o), over="tokens", eps=1e-6),
     "snake_beta": lambda o: o.snake_beta(

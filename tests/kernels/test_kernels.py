@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kernel_cases import CASES, DTYPES, Operands
+from kernel_cases import CASES, DTYPES, NEEDS_GPU, Operands
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
 from ltx2rt_cuda.ops import channels_last
 from ltx2rt_kernels.choose import FOLDERS, why_not
@@ -45,6 +45,8 @@ def measured(request):
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_its_reference(name, dtype, measured):
     where, errors = measured
+    if where == "interpreter" and name in NEEDS_GPU:
+        pytest.skip(f"no CUDA device, and {NEEDS_GPU[name]}")
     found = errors[f"{name} {dtype}"]
     if "quantise" in name:
         assert found == [0, 0], "every bit of e4m3 numbers and their scales is defined"
@@ -65,6 +67,14 @@ def test_op_table_means_what_the_kernels_do(name):
     pairs = zip(expected, found, strict=True) if isinstance(found, tuple) else [(expected, found)]
     for a, b in pairs:
         assert relative_l2(b.float(), np.asarray(a, np.float32)) <= FLOAT32
+
+
+def test_linear_gelu_hands_its_operands_over_in_their_order():
+    """torch's function has GELU by erf on a CPU; what differs on a GPU is this alone."""
+    op, (x, weight, bias), plan, _ = CASES["linear_gelu"](Operands("cpu", torch.float32))
+    found = getattr(import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda"), op)(x, weight, bias, **plan)
+    expected = torch.nn.functional.gelu(torch.einsum("bthd,nhd->btn", x, weight.unflatten(1, x.shape[2:])) + bias)
+    assert relative_l2(found.flatten(2), expected) <= FLOAT32
 
 
 def test_reason_why_not_is_told():
@@ -139,7 +149,7 @@ def test_kernels_compile_for_hopper_without_spills(tmp_path):
     found = run_script("kernel_binaries.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     for name, used in found.items():
         print(f"{name}: {used['registers']} registers, {used['spilled_bytes']} bytes spilled")
-    assert {name.split()[0] for name in found} == set(FOLDERS)
+    assert {name.split()[0] for name in found} == set(FOLDERS) - set(NEEDS_GPU)
     assert all(used["spilled_bytes"] == 0 and used["registers"] <= 128 for used in found.values()), found
 
 

@@ -4,11 +4,17 @@ import copy
 import math
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLLTX2Video
+from ltx2rt_tpu import ops
+from ltx2rt_tpu.program import Program
+from ltx2rt_tpu.weights import abstract_weights
 
+from ltx2rt.backend import get_backend
 from ltx2rt.config import VaeStage, VideoVaeConfig
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
@@ -150,6 +156,36 @@ def test_encoder_is_diffusers(version, kind):
     assert latent.shape == (2, 16, 2, 2, 3)
     # Summation order only: 2e-6 was reached.
     assert relative_l2(latent, encode(model, params, frames)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "kernel,stride,dilation,dtype",
+    [
+        ((3, 3, 3), (1, 1, 1), (1, 1, 1), "float32"),
+        ((2, 3, 1), (1, 2, 1), (1, 1, 3), "float32"),
+        ((1, 1, 1), (1, 1, 1), (1, 1, 1), "float32"),
+        ((3, 3, 3), (1, 1, 1), (1, 1, 1), "bfloat16"),
+    ],
+)
+def test_convolution_by_frames_is_the_convolution(kernel, stride, dilation, dtype):
+    """What a TPU runs, beside what a CPU runs."""
+    rng = np.random.default_rng(np.random.SeedSequence().entropy)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((2, 6, 5, 7, 8), (4, 6, *kernel)))
+    whole = ops.OPS["conv"](x, weight, stride=stride, dilation=dilation)
+    by_frames = ops._conv_by_frames(x, weight, stride=stride, dilation=dilation)
+    assert by_frames.dtype == whole.dtype and by_frames.shape == whole.shape
+    assert relative_l2(by_frames, whole) <= (1e-6 if dtype == "float32" else 2**-8)  # the last bit of one rounding
+
+
+def test_a_tpu_gets_every_convolution_of_the_decoder_by_frames():
+    graph, place = video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 3, "float32"), get_backend("tpu", "cpu").place
+    inputs = {name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for name, v in graph.inputs.items()}
+    traced = Program(graph, place, unrolled=False).function.trace(abstract_weights(graph, place), inputs)
+    loops = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while")
+        for platform in ("cpu", "tpu")
+    }
+    assert loops["tpu"] - loops["cpu"] == sum(node.op == "conv" for node, _ in graph.walk()) > 10
 
 
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])

@@ -19,8 +19,8 @@ rng = np.random.default_rng(np.random.SeedSequence().entropy)
 DRAWN = ("video_latent", "audio_latent", "video_context", "audio_context")
 CLOSE = 1e-6  # float32: one sum in another order
 FUSED = {
-    "norm_modulate", "gated_residual", "residual_norm_modulate", "qk_norm_rope", "qk_scale_rope", "head_gate",
-    "pixel_norm_silu", "snake_beta",
+    "norm_modulate", "gated_residual", "residual_norm_modulate", "qk_norm_rope", "qk_scale_rope", "linear_gelu",
+    "head_gate", "pixel_norm_silu", "snake_beta",
 }  # fmt: skip
 
 
@@ -98,6 +98,7 @@ def test_block_has_the_expected_fusions(generation, devices, qk):
         "residual_norm_modulate": 6 if new else 4,
         "norm_modulate": 2 if new else 4,
         "gated_residual": 2,
+        "linear_gelu": 2,
         qk: 4,  # q and k together, of four attentions with RoPE
     } | ({"head_gate": 6} if new else {})
 

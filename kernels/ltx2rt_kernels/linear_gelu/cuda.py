@@ -1,0 +1,23 @@
+"""cuBLASLt's own epilogue: GELU is applied to the sums of a product while they are still on the chip.
+
+Beside a product and a GELU it saves the feed-forward's widest tensor one write and one read. cuBLASLt's GELU is the one
+by tanh; where it has no such product torch applies that GELU itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ltx2rt_kernels.launch import dtype_reason
+
+
+def why_not(x: Tensor, weight: Tensor, bias: Tensor, **plan) -> str | None:
+    return dtype_reason(x, weight, bias)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int, out_shape) -> Tensor:
+    lead = x.shape[: x.ndim - num_contracted]
+    product = torch._addmm_activation  # pyright: ignore[reportPrivateImportUsage]
+    y = product(bias, x.reshape(-1, weight.shape[1]), weight.t(), use_gelu=True)
+    return y.reshape(*lead, *out_shape)
