@@ -11,6 +11,7 @@ from itertools import product
 
 from ltx2rt.graph import Graph
 from ltx2rt.models.guided_step import Structure
+from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipeline.networks import Networks
 from ltx2rt.pipeline.request import Request
 from ltx2rt.pipeline.stages import Stage
@@ -41,10 +42,10 @@ def _run(
     graphs: Mapping[str, Graph],
     held: dict[str, int],
 ) -> Iterator[Work]:
-    def work(name: str, *calls: tuple[str, Graph, int], steps: int = 1) -> Work:
+    def work(name: str, *calls: tuple[str, Graph, int]) -> Work:
         for network, graph, _ in calls:
             held.setdefault(network, weight_bytes([graph]))
-        return Work(name, tuple((graph, times) for _, graph, times in calls), dict(held), steps)
+        return Work(name, tuple((graph, times) for _, graph, times in calls), dict(held))
 
     yield work("text", ("text-encoder", graphs["text-encoder"], 1))
     if request.options.text_encoder_offload:
@@ -56,10 +57,13 @@ def _run(
             yield work(f"{stage.name} images", ("video-encoder", graph, len(request.images)))
         if before is not None:
             yield work("upsample", ("upsampler", graphs["upsampler"], 1))
-        graph = networks.step_graph(structure)
+        steps = len(stage.sigmas) - 1
+        graph = networks.loop_graph(structure, steps)
         if before is not None and before.loras != stage.loras and request.options.stage_weights == "resident":
             held["second stage"] = touched_bytes(graph, networks.changed(before.loras, stage.loras))
-        yield work(stage.name, ("transformer", graph, 1), steps=len(stage.sigmas) - 1)
+        held.setdefault("transformer", weight_bytes([graph]))
+        parts = taken_apart(graph)
+        yield Work(stage.name, ((parts.body, 1),), dict(held), steps, parts.before)
         before = stage
     if request.audio:
         sound = [(network, graphs[network], 1) for network in ("audio-decoder", "vocoder")]

@@ -19,6 +19,7 @@ class Work:
     """One stage as one device runs it.
 
     calls: placed graphs of one step (of a stage without steps: of all of it), each with its number of runs.
+    before: what runs once before the steps; its results stay until the last one, beside what a step reads of them.
     resident: sets of weights that are on the device meanwhile, with their bytes.
     """
 
@@ -26,13 +27,14 @@ class Work:
     calls: tuple[tuple[Graph, int], ...]
     resident: Mapping[str, int]
     steps: int = 1
+    before: Graph | None = None
 
 
 @dataclass(frozen=True)
 class StageCost:
     """Of one device. weights_bytes: all that it holds during the stage, whoever uses them; activation_bytes: the most
-    alive at once. Of one step: flops (float8_flops of them in float8), collectives, and read_bytes, the weights that it
-    uses.
+    alive at once. Of one step, without what runs before them all: flops (float8_flops of them in float8), collectives,
+    and read_bytes, the weights that it uses.
     """
 
     name: str
@@ -62,11 +64,15 @@ def cost(work: Work) -> StageCost:
     for graph, times in work.calls:
         for name, found in traffic(graph).items():
             collectives[name] = collectives.get(name, Traffic()) + found * times
+    alive = max(activation_bytes(graph) for graph, _ in work.calls)
+    if work.before is not None:
+        kept = sum(v.type.nbytes for v in work.before.outputs.values())
+        alive = max(activation_bytes(work.before), kept + alive)
     return StageCost(
         work.name,
         work.steps,
         weights_bytes=sum(work.resident.values()),
-        activation_bytes=max(activation_bytes(graph) for graph, _ in work.calls),
+        activation_bytes=alive,
         read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
         flops=sum(flops(graph) * times for graph, times in work.calls),
         collectives=collectives,

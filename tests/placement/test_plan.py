@@ -45,6 +45,18 @@ def test_the_full_model_reaches_the_floor_of_collectives():
     assert set(costs["stage2"].collectives) == {"all_reduce"}
 
 
+def test_what_left_the_loop_costs_memory_and_no_step():
+    """The prompt's keys and values of LTX-2.0, four branches on four devices: as prepared, and as a step reads them."""
+    found = plan("ltx-2.0", 4)
+    stage1, step = stages(found)["stage1"], found.plan.stages[0].structure
+    heads = (4096 + 2048) // 4
+    kept = 48 * 2 * 4 * 1024 * heads * 2  # layers, k and v, branches, tokens, heads, bfloat16
+    whole = cost(Work("step", ((found.plan.networks.step_graph(step), 1),), {}))
+    assert 1.9 * kept < stage1.activation_bytes - whole.activation_bytes < 2.1 * kept  # one layer's leave the step
+    products = 48 * 2 * 2 * 4 * 1024 * (4096 * 4096 + 2048 * 2048) // 4
+    assert products <= whole.flops - stage1.flops < 1.2 * products
+
+
 def test_every_stage_has_its_own_mesh():
     """Stage 1 gathers what its four branches give; stage 2 has one, and its devices trade tokens for heads."""
     costs = stages(plan.__wrapped__(devices=2, mesh={"guidance": 2}))
