@@ -196,7 +196,7 @@ def model_options(args: argparse.Namespace) -> asked.ModelOptions:
 
 def mesh_of(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, int]:
     """The mesh that the flags ask for; by default tensor takes every process that torchrun or accelerate launched."""
-    launched = int(environment.get("WORLD_SIZE", "1"))
+    launched = 1 if args.backend == "tpu" else int(environment.get("WORLD_SIZE", "1"))  # JAX drives all its devices
     for flag, value in (("--num-gpus", args.num_gpus), ("--tp-size", args.tp_size)):
         if value is not None and value < 1:
             raise InputError(f"{flag}: {value}, expected at least 1")
@@ -211,7 +211,7 @@ def mesh_of(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[st
     if not mesh and devices > 1:
         mesh = {"tensor": devices}
     size = math.prod(mesh.values())
-    if args.backend != "tpu" and devices > 1 and size != devices:
+    if devices > 1 and size != devices:
         raise InputError(f"mesh {mesh} is of {size} devices, {devices} are asked for; make the two agree")
     return mesh
 

@@ -86,7 +86,12 @@ def probe(to: argparse.ArgumentParser) -> None:
 
 
 def graph(to: argparse.ArgumentParser) -> None:
-    to.add_argument("component", metavar="COMPONENT", help="a component of `probe`, such as transformer")
+    to.add_argument(
+        "component",
+        metavar="COMPONENT",
+        help="transformer, guided-step, denoise (the loop), text-encoder, video-decoder, video-encoder, audio-decoder, "
+        "vocoder or upsampler",
+    )
     model = to.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, metavar="PATH")
     model.add_argument("--preset", choices=PRESETS)
@@ -107,7 +112,7 @@ def plan(to: argparse.ArgumentParser) -> None:
     model.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint: a file or a folder")
     model.add_argument("--preset", choices=PRESETS, help="the sizes of a released or a tiny model")
     to.add_argument("--devices", type=int, required=True, metavar="N")
-    to.add_argument("--device-kind", required=True, metavar="KIND", help="h100-80gb, h200-141gb, v6e, v7x")
+    to.add_argument("--device-kind", required=True, metavar="KIND", help="h100-80gb, h200-141gb, v5p, v6e, v7x")
     to.add_argument("--profile", metavar="NAME", help="how networks are split (default: the device kind's own)")
     to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: the profile's own)")
     to.add_argument("--text-encoder", type=Path, metavar="DIR", help="the Gemma 3 folder (default: found near --model)")

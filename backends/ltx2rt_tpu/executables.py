@@ -7,6 +7,7 @@ decided here is the folder, one for each set of versions, and that whatever cann
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import jax
 
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 PACKAGES = ("ltx2rt", "jax", "jaxlib", "libtpu")
 UNREADABLE = re.compile(
     r"Error reading persistent compilation cache entry for '(?P<module>.+?)': (?P<why>.*)", re.DOTALL
@@ -28,6 +30,13 @@ def keep_executables(root: Path) -> None:
     others = sorted(path.name for path in root.glob("ltx2rt-*") if path != folder)
     if others and not folder.exists():
         _say(f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: compiling")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(None, "it is not writable")
+    except OSError as error:
+        _say(f"cannot keep executables in {folder} ({error.strerror}), every run will compile; see {VARIABLE}")
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     show = warnings.showwarning
@@ -55,16 +64,19 @@ def versions() -> str:
 
 
 def remove_damaged(folder: Path, module: str) -> None:
-    """Remove the module's files that do not decompress: JAX writes none whose name is taken."""
+    """Remove the module's files that do not decompress, if all do then all: JAX writes none whose name is taken."""
     from jax._src.compilation_cache import (
         decompress_executable,
     )  # which of two formats it is depends on what is installed
 
-    for path in folder.glob(f"{module}-*"):
+    files, damaged = list(folder.glob(f"{module}-*")), []
+    for path in files:
         try:
             decompress_executable(path.read_bytes())
         except Exception:  # whatever the format raises: what cannot be read here is compiled anew
-            path.unlink(missing_ok=True)
+            damaged.append(path)
+    for path in damaged or files:
+        path.unlink(missing_ok=True)
 
 
 def _say(text: str) -> None:

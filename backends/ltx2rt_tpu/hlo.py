@@ -10,12 +10,13 @@ import re
 from collections import Counter
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no program of ours has them
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
 BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
 SHAPE = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 FLAG_BYTES = 4  # what an asynchronous start keeps beside its arrays
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
+COLLECTIVE = re.compile(rf" ({'|'.join(KINDS + OTHERS)})(-start)?\(")
 CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 
 
@@ -26,7 +27,7 @@ def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
 
     A device receives, of results that together have B bytes in a group of g: 2 B (g-1)/g for an all-reduce, B (g-1)/g
     for an all-gather and an all-to-all, B (g-1) for a reduce-scatter, B for a permutation: bandwidth-optimal exchanges.
-    Raises ValueError if a loop's length cannot be told: it is never guessed.
+    Raises ValueError if a loop's length or what a communication brings cannot be told: neither is guessed.
     """
     entry, bodies = _computations(hlo)
     counts: Counter[str] = Counter()
@@ -36,6 +37,8 @@ def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
         nonlocal received
         for line in bodies.get(name, ()):
             if match := COLLECTIVE.search(line):
+                if match[1] in OTHERS:
+                    raise ValueError(f"a communication whose bytes are not known here: {line[:200]}")
                 counts[match[1]] += times
                 received += times * _received(match[1], match[2] is not None, line)
             elif " while(" in line:

@@ -23,7 +23,7 @@ from ltx2rt_tpu.weights import abstract_weights, weight_specs
 
 
 def as_nnx(network: Graph | Program, source: TensorSource | None = None, device: str = "auto") -> NetworkModule:
-    """A module that computes `network`, a graph or a program of it, on `device` ("auto", "tpu" or "cpu").
+    """A module that computes `network`: a graph on `device` ("auto", "tpu" or "cpu"), or a program of it where it is.
 
     Its parameters are `module.weights`, by the graph's names: the checkpoint's, with `*` for the layer, whose tensors
     are stacked along a first axis (joined by " | " where a pass packed several into one). On a graph placed on a mesh
@@ -44,6 +44,8 @@ def as_nnx(network: Graph | Program, source: TensorSource | None = None, device:
     trainable(graph)
     if source is not None:
         audit(graph.parameters(), source, getattr(source, "where", graph.name))
+    if isinstance(network, Program):
+        device = next(iter(network.place.device_set)).platform
     backend = TpuBackend(device, graph.mesh)
     place = backend.place_of(graph)
     program = network if isinstance(network, Program) else Program(graph, place, unrolled=False)

@@ -7,7 +7,9 @@ import sys
 import zlib
 from pathlib import Path
 
+import jax
 import pytest
+from ltx2rt_tpu.executables import keep_executables, remove_damaged
 
 from ltx2rt.cli import executables_folder
 
@@ -58,6 +60,19 @@ def test_the_second_process_compiles_nothing_and_damage_is_mended(tiny, tmp_path
     assert same_pictures(tmp_path / "first.mp4", tmp_path / "third.mp4")
     for path in (flipped, cut):
         assert len(zlib.decompress(path.read_bytes())) > 1000
+
+
+def test_what_decompresses_and_is_no_executable_goes_with_its_module(tmp_path):
+    for name in ("jit_a-1-cache", "jit_a-2-cache", "jit_b-1-cache"):
+        (tmp_path / name).write_bytes(zlib.compress(b"garbage"))
+    remove_damaged(tmp_path, "jit_a")
+    assert [path.name for path in tmp_path.iterdir()] == ["jit_b-1-cache"]
+
+
+def test_a_folder_that_keeps_nothing_is_said(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    keep_executables(tmp_path / "file")
+    assert "cannot keep executables in" in capsys.readouterr().err and jax.config.jax_compilation_cache_dir is None
 
 
 def same_pictures(a: Path, b: Path) -> bool:

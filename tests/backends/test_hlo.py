@@ -87,5 +87,7 @@ def test_what_cannot_be_told_is_not_guessed():
         collectives(HLO.replace("s32[] constant(48)", "s32[] parameter(1)"))
     with pytest.raises(ValueError, match="without replica groups"):
         collectives(HLO.replace("replica_groups=[2,4]<=[8]", "replica_groups={}"))
+    with pytest.raises(ValueError, match="bytes are not known"):
+        collectives(entry("  %r = f32[8]{0} collective-broadcast(%p), replica_groups={{0,1}}"))
     with pytest.raises(ValueError, match="without an ENTRY"):
         collectives("HloModule empty")

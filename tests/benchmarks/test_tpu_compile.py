@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks import tpu_compile
-from benchmarks.tpu_compile import CELLS, MESHES
+from benchmarks.tpu_compile import CELLS, MESHES, compile_cell, figures
 from ltx2rt.cli import compile_request, parser
 from ltx2rt.pipeline.ahead import plan_job
 
@@ -23,8 +23,24 @@ def test_a_cell_is_one_program(cell):
         assert program.graph.outputs["frames"].type.shape == (1, 3, 121, 512, 768)
 
 
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@needs_libtpu
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize(
+    "cell", [c for c in CELLS if c.target.executed is not None], ids=lambda cell: f"{cell.name}-{cell.topology}"
+)
+def test_a_full_size_program_reaches_its_targets(cell):
+    """Those of counts and bytes: how long the compiler takes depends on the machine."""
+    row = compile_cell(cell)
+    found = figures(row)
+    assert row["fits"] and found.executed <= cell.target.executed and found.received_bytes <= cell.target.received_bytes
+    assert cell.target.memory_bytes is None or found.memory_bytes <= cell.target.memory_bytes
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_the_table_is_printed_and_recorded(tmp_path, capsys, monkeypatch):
     flags = "--preset tiny-2.3 --width 64 --height 64 --num-frames 9 --component denoise-step --stage 2"
     monkeypatch.setattr(tpu_compile, "MESHES", {"v6e:2x2": "tensor=2,sequence=2"})
