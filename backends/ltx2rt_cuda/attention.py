@@ -129,4 +129,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     if why_not("flash3", q, k, v, mask) is None:
         found = _flash3()(q, k, v, softmax_scale=scale)
         return found[0] if isinstance(found, tuple) else found  # its first releases return the log-sums too
+    if mask is not None:  # torch's kernels that take masks take no shared keys
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     return preferred_attention(q, k, v, mask, scale)

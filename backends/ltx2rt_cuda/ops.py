@@ -49,8 +49,12 @@ def _binary(name, function):
 @op
 def add(x: Tensor, y: Tensor, views) -> Tensor:
     x, y = x.reshape(views[0]), y.reshape(views[1])
-    # A sum lies as its first operand does: in a residual that is a convolution's result, not what it is added to.
-    return y + x if x.ndim == 5 and lies_channels_last(y) else x + y
+    if x.ndim != 5 or not lies_channels_last(y):
+        return x + y
+    # A sum lies as its first operand does: in a residual that is a convolution's result, not what it is added to. Of
+    # one sample it may have a first stride by which torch takes it for channels first, and pads it into that.
+    total = y + x
+    return total.movedim(1, -1).flatten(0, 1).unflatten(0, total.shape[0:3:2]).movedim(-1, 1)
 
 
 _binary("sub", torch.sub)
@@ -204,7 +208,7 @@ def linear_float8(
     values, row_scale = quantise_rows(x.reshape(-1, weight.shape[1]))
     if scaled_matmul_runs(x, weight):
         product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-        y = product(values, weight.t(), row_scale, scale.t(), bias, out_dtype=x.dtype)
+        y = product(values, weight.t(), row_scale, scale.t(), bias, out_dtype=x.dtype, use_fast_accum=True)
     else:
         y = (values.float() @ weight.float().t()) * row_scale * scale.t()
         y = (y if bias is None else y + bias).to(x.dtype)

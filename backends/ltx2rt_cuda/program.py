@@ -40,7 +40,10 @@ def upload(graph: Graph, name: str, value: Any, device: torch.device) -> torch.T
     tensor = value if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
     if tuple(tensor.shape) != spec.shape:
         raise ValueError(f"{graph.name}: input {name} has shape {tuple(tensor.shape)}, expected {spec}")
-    return tensor.to(device, DTYPES[spec.dtype])
+    tensor = tensor.to(dtype=DTYPES[spec.dtype])
+    if device.type == "cuda" and not tensor.is_cuda:  # from other memory a copy waits for all that the device has to do
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Program:

@@ -23,7 +23,7 @@ from ltx2rt.pipeline.conditioning import ModalityState
 from ltx2rt.pipeline.request import LoraSpec, ModelOptions
 from ltx2rt.pipeline.text import PROMPT_TOKENS
 from ltx2rt.placement.mesh import stage_mesh, text_mesh
-from ltx2rt.placement.profiles import default_mesh, placed, placed_loop, profile_of
+from ltx2rt.placement.profiles import default_mesh, placed, placed_loop, profile_of, step_slots
 from ltx2rt.weights.checkpoint import Checkpoint, audit
 from ltx2rt.weights.lora import Merge, MergedSource, open_lora
 
@@ -235,9 +235,9 @@ class Networks:
 
     def step_loop(self, structure: guided_step.Structure, num_steps: int) -> Loop:
         """The denoise loop with room for `num_steps`; loops with the same room are one."""
-        graph = self.loop_graph(structure, num_steps)
-        key = ("denoise", structure, graph.inputs["sigmas"].type.shape)
+        key = (structure, step_slots(num_steps))
         if key not in self._loops:
+            graph = self.loop_graph(structure, num_steps)
             self._loops[key] = self.backend.lower_loop(graph, self.options.layers, self.options.compile)
         return self._loops[key]
 

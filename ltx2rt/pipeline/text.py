@@ -6,13 +6,28 @@ Decides stripping, the leading BOS, truncation and left padding; the vocabulary 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ltx2rt.errors import InputError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 PROMPT_TOKENS = 1024  # the length every released pipeline pads to
+
+
+@lru_cache(maxsize=1)  # Gemma's takes about a second to read; a warm-up and the run behind it read it once
+def _tokenizer(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every fault of the file
+        raise InputError(f"{path}: not a readable tokenizer.json ({error}); restore the Gemma folder") from error
 
 
 def tokenize(
@@ -24,14 +39,7 @@ def tokenize(
     than `length` loses its end. Padding is `<pad>`, or `<eos>` where the vocabulary has none.
     Raises InputError if the file is no Gemma tokenizer.
     """
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_json))
-    except Exception as error:  # the library raises bare Exception for every fault of the file
-        raise InputError(
-            f"{tokenizer_json}: not a readable tokenizer.json ({error}); restore the Gemma folder"
-        ) from error
+    tokenizer = _tokenizer(tokenizer_json)
     bos_id = tokenizer.token_to_id("<bos>")
     pad_id = next((i for t in ("<pad>", "<eos>") if (i := tokenizer.token_to_id(t)) is not None), None)
     if bos_id is None or pad_id is None:

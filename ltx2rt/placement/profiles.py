@@ -139,17 +139,19 @@ def placed(
     return _finished(_local(graph, network, profile, mesh, weights_dtype), network, profile, mesh)
 
 
+def step_slots(num_steps: int) -> int:
+    """The room of a loop for so many steps: another number of steps in it is the same graph."""
+    return -(-num_steps // STEP_SLOTS) * STEP_SLOTS
+
+
 def placed_loop(
     step: Graph, profile: Profile, mesh: Mapping[str, int], num_steps: int, weights_dtype: str | None = None
 ) -> Graph:
     """All denoise steps as one device runs them: the graph of one step placed, looped, and lightened by `hoist`.
 
-    step: for the videos of one device; the mesh axis `data` multiplies them.
-
-    The loop has room for `num_steps` rounded up to a multiple of STEP_SLOTS; another number of steps in it is the same
-    graph.
+    step: for the videos of one device; the mesh axis `data` multiplies them. The loop has `step_slots(num_steps)`.
     """
-    count = -(-num_steps // STEP_SLOTS) * STEP_SLOTS
+    count = step_slots(num_steps)
     local = spread(_local(step, "transformer", profile, mesh, weights_dtype), "videos", "data", mesh.get("data", 1))
     return _finished(hoist(looped(local, "denoise", count, STATE, PER_STEP)), "transformer", profile, mesh)
 

@@ -119,15 +119,18 @@ def head_gate(x: Operands) -> Case:
     return "head_gate", [x.inside(2, 5, 3, 10, axes=(0, 2, 1, 3)), x.inside(2, 5, 3)], {}, {}
 
 
-def pixel_norm_silu(x: Operands, channels: int, last: bool) -> Case:
-    pixels = x(2, channels, 3, 5, 7)
+def pixel_norm_silu(x: Operands, channels: int, last: bool, frames: int = 3, ndim: int = 5) -> Case:
+    """frames: of these the last 3."""
+    pixels = x(*(2, channels, frames, 5, 7)[:ndim])
     pixels = pixels.to(memory_format=torch.channels_last_3d) if last else pixels
+    pixels = pixels[:, :, frames - 3 :]
     return "pixel_norm_silu", [pixels], {"dim": 1, "eps": 1e-8}, {"eps": 1e-8}
 
 
 def snake_beta(x: Operands, taps: int, time: int, loud: float = 1.0) -> Case:
+    """A stretch of a longer signal."""
     filters = [x(1, 1, taps) / taps for _ in range(2)]
-    return "snake_beta", [loud * x(2, 3, time), *filters, x(3) / 4, x(3) / 4], {"eps": 1e-9}, {"eps": 1e-9}
+    return "snake_beta", [x.inside(2, 3, time).mul_(loud), *filters, x(3) / 4, x(3) / 4], {"eps": 1e-9}, {"eps": 1e-9}
 
 
 def quantise_rows(x: Operands, width: int) -> Case:
@@ -167,6 +170,9 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "head_gate": head_gate,
     "pixel_norm_silu channels first": partial(pixel_norm_silu, channels=12, last=False),
     "pixel_norm_silu channels last": partial(pixel_norm_silu, channels=12, last=True),
+    "pixel_norm_silu of the last frames, channels first": partial(pixel_norm_silu, channels=12, last=False, frames=5),
+    "pixel_norm_silu of the last frames, channels last": partial(pixel_norm_silu, channels=12, last=True, frames=5),
+    "pixel_norm_silu of a spectrum": partial(pixel_norm_silu, channels=12, last=False, ndim=4),
     "snake_beta": partial(snake_beta, taps=12, time=1037),
     "snake_beta shorter than its filters": partial(snake_beta, taps=12, time=3),
     "snake_beta over many turns": partial(snake_beta, taps=12, time=50, loud=40.0),

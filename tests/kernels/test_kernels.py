@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import CASES, DTYPES, NEEDS_GPU, Operands
+from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
 from ltx2rt_cuda.ops import channels_last
 from ltx2rt_kernels.choose import FOLDERS, why_not
 
 from ltx2rt.graph.ops import OPS, quantise_rows
+from ltx2rt.models import video_vae
+from ltx2rt.passes.fuse import fuse
 from ltx2rt.testing import relative_l2
+from ltx2rt.weights.presets import preset
 
+CHANNELS_LAST = torch.channels_last_3d
 HERE = Path(__file__).parent
 # Largest relative error of one rounding of a result: to nearest on a GPU; the interpreter cuts bfloat16 off instead.
 BFLOAT16 = {"cuda": 2**-8, "interpreter": 2**-7}
@@ -97,7 +102,9 @@ def test_reason_why_not_is_told():
         ("qk_norm_rope", lambda x: x.transpose(2, 3), "strided"),
         ("qk_norm_rope", lambda x: x.repeat(1, 1, 2000, 1), "6000 heads"),
         ("head_gate", lambda x: x[0], "3 axes"),
-        ("pixel_norm_silu channels first", lambda x: x.transpose(2, 3), "contiguous neither"),
+        ("pixel_norm_silu channels first", lambda x: x.transpose(2, 3), "do not follow"),
+        ("pixel_norm_silu channels first", lambda x: x[..., 1:], "do not follow"),
+        ("snake_beta", lambda x: x[..., ::2], "strided"),
         ("quantise_rows", lambda x: x.half(), "float16"),
         ("quantise_rows", lambda x: x.mT, "strided"),
         ("quantise_rows", lambda x: x[0], "1 axes"),
@@ -124,16 +131,37 @@ def test_a_block_of_the_decoder_keeps_channels_last():
         ("pad", {"widths": ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1)), "mode": "zeros"}),
     ):
         y = TORCH_OPS[op](y, **plan)
-        assert y.is_contiguous(memory_format=torch.channels_last_3d), op
+        assert y.is_contiguous(memory_format=CHANNELS_LAST), op
     reflected = TORCH_OPS["pad"](x, widths=((0, 0), (0, 0), (0, 0), (1, 1), (1, 1)), mode="reflect")
-    assert reflected.is_contiguous(memory_format=torch.channels_last_3d)
+    assert reflected.is_contiguous(memory_format=CHANNELS_LAST)
     plan = {"stride": (1, 1, 1), "dilation": (1, 1, 1)}
     found = TORCH_OPS["conv"](y, weight, **plan)
     assert relative_l2(found, TORCH_OPS["conv"](y.contiguous(), weight.contiguous(), **plan)) <= FLOAT32
     for carried in (x, x.contiguous()):  # as the block before left it, or an upsampling
         total = TORCH_OPS["add"](carried, channels_last(found), (x.shape,) * 2)
-        assert total.is_contiguous(memory_format=torch.channels_last_3d)
+        assert total.is_contiguous(memory_format=CHANNELS_LAST)
         assert torch.equal(total, x + found)
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_no_convolution_of_the_decoder_but_the_first_turns_its_input(generation, monkeypatch):
+    """With results that lie as a GPU's kernels leave them, one sample, residuals and upsamplings in between."""
+    turned = []
+
+    def conv(x, weight, bias, **_):
+        turned.append(not x.is_contiguous(memory_format=CHANNELS_LAST))
+        size = [n - k + 1 for n, k in zip(x.shape[2:], weight.shape[2:], strict=True)]
+        return torch.empty((1, len(weight), *size), memory_format=CHANNELS_LAST)
+
+    monkeypatch.setitem(TORCH_OPS, "conv", conv)
+    monkeypatch.setitem(TORCH_OPS, "pixel_norm_silu", lambda x, **_: torch.empty_like(x, memory_format=CHANNELS_LAST))
+    graph = fuse(video_vae.trace_decoder(preset(f"tiny-{generation}").config.video_vae, 1, 3, 2, 3, "float32"))
+    program = lower(graph, torch.device("cpu"))
+    zeros = {name: (torch.zeros(v.type.shape), count) for name, (v, count) in graph.all_params().items()}
+    weights = [[x] * count if "*" in name else x for name, (x, count) in zeros.items()]
+    with torch.inference_mode():
+        program(*(torch.zeros(v.type.shape) for v in graph.inputs.values()), *weights)
+    assert turned[0] and len(turned) > 10 and not any(turned[1:])
 
 
 def test_compiled_graphs_hold_the_plain_ops():

@@ -32,10 +32,12 @@ def sin_squared(z):
 
 @jit
 def snake_beta_kernel(
-    x, up, down, alpha, beta, out, T, CHANNELS, eps, TAPS: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr
-):
+    x, up, down, alpha, beta, out, x_b, x_c, T, CHANNELS, eps,
+    TAPS: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     signal = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    x += signal // CHANNELS * x_b + signal % CHANNELS * x_c
     frequency = tl.exp(tl.load(alpha + signal % CHANNELS).to(tl.float32))
     height = 1.0 / (tl.exp(tl.load(beta + signal % CHANNELS).to(tl.float32)) + eps)
     total = tl.zeros([BLOCK_T], tl.float32)
@@ -48,15 +50,15 @@ def snake_beta_kernel(
         for k in tl.static_range(HALF):  # pyright: ignore[reportGeneralTypeIssues]
             tap = tl.where(odd == 1, tl.load(up + 2 * k + 1).to(tl.float32), tl.load(up + 2 * k).to(tl.float32))
             n = tl.minimum(tl.maximum(first - k, 0), T - 1)
-            fine += tap * tl.load(x + signal * T + n).to(tl.float32)
+            fine += tap * tl.load(x + n).to(tl.float32)
         fine = 2.0 * fine
         total += tl.load(down + j).to(tl.float32) * (fine + sin_squared(fine * frequency) * height)
     tl.store(out + signal * T + t, total, t < T)
 
 
 def why_not(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float) -> str | None:
-    if not all(v.is_contiguous() for v in (x, up, down, alpha, beta)):
-        return "an operand is strided"
+    if x.stride(2) != 1 or not all(v.is_contiguous() for v in (up, down, alpha, beta)):
+        return "an operand's last axis is strided"
     if x.shape[0] * x.shape[1] > 65535:
         return f"{x.shape[0] * x.shape[1]} signals, a grid holds 65535"
     return dtype_reason(x, up, down, alpha, beta)
@@ -67,7 +69,7 @@ def snake_beta(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor,
     taps = up.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     snake_beta_kernel[(-(-time // BLOCK), batch * channels)](
-        x, up, down, alpha, beta, out, time, channels, eps,
+        x, up, down, alpha, beta, out, x.stride(0), x.stride(1), time, channels, eps,
         TAPS=taps, HALF=taps // 2, BLOCK_T=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
