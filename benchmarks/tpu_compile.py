@@ -71,6 +71,9 @@ PROGRAMS = {  # name -> flags, target
         "--preset ltx-2.3 --component denoise-step --stage 2 --width 1536 --height 1024",  # 24576 video tokens
         STEP,
     ),
+    "before-2.0": ("--preset ltx-2.0 --component denoise-before --stage 1", Figures()),
+    "before-2.3": ("--preset ltx-2.3 --component denoise-before --stage 1", Figures()),
+    "image": ("--preset ltx-2.3 --component video-encoder --stage 2", Figures()),
     "gemma": ("--preset ltx-2.3 --component text-encoder", Figures()),
     "upsampler": ("--preset ltx-2.3 --component upsampler", Figures()),
     "decode-tile-2.3": ("--preset ltx-2.3 --component video-decoder", DECODE),
@@ -98,6 +101,8 @@ def compile_cell(cell: Cell) -> dict[str, Any]:
     if ran.returncode:
         raise RuntimeError(f"{cell.name}, {cell.topology}: {ran.stderr.strip().splitlines()[-1]}")
     (found,) = json.loads(ran.stdout)
+    if "why_not" in found:
+        raise RuntimeError(f"{cell.name}, {cell.topology}: does not fit, {found['why_not']}")
     return {"cell": cell.name, **found, "command": f"ltx2rt {' '.join(words)}", **machine("jax", "libtpu")}
 
 

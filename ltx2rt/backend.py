@@ -74,6 +74,10 @@ class DeviceInfo:
     hosts: int = 1
 
 
+class DoesNotFit(Exception):
+    """A program needs more memory than the device has that it is compiled for; says how much."""
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One program as its compiler left it; counts are of one call, bytes of one device.

@@ -369,12 +369,14 @@ def compile_(args: argparse.Namespace) -> None:
     results = ahead.compile_job(job)
     if not args.json:
         print(ahead.header(job), flush=True)
-    for cell, compiled in results:
-        found.append(ahead.to_json(job, cell, compiled))
-        if not args.json:
-            print(ahead.row(job, cell, compiled), flush=True)
-    if args.json:
-        print(json.dumps(found, indent=1))
+    try:
+        for cell, compiled in results:
+            found.append(ahead.to_json(job, cell, compiled))
+            if not args.json:
+                print(ahead.row(job, cell, compiled), flush=True)
+    finally:  # an interrupt loses nothing that is compiled
+        if args.json:
+            print(json.dumps(found, indent=1))
 
 
 def devices(args: argparse.Namespace) -> None:
@@ -395,12 +397,11 @@ def devices(args: argparse.Namespace) -> None:
 
 
 def _profile_for(kind: str, count: int) -> str:
-    """How networks are split over so many devices unless another way is asked for; kind: as `profile_of` has it."""
-    from ltx2rt.placement.profiles import default_mesh, profile_of
+    """How networks are split over so many devices unless another way is asked for; kind: as `resolve` has it."""
+    from ltx2rt.placement.profiles import resolve
 
     try:
-        profile = profile_of(None, kind, {"data": count})
-        mesh = default_mesh(profile, count)
+        profile, mesh = resolve(None, kind, {}, count)
     except InputError as error:
         return str(error)
     return f"profile {profile.name}" + (f" with --mesh {','.join(f'{a}={n}' for a, n in mesh.items())}" if mesh else "")

@@ -40,6 +40,11 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     assert second.graph.inputs["sigmas"].type.sizes == {"steps": 8, "ends": 2}  # room for its 3 steps
     graphs = {cell.component: cell.graph for cell in job.cells}
     assert graphs["text-encoder"].inputs["token_ids"].type.shape == (2, 1024)
+    images = [cell for cell in job.cells if cell.component == "video-encoder"]
+    assert [(cell.name, cell.size) for cell in images] == [
+        ("video-encoder, stage 1", "384x256x1"),
+        ("video-encoder, stage 2", "768x512x1"),
+    ]
     assert graphs["upsampler"].inputs["latent"].type.shape == (1, 128, 16, 8, 12)
     assert graphs["video-decoder"].inputs["latent"].type.shape == (1, 128, 10, 16, 24)  # one tile
     assert traffic(graphs["video-decoder"]) == {} and traffic(graphs["upsampler"]) == {}
@@ -55,7 +60,7 @@ def test_a_checkpoint_is_planned_from_its_headers(tiny):
 def test_float8_is_of_the_denoise_loop_alone():
     tiny = {"name": "tiny-2.3", "width": 64, "height": 64, "num_frames": 9}
     for cell in plan("v6e:1x1", weights_dtype="float8", **tiny).cells:
-        assert ("linear_float8" in show(cell.graph, "text")) == (cell.stage is not None), cell.name
+        assert ("linear_float8" in show(cell.graph, "text")) == (cell.branches is not None), cell.name
 
 
 def test_flags_narrow_what_is_compiled():
@@ -85,10 +90,11 @@ def test_a_topology_says_its_devices(topology, kind, mesh):
         ({"topology": "v9:2x4"}, ["v9:2x4", "v6e", "tpu7x", "v5p"]),
         ({"topology": "v6e"}, ["--topology", "v6e:2x4"]),
         ({"topology": "v6e:2x0"}, ["--topology"]),
-        ({"mesh": "tensor=2"}, ["--mesh", "2 devices", "has 4"]),
+        ({"mesh": "tensor=2"}, ["--mesh", "2 devices", "there are 4"]),
         ({"mesh": "row=4"}, ["--mesh", "tensor"]),
         ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),
         ({"profile": "kitchen"}, ["kitchen", "trillium"]),
+        ({"profile": "single"}, ["profile single has no mesh of 4 devices", "--mesh"]),
         ({"width": 96}, ["--width", "multiples of 64"]),
         ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
         ({"branches": 5}, ["--branches"]),
@@ -137,6 +143,19 @@ def test_compiled_figures_and_dumps(tmp_path):
     assert len(list(Path(tmp_path).glob("*.after_optimizations.txt"))) == 3  # the user's own dumps
     table = run(*words, "--stage", 1)
     assert table.returncode == 0 and "not run" in table.stdout and table.stderr.count("\n") == 2
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_does_not_fit_is_said_and_the_rest_is_compiled():
+    small = flags(topology="v6e:1x1", preset="ltx-2.3", component="denoise-step", stage=2)
+    (refused,) = json.loads(run("compile", *small, "--json").stdout)  # 38 GB for 32, before anything is compiled
+    assert refused["fits"] is False and refused["compile_s"] is None and "weights alone" in refused["why_not"]
+    wide = flags(topology="v6e:1x1", width=65536, height=65536, num_frames=121, component="upsampler")
+    ran = run("compile", *wide, "text-encoder", "--json")
+    found = {row["component"]: row for row in json.loads(ran.stdout)}
+    assert ran.returncode == 0 and found["text-encoder"]["fits"] and found["text-encoder"]["compile_s"] > 0
+    assert not found["upsampler"]["fits"] and "exceeds available HBM" in found["upsampler"]["why_not"]
 
 
 @needs_libtpu

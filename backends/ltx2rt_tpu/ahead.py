@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 
-from ltx2rt.backend import Compiled
+from ltx2rt.backend import Compiled, DoesNotFit
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Value
 from ltx2rt_tpu.distributed import device_mesh
@@ -111,11 +111,19 @@ def _step_arguments(loop: Loop, before: tuple) -> tuple:
 
 
 def compiled(lowered: Lowered, steps: int | None = None) -> Compiled:
-    """The figures of one program. steps: how often a loop runs whose bounds are arguments; None: there is none."""
+    """The figures of one program. steps: how often a loop runs whose bounds are arguments; None: there is none.
+
+    Raises DoesNotFit in the compiler's words.
+    """
     module = lowered.compiler_ir().operation.attributes["sym_name"].value  # type: ignore[union-attr]
     with _dump(module) as (options, read):
         start, busy = time.perf_counter(), time.process_time()
-        memory = lowered.compile(compiler_options=options).memory_analysis()
+        try:
+            memory = lowered.compile(compiler_options=options).memory_analysis()
+        except jax.errors.JaxRuntimeError as error:
+            if found := re.search(r"Ran out of memory.*?(?=\. |$)", str(error)):
+                raise DoesNotFit(found[0]) from error
+            raise
         compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
         assert memory is not None, "the compiler tells no memory"
         (text,) = read()

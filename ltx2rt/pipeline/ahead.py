@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
-from ltx2rt.backend import Compiled, get_ahead_compiler
+from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
@@ -20,8 +20,9 @@ from ltx2rt.pipeline.graphs import component_graph
 from ltx2rt.pipeline.request import COMPILED, CompileRequest, GraphRequest, default_steps
 from ltx2rt.pipeline.schedule import STAGE2_SIGMAS
 from ltx2rt.pipeline.tiling import plan_tiles
+from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
-from ltx2rt.placement.profiles import default_mesh, profile_of
+from ltx2rt.placement.profiles import resolve
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.presets import preset
 
@@ -66,15 +67,11 @@ def plan_job(request: CompileRequest) -> Job:
     if unknown := [name for name in request.components if name not in COMPILED]:
         raise InputError(f"--component: unknown {unknown[0]!r}; known: {', '.join(COMPILED)}")
     kind, devices = topology(request.topology)
-    profile = profile_of(request.profile or (kind.profile if devices > 1 else "single"), kind.name, request.mesh)
-    mesh = dict(request.mesh) or default_mesh(profile, devices)
-    if prod(mesh.values()) != devices:
-        raise InputError(f"--mesh: {mesh} is of {prod(mesh.values())} devices, {request.topology} has {devices}")
+    profile, mesh = resolve(request.profile, kind.name, request.mesh, devices)
     if request.model:
         config = open_checkpoint(request.model, request.text_encoder, request.upsampler).config
     else:
         config = preset(request.preset or "").config
-    mesh = {axis: size for axis, size in mesh.items() if size > 1}
     placement = {"profile": profile.name, "mesh": mesh, "weights_dtype": request.weights_dtype}
     cells = tuple(_cells(config, request, placement))
     return Job(request.topology, kind, mesh, cells)
@@ -107,6 +104,11 @@ def _cells(config: ModelConfig, request: CompileRequest, where: Mapping[str, Any
                     loop = graph("denoise", size, branches=branches, steps=steps)
                     clip = "{}x{}x{}, {} branch{}".format(*size, branches, "es" if branches > 1 else "")
                     yield Cell(component, loop, clip, stage, branches, PARTS[component])
+        elif component == "video-encoder":  # an image is encoded at the size of each stage
+            for stage, (width, height, _) in ((1, half), (2, full)):
+                if request.stage in (None, stage):
+                    size = (width, height, 1)
+                    yield Cell(component, graph(component, size), "x".join(map(str, size)), stage)
         elif component == "video-decoder":  # every device decodes tiles of its own
             size = _tile(config, request)
             yield Cell(component, graph(component, size), "x".join(map(str, size)), part="each")
@@ -125,19 +127,30 @@ def _tile(config: ModelConfig, request: CompileRequest) -> tuple[int, int, int]:
     return columns * space, rows * space, (frames - 1) * time + 1
 
 
-def compile_job(job: Job, backend: str = "tpu") -> Iterator[tuple[Cell, Compiled]]:
+def compile_job(job: Job, backend: str = "tpu") -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
     """Each program as soon as it is compiled; which one is at work is said on stderr. InputError before the first."""
     compiler = get_ahead_compiler(backend, job.topology, job.mesh)
 
-    def compile_cell(cell: Cell) -> tuple[Cell, Compiled]:
+    def compile_cell(cell: Cell) -> tuple[Cell, Compiled | DoesNotFit]:
+        weights, memory = weight_bytes([cell.graph]), job.kind.memory_bytes
+        if weights > memory:
+            return cell, DoesNotFit(f"its weights alone take {weights / 1e9:.1f} GB of {memory / 1e9:.0f} GB")
         print(f"compiling {cell.name}, {cell.size}, for {job.topology} ...", file=sys.stderr, flush=True)
-        return cell, compiler(cell.graph, cell.part)
+        try:
+            return cell, compiler(cell.graph, cell.part)
+        except DoesNotFit as error:
+            return cell, error
 
     return map(compile_cell, job.cells)
 
 
-def to_json(job: Job, cell: Cell, found: Compiled) -> dict[str, Any]:
-    """Counts are of one call, bytes of one device, compile_s is what the compiler took here."""
+FIGURES = tuple(field.name for field in fields(Compiled))
+
+
+def to_json(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any]:
+    """Counts are of one call, bytes of one device, compile_s is what the compiler took here. What does not fit has no
+    figures but why_not."""
+    refused = isinstance(found, DoesNotFit)
     return {
         "component": cell.component,
         "stage": cell.stage,
@@ -145,19 +158,14 @@ def to_json(job: Job, cell: Cell, found: Compiled) -> dict[str, Any]:
         "size": cell.size,
         "topology": job.topology,
         "mesh": dict(job.mesh),
-        "compile_s": found.compile_s,
-        "compile_cpu_s": found.compile_cpu_s,
-        "collectives": dict(found.collectives),
-        "received_bytes": found.received_bytes,
-        "weights_bytes": found.weights_bytes,
-        "temp_bytes": found.temp_bytes,
-        "output_bytes": found.output_bytes,
+        **{name: None if refused else getattr(found, name) for name in FIGURES},
         "fits": fits(job, found),
+        **({"why_not": str(found)} if refused else {}),
     }
 
 
-def fits(job: Job, found: Compiled) -> bool:
-    return found.peak_bytes <= job.kind.memory_bytes
+def fits(job: Job, found: Compiled | DoesNotFit) -> bool:
+    return isinstance(found, Compiled) and found.peak_bytes <= job.kind.memory_bytes
 
 
 def header(job: Job) -> str:
@@ -170,7 +178,9 @@ def header(job: Job) -> str:
     )
 
 
-def row(job: Job, cell: Cell, found: Compiled) -> str:
+def row(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> str:
+    if isinstance(found, DoesNotFit):
+        return f"{cell.name:<22} {cell.size:<26} does NOT fit: {found}"
     count = sum(found.collectives.values())
     sizes = (found.received_bytes, found.weights_bytes, found.temp_bytes, found.output_bytes)
     received, weights, temporaries, outputs = (f"{n / 1e9:.3g} GB" for n in sizes)

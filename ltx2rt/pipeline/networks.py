@@ -7,15 +7,16 @@ the pipelines' business.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ltx2rt.backend import Backend, Call, DeviceInfo, Loop, Program, get_backend
-from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
 from ltx2rt.models.guided_step import Branches
@@ -23,7 +24,7 @@ from ltx2rt.pipeline.conditioning import ModalityState
 from ltx2rt.pipeline.request import LoraSpec, ModelOptions
 from ltx2rt.pipeline.text import PROMPT_TOKENS
 from ltx2rt.placement.mesh import stage_mesh, text_mesh
-from ltx2rt.placement.profiles import default_mesh, placed, placed_loop, profile_of, step_slots
+from ltx2rt.placement.profiles import placed, placed_loop, profile_of, resolve, step_slots
 from ltx2rt.weights.checkpoint import Checkpoint, audit
 from ltx2rt.weights.lora import Merge, MergedSource, open_lora
 
@@ -44,22 +45,22 @@ def open_backend(options: ModelOptions) -> Backend:
     Without a mesh all TPUs are used, and all devices of several hosts, as the profile means them to be.
     """
     backend = get_backend(options.backend, options.device, options.mesh)
-    mesh = options.mesh or mesh_of_all(backend.device(), options.profile)
-    return backend if mesh == options.mesh else get_backend(options.backend, options.device, mesh)
+    if not options.mesh:
+        mesh = mesh_of_all(backend.device(), options.profile)
+        return get_backend(options.backend, options.device, mesh) if mesh else backend
+    used, found = prod(options.mesh.values()), backend.device().count
+    if backend.name == "tpu" and used < found:
+        print(f"ltx2rt: --mesh uses {used} of the {found} devices here", file=sys.stderr)
+    return backend
 
 
 def mesh_of_all(device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
     """The mesh of all devices, if they are several TPUs or of several hosts. Raises InputError if hosts have none."""
     if device.count == 1 or (device.kind != "tpu" and device.hosts == 1):
         return {}
-    chosen = profile_of(profile, device.name if device.kind == "tpu" else device.kind, {"data": device.count})
-    mesh = default_mesh(chosen, device.count)
-    if not mesh and device.hosts > 1:
-        raise InputError(
-            f"profile {chosen.name} has no mesh of the {device.count} devices of {device.hosts} hosts, which all "
-            "take part; give a --mesh of all of them, or another --profile"
-        )
-    return mesh
+    if profile == "single" and device.hosts == 1:
+        return {}
+    return resolve(profile, device.name if device.kind == "tpu" else device.kind, {}, device.count)[1]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ltx2rt.pipeline.request import PlanRequest
 from ltx2rt.placement.cost import Traffic, weight_bytes
 from ltx2rt.placement.devices import DeviceKind, device_kind
 from ltx2rt.placement.plan import StageCost, peak
-from ltx2rt.placement.profiles import default_mesh, profile_of, undivided
+from ltx2rt.placement.profiles import resolve, undivided
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.make import make_checkpoint
 
@@ -66,12 +66,8 @@ def plan_on_paper(request: PlanRequest) -> PaperPlan:
     kind = device_kind(request.device_kind)
     if request.devices < 1:
         raise InputError(f"--devices: {request.devices}, expected at least 1")
-    name = request.options.profile or (kind.profile if request.devices > 1 else "single")
-    profile = profile_of(name, kind.name, request.options.mesh)
-    mesh = dict(request.options.mesh) or default_mesh(profile, request.devices)
-    if prod(mesh.values()) != request.devices:
-        raise InputError(f"--mesh: {mesh} is of {prod(mesh.values())} devices, --devices says {request.devices}")
-    options = replace(request.options, backend=kind.backend, mesh=mesh, profile=name)
+    profile, mesh = resolve(request.options.profile, kind.name, request.options.mesh, request.devices)
+    options = replace(request.options, backend=kind.backend, mesh=mesh, profile=profile.name)
     with _model(request) as model:
         options = replace(options, model=model)
         checkpoint = open_checkpoint(model, options.text_encoder, options.upsampler)

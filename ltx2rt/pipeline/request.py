@@ -31,7 +31,10 @@ COMPONENTS = (
     "guided-step",
     "schedule",
 )
-COMPILED = ("text-encoder", "denoise-before", "denoise-step", "upsampler", "audio-decoder", "vocoder", "video-decoder")
+COMPILED = (
+    "text-encoder", "video-encoder", "denoise-before", "denoise-step", "upsampler", "audio-decoder", "vocoder",
+    "video-decoder",
+)  # fmt: skip
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 

@@ -13,6 +13,7 @@ from ltx2rt.errors import InputError
 @dataclass(frozen=True)
 class DeviceKind:
     """One device as a program sees it. profile: how networks are split over several unless another is asked for.
+    found_as: what JAX calls it.
 
     memory_bytes: as sold; what the driver offers is a little more on GPUs, a little less on TPUs.
     flops_per_s: bfloat16, dense; float8_flops_per_s: of float8 linears as the backend runs them.
@@ -28,6 +29,7 @@ class DeviceKind:
     float8_flops_per_s: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    found_as: tuple[str, ...] = ()
 
 
 # JAX multiplies float8 numbers as bfloat16 ones.
@@ -40,11 +42,11 @@ DEVICE_KINDS = {
         # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
         DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 1979e12, 4.8e12, 450e9),
         # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
-        DeviceKind("v6e", "tpu", "tpu", "trillium", 32e9, 918e12, 918e12, 1.638e12, 400e9),
+        DeviceKind("v6e", "tpu", "tpu", "trillium", 32e9, 918e12, 918e12, 1.638e12, 400e9, ("TPU v6 lite", "TPU v6e")),
         # Google Cloud, TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
-        DeviceKind("v5p", "tpu", "tpu", "ironwood", 95e9, 459e12, 459e12, 2.765e12, 600e9),
+        DeviceKind("v5p", "tpu", "tpu", "ironwood", 95e9, 459e12, 459e12, 2.765e12, 600e9, ("TPU v5", "TPU v5p")),
         # Google Cloud, TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
-        DeviceKind("v7x", "tpu", "tpu", "ironwood", 96e9, 1153.5e12, 1153.5e12, 3.69e12, 300e9),
+        DeviceKind("v7x", "tpu", "tpu", "ironwood", 96e9, 1153.5e12, 1153.5e12, 3.69e12, 300e9, ("TPU7x",)),
     )
 }
 

@@ -22,6 +22,7 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.passes.quantise import quantise
 from ltx2rt.passes.spread import spread
+from ltx2rt.placement.devices import DEVICE_KINDS
 from ltx2rt.placement.mesh import FSDP, MESH_AXES, canonical
 
 Rules = Mapping[str, str]  # axis -> mesh axis
@@ -80,18 +81,13 @@ PROFILES = {
     )
 }
 
-# TPUs under the names that JAX gives them: v5p, v6e, v7x.
-BY_DEVICE = {
-    "cuda": "hopper",
-    "cpu": "cpu",
-    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), "trillium"),
-    **dict.fromkeys(("TPU v5", "TPU v5p"), "ironwood"),
-    "TPU7x": "ironwood",
+BY_DEVICE = {"cuda": "hopper", "cpu": "cpu"} | {
+    name: kind.profile for kind in DEVICE_KINDS.values() for name in (kind.name, *kind.found_as)
 }
 
 
 def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> Profile:
-    """The profile by name, or the device kind's own; device_kind: "cuda", "cpu" or what JAX calls the TPU.
+    """The profile by name, or the device kind's own: of "cuda", "cpu", one of DEVICE_KINDS or what JAX calls it.
 
     Raises InputError naming the known ones, or the axes of the profile if it splits nothing over one of the mesh.
     """
@@ -127,6 +123,24 @@ def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
         )
     mesh = {axis: devices // fixed if size == -1 else size for axis, size in profile.mesh.items()}
     return canonical({axis: size for axis, size in mesh.items() if size > 1})
+
+
+def resolve(
+    name: str | None, device_kind: str, mesh: Mapping[str, int], devices: int
+) -> tuple[Profile, dict[str, int]]:
+    """The profile, and the mesh of all `devices`: the one asked for, else the one that the profile means them to be.
+
+    Raises InputError as `profile_of` and `default_mesh` do, and for a mesh of another number of devices.
+    """
+    profile = profile_of(name, device_kind, mesh or {"data": devices})
+    found = {axis: size for axis, size in mesh.items() if size > 1} or default_mesh(profile, devices)
+    if (count := math.prod(found.values())) == devices:
+        return profile, found
+    if mesh:
+        raise InputError(f"--mesh: {dict(mesh)} is of {count} devices, there are {devices}; make the two agree")
+    raise InputError(
+        f"profile {profile.name} has no mesh of {devices} devices; give a --mesh of all of them, or another --profile"
+    )
 
 
 def placed(

@@ -7,7 +7,7 @@ from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.pipeline.networks import mesh_of_all
-from ltx2rt.placement.profiles import PROFILES, default_mesh, placed, profile_of
+from ltx2rt.placement.profiles import PROFILES, default_mesh, placed, profile_of, resolve
 
 MESH = {"tensor": 2}
 
@@ -64,6 +64,16 @@ def test_profile_has_a_mesh_for_every_number_of_devices(name, devices, mesh):
 def test_number_of_devices_that_a_profile_cannot_share_out_is_refused():
     with pytest.raises(InputError, match=r"trillium is meant for sequence=N,tensor=2, not for 3 devices; .*--mesh"):
         default_mesh(PROFILES["trillium"], 3)
+
+
+def test_profile_and_mesh_are_of_all_devices():
+    assert resolve(None, "v6e", {}, 8) == (PROFILES["trillium"], {"sequence": 4, "tensor": 2})
+    assert resolve(None, "TPU7x", {"tensor": 2, "data": 1}, 2) == (PROFILES["ironwood"], {"tensor": 2})
+    assert resolve(None, "h100-80gb", {}, 1) == (PROFILES["single"], {})
+    with pytest.raises(InputError, match=r"--mesh: .* is of 2 devices, there are 8"):
+        resolve(None, "v6e", {"tensor": 2}, 8)
+    with pytest.raises(InputError, match="profile single has no mesh of 8 devices; give a --mesh"):
+        resolve("single", "v6e", {}, 8)
 
 
 @pytest.mark.parametrize("name", PROFILES)
