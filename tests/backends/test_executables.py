@@ -28,9 +28,9 @@ CLIP = "--pipeline one-stage --width 64 --height 64 --num-frames 9 --steps 1 --s
 FLAGS = ["--backend", "tpu", "--prompt", "a fox", *CLIP.split()]
 
 
-def run(model: Path, root: Path, output: Path) -> tuple[dict[str, int], str]:
+def run(model: Path, root: Path, output: Path, *flags: str) -> tuple[dict[str, int], str]:
     """One `generate` in a process of its own: JAX's cache events, and what it said."""
-    argv = [sys.executable, "-c", COUNTED, "generate", "--model", str(model), "--output", str(output), *FLAGS]
+    argv = [sys.executable, "-c", COUNTED, "generate", "--model", str(model), "--output", str(output), *FLAGS, *flags]
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(root)}
     ran = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
@@ -60,6 +60,13 @@ def test_the_second_process_compiles_nothing_and_damage_is_mended(tiny, tmp_path
     assert same_pictures(tmp_path / "first.mp4", tmp_path / "third.mp4")
     for path in (flipped, cut):
         assert len(zlib.decompress(path.read_bytes())) > 1000
+
+    changed = ["--prompt", "an owl", "--seed", "2", "--steps", "3", "--video-cfg", "2.5"]
+    fourth, _ = run(model, root, tmp_path / "fourth.mp4", *changed)
+    assert "cache_misses" not in fourth, "another request of this size compiles nothing"
+    wider, _ = run(model, root, tmp_path / "wider.mp4", "--width", "128")
+    assert wider["cache_misses"] > 0 and wider["cache_hits"] > 0  # the text encoder's
+    assert "cache_misses" not in run(model, root, tmp_path / "again.mp4", "--width", "128")[0]
 
 
 def test_what_decompresses_and_is_no_executable_goes_with_its_module(tmp_path):

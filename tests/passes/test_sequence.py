@@ -13,6 +13,7 @@ from placed_cases import Case, case
 from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import guided_step, transformer
+from ltx2rt.placement.cost import traffic
 from ltx2rt.placement.profiles import PROFILES, placed
 from ltx2rt.testing import random_params, relative_l2
 from ltx2rt.weights.presets import preset
@@ -125,14 +126,18 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
         assert relative_l2(found[output], expected[output]) <= CLOSE, output
 
 
-@pytest.mark.parametrize(("mesh", "most"), [({"sequence": 8}, 250), ({"tensor": 2, "sequence": 4}, 500)], ids=str)
-def test_a_full_size_step_communicates_no_more_than_promised(mesh, most):
+@pytest.mark.parametrize(
+    ("mesh", "most", "most_bytes"), [({"sequence": 8}, 250, 2.7e9), ({"tensor": 2, "sequence": 4}, 500, 7.3e9)], ids=str
+)
+def test_a_full_size_step_communicates_no_more_than_promised(mesh, most, most_bytes):
     """LTX-2.0, 6144 video tokens, two branches: two all-to-alls and one gather a block, and tensor's all-reduces."""
     config = preset("ltx-2.0").config.transformer
     structure = guided_step.Structure(guided_step.Branches(True), 6144, 126, 1024, (16, 16, 24, 16, 126, 126))
-    found = executed(on(mesh, guided_step.trace(config, structure, "bfloat16")))
+    graph = on(mesh, guided_step.trace(config, structure, "bfloat16"))
+    found = executed(graph)
     reduces = 7 * 48 if "tensor" in mesh else 0
     assert found == Counter(all_to_all=2 * 48, all_gather=48 + 1, all_reduce=reduces) and sum(found.values()) <= most
+    assert 0.8 * most_bytes < sum(t.received_bytes for t in traffic(graph).values()) <= most_bytes
 
 
 @pytest.mark.parametrize("mesh", ({"guidance": 2}, {"guidance": 4}, {"guidance": 2, "tensor": 2}), ids=str)
