@@ -7,7 +7,6 @@ operands. On a CPU, torch's choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,21 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_cudnn_attention,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-TORCH: dict[str, tuple[SDPBackend, Callable[[Any], bool]]] = {  # in order of preference
-    "cudnn": (SDPBackend.CUDNN_ATTENTION, can_use_cudnn_attention),
-    "flash2": (SDPBackend.FLASH_ATTENTION, can_use_flash_attention),
-    "efficient": (SDPBackend.EFFICIENT_ATTENTION, can_use_efficient_attention),
-    "math": (SDPBackend.MATH, lambda _: True),
+TORCH = {  # in order of preference
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash2": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
 }
-KERNELS = ("flash3", *TORCH)
 LOAD_BYTES = 16  # that the fused kernels fetch at once; a TMA descriptor takes no other strides either
 
 
@@ -49,29 +41,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def why_not(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
-    """Why the kernel `name` of KERNELS cannot take q (B, tokens, heads, head_dim), k, v and an additive mask (B or 1,
-    heads or 1, tokens, keys); None if it can."""
-    if name == "cudnn" and (reason := why_not_cudnn(q, mask)):
-        return reason
-    if name != "flash3":
-        _, takes = TORCH[name]
-        queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-        params = SDPAParams(queries, keys, values, mask, 0.0, False, q.shape[2] != k.shape[2])
-        return None if takes(params) else f"torch's {name} attention does not take these operands"
-    if torch.compiler.is_compiling():
-        return "torch.compile does not see into it"
-    if q.device.type != "cuda":
-        return f"the operands are on {q.device.type}, the kernel runs on cuda"
-    if not _flash3_is_installed():
-        return "flash_attn_interface is not installed"
-    if (capability := _capability(q.device))[0] != 9:
-        return f"it is for Hopper, compute capability 9, this device has {capability[0]}.{capability[1]}"
-    return why_not_flash3(q, k, v, mask)
-
-
 def why_not_flash3(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
-    """Of what the operands alone tell."""
+    """Why FlashAttention-3 cannot take q (B, tokens, heads, head_dim), k, v and an additive mask; None if it can."""
     if mask is not None:
         return "it takes no mask"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -80,6 +51,14 @@ def why_not_flash3(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str 
         return f"heads of {q.shape[3]}, it takes multiples of 8 up to 256"
     if any(x.stride(3) != 1 for x in (q, k, v)):
         return "an operand's last axis is strided"
+    if torch.compiler.is_compiling():
+        return "torch.compile does not see into it"
+    if q.device.type != "cuda":
+        return f"the operands are on {q.device.type}, the kernel runs on cuda"
+    if not _flash3_is_installed():
+        return "flash_attn_interface is not installed"
+    if (capability := _capability(q.device))[0] != 9:
+        return f"it is for Hopper, compute capability 9, this device has {capability[0]}.{capability[1]}"
     return None
 
 
@@ -117,7 +96,9 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
 
 def preferred_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """torch_attention by the first of `preference` that takes the operands."""
-    with sdpa_kernel([TORCH[name][0] for name in preference(q, mask)], set_priority=True):
+    if mask is not None:  # the fused kernels that take masks take no shared keys
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    with sdpa_kernel([TORCH[name] for name in preference(q, mask)], set_priority=True):
         return torch_attention(q, k, v, mask, scale)
 
 
@@ -126,9 +107,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     if q.device.type != "cuda":
         return torch_attention(q, k, v, mask, scale)
     q, k, v = aligned(q), aligned(k), aligned(v)
-    if why_not("flash3", q, k, v, mask) is None:
+    if why_not_flash3(q, k, v, mask) is None:
         found = _flash3()(q, k, v, softmax_scale=scale)
         return found[0] if isinstance(found, tuple) else found  # its first releases return the log-sums too
-    if mask is not None:  # torch's kernels that take masks take no shared keys
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     return preferred_attention(q, k, v, mask, scale)
