@@ -4,7 +4,11 @@ Decides what is timed: from the prompt to the last frame and the last audio samp
 without the MP4 encoder (so that it runs without PyAV). Every repetition is the same request with the same seed; their
 distances from the first are the floor for any other comparison. Weights are random, so pictures are noise.
 
+With `--peer diffusers` diffusers' pipelines run the same request on the same tensors (`benchmarks.peer` says what it
+includes): each repetition of ours is followed by one of theirs, and the ratio is taken within that round.
+
     python -m benchmarks.end_to_end --output benchmarks/results/end-to-end.json
+    python -m benchmarks.end_to_end --peer diffusers
     torchrun --nproc-per-node 4 -m benchmarks.end_to_end --profile-kernels
     python -m benchmarks.end_to_end --preset tiny-2.3 --device cpu --width 128 --height 64 --num-frames 17 --steps 2
 """
@@ -19,7 +23,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ import numpy as np
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure import machine, record
+from benchmarks.measure import Spread, machine, ratios, record
 from benchmarks.random_weights import RandomBackend, empty_checkpoint
 from ltx2rt.media.compare import PSNR_CAP_DB, correlation, luma, ssim
 from ltx2rt.media.mp4 import to_rgb8
@@ -148,7 +152,9 @@ def table(facts: dict[str, Any]) -> str:
     for name, row in facts["seconds"].items():
         runs = " ".join(f"{x:.3f}" for x in row["runs"])
         lines.append(f"{names.get(name, name):<12} {row['mean']:>8.3f} {row['spread']:>8.3f}  {runs}")
-    for what in ("repeats", "against"):
+    if peer := facts.get("peer"):
+        lines.append(f"diffusers {peer['seconds']['diffusers']} s; ours {peer['ratio_to_diffusers']} x diffusers")
+    for what in ("repeats", "against", "from diffusers"):
         for i, d in enumerate(facts.get(what, ())):
             audio = "none" if d["audio_corr"] is None else f"{d['audio_corr']:.6f}"
             lines.append(f"{what} {i + 1}: PSNR {d['psnr_db']:.1f} dB, SSIM {d['ssim']:.6f}, audio {audio}")
@@ -172,6 +178,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         size = {"width": args.width, "height": args.height, "num_frames": args.num_frames, "steps": args.steps}
         request = Request(options, PROMPT, Path("clip.mp4"), seed=args.seed, pipeline=args.pipeline, **size)
+        if args.peer and request.num_stages > 1:
+            request = replace(request, audio_from="stage2")  # as diffusers' two calls have it
         plan = generate.make_plan(request, checkpoint, backend)
         generate.check_memory(plan)
         return _measure(plan, args)
@@ -180,7 +188,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
     backend, request = plan.networks.backend, plan.request
     device = backend.device()
-    facts: dict[str, Any] = {"benchmark": "end_to_end", **machine("torch")}
+    facts: dict[str, Any] = {"benchmark": "end_to_end", **machine("torch", *([args.peer] if args.peer else []))}
     facts |= {
         "device": f"{device.name} x {math.prod(backend.mesh.values())}",
         "preset": args.preset,
@@ -210,6 +218,12 @@ def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
     facts["load_and_warmup_s"] = time.perf_counter() - start
     say(f"weights drawn and one step of each stage: {facts['load_and_warmup_s']:.1f} s")
     plan.networks.loading = nullcontext
+    peer, theirs, rounds = None, [], {"cuda": [], "diffusers": []}
+    if args.peer:
+        from benchmarks.peer import Peer
+
+        peer = Peer(plan)
+        peer.run(generate.of_one_step(plan))
     runs, clips = [], []
     for i in range(args.repeats):
         watch = Stopwatch(**silent)
@@ -217,10 +231,21 @@ def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
         runs.append(phases(watch, request_s))
         clips.append(clip)
         say(f"run {i + 1}: {request_s:.3f} s")
-        facts |= {"seconds": summary(runs), "peak_bytes": backend.peak_bytes()}
+        facts["seconds"] = summary(runs)
+        if peer is None:
+            facts["peak_bytes"] = backend.peak_bytes()
+        else:
+            start = time.perf_counter()
+            theirs = [peer.run(plan)]
+            rounds["cuda"].append(request_s)
+            rounds["diffusers"].append(time.perf_counter() - start)
+            say(f"diffusers {i + 1}: {rounds['diffusers'][-1]:.3f} s")
+            found = {name: Spread.of(seconds) for name, seconds in rounds.items()}
+            facts["peer"] = {"seconds": found, "ratio_to_diffusers": ratios(rounds, "cuda", "diffusers")}
         write()
     if backend.is_main:
         facts["repeats"] = [distance(clips[0], clip) for clip in clips[1:]]
+        facts["from diffusers"] = [distance(clip, clips[0]) for clip in theirs]
         if args.against:
             kept = np.load(args.against)
             facts["against"] = [distance(Clip(kept["frames"], kept["waveform"]), clips[0])]
@@ -251,11 +276,15 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--profile", help="how networks are split (default: the device kind's own)")
     parser.add_argument("--text-encoder-offload", action="store_true")
     parser.add_argument("--stage-weights", choices=("resident", "reload"), default="resident")
+    parser.add_argument("--peer", choices=("diffusers",), help="after each repetition the same request by this one")
     parser.add_argument("--profile-kernels", action="store_true", help="one more run, of one step a stage, profiled")
     parser.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the first run's clip")
     parser.add_argument("--against", type=Path, metavar="FILE.npz", help="compare the first run with a kept clip")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
-    return measure(parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    if args.peer and (args.text_encoder_offload or args.stage_weights == "reload" or "WORLD_SIZE" in os.environ):
+        parser.error("--peer shares resident weights of one device; leave offload, reload and torchrun out")
+    return measure(args)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ computed once per request (RoPE tables, for one) is spread as in a short request
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import LTX2VideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from diffusers.pipelines.ltx2.pipeline_ltx2 import rescale_noise_cfg
 from ltx2rt_cuda.ops import DTYPES
@@ -37,10 +36,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.end_to_end import kernel_groups
 from benchmarks.kernels import product_rate
 from benchmarks.measure import Spread, interleaved, machine, ratios, record
+from benchmarks.peer import diffusers_transformer, transformer_tensors
 from benchmarks.random_weights import RandomBackend, empty_checkpoint
 from ltx2rt.backend import get_backend
-from ltx2rt.config import TransformerConfig
-from ltx2rt.graph import Graph
 from ltx2rt.models import transformer
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
 from ltx2rt.pipeline import generate
@@ -50,8 +48,6 @@ from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt.pipeline.text import PROMPT_TOKENS
 from ltx2rt.placement.cost import flops
 from ltx2rt.testing import ArraySource, random_params, relative_l2
-from ltx2rt.weights.configs import diffusers_transformer_json
-from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import preset
 
 SAME = 1e-4  # relative L2 under which two implementations compute the same thing in float32
@@ -72,15 +68,6 @@ class Shape:
 
 MID = Shape()
 TINY = replace(MID, layers=2, heads=2, head_dim=12, audio_head_dim=6, grid=(3, 2, 3), audio_tokens=5, text_tokens=7)
-
-
-def diffusers_module(config: TransformerConfig, tensors: Mapping[str, torch.Tensor]) -> LTX2VideoTransformer3DModel:
-    """diffusers' transformer over these very tensors, which have their official names."""
-    sizes = {k: v for k, v in diffusers_transformer_json(config).items() if not k.startswith("_")}
-    with torch.device("meta"):  # the 2.0 configuration says perturbed_attn = false, with which STG is ignored
-        module = LTX2VideoTransformer3DModel(**sizes | {"perturbed_attn": True}).eval()
-    module.load_state_dict({to_diffusers("transformer", name): x for name, x in tensors.items()}, assign=True)
-    return module
 
 
 class Contest:
@@ -118,7 +105,8 @@ class Contest:
         self.params = random_params(self.graph, seed)
 
     def diffusers(self) -> Callable[[], dict[str, np.ndarray]]:
-        module = diffusers_module(self.config, {name: torch.from_numpy(p.copy()) for name, p in self.params.items()})
+        tensors = {name: torch.from_numpy(p.copy()) for name, p in self.params.items()}
+        module = diffusers_transformer(self.config, tensors)
         x = {name: torch.from_numpy(value) for name, value in self.inputs.items()}
         batch, factor = self.shape.batch, self.config.timestep_scale
         coords = (p.expand(batch, -1, -1, -1) for p in (self.video_positions, self.audio_positions))
@@ -191,16 +179,6 @@ def measure(shape: Shape, backends: tuple[str, ...], device: str, rounds: int, t
 ALIKE = {"float32": SAME, "bfloat16": 0.5}
 
 
-def checkpoint_tensors(graph: Graph, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors as views of loaded weights, those that are packed cut apart."""
-    layouts = graph.all_layouts()
-    for declared, (_, count) in graph.all_params().items():
-        parts = layouts[declared].parts
-        for layer in range(count):
-            pieces = weights[declared.replace("*", str(layer))].split([shape[0] for _, shape in parts])
-            yield from ((name.replace("*", str(layer)), x) for (name, _), x in zip(parts, pieces, strict=True))
-
-
 class Guided:
     """Guided steps of one stage from one start; a `run` for each implementation returns both modalities' latents."""
 
@@ -236,9 +214,8 @@ class Guided:
         return run
 
     def diffusers(self, compile: bool) -> Callable[[], dict[str, torch.Tensor]]:
-        graph = self.networks.step_loop(self.structure, self.steps).graph
-        weights = self.networks.transformer_weights(graph, self.stage.name, ())
-        module = diffusers_module(self.config, dict(checkpoint_tensors(graph, weights)))
+        tensors = transformer_tensors(self.networks, self.structure, self.steps, replace(self.stage, loras=()))
+        module = diffusers_transformer(self.config, tensors)
         if compile:
             module.compile_repeated_blocks(fullgraph=True, dynamic=False)
         g, device = self.geometry, self.device

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ltx2rt_kernels.choose import FOLDERS
 
-from benchmarks import cold_start, collectives, end_to_end, kernels, load, measure, random_weights, step
+from benchmarks import cold_start, collectives, end_to_end, kernels, load, measure, peer, random_weights, step
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.models import video_vae
@@ -65,7 +65,7 @@ def test_both_hold_the_same_tensors():
     backend = get_backend("cuda", "cpu")
     weights = backend.load([graph], ArraySource(random_params(graph)))
     (packed,) = (x for name, x in weights.items() if name.endswith("weight"))
-    found = dict(step.checkpoint_tensors(graph, weights))
+    found = dict(peer.checkpoint_tensors(graph, weights))
     assert found.keys() == graph.parameters().keys()
     assert found["b.weight"].data_ptr() == packed[3:].data_ptr() and found["b.weight"].shape == (5, 4)
 
@@ -187,6 +187,28 @@ def test_a_whole_request_is_timed_by_phase(tmp_path, capsys):
     frames = np.load(kept)["frames"]
     assert frames.shape == (9, 64, 64, 3) and frames.std() > 10  # a picture, not a constant and not NaN
     assert "per step" in capsys.readouterr().out
+
+
+def test_diffusers_makes_the_same_clip_on_the_same_tensors(tmp_path, capsys):
+    """Both prompts, both stages, upsampler, picture and sound; from ours as far as float32 rounding goes."""
+    written = tmp_path / "p.json"
+    facts = end_to_end.main([*TINY_CLIP, "--peer", "diffusers", "--output", str(written)])
+    (found,) = facts["from diffusers"]
+    assert found["psnr_db"] > 70 and found["audio_corr"] > 1 - 1e-6
+    seconds = json.loads(written.read_text())["peer"]["seconds"]
+    assert seconds["cuda"]["max"] == max(facts["seconds"]["request"]["runs"])
+    assert "x diffusers" in capsys.readouterr().out
+
+
+def test_the_peer_holds_no_copy_of_our_weights():
+    with random_weights.empty_checkpoint("tiny-2.0") as checkpoint:
+        options = ModelOptions("cuda", checkpoint.path, device="cpu")
+        request = Request(options, "a fox", Path("clip.mp4"), width=64, height=64, num_frames=9, steps=1, seed=0)
+        plan = generate.make_plan(request, checkpoint, random_weights.RandomBackend("cpu"))
+        held = peer.Peer(plan)
+    ours = {x.untyped_storage().data_ptr() for weights in plan.networks._weights.values() for x in weights.values()}
+    for part in (held.pipe.transformer, held.pipe.text_encoder, held.pipe.connectors, held.pipe.vae):
+        assert {x.untyped_storage().data_ptr() for x in part.parameters()} <= ours
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,206 @@
+"""diffusers' pipelines over the tensors that our networks hold: the peer of `end_to_end` and of `step`.
+
+Decides what the peer's request is. It includes tokenizing and encoding both prompts (once, for both stages), the
+connectors, every step of both stages on our noise and sigmas, the upsampler between them, the video decoder in one
+piece, the sound, and 8-bit frames and the waveform on the host. It leaves out, as ours does, loading, the merge of the
+distilled LoRA and the MP4 encoder. A random LoRA changes no value, so one transformer serves both stages.
+
+Both are in memory at once. A module holds our tensors themselves, but for those that diffusers has in another form: the
+vocoder in the compute dtype, and contiguous what ours lays out for cuDNN (together less than 3 GB of LTX-2.3).
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import (
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
+    FlowMatchEulerDiscreteScheduler,
+    LTX2LatentUpsamplePipeline,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
+)
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
+from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+from ltx2rt_cuda.ops import DTYPES
+from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
+
+from benchmarks.end_to_end import Clip
+from ltx2rt.config import ModelConfig, TransformerConfig
+from ltx2rt.graph import Graph
+from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG, Structure
+from ltx2rt.pipeline import generate
+from ltx2rt.pipeline.networks import Networks
+from ltx2rt.pipeline.noise import standard_normal
+from ltx2rt.pipeline.stages import Stage
+from ltx2rt.weights import configs
+from ltx2rt.weights.checkpoint import component_of
+from ltx2rt.weights.names import GEMMA, to_diffusers
+
+Tensors = dict[str, torch.Tensor]
+UNUSED = ("encoder", "model.vision_tower", "model.multi_modal_projector")  # submodules that text to video never calls
+SCALES = {"guidance_scale": CFG, "stg_scale": STG, "modality_scale": MODALITY, "guidance_rescale": RESCALE}
+
+
+def checkpoint_tensors(graph: Graph, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors as views of loaded weights, those that are packed cut apart."""
+    layouts = graph.all_layouts()
+    for declared, (_, count) in graph.all_params().items():
+        parts = layouts[declared].parts
+        for layer in range(count):
+            pieces = weights[declared.replace("*", str(layer))].split([shape[0] for _, shape in parts])
+            yield from ((name.replace("*", str(layer)), x) for (name, _), x in zip(parts, pieces, strict=True))
+
+
+def transformer_tensors(networks: Networks, structure: Structure, num_steps: int, stage: Stage) -> Tensors:
+    """What ours holds for this stage; of float8 weights a set beside them, the tensors that they are quantised from."""
+    if networks.options.weights_dtype == "float8":
+        options = replace(networks.options, weights_dtype=None)
+        networks = Networks(networks.checkpoint, networks.backend, options, networks.dtype)
+    graph = networks.loop_graph(structure, num_steps)
+    return dict(checkpoint_tensors(graph, networks.transformer_weights(graph, stage.name, stage.loras)))
+
+
+def over(tensors: Mapping[str, torch.Tensor], module: type[torch.nn.Module], *config: Any, **sizes: Any) -> Any:
+    """A module whose parameters are these very tensors; buffers that they lack are as the module computes them."""
+    with init_empty_weights(include_buffers=False):
+        made = module(*config, **{name: value for name, value in sizes.items() if not name.startswith("_")})
+    for name in UNUSED:
+        parent, _, child = name.rpartition(".")
+        if name in dict(made.named_modules()):
+            setattr(made.get_submodule(parent), child, None)
+    like = next(iter(tensors.values()))
+    own = {name: x.to(like.dtype) for name, x in made.state_dict().items() if not x.is_meta}
+    made.load_state_dict(own | {name: x.contiguous() for name, x in tensors.items()}, assign=True)
+    return made.eval().to(like.device)
+
+
+def diffusers_transformer(config: TransformerConfig, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """tensors: by their official names. 2.0's configuration says perturbed_attn = false, with which STG is ignored."""
+    theirs = {to_diffusers("transformer", name): x for name, x in tensors.items()}
+    sizes = configs.diffusers_transformer_json(config) | {"perturbed_attn": True}
+    return over(theirs, LTX2VideoTransformer3DModel, **sizes)
+
+
+def by_component(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
+    """Component -> diffusers' or transformers' name -> tensor."""
+    found: dict[str, Tensors] = {}
+    for name, x in tensors.items():
+        if name.startswith(GEMMA):
+            component, theirs = "gemma", name.replace(GEMMA, "model.language_model.", 1)
+        else:
+            component = component_of(name) or "upsampler"
+            theirs = to_diffusers(component, name, len(config.video_vae.encoder))
+        found.setdefault(component, {})[theirs] = x
+    return found
+
+
+class Peer:
+    """A plan's request as diffusers' pipelines run it, with the blocks compiled by Inductor where ours are."""
+
+    def __init__(self, plan: generate.Plan):
+        networks, first = plan.networks, plan.stages[0]
+        config, dtype = networks.config, DTYPES[networks.dtype]
+        others = {name: graph for name, graph in plan.graphs.items() if name != "transformer"}
+        held = (checkpoint_tensors(graph, networks.weights(name, graph)) for name, graph in others.items())
+        parts = by_component(config, {name: x for tensors in held for name, x in tensors})
+        transformer = diffusers_transformer(
+            config.transformer,
+            transformer_tensors(networks, first.structure, len(first.stage.sigmas) - 1, first.stage),
+        )
+        if networks.options.compile:
+            transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
+        folder = networks.checkpoint.require_tokenizer().parent
+        gemma = parts["gemma"] | {"lm_head.weight": parts["gemma"]["model.language_model.embed_tokens.weight"]}
+        vocoder = configs.diffusers_vocoder_json(config.vocoder)
+        if config.vocoder.bandwidth_extension:
+            vocoder |= {"final_act_fn": "clamp"}  # the official rule, whatever a diffusers config says
+        vae = over(parts["video_vae"], AutoencoderKLLTX2Video, **configs.diffusers_video_vae_json(config.video_vae))
+        self.pipe = LTX2Pipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(),
+            vae=vae,
+            audio_vae=over(
+                parts["audio_vae"], AutoencoderKLLTX2Audio, **configs.diffusers_audio_vae_json(config.audio_vae)
+            ),
+            text_encoder=over(gemma, Gemma3ForConditionalGeneration, Gemma3Config.from_pretrained(folder)),
+            tokenizer=AutoTokenizer.from_pretrained(folder),
+            connectors=over(
+                parts["text"], LTX2TextConnectors, **configs.diffusers_text_json(config.text, config.transformer)
+            ),
+            transformer=transformer,
+            vocoder=over(
+                {name: x.to(dtype) for name, x in parts["vocoder"].items()},
+                LTX2VocoderWithBWE if config.vocoder.bandwidth_extension else LTX2Vocoder,
+                **vocoder,
+            ),
+        )
+        self.pipe.set_progress_bar_config(disable=True)
+        self.upsample = None
+        if "upsampler" in parts:
+            assert config.upsampler is not None
+            sizes = configs.upsampler_json(config.upsampler, "diffusers")
+            upsampler = over(parts["upsampler"], LTX2LatentUpsamplerModel, **sizes)
+            self.upsample = LTX2LatentUpsamplePipeline(vae=vae, latent_upsampler=upsampler)
+
+    @torch.no_grad()
+    def run(self, plan: generate.Plan) -> Clip:
+        """From the prompt to the frames and the waveform on the host."""
+        request, video, audio = plan.request, None, None
+        assert request.stg_blocks is not None, "the request is not resolved"
+        guided = any(s.stage.branches.uncond for s in plan.stages)
+        names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+        encoded = self.pipe.encode_prompt(request.prompt, request.negative_prompt, guided)
+        common: dict[str, Any] = dict(zip(names, encoded, strict=True)) | {
+            "num_frames": request.num_frames,
+            "frame_rate": float(request.fps),
+            "spatio_temporal_guidance_blocks": list(request.stg_blocks),
+            "use_cross_timestep": True,
+            "return_dict": False,
+        }
+        for s in plan.stages:
+            if video is not None:
+                assert self.upsample is not None
+                (video,) = self.upsample(latents=video, output_type="latent", return_dict=False)
+            video, audio = self.pipe(
+                **common | scales(s.stage) | self.start(request.seeds, s, video, audio),
+                width=s.stage.width,
+                height=s.stage.height,
+                sigmas=s.stage.sigmas[: s.num_steps].tolist(),
+                output_type="pt" if s is plan.stages[-1] else "latent",
+            )
+        frames = (video[0] * 255).round().to(torch.uint8).permute(0, 2, 3, 1)  # type: ignore[index]
+        return Clip(frames.cpu().numpy(), audio[0].float().cpu().numpy())  # type: ignore[index]
+
+    def start(
+        self, seeds: Sequence[int], s: generate.StagePlan, video: torch.Tensor | None, audio: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """The latents at the first sigma, on our noise. Given and returned as pipelines hand them on: denormalised."""
+        pipe, g = self.pipe, s.geometry
+        pictures, sounds = ((part.latents_mean, part.latents_std) for part in (pipe.vae, pipe.audio_vae))
+        x = {
+            m: torch.from_numpy(standard_normal(seeds[0], f"{s.stage.name}.{m}", shape[1:]))[None].to(pipe.device)
+            for m, shape in s.noise_shapes.items()
+        }
+        before = {m: torch.zeros_like(noise) for m, noise in x.items()}
+        if video is not None and audio is not None:
+            before["video"] = pipe._pack_latents(pipe._normalize_latents(video.float(), *pictures))
+            before["audio"] = pipe._normalize_audio_latents(pipe._pack_audio_latents(audio.float()), *sounds)
+        x = {m: torch.lerp(before[m], noise, float(s.stage.sigmas[0])) for m, noise in x.items()}
+        grid = pipe._unpack_latents(x["video"], g.frames, g.rows, g.columns)
+        sound = pipe._denormalize_audio_latents(x["audio"], *sounds)
+        return {
+            "latents": pipe._denormalize_latents(grid, *pictures),
+            "audio_latents": pipe._unpack_audio_latents(sound, g.audio_latents, g.audio_mel),
+        }
+
+
+def scales(stage: Stage) -> dict[str, Any]:
+    """A stage's guidance as diffusers' arguments."""
+    rows = zip(("", "audio_"), stage.guidance.tolist(), strict=True)
+    return {prefix + name: row[column] for prefix, row in rows for name, column in SCALES.items()}
