@@ -152,6 +152,8 @@ def table(facts: dict[str, Any]) -> str:
     for name, row in facts["seconds"].items():
         runs = " ".join(f"{x:.3f}" for x in row["runs"])
         lines.append(f"{names.get(name, name):<12} {row['mean']:>8.3f} {row['spread']:>8.3f}  {runs}")
+    if peak := facts.get("peak_bytes"):
+        lines.append(f"peak memory {peak / 1e9:.1f} GB of one device")
     if peer := facts.get("peer"):
         lines.append(f"diffusers {peer['seconds']['diffusers']} s; ours {peer['ratio_to_diffusers']} x diffusers")
     for what in ("repeats", "against", "from diffusers"):

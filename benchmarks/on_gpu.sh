@@ -9,17 +9,22 @@
 #   stages       the two-stage request with 5 steps, by phase
 #   compile      the same with the blocks compiled by Inductor
 #   end-to-end   the two-stage request, full size, 3 repetitions
+#   peer         the same, each repetition followed by diffusers' on the same tensors (needs diffusers)
+#   memory       its peak: everything resident; the text encoder freed after use; one set of stage weights at a time, too
 #   profile      kernel groups of one step of each stage
 #   kernels      each kernel against eager torch, torch.compile and its floor; again with an image; of float8 linears
 #   cold-start   from a fresh process to the first step, by phase: of MODEL, or of a full-size main file (46 GB in TMPDIR)
 #   clip         an MP4 of the tiny model through the command line (needs PyAV)
+#   all          every part above, one after the other, or those in PARTS; one that fails does not stop the next
 #
-# FLAGs go to the benchmark, after those of the part: `stages --device cpu --preset tiny-2.3 --width 128 ...` runs anywhere.
+# FLAGs go to a part's benchmark (all takes none), after those of the part: `stages --device cpu --preset tiny-2.3 --width 128 ...` runs anywhere.
 # Needs Python 3.11 or later with torch, numpy, ml_dtypes, safetensors, tokenizers and tqdm; nothing is downloaded.
 # WHEELS: a folder of wheels to install first. OUT: where JSON goes (default: benchmarks/results/gpu). PYTHON: which one.
-# MODEL: a checkpoint. COMMIT: recorded where there is no git. A part ends within LIMIT_S (480) and leaves the JSON of what it had finished.
+# MODEL: a checkpoint. COMMIT: recorded where there is no git. Each command ends within LIMIT_S (480) and leaves the JSON of what it had
+# finished, the tests leave tests.txt and tests.xml.
 set -euo pipefail
 
+known="env tests parity collectives step stages compile end-to-end peer memory profile kernels cold-start clip"
 part=${1:?"usage: benchmarks/on_gpu.sh PART [FLAG ...]; the parts stand at the top of this file"}
 shift
 cd "$(dirname "$0")/.."
@@ -78,7 +83,9 @@ case $part in
       while read -r file; do ignored+=("--ignore=$file"); done \
         < <(grep -rlE "$imports" tests --include='test_*.py' || true)
     done
-    limited "$PYTHON" -m pytest -q -p no:cacheprovider -rs ${ignored[@]+"${ignored[@]}"} --junitxml="$OUT/tests.xml" "$@"
+    # An interrupt, unlike a termination, lets pytest report what it has; env: shells start background jobs deaf to it.
+    timeout --signal=INT --kill-after=30 "$LIMIT_S" env --default-signal=INT "$PYTHON" -u -m pytest -v -rs \
+      -p no:cacheprovider ${ignored[@]+"${ignored[@]}"} --junitxml="$OUT/tests.xml" "$@" | tee "$OUT/tests.txt"
     ;;
   parity)
     tiny=(--width 128 --height 64 --num-frames 17 --steps 3 --dtype float32 --repeats 1)
@@ -99,6 +106,18 @@ case $part in
   stages) end_to_end --device cuda --steps 5 --repeats 3 "$@" ;;
   compile) end_to_end --device cuda --steps 5 --repeats 3 --compile "$@" ;;
   end-to-end) end_to_end --device cuda --repeats 3 "$@" ;;
+  peer)
+    has diffusers || skip "diffusers is not installed; give its wheel with WHEELS"
+    end_to_end --device cuda --repeats 3 --peer diffusers "$@"
+    ;;
+  memory)
+    peak() { benchmark end_to_end --device cuda --steps 5 --repeats 1 --output "$OUT/memory-$1.json" "${@:2}"; }
+    status=0 # what is too large for this device leaves the others to be measured
+    peak resident "$@" || status=$?
+    peak offload --text-encoder-offload "$@" || status=$?
+    peak reload --text-encoder-offload --stage-weights reload "$@" || status=$?
+    exit "$status"
+    ;;
   profile) end_to_end --device cuda --steps 2 --repeats 1 --profile-kernels "$@" ;;
   kernels)
     benchmark kernels --device cuda --output "$OUT/kernels.json" "$@"
@@ -117,9 +136,17 @@ case $part in
     limited "$PYTHON" -m ltx2rt.cli generate --backend cuda --device cuda --model "$work/tiny" --prompt "a red fox" \
       --width 256 --height 128 --num-frames 25 --steps 4 --seed 7 --output "$OUT/clip.mp4" --report "$OUT/clip.json" "$@"
     ;;
+  all)
+    [ $# = 0 ] || { echo "on_gpu.sh: all takes no FLAG, found $*; run the part that it is for" >&2; exit 2; }
+    failed=()
+    for each in ${PARTS:-$known}; do
+      echo "== $each"
+      benchmarks/on_gpu.sh "$each" || failed+=("$each")
+    done
+    [ ${#failed[@]} = 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }
+    ;;
   *)
-    echo "on_gpu.sh: unknown part $part; known: env tests parity collectives step stages compile end-to-end profile kernels" \
-      "cold-start clip" >&2
+    echo "on_gpu.sh: unknown part $part; known: $known all" >&2
     exit 2
     ;;
 esac

@@ -4,9 +4,11 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -253,9 +255,31 @@ def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
     assert unknown.returncode == 2 and "known: env tests" in unknown.stderr
 
 
-def on_gpu(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHON": sys.executable, "OUT": str(out), "COMMIT": "abc1234", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([ON_GPU, *arguments], env=env, capture_output=True, text=True)
+@pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
+def test_on_gpu_all_goes_on_after_a_part_that_fails(tmp_path):
+    done = on_gpu(tmp_path, "all", PARTS="nonsense collectives")
+    assert done.returncode == 1 and "failed: nonsense\n" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["collectives.json"]
+    assert on_gpu(tmp_path, "all", PARTS="collectives").returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
+def test_on_gpu_tests_that_are_cut_off_leave_their_results(tmp_path):
+    """Deaf to interrupts, as a job in the background is."""
+    endless = tmp_path / "test_endless.py"
+    endless.write_text("import time\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): time.sleep(600)\n")
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    done = on_gpu(tmp_path, "tests", str(endless), LIMIT_S="10")
+    signal.signal(signal.SIGINT, handler)
+    assert done.returncode != 0
+    (suite,) = ElementTree.parse(tmp_path / "tests.xml").iter("testsuite")
+    assert [case.get("name") for case in suite.iter("testcase")][:2] == ["test_a", "test_b"]
+    assert suite.get("failures") == "1" and "test_a PASSED" in (tmp_path / "tests.txt").read_text()
+
+
+def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    env = {"PYTHON": sys.executable, "OUT": str(out), "COMMIT": "abc1234", "OMP_NUM_THREADS": "1"} | settings
+    return subprocess.run([ON_GPU, *arguments], env=os.environ | env, capture_output=True, text=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
@@ -272,6 +296,12 @@ def on_gpu(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             "--preset tiny-2.3 --device cpu --width 128 --height 64 --num-frames 9",
             {"cold-start.json": "cold_start"},
         ),
+        ("peer", " ".join([*TINY_CLIP, "--repeats 1"]), {"peer.json": "end_to_end"}),
+        (
+            "memory",
+            " ".join([*TINY_CLIP, "--repeats 1"]),
+            {f"memory-{name}.json": "end_to_end" for name in ("resident", "offload", "reload")},
+        ),
     ],
 )
 def test_on_gpu_part_leaves_the_figures_of_its_benchmark(part, flags, files, tmp_path):
@@ -285,8 +315,8 @@ def test_on_gpu_names_the_parts_that_it_has():
     script = ON_GPU.read_text()
     described = re.findall(r"^#   ([a-z-]+)  +\S", script, re.MULTILINE)
     cases = re.findall(r"^  ([a-z-]+)\)", script, re.MULTILINE)
-    known = re.search(r"known: (.*?)>&2", script, re.DOTALL)
-    assert known and described == cases == re.findall(r"[a-z-]+", known[1])
+    known = re.search(r'known="(.*?)"', script, re.DOTALL)
+    assert known and described == cases == [*known[1].split(), "all"]
     for name in re.findall(r"\bbenchmark ([a-z_]+) ", script):
         assert ON_GPU.with_name(f"{name}.py").exists(), name
 
