@@ -114,15 +114,16 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     found = {"import": time.time() - args.started}
 
     watch = Stopwatch(io.StringIO(), synchronize=backend.synchronize)
-    options = ModelOptions("cuda", args.model, device=args.device, dtype=args.dtype, compile=args.compile)
+    options = ModelOptions(
+        "cuda", args.model, device=args.device, dtype=args.dtype, weights_dtype=args.weights_dtype, compile=args.compile
+    )
     checkpoint = open_checkpoint(args.model)
     size = {"width": args.width // 2, "height": args.height // 2, "num_frames": args.num_frames}
     request = Request(options, PROMPT, Path("clip.mp4"), seed=0, pipeline="one-stage", steps=3, **size)
     request = resolve(request, checkpoint.config)
     (stage,) = plan_stages(request, None)
-    networks = Networks(
-        checkpoint, backend, options, args.dtype or ("float32" if backend.device_kind == "cpu" else "bfloat16")
-    )
+    dtype = options.compute_dtype("float32" if backend.device_kind == "cpu" else "bfloat16")
+    networks = Networks(checkpoint, backend, options, dtype)
     networks.loading = lambda: watch.apart("load")
     geometry = Geometry.of(checkpoint.config, stage.width, stage.height, request.num_frames, request.fps)
     states = {"video": video_state(geometry, []), "audio": audio_state(geometry)}
@@ -174,7 +175,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 def run_child(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any]:
     prepare_cache(weight_files(model), args.warm_cache)
     command = [sys.executable, "-m", "benchmarks.cold_start", "--child", name, "--model", str(model.resolve())]
-    for flag in ("device", "width", "height", "num_frames", "dtype"):
+    for flag in ("device", "width", "height", "num_frames", "dtype", "weights_dtype"):
         if (value := getattr(args, flag)) is not None:
             command += [f"--{flag.replace('_', '-')}", str(value)]
     command += ["--compile"] * args.compile + ["--started", repr(time.time())]
@@ -210,6 +211,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--folder", type=Path, help="with --preset: where it is written (default: a temporary folder)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of the transformer's blocks")
     parser.add_argument("--width", type=int, default=768, help="of the clip; stage 1 has half of it")
     parser.add_argument("--height", type=int, default=512)
     parser.add_argument("--num-frames", type=int, default=121)
@@ -225,7 +227,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         print(json.dumps(found))
         return found
     facts = {"benchmark": "cold_start", **machine("torch"), "cache": "warm" if args.warm_cache else "cold"}
-    asked = ("width", "height", "num_frames", "compile", "no_text", "rounds")
+    asked = ("width", "height", "num_frames", "weights_dtype", "compile", "no_text", "rounds")
     facts["asked"] = {name: getattr(args, name) for name in asked} | {"model": str(args.model or args.preset)}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.model is None:

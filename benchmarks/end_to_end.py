@@ -175,8 +175,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     backend = RandomBackend(args.device, mesh)
     with empty_checkpoint(args.preset) as checkpoint:
         options = ModelOptions(
-            "cuda", checkpoint.path, device=args.device, dtype=args.dtype, compile=args.compile, mesh=mesh,
-            profile=args.profile, text_encoder_offload=args.text_encoder_offload, stage_weights=args.stage_weights,
+            "cuda", checkpoint.path, device=args.device, dtype=args.dtype, weights_dtype=args.weights_dtype, mesh=mesh,
+            compile=args.compile, profile=args.profile, text_encoder_offload=args.text_encoder_offload,
+            stage_weights=args.stage_weights,
         )  # fmt: skip
         size = {"width": args.width, "height": args.height, "num_frames": args.num_frames, "steps": args.steps}
         request = Request(options, PROMPT, Path("clip.mp4"), seed=args.seed, pipeline=args.pipeline, **size)
@@ -198,6 +199,7 @@ def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
         "pipeline": request.pipeline,
         "steps": [len(s.stage.sigmas) - 1 for s in plan.stages],
         "dtype": plan.networks.dtype,
+        "weights_dtype": request.options.weights_dtype or plan.networks.dtype,
         "mesh": dict(backend.mesh),
         "profile": plan.networks.profile.name,
         "compile": request.options.compile,
@@ -212,7 +214,7 @@ def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
         if backend.is_main and args.output:
             record(args.output, facts)
 
-    head = ("device", "preset", "pipeline", "clip", "steps", "dtype", "mesh", "profile")
+    head = ("device", "preset", "pipeline", "clip", "steps", "dtype", "weights_dtype", "mesh", "profile")
     say(", ".join(f"{name} {facts[name]}" for name in head))
     silent = {"stream": io.StringIO(), "synchronize": backend.synchronize}
     start = time.perf_counter()
@@ -267,6 +269,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--preset", default="ltx-2.3", choices=("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3"))
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of the transformer's blocks")
     parser.add_argument("--pipeline", choices=("two-stage", "distilled", "one-stage"), default="two-stage")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--height", type=int, default=512)

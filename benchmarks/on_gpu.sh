@@ -5,7 +5,7 @@
 #   tests        every test whose packages are here
 #   parity       a whole tiny run on the device against the CPU's, float32
 #   collectives  the placed step's collectives, and the plan for 4 x H100
-#   step         guided steps of both stages, full size, against diffusers' on the same weights (needs diffusers)
+#   step         guided steps of both stages, full size, against diffusers' on the same weights; again with float8 weights (needs diffusers)
 #   stages       the two-stage request with 5 steps, by phase
 #   compile      the same with the blocks compiled by Inductor
 #   end-to-end   the two-stage request, full size, 3 repetitions
@@ -102,6 +102,7 @@ case $part in
   step)
     has diffusers || skip "diffusers is not installed; give its wheel with WHEELS"
     benchmark step --device cuda --output "$OUT/step.json" "$@"
+    benchmark step --device cuda --weights-dtype float8 --output "$OUT/step-float8.json" "$@"
     ;;
   stages) end_to_end --device cuda --steps 5 --repeats 3 "$@" ;;
   compile) end_to_end --device cuda --steps 5 --repeats 3 --compile "$@" ;;

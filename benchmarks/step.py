@@ -10,10 +10,12 @@ On a GPU (or with --guided), guided steps of both stages of a two-stage request 
 tokens, then 1 branch of 6144. Ours are the steps that `generate` runs; diffusers' are its pipeline's loop, which runs
 the conditional and the unconditional branch in one batch and each other branch by itself, without the all-ones text
 mask that the pipeline passes. Both hold the same tensors, drawn on the device. A run is several steps, so that what is
-computed once per request (RoPE tables, for one) is spread as in a short request. FLOPs are those of our graph.
+computed once per request (RoPE tables, for one) is spread as in a short request. FLOPs are those of our graph. With
+`--weights-dtype float8` diffusers keeps the tensors that ours are quantised from, and the floor stays bfloat16's.
 
     python -m benchmarks.step --output benchmarks/results/step-cpu.json
     python -m benchmarks.step --device cuda --output benchmarks/results/step-h200.json
+    python -m benchmarks.step --device cuda --weights-dtype float8
     python -m benchmarks.step --guided --tiny
 """
 
@@ -335,13 +337,17 @@ def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
     facts: dict[str, Any] = {"preset": name, "clip": size, "compile": args.compile, "rounds": args.rounds, "stages": {}}
     facts["device"] = backend.device().name if args.device == "cuda" else machine()["device"]
     with empty_checkpoint(name) as checkpoint:
-        options = ModelOptions("cuda", checkpoint.path, device=args.device, dtype=args.dtype, compile=args.compile)
+        options = ModelOptions(
+            "cuda", checkpoint.path, device=args.device, dtype=args.dtype, weights_dtype=args.weights_dtype,
+            compile=args.compile,
+        )  # fmt: skip
         request = Request(options, "a fox", Path("clip.mp4"), seed=0, steps=max(args.steps, 3), **size)
         plan = generate.make_plan(request, checkpoint, backend)
     plan.networks.loading = nullcontext
-    facts["dtype"] = plan.networks.dtype
+    facts |= {"dtype": plan.networks.dtype, "weights_dtype": args.weights_dtype or plan.networks.dtype}
     facts["matmul_flops_per_s"] = rate = product_rate(backend.torch_device, DTYPES[plan.networks.dtype])
-    print(f"{facts['device']}; {name}, {facts['dtype']}, {size}; matmul {rate / 1e12:.3g} TFLOP/s")
+    head = f"{facts['device']}; {name}, {facts['dtype']}, weights in {facts['weights_dtype']}, {size}"
+    print(f"{head}; matmul {rate / 1e12:.3g} TFLOP/s")
     for planned in plan.stages:
         contest = Guided(plan, planned, args.steps)
         found = facts["stages"][planned.stage.name] = measure_guided_stage(contest, rate, args.rounds, args.compile)
@@ -366,6 +372,7 @@ def main(argv: list[str] | None = None) -> dict:
     guided.add_argument("--clip", type=int, nargs=3, default=(768, 512, 121), metavar=("WIDTH", "HEIGHT", "FRAMES"))
     guided.add_argument("--steps", type=int, default=3, help="of each stage in one run")
     guided.add_argument("--dtype", choices=("bfloat16", "float32"))
+    guided.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of our blocks")
     guided.add_argument("--compile", action="store_true", help="the blocks by Inductor, ours and diffusers'")
     args = parser.parse_args(argv)
     if args.guided or args.device == "cuda":

@@ -28,6 +28,7 @@ from ltx2rt.testing import ArraySource, random_params
 ON_GPU = Path(end_to_end.__file__).with_name("on_gpu.sh")
 SMALL = {"--preset": "tiny-2.3", "--device": "cpu", "--width": 64, "--height": 64, "--num-frames": 9, "--steps": 1}
 TINY_CLIP = [str(word) for pair in SMALL.items() for word in pair] + ["--repeats", "2"]
+FLOAT8 = ["--weights-dtype", "float8"]
 
 
 def test_step_is_compared_with_diffusers_on_the_same_weights(tmp_path, capsys):
@@ -61,6 +62,15 @@ def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
     assert "x diffusers" in capsys.readouterr().out
 
 
+def test_float8_weights_race_against_the_tensors_that_they_are_quantised_from():
+    facts = step.main(["--guided", "--tiny", "--rounds", "1", "--threads", "1", "--steps", "1", *FLOAT8])
+    assert (facts["dtype"], facts["weights_dtype"]) == ("bfloat16", "float8")
+    plain = step.main(["--guided", "--tiny", "--rounds", "1", "--threads", "1", "--steps", "1", "--dtype", "bfloat16"])
+    for name, stage in facts["stages"].items():
+        assert stage["relative_l2"] > 1.5 * plain["stages"][name]["relative_l2"]  # ours lost bits, theirs did not
+        assert stage["flops"] == plain["stages"][name]["flops"]
+
+
 def test_both_hold_the_same_tensors():
     """Packed weights are cut apart where the checkpoint's tensors end."""
     graph = pack(trace("net", two_linears, "float32"))
@@ -89,7 +99,8 @@ def test_load_is_measured_in_fresh_processes(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is emptied by posix_fadvise")
 def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
     flags = ["--device", "cpu", "--width", "128", "--height", "64", "--num-frames", "9", "--rounds", "1"]
-    facts = cold_start.main([*flags, "--output", str(tmp_path / "c.json")])
+    facts = cold_start.main([*flags, *FLOAT8, "--output", str(tmp_path / "c.json")])
+    assert facts["dtype"] == "bfloat16"
     assert tuple(facts["seconds"]) == cold_start.PHASES
     whole, phases = facts["first_step_after_s"].median, sum(spread.median for spread in facts["seconds"].values())
     assert phases <= whole * 1.01  # they follow each other; two clocks measure them
@@ -120,9 +131,6 @@ def test_collectives_are_counted_against_the_floor(tmp_path, capsys):
 
 
 TINY_SIZE = ["--preset", "tiny-2.3", "--device", "cpu", "--width", "64", "--height", "64", "--num-frames", "9"]
-
-
-FLOAT8 = ["--weights-dtype", "float8"]
 
 
 def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
@@ -195,6 +203,7 @@ def test_diffusers_makes_the_same_clip_on_the_same_tensors(tmp_path, capsys):
     """Both prompts, both stages, upsampler, picture and sound; from ours as far as float32 rounding goes."""
     written = tmp_path / "p.json"
     facts = end_to_end.main([*TINY_CLIP, "--peer", "diffusers", "--output", str(written)])
+    assert facts["weights_dtype"] == "float32"
     (found,) = facts["from diffusers"]
     assert found["psnr_db"] > 70 and found["audio_corr"] > 1 - 1e-6
     seconds = json.loads(written.read_text())["peer"]["seconds"]
