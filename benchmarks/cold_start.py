@@ -5,7 +5,9 @@ Decides the phases, each in a fresh process as in a real run, and what loading i
   plan     headers read and audited, graphs traced
   load     weights on the device: the text encoder's (if the model has one), then the transformer's
   text     the prompt encoded
-  warmup   what the first step of stage 1 took longer than the second: lowering, compiling, capturing, allocating
+  lower    the denoise loop of stage 1 traced, placed and lowered
+  warmup   what the first step took longer than the second, but for its recording: compiling, starting libraries
+  record   the step recorded as a CUDA graph; nothing on a CPU
   step     the second step
 `plain` reads the same files into one buffer that is used again and again; loading is also given as a ratio to the time
 that its own bytes take at that rate. Before each process the files are dropped from the page cache, as far as the
@@ -28,6 +30,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,7 @@ import numpy as np
 
 from benchmarks.measure import Spread, machine, record
 
-PHASES = ("import", "plan", "load", "text", "warmup", "step")
+PHASES = ("import", "plan", "load", "text", "lower", "warmup", "record", "step")
 PROMPT = "a red fox walks through a snowy forest at dawn"
 BUFFER_BYTES = 2**26
 
@@ -147,18 +151,41 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     blocks[list(request.stg_blocks)] = 1
     feeds |= {"guidance": stage.guidance, "stg_blocks": blocks}
     start = [standard_normal(0, f"start.{m}", state.shape) for m, state in states.items()]
+    recorded: list[float] = []
+    with watch.stage("lower"):
+        if backend.device_kind == "cuda":
+            from ltx2rt_cuda.program import Pool
+
+            pool = backend._pool = Pool()  # type: ignore[attr-defined]  # the one that it would make itself
+            pool.recording = timed(pool.recording, recorded)
+        networks.step_loop(structure, len(stage.sigmas) - 1)
     for name in ("first", "second"):
         with watch.stage(name, 1) as done:
             for _ in networks.denoise("stage1", (), structure, feeds, stage.sigmas, *start, num_steps=1):
                 done()
         if name == "first":
             found["first_step_after"] = time.time() - args.started
-    text, first, second = (stage.time_s for stage in watch.stages)
-    found |= {"load": watch.apart_s["load"], "text": text, "warmup": first - second, "step": second}
+    text, lower, first, second = (stage.time_s for stage in watch.stages)
+    record_s = sum(recorded)
+    found |= {"load": watch.apart_s["load"], "text": text, "lower": lower, "warmup": first - second - record_s}
+    found |= {"record": record_s, "step": second}
     sources = ((networks.source(name), graph.parameters()) for name, graph in graphs.items())
     loaded = sum(source.info(name).nbytes for source, names in sources for name in names)
     device = backend.device().name if backend.device_kind == "cuda" else machine()["device"]
     return found | {"loaded_bytes": loaded, "device": device, "dtype": networks.dtype}
+
+
+def timed(recording: Callable, seconds: list[float]) -> Callable:
+    """The same context, which leaves the seconds from its beginning (when the device is idle) to its end."""
+
+    @contextmanager
+    def context(graph: Any) -> Iterator[None]:
+        with recording(graph):
+            start = time.perf_counter()
+            yield
+        seconds.append(time.perf_counter() - start)
+
+    return context
 
 
 def child(args: argparse.Namespace) -> dict[str, Any]:

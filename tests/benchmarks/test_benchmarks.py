@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -101,6 +102,7 @@ def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
     flags = ["--device", "cpu", "--width", "128", "--height", "64", "--num-frames", "9", "--rounds", "1"]
     facts = cold_start.main([*flags, *FLOAT8, "--output", str(tmp_path / "c.json")])
     assert facts["dtype"] == "bfloat16"
+    assert facts["seconds"]["lower"].median > 0 == facts["seconds"]["record"].median  # a CPU records nothing
     assert tuple(facts["seconds"]) == cold_start.PHASES
     whole, phases = facts["first_step_after_s"].median, sum(spread.median for spread in facts["seconds"].values())
     assert phases <= whole * 1.01  # they follow each other; two clocks measure them
@@ -108,6 +110,19 @@ def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
     assert facts["load_ratio_to_plain"].median == pytest.approx(facts["seconds"]["load"].median / files)
     assert json.loads((tmp_path / "c.json").read_text())["cache"] == "cold"
     assert "x a plain read" in capsys.readouterr().out
+
+
+def test_a_recording_is_timed_to_the_end_of_its_context():
+    seconds, seen = [], []
+
+    @contextmanager
+    def recording(graph):
+        yield seen.append((graph, len(seconds)))
+        seen.append(len(seconds))
+
+    with cold_start.timed(recording, seconds)("graph"):
+        seen.append("body")
+    assert seen == [("graph", 0), "body", 0] and len(seconds) == 1
 
 
 def test_a_cold_start_that_fails_says_why(tmp_path):
