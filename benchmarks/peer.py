@@ -6,7 +6,7 @@ piece, the sound, and 8-bit frames and the waveform on the host. It leaves out, 
 distilled LoRA and the MP4 encoder. A random LoRA changes no value, so one transformer serves both stages.
 
 Both are in memory at once. A module holds our tensors themselves, but for those that diffusers has in another form: the
-vocoder in the compute dtype, and contiguous what ours lays out for cuDNN (together less than 3 GB of LTX-2.3).
+vocoder and Gemma's norms in the compute dtype, and contiguous what ours lays out for cuDNN (less than 3 GB in all).
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -109,7 +109,7 @@ class Peer:
         config, dtype = networks.config, DTYPES[networks.dtype]
         others = {name: graph for name, graph in plan.graphs.items() if name != "transformer"}
         held = (checkpoint_tensors(graph, networks.weights(name, graph)) for name, graph in others.items())
-        parts = by_component(config, {name: x for tensors in held for name, x in tensors})
+        parts = by_component(config, {name: x.to(dtype) for tensors in held for name, x in tensors})
         transformer = diffusers_transformer(
             config.transformer,
             transformer_tensors(networks, first.structure, len(first.stage.sigmas) - 1, first.stage),
@@ -135,7 +135,7 @@ class Peer:
             ),
             transformer=transformer,
             vocoder=over(
-                {name: x.to(dtype) for name, x in parts["vocoder"].items()},
+                parts["vocoder"],
                 LTX2VocoderWithBWE if config.vocoder.bandwidth_extension else LTX2Vocoder,
                 **vocoder,
             ),
