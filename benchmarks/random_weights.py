@@ -33,10 +33,6 @@ class RandomBackend(CudaBackend):
 
     seed = 0
 
-    def peak_bytes(self) -> int | None:
-        """What was ever taken from the device: what lives in the memory of recorded steps is not in `allocated`."""
-        return torch.cuda.max_memory_reserved() if self.device_kind == "cuda" else None
-
     def load(
         self,
         graphs: Iterable[Graph],
