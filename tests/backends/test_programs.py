@@ -21,7 +21,7 @@ from ltx2rt.placement.profiles import PROFILES, placed_loop
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 
 BACKENDS = ("cuda", "tpu")
-LAYERS, TOKENS, AUDIO_TOKENS, TEXT = 3, 6, 5, 4
+LAYERS, AUDIO_TOKENS, TEXT = 3, 5, 4
 CONFIG = TransformerConfig(
     num_layers=LAYERS, video_channels=4, audio_channels=8, num_heads=3, head_dim=8, audio_num_heads=3,
     audio_head_dim=4, caption_channels=20, caption_projection=False, gated_attention=True, text_modulation=True,
@@ -32,33 +32,37 @@ GUIDANCE = np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]], np.float32)
 SIGMAS = np.array([1, 0.9, 0.65, 0.3, 0], np.float32)
 
 
-def job(seed: int, guidance: np.ndarray = GUIDANCE) -> dict[str, dict[str, np.ndarray]]:
-    """constants and state of a denoise loop, the first two video tokens held at 0.3."""
+def job(seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2) -> dict[str, dict[str, np.ndarray]]:
+    """constants and state of a denoise loop of `rows` times 3 video tokens, the first two held at 0.3."""
     rng = np.random.default_rng(seed)
-    video = np.stack([np.indices((1, 2, 3), np.float32).reshape(3, -1) * 32] * 2, axis=-1)
+    video = np.stack([np.indices((1, rows, 3), np.float32).reshape(3, -1) * 32] * 2, axis=-1)
     audio = np.stack([np.arange(AUDIO_TOKENS, dtype=np.float32) * 0.04] * 2, axis=-1)[None]
     constants = transformer.position_feeds(CONFIG, video, audio)
-    constants |= guided_step.mask_feeds("video", np.array([0.3, 0.3, 1, 1, 1, 1]))
+    constants |= guided_step.mask_feeds("video", np.array([0.3, 0.3, *[1] * (3 * rows - 2)]))
     constants |= guided_step.mask_feeds("audio", np.ones(AUDIO_TOKENS))
     constants |= {"guidance": guidance, "stg_blocks": np.array([0, 1, 0], np.float32)}
     state = {}
-    for name, tokens, channels, width in (("video", TOKENS, 4, 24), ("audio", AUDIO_TOKENS, 8, 12)):
+    for name, tokens, channels, width in (("video", 3 * rows, 4, 24), ("audio", AUDIO_TOKENS, 8, 12)):
         state[f"{name}_latent"] = rng.standard_normal((1, tokens, channels), np.float32)
         constants[f"{name}_clean"] = rng.standard_normal((tokens, channels), np.float32)
         constants[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
     return {"constants": constants, "state": state}
 
 
-def step_graph():
-    counts = transformer.coordinate_counts(job(0)["constants"])
+def step_graph(rows: int = 2, dtype: str = "float32"):
+    counts = transformer.coordinate_counts(job(0, rows=rows)["constants"])
     branches = guided_step.Branches.of(GUIDANCE)
-    structure = guided_step.Structure(branches, TOKENS, AUDIO_TOKENS, TEXT, counts, video_levels=2)
-    return guided_step.trace(CONFIG, structure, "float32")
+    structure = guided_step.Structure(branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2)
+    return guided_step.trace(CONFIG, structure, dtype)
 
 
-def fresh(name: str, seed: int = 0, device: str = "cpu", **options):
+def loop_graph(**step):
+    return placed_loop(step_graph(**step), PROFILES["single"], {}, len(SIGMAS) - 1)
+
+
+def fresh(name: str, seed: int = 0, device: str = "cpu", dtype: str = "float32", **options):
     """A backend of its own, the loop over up to 8 steps lowered on it, and its weights."""
-    backend, graph = get_backend(name, device), placed_loop(step_graph(), PROFILES["single"], {}, len(SIGMAS) - 1)
+    backend, graph = get_backend(name, device), loop_graph(dtype=dtype)
     loop = backend.lower_loop(graph, **options)
     return backend, loop, backend.load([graph], ArraySource(random_params(graph, seed)))
 
@@ -249,33 +253,42 @@ def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
     assert_bitwise(together[1], denoise(fresh(name, seed=1), SIGMAS[1:], **second))
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("dtype,close", [("float32", 1e-6), ("bfloat16", 2**-8)])  # other workspaces
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing can be recorded")
-def test_a_recorded_step_follows_every_input_and_the_weights():
-    """One loop, recorded once; each job changes everything that is not its structure. The oracle launches each step."""
-    backend, recorded, weights = fresh("cuda", device="cuda")
-    _, eager, _ = fresh("cuda", device="cuda")
-    eager.pool = None
+def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, close, compile):
+    """Loops of two sizes in turn, each recorded once; each job changes everything that is not its structure. The oracle
+    launches each step."""
+    backend, recorded, weights = fresh("cuda", device="cuda", dtype=dtype, compile=compile)
+    graphs = {2: recorded.graph, 3: loop_graph(rows=3, dtype=dtype)}
+    loops = {2: recorded, 3: backend.lower_loop(graphs[3], compile=compile)}
+    eager = {rows: backend.lower_loop(graph, compile=compile) for rows, graph in graphs.items()}
+    for loop in eager.values():
+        loop.pool = None
     other = backend.load([recorded.graph], ArraySource(random_params(recorded.graph, seed=1)))
-    first = None
+    first: dict = {}
     for seed, chosen, sigmas in (
         (20, weights, SIGMAS),
         (21, weights, SIGMAS[1:]),
         (22, other, SIGMAS),
         (23, weights, SIGMAS),
     ):
-        work = job(seed, GUIDANCE * np.float32(0.9 + 0.05 * (seed - 20)))
-        work["constants"]["stg_blocks"] = np.eye(LAYERS, dtype=np.float32)[seed % LAYERS]
-        steps = denoise((backend, recorded, chosen), sigmas, **work)
-        expected = denoise((backend, eager, chosen), sigmas, **work)
-        for i, (found, wanted) in enumerate(zip(steps, expected, strict=True)):
-            for key in wanted:
-                assert relative_l2(found[key], wanted[key]) <= 1e-6, f"job {seed}, step {i}, {key}"  # other workspaces
-        first = first or recorded.captured
-        assert (recorded.captured is first) == (seed < 22), "recorded anew when, and only when, the weights moved"
-    assert eager.captured is None
-    recorded.captured = first = None  # no step is left in the pool
-    again = denoise((backend, recorded, weights), SIGMAS, **work)[-1]
-    assert all(relative_l2(again[key], wanted[key]) <= 1e-6 for key in wanted)
+        for rows, loop in loops.items():
+            work = job(seed, GUIDANCE * np.float32(0.9 + 0.05 * (seed - 20)), rows)
+            work["constants"]["stg_blocks"] = np.eye(LAYERS, dtype=np.float32)[seed % LAYERS]
+            steps = denoise((backend, loop, chosen), sigmas, **work)
+            expected = denoise((backend, eager[rows], chosen), sigmas, **work)
+            for i, (found, wanted) in enumerate(zip(steps, expected, strict=True)):
+                for key in wanted:
+                    assert relative_l2(found[key], wanted[key]) <= close, f"job {seed}, {rows} rows, step {i}, {key}"
+            first.setdefault(rows, loop.captured)
+            assert (loop.captured is first[rows]) == (seed < 22), "recorded anew when, and only when, the weights moved"
+    assert all(loop.captured is None for loop in eager.values())
+    first.clear()
+    for loop in loops.values():
+        loop.captured = None  # no step is left in the pool
+    again = denoise((backend, loops[3], weights), SIGMAS, **work)[-1]
+    assert all(relative_l2(again[key], wanted[key]) <= close for key in wanted)
 
 
 COLLECTIVE = """
