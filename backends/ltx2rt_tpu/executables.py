@@ -32,11 +32,12 @@ def keep_executables(root: Path) -> None:
         _say(f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: compiling")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(None, "it is not writable")
     except OSError as error:
         _say(f"cannot keep executables in {folder} ({error.strerror}), every run will compile; see {VARIABLE}")
+        jax.config.update("jax_compilation_cache_dir", None)  # which JAX has from the same variable
         return
+    if not os.access(folder, os.W_OK):
+        _say(f"{folder} is not writable: what is compiled now is not kept")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     show = warnings.showwarning

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 from ltx2rt_tpu import ops
-from ltx2rt_tpu.program import Program
+from ltx2rt_tpu.program import Assembled, Program
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import GeneratorConfig, VocoderConfig
@@ -19,6 +19,8 @@ from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import vocoder
 from ltx2rt.passes.fuse import fuse, snakes
+from ltx2rt.pipeline.graphs import component_graph
+from ltx2rt.pipeline.request import GraphRequest
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import preset
@@ -156,6 +158,13 @@ def test_only_upsampling_is_a_convolution_for_a_tpu():
     convolutions = [node for node in graph.nodes if node.op.startswith("conv")]
     assert counts["cpu"] == len(convolutions) > 20
     assert counts["tpu"] == sum(node.op == "conv_transpose" for node in convolutions)
+
+
+def test_the_released_vocoder_is_many_nodes_of_few_kinds():
+    """Of 121 frames at 24 fps: what README says a TPU's compiler gets."""
+    graph = component_graph(preset("ltx-2.3").config, GraphRequest("vocoder"))
+    schedule = Assembled(graph, get_backend("tpu", "cpu").place).schedule
+    assert (len(schedule), len({kind for kind, _ in schedule})) == (792, 256)
 
 
 def test_the_low_stage_is_clamped():
