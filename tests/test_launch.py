@@ -392,7 +392,7 @@ def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
     for first, second, message in (
         ((), ("--seed", 8), "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1"),
         (mesh := ("--mesh", "tensor=2"), mesh, "is of 2 devices, the 2 processes have 4; give a --mesh of all of them"),
-        (single := ("--profile", "single"), single, "profile single has no mesh of the 4 devices of 2 hosts"),
+        (single := ("--profile", "single"), single, "profile single has no mesh of 4 devices"),
     ):
         words = [["-m", "ltx2rt", *flags(*ON_HOSTS, *more)] for more in (first, second)]
         ended = [run.end() for run in hosts_by_hand(*words)]

@@ -59,11 +59,11 @@ def alone(generate, words):
 @pytest.mark.parametrize(
     ("profile", "mesh", "flags"),
     [
-        ("trillium-2d", "fsdp=2,tensor=4", SILENT),
         ("trillium", "guidance=2,sequence=2,tensor=2", SILENT),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("trillium-2d", "fsdp=2,tensor=4", SILENT),
                 ("ironwood", "sequence=8", SILENT),
                 ("ironwood-1d", "tensor=8", SILENT),
                 ("trillium", "guidance=2,fsdp=2,tensor=2", SILENT),
