@@ -209,7 +209,7 @@ def _conv(x: Array, weight: Array, *, stride, dilation) -> Array:
 
 def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
     """The same over (frames, rows, columns), a loop over the frames of the result: for all of them at once the TPU
-    compiler takes four times as long, and first copies the input into another layout."""
+    compiler takes several times as long, and twice the memory (README has both)."""
     depth = weight.shape[2]
 
     def frame(i):

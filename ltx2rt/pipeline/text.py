@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 1024  # the length every released pipeline pads to
 
 
-@lru_cache(maxsize=1)  # Gemma's takes about a second to read; a warm-up and the run behind it read it once
+@lru_cache(maxsize=1)  # Gemma's is tens of megabytes of JSON; a warm-up and the run behind it read it once
 def _tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 

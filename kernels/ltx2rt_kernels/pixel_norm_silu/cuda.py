@@ -7,6 +7,7 @@ the convolution behind the norm wants them so.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 import triton.language as tl
@@ -33,9 +34,9 @@ def pixel_norm_silu_kernel(
 
 def _pixel_stride(x: Tensor) -> int | None:
     """From one pixel to the next, if that is the same for all."""
-    sizes, strides = x.shape[2:], x.stride()[2:]
-    uniform = all(a == b * n for a, b, n in zip(strides, strides[1:], sizes[1:], strict=False))
-    return strides[-1] if uniform else None
+    axes = [(n, stride) for n, stride in zip(x.shape[2:], x.stride()[2:], strict=True) if n > 1]
+    uniform = all(outer == n * stride for (_, outer), (n, stride) in pairwise(axes))
+    return (axes[-1][1] if axes else 1) if uniform else None
 
 
 def why_not(x: Tensor, *, dim: int, eps: float) -> str | None:
