@@ -1,0 +1,173 @@
+"""Has a change of structure changed anything that is computed?
+
+    python -m tests.unchanged record FILE     # on the commit before
+    python -m tests.unchanged compare FILE    # on the commit after, on the same machine
+
+Compares the graph of every network (both generations, one to four devices, every mesh axis) node for node, names of
+values apart, and whole tiny runs of every pipeline on both backends bit for bit (latents after every step, waveform).
+Everything goes through the command line, which outlives any restructuring. The graphs' hashes hold on any machine, and
+`golden_graphs.json` keeps them for the tests; the runs' digests hold on one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+GOLDEN = Path(__file__).with_name("golden_graphs.json")
+NETWORKS = ("text-encoder", "video-encoder", "video-decoder", "audio-decoder", "vocoder", "upsampler")
+TRANSFORMERS = ("transformer", "guided-step", "denoise")
+MESHES = ("", "tensor=2", "tensor=4")
+MORE_MESHES = ("sequence=2,tensor=2", "guidance=2,tensor=2", "fsdp=2,tensor=2", "guidance=2,sequence=2")
+PIPELINES = ("two-stage", "distilled", "one-stage")
+SIZE = "--width 128 --height 64 --num-frames 17 --fps 48 --steps 3 --seed 5 --image-crf 0 --device cpu"
+
+
+def graph_cases(presets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Arguments of `ltx2rt graph`."""
+    for preset in presets:
+        for network in NETWORKS:
+            for mesh in MESHES if network == "text-encoder" else MESHES[:1]:
+                yield (network, "--preset", preset, *(("--mesh", mesh) if mesh else ()))
+        for network in TRANSFORMERS:
+            for mesh in (*MESHES, *MORE_MESHES):
+                for branches in ("1", "4"):
+                    if "guidance" not in mesh or branches != "1" or network != "transformer":
+                        found = (network, "--preset", preset, "--branches", branches)
+                        yield (*found, *(("--mesh", mesh) if mesh else ()))
+        yield ("denoise", "--preset", preset, "--weights-dtype", "float8", "--mesh", "tensor=2")
+
+
+def graph_hash(arguments: tuple[str, ...]) -> str:
+    """Of the printed graph: the same for two graphs that differ in the names of their values alone.
+
+    A constant counts as such however it is made: `affine` with scale 0, `affine` of a constant, or `full`.
+    """
+    import contextlib
+    import io
+
+    from ltx2rt import cli
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = cli.main(["graph", *arguments, "--format", "json"])
+    assert status == 0, arguments
+    graph = json.loads(out.getvalue())
+    numbers: dict[str, Any] = {}
+    head = [[v["name"], v["axes"], v["shape"], v["dtype"]] for v in graph["inputs"]]
+    body = [graph["name"], head, sorted(graph["params"].items()), _nodes(graph["nodes"], numbers)]
+    body.append({name: numbers.get(v, v) for name, v in graph["outputs"].items()})
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _nodes(nodes: list[dict[str, Any]], numbers: dict[str, Any]) -> list[Any]:
+    rows = []
+    for node in nodes:
+        operands = [numbers.get(name, name) for name in node["inputs"]]
+        constant = _constant(node, operands)
+        if constant is not None:
+            numbers[node["outputs"][0]] = ["constant", constant, node["axes"], node["shape"], node["dtype"]]
+            continue
+        row: dict[str, Any] = {key: node[key] for key in ("op", "axes", "shape", "dtype", "collective")}
+        row |= {"inputs": operands, "attrs": node.get("attrs", {})}
+        if "body" in node:
+            row |= {"count": node["count"], "body": _nodes(node["body"], {})}
+        rows.append(row)
+        numbers |= {name: f"{len(rows)}.{i}" for i, name in enumerate(node["outputs"])}
+    return rows
+
+
+def _constant(node: dict[str, Any], operands: list[Any]) -> float | None:
+    attrs = node.get("attrs", {})
+    if node["op"] == "full":
+        return float(attrs["value"])
+    if node["op"] == "affine":
+        scale, offset = attrs.get("scale", 1.0), attrs.get("offset", 0.0)
+        if scale == 0:
+            return float(offset)
+        if isinstance(operands[0], list):
+            return operands[0][1] * scale + offset
+    return None
+
+
+def graph_hashes(presets: tuple[str, ...]) -> dict[str, str]:
+    return {" ".join(case): graph_hash(case) for case in graph_cases(presets)}
+
+
+def run_digests() -> dict[str, str]:
+    """Of every tensor that whole runs leave behind, each run in a process of its own."""
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _ltx2rt("weights", "make", "--preset", "tiny-2.3", "--layout", "official", folder / "tiny-2.3")
+        _ltx2rt("weights", "make", "--preset", "tiny-2.0", "--layout", "diffusers", folder / "tiny-2.0")
+        from PIL import Image
+
+        Image.linear_gradient("L").resize((200, 100)).convert("RGB").save(folder / "image.png")
+        for backend in ("cuda", "tpu"):
+            for model in ("tiny-2.3", "tiny-2.0"):
+                for pipeline in PIPELINES:
+                    more = ["--pipeline", pipeline]
+                    if pipeline == "distilled":
+                        more += ["--distilled-lora", *_lora(folder / model)]
+                    if model == "tiny-2.3":
+                        more += ["--image", f"{folder}/image.png:0", f"{folder}/image.png:8:0.7"]
+                    latents = folder / "latents.safetensors"
+                    words = ["generate", "--backend", backend, "--model", folder / model, *SIZE.split(), *more]
+                    words += ["--prompt", "a red fox", "--output", folder / "x.mp4", "--latents-out", latents]
+                    _ltx2rt(*words)
+                    from safetensors.numpy import load_file
+
+                    for tensor, array in sorted(load_file(latents).items()):
+                        digest = hashlib.sha256(array.tobytes()).hexdigest()[:16]
+                        found[f"{backend} {model} {pipeline} {tensor}"] = digest
+    return found
+
+
+def _lora(folder: Path) -> list[str]:
+    """The checkpoint's LoRA: the file whose header has the word."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            if any("lora" in key for key in file.keys()):  # noqa: SIM118
+                return [str(path)]
+    raise AssertionError(f"no LoRA in {folder}")
+
+
+def _ltx2rt(*arguments: object) -> None:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "ltx2rt", *map(str, arguments)]
+    subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def main(argv: list[str]) -> int:
+    command, path = argv[0], Path(argv[1]) if len(argv) > 1 else None
+    if command == "golden":
+        GOLDEN.write_text(json.dumps(graph_hashes(("tiny-2.0", "tiny-2.3")), indent=1) + "\n")
+        return 0
+    assert path is not None and command in ("record", "compare"), "record FILE, compare FILE or golden"
+    runs = {} if "--graphs" in argv else run_digests()
+    found = graph_hashes(("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3")) | runs
+    if command == "record":
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    before = json.loads(path.read_text())
+    if "--graphs" in argv:
+        before = {name: digest for name, digest in before.items() if not name.startswith(("cuda ", "tpu "))}
+    different = [name for name in before if found.get(name) != before[name]]
+    for name in different:
+        print(f"{'differs' if name in found else 'absent'}: {name}")
+    print(f"{len(before) - len(different)} of {len(before)} are equal")
+    return bool(different)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
