@@ -36,7 +36,7 @@ from benchmarks.random_weights import RandomBackend, empty_checkpoint
 from ltx2rt.media.compare import PSNR_CAP_DB, correlation, luma, ssim
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipeline import generate
-from ltx2rt.pipeline.report import Stopwatch
+from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
 

@@ -37,7 +37,7 @@ from ltx2rt.graph import Graph
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG, Structure
 from ltx2rt.pipeline import generate
 from ltx2rt.pipeline.networks import Networks
-from ltx2rt.pipeline.noise import standard_normal
+from ltx2rt.stages.noise import standard_normal
 from ltx2rt.pipeline.stages import Stage
 from ltx2rt.weights import configs
 from ltx2rt.weights.checkpoint import component_of

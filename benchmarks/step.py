@@ -44,10 +44,10 @@ from ltx2rt.backend import get_backend
 from ltx2rt.models import transformer
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
 from ltx2rt.pipeline import generate
-from ltx2rt.pipeline.conditioning import audio_state, video_state
-from ltx2rt.pipeline.noise import standard_normal
+from ltx2rt.stages.conditioning import audio_state, video_state
+from ltx2rt.stages.noise import standard_normal
 from ltx2rt.pipeline.request import ModelOptions, Request
-from ltx2rt.pipeline.text import PROMPT_TOKENS
+from ltx2rt.stages.tokenizer import PROMPT_TOKENS
 from ltx2rt.placement.cost import flops
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.presets import preset

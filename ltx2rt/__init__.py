@@ -1,3 +1,32 @@
-"""ltx2rt: one model graph of LTX-2, lowered to PyTorch and to JAX."""
+"""LTX-2: one model graph, lowered to PyTorch on GPUs and to JAX on TPUs.
+
+    import ltx2rt
+    with ltx2rt.open("MODEL_DIR", backend="cuda") as session:
+        session.generate("a red fox", num_frames=121, seed=7).save("fox.mp4")
+
+Importing this imports neither torch nor jax; `ltx2rt.open` does, as the backend needs.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ltx2rt.errors import Cancelled, InputError
+
+if TYPE_CHECKING:
+    from ltx2rt.api import Clip, Session, open
+    from ltx2rt.session.stopwatch import Progress
 
 __version__ = "0.1.0"
+__all__ = ["Cancelled", "Clip", "InputError", "Progress", "Session", "__version__", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    """The interface is imported on first use: the command line's own start stays instant."""
+    if name in ("Clip", "Session", "open"):
+        from ltx2rt import api
+
+        return getattr(api, name)
+    if name == "Progress":
+        from ltx2rt.session.stopwatch import Progress
+
+        return Progress
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,38 +1,50 @@
 """The command line: flags in, exit status out.
 
 Decides spelling, help and how failures are reported: 2 for bad input, 1 for any other failure, 130 when interrupted,
-one line on stderr each time. Handlers import what they need, so that `--help` is instant.
+one line on stderr each time. Flags stand on the dataclasses of the commands and pipelines; handlers import what they
+need, so that `--help` is instant.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from ltx2rt import __version__, flags, launch
+from ltx2rt import __version__, launch
 from ltx2rt.errors import InputError
-from ltx2rt.pipeline import request as asked
 
 Handler = Callable[[argparse.Namespace], int | None]  # the exit status; None: 0
 RANKED = ("cuda",)  # backends that run one process per device; the others have all devices of a host in one
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+PRESETS = ("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in one line and no guessing of abbreviated flags."""
+    """argparse, with its errors in one line and no guessing of abbreviated flags.
 
-    def __init__(self, *args, **kwargs):
+    fill: adds the command's flags, when they are needed.
+    """
+
+    def __init__(self, *args: Any, fill: Callable[[Parser], None] | None = None, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.fill = fill
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.fill is not None:
+            fill, self.fill = self.fill, None
+            fill(self)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        if {os.environ.get(name, "0") for name in ("RANK", "JAX_PROCESS_ID")} != {"0"}:  # all ranks have the same flags
+        if not _first():  # all ranks have the same flags
             self.exit(BAD_INPUT)
         self.exit(BAD_INPUT, f"ltx2rt: error: {message}; see `{self.prog} --help`\n")
 
@@ -88,42 +100,36 @@ def _join(args: argparse.Namespace) -> launch.Crew | None:
         if rank == 0:
             raise
         sys.exit(BAD_INPUT)  # all ranks run one installation
-    crew = launch.Crew(rank, size, rendezvous, _outputs(args))
+    inputs, outputs = _files(args)
+    crew = launch.Crew(rank, size, rendezvous, outputs)
     try:
         given = {name: value for name, value in vars(args).items() if name not in ("handler", "argv", "keep")}
         crew.agree("arguments", {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()})
-        crew.agree("files", launch.digests(_inputs(args)))
-        if given.get("seed", 0) is None:
-            args.seed = crew.from_main("seed", asked.draw_seed)
+        crew.agree("files", launch.digests(inputs))
+        if hasattr(args, "output") and not hasattr(args, "seed"):
+            from ltx2rt.pipelines.request import draw_seed
+
+            args.seed = crew.from_main("seed", draw_seed)
     except InputError as error:
         _fail(str(error), BAD_INPUT, crew)
     return crew
 
 
-def _outputs(args: argparse.Namespace) -> list[Path]:
-    """The files that generate or probe writes."""
-    names = ("latents_out", "report", "outputs")
-    found = [path for name in names if (path := getattr(args, name, None)) is not None]
-    if not hasattr(args, "num_videos"):
-        return found
-    seed = args.seed or 0
-    return found + asked.video_files(args.output, range(seed, seed + args.num_videos))
+def _files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """What generate or probe reads, and what it writes."""
+    if hasattr(args, "outputs"):
+        options, probe = probe_request(args)
+        return options.files + [path for path in (probe.inputs,) if path], [probe.outputs]
+    options, request, files = generate_request(args)
+    seeds = range(request.seed or 0, (request.seed or 0) + request.num_videos)
+    return options.files + request.files, files.all(seeds)
 
 
-def _inputs(args: argparse.Namespace) -> list[Path]:
-    """The files and folders that generate or probe reads."""
-    names = ("model", "text_encoder", "upsampler", "noise_in", "inputs")
-    paths = [path for name in names if (path := getattr(args, name, None)) is not None]
-    loras = [*args.lora, *([args.distilled_lora] if args.distilled_lora else [])]
-    paths += [asked.parse_lora(text).path for text in loras]
-    return paths + [asked.parse_image(text).path for text in getattr(args, "image", [])]
-
-
-def _ranks_to_start(args: argparse.Namespace) -> int:
+def _ranks_to_start(options: Any) -> int:
     """How many processes this one has to start: 1 if it does the work itself."""
-    if args.backend not in RANKED or launch.ranks(os.environ)[1] > 1:
+    if options.backend not in RANKED or launch.ranks(os.environ)[1] > 1:
         return 1
-    return math.prod(mesh_of(args, os.environ).values())
+    return prod(options.mesh.values())
 
 
 def parser() -> Parser:
@@ -131,19 +137,19 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"ltx2rt {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(to, name: str, handler: Handler, help: str) -> Parser:
-        added = to.add_parser(name, help=help, description=help)
+    def command(to: Any, name: str, handler: Handler, help: str, fill: Any = None) -> Parser:
+        added = to.add_parser(name, help=help, description=help, fill=fill)
         added.set_defaults(handler=handler)
         return added
 
-    flags.generate(command(commands, "generate", generate, "turn a prompt into one MP4 with sound"))
-    flags.probe(command(commands, "probe", probe, "run one network on given tensors"))
+    command(commands, "generate", generate, "turn a prompt into one MP4 with sound", generate_flags)
+    command(commands, "probe", probe, "run one network on given tensors", probe_flags)
 
     weights = commands.add_parser("weights", help="make, inspect or merge checkpoints")
     weights_commands = weights.add_subparsers(metavar="COMMAND", required=True)
     make = command(weights_commands, "make", weights_make, "write a random checkpoint in a real layout")
     make.add_argument("directory", type=Path, metavar="DIR")
-    make.add_argument("--preset", choices=flags.PRESETS, required=True)
+    make.add_argument("--preset", choices=PRESETS, required=True)
     make.add_argument("--layout", choices=("official", "diffusers"), required=True)
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--dry-run", action="store_true", help="print the manifest, write nothing")
@@ -162,104 +168,95 @@ def parser() -> Parser:
     compare_.add_argument("b", type=Path, metavar="B.mp4")
     compare_.add_argument("--json", action="store_true")
 
-    flags.graph(command(commands, "graph", graph, "print the graph of a network, placed on a mesh if asked"))
-    flags.plan(command(commands, "plan", plan, "say what a run costs on devices that need not be here"))
-    flags.compile_(command(commands, "compile", compile_, "compile a run's networks for TPUs that need not be here"))
+    command(commands, "graph", graph, "print the graph of a network, placed on a mesh if asked", graph_flags)
+    command(commands, "plan", plan, "say what a run costs on devices that need not be here", plan_flags)
+    about = "compile a run's networks for TPUs that need not be here"
+    command(commands, "compile", compile_, about, compile_flags)
     command(commands, "devices", devices, "list the backends and their devices")
     return top
 
 
-def model_options(args: argparse.Namespace) -> asked.ModelOptions:
-    distilled = args.distilled_lora
-    return asked.ModelOptions(
-        backend=args.backend,
-        model=args.model,
-        text_encoder=args.text_encoder,
-        upsampler=args.upsampler,
-        distilled_lora=asked.parse_lora(distilled, "--distilled-lora") if distilled else None,
-        loras=tuple(map(asked.parse_lora, args.lora)),
-        lora_allow_partial=args.lora_allow_partial,
-        dtype=args.dtype,
-        weights_dtype=args.weights_dtype,
-        device=args.device,
-        cross_timestep_rule=args.cross_timestep_rule,
-        stage_weights=args.stage_weights,
-        text_encoder_offload=args.text_encoder_offload,
-        vae_tiling=args.vae_tiling,
-        layers=args.layers,
-        compile=args.compile,
-        max_memory_gb=args.max_memory,
-        profile=args.profile,
-        mesh=mesh_of(args, os.environ),
+# ---- generate, probe ------------------------------------------------------------------------------------------------
+
+
+def generate_flags(to: Parser) -> None:
+    from ltx2rt.commands.files import Files
+    from ltx2rt.flags import add_flags
+    from ltx2rt.pipelines import FIRST, pipelines
+    from ltx2rt.session.options import ModelOptions
+
+    to.epilog = (
+        "With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (default: ltx2rt under "
+        "XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing."
     )
+    known = pipelines()
+    about = "; ".join(f"{name}: {type_.summary}" for name, type_ in known.items())
+    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"{about} (default: {FIRST})")
+    add_flags(to, ModelOptions)
+    add_flags(to, *known.values())
+    add_flags(to, Files)
 
 
-def mesh_of(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, int]:
-    """The mesh that the flags ask for; by default tensor takes every process that torchrun or accelerate launched."""
-    launched = 1 if args.backend == "tpu" else int(environment.get("WORLD_SIZE", "1"))  # JAX drives all its devices
-    for flag, value in (("--num-gpus", args.num_gpus), ("--tp-size", args.tp_size)):
-        if value is not None and value < 1:
-            raise InputError(f"{flag}: {value}, expected at least 1")
-    if args.mesh and args.tp_size:
-        raise InputError("--mesh and --tp-size say the same; give one of them")
-    if launched > 1 and args.num_gpus not in (None, launched):
-        raise InputError(f"--num-gpus: {args.num_gpus}, but {launched} processes were launched; leave the flag out")
-    mesh = asked.parse_mesh(args.mesh) if args.mesh else {}
-    if args.tp_size:
-        mesh = {"tensor": args.tp_size}
-    devices = args.num_gpus or launched
-    if not mesh and devices > 1:
-        mesh = {"tensor": devices}
-    size = math.prod(mesh.values())
-    if devices > 1 and size != devices:
-        raise InputError(f"mesh {mesh} is of {size} devices, {devices} are asked for; make the two agree")
-    return mesh
+def generate_request(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Model options on their mesh, the request and the files. Raises InputError."""
+    from ltx2rt.commands.files import Files
+    from ltx2rt.flags import given_flags
+    from ltx2rt.pipelines import pipeline
+
+    type_ = pipeline(args.pipeline)
+    return model_options(args), type_(**given_flags(args, type_)), Files(**given_flags(args, Files))
 
 
-def generate_request(args: argparse.Namespace) -> asked.Request:
-    return asked.Request(
-        options=model_options(args),
-        prompt=args.prompt,
-        output=args.output,
-        pipeline=args.pipeline,
-        negative_prompt=args.negative_prompt,
-        width=args.width,
-        height=args.height,
-        num_frames=args.num_frames,
-        fps=asked.parse_fps(args.fps),
-        steps=args.steps,
-        seed=args.seed,
-        num_videos=args.num_videos,
-        images=tuple(map(asked.parse_image, args.image)),
-        image_crf=args.image_crf,
-        video_guidance=asked.GuidanceScales(args.video_cfg, args.video_stg, args.video_modality, args.video_rescale),
-        audio_guidance=asked.GuidanceScales(args.audio_cfg, args.audio_stg, args.audio_modality, args.audio_rescale),
-        stg_blocks=None if args.stg_blocks is None else asked.parse_blocks(args.stg_blocks),
-        audio_from=args.audio_from,
-        warmup=args.warmup,
-        noise_in=args.noise_in,
-        latents_out=args.latents_out,
-        report=args.report,
-        audio=args.audio,
-        metadata=args.metadata,
-    )
+def model_options(args: argparse.Namespace) -> Any:
+    from ltx2rt.flags import given_flags
+    from ltx2rt.session.open import with_mesh
+    from ltx2rt.session.options import ModelOptions
+
+    return with_mesh(ModelOptions(**given_flags(args, ModelOptions)), os.environ)
 
 
 def generate(args: argparse.Namespace) -> int | None:
-    request = generate_request(args)
-    asked.check(request)  # before torch or jax is imported, which takes seconds
-    if (count := _ranks_to_start(args)) > 1:
-        if args.num_videos > 1 and args.seed is None:  # it names the files
-            args.seed = asked.draw_seed()
-            args.argv = [*args.argv, "--seed", str(args.seed)]
-        return launch.start(args.argv, count, _outputs(args))
+    options, request, files = generate_request(args)
+    options.check()  # before torch or jax is imported, which takes seconds
+    request.check()
+    request.check_options(options)
+    request.check_files()
+    files.check()
+    if (count := _ranks_to_start(options)) > 1:
+        if request.num_videos > 1 and request.seed is None:  # it names the files
+            from ltx2rt.pipelines.request import draw_seed
+
+            request = replace(request, seed=draw_seed())
+            args.argv = [*args.argv, "--seed", str(request.seed)]
+        return launch.start(args.argv, count, files.all(request.seeds if request.seed is not None else range(1)))
+    if unread := _unread(args) if _first() else []:
+        print(f"ltx2rt: the {args.pipeline} pipeline does not read {', '.join(unread)}", file=sys.stderr)
+    _keep(args, options)
+    from ltx2rt.commands import generate
+
+    generate.run(options, request, files)
+
+
+def _unread(args: argparse.Namespace) -> list[str]:
+    """Flags that were given and belong to other pipelines."""
+    from ltx2rt.flags import flagged, spelling
+    from ltx2rt.pipelines import pipeline, pipelines
+
+    own = flagged(pipeline(args.pipeline))
+    every = flagged(*pipelines().values())
+    return [spelling(f) for name, f in every.items() if hasattr(args, name) and name not in own]
+
+
+def _first() -> bool:
+    """Whether this process speaks for all ranks of a launch."""
+    return {os.environ.get(name, "0") for name in ("RANK", "JAX_PROCESS_ID")} == {"0"}
+
+
+def _keep(args: argparse.Namespace, options: Any) -> None:
     if args.keep:
         from ltx2rt.backend import keep_executables
 
-        keep_executables(request.options.backend, args.keep)
-    from ltx2rt.pipeline import generate
-
-    generate.run(request)
+        keep_executables(options.backend, args.keep)
 
 
 def executables_folder(environment: Mapping[str, str]) -> Path:
@@ -269,14 +266,34 @@ def executables_folder(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ltx2rt"
 
 
-def probe(args: argparse.Namespace) -> int | None:
-    request = asked.ProbeRequest(model_options(args), args.component, args.outputs, args.inputs, tuple(args.prompt))
-    asked.check_options(request.options)
-    if (count := _ranks_to_start(args)) > 1:
-        return launch.start(args.argv, count, _outputs(args))
-    from ltx2rt import probe
+def probe_flags(to: Parser) -> None:
+    from ltx2rt.commands.probe import ProbeRequest
+    from ltx2rt.flags import add_flags
+    from ltx2rt.session.options import ModelOptions
 
-    probe.run(request)
+    add_flags(to, ModelOptions)
+    add_flags(to, ProbeRequest)
+
+
+def probe_request(args: argparse.Namespace) -> tuple[Any, Any]:
+    from ltx2rt.commands.probe import ProbeRequest
+    from ltx2rt.flags import given_flags
+
+    return model_options(args), ProbeRequest(**given_flags(args, ProbeRequest))
+
+
+def probe(args: argparse.Namespace) -> int | None:
+    options, request = probe_request(args)
+    options.check()
+    request.check()
+    if (count := _ranks_to_start(options)) > 1:
+        return launch.start(args.argv, count, [request.outputs])
+    from ltx2rt.commands import probe
+
+    probe.run(options, request)
+
+
+# ---- weights, compare -----------------------------------------------------------------------------------------------
 
 
 def weights_make(args: argparse.Namespace) -> None:
@@ -293,10 +310,11 @@ def weights_inspect(args: argparse.Namespace) -> None:
 
 
 def weights_merge(args: argparse.Namespace) -> None:
-    specs = [asked.parse_lora(text) for text in args.lora]
+    from ltx2rt.session.options import parse_lora
     from ltx2rt.weights.checkpoint import open_checkpoint
     from ltx2rt.weights.lora import merge_to_file, open_lora
 
+    specs = [parse_lora(text) for text in args.lora]
     loras = [open_lora(spec.path, spec.strength) for spec in specs]
     for merge in merge_to_file(open_checkpoint(args.model), loras, args.tensor, args.output, args.dtype):
         print(merge.line())
@@ -309,71 +327,126 @@ def compare(args: argparse.Namespace) -> None:
     print(json.dumps(result, indent=1, allow_nan=False) if args.json else format_comparison(result))
 
 
+# ---- graph, plan, compile, devices: nothing is run ------------------------------------------------------------------
+
+PLACED = ("profile", "mesh", "weights_dtype")
+SIZED = ("width", "height", "num_frames")
+
+
+def _model_or_preset(to: Parser) -> None:
+    model = to.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint: a file or a folder")
+    model.add_argument("--preset", choices=PRESETS, help="the sizes of a released or a tiny model")
+
+
+def _options(args: argparse.Namespace) -> Any:
+    """The model options of a command that runs nothing: the backend is the device kind's, or none."""
+    from ltx2rt.flags import given_flags
+    from ltx2rt.session.options import ModelOptions
+
+    given = given_flags(args, ModelOptions) | {"backend": "", "model": args.model or Path()}
+    options = ModelOptions(**given)
+    return replace(options, mesh=options.on_mesh(1), tp_size=None)
+
+
+def graph_flags(to: Parser) -> None:
+    from ltx2rt.commands.graph import NAMES, Asked
+    from ltx2rt.flags import add_flags
+    from ltx2rt.pipelines.one_stage import OneStage
+    from ltx2rt.session.options import ModelOptions
+
+    to.add_argument("component", metavar="COMPONENT", help=", ".join(NAMES))
+    _model_or_preset(to)
+    add_flags(to, OneStage, only=SIZED)
+    add_flags(to, Asked)
+    add_flags(to, ModelOptions, only=(*PLACED, "tp_size"))
+
+
 def graph(args: argparse.Namespace) -> None:
-    names = ("component", "model", "preset", "width", "height", "num_frames", "branches", "format", "weights_dtype")
-    text = args.mesh if args.tp_size is None else f"tensor={args.tp_size}"
-    mesh = asked.parse_mesh(text) if text else {}
-    given = {name: getattr(args, name) for name in names}
-    request = asked.GraphRequest(**given, profile=args.profile, mesh=mesh)
+    from ltx2rt.commands.graph import Asked, component_graph
+    from ltx2rt.flags import given_flags
     from ltx2rt.graph.show import show
-    from ltx2rt.pipeline.graphs import component_graph
+    from ltx2rt.pipelines.one_stage import OneStage
     from ltx2rt.weights.checkpoint import open_checkpoint
     from ltx2rt.weights.presets import preset
 
-    config = open_checkpoint(request.model).config if request.model else preset(request.preset or "").config
-    print(show(component_graph(config, request), request.format), end="")
+    options, asked = _options(args), Asked(args.component, **given_flags(args, Asked))
+    clip = OneStage("a graph", **given_flags(args, OneStage))
+    config = open_checkpoint(args.model).config if args.model else preset(args.preset).config
+    placed = {name: getattr(options, name) for name in PLACED}
+    print(show(component_graph(config, asked.component, clip, asked.branches, **placed), asked.format), end="")
+
+
+def plan_flags(to: Parser) -> None:
+    from ltx2rt.commands.plan import Devices
+    from ltx2rt.flags import add_flags
+    from ltx2rt.pipelines import FIRST, pipelines
+    from ltx2rt.session.options import ModelOptions
+
+    _model_or_preset(to)
+    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"{', '.join(pipelines())} (default: {FIRST})")
+    add_flags(to, Devices)
+    parts = ("text_encoder", "upsampler", "distilled_lora", "dtype")
+    add_flags(
+        to,
+        ModelOptions,
+        only=(*parts, *PLACED, "stage_weights", "text_encoder_offload", "vae_tiling"),
+        dtype="bfloat16",
+    )
+    add_flags(to, pipelines()[FIRST], only=(*SIZED, "fps", "steps", "audio"))
+    to.add_argument("--json", action="store_true")
 
 
 def plan(args: argparse.Namespace) -> None:
-    distilled = args.distilled_lora
-    options = asked.ModelOptions(
-        backend="",  # the device kind's
-        model=args.model or Path(),
-        text_encoder=args.text_encoder,
-        upsampler=args.upsampler,
-        distilled_lora=asked.parse_lora(distilled, "--distilled-lora") if distilled else None,
-        dtype=args.dtype,
-        weights_dtype=args.weights_dtype,
-        stage_weights=args.stage_weights,
-        text_encoder_offload=args.text_encoder_offload,
-        vae_tiling=args.vae_tiling,
-        profile=args.profile,
-        mesh=asked.parse_mesh(args.mesh) if args.mesh else {},
+    from ltx2rt.commands import plan
+    from ltx2rt.flags import given_flags
+    from ltx2rt.pipelines import pipeline
+
+    type_ = pipeline(args.pipeline)
+    options = _options(args)
+    options = replace(options, dtype=options.dtype or "bfloat16")
+    if args.model:
+        options.check()
+    request = type_(prompt="a plan", seed=0, **given_flags(args, type_))
+    request.check()
+    found = plan.estimate(options, request, plan.Devices(**given_flags(args, plan.Devices)), args.preset)
+    print(json.dumps(plan.to_json(found), indent=1) if args.json else plan.to_text(found).rstrip())
+
+
+def compile_flags(to: Parser) -> None:
+    from ltx2rt.commands.compile import Target
+    from ltx2rt.flags import add_flags
+    from ltx2rt.pipelines import FIRST, pipelines
+    from ltx2rt.session.options import ModelOptions
+
+    to.epilog = (
+        "Figures are of the compiled programs, per device and call; nothing is run and no weight is read. Needs "
+        "libtpu, which is best installed into an environment of its own. XLA_FLAGS are honoured, dumps included."
     )
-    names = ("devices", "device_kind", "preset", "pipeline", "width", "height", "num_frames", "steps", "audio")
-    given = {name: getattr(args, name) for name in names}
-    request = asked.PlanRequest(options, fps=asked.parse_fps(args.fps), **given)
-    asked.check(request.clip(options))
-    from ltx2rt.pipeline import paper
-
-    found = paper.plan_on_paper(request)
-    print(json.dumps(paper.to_json(found), indent=1) if args.json else paper.to_text(found).rstrip())
-
-
-def compile_request(args: argparse.Namespace) -> asked.CompileRequest:
-    names = ("topology", "model", "preset", "text_encoder", "upsampler", "stage", "branches", "vae_tiling")
-    more = ("width", "height", "num_frames", "weights_dtype")
-    return asked.CompileRequest(
-        **{name: getattr(args, name) for name in names + more},
-        components=tuple(args.component) or asked.COMPILED,
-        profile=args.profile,
-        mesh=asked.parse_mesh(args.mesh) if args.mesh else {},
-    )
+    _model_or_preset(to)
+    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"{', '.join(pipelines())} (default: {FIRST})")
+    add_flags(to, Target)
+    add_flags(to, ModelOptions, only=("text_encoder", "upsampler", "vae_tiling", *PLACED))
+    add_flags(to, pipelines()[FIRST], only=SIZED)
+    to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
 
 
 def compile_(args: argparse.Namespace) -> None:
-    request = compile_request(args)
-    from ltx2rt.pipeline import ahead
+    from ltx2rt.commands import compile
+    from ltx2rt.flags import given_flags
+    from ltx2rt.pipelines import pipeline
 
-    job, found = ahead.plan_job(request), []
-    results = ahead.compile_job(job)
+    type_, target = pipeline(args.pipeline), compile.Target(**given_flags(args, compile.Target))
+    options = replace(_options(args), dtype="bfloat16")
+    job = compile.plan_job(options, type_(prompt="compiled", seed=0, **given_flags(args, type_)), target, args.preset)
+    found, results = [], compile.compile_job(job)
     if not args.json:
-        print(ahead.header(job), flush=True)
+        print(compile.header(job), flush=True)
     try:
         for cell, compiled in results:
-            found.append(ahead.to_json(job, cell, compiled))
+            found.append(compile.to_json(job, cell, compiled))
             if not args.json:
-                print(ahead.row(job, cell, compiled), flush=True)
+                print(compile.row(job, cell, compiled), flush=True)
     finally:  # an interrupt loses nothing that is compiled
         if args.json:
             print(json.dumps(found, indent=1))

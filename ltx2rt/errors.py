@@ -7,3 +7,7 @@ class InputError(ValueError):
 
 class GraphError(TypeError):
     """A model text or a pass built an illegal graph: names the op, its axes and what they should be."""
+
+
+class Cancelled(Exception):
+    """A run was cancelled by its caller; the session is as usable as before it."""

@@ -1,160 +1,142 @@
-"""The flags of each command: names, defaults and what `--help` says of them."""
+"""A flag is written once: on the dataclass field that holds its value.
+
+`flag` declares default, spelling, help and parser of a field; from the fields are made the command line's parser
+(`add_flags`), the values that it read (`given_flags`) and the keywords of the Python interface (`convert`). Which
+dataclasses a command reads is the command's business.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
-from ltx2rt.pipeline import request as asked
+from ltx2rt.errors import InputError
 
-PRESETS = ("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3")
-
-
-def model(to: argparse.ArgumentParser) -> None:
-    """The flags of `ModelOptions`."""
-    to.add_argument("--backend", required=True, help="cuda (PyTorch) or tpu (JAX); both run on a CPU too")
-    to.add_argument("--model", type=Path, required=True, metavar="PATH", help="a checkpoint: a file or a folder")
-    to.add_argument("--text-encoder", type=Path, metavar="DIR", help="the Gemma 3 folder (default: found near --model)")
-    to.add_argument("--upsampler", type=Path, metavar="FILE", help="the x2 upsampler (default: found near --model)")
-    to.add_argument("--distilled-lora", metavar="FILE[:STRENGTH]", help="strength 1.0 (default: found near --model)")
-    lora = "FILE[:STRENGTH[:stage1|stage2]]"
-    to.add_argument("--lora", nargs="+", action="extend", default=[], metavar=lora, help="strength 1.0, both stages")
-    to.add_argument("--lora-allow-partial", action="store_true", help="accept a LoRA with keys this model lacks")
-    dtype_help = "default: bfloat16 on accelerators, float32 on a CPU; probe: float32"
-    to.add_argument("--dtype", choices=("bfloat16", "float32"), help=dtype_help)
-    _weights_dtype_flag(to)
-    to.add_argument("--device", choices=("auto", "cpu", "cuda", "tpu"), default="auto", help="default: auto")
-    to.add_argument("--cross-timestep-rule", choices=("A", "B", "C"), default="C", help="default: C, the official one")
-    to.add_argument("--stage-weights", choices=("resident", "reload"), default="resident", help="default: resident")
-    to.add_argument("--text-encoder-offload", action="store_true", help="keep the text encoder's weights on the host")
-    to.add_argument("--vae-tiling", choices=("auto", "off"), default="auto", help="default: auto")
-    to.add_argument("--layers", choices=("scan", "unrolled"), default="scan", help="default: scan")
-    to.add_argument("--compile", action="store_true", help="torch: compile the repeated block with Inductor")
-    to.add_argument("--max-memory", type=float, metavar="GB", help="pretend the device has this much memory")
-    to.add_argument("--profile", metavar="NAME", help="how networks are split (default: the device kind's own)")
-    to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis, such as tensor=4")
-    to.add_argument("--num-gpus", type=int, metavar="N", help="devices in all; starts a process for each (torch)")
-    to.add_argument("--tp-size", type=int, metavar="N", help="the same as --mesh tensor=N (default: all devices)")
+NATIVE = (int, float, Path)  # read by argparse itself, which names the flag in its error
 
 
-def _weights_dtype_flag(to: argparse.ArgumentParser) -> None:
-    to.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of the transformer (default: as the rest)")
+@dataclass(frozen=True)
+class Flag:
+    """How a field is spelled and read. parse: text to value, `bool` for a switch; repeat: a tuple of such values.
+
+    name: the flag, if it is not the field's name with dashes; a switch of a field that is True by default starts with
+    `--no-`. keyword: a second name in the Python interface.
+    """
+
+    help: str
+    parse: Callable[[str], Any] = str
+    name: str | None = None
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+    repeat: bool = False
+    keyword: str | None = None
 
 
-def generate(to: argparse.ArgumentParser) -> None:
-    to.epilog = (
-        "With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (default: ltx2rt under "
-        "XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing."
-    )
-    model(to)
-    to.add_argument("--prompt", required=True, metavar="TEXT")
-    to.add_argument("--negative-prompt", metavar="TEXT", help="default: the model's")
-    to.add_argument("--output", type=Path, required=True, metavar="FILE.mp4")
-    to.add_argument("--pipeline", choices=asked.PIPELINES, default="two-stage", help="default: two-stage")
-    to.add_argument("--width", type=int, default=768, help="of the output, in pixels (default: 768)")
-    to.add_argument("--height", type=int, default=512, help="of the output, in pixels (default: 512)")
-    to.add_argument("--num-frames", type=int, default=121, help="8k+1, at most 20 s (default: 121)")
-    to.add_argument("--fps", default="24", help="23.976, 29.97 and 59.94 mean x*1000/1001 (default: 24)")
-    steps = "of the guided stage (default: 40 for 2.0, 30 for 2.3); distilled has its own 8"
-    to.add_argument("--steps", type=int, metavar="N", help=steps)
-    to.add_argument("--seed", type=int, metavar="N", help="default: drawn, and reported")
-    videos_help = "videos of seeds N, N+1, ... in one batch, each in FILE-SEED.mp4 (default: 1)"
-    to.add_argument("--num-videos", type=int, default=1, metavar="N", help=videos_help)
-    image_help = "condition a pixel frame on an image, strength 1.0"
-    to.add_argument("--image", nargs="+", action="extend", default=[], metavar="FILE:FRAME[:STRENGTH]", help=image_help)
-    to.add_argument("--image-crf", type=int, metavar="N", help="H.264 recompression of images, 0 = off (default: 33)")
-    for name, default in (("cfg", (3.0, 7.0)), ("stg", (1.0, 1.0)), ("modality", (3.0, 3.0)), ("rescale", (0.7, 0.7))):
-        for modality, value in zip(("video", "audio"), default, strict=True):
-            to.add_argument(f"--{modality}-{name}", type=float, default=value, help=f"guidance (default: {value:g})")
-    to.add_argument("--stg-blocks", metavar="LIST", help="default: 29 for 2.0, 28 for 2.3")
-    audio_from = "which stage's sound is kept (default: stage1; distilled: stage2)"
-    to.add_argument("--audio-from", choices=("stage1", "stage2"), help=audio_from)
-    to.add_argument("--warmup", action="store_true", help="run each stage's step once before timing")
-    to.add_argument("--noise-in", type=Path, metavar="FILE", help="safetensors with the noise to use")
-    to.add_argument("--latents-out", type=Path, metavar="FILE", help="safetensors with every latent of the run")
-    to.add_argument("--report", type=Path, metavar="FILE", help="JSON with times, memory and versions")
-    to.add_argument("--no-audio", dest="audio", action="store_false", help="write the video only")
-    to.add_argument("--no-metadata", dest="metadata", action="store_false", help="leave the settings out of the file")
+def flag(default: Any, help: str = "", parse: Callable[[str], Any] = str, **spelling: Any) -> Any:
+    """A dataclass field with a flag. default: MISSING for a required one; spelling: the other fields of `Flag`."""
+    metadata = {"flag": Flag(help, parse, **spelling)}
+    if isinstance(default, Mapping):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def probe(to: argparse.ArgumentParser) -> None:
-    model(to)
-    to.add_argument("--component", required=True, metavar="NAME", help=", ".join(asked.COMPONENTS))
-    to.add_argument("--inputs", type=Path, metavar="FILE", help="safetensors")
-    to.add_argument("--outputs", type=Path, required=True, metavar="FILE", help="safetensors, float32")
-    to.add_argument("--prompt", nargs="+", action="extend", default=[], metavar="TEXT", help="for the tokenizer")
+def flagged(*types: type) -> dict[str, Field]:
+    """The fields that have flags, by name; of a name that several types have, the first type's."""
+    found: dict[str, Field] = {}
+    for type_ in types:
+        for f in fields(type_):
+            if "flag" in f.metadata:
+                found.setdefault(f.name, f)
+    return found
 
 
-def graph(to: argparse.ArgumentParser) -> None:
-    to.add_argument(
-        "component",
-        metavar="COMPONENT",
-        help="transformer, guided-step, denoise (the loop), text-encoder, video-decoder, video-encoder, audio-decoder, "
-        "vocoder or upsampler",
-    )
-    model = to.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, metavar="PATH")
-    model.add_argument("--preset", choices=PRESETS)
-    to.add_argument("--width", type=int, default=768)
-    to.add_argument("--height", type=int, default=512)
-    to.add_argument("--num-frames", type=int, default=121)
-    to.add_argument("--branches", type=int, default=4, metavar="N", help="guidance branches (default: 4)")
-    to.add_argument("--format", choices=("text", "dot", "json"), default="text")
-    _weights_dtype_flag(to)
-    to.add_argument("--profile", metavar="NAME", help="how networks are split over a mesh (default: hopper)")
-    mesh = to.add_mutually_exclusive_group()
-    mesh.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: one device)")
-    mesh.add_argument("--tp-size", type=int, metavar="N", help="the same as --mesh tensor=N")
+def spelling(f: Field) -> str:
+    return f.metadata["flag"].name or f"--{f.name.replace('_', '-')}"
 
 
-def plan(to: argparse.ArgumentParser) -> None:
-    model = to.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint: a file or a folder")
-    model.add_argument("--preset", choices=PRESETS, help="the sizes of a released or a tiny model")
-    to.add_argument("--devices", type=int, required=True, metavar="N")
-    to.add_argument("--device-kind", required=True, metavar="KIND", help="h100-80gb, h200-141gb, v5p, v6e, v7x")
-    to.add_argument("--profile", metavar="NAME", help="how networks are split (default: the device kind's own)")
-    to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: the profile's own)")
-    to.add_argument("--text-encoder", type=Path, metavar="DIR", help="the Gemma 3 folder (default: found near --model)")
-    to.add_argument("--upsampler", type=Path, metavar="FILE", help="the x2 upsampler (default: found near --model)")
-    to.add_argument("--distilled-lora", metavar="FILE[:STRENGTH]", help="(default: found near --model)")
-    to.add_argument("--pipeline", choices=asked.PIPELINES, default="two-stage", help="default: two-stage")
-    to.add_argument("--width", type=int, default=768, help="of the output, in pixels (default: 768)")
-    to.add_argument("--height", type=int, default=512, help="of the output, in pixels (default: 512)")
-    to.add_argument("--num-frames", type=int, default=121, help="8k+1, at most 20 s (default: 121)")
-    to.add_argument("--fps", default="24", help="default: 24")
-    to.add_argument("--steps", type=int, metavar="N", help="of the guided stage (default: 40 for 2.0, 30 for 2.3)")
-    to.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
-    _weights_dtype_flag(to)
-    to.add_argument("--stage-weights", choices=("resident", "reload"), default="resident", help="default: resident")
-    to.add_argument("--text-encoder-offload", action="store_true", help="keep the text encoder's weights on the host")
-    to.add_argument("--vae-tiling", choices=("auto", "off"), default="auto", help="default: auto")
-    to.add_argument("--no-audio", dest="audio", action="store_false")
-    to.add_argument("--json", action="store_true")
+def add_flags(
+    parser: Any, *types: type, only: Iterable[str] | None = None, but: Iterable[str] = (), **defaults: Any
+) -> None:
+    """Add the flags of the types' fields, all but `but` or `only` some; `defaults` replace the fields' own.
+
+    A flag that is not given leaves nothing in the namespace.
+    """
+    found, but = flagged(*types), set(but)
+    for name in found if only is None else only:
+        if name in but:
+            continue
+        f, default = found[name], defaults.get(name, found[name].default)
+        how: Flag = f.metadata["flag"]
+        words: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": how.help}
+        if default is MISSING and f.default_factory is MISSING:
+            words["required"] = True
+        if how.parse is bool:
+            words["action"] = "store_false" if default is True else "store_true"
+        else:
+            words |= {"metavar": how.metavar, "choices": how.choices}
+            if how.parse in NATIVE:
+                words["type"] = how.parse
+            if how.repeat:
+                words |= {"nargs": "+", "action": "extend"}
+            elif isinstance(default, (int, float, str, Fraction)) and "default" not in how.help:
+                words["help"] = f"{how.help} (default: {_shown(default)})".lstrip()
+        parser.add_argument(spelling(f), **words)
 
 
-def compile_(to: argparse.ArgumentParser) -> None:
-    to.epilog = (
-        "Figures are of the compiled programs, per device and call; nothing is run and no weight is read. Needs "
-        "libtpu, which is best installed into an environment of its own. XLA_FLAGS are honoured, dumps included."
-    )
-    to.add_argument("--topology", required=True, metavar="GEN:CHIPS", help="such as v6e:2x4, tpu7x:2x2x1, v5p:2x2x1")
-    model = to.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint: a file or a folder")
-    model.add_argument("--preset", choices=PRESETS, help="the sizes of a released or a tiny model")
-    to.add_argument("--text-encoder", type=Path, metavar="DIR", help="the Gemma 3 folder (default: found near --model)")
-    to.add_argument("--upsampler", type=Path, metavar="FILE", help="the x2 upsampler (default: found near --model)")
-    known = f"{', '.join(asked.COMPILED)} (default: all)"
-    to.add_argument("--component", nargs="+", action="extend", default=[], metavar="NAME", help=known)
-    to.add_argument("--stage", type=int, choices=(1, 2), help="of the denoise step (default: both)")
-    branches = "guidance branches of a denoise step (default: 4 in stage 1, 1 in stage 2)"
-    to.add_argument("--branches", type=int, choices=(1, 2, 3, 4), metavar="N", help=branches)
-    to.add_argument("--width", type=int, default=768, help="of the output, in pixels (default: 768)")
-    to.add_argument("--height", type=int, default=512, help="of the output, in pixels (default: 512)")
-    to.add_argument("--num-frames", type=int, default=121, help="8k+1 (default: 121)")
-    tiling = "off: the decoder on the whole clip, not on its largest tile (default: auto)"
-    to.add_argument("--vae-tiling", choices=("auto", "off"), default="auto", help=tiling)
-    _weights_dtype_flag(to)
-    to.add_argument("--profile", metavar="NAME", help="how networks are split (default: the device kind's own)")
-    to.add_argument("--mesh", metavar="AXIS=N", help="devices along each mesh axis (default: the device kind's own)")
-    to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
+def _shown(value: Any) -> str:
+    return f"{float(value):g}" if isinstance(value, (float, Fraction)) else str(value)
+
+
+def given_flags(args: argparse.Namespace, *types: type) -> dict[str, Any]:
+    """Values by field name of the flags that were given. Raises InputError for what a flag's parser refuses."""
+    found = {name: f for name, f in flagged(*types).items() if hasattr(args, name)}
+    return {name: convert(f, getattr(args, name)) for name, f in found.items()}
+
+
+def convert(f: Field, value: Any) -> Any:
+    """A value for the field from what the command line or a Python caller gave: text is parsed, lists become tuples.
+
+    Raises InputError naming the flag.
+    """
+    how: Flag = f.metadata["flag"]
+    if how.repeat:
+        given = [value] if isinstance(value, (str, Path)) else value
+        return tuple(_one(f, how, item) for item in given)
+    return _one(f, how, value)
+
+
+def _one(f: Field, how: Flag, value: Any) -> Any:
+    if how.parse is bool or value is None:
+        return value
+    if isinstance(value, Path) and how.parse is not Path:
+        value = str(value)
+    parse: Any = how.parse
+    if parse in NATIVE or isinstance(value, str):
+        try:
+            value = parse(value)
+        except InputError:
+            raise
+        except (TypeError, ValueError):
+            kind = getattr(parse, "__name__", "value")
+            raise InputError(f"{spelling(f)}: {value!r}, expected {kind}") from None
+    if how.choices and value not in how.choices:
+        raise InputError(f"{spelling(f)}: {value!r}, expected one of {', '.join(how.choices)}")
+    return value
+
+
+def keywords(given: Mapping[str, Any], *types: type) -> dict[str, Any]:
+    """Values by field name from the keywords of a Python caller. Raises InputError for one that no type has."""
+    found = flagged(*types)
+    names = {name: name for name in found} | {spelling(f)[2:].replace("-", "_"): name for name, f in found.items()}
+    names |= {f.metadata["flag"].keyword: name for name, f in found.items() if f.metadata["flag"].keyword}
+    if unknown := sorted(given.keys() - names.keys()):
+        raise InputError(f"unknown keyword {unknown[0]!r}; known: {', '.join(sorted(found))}")
+    values = {}
+    for name, value in given.items():
+        negated = name.startswith("no_") and name not in found
+        values[names[name]] = convert(found[names[name]], not value if negated else value)
+    return values

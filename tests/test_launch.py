@@ -21,7 +21,7 @@ from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.partial import partial_path
 from ltx2rt.pipeline.networks import Networks
 from ltx2rt.pipeline.request import ModelOptions
-from ltx2rt.pipeline.tiling import blend_tiles, plan_tiles, tile_latents
+from ltx2rt.stages.tiling import blend_tiles, plan_tiles, tile_latents
 from ltx2rt.weights.checkpoint import open_checkpoint
 
 FLAGS = "--backend cuda --device cpu --prompt x --width 64 --height 64 --fps 48 --image-crf 0".split()  # noqa: SIM905

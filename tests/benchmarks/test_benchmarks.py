@@ -22,7 +22,7 @@ from ltx2rt.graph import trace
 from ltx2rt.models import video_vae
 from ltx2rt.passes.pack import pack
 from ltx2rt.pipeline import generate
-from ltx2rt.pipeline.report import Stopwatch
+from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt.testing import ArraySource, random_params
 

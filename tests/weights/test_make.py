@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
-from ltx2rt.pipeline.text import tokenize
+from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.weights import filters
 from ltx2rt.weights.checkpoint import COMPONENTS, audit, component_of, open_checkpoint
 from ltx2rt.weights.files import TensorInfo

@@ -1,0 +1,146 @@
+"""The Python interface: `ltx2rt.open`, the session it gives, the clips that the session makes.
+
+    with ltx2rt.open("MODEL_DIR", backend="cuda") as session:
+        clip = session.generate("a red fox", num_frames=121, seed=7)
+        clip.save("fox.mp4")
+
+Keywords are the flags of `ltx2rt generate`, dashes as underscores; flags that repeat take lists. What the command line
+refuses raises InputError with the same sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.commands import generate as command
+from ltx2rt.commands import plan as planning
+from ltx2rt.commands.files import Files
+from ltx2rt.errors import InputError
+from ltx2rt.flags import keywords
+from ltx2rt.media.mp4 import to_rgb8, write_mp4
+from ltx2rt.pipelines import FIRST, pipeline
+from ltx2rt.pipelines.request import Request
+from ltx2rt.session.open import open_session, with_mesh
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session as Resident
+from ltx2rt.session.stopwatch import Progress
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One video with its sound.
+
+    frames: uint8[F, H, W, 3], sRGB. waveform: float32[2, N] in [-1, 1], None without sound; sample_rate: in Hz. fps:
+    exact. settings: of the request. report: the dict of `--report`. On a process that is not the main one of several,
+    frames are empty.
+    """
+
+    frames: np.ndarray
+    waveform: np.ndarray | None
+    sample_rate: int
+    fps: Fraction
+    seed: int
+    settings: dict[str, Any]
+    report: dict[str, Any]
+    metadata: dict[str, Any]
+
+    def save(self, path: str | Path) -> None:
+        """Write an MP4 (H.264, AAC) with the settings in its metadata. Raises InputError if it cannot be written."""
+        files = Files(Path(path))
+        files.check()
+        write_mp4(
+            files.output,
+            [self.frames],
+            num_frames=len(self.frames),
+            fps=self.fps,
+            waveform=self.waveform,
+            sample_rate=self.sample_rate,
+            comment=self.metadata,
+        )
+
+
+class Session:
+    """A checkpoint on a backend. Programs and weights stay on the device from one request to the next."""
+
+    def __init__(self, resident: Resident):
+        self._resident: Resident | None = resident
+
+    @property
+    def resident(self) -> Resident:
+        if self._resident is None:
+            raise InputError("the session is closed; open another one")
+        return self._resident
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        pipeline: str = FIRST,
+        on_progress: Callable[[Progress], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        **clip: Any,
+    ) -> Clip:
+        """One clip. clip: the clip flags of `generate` but output, report and latents_out.
+
+        on_progress(progress): after every step. cancelled(): asked after every step and before every tile of the
+        decoder; if it says so, Cancelled is raised, and the session is as usable as before. Raises InputError.
+        """
+        session, request = self.resident, make_request(pipeline, prompt=prompt, **clip)
+        if request.num_videos != 1:
+            raise InputError("num_videos: a call makes one clip; call once for each seed")
+        plan = command.make_plan(session, request)
+        state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)
+        chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
+        size = (plan.request.height, plan.request.width, 3)
+        return Clip(
+            frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),
+            waveform=None if state.waveforms is None else state.waveforms[0],
+            sample_rate=session.config.vocoder.sample_rate,
+            fps=plan.request.fps,
+            seed=plan.request.seeds[0],
+            settings=plan.request.settings(),
+            report=report(),
+            metadata=command.comment(session, plan.request, 0),
+        )
+
+    def plan(self, device_kind: str, devices: int = 1, *, pipeline: str = FIRST, **clip: Any) -> dict[str, Any]:
+        """The dict of `ltx2rt plan --json` for such a clip of this model on devices that need not be here."""
+        request = make_request(pipeline, **{"prompt": "a plan", "seed": 0, **clip})
+        where = planning.Devices(devices, device_kind)
+        return planning.to_json(planning.estimate(self.resident.options, request, where))
+
+    def close(self) -> None:
+        """Let go of weights and programs; closing twice does nothing."""
+        if self._resident is not None:
+            self._resident.close()
+        self._resident = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open(model: str | Path, *, backend: str, **options: Any) -> Session:
+    """Open a checkpoint on a backend. options: the model flags of `generate`. Raises InputError."""
+    given = with_mesh(ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions)))
+    given.check()
+    return Session(open_session(given))
+
+
+def make_request(name: str, **given: Any) -> Request:
+    """The request of a pipeline from the keywords of a Python caller. Raises InputError."""
+    type_ = pipeline(name)
+    request = type_(**keywords(given, type_))
+    request.check()
+    return request

@@ -1,0 +1,206 @@
+"""`ltx2rt compile`: every network of a run through the compiler of devices that need not be here.
+
+Decides which programs of a run's stages are compiled and how the figures are shown. They are of compiled programs;
+nothing is run. How a graph is compiled is the backend's business.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
+from ltx2rt.commands.plan import datasheet_session
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.graph import Graph
+from ltx2rt.models.geometry import pixel_frames
+from ltx2rt.models.guided_step import Branches
+from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.placement.cost import weight_bytes
+from ltx2rt.placement.devices import DeviceKind, topology
+from ltx2rt.session.call import Call
+from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.stages.conditioning import ImageSpec
+from ltx2rt.stages.denoise import Denoise
+
+PARTS = {"denoise-before": "before", "denoise-step": "step"}  # components that are a part of the denoise loop
+COMPILED = (
+    "text-encoder", "video-encoder", "denoise-before", "denoise-step", "upsampler", "audio-decoder", "vocoder",
+    "video-decoder",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to compile, and for which devices."""
+
+    topology: str = flag(MISSING, "such as v6e:2x4, tpu7x:2x2x1, v5p:2x2x1", metavar="GEN:CHIPS")
+    components: tuple[str, ...] = flag(
+        (), f"{', '.join(COMPILED)} (default: all)", name="--component", metavar="NAME", repeat=True
+    )
+    stage: int | None = flag(None, "of the denoise step (default: both)", int, metavar="1|2")
+    branches: int | None = flag(
+        None, "guidance branches of a denoise step (default: 4 in stage 1, 1 in stage 2)", int, metavar="N"
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One program to compile.
+
+    stage, branches: of the denoise loop. size: what it works on, for the reader. part: which part of the graph, or how
+    it runs, as the compiler takes it.
+    """
+
+    component: str
+    graph: Graph
+    size: str
+    stage: int | None = None
+    branches: int | None = None
+    part: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.component if self.stage is None else f"{self.component}, stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """All programs of a request, and the devices they are for."""
+
+    topology: str
+    kind: DeviceKind
+    mesh: Mapping[str, int]
+    cells: tuple[Cell, ...]
+
+
+def plan_job(options: ModelOptions, request: Request, target: Target, preset: str | None = None) -> Job:
+    """What to compile, from headers and sizes alone. Raises InputError for what no compiler could mend."""
+    if target.stage not in (None, 1, 2):
+        raise InputError(f"--stage: {target.stage}, expected 1 or 2")
+    if target.branches not in (None, 1, 2, 3, 4):
+        raise InputError(f"--branches: {target.branches}, expected 1 to 4")
+    if unknown := [name for name in target.components if name not in COMPILED]:
+        raise InputError(f"--component: unknown {unknown[0]!r}; known: {', '.join(COMPILED)}")
+    kind, devices = topology(target.topology)
+    with datasheet_session(options, preset, kind, devices) as session:
+        image = ImageSpec(Path("image"), 0)  # the encoder is compiled, too
+        request = replace(request, images=(image,)).resolved(session.config)
+        loras = Loras(distilled=LoraSpec(Path("distilled")))
+        cells = tuple(_cells(session, request, loras, target))
+        return Job(target.topology, kind, session.backend.mesh, cells)
+
+
+def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:
+    """In the order of a run; of the decoder's tiles the largest alone."""
+    stages = request.stages(session.config, session.options, loras)
+    asked = target.components or COMPILED
+    for stage in stages:
+        calls = list({call.program: call for call in stage.needs(session.config)}.values())
+        if any(call.each for call in calls):
+            calls = [max(calls, key=lambda call: prod(call.sizes))]
+        number = next((i for i in (1, 2) if stage.name.startswith(f"stage{i}")), None)
+        if number is not None and target.stage not in (None, number):
+            continue
+        for call in calls:
+            if call.steps is None:
+                if call.network in asked:
+                    part = "each" if call.each else None
+                    yield Cell(call.network, session.graph(call), _size(session, call), number, part=part)
+                continue
+            if target.branches:
+                branches = Branches(*(target.branches > i for i in (1, 2, 3)))
+                call = replace(call, sizes=replace(call.sizes, branches=branches))
+            count = len(call.sizes.branches.names)
+            assert isinstance(stage, Denoise), "only a denoising stage has steps"
+            height, width = stage.geometry.size_px
+            size = f"{width}x{height}x{request.num_frames}, {count} branch{'es' if count > 1 else ''}"
+            for component in PARTS:
+                if component in asked:
+                    yield Cell(component, session.graph(call), size, number, count, PARTS[component])
+
+
+def _size(session: Session, call: Call) -> str:
+    """Width, height and frames of what the call works on, in pixels; of other networks the shape."""
+    vae = session.config.video_vae
+    if call.network == "video-encoder":
+        frames, rows, columns = call.sizes[2:]
+    elif call.network in ("video-decoder", "upsampler"):
+        frames, rows, columns = call.sizes[2:]
+        frames, rows, columns = (
+            pixel_frames(frames, vae.time_factor),
+            rows * vae.space_factor,
+            columns * vae.space_factor,
+        )
+    else:
+        return "x".join(map(str, call.sizes))
+    return f"{columns}x{rows}x{frames}"
+
+
+def compile_job(job: Job) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
+    """Each program as soon as it is compiled; which one is at work is said on stderr. InputError before the first."""
+    compiler = get_ahead_compiler(job.kind.backend, job.topology, job.mesh)
+
+    def compile_cell(cell: Cell) -> tuple[Cell, Compiled | DoesNotFit]:
+        weights, memory = weight_bytes([cell.graph]), job.kind.memory_bytes
+        if weights > memory:
+            return cell, DoesNotFit(f"its weights alone take {weights / 1e9:.1f} GB of {memory / 1e9:.0f} GB")
+        print(f"compiling {cell.name}, {cell.size}, for {job.topology} ...", file=sys.stderr, flush=True)
+        try:
+            return cell, compiler(cell.graph, cell.part)
+        except DoesNotFit as error:
+            return cell, error
+
+    return map(compile_cell, job.cells)
+
+
+FIGURES = tuple(field.name for field in fields(Compiled))
+
+
+def to_json(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any]:
+    """Counts are of one call, bytes of one device, compile_s is what the compiler took here. What does not fit has no
+    figures but why_not."""
+    refused = isinstance(found, DoesNotFit)
+    return {
+        "component": cell.component,
+        "stage": cell.stage,
+        "branches": cell.branches,
+        "size": cell.size,
+        "topology": job.topology,
+        "mesh": dict(job.mesh),
+        **{name: None if refused else getattr(found, name) for name in FIGURES},
+        "fits": fits(job, found),
+        **({"why_not": str(found)} if refused else {}),
+    }
+
+
+def fits(job: Job, found: Compiled | DoesNotFit) -> bool:
+    return isinstance(found, Compiled) and found.peak_bytes <= job.kind.memory_bytes
+
+
+def header(job: Job) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in job.mesh.items()) or "one device"
+    return (
+        f"compiled for {job.topology} ({mesh}), not run; per device, of one call; it has "
+        f"{job.kind.memory_bytes / 1e9:.0f} GB\n\n"
+        f"{'component':<22} {'size':<26} {'collectives':>11} {'received':>9} {'weights':>9} {'temporaries':>11} "
+        f"{'outputs':>8} {'compile':>8}  fits"
+    )
+
+
+def row(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> str:
+    if isinstance(found, DoesNotFit):
+        return f"{cell.name:<22} {cell.size:<26} does NOT fit: {found}"
+    count = sum(found.collectives.values())
+    sizes = (found.received_bytes, found.weights_bytes, found.temp_bytes, found.output_bytes)
+    received, weights, temporaries, outputs = (f"{n / 1e9:.3g} GB" for n in sizes)
+    return (
+        f"{cell.name:<22} {cell.size:<26} {count:>11} {received:>9} {weights:>9} {temporaries:>11} {outputs:>8} "
+        f"{found.compile_s:>6.0f} s  {'yes' if fits(job, found) else 'NO'}"
+    )

@@ -1,0 +1,226 @@
+"""`ltx2rt generate`: from a request to a clip, the same on every backend and in Python.
+
+    check -> plan (headers only: sizes, audits, LoRAs, memory) -> the stages in order -> files
+
+Everything that can be refused is refused in the plan. What the stages are stands in `pipelines`, what they do in
+`stages`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+import ltx2rt
+from ltx2rt.backend import Backend
+from ltx2rt.commands.files import Files, video_files, write_report
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.pipelines.request import Loras, Request, distilled_lora
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions, plain
+from ltx2rt.session.session import Session
+from ltx2rt.session.stopwatch import Progress, Stopwatch
+from ltx2rt.stages.stage import Stage, State
+from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.lora import Merge
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved request, its stages, and what LoRAs merge in them."""
+
+    request: Request
+    stages: tuple[Stage, ...]
+    merges: dict[str, list[Merge]]
+
+    @property
+    def all_merges(self) -> list[Merge]:
+        found: list[Merge] = []
+        for merges in self.merges.values():
+            found += [merge for merge in merges if merge not in found]
+        return found
+
+
+def make_plan(session: Session, request: Request) -> Plan:
+    """Resolve the request against the model and check everything that headers tell but memory. Raises InputError."""
+    request.check_options(session.options)
+    request.check_files()
+    request = request.resolved(session.config)
+    loras = Loras(session.options.loras, distilled_lora(request, session.options, session.checkpoint.distilled_lora))
+    stages = tuple(request.stages(session.config, session.options, loras))
+    for stage in stages:
+        stage.check(session)
+    merges = session.audit(stages)
+    _check_noise(request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()])
+    return Plan(request, stages, merges)
+
+
+def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Every tensor that the run draws is in --noise-in, in its shape, and nothing else."""
+    if path is None:
+        return
+    file, expected = TensorFile(path), dict(draws)
+    found = {name: tuple(file.info(name).shape) for name in file.names()}
+    for name, shape in expected.items():
+        if name not in found:
+            raise InputError(f"--noise-in: {path} has no tensor {name}; it must hold {', '.join(expected)}")
+        if found[name] != shape:
+            raise InputError(f"--noise-in: {name} in {path} is {list(found[name])}, expected {list(shape)}")
+        if not np.isfinite(file.read(name).astype(np.float32)).all():
+            raise InputError(f"--noise-in: {name} in {path} holds NaN or infinite values; expected N(0, 1)")
+    if extra := sorted(found.keys() - expected.keys()):
+        raise InputError(f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read")
+
+
+def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> None:
+    """The stages in order. The frames are made when they are taken from `state.frames`."""
+    session.weights.loading = lambda: watch.apart("load")
+    for stage in plan.stages:
+        watch.check()
+        stage.run(session, state, watch)
+        session.leave(stage)
+
+
+def warm_up(session: Session, plan: Plan) -> None:
+    """Compile and load everything: the same run with one step a stage, its result thrown away."""
+    state, silent = State(max_steps=1), Stopwatch(synchronize=session.backend.synchronize)
+    run_stages(session, plan, silent, state)
+    for frames in state.frames:
+        deque(frames, maxlen=0)
+
+
+def produce(
+    session: Session,
+    plan: Plan,
+    *,
+    keep: bool = False,
+    warmup: bool = False,
+    stream: TextIO | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
+    """Run the plan up to its frames: (state, watch, report). Raises InputError if it does not fit the device.
+
+    report() is the dict of `--report`, once the frames are taken.
+    """
+    session.require_memory(plan.stages, warm=warmup)
+    work = {c.name: float(c.steps * c.flops) for c in session.costs(plan.stages)} if on_progress else {}
+    built, loaded = session.backend.num_built, session.weights.loaded_bytes
+    watch = Stopwatch(
+        stream,
+        synchronize=session.backend.synchronize,
+        observer=on_progress,
+        cancelled=cancelled or (lambda: False),
+        agree=session.backend.agree,
+        work=work,
+    )
+    if warmup:
+        with watch.apart("warmup"):
+            warm_up(session, plan)
+    state = State(keep=keep)
+    run_stages(session, plan, watch, state)
+
+    def report() -> dict[str, Any]:
+        return watch.report(
+            seed=plan.request.seed,
+            settings=plan.request.settings() | {"options": plain(session.options)},
+            programs_built=session.backend.num_built - built,
+            loaded_bytes=session.weights.loaded_bytes - loaded,
+            peak_bytes=session.backend.peak_bytes(),
+            versions=versions(session.backend),
+            device=session.backend.device().name,
+            mesh=dict(session.backend.mesh),
+            lora=[{"file": m.file, "matched": m.matched, "total": m.total} for m in plan.all_merges],
+        )
+
+    return state, watch, report
+
+
+def run(options: ModelOptions, request: Request, files: Files) -> None:
+    """Generate the clip's files and say where they are. What the user can mend raises InputError before any weight is
+    read."""
+    session = open_session(options)
+    plan = make_plan(session, request)
+    main = session.backend.is_main
+    if main:
+        _announce(session, plan)
+    keep, stream = main and files.latents_out is not None, sys.stderr if main else None
+    state, watch, report = produce(session, plan, keep=keep, warmup=files.warmup, stream=stream)
+    if not main:
+        for frames in state.frames:
+            deque(frames, maxlen=0)
+        return
+    outputs = video_files(files.output, plan.request.seeds)
+    with ExitStack() as undo:  # a failed run leaves none of its files
+        for i, (output, frames) in enumerate(zip(outputs, state.frames, strict=True)):
+            waveform = None if state.waveforms is None else state.waveforms[i]
+            save(session, plan.request, i, output, frames, waveform, files.metadata)
+            undo.callback(output.unlink)
+        if files.latents_out:
+            write_arrays(files.latents_out, state.record)
+            undo.callback(files.latents_out.unlink)
+        if files.report:
+            write_report(files.report, report())
+        undo.pop_all()
+    for output, seed in zip(outputs, plan.request.seeds, strict=True):
+        print(watch.closing_line(output, seed))
+
+
+def save(
+    session: Session,
+    request: Request,
+    video: int,
+    output: Path,
+    frames: Iterator[np.ndarray],
+    waveform: np.ndarray | None,
+    metadata: bool = True,
+) -> None:
+    """Write one video of a request as MP4."""
+    write_mp4(
+        output,
+        frames,
+        num_frames=request.num_frames,
+        fps=request.fps,
+        waveform=waveform,
+        sample_rate=session.config.vocoder.sample_rate,
+        comment=comment(session, request, video) if metadata else None,
+    )
+
+
+def _announce(session: Session, plan: Plan) -> None:
+    """What will run, on stderr."""
+    options, backend = session.options, session.backend
+    weights = ", weights in float8" if options.weights_dtype == "float8" else ""
+    lines = [f"seed {plan.request.seed}; {session.dtype}{weights} on {backend.device().name}"]
+    if backend.num_processes > 1:
+        lines[0] += f", {backend.num_processes} processes"
+    if options.device == "auto" and backend.device_kind == "cpu":
+        lines.insert(0, f"no {'GPU' if options.backend == 'cuda' else 'TPU'} was found: running on the CPU")
+    for line in (*lines, *(merge.line() for merge in plan.all_merges)):
+        print(line, file=sys.stderr, flush=True)
+
+
+def versions(backend: Backend) -> dict[str, str]:
+    return {"ltx2rt": ltx2rt.__version__, "python": sys.version.split()[0], "numpy": np.__version__, **backend.versions}
+
+
+def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
+    """What the MP4 says about itself: prompt, seed, model, versions and every setting; of files the names alone."""
+    checkpoint = session.checkpoint
+    model = {"path": checkpoint.path.name, "layout": checkpoint.layout, "generation": checkpoint.config.generation}
+    options = plain(session.options, lambda path: path.name)
+    return {
+        "prompt": request.prompt,
+        "seed": request.seeds[video],
+        "model": model,
+        "versions": versions(session.backend),
+        "settings": request.settings(lambda path: path.name) | {"options": options},
+    }

@@ -1,0 +1,63 @@
+"""`ltx2rt graph`: a network at a clip's size, as one device of a mesh runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.graph import Graph
+from ltx2rt.graph.show import FORMATS
+from ltx2rt.models.catalog import CATALOG
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.pipelines.one_stage import OneStage
+from ltx2rt.pipelines.request import Request, check_step, default_steps
+from ltx2rt.placement.mesh import stage_mesh, text_mesh
+from ltx2rt.placement.profiles import placed, placed_loop, profile_of
+
+LOOP = "denoise"  # the guided step, looped over the model's steps
+NAMES = (*CATALOG, LOOP)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is printed, and how."""
+
+    component: str
+    branches: int = flag(4, "guidance branches", int, metavar="N")
+    format: str = flag("text", "", choices=FORMATS)
+
+
+def component_graph(
+    config: ModelConfig,
+    name: str,
+    clip: Request | None = None,
+    branches: int = 4,
+    profile: str | None = None,
+    mesh: Mapping[str, int] | None = None,
+    weights_dtype: str | None = None,
+    dtype: str = "bfloat16",
+) -> Graph:
+    """clip: whose size it has; None: the default one. Raises InputError if there is no such component, or the clip's
+    size is not legal."""
+    clip = clip or OneStage("")
+    vae, mesh = config.video_vae, mesh or {}
+    check_step("--width", clip.width, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
+    check_step("--height", clip.height, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
+    check_step("--num-frames", clip.num_frames, vae.time_factor, 1, "frames", f"{vae.time_factor}*k + 1")
+    if name not in NAMES:
+        raise InputError(f"no graph is called {name!r}; known: {', '.join(NAMES)}")
+    row = CATALOG["guided-step" if name == LOOP else name]
+    if "gemma" in row.parts and config.gemma is None:
+        raise InputError("no Gemma folder was found; pass one with --text-encoder")
+    if "upsampler" in row.parts and config.upsampler is None:
+        raise InputError("no latent upsampler was found; pass one with --upsampler")
+    geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)
+    graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)
+    how = profile_of(profile, "cuda", mesh)
+    mesh = stage_mesh(mesh, branches) if row.branches else text_mesh(mesh)
+    if name == LOOP:
+        return placed_loop(graph, how, mesh, default_steps(config), weights_dtype)
+    return placed(graph, row.rules, how, mesh, weights_dtype if row.rules == "transformer" else None)

@@ -1,0 +1,169 @@
+"""`ltx2rt plan`: what a run would cost on devices that need not be here.
+
+The run is planned as `generate` plans it, on a backend that has a mesh and memory and runs nothing; a preset is planned
+from an empty checkpoint of its sizes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.backend import DeviceInfo
+from ltx2rt.commands.generate import Plan, make_plan
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.pipelines.request import Request
+from ltx2rt.placement.cost import Traffic, weight_bytes
+from ltx2rt.placement.devices import DeviceKind, device_kind
+from ltx2rt.placement.plan import StageCost, peak
+from ltx2rt.placement.profiles import resolve, undivided
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.make import make_checkpoint
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices that need not be here."""
+
+    devices: int = flag(MISSING, "", int, metavar="N")
+    device_kind: str = flag(MISSING, "h100-80gb, h200-141gb, v5p, v6e, v7x", metavar="KIND")
+
+
+class DatasheetBackend:
+    """Devices of one kind, known by their data sheet."""
+
+    def __init__(self, kind: DeviceKind, mesh: Mapping[str, int]):
+        self.kind, self.mesh = kind, mesh
+        self.name, self.device_kind = kind.backend, kind.framework_kind
+        self.is_main, self.versions, self.num_built = True, {}, 0
+        self.num_processes = prod(mesh.values()) if kind.framework_kind == "cuda" else 1  # JAX drives all its devices
+
+    def device(self) -> DeviceInfo:
+        size = int(self.kind.memory_bytes)
+        return DeviceInfo(self.device_kind, self.kind.name, size, size)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("a device that is not here runs nothing")
+
+    load = lower = lower_loop = merge = each = to_host = synchronize = peak_bytes = agree = trim = _refuse
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """plan: of one of the devices; costs: its stages; notes: what is not split, and why."""
+
+    devices: int
+    kind: DeviceKind
+    session: Session
+    plan: Plan
+    costs: tuple[StageCost, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return peak(self.costs).peak_bytes <= self.kind.memory_bytes
+
+
+@contextmanager
+def datasheet_session(options: ModelOptions, preset: str | None, kind: DeviceKind, devices: int) -> Iterator[Session]:
+    """A session that can plan but not run; of a preset, on an empty checkpoint that lives as long as the body.
+
+    Raises InputError for unknown profiles and a mesh of another size.
+    """
+    profile, mesh = resolve(options.profile, kind.name, options.mesh, devices)
+    with tempfile.TemporaryDirectory(prefix="ltx2rt-plan-") as folder:
+        if preset is not None:
+            make_checkpoint(preset, "official", folder, empty=True)
+            options = replace(options, model=Path(folder))
+        options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
+        checkpoint = open_checkpoint(options.model, options.text_encoder, options.upsampler)
+        yield Session(checkpoint, DatasheetBackend(kind, mesh), options)
+
+
+def estimate(options: ModelOptions, request: Request, devices: Devices, preset: str | None = None) -> Estimate:
+    """Raises InputError for what `generate` refuses, unknown devices and profiles, and a mesh of another size."""
+    kind = device_kind(devices.device_kind)
+    if devices.devices < 1:
+        raise InputError(f"--devices: {devices.devices}, expected at least 1")
+    with datasheet_session(options, preset, kind, devices.devices) as session:
+        plan = make_plan(session, request)
+        costs = tuple(session.costs(plan.stages))
+        return Estimate(devices.devices, kind, session, plan, costs, tuple(_whole(session, plan, kind)))
+
+
+def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
+    """What the profile would split and every device holds whole, because its size does not divide."""
+    options = replace(session.options, profile="single", mesh={})
+    single = Session(session.checkpoint, DatasheetBackend(kind, {}), options, session.dtype)
+    calls = {c.row.rules: replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)}
+    for network in ("text-encoder", "transformer"):
+        graph, whole = session.graph(calls[network]), single.graph(calls[network])
+        rules = session.profile.rules.get(network, {})
+        held, all_ = weight_bytes([graph]) / 1e9, weight_bytes([whole]) / 1e9
+        yield f"{network}: {held:.3g} GB of its {all_:.3g} GB of weights on each device"
+        for part, axis, size in dict.fromkeys(undivided(whole, rules, graph.mesh)):
+            parts = graph.mesh[rules[axis]]
+            yield f"{network}: {part} is replicated, {axis}={size} does not divide over {rules[axis]}={parts}"
+
+
+def to_json(found: Estimate) -> dict[str, Any]:
+    """flops, collectives and time_s of a stage with steps are of one step."""
+    return {
+        "fits": found.fits,
+        "devices": found.devices,
+        "stages": [
+            {
+                "name": c.name,
+                "weights_bytes": c.weights_bytes,
+                "activation_bytes": c.activation_bytes,
+                "flops": c.flops,
+                "collectives": {name: {"count": t.count, "bytes": t.bytes} for name, t in c.collectives.items()},
+                "time_s": c.time_s(found.kind),
+            }
+            for c in found.costs
+        ],
+    }
+
+
+def to_text(found: Estimate) -> str:
+    clip, session, kind, worst = found.plan.request, found.session, found.kind, peak(found.costs)
+    float8 = session.options.weights_dtype == "float8"
+    weights, rates = ", weights in float8" * float8, f", in float8 / {kind.float8_flops_per_s / 1e12:g} T/s" * float8
+    mesh = session.backend.mesh
+    where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
+    lines = [
+        f"{clip.name}, {clip.width}x{clip.height}, {clip.num_frames} frames, {session.dtype}{weights}, "
+        f"on {found.devices} x {kind.name} ({where}, profile {session.profile.name}); per device, estimated:",
+        "",
+        f"{'stage':<14} {'steps':>5} {'weights':>9} {'activations':>11} {'TFLOP/step':>10} {'time/step':>10}"
+        f"  collectives/step",
+    ]
+    for c in found.costs:
+        lines.append(
+            f"{c.name:<14} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB {c.activation_bytes / 1e9:>8.2f} GB "
+            f"{c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s  {_traffic(c.collectives)}"
+        )
+    total = sum(c.steps * c.time_s(kind) for c in found.costs)
+    verdict = "fits" if found.fits else "does NOT fit"
+    lines += [
+        "",
+        f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {kind.memory_bytes / 1e9:.0f} GB",
+        f"estimated time: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
+        f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s, "
+        f"received / {kind.link_bytes_per_s / 1e9:g} GB/s)",
+    ]
+    if mesh:
+        lines.append("an all-reduce of B bytes among n devices receives 2 (n - 1) / n B")
+    return "\n".join([*lines, *found.notes]) + "\n"
+
+
+def _traffic(collectives: Mapping[str, Traffic]) -> str:
+    return ", ".join(f"{t.count} {name}, {t.bytes / 1e9:.3g} GB" for name, t in collectives.items()) or "none"

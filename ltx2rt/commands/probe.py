@@ -1,0 +1,261 @@
+"""Run one network on given tensors: what parity tests and people who port the model need.
+
+Decides the names, shapes and axes of the tensors of every component (a table), and refuses files that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.commands.files import writable
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.models import guided_step, text_encoder, transformer
+from ltx2rt.session.call import Call
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file
+from ltx2rt.session.session import Session
+from ltx2rt.stages.schedule import shifted_sigmas
+from ltx2rt.stages.sound import decode_sound
+from ltx2rt.stages.tokenizer import tokenize
+from ltx2rt.weights.files import TensorFile, write_arrays
+
+Arrays = dict[str, np.ndarray]
+COMPONENTS = (
+    "transformer",
+    "text-encoder",
+    "tokenizer",
+    "video-decoder",
+    "video-encoder",
+    "audio-decoder",
+    "upsampler",
+    "guided-step",
+    "schedule",
+)
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """One network run on given tensors. `inputs` is None for the tokenizer, which reads `prompts`."""
+
+    component: str = flag(MISSING, ", ".join(COMPONENTS), metavar="NAME")
+    inputs: Path | None = flag(None, "safetensors", Path, metavar="FILE")
+    outputs: Path = flag(MISSING, "safetensors, float32", Path, metavar="FILE")
+    prompts: tuple[str, ...] = flag((), "for the tokenizer", name="--prompt", metavar="TEXT", repeat=True)
+
+    def check(self) -> None:
+        """Raises InputError; reads no file."""
+        if self.component not in COMPONENTS:
+            raise InputError(f"unknown component {self.component!r}; known components: {', '.join(COMPONENTS)}")
+        writable("--outputs", self.outputs)
+        if self.component == "tokenizer":
+            if not self.prompts:
+                raise InputError("probe tokenizer reads --prompt TEXT ..., none was given")
+        elif self.inputs is None:
+            raise InputError(f"probe {self.component} reads --inputs FILE, none was given")
+        else:
+            existing_file("--inputs", self.inputs)
+
+
+@dataclass(frozen=True)
+class Component:
+    """One row of the table. inputs, optional: name -> axes; an int is a size, a word takes the first size it meets."""
+
+    inputs: Mapping[str, tuple[str | int, ...]]
+    run: Callable[[Session, ProbeRequest, Arrays], Arrays]
+    optional: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+
+
+def run(options: ModelOptions, request: ProbeRequest) -> None:
+    """Read the inputs, run the component, write the outputs as float32. Raises InputError before any weight is read."""
+    request.check()
+    session = open_session(options, dtype="float32")
+    component = components(session.config)[request.component]
+    inputs = {} if request.inputs is None else read_inputs(request.inputs, request.component, component)
+    outputs = component.run(session, request, inputs)
+    if session.backend.is_main:
+        write_arrays(request.outputs, outputs)
+
+
+def audited(session: Session, call: Call, feeds: Mapping[str, np.ndarray]) -> Arrays:
+    """The call's outputs on the host, after the audit that `generate` makes, too. Raises InputError."""
+    session.weights.audit(call, session.graph(call))
+    return {name: session.backend.to_host(x) for name, x in session.run(call, feeds).items()}
+
+
+def read_inputs(path: Path, name: str, component: Component) -> Arrays:
+    """The file's tensors, checked by name and shape against the table. int stays int32, all else becomes float32."""
+    file = TensorFile(path)
+    known = {**component.inputs, **component.optional}
+    found = set(file.names())
+    if unknown := sorted(found - known.keys()):
+        raise InputError(f"{path}: probe {name} has no input {', '.join(unknown)}; it reads {', '.join(known)}")
+    if missing := [n for n in component.inputs if n not in found]:
+        raise InputError(f"{path}: probe {name} misses {', '.join(missing)}; it reads {', '.join(component.inputs)}")
+    sizes: dict[str, int] = {}
+    for tensor, axes in known.items():
+        if tensor not in found:
+            continue
+        shape = tuple(file.info(tensor).shape)
+        expected = tuple(sizes.get(a, a) if isinstance(a, str) else a for a in axes)
+        fits = len(shape) == len(expected)
+        fits = fits and all(isinstance(e, str) or n == e for n, e in zip(shape, expected, strict=True))
+        if not fits or 0 in shape:
+            pairs = zip(axes, expected, strict=True)
+            listed = ", ".join(f"{a}={e}" if isinstance(a, str) and a != e else str(e) for a, e in pairs)
+            raise InputError(f"{path}: {tensor} has shape {list(shape)}, expected [{listed}]")
+        sizes |= {a: n for a, n in zip(axes, shape, strict=True) if isinstance(a, str)}
+    arrays = {}
+    for tensor in found:
+        array = file.read(tensor)
+        arrays[tensor] = array.astype(np.int32 if np.issubdtype(array.dtype, np.integer) else np.float32)
+        if arrays[tensor].dtype == np.float32 and not np.isfinite(arrays[tensor]).all():
+            raise InputError(f"{path}: {tensor} holds values that are not finite")
+    return arrays
+
+
+def components(config: ModelConfig) -> dict[str, Component]:
+    """The table for one model; C, Ca are the widths of the text contexts."""
+    t = config.transformer
+    video, audio = transformer.streams(t)
+    widths = {s.name: t.caption_channels if t.caption_projection else s.width for s in (video, audio)}
+    latent = {"video": ("T", t.video_channels), "audio": ("Ta", t.audio_channels)}
+    vae, sound = config.video_vae, config.audio_vae
+    step = {}
+    for m, (tokens, channels) in latent.items():
+        step |= {f"{m}_latent": (1, tokens, channels), f"{m}_clean": (1, tokens, channels), f"{m}_mask": (1, tokens, 1)}
+        step |= {f"{m}_positions": (1, 3 if m == "video" else 1, tokens, 2), f"{m}_context": (2, "S", widths[m])}
+    step |= {"sigmas": (2,), "guidance": (2, 4), "stg_blocks": (t.num_layers,)}
+    forward = {}
+    for m, (tokens, channels) in latent.items():
+        forward |= {f"{m}_latent": ("B", tokens, channels), f"{m}_timesteps": ("B", tokens, 1), f"{m}_sigma": ("B",)}
+        forward |= {f"{m}_positions": ("B", 3 if m == "video" else 1, tokens, 2), f"{m}_context": ("B", "S", widths[m])}
+    keeps = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
+    video_latent = ("B", vae.latent_channels, "f", "h", "w")
+    return {
+        "transformer": Component(
+            forward,
+            _transformer,
+            {n: ("B", t.num_layers) for n in keeps} | {"video_attention_mask": ("B", "T", "T")},
+        ),
+        "guided-step": Component(step, _guided_step),
+        "text-encoder": Component({"token_ids": ("B", "S"), "mask": ("B", "S")}, _text_encoder),
+        "tokenizer": Component({}, _tokenizer),
+        "video-decoder": Component({"latent": video_latent}, _network("latent")),
+        "video-encoder": Component({"frames": ("B", 3, "F", "H", "W")}, _video_encoder),
+        "audio-decoder": Component(
+            {"latent": ("B", sound.latent_channels, "n", sound.latent_mel_bins)}, _audio_decoder
+        ),
+        "upsampler": Component({"latent": video_latent}, _network("latent")),
+        "schedule": Component({"steps": (1,)}, _schedule),
+    }
+
+
+def _network(name: str) -> Callable[[Session, ProbeRequest, Arrays], Arrays]:
+    """A network of the catalog whose sizes are the shape of its only input."""
+    return lambda session, request, x: audited(session, Call(request.component, x[name].shape), x)
+
+
+def _transformer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    config = session.config.transformer
+    feeds = transformer.position_feeds(config, x["video_positions"], x["audio_positions"])
+    for m in ("video", "audio"):
+        feeds |= transformer.level_feeds(m, x[f"{m}_timesteps"][:, :, 0])
+        feeds |= {name: x[name] for name in (f"{m}_latent", f"{m}_sigma", f"{m}_context")}
+    batch, video_tokens = x["video_latent"].shape[:2]
+    keeps = {n: a for n, a in x.items() if n.endswith("_keep")}
+    if keeps:
+        full = np.ones((batch, config.num_layers), np.float32)
+        names = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
+        feeds |= {name: keeps.get(name, full).T for name in names}
+    if "video_attention_mask" in x:
+        feeds["video_attention_mask"] = x["video_attention_mask"]
+    structure = transformer.Structure(
+        batch=batch,
+        video_tokens=video_tokens,
+        audio_tokens=x["audio_latent"].shape[1],
+        text_tokens=x["video_context"].shape[1],
+        coordinates=transformer.coordinate_counts(feeds),
+        video_levels=feeds["video_levels"].shape[1],
+        audio_levels=feeds["audio_levels"].shape[1],
+        batched_positions=True,
+        perturbed=bool(keeps),
+        masked="video_attention_mask" in x,
+        rule=session.options.cross_timestep_rule,
+    )
+    return audited(session, Call("transformer", structure, loras=_loras(session)), feeds)
+
+
+def _loras(session: Session) -> tuple[LoraSpec, ...]:
+    """Every LoRA given, user LoRAs in order, then the distilled one."""
+    distilled = session.options.distilled_lora
+    return (*session.options.loras, *([distilled] if distilled and distilled != NO_LORA else []))
+
+
+def _guided_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    config = session.config.transformer
+    branches = guided_step.Branches.of(x["guidance"])
+    feeds = transformer.position_feeds(config, x["video_positions"][0], x["audio_positions"][0])
+    for m in ("video", "audio"):
+        contexts = x[f"{m}_context"] if branches.uncond else x[f"{m}_context"][:1]
+        feeds |= guided_step.mask_feeds(m, x[f"{m}_mask"][0, :, 0])
+        feeds |= {f"{m}_clean": x[f"{m}_clean"][0], f"{m}_context": contexts, f"{m}_latent": x[f"{m}_latent"]}
+    feeds |= {"guidance": x["guidance"], "stg_blocks": x["stg_blocks"]}
+    structure = guided_step.Structure(
+        branches=branches,
+        video_tokens=x["video_latent"].shape[1],
+        audio_tokens=x["audio_latent"].shape[1],
+        text_tokens=x["video_context"].shape[1],
+        coordinates=transformer.coordinate_counts(feeds),
+        video_levels=len(feeds["video_levels"]),
+        audio_levels=len(feeds["audio_levels"]),
+        rule=session.options.cross_timestep_rule,
+    )
+    call = Call("guided-step", structure, steps=1, loras=_loras(session))
+    session.weights.audit(call, session.graph(call))
+    (step,) = session.denoise(call, feeds, x["sigmas"])
+    return {name: session.backend.to_host(value) for name, value in step.items()}
+
+
+def _text_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    session.checkpoint.source("gemma")  # raises, naming the flag
+    assert session.config.gemma is not None, "no Gemma"
+    feeds = text_encoder.feeds(session.config.gemma, session.config.text, x["token_ids"], x["mask"])
+    return audited(session, Call("text-encoder", x["token_ids"].shape), feeds)
+
+
+def _tokenizer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    ids, mask = tokenize(session.checkpoint.require_tokenizer(), request.prompts)
+    return {"token_ids": ids, "mask": mask}
+
+
+def _video_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    vae = session.config.video_vae
+    _, _, frames, rows, columns = x["frames"].shape
+    if (frames - 1) % vae.time_factor or rows % vae.space_factor or columns % vae.space_factor:
+        raise InputError(
+            f"{request.inputs}: frames are {frames}x{rows}x{columns}, expected {vae.time_factor}k+1 frames "
+            f"and rows and columns divisible by {vae.space_factor}"
+        )
+    return audited(session, Call("video-encoder", x["frames"].shape), x)
+
+
+def _audio_decoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    call = Call("audio-decoder", x["latent"].shape)
+    mel = session.graph(call).outputs["mel"].type.shape
+    for network in (call, Call("vocoder", mel)):
+        session.weights.audit(network, session.graph(network))
+    mel, waveform = decode_sound(session, x["latent"])
+    return {"mel": mel, "waveform": waveform, "sample_rate": np.array([session.config.vocoder.sample_rate], np.int32)}
+
+
+def _schedule(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    steps = int(x["steps"][0])
+    if steps < 1:
+        raise InputError(f"{request.inputs}: steps is {steps}, expected at least 1")
+    return {"sigmas": shifted_sigmas(steps)}

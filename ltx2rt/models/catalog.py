@@ -1,0 +1,125 @@
+"""The networks of the family, one row each: which parts of a checkpoint it reads, how it is traced, from which sizes.
+
+Decides nothing about devices: which axes of a network are split where stands in the placement's profiles, under the
+name in `rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.graph import Graph
+from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
+from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
+
+PROMPT_TOKENS = 1024  # the length every released pipeline pads to
+
+
+@dataclass(frozen=True)
+class Network:
+    """One network.
+
+    parts: of the checkpoint, whose tensors it reads. trace(config, sizes, dtype): its graph. sizes(config, geometry,
+    branches): what `trace` wants for a whole clip. rules: the network whose weights and placement it shares. branches:
+    guidance branches in its sizes, None if its mesh is not a stage's. dtype: its own whatever the run's is.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    trace: Callable[[ModelConfig, Any, str], Graph]
+    sizes: Callable[[ModelConfig, Geometry, int], Hashable]
+    rules: str
+    branches: Callable[[Any], int] | None = None
+    dtype: str | None = None
+
+
+def _trace_text(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
+    assert c.gemma is not None, "no Gemma"
+    return text_encoder.trace(c.gemma, c.text, *sizes, dtype)
+
+
+def _trace_upsampler(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
+    assert c.upsampler is not None, "no upsampler"
+    batch, _, *grid = latent
+    return upsampler.trace(c.upsampler, batch, *grid, dtype)  # pyright: ignore[reportCallIssue]
+
+
+def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
+    return lambda c, shape, dtype: trace(c.video_vae, shape[0], *shape[2:], dtype)
+
+
+def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.Structure:
+    """Without conditionings. 1 branch is the conditional one; then the negative prompt, the perturbed and the isolated
+    branch join. Raises InputError."""
+    if not 1 <= branches <= 4:
+        raise InputError(f"--branches: {branches}, expected 1 to 4")
+    feeds = transformer.position_feeds(c.transformer, video_positions(g), audio_positions(g))
+    return guided_step.Structure(
+        branches=guided_step.Branches(*(branches > i for i in (1, 2, 3))),
+        video_tokens=g.num_video_tokens,
+        audio_tokens=g.audio_latents,
+        text_tokens=PROMPT_TOKENS,
+        coordinates=transformer.coordinate_counts(feeds),
+    )
+
+
+def _forward(c: ModelConfig, g: Geometry, branches: int) -> transformer.Structure:
+    s = _step(c, g, branches)
+    return transformer.Structure(
+        batch=branches,
+        video_tokens=s.video_tokens,
+        audio_tokens=s.audio_tokens,
+        text_tokens=s.text_tokens,
+        coordinates=s.coordinates,
+        perturbed=branches > 2,
+    )
+
+
+def _pixels(c: ModelConfig, g: Geometry, branches: int) -> tuple[int, ...]:
+    return (1, 3, pixel_frames(g.frames, g.time_factor), *g.size_px)
+
+
+CATALOG = {
+    row.name: row
+    for row in (
+        Network("text-encoder", ("gemma", "text"), _trace_text, lambda *_: (2, PROMPT_TOKENS), "text-encoder"),
+        Network(
+            "transformer", ("transformer",), lambda c, s, dtype: transformer.trace(c.transformer, s, dtype), _forward,
+            "transformer", lambda s: s.batch,
+        ),
+        Network(
+            "guided-step", ("transformer",), lambda c, s, dtype: guided_step.trace(c.transformer, s, dtype), _step,
+            "transformer", lambda s: len(s.branches.names),
+        ),
+        Network(
+            "video-encoder", ("video_vae",), _trace_vae(video_vae.trace_encoder), _pixels, "video-encoder"
+        ),
+        Network(
+            "video-decoder", ("video_vae",), _trace_vae(video_vae.trace_decoder),
+            lambda c, g, branches: g.video_shape, "video-decoder",
+        ),
+        Network(
+            "upsampler", ("upsampler",), _trace_upsampler, lambda c, g, branches: g.video_shape, "upsampler"
+        ),
+        Network(
+            "audio-decoder", ("audio_vae",),
+            lambda c, s, dtype: audio_vae.trace_decoder(c.audio_vae, s[0], s[2], dtype),
+            lambda c, g, branches: g.audio_shape, "audio-decoder",
+        ),
+        Network(  # bfloat16 is audible in the vocoder
+            "vocoder", ("vocoder",), lambda c, s, dtype: vocoder.trace(c.vocoder, s[0], s[2], dtype),
+            lambda c, g, branches: g.mel_shape(c.audio_vae), "vocoder", dtype="float32",
+        ),
+    )
+}  # fmt: skip
+
+
+def network(name: str) -> Network:
+    """Raises InputError naming the known ones."""
+    if name not in CATALOG:
+        raise InputError(f"no network is called {name!r}; known: {', '.join(CATALOG)}")
+    return CATALOG[name]

@@ -1,0 +1,38 @@
+"""one-stage: guided at full size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.flags import flag
+from ltx2rt.pipelines.request import Guided, Loras
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.frames import Frames, tiling
+from ltx2rt.stages.schedule import shifted_sigmas
+from ltx2rt.stages.sound import Sound
+from ltx2rt.stages.stage import Stage
+from ltx2rt.stages.text import Text
+
+
+@dataclass(frozen=True)
+class OneStage(Guided):
+    name: ClassVar[str] = "one-stage"
+    summary: ClassVar[str] = "guided at full size"
+
+    audio_from: str = flag("stage1", "there is no other", choices=("stage1",))
+
+    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+        assert self.steps and self.stg_blocks is not None, "the request is not resolved"
+        full = self.geometry(model)
+        guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "sound": True}
+        return [
+            Text(self.prompts),
+            *self.denoise("stage1", full, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided),
+            *([Sound(full, self.num_videos)] if self.audio else []),
+            Frames(full, tiling(full, model, options.vae_tiling), self.num_videos),
+        ]
+
+
+PIPELINE = OneStage

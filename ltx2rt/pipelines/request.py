@@ -1,0 +1,339 @@
+"""One clip as its user asks for it: the flags that every pipeline shares, their legal ranges, and a pipeline's duties.
+
+A pipeline is a frozen dataclass derived from `Request` (or `Guided`): its fields are its flags with their defaults, its
+`stages` are what it does. `check` validates what needs no file of the model; `resolved` fills the model's defaults and
+validates the rest against its configuration. Both come before any weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import MISSING, dataclass, fields, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag, spelling
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.models.guided_step import Branches
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file, parse_number, plain
+from ltx2rt.stages.conditioning import Image, ImageSpec
+from ltx2rt.stages.denoise import Denoise, Noise
+from ltx2rt.stages.given import Given
+from ltx2rt.stages.stage import Stage
+
+SEED_LIMIT = 2**63
+MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
+MAX_FPS, MIN_FPS = 240, 1
+MAX_SIDE_PX = 16384  # H.264's
+MAX_STEPS = 1000
+NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional branch alone
+
+R = TypeVar("R", bound="Request")
+
+# The default of the LTX-2.0 and 2.3 family, as published with the models and in diffusers (Apache-2.0).
+DEFAULT_NEGATIVE_PROMPT = (
+    "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, grainy"
+    " texture, poor lighting, flickering, motion blur, distorted proportions, unnatural skin tones, deformed "
+    "facial features, asymmetrical face, missing facial features, extra limbs, disfigured hands, wrong hand "
+    "count, artifacts around text, inconsistent perspective, camera shake, incorrect depth of field, "
+    "background too sharp, background clutter, distracting reflections, harsh shadows, inconsistent lighting "
+    "direction, color banding, cartoonish rendering, 3D CGI look, unrealistic materials, uncanny valley "
+    "effect, incorrect ethnicity, wrong gender, exaggerated expressions, wrong gaze direction, mismatched lip "
+    "sync, silent or muted audio, distorted voice, robotic voice, echo, background noise, off-sync audio, "
+    "incorrect dialogue, added dialogue, repetitive speech, jittery movement, awkward pauses, incorrect "
+    "timing, unnatural transitions, inconsistent framing, tilted camera, flat lighting, inconsistent tone, "
+    "cinematic oversaturation, stylized filters, or AI artifacts."
+)
+
+
+def parse_fps(text: str | float | Fraction) -> Fraction:
+    """23.976, 29.97 and 59.94 mean x*1000/1001 of the next integer; anything else is the decimal or fraction given."""
+    ntsc, text = {"23.976": 24, "29.97": 30, "59.94": 60}, str(text)
+    try:
+        fps = Fraction(ntsc[text] * 1000, 1001) if text in ntsc else Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"--fps: {text[:80]!r} is no number; give one such as 24, 23.976 or 30000/1001") from None
+    if fps <= 0:
+        raise InputError(f"--fps: {text}, expected more than 0")
+    if max(fps.numerator, fps.denominator) >= MAX_FPS_TERM:
+        raise InputError(f"--fps: {text[:80]} has too many digits for a container; write a fraction such as 24000/1001")
+    return fps
+
+
+def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
+    """FILE:FRAME[:STRENGTH], read from the right, or a tuple of those."""
+    if isinstance(text, ImageSpec):
+        return text
+    if not isinstance(text, str):
+        path, *rest = text
+        return ImageSpec(Path(path), *rest)
+    match = re.fullmatch(r"(?P<path>.+?):(?P<frame>[+-]?\d{1,18})(:(?P<strength>[^:]+))?", text, re.DOTALL)
+    strength = parse_number(match["strength"] or "1") if match else None
+    if match is None or strength is None:
+        raise InputError(f"--image: {text!r}, expected FILE:FRAME or FILE:FRAME:STRENGTH, such as cat.png:0:0.8")
+    return ImageSpec(Path(match["path"]), int(match["frame"]), strength)
+
+
+def parse_blocks(text: str) -> tuple[int, ...]:
+    """A comma-separated list of block numbers."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise InputError(f"--stg-blocks: {text[:80]!r}, expected block numbers such as 28 or 14,19") from None
+
+
+@dataclass(frozen=True)
+class Loras:
+    """user: in the order given; distilled: what the pipeline merges last where it wants it, None if it has none."""
+
+    user: tuple[LoraSpec, ...] = ()
+    distilled: LoraSpec | None = None
+
+    def of(self, stage: str) -> tuple[LoraSpec, ...]:
+        return tuple(lora for lora in self.user if lora.stage in (None, stage))
+
+
+@dataclass(frozen=True)
+class Request:
+    """The clip flags of every pipeline. After `resolved`, no field that shapes the clip is None.
+
+    name: of the pipeline; summary: what `--help` says. scale: width and height of the first stage are those of the clip
+    divided by it. distilled: "needed", "optional" or "unused", whether a distilled LoRA is merged.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    scale: ClassVar[int] = 1
+    num_stages: ClassVar[int] = 1
+    distilled: ClassVar[str] = "unused"
+
+    prompt: str = flag(MISSING, metavar="TEXT")
+    width: int = flag(768, "of the output, in pixels", int)
+    height: int = flag(512, "of the output, in pixels", int)
+    num_frames: int = flag(121, "8k+1, at most 20 s", int)
+    fps: Fraction = flag(Fraction(24), "23.976, 29.97 and 59.94 mean x*1000/1001", parse_fps)
+    seed: int | None = flag(None, "default: drawn, and reported", int, metavar="N")
+    num_videos: int = flag(1, "videos of seeds N, N+1, ... in one batch, each in FILE-SEED.mp4", int, metavar="N")
+    images: tuple[ImageSpec, ...] = flag(
+        (),
+        "condition a pixel frame on an image, strength 1.0",
+        parse_image,
+        name="--image",
+        metavar="FILE:FRAME[:STRENGTH]",
+        repeat=True,
+        keyword="image",
+    )
+    image_crf: int | None = flag(None, "H.264 recompression of images, 0 = off (default: 33)", int, metavar="N")
+    noise_in: Path | None = flag(None, "safetensors with the noise to use", Path, metavar="FILE")
+    audio: bool = flag(True, "write the video only", bool, name="--no-audio")
+
+    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+        """What the pipeline does, in order. The request is resolved."""
+        raise NotImplementedError(f"pipeline {self.name} has no stages")
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse what is wrong whatever the model is. Raises InputError; reads no file."""
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError:
+            raise InputError("--prompt: holds characters that are no text (lone surrogates); type it again") from None
+        if not self.prompt.strip():
+            raise InputError("--prompt: the prompt is empty; say what the clip shows")
+        if self.num_videos < 1:
+            raise InputError(f"--num-videos: {self.num_videos}, expected at least 1")
+        if self.seed is not None and not 0 <= self.seed <= SEED_LIMIT - self.num_videos:
+            raise InputError(f"--seed: {self.seed}, expected 0 or more and below 2^63, --num-videos included")
+        for side, value in (("--width", self.width), ("--height", self.height)):
+            if value > MAX_SIDE_PX:
+                raise InputError(f"{side}: {value}, expected at most {MAX_SIDE_PX} px, the most that H.264 holds")
+        if self.fps <= 0:
+            raise InputError(f"--fps: {self.fps}, expected more than 0")
+        if not MIN_FPS <= self.fps <= MAX_FPS:
+            raise InputError(f"--fps: {float(self.fps):g}, expected {MIN_FPS} to {MAX_FPS}")
+        if self.image_crf is not None and not 0 <= self.image_crf <= 51:
+            raise InputError(f"--image-crf: {self.image_crf}, expected 0 (off) to 51")
+        for image in self.images:
+            if not 0 <= image.frame < self.num_frames:
+                last = self.num_frames - 1
+                raise InputError(f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}")
+            if not 0 <= image.strength <= 1:
+                raise InputError(f"--image: strength {image.strength} of {image.path}, expected 0 to 1")
+        frames = [image.frame for image in self.images]
+        if twice := [frame for frame in frames if frames.count(frame) > 1]:
+            raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
+
+    def check_files(self) -> None:
+        """Refuse named files that are not there. Raises InputError."""
+        for image in self.images:
+            existing_file("--image", image.path)
+        if self.noise_in:
+            existing_file("--noise-in", self.noise_in)
+
+    def check_options(self, options: ModelOptions) -> None:
+        """Refuse model flags that do not go with this clip. Raises InputError."""
+        if self.num_videos % (data := options.mesh.get("data", 1)):
+            raise InputError(f"--num-videos: {self.num_videos} do not divide over data={data}; choose a multiple of it")
+        for lora in options.loras:
+            if lora.stage == "stage2" and self.num_stages == 1:
+                raise InputError(f"--lora: {lora.path} is for stage 2, and the {self.name} pipeline has none")
+
+    def resolved(self: R, model: ModelConfig) -> R:
+        """Check the request against the model and fill every default, the seed included. Raises InputError."""
+        self.check()
+        unit, step = model.video_vae.space_factor * self.scale, model.video_vae.time_factor
+        for side, value in (("--width", self.width), ("--height", self.height)):
+            check_step(side, value, unit, 0, "px", f"divisible by {unit} ({self.name})")
+        limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
+        if (self.num_frames - 1) / self.fps > limit_s:
+            longest = int(limit_s * self.fps) // step * step + 1
+            length_s = float((self.num_frames - 1) / self.fps)
+            raise InputError(
+                f"--num-frames: {self.num_frames} frames at {float(self.fps):g} fps are {length_s:.2f} s, the model's "
+                f"limit is {limit_s} s; at most {longest} frames at this rate"
+            )
+        check_step("--num-frames", self.num_frames, step, 1, "frames", f"{step}*k + 1")
+        crf = 18 if model.version >= (2, 4) else 33  # as the images that the model was trained on were compressed
+        return replace(
+            self,
+            seed=draw_seed() if self.seed is None else self.seed,
+            image_crf=crf if self.image_crf is None else self.image_crf,
+        )
+
+    # --- what stages are made from ------------------------------------------------------------------------------
+
+    @property
+    def seeds(self) -> range:
+        """One for each video. Of a resolved request."""
+        assert self.seed is not None, "the request is not resolved"
+        return range(self.seed, self.seed + self.num_videos)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """What the text encoder reads, in one batch: the prompt, then the negative one if a branch uses it."""
+        return (self.prompt,)
+
+    @property
+    def noise(self) -> Noise:
+        return Noise(tuple(self.seeds), self.noise_in)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that it names."""
+        return [image.path for image in self.images] + [path for path in (self.noise_in,) if path]
+
+    def geometry(self, model: ModelConfig, scale: int = 1) -> Geometry:
+        """The latent grid of the clip at 1/scale of its width and height."""
+        return Geometry.of(model, self.width // scale, self.height // scale, self.num_frames, self.fps)
+
+    def denoise(
+        self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray, loras: tuple[LoraSpec, ...],
+        **more: Any,
+    ) -> list[Stage]:  # fmt: skip
+        """One denoising stage, after the encoding of the images at its size if there are any."""
+        images = tuple(Image(spec, geometry, self.image_crf or 0) for spec in self.images)
+        given: list[Stage] = [Given(name, images)] if images else []
+        rule = options.cross_timestep_rule
+        return [*given, Denoise(name, geometry, sigmas, loras, self.noise, given=images, rule=rule, **more)]
+
+    def settings(self, path: Any = str) -> dict[str, Any]:
+        """Every setting as JSON-able values: what the MP4's metadata and the report carry."""
+        return {"pipeline": self.name} | {f.name: plain(getattr(self, f.name), path) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Guided(Request):
+    """The flags of pipelines with a guided stage."""
+
+    negative_prompt: str | None = flag(None, "default: the model's", metavar="TEXT")
+    steps: int | None = flag(None, "of the guided stage (default: 40 for 2.0, 30 for 2.3)", int, metavar="N")
+    video_cfg: float = flag(3.0, "guidance", float)
+    audio_cfg: float = flag(7.0, "guidance", float)
+    video_stg: float = flag(1.0, "guidance", float)
+    audio_stg: float = flag(1.0, "guidance", float)
+    video_modality: float = flag(3.0, "guidance", float)
+    audio_modality: float = flag(3.0, "guidance", float)
+    video_rescale: float = flag(0.7, "guidance", float)
+    audio_rescale: float = flag(0.7, "guidance", float)
+    stg_blocks: tuple[int, ...] | None = flag(None, "default: 29 for 2.0, 28 for 2.3", parse_blocks, metavar="LIST")
+
+    @property
+    def guidance(self) -> np.ndarray:
+        """f32[2, 4]: rows video and audio, columns cfg, stg, modality, rescale."""
+        names = ("cfg", "stg", "modality", "rescale")
+        rows = [[getattr(self, f"{m}_{name}") for name in names] for m in ("video", "audio")]
+        return np.array(rows, np.float32)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        negative = (self.negative_prompt or "",) if Branches.of(self.guidance).uncond else ()
+        return (self.prompt, *negative)
+
+    def check(self) -> None:
+        super().check()
+        if self.steps is not None and not 1 <= self.steps <= MAX_STEPS:
+            raise InputError(f"--steps: {self.steps}, expected at least 1 and at most {MAX_STEPS}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not abs(value) < 1e6:
+                raise InputError(f"{spelling(f)}: {value:g}, expected a finite number below 1e6")
+
+    def resolved(self: Any, model: ModelConfig) -> Any:
+        full = super().resolved(model)
+        negative = DEFAULT_NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt
+        return replace(
+            full, negative_prompt=negative, steps=self.steps or default_steps(model), stg_blocks=self._blocks(model)
+        )
+
+    def _blocks(self, model: ModelConfig) -> tuple[int, ...]:
+        """28 for LTX-2.3 and 29 for 2.0, of 48 blocks; the block at the same depth of a model with another number."""
+        num_layers = model.transformer.num_layers
+        if self.stg_blocks is None:
+            return (29,) if num_layers == 48 and model.generation == "2.0" else (28 * num_layers // 48,)
+        if self.stg_blocks == () and (self.video_stg or self.audio_stg):
+            raise InputError("--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0")
+        for block in self.stg_blocks:
+            if not 0 <= block < num_layers:
+                raise InputError(f"--stg-blocks: block {block}, but the model has blocks 0 to {num_layers - 1}")
+        return self.stg_blocks
+
+
+def default_steps(model: ModelConfig) -> int:
+    """Steps of the guided schedule, as published with the models."""
+    return 40 if model.generation == "2.0" else 30
+
+
+def draw_seed() -> int:
+    return secrets.randbelow(2**32)
+
+
+def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: str) -> None:
+    """Refuse a value that is not step*k + offset and at least step (offset 0) or 1, naming the two nearest."""
+    lowest = offset or step
+    if value >= lowest and (value - offset) % step == 0:
+        return
+    below = (value - offset) // step * step + offset
+    nearest = f"{below} and {below + step}" if below >= lowest else f"{lowest} and {lowest + step}"
+    raise InputError(f"{name}: {value}, expected {rule}; the nearest are {nearest} {unit}")
+
+
+def distilled_lora(request: Request, options: ModelOptions, found: Any) -> LoraSpec | None:
+    """The distilled LoRA of a run. found: gives the one beside the checkpoint, or raises InputError.
+
+    Raises InputError where the pipeline needs one and has none, or may merge one and was not told whether to.
+    """
+    asked = options.distilled_lora
+    if request.distilled == "unused":
+        return None
+    if request.distilled == "needed":
+        if asked == NO_LORA:
+            raise InputError(f"--distilled-lora: none, but the {request.name} pipeline's second stage needs one")
+        return asked or LoraSpec(found())
+    return None if asked == NO_LORA else asked

@@ -1,0 +1,42 @@
+"""What a stage needs of a session: a network, at which sizes, how often."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from ltx2rt.models.catalog import Network, network
+from ltx2rt.session.options import LoraSpec
+
+WeightsKey = tuple[str, tuple[LoraSpec, ...]]  # a network's name, and what is merged into it
+
+
+@dataclass(frozen=True)
+class Call:
+    """network: of the catalog; sizes: what its graph is traced from. times: how often a stage (of a stage with steps:
+    each of them) runs it. steps: of a denoise loop, None for a network that runs once. each: devices take such calls
+    in turns.
+    """
+
+    network: str
+    sizes: Any
+    times: int = 1
+    steps: int | None = None
+    loras: tuple[LoraSpec, ...] = ()
+    each: bool = False
+
+    @property
+    def row(self) -> Network:
+        return network(self.network)
+
+    @property
+    def weights(self) -> WeightsKey:
+        return self.row.rules, self.loras
+
+    @property
+    def program(self) -> Hashable:
+        """What programs are kept by: calls that differ in times, LoRAs or who makes them share one."""
+        from ltx2rt.placement.profiles import step_slots
+
+        return self.network, self.sizes, None if self.steps is None else step_slots(self.steps)

@@ -1,0 +1,52 @@
+"""Opening a backend as the options ask for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from ltx2rt.backend import Backend, DeviceInfo, get_backend
+from ltx2rt.placement.profiles import resolve
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.weights.checkpoint import open_checkpoint
+
+
+def open_session(options: ModelOptions, dtype: str | None = None) -> Session:
+    """dtype: the default of a command that has another one than the device. Raises InputError."""
+    backend = open_backend(options)
+    checkpoint = open_checkpoint(options.model, options.text_encoder, options.upsampler)
+    return Session(checkpoint, backend, options, options.compute_dtype(dtype) if dtype else None)
+
+
+def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:
+    """The options with the mesh of this launch. Raises InputError where flags and launch contradict each other."""
+    launched = 1 if options.backend == "tpu" else int(environment.get("WORLD_SIZE", "1"))  # JAX drives all its devices
+    return replace(options, mesh=options.on_mesh(launched), num_gpus=None, tp_size=None)
+
+
+def open_backend(options: ModelOptions) -> Backend:
+    """The backend that the options ask for. Raises InputError.
+
+    Without a mesh all TPUs are used, and all devices of several hosts, as the profile means them to be.
+    """
+    backend = get_backend(options.backend, options.device, options.mesh)
+    if not options.mesh:
+        mesh = mesh_of_all(backend.device(), options.profile)
+        return get_backend(options.backend, options.device, mesh) if mesh else backend
+    used, found = prod(options.mesh.values()), backend.device().count
+    if backend.name == "tpu" and used < found:
+        print(f"ltx2rt: --mesh uses {used} of the {found} devices here", file=sys.stderr)
+    return backend
+
+
+def mesh_of_all(device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
+    """The mesh of all devices, if they are several TPUs or of several hosts. Raises InputError if hosts have none."""
+    if device.count == 1 or (device.kind != "tpu" and device.hosts == 1):
+        return {}
+    if profile == "single" and device.hosts == 1:
+        return {}
+    return resolve(profile, device.name if device.kind == "tpu" else device.kind, {}, device.count)[1]

@@ -1,0 +1,209 @@
+"""Which model, and how and where it runs: the flags that every command with a checkpoint shares.
+
+`check` refuses what no model could satisfy, before any framework is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.placement.mesh import MESH_AXES, canonical
+
+DISTILLED_STAGES = ("stage1", "stage2")
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """One LoRA file, its strength, and the only stage it applies to ("stage1", "stage2"; None: both)."""
+
+    path: Path
+    strength: float = 1.0
+    stage: str | None = None
+
+
+NO_LORA = LoraSpec(Path("none"), 0.0)  # `--distilled-lora none`: the weights as they are
+
+
+def parse_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def parse_lora(text: str | tuple, name: str = "--lora") -> LoraSpec:
+    """FILE[:STRENGTH[:stage1|stage2]], read from the right, so file names may contain colons; or a tuple of those."""
+    if isinstance(text, LoraSpec):
+        return text
+    if isinstance(text, (tuple, list)):
+        return LoraSpec(Path(text[0]), *text[1:])
+    path, stage = text, None
+    head, _, last = text.rpartition(":")
+    if head and last in DISTILLED_STAGES:
+        path, stage = head, last
+    head, _, last = path.rpartition(":")
+    strength = parse_number(last) if head else None
+    if strength is not None:
+        path = head
+    elif stage:
+        raise InputError(f"{name}: {text!r} names a stage but no strength; write FILE:STRENGTH:{stage}")
+    elif head and not Path(text).exists() and Path(head.rpartition(":")[0] or head).is_file():
+        raise InputError(f"{name}: {last!r} in {text!r}, expected FILE[:STRENGTH[:stage1|stage2]]")
+    if strength is not None and not math.isfinite(strength):
+        raise InputError(f"{name}: strength {strength} in {text!r}, expected a finite number")
+    return LoraSpec(Path(path), 1.0 if strength is None else strength, stage)
+
+
+def parse_distilled(text: str | tuple) -> LoraSpec:
+    """As `parse_lora`, or "none"."""
+    return NO_LORA if text == "none" else parse_lora(text, "--distilled-lora")
+
+
+def parse_mesh(text: str | Mapping[str, int]) -> dict[str, int]:
+    """`tensor=2` -> sizes by mesh axis, in the order of the devices however they are written."""
+    if not isinstance(text, str):
+        return canonical(text)
+    mesh: dict[str, int] = {}
+    for item in text.split(","):
+        axis, _, size = item.partition("=")
+        if axis not in MESH_AXES or not size.isdecimal() or len(size) > 9 or int(size) < 1 or axis in mesh:
+            known = ", ".join(MESH_AXES)
+            raise InputError(f"--mesh: {text[:80]!r}, expected AXIS=N with an axis of {known}, such as tensor=2")
+        mesh[axis] = int(size)
+    return canonical(mesh)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model flags of `generate`."""
+
+    backend: str = flag(MISSING, "cuda (PyTorch) or tpu (JAX); both run on a CPU too")
+    model: Path = flag(MISSING, "a checkpoint: a file or a folder", Path, metavar="PATH")
+    text_encoder: Path | None = flag(None, "the Gemma 3 folder (default: found near --model)", Path, metavar="DIR")
+    upsampler: Path | None = flag(None, "the x2 upsampler (default: found near --model)", Path, metavar="FILE")
+    distilled_lora: LoraSpec | None = flag(
+        None,
+        "strength 1.0; none: the weights as they are (default: two-stage finds it near --model)",
+        parse_distilled,
+        metavar="FILE[:STRENGTH]|none",
+    )
+    loras: tuple[LoraSpec, ...] = flag(
+        (),
+        "strength 1.0, both stages",
+        parse_lora,
+        name="--lora",
+        metavar="FILE[:STRENGTH[:stage1|stage2]]",
+        repeat=True,
+        keyword="lora",
+    )
+    lora_allow_partial: bool = flag(False, "accept a LoRA with keys this model lacks", bool)
+    dtype: str | None = flag(
+        None,
+        "default: bfloat16 on accelerators, float32 on a CPU; probe: float32",
+        choices=("bfloat16", "float32"),
+    )
+    weights_dtype: str | None = flag(
+        None, "of the transformer's blocks (default: as the rest)", choices=("bfloat16", "float8")
+    )
+    device: str = flag("auto", "auto, cpu, cuda or tpu")
+    cross_timestep_rule: str = flag("C", "default: C, the official one", choices=("A", "B", "C"))
+    stage_weights: str = flag(
+        "resident", "reload: one set of weights at a time (default: resident)", choices=("resident", "reload")
+    )
+    text_encoder_offload: bool = flag(False, "keep the text encoder's weights on the host", bool)
+    vae_tiling: str = flag("auto", choices=("auto", "off"))
+    layers: str = flag("scan", choices=("scan", "unrolled"))
+    compile: bool = flag(False, "torch: compile the repeated block with Inductor", bool)
+    max_memory: float | None = flag(None, "pretend the device has this much memory", float, metavar="GB")
+    profile: str | None = flag(None, "how networks are split (default: the device kind's own)", metavar="NAME")
+    mesh: Mapping[str, int] = flag({}, "devices along each mesh axis, such as tensor=4", parse_mesh, metavar="AXIS=N")
+    num_gpus: int | None = flag(None, "devices in all; starts a process for each (torch)", int, metavar="N")
+    tp_size: int | None = flag(None, "the same as --mesh tensor=N (default: all devices)", int, metavar="N")
+
+    def compute_dtype(self, default: str) -> str:
+        """The dtype asked for; weights of another one than float32 are multiplied in bfloat16."""
+        return self.dtype or ("bfloat16" if self.weights_dtype else default)
+
+    def on_mesh(self, launched: int) -> dict[str, int]:
+        """The mesh that the flags ask for; by default `tensor` takes each of the processes that were launched.
+
+        Raises InputError where flags contradict each other or the launch.
+        """
+        for name, value in (("--num-gpus", self.num_gpus), ("--tp-size", self.tp_size)):
+            if value is not None and value < 1:
+                raise InputError(f"{name}: {value}, expected at least 1")
+        if self.mesh and self.tp_size:
+            raise InputError("--mesh and --tp-size say the same; give one of them")
+        if launched > 1 and self.num_gpus not in (None, launched):
+            raise InputError(f"--num-gpus: {self.num_gpus}, but {launched} processes were launched; leave the flag out")
+        mesh = dict(self.mesh) or ({"tensor": self.tp_size} if self.tp_size else {})
+        devices = self.num_gpus or launched
+        if not mesh and devices > 1:
+            mesh = {"tensor": devices}
+        if devices > 1 and (size := math.prod(mesh.values())) != devices:
+            raise InputError(f"mesh {mesh} is of {size} devices, {devices} are asked for; make the two agree")
+        return mesh
+
+    def check(self) -> None:
+        """Refuse options that no model could satisfy. Raises InputError; reads no file."""
+        existing("--model", self.model)
+        if self.text_encoder and not self.text_encoder.is_dir():
+            raise InputError(f"--text-encoder: {self.text_encoder} is not a folder; give the Gemma 3 folder")
+        if self.upsampler:
+            existing("--upsampler", self.upsampler)
+        if self.distilled_lora and self.distilled_lora != NO_LORA:
+            existing_file("--distilled-lora", self.distilled_lora.path)
+            if self.distilled_lora.stage:
+                raise InputError("--distilled-lora: the pipeline decides its stage; write FILE or FILE:STRENGTH")
+        for lora in self.loras:
+            existing_file("--lora", lora.path)
+        if self.weights_dtype and self.dtype == "float32":
+            raise InputError(
+                f"--weights-dtype: {self.weights_dtype} weights go with --dtype bfloat16, not float32; leave one out"
+            )
+        if self.max_memory is not None and not 0 < self.max_memory < 1e9:
+            raise InputError(f"--max-memory: {self.max_memory:g}, expected more than 0 GB and below 1e9")
+
+    @property
+    def files(self) -> list[Path]:
+        """The files and folders that it names."""
+        given = [self.model, self.text_encoder, self.upsampler]
+        loras = [lora.path for lora in (*self.loras, self.distilled_lora) if lora and lora != NO_LORA]
+        return [path for path in given if path] + loras
+
+
+def existing(name: str, path: Path) -> None:
+    try:
+        found = path.exists()
+    except (OSError, ValueError) as error:  # too long a name, a zero byte
+        raise InputError(f"{name}: {str(path)[:80]!r} is no path ({error}); check it") from None
+    if not found:
+        raise InputError(f"{name}: {path} does not exist; check the path")
+
+
+def existing_file(name: str, path: Path) -> None:
+    existing(name, path)
+    if not path.is_file():
+        raise InputError(f"{name}: {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file")
+
+
+def plain(value: Any, path: Callable[[Path], Any] = str) -> Any:
+    """JSON-able: dataclasses become dicts, fractions strings, and paths what `path` makes of them."""
+    if isinstance(value, Path):
+        return path(value)
+    if isinstance(value, Fraction):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: plain(item, path) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item, path) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name), path) for f in fields(value)}
+    return value

@@ -1,0 +1,261 @@
+"""One checkpoint on one backend, for any number of requests.
+
+Decides what outlives a request: graphs and programs by network and sizes (the least recently used go first), weights by
+network and LoRAs, the contexts of the latest prompts. What is called in which order is the stages' business, what
+stages there are the pipelines'.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ltx2rt.backend import Backend, Loop, Program
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.graph import Graph
+from ltx2rt.passes.loop import taken_apart
+from ltx2rt.placement.cost import touched_bytes, weight_bytes
+from ltx2rt.placement.mesh import stage_mesh, text_mesh
+from ltx2rt.placement.plan import StageCost, Work, cost, peak
+from ltx2rt.placement.profiles import placed, placed_loop, profile_of
+from ltx2rt.session.call import Call, WeightsKey
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.weights import WeightStore
+from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.lora import Merge
+
+T = TypeVar("T")
+MAX_PROGRAMS = 64  # a request of two stages with images and tiles of eight shapes has fewer than 20
+MAX_CONTEXTS = 8  # of prompts, 50 MB each at full size
+
+
+class Needing(Protocol):
+    """What a session must know of a stage to say what it costs."""
+
+    name: str
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]: ...
+
+
+class Session:
+    """dtype: of everything but networks with one of their own, and but the weights that the option `weights_dtype` puts
+    in float8."""
+
+    def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str | None = None):
+        self.checkpoint, self.backend, self.options = checkpoint, backend, options
+        self.config = checkpoint.config
+        self.dtype = dtype or options.compute_dtype("float32" if backend.device_kind == "cpu" else "bfloat16")
+        kind = backend.device().name if backend.device_kind == "tpu" else backend.device_kind
+        self.profile = profile_of(options.profile, kind, backend.mesh)
+        self.weights = WeightStore(checkpoint, backend, options, self.dtype)
+        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
+        self._programs: OrderedDict[Hashable, Program | Loop] = OrderedDict()
+        self._contexts: OrderedDict[Hashable, Any] = OrderedDict()
+
+    # --- graphs, programs, weights ------------------------------------------------------------------------------
+
+    def graph(self, call: Call) -> Graph:
+        """The call's graph as one device runs it; with steps, the loop over them."""
+        return _kept(self._graphs, call.program, lambda: self._graph(call), 2 * MAX_PROGRAMS)
+
+    def _graph(self, call: Call) -> Graph:
+        row, mesh, sizes = call.row, self.backend.mesh, call.sizes
+        for part in row.parts:
+            self.checkpoint.source(part)  # raises if it is absent, naming the flag that gives it
+        mesh = stage_mesh(mesh, row.branches(sizes)) if row.branches else text_mesh(mesh)
+        float8 = self.options.weights_dtype if row.rules == "transformer" else None
+        if call.steps is None:
+            graph = row.trace(self.config, sizes, row.dtype or self.dtype)
+            return placed(graph, row.rules, self.profile, mesh, float8)
+        share = replace(sizes, videos=sizes.videos // mesh.get("data", 1))
+        graph = row.trace(self.config, share, row.dtype or self.dtype)
+        return placed_loop(graph, self.profile, mesh, call.steps, float8)
+
+    def program(self, call: Call) -> Any:
+        """The call's program, or its loop; what was not used for long is let go."""
+        lower = self.backend.lower if call.steps is None else self.backend.lower_loop
+        make = lambda: lower(self.graph(call), self.options.layers, self.options.compile)  # noqa: E731
+        return _kept(self._programs, call.program, make, MAX_PROGRAMS, lambda program: program.release())
+
+    def load(self, call: Call) -> Any:
+        """The call's weights on the device."""
+        return self.weights.of(call, self.graph(call))
+
+    def run(self, call: Call, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Outputs by name as device arrays."""
+        weights = self.load(call)
+        return self.program(call)(weights, feeds)
+
+    def each(self, calls: Iterable[tuple[Call, Mapping[str, Any]]], output: str) -> Iterator[Any]:
+        """`output` of every call in order, on a device; all devices share the calls. On a process that is not the main
+        one, None for each."""
+        return self.backend.each(((self.program(call), self.load(call), feeds) for call, feeds in calls), output)
+
+    def denoise(
+        self, call: Call, feeds: Mapping[str, Any], sigmas: np.ndarray, num_steps: int | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """{m}_latent and {m}_x0 (videos, tokens, C) as device arrays after every step that the device has finished.
+
+        feeds: the step's inputs but sigmas. sigmas f32[steps + 1]. num_steps: how many of the steps run, None: all.
+        """
+        steps = len(sigmas) - 1
+        loop, weights = self.program(call), self.load(call)
+        pairs = np.stack([sigmas[:-1], sigmas[1:]], axis=1)
+        slots = loop.graph.inputs["sigmas"].type.shape[0]
+        inputs = {**feeds, "sigmas": np.pad(pairs, ((0, slots - steps), (0, 0)), mode="edge")}
+        return loop(weights, inputs, min(steps, num_steps or steps))
+
+    def remember(self, prompts: Hashable, encode: Callable[[], T]) -> T:
+        """What `encode` gives for these prompts, encoded once."""
+        return _kept(self._contexts, prompts, encode, MAX_CONTEXTS)
+
+    def leave(self, stage: Needing) -> None:
+        """Free what the options keep on the device only while a stage needs it."""
+        self.weights.free(*self._left(stage))
+
+    def _left(self, stage: Needing) -> list[WeightsKey]:
+        offload = self.options.text_encoder_offload
+        return [c.weights for c in stage.needs(self.config) if offload and c.network == "text-encoder"]
+
+    def close(self) -> None:
+        """Let go of everything that is on the device."""
+        for program in self._programs.values():
+            program.release()
+        for kept in (self._programs, self._graphs, self._costs, self._contexts):
+            kept.clear()
+        self.weights.free(*self.weights.held)
+
+    # --- before a run: headers and sizes alone ------------------------------------------------------------------
+
+    def audit(self, stages: Sequence[Needing]) -> dict[str, list[Merge]]:
+        """Compare every network that the stages call with the checkpoint, and every LoRA with both.
+
+        Returns what LoRAs will merge, by stage. Raises InputError.
+        """
+        found, seen = {}, set()
+        for stage in stages:
+            for call in stage.needs(self.config):
+                if call.weights not in seen:
+                    seen.add(call.weights)
+                    merges = self.weights.audit(call, self.graph(call))
+                    if merges:
+                        found[stage.name] = merges
+        return found
+
+    def costs(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None) -> list[StageCost]:
+        """What each stage costs the busiest device. held: sets of weights that are there before, with their bytes."""
+        found, here = [], dict(held or {})
+        for stage in stages:
+            calls = list(stage.needs(self.config))
+            spread = [call for call in calls if call.each]  # the first process never has fewer than another
+            calls = [c for c in calls if not c.each] + spread[:: self.backend.num_processes]
+            for call in calls:
+                self._hold(here, call)
+            key = (stage.name, tuple((call.program, call.times, call.steps) for call in calls))
+            made = _kept(self._costs, key, lambda s=stage, c=calls: self._cost(s.name, c), 2 * MAX_PROGRAMS)
+            found.append(replace(made, weights_bytes=sum(here.values())))
+            for left in self._left(stage):
+                here.pop(left, None)
+        return found
+
+    def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
+        """Enter the call's set: whole, or what it does not share with another set of its network."""
+        siblings = [key for key in here if key[0] == call.weights[0]]
+        if call.weights in here:
+            return
+        if siblings and self.options.stage_weights == "reload":
+            for key in siblings:
+                del here[key]
+            siblings = []
+        graph = self.graph(call)
+        changed = [self.weights.changed(call, key[1]) for key in siblings]
+        shared = min(changed, key=len) if changed else None
+        here[call.weights] = weight_bytes([graph]) if shared is None else touched_bytes(graph, shared)
+
+    def _cost(self, name: str, calls: Sequence[Call]) -> StageCost:
+        loops = [taken_apart(self.graph(call)) for call in calls if call.steps is not None]
+        runs: dict[Hashable, tuple[Graph, int]] = {}
+        for call in calls:
+            graph, times = self.graph(call) if call.steps is None else loops[0].body, call.times
+            runs[call.program] = (graph, runs.get(call.program, (graph, 0))[1] + times)
+        steps = max((call.steps or 1 for call in calls), default=1)
+        return cost(Work(name, tuple(runs.values()), {}, steps, loops[0].before if loops else None))
+
+    def require_memory(self, stages: Sequence[Needing], warm: bool = False) -> None:
+        """Make room for a run: sets of earlier requests are let go, the least recently used first, until it fits.
+
+        warm: every set that the run loads is there from its start on. Raises InputError if it does not fit an empty
+        device either.
+        """
+        device, held = self.backend.device(), self._held()
+        budget = device.free_bytes + self.weights.held_bytes
+        if self.options.max_memory is not None:
+            budget = min(budget, int(self.options.max_memory * 1e9))
+        budget -= device.reserve_bytes
+        used = {call.weights for stage in stages for call in stage.needs(self.config)}
+        for key in [*(k for k in held if k not in used), *(k for k in held if k in used), None]:
+            worst = peak(self._warm_costs(stages, held) if warm else self.costs(stages, held))
+            if worst.peak_bytes <= budget:
+                break
+            if key is None:
+                raise self._no_room(stages, warm, worst, device.name, budget)
+            del held[key]
+        self.weights.free(*(key for key in self.weights.held if key not in held))
+
+    def _held(self) -> dict[WeightsKey, int]:
+        """Bytes by set on one device, what an earlier set has too not counted again."""
+        seen, found = set(), {}
+        for key, held in self.weights.held.items():
+            tensors = held.tensors()
+            found[key] = sum(size for tensor, size in tensors.items() if tensor not in seen)
+            seen |= tensors.keys()
+        return found
+
+    def _warm_costs(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int]) -> list[StageCost]:
+        """Of a second run in a row: what the first has left on the device is there from the start on."""
+        after = dict(held)
+        for stage in stages:
+            for call in stage.needs(self.config):
+                self._hold(after, call)
+            for left in self._left(stage):
+                after.pop(left, None)
+        return self.costs(stages, after)
+
+    def _no_room(self, stages: Sequence[Needing], warm: bool, worst: StageCost, device: str, budget: int) -> InputError:
+        settings = {"text_encoder_offload": True, "stage_weights": "reload"}
+        words = {"text_encoder_offload": "--text-encoder-offload", "stage_weights": "--stage-weights reload"}
+        advice = []
+        for changed in (["text_encoder_offload"], ["stage_weights"], list(settings)):
+            options = replace(self.options, **{name: settings[name] for name in changed})
+            smaller = Session(self.checkpoint, self.backend, options, self.dtype)
+            costs = smaller._warm_costs(stages, {}) if warm else smaller.costs(stages)
+            if not advice and peak(costs).peak_bytes <= budget:
+                advice.append(" ".join(words[name] for name in changed))
+        advice += ["more devices", "fewer frames or a smaller size"]
+        return InputError(
+            f"no room on {device}: {worst.name} needs {worst.peak_bytes / 1e9:.3g} GB "
+            f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} activations), "
+            f"{budget / 1e9:.3g} GB are free; try {' or '.join(advice)}"
+        )
+
+
+def _kept(
+    kept: OrderedDict[Hashable, T],
+    key: Hashable,
+    make: Callable[[], T],
+    most: int,
+    release: Callable[[T], None] = lambda _: None,
+) -> T:
+    """kept[key], made on first use; of more than `most` the least recently used are released."""
+    if key not in kept:
+        kept[key] = make()
+        while len(kept) > most:
+            release(kept.popitem(last=False)[1])
+    kept.move_to_end(key)
+    return kept[key]

@@ -1,0 +1,158 @@
+"""Time, progress and cancelling of a run: what a person sees on stderr, what an observer is told, what a report holds.
+
+Decides how time is charged: a stage ends when the device has finished it; loading and warm-up are kept apart from the
+stages they happen in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from ltx2rt.errors import Cancelled
+
+T = TypeVar("T")
+
+
+@dataclass
+class StageTime:
+    """Wall-clock seconds of one stage and of each of its steps, loading and warm-up left out."""
+
+    name: str
+    time_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """step of `of` steps of the stage are done (0 of 0: a stage without steps begins); fraction of the whole run, its
+    stages weighted by their work; eta_s: estimated seconds left, None before anything is done."""
+
+    stage: str
+    step: int
+    of: int
+    fraction: float
+    eta_s: float | None
+
+
+class Stopwatch:
+    """Times stages and shows those with steps as a progress bar on a terminal, as one line each elsewhere.
+
+    stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told of each step.
+    cancelled: whether the caller wants the run to end; agree: whether a process says so, asked by all of them. work: of
+    each stage, in any unit, for the observer.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], None] = lambda: None,
+        observer: Callable[[Progress], None] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+        agree: Callable[[bool], bool] = bool,
+        work: Mapping[str, float] | None = None,
+    ):
+        self.stream, self.clock, self.synchronize = stream, clock, synchronize
+        self.observer, self.cancelled, self.agree, self.work = observer, cancelled, agree, dict(work or {})
+        self.stages: list[StageTime] = []
+        self.apart_s: dict[str, float] = {}
+        self._start = clock()
+        self._done = 0.0  # of `work`, by stages that have ended
+
+    @property
+    def total_s(self) -> float:
+        return self.clock() - self._start
+
+    def say(self, line: str) -> None:
+        if self.stream is not None:
+            print(line, file=self.stream, flush=True)
+
+    def check(self) -> None:
+        """Raise Cancelled if this run is cancelled, in all processes alike. All of them must ask."""
+        if self.agree(bool(self.cancelled())):
+            raise Cancelled("cancelled")
+
+    def checked(self, item: T) -> T:
+        """The item, unless the run is cancelled."""
+        self.check()
+        return item
+
+    @contextmanager
+    def apart(self, account: str) -> Iterator[None]:
+        """Charge the body to `account` ("load", "warmup") and to no stage."""
+        self.synchronize()
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.synchronize()
+            self.apart_s[account] = self.apart_s.get(account, 0.0) + self.clock() - start
+
+    @contextmanager
+    def stage(self, name: str, steps: int = 0) -> Iterator[Callable[[], None]]:
+        """Time the body as stage `name`; yields the function to call after each of its `steps`."""
+        stage = StageTime(name)
+        self._tell(stage, steps)
+        self.synchronize()
+        begin = last = self._charged()
+        with self._bar(name, steps) as update:
+
+            def step() -> None:
+                nonlocal last
+                now = self._charged()
+                stage.steps_s.append(now - last)
+                last = now
+                update()
+                self._tell(stage, steps)
+
+            yield step
+        self.synchronize()
+        stage.time_s = self._charged() - begin
+        self.stages.append(stage)
+        self._done += self.work.get(name, 0.0)
+        count = f" ({len(stage.steps_s)} steps)" if stage.steps_s else ""
+        self.say(f"{name}: {stage.time_s:.2f} s{count}")
+
+    @contextmanager
+    def _bar(self, name: str, steps: int) -> Iterator[Callable[[], Any]]:
+        if steps == 0 or self.stream is None or not self.stream.isatty():
+            yield lambda: None
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=steps, desc=name, file=self.stream, leave=False) as bar:
+            yield bar.update
+
+    def _tell(self, stage: StageTime, steps: int) -> None:
+        if self.observer is None:
+            return
+        done = self._done + self.work.get(stage.name, 0.0) * len(stage.steps_s) / max(steps, 1)
+        fraction = min(1.0, done / (sum(self.work.values()) or 1.0))
+        spent = self._charged() - self._start
+        eta_s = spent * (1 - fraction) / fraction if fraction else None
+        self.observer(Progress(stage.name, len(stage.steps_s), steps, fraction, eta_s))
+
+    def _charged(self) -> float:
+        """The clock without what was charged apart."""
+        return self.clock() - sum(self.apart_s.values())
+
+    def closing_line(self, output: Path, seed: int) -> str:
+        times = [f"{stage.name} {stage.time_s:.1f}" for stage in self.stages]
+        times += [f"{name} {seconds:.1f}" for name, seconds in self.apart_s.items()]
+        size = output.stat().st_size / 1e6
+        return f"{output}: {size:.2f} MB, seed {seed}, {self.total_s:.1f} s ({', '.join(times)})"
+
+    def report(self, **facts: Any) -> dict[str, Any]:
+        """What `--report` holds: stage times, warm-up and load apart, and the given facts."""
+        return {
+            "stages": [{"name": s.name, "time_s": s.time_s, "steps_s": s.steps_s} for s in self.stages],
+            "warmup_s": self.apart_s.get("warmup", 0.0),
+            "load_s": self.apart_s.get("load", 0.0),
+            "total_s": self.total_s,
+            **facts,
+        }

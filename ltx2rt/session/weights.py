@@ -1,0 +1,133 @@
+"""The weights of a session: sets on the device by network and LoRAs, each loaded once.
+
+Decides what sets share: a set with other LoRAs shares every tensor that merges alike with the set of the same network
+that is nearest, and only the others are read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from ltx2rt.backend import Backend
+from ltx2rt.graph import Graph
+from ltx2rt.session.call import Call, WeightsKey
+from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.weights.checkpoint import Checkpoint, audit
+from ltx2rt.weights.lora import Merge, MergedSource, open_lora
+
+
+@dataclass(frozen=True)
+class Held:
+    """One set on the device, and the graph that it was loaded for."""
+
+    weights: Mapping[str, Any]
+    graph: Graph
+
+    def tensors(self) -> dict[int, int]:
+        """Bytes on one device by identity of the tensor; sets share tensors, not copies."""
+        found = {}
+        for name, (value, count) in self.graph.all_params().items():
+            if name in self.weights:  # stacked over layers
+                found[id(self.weights[name])] = value.type.nbytes * count
+            else:
+                each = (self.weights[name.replace("*", str(i))] for i in range(count))
+                found |= {id(tensor): value.type.nbytes for tensor in each}
+        return found
+
+
+class Counted:
+    """A tensor source that counts the bytes that it hands out."""
+
+    def __init__(self, source: Any):
+        self.source, self.bytes = source, 0
+
+    def names(self) -> Iterable[str]:
+        return self.source.names()
+
+    def info(self, name: str) -> Any:
+        return self.source.info(name)
+
+    def read(self, name: str, *cuts: Any) -> Any:
+        tensor = self.source.read(name, *cuts)
+        self.bytes += tensor.nbytes
+        return tensor
+
+
+class WeightStore:
+    """loading: entered around every load. loaded_bytes: read so far, of checkpoint and merged tensors."""
+
+    def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
+        self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
+        self.loading: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.loaded_bytes = 0
+        self.held: OrderedDict[WeightsKey, Held] = OrderedDict()  # least recently used first
+
+    def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
+        """The tensor source of a call's network, LoRAs merged on reading."""
+        first, *more = call.row.parts
+        source = self.checkpoint.source(first)
+        for part in more:
+            added = self.checkpoint.source(part)
+            source = source.joined(added, added.names())
+        if not loras:
+            return source
+        opened = [open_lora(lora.path, lora.strength) for lora in loras]
+        return MergedSource(
+            source, opened, self.dtype, self.backend.merge, allow_partial=self.options.lora_allow_partial
+        )
+
+    def audit(self, call: Call, graph: Graph) -> list[Merge]:
+        """Compare the graph's parameters with the checkpoint, and the LoRAs' keys with both. Headers only.
+
+        Returns what every LoRA of the call will merge. Raises InputError.
+        """
+        source = self.source(call)
+        audit(graph.parameters(), source, source.where)
+        return list(self.source(call, call.loras).merges) if call.loras else []
+
+    def of(self, call: Call, graph: Graph) -> Any:
+        """The call's weights on the device, loaded on first use.
+
+        With stage weights "reload" a network has one set at a time.
+        """
+        key = call.weights
+        if key not in self.held:
+            base, changed = None, frozenset()
+            siblings = [other for other in self.held if other[0] == key[0]]
+            if self.options.stage_weights == "reload":
+                self.free(*siblings)
+            elif siblings:
+                near = min(siblings, key=lambda other: len(self.changed(call, other[1])))
+                base, changed = self.held[near].weights, self.changed(call, near[1])
+            with self.loading():
+                source = Counted(self.source(call, call.loras))
+                self.held[key] = Held(self.backend.load([graph], source, base, changed), graph)
+                self.loaded_bytes += source.bytes
+        self.held.move_to_end(key)
+        return self.held[key].weights
+
+    def changed(self, call: Call, theirs: tuple[LoraSpec, ...]) -> frozenset[str]:
+        """Names of the tensors that merge differently under the call's LoRAs and `theirs`: what those after the common
+        beginning touch."""
+        ours, same = call.loras, 0
+        while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
+            same += 1
+        rest = [*ours[same:], *theirs[same:]]
+        return frozenset(self.source(call, rest).touched()) if rest else frozenset()
+
+    def free(self, *keys: WeightsKey) -> None:
+        """Drop sets and give their memory back to the device; a later use loads them again."""
+        if [self.held.pop(key) for key in keys if key in self.held]:
+            self.backend.trim()
+
+    @property
+    def held_bytes(self) -> int:
+        """On one device, what sets share counted once."""
+        tensors: dict[int, int] = {}
+        for held in self.held.values():
+            tensors |= held.tensors()
+        return sum(tensors.values())

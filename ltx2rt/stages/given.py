@@ -1,0 +1,36 @@
+"""What a denoising stage is given besides text, encoded at that stage's size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.conditioning import Image
+from ltx2rt.stages.stage import Stage, State
+
+
+@dataclass(frozen=True)
+class Given(Stage):
+    """stage: the denoising stage that it is for."""
+
+    stage: str
+    given: tuple[Image, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage} images"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        for conditioning in self.given:
+            yield from conditioning.needs(model)
+
+    def check(self, session: Session) -> None:
+        for conditioning in self.given:
+            conditioning.check()
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        with watch.stage(self.name):
+            state.given[self.stage] = [conditioning.encode(session) for conditioning in self.given]

@@ -1,0 +1,82 @@
+"""What a stage of a run is: it says which networks it calls, at which sizes, and runs itself.
+
+`needs` has many readers (audit, memory check, `plan`, `compile`), `run` has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+
+MODALITIES = ("video", "audio")
+
+
+@dataclass
+class State:
+    """What stages hand on.
+
+    contexts: by modality [prompts, text, D]. video [videos, C, f, h, w] and audio [videos, 8, n, 16]: the latest
+    latents, normalised. sound: the audio latents that are decoded. given: by stage what its conditionings were encoded
+    to. waveforms [videos, 2, N]; frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a
+    process that is not the main one, nothing. record: what `--latents-out` writes, if `keep`. max_steps: how many steps
+    of each denoising stage run, None: all.
+    """
+
+    contexts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    video: np.ndarray | None = None
+    audio: np.ndarray | None = None
+    sound: np.ndarray | None = None
+    given: dict[str, list[Any]] = field(default_factory=dict)
+    waveforms: np.ndarray | None = None
+    frames: Iterator[Iterator[np.ndarray]] = field(default_factory=lambda: iter(()))
+    record: dict[str, np.ndarray] = field(default_factory=dict)
+    keep: bool = False
+    max_steps: int | None = None
+
+    def put(self, name: str, value: Any) -> None:
+        if self.keep:
+            self.record[name] = np.asarray(value, np.float32)
+
+
+class Stage(Protocol):
+    """A frozen description. Implementations derive from it for the defaults of the last three methods."""
+
+    name: str  # what reports and progress call it
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        """The networks that it calls, in order, from headers alone."""
+        ...
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None: ...
+
+    def check(self, session: Session) -> None:
+        """Refuse small files that it will read, before any weight is read. Raises InputError."""
+
+    def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """The noise that it draws: shapes by the names of `--noise-in`."""
+        return {}
+
+    def steps(self) -> int:
+        """How many steps it shows; 0: none."""
+        return 0
+
+
+def videos_of(latents: np.ndarray) -> list[np.ndarray]:
+    """One after the other, each with an axis of 1 in front."""
+    return np.split(latents, len(latents))
+
+
+def finite(stage: str, **tensors: np.ndarray) -> None:
+    """Raise RuntimeError naming the stage and the first tensor that holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        if not np.isfinite(tensor).all():
+            raise RuntimeError(
+                f"{stage}: its {name} hold NaN or infinite values; try --dtype float32, or other settings"
+            )

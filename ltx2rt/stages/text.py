@@ -1,0 +1,45 @@
+"""text: prompts to the contexts of both modalities."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.models.catalog import PROMPT_TOKENS
+from ltx2rt.models.text_encoder import feeds
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.stage import MODALITIES, Stage, State
+from ltx2rt.stages.tokenizer import count_tokens, tokenize
+
+
+@dataclass(frozen=True)
+class Text(Stage):
+    """prompts: encoded in one batch, the positive one first."""
+
+    prompts: tuple[str, ...]
+    name = "text"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        yield Call("text-encoder", (len(self.prompts), PROMPT_TOKENS))
+
+    def check(self, session: Session) -> None:
+        tokenizer = session.checkpoint.require_tokenizer()
+        for prompt in self.prompts:
+            if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS and session.backend.is_main:
+                said = f"the prompt has {count} tokens, the model reads the first {PROMPT_TOKENS}"
+                print(f"ltx2rt: {said}: {prompt[:40]!r}...", file=sys.stderr)
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        """Contexts of prompts that the session has encoded before are its own."""
+        with watch.stage(self.name):
+            state.contexts = session.remember(self.prompts, lambda: self._encode(session))
+
+    def _encode(self, session: Session) -> dict:
+        (call,) = self.needs(session.config)
+        assert session.config.gemma is not None, "no Gemma"
+        tokens = tokenize(session.checkpoint.require_tokenizer(), self.prompts)
+        encoded = session.run(call, feeds(session.config.gemma, session.config.text, *tokens))
+        return {m: session.backend.to_host(encoded[f"{m}_context"]) for m in MODALITIES}

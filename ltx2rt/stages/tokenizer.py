@@ -1,0 +1,64 @@
+"""From prompts to token ids.
+
+Decides stripping, the leading BOS, truncation and left padding; the vocabulary is the checkpoint's tokenizer.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.models.catalog import PROMPT_TOKENS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@lru_cache(maxsize=1)  # Gemma's is tens of megabytes of JSON; a warm-up and the run behind it read it once
+def _tokenizer(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every fault of the file
+        raise InputError(f"{path}: not a readable tokenizer.json ({error}); restore the Gemma folder") from error
+
+
+def tokenize(
+    tokenizer_json: Path, prompts: Sequence[str], length: int = PROMPT_TOKENS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and mask (1 = token, 0 = padding), both int32[B, length], padded on the left.
+
+    The prompt is stripped, BOS comes first whether or not the tokenizer adds it, there is no EOS, and a prompt longer
+    than `length` loses its end. Padding is `<pad>`, or `<eos>` where the vocabulary has none.
+    Raises InputError if the file is no Gemma tokenizer.
+    """
+    tokenizer = _tokenizer(tokenizer_json)
+    bos_id = tokenizer.token_to_id("<bos>")
+    pad_id = next((i for t in ("<pad>", "<eos>") if (i := tokenizer.token_to_id(t)) is not None), None)
+    if bos_id is None or pad_id is None:
+        raise InputError(f"{tokenizer_json}: has no <bos> or no <pad>, so it is not Gemma's; restore the Gemma folder")
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    ids = np.full((len(prompts), length), pad_id, np.int32)
+    mask = np.zeros((len(prompts), length), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens = tokenizer.encode(prompt.strip()).ids
+        tokens = (tokens if tokens[:1] == [bos_id] else [bos_id, *tokens])[:length]
+        ids[row, length - len(tokens) :] = tokens
+        mask[row, length - len(tokens) :] = 1
+    return ids, mask
+
+
+def count_tokens(tokenizer_json: Path, prompt: str) -> int:
+    """How many tokens the prompt has before any is cut off, BOS included. Raises InputError as `tokenize` does."""
+    tokenizer = _tokenizer(tokenizer_json)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    ids = tokenizer.encode(prompt.strip()).ids
+    return len(ids) + (ids[:1] != [tokenizer.token_to_id("<bos>")])

@@ -1,0 +1,308 @@
+"""Whole runs of `ltx2rt generate`: what they write, what decides it, and what must not change it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import av
+import numpy as np
+import pytest
+from ltx2rt_cuda import CudaBackend
+
+from ltx2rt.pipeline.networks import Networks
+from ltx2rt.stages.noise import standard_normal
+from ltx2rt.testing import relative_l2
+from ltx2rt.weights.make import make_checkpoint
+
+LATENT = {"stage1": (3, 1, 2), "stage2": (3, 2, 4)}  # frames, rows and columns of 17 frames at 128 x 64 pixels
+AUDIO = 9  # round(17 / 48 s * 25)
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny("tiny-2.3", "official")
+
+
+@pytest.fixture(scope="module")
+def run(generate, model):
+    """run(*flags) -> Run, silent unless a test wants sound."""
+
+    def call(*flags, sound=False):
+        done = generate("cuda", model, "--seed", 7, *([] if sound else ["--no-audio"]), *flags)
+        assert done.status == 0, done.stderr
+        return done
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def base(run):
+    return run(sound=True)
+
+
+@pytest.fixture(scope="module")
+def user_lora(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("other")
+    make_checkpoint("tiny-2.3", "official", folder, seed=1)
+    return folder / "tiny-2.3-distilled-lora.safetensors"
+
+
+def assert_bitwise(found, expected, names=None):
+    names = names or expected.latents.keys() & found.latents.keys()
+    assert "stage1.video.steps" in names or "stage2.video.steps" in names
+    for name in names:
+        np.testing.assert_array_equal(found.latents[name], expected.latents[name], name)
+
+
+def stage(found, name):
+    return {key for key in found.latents if key.startswith(name)}
+
+
+def streams(path):
+    """(video seconds, audio seconds or None, frame rate, comment) of a file, counted from its packets."""
+    with av.open(str(path)) as container:
+        comment = container.metadata.get("comment")
+        video, sound = container.streams.video[0], next(iter(container.streams.audio), None)
+        rate, frames = video.average_rate, video.frames
+        seconds = None if sound is None else float(sound.duration * sound.time_base)
+    return float(frames / rate), seconds, rate, comment
+
+
+def test_latents_have_the_names_and_shapes_of_the_contract(base):
+    expected = {"upsampled": (1, 128, *LATENT["stage2"]), "video_latent": (1, 128, *LATENT["stage2"])}
+    expected |= {"audio_latent": (1, 8, AUDIO, 16)}
+    for name, grid in LATENT.items():
+        for modality, tokens in (("video", int(np.prod(grid))), ("audio", AUDIO)):
+            key = f"{name}.{modality}"
+            expected |= {f"{key}.noise": (1, tokens, 128), f"{key}.start": (1, tokens, 128)}
+            expected |= {f"{key}.steps": (3, tokens, 128), f"{key}.x0": (3, tokens, 128)}
+    shapes = {name: x.shape for name, x in base.latents.items()}
+    waveform = shapes.pop("waveform")
+    assert shapes == expected
+    assert waveform[0] == 2 and abs(waveform[1] / 48000 - 17 / 48) < 0.05
+    assert all(x.dtype == np.float32 and np.isfinite(x).all() for x in base.latents.values())
+
+
+def test_stages_are_joined_as_they_should_be(base):
+    x = base.latents
+    video = x["stage2.video.steps"][-1].T.reshape(1, 128, *LATENT["stage2"])
+    np.testing.assert_array_equal(x["video_latent"], video)
+    np.testing.assert_array_equal(x["stage1.video.start"], x["stage1.video.noise"])
+    nu = np.float32(0.909375)
+    upsampled = x["upsampled"].reshape(1, 128, -1).swapaxes(1, 2)
+    np.testing.assert_array_equal(x["stage2.video.start"], (1 - nu) * upsampled + nu * x["stage2.video.noise"])
+    sound = x["stage1.audio.steps"][-1:]
+    np.testing.assert_array_equal(x["stage2.audio.start"], (1 - nu) * sound + nu * x["stage2.audio.noise"])
+    # The last sigma is 0: what remains is x0, but for the rounding of x + (x - x0) / s * (0 - s).
+    assert relative_l2(x["stage2.video.x0"][-1], x["stage2.video.steps"][-1]) < 1e-6
+
+
+def test_sound_is_that_of_the_first_stage_unless_the_second_is_asked_for(base, run):
+    def tokens(found):
+        return found.latents["audio_latent"].swapaxes(1, 2).reshape(AUDIO, 128)
+
+    second = run("--audio-from", "stage2")
+    np.testing.assert_array_equal(tokens(base), base.latents["stage1.audio.steps"][-1])
+    np.testing.assert_array_equal(tokens(second), base.latents["stage2.audio.steps"][-1])
+    assert_bitwise(second, base, stage(base, "stage"))
+
+
+def test_report_and_messages(base, model):
+    keys = {"seed", "stages", "warmup_s", "load_s", "peak_bytes", "versions", "device", "mesh", "lora"}
+    assert keys <= base.report.keys() and base.report["seed"] == 7
+    steps = {s["name"]: len(s["steps_s"]) for s in base.report["stages"] if s["name"].startswith("stage")}
+    assert steps == {"stage1": 3, "stage2": 3}
+    assert all(s["time_s"] >= sum(s["steps_s"]) > 0 or not s["steps_s"] for s in base.report["stages"])
+    lora = str(model / "tiny-2.3-distilled-lora.safetensors")
+    assert base.report["lora"] == [{"file": lora, "matched": 130, "total": 130}]
+    assert "merged 130/130 modules" in base.stderr and "seed 7" in base.stderr
+    assert str(base.clip) in base.stdout and "seed 7" in base.stdout and base.stdout.count("\n") == 1
+
+
+def test_clip_carries_its_settings(base):
+    comment = json.loads(streams(base.clip)[3])
+    assert comment["prompt"] == "a robot dancing" and comment["seed"] == 7
+    assert comment["model"]["generation"] == "2.3" and {"ltx2rt", "torch"} <= comment["versions"].keys()
+    settings = comment["settings"]
+    assert (settings["width"], settings["height"], settings["num_frames"]) == (128, 64, 17)
+    assert settings["video_guidance"] == {"cfg": 3.0, "stg": 1.0, "modality": 3.0, "rescale": 0.7}
+    assert settings["stg_blocks"] == [1] and settings["pipeline"] == "two-stage" and settings["steps"] == 3
+
+
+def test_no_metadata_and_no_audio_leave_both_out(run, base):
+    silent = run("--no-metadata")
+    video, sound, _, comment = streams(silent.clip)
+    assert comment is None and sound is None and video == 17 / 48
+    assert "waveform" not in silent.latents
+    assert_bitwise(silent, base)
+
+
+def test_ntsc_rate_is_exact_and_sound_lasts_as_long(run):
+    found = run("--fps", "23.976", sound=True)
+    video, sound, rate, _ = streams(found.clip)
+    assert (rate.numerator, rate.denominator) == (24000, 1001)
+    assert video == pytest.approx(17 * 1001 / 24000, abs=1e-9)
+    assert abs(sound - video) <= 1024 / 48000  # one AAC frame
+
+
+def test_same_seed_same_run_whatever_ran_before(base, run):
+    other = run("--seed", 8, "--prompt", "a red fox walks", "--video-cfg", 2)
+    assert relative_l2(other.latents["stage1.video.steps"], base.latents["stage1.video.steps"]) > 0.1
+    assert_bitwise(run(), base)
+
+
+def test_two_jobs_in_one_process_equal_a_job_alone(base, run, model, tmp_path):
+    """`base` ran among others; here the same job has a process to itself."""
+    words = f"generate --backend cuda --device cpu --model {model} --width 128 --height 64 --num-frames 17 --fps 48"
+    words += f" --steps 3 --image-crf 0 --seed 7 --output {tmp_path}/o.mp4 --latents-out {tmp_path}/l.safetensors"
+    argv = [sys.executable, "-m", "ltx2rt.cli", *words.split(), "--prompt", "a robot dancing"]
+    subprocess.run(argv, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    from safetensors.numpy import load_file
+
+    alone = load_file(tmp_path / "l.safetensors")
+    assert alone.keys() == base.latents.keys()
+    for name, value in alone.items():
+        np.testing.assert_array_equal(base.latents[name], value, name)
+
+
+def test_seed_decides_the_noise_and_a_missing_one_is_drawn_and_reported(base, generate, model):
+    for name in ("stage1.video", "stage2.audio"):
+        noise = base.latents[f"{name}.noise"]
+        np.testing.assert_array_equal(noise, standard_normal(7, name, noise.shape))
+    quick = ("--no-audio", "--pipeline", "one-stage", "--steps", 1, "--num-frames", 9)
+    first, second = (generate("cuda", model, *quick) for _ in range(2))
+    assert first.report["seed"] != second.report["seed"]
+    assert f"seed {first.report['seed']}" in first.stdout
+    noise = first.latents["stage1.video.noise"]
+    np.testing.assert_array_equal(noise, standard_normal(first.report["seed"], "stage1.video", noise.shape))
+
+
+def test_recorded_noise_reproduces_the_run(base, run, tmp_path):
+    from safetensors.numpy import save_file
+
+    noise = {name.removesuffix(".noise"): x for name, x in base.latents.items() if name.endswith(".noise")}
+    save_file(noise, tmp_path / "noise.safetensors")
+    assert_bitwise(run("--seed", 99, "--noise-in", tmp_path / "noise.safetensors"), base)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--warmup"],
+        ["--warmup", "--stage-weights", "reload"],
+        ["--text-encoder-offload"],
+        ["--vae-tiling", "off"],
+    ],
+    ids=" ".join,
+)
+def test_flags_that_only_say_how_change_no_bit(flags, base, run):
+    """A warm-up runs both stages first, so the run after it sees stage-1 weights that stage 2 has passed by."""
+    found = run(*flags)
+    assert_bitwise(found, base)
+    assert (found.report["warmup_s"] > 0) == ("--warmup" in flags)
+
+
+def test_a_warm_up_runs_the_programs_of_the_run_itself(run, monkeypatch):
+    """Nine steps take a loop with more room than one step would."""
+    lowered, lower_loop = [], CudaBackend.lower_loop
+    monkeypatch.setattr(CudaBackend, "lower_loop", lambda *args: lowered.append(args[1]) or lower_loop(*args))
+    run("--warmup", "--steps", 9)
+    assert [graph.inputs["sigmas"].type.shape for graph in lowered] == [(16, 2), (8, 2)]
+
+
+@pytest.mark.parametrize("generation", ("2.0", "2.3"))
+def test_float8_weights_make_almost_the_same_clip(generation, generate, tiny, command):
+    """One block of three is quantised. `compare` puts a number on it; the bound is a step of e4m3, 2^-4."""
+    runs = [
+        generate("cuda", tiny(f"tiny-{generation}", "official"), "--seed", 7, "--no-audio", "--weights-dtype", dtype)
+        for dtype in ("bfloat16", "float8")
+    ]
+    assert [found.status for found in runs] == [0, 0]
+    assert ["weights in float8" in found.stderr for found in runs] == [False, True]
+    a, b = (found.latents["video_latent"] for found in runs)
+    assert 2**-8 < relative_l2(b, a) <= 2**-4  # more than bfloat16's own rounding
+    status, out, _ = command("compare", *(found.clip for found in runs), "--json")
+    assert status == 0 and 20 < json.loads(out)["psnr_db"] < 60
+
+
+def test_unrolled_layers_agree(base, run):
+    found = run("--layers", "unrolled")
+    for name in stage(base, "stage"):
+        assert relative_l2(found.latents[name], base.latents[name]) <= 1e-5, name
+
+
+@pytest.mark.parametrize("weights", ["resident", "reload"])
+def test_a_lora_for_one_stage_leaves_the_other_alone(weights, base, run, user_lora):
+    late = run("--lora", f"{user_lora}:0.5:stage2", "--stage-weights", weights)
+    assert_bitwise(late, base, stage(base, "stage1"))
+    assert relative_l2(late.latents["stage2.video.steps"], base.latents["stage2.video.steps"]) > 1e-3
+    assert late.stderr.count("merged 130/130 modules") == 2
+    early = run("--lora", f"{user_lora}:0.5:stage1", "--stage-weights", weights)
+    assert relative_l2(early.latents["stage1.video.steps"], base.latents["stage1.video.steps"]) > 1e-3
+
+
+def test_reloaded_weights_equal_resident_ones(run, user_lora):
+    flags = ("--lora", f"{user_lora}:0.5", "--pipeline", "two-stage", "--num-frames", 9)
+    assert_bitwise(run(*flags, "--stage-weights", "reload"), run(*flags, "--stage-weights", "resident"))
+
+
+def test_an_image_at_full_strength_stays_exactly(run, images):
+    first, later = images
+    x = run("--image", f"{first}:0", f"{later}:5:0.4").latents
+    for name, (frames, rows, columns) in LATENT.items():
+        space = rows * columns
+        start, steps = x[f"{name}.video.start"], x[f"{name}.video.steps"]
+        assert steps.shape[1] == (frames + 1) * space  # one frame of tokens appended
+        for latent in steps:
+            np.testing.assert_allclose(latent[:space], start[0, :space], atol=1e-6)  # x + (x - x) / s * ds
+        assert relative_l2(steps[-1][-space:], start[0, -space:]) > 1e-2
+    assert x["video_latent"].shape == (1, 128, *LATENT["stage2"])
+
+
+def test_cross_timestep_rules_differ_with_an_image_and_the_default_is_c(run, images):
+    flags = ("--pipeline", "one-stage", "--num-frames", 9, "--steps", 2, "--image", f"{images[0]}:0:0.5")
+    found = {rule: run(*flags, "--cross-timestep-rule", rule) for rule in "ABC"}
+    for one, other in ("AB", "BC", "AC"):
+        a, b = (found[rule].latents["stage1.video.steps"] for rule in (one, other))
+        assert relative_l2(a, b) > 1e-5, one + other
+    assert_bitwise(run(*flags), found["C"])
+
+
+def test_a_neutral_branch_is_not_run(run, monkeypatch):
+    batches = []
+    original = Networks.loop_graph
+
+    def counted(self, structure, num_steps):
+        batches.append(structure.branches.names)
+        return original(self, structure, num_steps)
+
+    monkeypatch.setattr(Networks, "loop_graph", counted)
+    run("--pipeline", "one-stage", "--num-frames", 9, "--steps", 1, "--video-stg", 0, "--audio-stg", 0)
+    assert batches and set(batches) == {("cond", "uncond", "isolated")}
+
+
+@pytest.mark.parametrize(
+    "raised,status", [(RuntimeError("no luck"), 1), (KeyboardInterrupt(), 130), (SystemExit(143), 143)]
+)
+@pytest.mark.parametrize("where", ["denoise", "decode_audio", "decoder_call"])
+def test_a_run_that_fails_midway_leaves_no_file(where, raised, status, generate, model, monkeypatch):
+    def fail(*_, **__):
+        raise raised
+
+    monkeypatch.setattr(Networks, where, fail)
+    found = generate("cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage")
+    assert found.status == status and found.stdout == ""
+    assert list(found.folder.iterdir()) == [] and "Traceback" not in found.stderr
+    errors = [line for line in found.stderr.splitlines() if line.startswith("ltx2rt: error: ")]
+    assert len(errors) == (0 if status == 143 else 1)  # SIGTERM unwinds as SystemExit, which says nothing
+
+
+@pytest.mark.parametrize("where", ["write_arrays", "write_report"])
+def test_a_run_that_cannot_write_its_last_file_leaves_none(where, generate, model, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(f"ltx2rt.pipeline.generate.{where}", fail)
+    found = generate("cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage")
+    assert found.status == 1 and "No space left" in found.stderr and list(found.folder.iterdir()) == []

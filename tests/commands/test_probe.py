@@ -1,0 +1,319 @@
+"""`ltx2rt probe` through the command line: exactly the tensors of the contract, equal to diffusers on both backends."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from ltx2rt.stages.schedule import shifted_sigmas
+from ltx2rt.testing import relative_l2
+from ltx2rt.weights.files import TensorFile
+
+CLOSE = 1e-4  # contract, float32; most reach 1e-6
+T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text tokens, samples
+WIDTH = {"2.0": {"video": 64, "audio": 64}, "2.3": {"video": 128, "audio": 64}}  # of the text contexts
+GENERATIONS = ["2.0", "2.3"]
+
+
+@pytest.fixture
+def probe(tiny, command, tmp_path):
+    """probe(generation, component, inputs, *flags, backend) -> outputs, or (status, stderr) if it was refused."""
+
+    def call(generation, component, inputs, *flags, backend="cuda"):
+        file, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+        out.unlink(missing_ok=True)
+        save_file({k: np.ascontiguousarray(v) for k, v in inputs.items()}, file)
+        model = tiny(f"tiny-{generation}", "diffusers")
+        words = ["probe", "--backend", backend, "--device", "cpu", "--model", model, "--component", component]
+        status, stdout, stderr = command(*words, "--inputs", file, "--outputs", out, *flags)
+        if status:
+            assert not out.exists() and stdout == "" and stderr.count("\n") == 1
+            return status, stderr
+        outputs = load_file(out)
+        assert all(x.dtype == (np.int32 if k == "sample_rate" else np.float32) for k, x in outputs.items())
+        return outputs
+
+    return call
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
+def positions(batch):
+    grid = np.indices((2, 2, 3), np.float32).reshape(3, -1) * np.float32([[1 / 3], [32], [32]])
+    video = np.stack([grid, grid + np.float32([[1 / 3], [32], [32]])], -1)
+    audio = np.stack([np.arange(TA), np.arange(TA) + 1], -1).astype(np.float32)[None] * np.float32(0.04)
+    return np.stack([video] * batch), np.stack([audio] * batch)
+
+
+def transformer_inputs(generation):
+    video, audio = positions(B)
+    sigma, rng = np.float32([0.7, 0.3]), np.random.default_rng(1)
+    x = {"video_positions": video, "audio_positions": audio}
+    for i, (name, tokens) in enumerate((("video", T), ("audio", TA))):
+        mask = np.ones((B, tokens, 1), np.float32)
+        if name == "video":
+            mask[:, :3] = 0.25
+        x[f"{name}_latent"] = draw(B, tokens, 128, seed=i)
+        x[f"{name}_context"] = rng.standard_normal((B, S, WIDTH[generation][name]), np.float32)
+        x[f"{name}_timesteps"], x[f"{name}_sigma"] = mask * sigma[:, None, None], sigma
+    return x
+
+
+def step_inputs(generation):
+    video, audio = positions(1)
+    x = {"video_positions": video, "audio_positions": audio}
+    for i, (name, tokens) in enumerate((("video", T), ("audio", TA))):
+        x[f"{name}_latent"], x[f"{name}_clean"] = draw(1, tokens, 128, seed=i), draw(1, tokens, 128, seed=i + 5)
+        x[f"{name}_mask"] = np.ones((1, tokens, 1), np.float32)
+        x[f"{name}_context"] = draw(2, S, WIDTH[generation][name], seed=9)
+    x["video_mask"][:, :3] = 0.25
+    x |= {"sigmas": np.float32([0.8, 0.5]), "stg_blocks": np.float32([0, 1, 0])}
+    return x | {"guidance": np.float32([[2.5, 0.8, 2.0, 0.6], [5.0, 1.3, 2.6, 0.4]])}
+
+
+def diffusers_part(cls, folder: Path, **changes):
+    return cls.from_pretrained(folder, **changes).eval()
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_transformer_equals_diffusers(generation, probe, tiny):
+    from diffusers import LTX2VideoTransformer3DModel
+
+    x = transformer_inputs(generation)
+    found = probe(generation, "transformer", x, "--cross-timestep-rule", "B")
+    assert found.keys() == {"video_velocity", "audio_velocity"}
+    model = diffusers_part(LTX2VideoTransformer3DModel, tiny(f"tiny-{generation}", "diffusers") / "transformer")
+    t = {k: torch.from_numpy(v) for k, v in x.items()}
+    with torch.no_grad():
+        video, audio = model(
+            hidden_states=t["video_latent"],
+            audio_hidden_states=t["audio_latent"],
+            encoder_hidden_states=t["video_context"],
+            audio_encoder_hidden_states=t["audio_context"],
+            timestep=t["video_timesteps"][:, :, 0] * 1000,
+            audio_timestep=t["audio_timesteps"][:, :, 0] * 1000,
+            sigma=t["video_sigma"] * 1000,
+            audio_sigma=t["audio_sigma"] * 1000,
+            video_coords=t["video_positions"],
+            audio_coords=t["audio_positions"],
+            num_frames=2,
+            height=2,
+            width=3,
+            audio_num_frames=TA,
+            use_cross_timestep=True,
+            return_dict=False,
+        )
+    assert relative_l2(found["video_velocity"], video) <= CLOSE
+    assert relative_l2(found["audio_velocity"], audio) <= CLOSE
+
+
+def test_optional_inputs_of_the_transformer_reach_it(probe):
+    x = transformer_inputs("2.3")
+    plain = probe("2.3", "transformer", x)
+    ones = {
+        name: np.ones((B, 3), np.float32) for name in ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
+    }
+    kept = probe("2.3", "transformer", x | ones | {"video_attention_mask": np.ones((B, T, T), np.float32)})
+    for name in plain:
+        assert relative_l2(kept[name], plain[name]) <= 1e-5
+    for name, moved in (
+        ("video_self_keep", "video"),
+        ("audio_self_keep", "audio"),
+        ("a2v_keep", "video"),
+        ("v2a_keep", "audio"),
+    ):
+        gone = np.ones((B, 3), np.float32)
+        gone[1, 1] = 0
+        changed = probe("2.3", "transformer", x | {name: gone})[f"{moved}_velocity"]
+        assert relative_l2(changed[0], plain[f"{moved}_velocity"][0]) <= 1e-5
+        assert relative_l2(changed[1], plain[f"{moved}_velocity"][1]) > 1e-3, name
+    mask = np.ones((B, T, T), np.float32)
+    mask[0, :, :4] = 0.01
+    masked = probe("2.3", "transformer", x | {"video_attention_mask": mask})
+    assert relative_l2(masked["video_velocity"][0], plain["video_velocity"][0]) > 1e-3
+
+
+def text_inputs():
+    ids = np.random.default_rng(3).integers(10, 200, (B, S)).astype(np.int64)
+    mask = np.ones((B, S), np.int64)
+    mask[0, :20] = 0
+    mask[1, :3] = 0
+    return {"token_ids": ids, "mask": mask}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_text_encoder_equals_diffusers(generation, probe, tiny):
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors
+    from transformers import Gemma3ForConditionalGeneration
+
+    x, folder = text_inputs(), tiny(f"tiny-{generation}", "diffusers")
+    found = probe(generation, "text-encoder", x)
+    assert found.keys() == {"hidden_states", "video_context", "audio_context"}
+    gemma = Gemma3ForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=torch.float32).eval()
+    connectors = diffusers_part(LTX2TextConnectors, folder / "connectors")
+    ids, mask = torch.from_numpy(x["token_ids"]), torch.from_numpy(x["mask"])
+    with torch.no_grad():
+        states = torch.stack(gemma(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states, -1)
+        video, audio, _ = connectors(states.flatten(2), mask, padding_side="left")
+    real = x["mask"].astype(bool)  # padded positions attend to nothing: their states mean nothing
+    assert found["hidden_states"].shape == states.shape
+    assert relative_l2(found["hidden_states"][real], states.numpy()[real]) <= CLOSE
+    assert relative_l2(found["video_context"], video) <= CLOSE
+    assert relative_l2(found["audio_context"], audio) <= CLOSE
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_decoders_encoder_and_upsampler_equal_diffusers(generation, probe, tiny):
+    from diffusers import AutoencoderKLLTX2Audio, AutoencoderKLLTX2Video
+    from diffusers.pipelines.ltx2 import LTX2Vocoder, LTX2VocoderWithBWE
+    from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+
+    folder, latent = tiny(f"tiny-{generation}", "diffusers"), draw(1, 128, 2, 2, 3)
+    vae = diffusers_part(AutoencoderKLLTX2Video, folder / "vae")
+    mean, std = (x.view(1, -1, 1, 1, 1) for x in (vae.latents_mean, vae.latents_std))
+    raw = torch.from_numpy(latent) * std + mean
+    frames = np.tanh(draw(1, 3, 9, 64, 96))
+    with torch.no_grad():
+        decoded = vae.decode(raw, None, return_dict=False)[0]
+        encoded = (vae.encode(torch.from_numpy(frames)).latent_dist.mode() - mean) / std
+        upsampler = diffusers_part(LTX2LatentUpsamplerModel, folder / "latent_upsampler")
+        upsampled = (upsampler(raw) - mean) / std
+    expected = {
+        "video-decoder": ({"latent": latent}, {"frames": decoded}),
+        "video-encoder": ({"frames": frames}, {"latent": encoded}),
+        "upsampler": ({"latent": latent}, {"latent": upsampled}),
+    }
+    sound = draw(1, 8, 7, 16, seed=2)
+    audio_vae = diffusers_part(AutoencoderKLLTX2Audio, folder / "audio_vae")
+    vocoder = diffusers_part(LTX2VocoderWithBWE if generation == "2.3" else LTX2Vocoder, folder / "vocoder")
+    if generation == "2.3":
+        vocoder.vocoder.final_act_fn = "clamp"  # the official rule, whatever a diffusers config says
+    with torch.no_grad():
+        packed = torch.from_numpy(sound).transpose(1, 2).flatten(2) * audio_vae.latents_std + audio_vae.latents_mean
+        mel = audio_vae.decode(packed.unflatten(2, (8, 16)).transpose(1, 2), return_dict=False)[0]
+        expected["audio-decoder"] = ({"latent": sound}, {"mel": mel, "waveform": vocoder(mel)})
+    for component, (inputs, outputs) in expected.items():
+        found = probe(generation, component, inputs)
+        if component == "audio-decoder":
+            assert mel.shape == (1, 2, 25, 64)
+            np.testing.assert_array_equal(found.pop("sample_rate"), [48000 if generation == "2.3" else 24000])
+        assert found.keys() == outputs.keys()
+        for name, value in outputs.items():
+            assert relative_l2(found[name], value) <= CLOSE, f"{component} {name}"
+
+
+def test_guided_step_is_a_step_of_the_transformer(probe):
+    """Neutral guidance: x + v * mask-aware Euler of the transformer's own velocity."""
+    x = step_inputs("2.3")
+    plain = x | {"guidance": np.float32([[1, 0, 1, 0]] * 2)}
+    found = probe("2.3", "guided-step", plain)
+    assert found.keys() == {"video_latent", "audio_latent", "video_x0", "audio_x0"}
+    sigma, after = plain["sigmas"]
+    t = {"video_positions": x["video_positions"], "audio_positions": x["audio_positions"]}
+    for name in ("video", "audio"):
+        t |= {f"{name}_latent": x[f"{name}_latent"], f"{name}_context": x[f"{name}_context"][:1]}
+        t |= {f"{name}_timesteps": x[f"{name}_mask"] * sigma, f"{name}_sigma": np.float32([sigma])}
+    velocity = probe("2.3", "transformer", t)
+    for name in ("video", "audio"):
+        latent, mask, clean = (x[f"{name}_{part}"] for part in ("latent", "mask", "clean"))
+        x0 = (latent - velocity[f"{name}_velocity"] * mask * sigma) * mask + clean * (1 - mask)
+        assert relative_l2(found[f"{name}_x0"], x0) <= CLOSE
+        assert relative_l2(found[f"{name}_latent"], latent + (latent - x0) / sigma * (after - sigma)) <= CLOSE
+    assert relative_l2(probe("2.3", "guided-step", x)["video_x0"], found["video_x0"]) > 1e-2
+
+
+def test_schedule_and_tokenizer(probe, tiny, command, tmp_path):
+    from transformers import AutoTokenizer
+
+    found = probe("2.0", "schedule", {"steps": np.int32([7])})
+    np.testing.assert_array_equal(found["sigmas"], shifted_sigmas(7))
+    folder, out = tiny("tiny-2.0", "diffusers"), tmp_path / "tokens.safetensors"
+    prompts = ["a robot dancing", "the camera remains static: 'so good.'"]
+    words = ["probe", "--backend", "cuda", "--device", "cpu", "--model", folder, "--component", "tokenizer"]
+    assert command(*words, "--outputs", out, "--prompt", *prompts)[0] == 0
+    tokens = load_file(out)
+    reference = AutoTokenizer.from_pretrained(folder / "tokenizer")(
+        prompts, padding="max_length", max_length=1024, truncation=True, return_tensors="np"
+    )
+    assert tokens["token_ids"].dtype == tokens["mask"].dtype == np.int32
+    np.testing.assert_array_equal(tokens["token_ids"], reference["input_ids"])
+    np.testing.assert_array_equal(tokens["mask"], reference["attention_mask"])
+
+
+@pytest.mark.parametrize(
+    "component,inputs",
+    [
+        ("transformer", transformer_inputs("2.0")),
+        ("text-encoder", text_inputs()),
+        ("video-decoder", {"latent": draw(1, 128, 2, 2, 3)}),
+        ("video-encoder", {"frames": draw(1, 3, 9, 64, 32)}),
+        ("audio-decoder", {"latent": draw(1, 8, 5, 16)}),
+        ("upsampler", {"latent": draw(1, 128, 2, 2, 3)}),
+        ("guided-step", step_inputs("2.0")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_both_backends_give_the_same(component, inputs, probe):
+    one, other = (probe("2.0", component, inputs, backend=backend) for backend in ("cuda", "tpu"))
+    assert one.keys() == other.keys()
+    for name in one:
+        a, b = one[name], other[name]
+        if name == "hidden_states":
+            a, b = (x[inputs["mask"].astype(bool)] for x in (a, b))
+        assert relative_l2(b, a) <= CLOSE, name
+
+
+def test_flags_of_generate_reach_the_probe(probe, tiny):
+    lora = tiny("tiny-2.3", "diffusers") / "tiny-2.3-distilled-lora.safetensors"
+    x = transformer_inputs("2.3")
+    plain = probe("2.3", "transformer", x)
+    none, merged = (probe("2.3", "transformer", x, "--distilled-lora", f"{lora}:{s}") for s in ("0", "1"))
+    narrow = probe("2.3", "transformer", x, "--dtype", "bfloat16")
+    for name, value in plain.items():
+        np.testing.assert_array_equal(none[name], value)
+        assert relative_l2(merged[name], value) > 1e-2
+        assert 1e-4 < relative_l2(narrow[name], value) < 0.1  # bfloat16 keeps 8 bits
+
+
+@pytest.mark.parametrize(
+    "component,change,message",
+    [
+        ("transformer", {"extra": draw(2)}, "has no input extra"),
+        ("transformer", {"audio_sigma": None}, "misses audio_sigma"),
+        ("transformer", {"video_sigma": draw(3)}, "video_sigma has shape [3]"),
+        ("transformer", {"a2v_keep": draw(B, 4)}, "a2v_keep has shape [2, 4]"),
+        ("transformer", {"video_latent": draw(B, T, 64)}, "video_latent has shape [2, 12, 64]"),
+        ("transformer", {"audio_latent": np.full((B, TA, 128), np.nan, np.float32)}, "not finite"),
+        ("guided-step", {"stg_blocks": draw(4)}, "stg_blocks has shape [4]"),
+        ("video-encoder", {"frames": draw(1, 3, 8, 64, 64)}, "8k+1 frames"),
+        ("video-decoder", {"latent": draw(1, 64, 2, 2, 2)}, "latent has shape [1, 64, 2, 2, 2]"),
+        ("schedule", {"steps": np.int32([0])}, "steps is 0"),
+        ("text-encoder", {"mask": np.ones((B, S + 1), np.int64)}, "mask has shape"),
+        (
+            "text-encoder",
+            {"token_ids": np.ones((B, 9), np.int64), "mask": np.ones((B, 9), np.int64)},
+            "multiple of the 16 registers",
+        ),
+        ("teleporter", {}, "unknown component 'teleporter'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(component, change, message, probe, monkeypatch):
+    inputs = {
+        "transformer": transformer_inputs("2.3"),
+        "guided-step": step_inputs("2.3"),
+        "text-encoder": text_inputs(),
+    }
+    x = {k: v for k, v in (inputs.get(component, {}) | change).items() if v is not None} or {"x": draw(1)}
+    read = TensorFile.read
+
+    def only_inputs(self, name):
+        assert self.path.name == "in.safetensors", "a weight was read"
+        return read(self, name)
+
+    monkeypatch.setattr(TensorFile, "read", only_inputs)
+    status, stderr = probe("2.3", component, x)
+    assert status == 2 and stderr.startswith("ltx2rt: error: ") and message in stderr, stderr

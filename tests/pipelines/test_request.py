@@ -1,0 +1,178 @@
+"""Defaults per generation, and every bad request refused in one line before a weight is read."""
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ltx2rt.errors import InputError
+from ltx2rt.pipelines import pipeline
+from ltx2rt.pipelines.distilled import Distilled
+from ltx2rt.pipelines.one_stage import OneStage
+from ltx2rt.pipelines.request import DEFAULT_NEGATIVE_PROMPT, parse_blocks, parse_fps, parse_image
+from ltx2rt.pipelines.two_stage import TwoStage
+from ltx2rt.session.options import LoraSpec, ModelOptions, parse_lora
+from ltx2rt.stages.conditioning import ImageSpec
+
+
+def model(generation="2.3", num_layers=48, version=()):
+    """Only what `resolve` may look at."""
+    return SimpleNamespace(
+        generation=generation,
+        version=version or tuple(int(part) for part in generation.split(".")),
+        transformer=SimpleNamespace(num_layers=num_layers, rope_max_pos=(20, 2048, 2048), audio_rope_max_pos=20),
+        video_vae=SimpleNamespace(space_factor=32, time_factor=8),
+    )
+
+
+@pytest.fixture
+def request_(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"x")
+    return Request(ModelOptions("cuda", file), "a cat", tmp_path / "out.mp4")
+
+
+@pytest.mark.parametrize(
+    "generation,num_layers,steps,block",
+    [("2.0", 48, 40, 29), ("2.3", 48, 30, 28), ("2.0", 3, 40, 1), ("2.3", 6, 30, 3), ("2.3", 1, 30, 0)],
+)
+def test_defaults_follow_the_generation(request_, generation, num_layers, steps, block):
+    full = resolve(request_, model(generation, num_layers))
+    assert (full.steps, full.stg_blocks, full.image_crf, full.audio_from) == (steps, (block,), 33, "stage1")
+    assert full.negative_prompt == DEFAULT_NEGATIVE_PROMPT and 0 <= full.seed < 2**63
+    assert full.video_guidance == GuidanceScales(3, 1, 3, 0.7) and full.audio_guidance == GuidanceScales(7, 1, 3, 0.7)
+
+
+def test_the_negative_prompt_is_the_published_one():
+    from diffusers.pipelines.ltx2.utils import DEFAULT_NEGATIVE_PROMPT as published
+
+    assert published == DEFAULT_NEGATIVE_PROMPT
+
+
+def test_given_values_are_kept(request_):
+    given = replace(request_, steps=1, seed=0, negative_prompt="", image_crf=0, stg_blocks=(0, 2), audio_from="stage2")
+    assert resolve(given, model(num_layers=3)) == given
+
+
+def test_newer_models_and_distilled_have_their_own_defaults(request_):
+    assert resolve(request_, model(version=(2, 4))).image_crf == 18
+    assert resolve(replace(request_, pipeline="distilled"), model()).audio_from == "stage2"
+
+
+BAD = {
+    "width": (dict(width=100), "--width: 100, expected divisible by 64 (two-stage); the nearest are 64 and 128 px"),
+    "small height": (dict(height=32), "the nearest are 64 and 128 px"),
+    "one-stage height": (dict(height=500, pipeline="one-stage"), "--height: 500, expected divisible by 32 (one-stage)"),
+    "frames": (dict(num_frames=120), "--num-frames: 120, expected 8*k + 1; the nearest are 113 and 121 frames"),
+    "no frames": (dict(num_frames=0), "the nearest are 1 and 9 frames"),
+    "long": (dict(num_frames=489), "20.33 s, the model's limit is 20 s; at most 481 frames"),
+    "steps": (dict(steps=0), "--steps: 0"),
+    "negative seed": (dict(seed=-1), "--seed: -1"),
+    "huge seed": (dict(seed=2**63), "--seed"),
+    "no folder": (dict(output=Path("/nowhere/out.mp4")), "the folder /nowhere does not exist"),
+    "format": (dict(output=Path("out.avi")), "*.mp4"),
+    "report folder": (dict(report=Path("/nowhere/r.json")), "--report: the folder /nowhere"),
+    "noise file": (dict(noise_in=Path("/nowhere/n.safetensors")), "--noise-in"),
+    "pipeline": (dict(pipeline="three-stage"), "--pipeline: 'three-stage', expected one of two-stage"),
+    "block": (dict(stg_blocks=(48,)), "block 48, but the model has blocks 0 to 47"),
+    "no block": (dict(stg_blocks=()), "--stg-blocks: no block"),
+    "prompt": (dict(prompt="  "), "--prompt"),
+    "crf": (dict(image_crf=52), "--image-crf"),
+    "guidance": (dict(video_guidance=GuidanceScales(float("nan"))), "--video-cfg: nan"),
+    "fps": (dict(fps=Fraction(0)), "--fps"),
+    "audio from": (dict(pipeline="one-stage", audio_from="stage2"), "--audio-from"),
+}
+
+
+@pytest.mark.parametrize("change,message", BAD.values(), ids=BAD)
+def test_a_bad_request_is_refused_in_one_line(request_, change, message):
+    with pytest.raises(InputError) as error:
+        resolve(replace(request_, **change), model())
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_bad_files_are_refused(request_, tmp_path):
+    file = request_.options.model
+
+    def refused(options=None, **change):
+        changed = replace(request_, **change, options=replace(request_.options, **(options or {})))
+        with pytest.raises(InputError) as error:
+            resolve(changed, model())
+        return str(error.value)
+
+    assert "does not exist" in refused({"model": tmp_path / "gone"})
+    assert "--text-encoder" in refused({"text_encoder": file})
+    assert "--upsampler" in refused({"upsampler": tmp_path / "gone"})
+    assert "--lora" in refused({"loras": (LoraSpec(tmp_path / "gone"),)})
+    assert "is a folder" in refused({"loras": (LoraSpec(tmp_path),)})
+    assert "stage 2" in refused({"loras": (LoraSpec(file, 1.0, "stage2"),)}, pipeline="one-stage")
+    assert "--distilled-lora" in refused({"distilled_lora": LoraSpec(file, 1.0, "stage2")})
+    assert "--max-memory" in refused({"max_memory_gb": 0.0})
+    assert "frames 0 to 120" in refused(images=(ImageSpec(file, 121),))
+    assert "expected 0 to 1" in refused(images=(ImageSpec(file, 120, 1.5),))
+    assert "does not exist" in refused(images=(ImageSpec(tmp_path / "gone.png", 0),))
+
+
+@given(st.integers(-100, 3000))
+def test_a_named_nearest_size_is_always_legal(width):
+    from ltx2rt.pipelines.request import check_step
+
+    try:
+        check_step("--width", width, 64, 0, "px", "")
+        assert width >= 64 and width % 64 == 0
+    except InputError as error:
+        first, second = (int(word) for word in str(error).split("nearest are ")[1].split(" px")[0].split(" and "))
+        assert first >= 64 and first % 64 == 0 and second == first + 64
+        assert first < width < second or width < 64
+
+
+@pytest.mark.parametrize("name,base", [("23.976", 24), ("29.97", 30), ("59.94", 60)])
+def test_ntsc_rates_are_exact(name, base):
+    assert parse_fps(name) == Fraction(base * 1000, 1001)
+
+
+def test_other_rates_are_the_number_given():
+    assert parse_fps("24") == 24 and parse_fps("23.98") == Fraction(2398, 100)
+    assert parse_fps("24000/1001") == Fraction(24000, 1001)
+    for bad in ("fast", "0", "-24", "1/0", "nan", "23.976023976"):
+        with pytest.raises(InputError, match="--fps"):
+            parse_fps(bad)
+
+
+names = st.text(st.characters(codec="ascii", exclude_characters="\n"), min_size=1).map(lambda s: s + ".x")
+
+
+@given(names, st.floats(-4, 4), st.sampled_from(["stage1", "stage2"]))
+def test_a_lora_is_read_from_the_right(name, strength, stage):
+    assert parse_lora(name) == LoraSpec(Path(name))
+    assert parse_lora(f"{name}:{strength}") == LoraSpec(Path(name), strength)
+    assert parse_lora(f"{name}:{strength}:{stage}") == LoraSpec(Path(name), strength, stage)
+
+
+@given(names, st.integers(0, 999), st.floats(0, 1))
+def test_an_image_is_read_from_the_right(name, frame, strength):
+    assert parse_image(f"{name}:{frame}") == ImageSpec(Path(name), frame)
+    assert parse_image(f"{name}:{frame}:{strength}") == ImageSpec(Path(name), frame, strength)
+
+
+def test_malformed_specs_are_refused():
+    for bad in ("cat.png", "cat.png:first", "cat.png:1:strong"):
+        with pytest.raises(InputError, match="--image"):
+            parse_image(bad)
+    with pytest.raises(InputError, match="no strength"):
+        parse_lora("a.safetensors:stage1")
+    with pytest.raises(InputError, match="finite"):
+        parse_lora("a.safetensors:nan")
+    assert parse_blocks("14, 19") == (14, 19)
+    with pytest.raises(InputError, match="--stg-blocks"):
+        parse_blocks("x")
+
+
+def test_settings_are_json(request_):
+    settings = json.loads(json.dumps(resolve(request_, model()).settings))
+    assert settings["prompt"] == "a cat" and settings["fps"] == "24" and settings["options"]["backend"] == "cuda"

@@ -1,0 +1,81 @@
+"""Time is charged to the right account, and the report is the documented JSON."""
+
+import io
+import json
+
+import pytest
+
+from ltx2rt.session.stopwatch import Stopwatch, write_report
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def watch():
+    return Stopwatch(stream=io.StringIO(), clock=Clock())
+
+
+def test_loading_and_warmup_are_not_charged_to_the_stage(watch):
+    with watch.stage("stage1", 2) as step:
+        watch.clock.now += 1
+        with watch.apart("load"):
+            watch.clock.now += 10
+        watch.clock.now += 2
+        step()
+        with watch.apart("warmup"):
+            watch.clock.now += 100
+        watch.clock.now += 4
+        step()
+    (stage,) = watch.stages
+    assert (stage.name, stage.time_s, stage.steps_s) == ("stage1", 7, [3, 4])
+    assert watch.apart_s == {"load": 10, "warmup": 100} and watch.total_s == 117
+    assert "stage1: 7.00 s (2 steps)" in watch.stream.getvalue()
+
+
+def test_a_stage_ends_only_when_the_device_has(watch):
+    def wait():
+        watch.clock.now += 5
+
+    watch.synchronize = wait
+    with watch.apart("load"):
+        pass
+    with watch.stage("decode"):
+        pass
+    # what was queued before a span is never charged to it, what it queued always is
+    assert watch.stages[0].time_s == 5 and watch.apart_s["load"] == 5
+
+
+def test_a_failed_stage_is_not_reported_as_done(watch):
+    with pytest.raises(RuntimeError), watch.stage("decode"):
+        raise RuntimeError
+    assert watch.stages == []
+
+
+def test_the_closing_line_names_file_size_seed_and_times(watch, tmp_path):
+    output = tmp_path / "out.mp4"
+    output.write_bytes(b"x" * 1_230_000)
+    with watch.stage("text"):
+        watch.clock.now += 1.5
+    with watch.apart("load"):
+        watch.clock.now += 2
+    assert watch.closing_line(output, 7) == f"{output}: 1.23 MB, seed 7, 3.5 s (text 1.5, load 2.0)"
+
+
+def test_the_report_has_the_documented_keys(watch, tmp_path):
+    with watch.stage("text"):
+        pass
+    lora = [{"file": "l", "matched": 2, "total": 2}]
+    report = watch.report(
+        seed=3, settings={"width": 64}, peak_bytes=None, versions={"torch": "2"}, device="CPU", mesh={}, lora=lora
+    )
+    write_report(tmp_path / "r.json", report)
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert read == report
+    documented = ["seed", "stages", "warmup_s", "load_s", "peak_bytes", "versions", "device", "mesh", "lora"]
+    assert set(documented) <= set(read) and set(read["stages"][0]) == {"name", "time_s", "steps_s"}
+    assert read["lora"] == lora

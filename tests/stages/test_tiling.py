@@ -1,0 +1,151 @@
+"""Tiles cover, blend to one, stay aligned in time, and leave in order."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ltx2rt.config import VaeStage, VideoVaeConfig
+from ltx2rt.errors import InputError
+from ltx2rt.stages.tiling import Tiling, blend_tiles, intervals, plan_tiles, space_spans, tile_latents, time_spans
+
+STRIDES = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2))
+CONFIG = VideoVaeConfig(
+    latent_channels=16,
+    patch_size=4,
+    encoder=tuple(VaeStage("sample", 16, 16, stride=s) for s in STRIDES),
+    decoder=(),
+    encoder_padding="zeros",
+    decoder_padding="zeros",
+    encoder_causal=True,
+    decoder_causal=False,
+)
+TIME, SPACE = 4, 2  # the local decoder's factors
+
+
+def ranges(spans):
+    return [(s.start, s.stop) for s in spans]
+
+
+@pytest.mark.parametrize(
+    "width, height, rows, columns",
+    [
+        (768, 512, [(0, 16)], [(0, 24)]),
+        (1280, 704, [(0, 13), (11, 22)], [(0, 24), (22, 40)]),
+        (1920, 1088, [(0, 14), (12, 26), (24, 34)], [(0, 24), (22, 46), (44, 60)]),
+        (704, 1280, [(0, 24), (22, 40)], [(0, 13), (11, 22)]),
+    ],
+)
+def test_official_layouts_of_121_frames(width, height, rows, columns):
+    tiling = plan_tiles("auto", (16, height // 32, width // 32), CONFIG)
+    assert ranges(tiling.frames) == [(0, 10), (6, 16)]
+    assert ranges(tiling.rows) == rows
+    assert ranges(tiling.columns) == columns
+
+
+def test_off_is_one_tile():
+    tiling = plan_tiles("off", (16, 34, 60), CONFIG)
+    assert tiling.tile_shapes == {(16, 34, 60)}
+    assert all((s.weights == 1).all() for (s,) in (tiling.frames, tiling.rows, tiling.columns))
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(InputError, match="expected auto or off"):
+        plan_tiles("on", (1, 2, 2), CONFIG)
+
+
+def test_time_ramps():
+    first, second = time_spans(16, 10, 3, 8)
+    assert (first.positions, second.positions) == (slice(0, 73), slice(48, 121))
+    assert (first.weights[:49] == 1).all()
+    # 24 falling frames against 25 rising ones, of which the first is zero.
+    assert np.allclose(first.weights[49:], 1 - np.arange(1, 25) / 25)
+    assert np.allclose(second.weights[:25], np.arange(25) / 25)
+    assert (second.weights[25:] == 1).all()
+
+
+def test_space_ramps():
+    first, second = space_spans(7, 4, 1, 3)
+    assert np.allclose(first.weights, [1] * 9 + [0.75, 0.5, 0.25])
+    assert np.allclose(second.weights, [0.25, 0.5, 0.75] + [1] * 9)
+
+
+sizes = st.integers(2, 12).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size - 1)))
+
+
+@given(st.integers(1, 60), sizes)
+def test_intervals_cover_and_overlap(length, size_overlap):
+    size, overlap = size_overlap
+    tiles = intervals(length, size, overlap)
+    assert tiles[0][0] == 0 and tiles[-1][1] == length
+    assert all(stop - start <= size for start, stop in tiles)
+    assert all(a[1] - b[0] == overlap for a, b in itertools.pairwise(tiles))
+
+
+@given(st.integers(1, 60), sizes, st.sampled_from([space_spans, time_spans]), st.integers(1, 8))
+def test_weights_sum_to_one(length, size_overlap, spans, factor):
+    result = spans(length, *size_overlap, factor)
+    total = np.zeros(result[-1].end)
+    for s in result:
+        assert (s.weights >= 0).all()
+        total[s.positions] += s.weights
+    assert np.allclose(total, 1, atol=1e-6)
+
+
+def local_decode(latent: np.ndarray) -> np.ndarray:
+    """A decoder that sees one latent at a time: its first three channels, repeated over what that latent covers."""
+    x = latent[:, :3].repeat(SPACE, 3).repeat(SPACE, 4)
+    return np.concatenate([x[:, :, :1], x[:, :, 1:].repeat(TIME, 2)], axis=2)
+
+
+def decode_tiles(latent, tiling, decode):
+    return blend_tiles(map(decode, tile_latents(latent, tiling)), tiling)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 25), st.integers(2, 9), st.integers(2, 9), sizes, sizes)
+def test_tiling_a_local_decoder_changes_nothing(frames, rows, columns, time_tile, space_tile):
+    latent = np.random.default_rng(frames).standard_normal((1, 4, frames, rows, columns), dtype=np.float32)
+    tiling = Tiling(
+        time_spans(frames, *time_tile, TIME),
+        space_spans(rows, *space_tile, SPACE),
+        space_spans(columns, *space_tile, SPACE),
+    )
+    chunks = list(decode_tiles(latent, tiling, local_decode))
+    assert len(chunks) == len(tiling.frames)
+    video = np.concatenate(chunks, axis=1)
+    assert video.dtype == np.float32
+    assert np.allclose(video, local_decode(latent)[0], atol=1e-5)
+
+
+def test_time_stays_aligned():
+    """Frame n of the whole shows content n, also in tiles after the first."""
+    latent = np.broadcast_to(np.arange(16, dtype=np.float32)[:, None, None], (1, 3, 16, 2, 2))
+    tiling = Tiling(time_spans(16, 10, 3, TIME), space_spans(2, 2, 1, SPACE), space_spans(2, 2, 1, SPACE))
+    video = np.concatenate(list(decode_tiles(latent, tiling, local_decode)), axis=1)
+    expected = np.concatenate([[0], np.arange(1, 16).repeat(TIME)])
+    assert np.allclose(video[0, :, 0, 0], expected, atol=1e-5)
+
+
+def test_frames_leave_before_later_tiles_are_decoded():
+    decoded = []
+
+    def decode(latent):
+        decoded.append(latent.shape)
+        return local_decode(latent)
+
+    latent = np.zeros((1, 3, 30, 4, 4), np.float32)
+    tiling = Tiling(time_spans(30, 10, 3, TIME), space_spans(4, 3, 1, SPACE), space_spans(4, 4, 1, SPACE))
+    stream = decode_tiles(latent, tiling, decode)
+    assert next(stream).shape[1] == 6 * TIME  # up to where the next tile begins
+    assert len(decoded) == 2  # the tiles of this chunk
+    assert sum(chunk.shape[1] for chunk in stream) == 29 * TIME + 1 - 6 * TIME
+    assert {shape[2:] for shape in decoded} == tiling.tile_shapes
+
+
+def test_a_tile_of_the_wrong_shape_is_refused():
+    tiling = plan_tiles("off", (2, 2, 2), CONFIG)
+    with pytest.raises(ValueError, match=r"expected \(1, 3, 9, 64, 64\)"):
+        next(decode_tiles(np.zeros((1, 3, 2, 2, 2), np.float32), tiling, local_decode))
