@@ -100,14 +100,15 @@ def prepare_cache(files: list[Path], warm: bool) -> None:
 
 def first_step(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every phase, the bytes loaded and the device."""
-    from ltx2rt.backend import get_backend
-    from ltx2rt.stages.conditioning import audio_state, video_state
-    from ltx2rt.models.geometry import Geometry
     from ltx2rt.pipeline.networks import Networks
-    from ltx2rt.stages.noise import standard_normal
-    from ltx2rt.session.stopwatch import Stopwatch
     from ltx2rt.pipeline.request import ModelOptions, Request, resolve
     from ltx2rt.pipeline.stages import plan_stages
+
+    from ltx2rt.backend import get_backend
+    from ltx2rt.models.geometry import Geometry
+    from ltx2rt.session.stopwatch import Stopwatch
+    from ltx2rt.stages.conditioning import audio_state, video_state
+    from ltx2rt.stages.noise import standard_normal
     from ltx2rt.stages.tokenizer import PROMPT_TOKENS, tokenize
     from ltx2rt.weights.checkpoint import open_checkpoint
 

@@ -14,10 +14,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import machine, record
-from ltx2rt.graph import Graph
 from ltx2rt.pipeline.paper import plan_on_paper
 from ltx2rt.pipeline.request import ModelOptions, PlanRequest
+
+from benchmarks.measure import machine, record
+from ltx2rt.graph import Graph
 from ltx2rt.placement.cost import traffic
 
 FLOOR = {"large_per_block": 4, "small_per_block": 3, "all_gathers": 0}

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ltx2rt.pipeline import generate
+from ltx2rt.pipeline.request import ModelOptions, Request
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,10 +37,8 @@ from benchmarks.measure import Spread, machine, ratios, record
 from benchmarks.random_weights import RandomBackend, empty_checkpoint
 from ltx2rt.media.compare import PSNR_CAP_DB, correlation, luma, ssim
 from ltx2rt.media.mp4 import to_rgb8
-from ltx2rt.pipeline import generate
-from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
+from ltx2rt.session.stopwatch import Stopwatch
 
 PROMPT = "a red fox walks through a snowy forest at dawn"
 # Kernel names, in lower case; the first group that matches has it. What is left over is pointwise: elementwise,

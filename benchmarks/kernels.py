@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ltx2rt.pipeline.paper import plan_on_paper
+from ltx2rt.pipeline.request import ModelOptions, PlanRequest
 from ltx2rt_cuda import CudaBackend
 from ltx2rt_cuda.ops import DTYPES, OPS
 from ltx2rt_kernels.choose import FOLDERS, why_not
@@ -35,8 +37,6 @@ from benchmarks.measure import Spread, interleaved, machine, record
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
-from ltx2rt.pipeline.paper import plan_on_paper
-from ltx2rt.pipeline.request import ModelOptions, PlanRequest
 from ltx2rt.placement.cost import node_flops
 
 CONTESTANTS = ("kernel", "eager", "compiled")

@@ -28,6 +28,9 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+from ltx2rt.pipeline import generate
+from ltx2rt.pipeline.networks import Networks
+from ltx2rt.pipeline.stages import Stage
 from ltx2rt_cuda.ops import DTYPES
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -35,10 +38,7 @@ from benchmarks.end_to_end import Clip
 from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.graph import Graph
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG, Structure
-from ltx2rt.pipeline import generate
-from ltx2rt.pipeline.networks import Networks
 from ltx2rt.stages.noise import standard_normal
-from ltx2rt.pipeline.stages import Stage
 from ltx2rt.weights import configs
 from ltx2rt.weights.checkpoint import component_of
 from ltx2rt.weights.names import GEMMA, to_diffusers

@@ -32,6 +32,8 @@ import numpy as np
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from diffusers.pipelines.ltx2.pipeline_ltx2 import rescale_noise_cfg
+from ltx2rt.pipeline import generate
+from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt_cuda.ops import DTYPES
 from torch.profiler import ProfilerActivity, profile
 
@@ -43,12 +45,10 @@ from benchmarks.random_weights import RandomBackend, empty_checkpoint
 from ltx2rt.backend import get_backend
 from ltx2rt.models import transformer
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
-from ltx2rt.pipeline import generate
+from ltx2rt.placement.cost import flops
 from ltx2rt.stages.conditioning import audio_state, video_state
 from ltx2rt.stages.noise import standard_normal
-from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt.stages.tokenizer import PROMPT_TOKENS
-from ltx2rt.placement.cost import flops
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.presets import preset
 

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from ltx2rt import cli
+from ltx2rt.commands.files import Files
 from ltx2rt.errors import InputError
-from ltx2rt.pipeline.request import GuidanceScales, ImageSpec, LoraSpec, ModelOptions, Request
+from ltx2rt.pipelines.one_stage import OneStage
+from ltx2rt.pipelines.two_stage import TwoStage
+from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.stages.conditioning import ImageSpec
 
 MINIMAL = ["generate", "--backend", "cuda", "--model", "m", "--prompt", "a cat", "--output", "o.mp4"]
 
@@ -31,7 +35,7 @@ def test_help_imports_nothing_heavy():
 
 def test_a_request_without_flags_has_only_defaults():
     args = cli.parser().parse_args(MINIMAL)
-    assert cli.generate_request(args) == Request(ModelOptions("cuda", Path("m")), "a cat", Path("o.mp4"))
+    assert cli.generate_request(args) == (ModelOptions("cuda", Path("m")), TwoStage("a cat"), Files(Path("o.mp4")))
 
 
 def test_every_flag_arrives():
@@ -41,7 +45,7 @@ def test_every_flag_arrives():
         " --steps 2 --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2"
         " --video-stg 3 --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7"
         " --audio-rescale 8 --stg-blocks 1,2"
-        " --audio-from stage2 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
+        " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
         " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
         " --weights-dtype float8 --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
     )
@@ -50,13 +54,13 @@ def test_every_flag_arrives():
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
         True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True, 3.5,
     )  # fmt: skip
-    expected = Request(
-        options, "a cat", Path("o.mp4"), "one-stage", "n", 64, 96, 9, Fraction(24000, 1001), 2, 5, 2,
-        (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5)), 0,
-        GuidanceScales(1, 3, 5, 7), GuidanceScales(2, 4, 6, 8), (1, 2), "stage2", True,
-        Path("ni"), Path("lo"), Path("r"), False, False,
+    images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
+    request = OneStage(
+        "a cat", 64, 96, 9, Fraction(24000, 1001), 5, 2, images, 0, Path("ni"), False,
+        "n", 2, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2), "stage1",
     )  # fmt: skip
-    assert cli.generate_request(cli.parser().parse_args(MINIMAL + text.split())) == expected
+    files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)
+    assert cli.generate_request(cli.parser().parse_args(MINIMAL + text.split())) == (options, request, files)
 
 
 @pytest.mark.parametrize("flag", ["--gpus", "--promp"])

@@ -19,8 +19,9 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import trace
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.partial import partial_path
-from ltx2rt.pipeline.networks import Networks
-from ltx2rt.pipeline.request import ModelOptions
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.stages.frames import decoding
 from ltx2rt.stages.tiling import blend_tiles, plan_tiles, tile_latents
 from ltx2rt.weights.checkpoint import open_checkpoint
 
@@ -114,13 +115,13 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     from ltx2rt.backend import get_backend
 
     backend = get_backend("cuda", "cpu")
-    networks = Networks(open_checkpoint(model), backend, ModelOptions("cuda", model), "float32")
+    session = Session(open_checkpoint(model), backend, ModelOptions("cuda", model), "float32")
     latent = load_file(latents)["video_latent"]
-    tiling = plan_tiles("auto", latent.shape[2:], networks.config.video_vae)
+    tiling = plan_tiles("auto", latent.shape[2:], session.config.video_vae)
     assert len(tiling.frames) == 3
-    frames = blend_tiles(networks.decode_tiles(tile_latents(latent, tiling)), tiling, backend.to_host)
+    frames = blend_tiles(session.each(decoding(tile_latents(latent, tiling)), "frames"), tiling, backend.to_host)
     write_mp4(
-        tmp_path / "one.mp4", frames, num_frames=161, fps=Fraction(48), sample_rate=networks.config.vocoder.sample_rate
+        tmp_path / "one.mp4", frames, num_frames=161, fps=Fraction(48), sample_rate=session.config.vocoder.sample_rate
     )
     assert (tmp_path / "one.mp4").read_bytes() == (tmp_path / "clip.mp4").read_bytes()
 
@@ -260,18 +261,20 @@ def written(folder, text):
 BROKEN = """
 import os, sys, time
 from ltx2rt.cli import main
-from ltx2rt.pipeline.networks import Networks
+from ltx2rt.stages import frames
 rank, how = int(os.environ.get("RANK") or os.environ["JAX_PROCESS_ID"]), sys.argv.pop(1)
-decode, calls = Networks.decoder_call, []
-def broken(self, *args):
+Call, calls = frames.Call, []
+def broken(*args, **more):
+    if more:
+        return Call(*args, **more)
     if how == "raise" and rank == 1:
         raise RuntimeError("a bad day")
     calls.append(how)
     if how == "hang" and rank == 0 and len(calls) == 3:
         print("hanging", flush=True)
         time.sleep(600)
-    return decode(self, *args)
-Networks.decoder_call = broken
+    return Call(*args)
+frames.Call = broken
 sys.exit(main())
 """
 
@@ -300,14 +303,14 @@ def test_the_survivor_of_rank_0_removes_its_unfinished_file(flags, tmp_path):
 LOADING = """
 import os, sys, time
 from ltx2rt.cli import main
-from ltx2rt.pipeline.networks import Networks
-weights = Networks.weights
+from ltx2rt.session.weights import WeightStore
+of = WeightStore.of
 def slow(self, *args):
     if "1" in (os.environ.get("RANK"), os.environ.get("JAX_PROCESS_ID")):
         print("loading", flush=True)
         time.sleep(600)
-    return weights(self, *args)
-Networks.weights = slow
+    return of(self, *args)
+WeightStore.of = slow
 sys.exit(main())
 """
 

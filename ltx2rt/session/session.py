@@ -200,7 +200,7 @@ class Session:
         budget -= device.reserve_bytes
         used = {call.weights for stage in stages for call in stage.needs(self.config)}
         for key in [*(k for k in held if k not in used), *(k for k in held if k in used), None]:
-            worst = peak(self._warm_costs(stages, held) if warm else self.costs(stages, held))
+            worst = peak(self.warm_costs(stages, held) if warm else self.costs(stages, held))
             if worst.peak_bytes <= budget:
                 break
             if key is None:
@@ -217,9 +217,9 @@ class Session:
             seen |= tensors.keys()
         return found
 
-    def _warm_costs(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int]) -> list[StageCost]:
+    def warm_costs(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None) -> list[StageCost]:
         """Of a second run in a row: what the first has left on the device is there from the start on."""
-        after = dict(held)
+        after = dict(held or {})
         for stage in stages:
             for call in stage.needs(self.config):
                 self._hold(after, call)
@@ -234,7 +234,7 @@ class Session:
         for changed in (["text_encoder_offload"], ["stage_weights"], list(settings)):
             options = replace(self.options, **{name: settings[name] for name in changed})
             smaller = Session(self.checkpoint, self.backend, options, self.dtype)
-            costs = smaller._warm_costs(stages, {}) if warm else smaller.costs(stages)
+            costs = smaller.warm_costs(stages) if warm else smaller.costs(stages)
             if not advice and peak(costs).peak_bytes <= budget:
                 advice.append(" ".join(words[name] for name in changed))
         advice += ["more devices", "fewer frames or a smaller size"]

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 import pytest
 
 from ltx2rt.backend import Compiled, get_ahead_compiler
+from ltx2rt.commands.graph import component_graph
 from ltx2rt.graph import Graph
 from ltx2rt.passes.loop import taken_apart
-from ltx2rt.pipeline.graphs import component_graph
-from ltx2rt.pipeline.request import GraphRequest
+from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.placement.cost import traffic, weight_bytes
 from ltx2rt.weights.presets import preset
 
@@ -31,7 +31,7 @@ def denoise(name: str, branches: int, profile: str, mesh: dict[str, int], num_la
     """The denoise loop at full width and reduced depth."""
     config = preset(name).config
     config = replace(config, transformer=replace(config.transformer, num_layers=num_layers))
-    return component_graph(config, GraphRequest("denoise", branches=branches, profile=profile, mesh=mesh, **CLIP))
+    return component_graph(config, "denoise", OneStage("", **CLIP), branches, profile, mesh)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_compiled_step_communicates_its_plan(name, branches, profile, mesh):
 
 def decoder(name: str, **clip: int) -> tuple[Graph, Compiled]:
     mesh = {"tensor": 2, "sequence": 4}
-    graph = component_graph(preset(name).config, GraphRequest("video-decoder", profile="trillium", mesh=mesh, **clip))
+    graph = component_graph(preset(name).config, "video-decoder", OneStage("", **clip), profile="trillium", mesh=mesh)
     return graph, get_ahead_compiler("tpu", "v6e:2x4", mesh)(graph, "each")
 
 

@@ -25,15 +25,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ltx2rt_tpu.program import Program
 from ltx2rt_tpu.weights import abstract_weights
-from ltx2rt.pipeline.graphs import component_graph
-from ltx2rt.pipeline.request import GraphRequest
+from ltx2rt.commands.graph import component_graph
+from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.weights.presets import preset
 
 def compiled(topology, mesh, layers, size):
     config = preset("ltx-2.0").config
     config = replace(config, transformer=replace(config.transformer, num_layers=layers))
-    request = GraphRequest("guided-step", preset="ltx-2.0", branches=2, profile="trillium", mesh=mesh, **size)
-    graph = component_graph(config, request)
+    graph = component_graph(config, "guided-step", OneStage("", **size), 2, "trillium", mesh)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     place = NamedSharding(Mesh(np.array(devices).reshape(tuple(mesh.values())), tuple(mesh)), PartitionSpec())
     program, weights = Program(graph, place, unrolled=False), abstract_weights(graph, place)

@@ -14,6 +14,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from ltx2rt.pipeline import generate
+from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt_kernels.choose import FOLDERS
 
 from benchmarks import cold_start, collectives, end_to_end, kernels, load, measure, peer, random_weights, step
@@ -21,9 +23,7 @@ from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.models import video_vae
 from ltx2rt.passes.pack import pack
-from ltx2rt.pipeline import generate
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt.testing import ArraySource, random_params
 
 ON_GPU = Path(end_to_end.__file__).with_name("on_gpu.sh")

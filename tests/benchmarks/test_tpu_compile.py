@@ -4,11 +4,11 @@ import json
 from importlib.util import find_spec
 
 import pytest
+from ltx2rt.pipeline.ahead import plan_job
 
 from benchmarks import tpu_compile
 from benchmarks.tpu_compile import CELLS, MESHES, compile_cell, figures
 from ltx2rt.cli import compile_request, parser
-from ltx2rt.pipeline.ahead import plan_job
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name}-{cell.topology}")

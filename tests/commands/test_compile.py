@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ltx2rt.commands.compile import COMPILED, Job, Target, plan_job
 from ltx2rt.graph.show import show
-from ltx2rt.pipeline.ahead import Job, plan_job
-from ltx2rt.pipeline.request import COMPILED, CompileRequest
+from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
+from ltx2rt.session.options import ModelOptions
 
 TINY = {"--topology": "v6e:2x2", "--preset": "tiny-2.3", "--width": 64, "--height": 64, "--num-frames": 9}
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -25,7 +26,11 @@ def flags(**changes: object) -> list[object]:
 
 
 def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Job:
-    return plan_job(CompileRequest(topology, preset=name, **settings))
+    target = {n: settings.pop(n) for n in ("components", "stage", "branches") if n in settings}
+    clip = {n: settings.pop(n) for n in ("width", "height", "num_frames") if n in settings}
+    model = settings.pop("model", None)
+    options = ModelOptions("", model or Path(), dtype="bfloat16", **settings)
+    return plan_job(options, TwoStage("a clip", seed=0, **clip), Target(topology, **target), None if model else name)
 
 
 def test_a_run_is_compiled_as_generate_would_run_it():
@@ -52,8 +57,8 @@ def test_a_run_is_compiled_as_generate_would_run_it():
 
 def test_a_checkpoint_is_planned_from_its_headers(tiny):
     settings = {"width": 64, "height": 64, "num_frames": 9, "mesh": {"tensor": 2, "sequence": 2}}
-    found = plan_job(CompileRequest("v6e:2x2", model=tiny("tiny-2.0", "official"), **settings))
-    expected = plan_job(CompileRequest("v6e:2x2", preset="tiny-2.0", **settings))
+    found = plan("v6e:2x2", model=tiny("tiny-2.0", "official"), **settings)
+    expected = plan("v6e:2x2", "tiny-2.0", **settings)
     assert [show(c.graph, "text") for c in found.cells] == [show(c.graph, "text") for c in expected.cells]
 
 
@@ -95,7 +100,7 @@ def test_a_topology_says_its_devices(topology, kind, mesh):
         ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),
         ({"profile": "kitchen"}, ["kitchen", "trillium"]),
         ({"profile": "single"}, ["profile single has no mesh of 4 devices", "--mesh"]),
-        ({"width": 96}, ["--width", "multiples of 64"]),
+        ({"width": 96}, ["--width", "divisible by 64"]),
         ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
         ({"branches": 5}, ["--branches"]),
         ({"stage": 3}, ["--stage"]),

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from ltx2rt_cuda import CudaBackend
 
-from ltx2rt.pipeline.networks import Networks
+from ltx2rt.session.session import Session
+from ltx2rt.stages import frames as decode
+from ltx2rt.stages import sound
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.make import make_checkpoint
@@ -126,7 +128,7 @@ def test_clip_carries_its_settings(base):
     assert comment["model"]["generation"] == "2.3" and {"ltx2rt", "torch"} <= comment["versions"].keys()
     settings = comment["settings"]
     assert (settings["width"], settings["height"], settings["num_frames"]) == (128, 64, 17)
-    assert settings["video_guidance"] == {"cfg": 3.0, "stg": 1.0, "modality": 3.0, "rescale": 0.7}
+    assert [settings[f"video_{name}"] for name in ("cfg", "stg", "modality", "rescale")] == [3.0, 1.0, 3.0, 0.7]
     assert settings["stg_blocks"] == [1] and settings["pipeline"] == "two-stage" and settings["steps"] == 3
 
 
@@ -271,13 +273,13 @@ def test_cross_timestep_rules_differ_with_an_image_and_the_default_is_c(run, ima
 
 def test_a_neutral_branch_is_not_run(run, monkeypatch):
     batches = []
-    original = Networks.loop_graph
+    original = Session.denoise
 
-    def counted(self, structure, num_steps):
-        batches.append(structure.branches.names)
-        return original(self, structure, num_steps)
+    def counted(self, call, *args):
+        batches.append(call.sizes.branches.names)
+        return original(self, call, *args)
 
-    monkeypatch.setattr(Networks, "loop_graph", counted)
+    monkeypatch.setattr(Session, "denoise", counted)
     run("--pipeline", "one-stage", "--num-frames", 9, "--steps", 1, "--video-stg", 0, "--audio-stg", 0)
     assert batches and set(batches) == {("cond", "uncond", "isolated")}
 
@@ -285,12 +287,12 @@ def test_a_neutral_branch_is_not_run(run, monkeypatch):
 @pytest.mark.parametrize(
     "raised,status", [(RuntimeError("no luck"), 1), (KeyboardInterrupt(), 130), (SystemExit(143), 143)]
 )
-@pytest.mark.parametrize("where", ["denoise", "decode_audio", "decoder_call"])
+@pytest.mark.parametrize("where", [(Session, "denoise"), (sound, "decode_sound"), (decode, "decoding")])
 def test_a_run_that_fails_midway_leaves_no_file(where, raised, status, generate, model, monkeypatch):
     def fail(*_, **__):
         raise raised
 
-    monkeypatch.setattr(Networks, where, fail)
+    monkeypatch.setattr(*where, fail)
     found = generate("cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage")
     assert found.status == status and found.stdout == ""
     assert list(found.folder.iterdir()) == [] and "Traceback" not in found.stderr
@@ -303,6 +305,6 @@ def test_a_run_that_cannot_write_its_last_file_leaves_none(where, generate, mode
     def fail(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(f"ltx2rt.pipeline.generate.{where}", fail)
+    monkeypatch.setattr(f"ltx2rt.commands.generate.{where}", fail)
     found = generate("cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage")
     assert found.status == 1 and "No space left" in found.stderr and list(found.folder.iterdir()) == []

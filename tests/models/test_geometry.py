@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ltx2rt.pipeline import latents
+from ltx2rt.models import geometry as latents
 from ltx2rt.models.geometry import Geometry
 
 NTSC = Fraction(24000, 1001)

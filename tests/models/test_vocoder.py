@@ -14,13 +14,12 @@ from ltx2rt_tpu import ops
 from ltx2rt_tpu.program import Assembled, Program
 
 from ltx2rt.backend import get_backend
+from ltx2rt.commands.graph import component_graph
 from ltx2rt.config import GeneratorConfig, VocoderConfig
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import vocoder
 from ltx2rt.passes.fuse import fuse, snakes
-from ltx2rt.pipeline.graphs import component_graph
-from ltx2rt.pipeline.request import GraphRequest
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import preset
@@ -162,7 +161,7 @@ def test_only_upsampling_is_a_convolution_for_a_tpu():
 
 def test_the_released_vocoder_is_many_nodes_of_few_kinds():
     """Of 121 frames at 24 fps: what README says a TPU's compiler gets."""
-    graph = component_graph(preset("ltx-2.3").config, GraphRequest("vocoder"))
+    graph = component_graph(preset("ltx-2.3").config, "vocoder")
     schedule = Assembled(graph, get_backend("tpu", "cpu").place).schedule
     assert (len(schedule), len({kind for kind, _ in schedule})) == (792, 256)
 

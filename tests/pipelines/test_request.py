@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,22 +31,18 @@ def model(generation="2.3", num_layers=48, version=()):
     )
 
 
-@pytest.fixture
-def request_(tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"x")
-    return Request(ModelOptions("cuda", file), "a cat", tmp_path / "out.mp4")
+REQUEST = TwoStage("a cat")
 
 
 @pytest.mark.parametrize(
     "generation,num_layers,steps,block",
     [("2.0", 48, 40, 29), ("2.3", 48, 30, 28), ("2.0", 3, 40, 1), ("2.3", 6, 30, 3), ("2.3", 1, 30, 0)],
 )
-def test_defaults_follow_the_generation(request_, generation, num_layers, steps, block):
-    full = resolve(request_, model(generation, num_layers))
+def test_defaults_follow_the_generation(generation, num_layers, steps, block):
+    full = REQUEST.resolved(model(generation, num_layers))
     assert (full.steps, full.stg_blocks, full.image_crf, full.audio_from) == (steps, (block,), 33, "stage1")
     assert full.negative_prompt == DEFAULT_NEGATIVE_PROMPT and 0 <= full.seed < 2**63
-    assert full.video_guidance == GuidanceScales(3, 1, 3, 0.7) and full.audio_guidance == GuidanceScales(7, 1, 3, 0.7)
+    assert np.array_equal(full.guidance, np.float32([[3, 1, 3, 0.7], [7, 1, 3, 0.7]]))
 
 
 def test_the_negative_prompt_is_the_published_one():
@@ -54,68 +51,80 @@ def test_the_negative_prompt_is_the_published_one():
     assert published == DEFAULT_NEGATIVE_PROMPT
 
 
-def test_given_values_are_kept(request_):
-    given = replace(request_, steps=1, seed=0, negative_prompt="", image_crf=0, stg_blocks=(0, 2), audio_from="stage2")
-    assert resolve(given, model(num_layers=3)) == given
+def test_given_values_are_kept():
+    given = replace(REQUEST, steps=1, seed=0, negative_prompt="", image_crf=0, stg_blocks=(0, 2), audio_from="stage2")
+    assert given.resolved(model(num_layers=3)) == given
 
 
-def test_newer_models_and_distilled_have_their_own_defaults(request_):
-    assert resolve(request_, model(version=(2, 4))).image_crf == 18
-    assert resolve(replace(request_, pipeline="distilled"), model()).audio_from == "stage2"
+def test_newer_models_and_distilled_have_their_own_defaults():
+    assert REQUEST.resolved(model(version=(2, 4))).image_crf == 18
+    assert Distilled("a cat").resolved(model()).audio_from == "stage2"
 
 
 BAD = {
     "width": (dict(width=100), "--width: 100, expected divisible by 64 (two-stage); the nearest are 64 and 128 px"),
     "small height": (dict(height=32), "the nearest are 64 and 128 px"),
-    "one-stage height": (dict(height=500, pipeline="one-stage"), "--height: 500, expected divisible by 32 (one-stage)"),
     "frames": (dict(num_frames=120), "--num-frames: 120, expected 8*k + 1; the nearest are 113 and 121 frames"),
     "no frames": (dict(num_frames=0), "the nearest are 1 and 9 frames"),
     "long": (dict(num_frames=489), "20.33 s, the model's limit is 20 s; at most 481 frames"),
     "steps": (dict(steps=0), "--steps: 0"),
     "negative seed": (dict(seed=-1), "--seed: -1"),
     "huge seed": (dict(seed=2**63), "--seed"),
-    "no folder": (dict(output=Path("/nowhere/out.mp4")), "the folder /nowhere does not exist"),
-    "format": (dict(output=Path("out.avi")), "*.mp4"),
-    "report folder": (dict(report=Path("/nowhere/r.json")), "--report: the folder /nowhere"),
-    "noise file": (dict(noise_in=Path("/nowhere/n.safetensors")), "--noise-in"),
-    "pipeline": (dict(pipeline="three-stage"), "--pipeline: 'three-stage', expected one of two-stage"),
     "block": (dict(stg_blocks=(48,)), "block 48, but the model has blocks 0 to 47"),
     "no block": (dict(stg_blocks=()), "--stg-blocks: no block"),
     "prompt": (dict(prompt="  "), "--prompt"),
     "crf": (dict(image_crf=52), "--image-crf"),
-    "guidance": (dict(video_guidance=GuidanceScales(float("nan"))), "--video-cfg: nan"),
+    "guidance": (dict(video_cfg=float("nan")), "--video-cfg: nan"),
     "fps": (dict(fps=Fraction(0)), "--fps"),
-    "audio from": (dict(pipeline="one-stage", audio_from="stage2"), "--audio-from"),
+    "huge guidance": (dict(audio_stg=1e300), "--audio-stg: 1e+300"),
+    "steps without end": (dict(steps=10**9), "--steps: 1000000000"),
+    "slow": (dict(fps=Fraction(1, 9999999)), "--fps"),
+    "fast": (dict(fps=Fraction(1000)), "--fps: 1000, expected 1 to 240"),
+    "wide": (dict(width=2**62), "--width: 4611686018427387904, expected at most 16384 px"),
+    "no text": (dict(prompt="a \ud800"), "--prompt: holds characters that are no text"),
+    "image frame": (dict(images=(ImageSpec(Path("i"), 121),)), "frames 0 to 120"),
+    "image strength": (dict(images=(ImageSpec(Path("i"), 120, 1.5),)), "expected 0 to 1"),
+    "two images": (dict(images=(ImageSpec(Path("i"), 8), ImageSpec(Path("j"), 8))), "two images at frame 8"),
 }
 
 
 @pytest.mark.parametrize("change,message", BAD.values(), ids=BAD)
-def test_a_bad_request_is_refused_in_one_line(request_, change, message):
+def test_a_bad_request_is_refused_in_one_line(change, message):
     with pytest.raises(InputError) as error:
-        resolve(replace(request_, **change), model())
+        replace(REQUEST, **change).resolved(model())
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_bad_files_are_refused(request_, tmp_path):
-    file = request_.options.model
+def test_one_stage_has_finer_sizes_and_no_second_stage():
+    with pytest.raises(InputError, match=r"--height: 500, expected divisible by 32 \(one-stage\)"):
+        OneStage("a cat", height=500).resolved(model())
+    with pytest.raises(InputError, match="--pipeline: 'three-stage', expected one of two-stage"):
+        pipeline("three-stage")
 
-    def refused(options=None, **change):
-        changed = replace(request_, **change, options=replace(request_.options, **(options or {})))
+
+def test_bad_files_are_refused(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"x")
+
+    def refused(request=REQUEST, model=file, **options):
         with pytest.raises(InputError) as error:
-            resolve(changed, model())
+            found = ModelOptions("cuda", model, **options)
+            found.check()
+            request.check_options(found)
+            request.check_files()
         return str(error.value)
 
-    assert "does not exist" in refused({"model": tmp_path / "gone"})
-    assert "--text-encoder" in refused({"text_encoder": file})
-    assert "--upsampler" in refused({"upsampler": tmp_path / "gone"})
-    assert "--lora" in refused({"loras": (LoraSpec(tmp_path / "gone"),)})
-    assert "is a folder" in refused({"loras": (LoraSpec(tmp_path),)})
-    assert "stage 2" in refused({"loras": (LoraSpec(file, 1.0, "stage2"),)}, pipeline="one-stage")
-    assert "--distilled-lora" in refused({"distilled_lora": LoraSpec(file, 1.0, "stage2")})
-    assert "--max-memory" in refused({"max_memory_gb": 0.0})
-    assert "frames 0 to 120" in refused(images=(ImageSpec(file, 121),))
-    assert "expected 0 to 1" in refused(images=(ImageSpec(file, 120, 1.5),))
-    assert "does not exist" in refused(images=(ImageSpec(tmp_path / "gone.png", 0),))
+    assert "does not exist" in refused(model=tmp_path / "gone")
+    assert "--text-encoder" in refused(text_encoder=file)
+    assert "--upsampler" in refused(upsampler=tmp_path / "gone")
+    assert "--lora" in refused(loras=(LoraSpec(tmp_path / "gone"),))
+    assert "is a folder" in refused(loras=(LoraSpec(tmp_path),))
+    assert "stage 2" in refused(OneStage("a cat"), loras=(LoraSpec(file, 1.0, "stage2"),))
+    assert "--distilled-lora" in refused(distilled_lora=LoraSpec(file, 1.0, "stage2"))
+    assert "--max-memory" in refused(max_memory=0.0)
+    assert "--max-memory" in refused(max_memory=1e300)
+    assert "does not exist" in refused(replace(REQUEST, images=(ImageSpec(tmp_path / "gone.png", 0),)))
+    assert "--noise-in" in refused(replace(REQUEST, noise_in=tmp_path / "gone.safetensors"))
 
 
 @given(st.integers(-100, 3000))
@@ -173,6 +182,6 @@ def test_malformed_specs_are_refused():
         parse_blocks("x")
 
 
-def test_settings_are_json(request_):
-    settings = json.loads(json.dumps(resolve(request_, model()).settings))
-    assert settings["prompt"] == "a cat" and settings["fps"] == "24" and settings["options"]["backend"] == "cuda"
+def test_settings_are_json():
+    settings = json.loads(json.dumps(REQUEST.resolved(model()).settings()))
+    assert settings["prompt"] == "a cat" and settings["fps"] == "24" and settings["pipeline"] == "two-stage"

@@ -6,9 +6,9 @@ from placed_cases import case
 
 from ltx2rt.graph.interpret import Grid, interpret
 from ltx2rt.models.guided_step import STATE
-from ltx2rt.pipeline.request import parse_mesh
 from ltx2rt.placement.mesh import canonical, stage_mesh, text_mesh
 from ltx2rt.placement.profiles import PROFILES, placed_loop
+from ltx2rt.session.options import parse_mesh
 from ltx2rt.testing import relative_l2
 
 

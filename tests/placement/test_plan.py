@@ -6,22 +6,34 @@ from pathlib import Path
 
 import pytest
 
+from ltx2rt.commands.plan import Devices, Estimate, estimate
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.pipeline import paper
-from ltx2rt.pipeline.generate import plan_costs
-from ltx2rt.pipeline.request import ModelOptions, PlanRequest
+from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import RECEIVED, Traffic, touched_bytes, traffic
 from ltx2rt.placement.devices import DEVICE_KINDS, device_kind
 from ltx2rt.placement.plan import StageCost, Work, cost
+from ltx2rt.session.call import Call
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.weights.make import make_checkpoint
 
 
 @cache
 def plan(preset="tiny-2.3", devices=2, kind="h100-80gb", **settings):
     options = {key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__}
-    request = PlanRequest(ModelOptions("", Path(), **options), devices, kind, preset, **settings)
-    return paper.plan_on_paper(request)
+    request = pipeline(settings.pop("pipeline", "two-stage"))("a plan", seed=0, **settings)
+    found = ModelOptions("", options.pop("model", Path()), dtype="bfloat16", **options)
+    return estimate(found, request, Devices(devices, kind), preset)
+
+
+def call(found: Estimate, network: str) -> Call:
+    """The first call of the network, without its loop."""
+    calls = [c for stage in found.plan.stages for c in stage.needs(found.session.config)]
+    return replace(next(c for c in calls if c.network == network), steps=None)
+
+
+def graph(found: Estimate, network: str):
+    return found.session.graph(call(found, network))
 
 
 def stages(found) -> dict[str, StageCost]:
@@ -48,10 +60,10 @@ def test_the_full_model_reaches_the_floor_of_collectives():
 def test_what_left_the_loop_costs_memory_and_no_step():
     """The prompt's keys and values of LTX-2.0, four branches on four devices: as prepared, and as a step reads them."""
     found = plan("ltx-2.0", 4)
-    stage1, step = stages(found)["stage1"], found.plan.stages[0].structure
+    stage1 = stages(found)["stage1"]
     heads = (4096 + 2048) // 4
     kept = 48 * 2 * 4 * 1024 * heads * 2  # layers, k and v, branches, tokens, heads, bfloat16
-    whole = cost(Work("step", ((found.plan.networks.step_graph(step), 1),), {}))
+    whole = cost(Work("step", ((graph(found, "guided-step"), 1),), {}))
     assert 1.9 * kept < stage1.activation_bytes - whole.activation_bytes < 2.1 * kept  # one layer's leave the step
     products = 48 * 2 * 2 * 4 * 1024 * (4096 * 4096 + 2048 * 2048) // 4
     assert products <= whole.flops - stage1.flops < 1.2 * products
@@ -69,8 +81,8 @@ def test_every_stage_has_its_own_mesh():
     ("kind", "mesh"), [("v6e", {"sequence": 4, "tensor": 2}), ("v7x", {"sequence": 8}), ("h100-80gb", {"tensor": 8})]
 )
 def test_a_kind_of_device_has_a_mesh_of_its_own(kind, mesh):
-    found = plan("ltx-2.3", 8, kind).plan
-    assert found.networks.backend.mesh == found.graphs["transformer"].mesh == mesh
+    found = plan("ltx-2.3", 8, kind)
+    assert found.session.backend.mesh == graph(found, "guided-step").mesh == mesh
 
 
 def test_work_of_one_step_is_the_known_number():
@@ -104,9 +116,9 @@ def test_weights_follow_the_run():
 
 def test_a_warm_up_leaves_everything_on_the_device(tmp_path):
     make_checkpoint("tiny-2.3", "official", tmp_path, empty=True)
-    found = paper.plan_on_paper(PlanRequest(ModelOptions("", tmp_path), 2, "h100-80gb"))
-    cold, warm = (plan_costs(replace(found.plan, request=replace(found.plan.request, warmup=w))) for w in (False, True))
-    assert cold == found.costs == plan().costs
+    found = plan.__wrapped__(None, model=tmp_path)
+    cold, warm = (found.session.costs(found.plan.stages), found.session.warm_costs(found.plan.stages))
+    assert tuple(cold) == found.costs == plan().costs
     assert {c.weights_bytes for c in warm} == {cold[-1].weights_bytes}
 
 
@@ -119,7 +131,7 @@ def test_time_is_the_slowest_of_three():
 
 
 def test_a_stage_adds_up_its_graphs_and_keeps_the_largest_activations():
-    graphs = [plan().plan.graphs[name] for name in ("upsampler", "audio-decoder")]
+    graphs = [graph(plan(), name) for name in ("upsampler", "audio-decoder")]
     work = Work("s", tuple((g, 3) for g in graphs), {"a": 10, "b": 5}, 2)
     found = cost(work)
     assert found.weights_bytes == 15 and found.steps == 2
@@ -128,14 +140,14 @@ def test_a_stage_adds_up_its_graphs_and_keeps_the_largest_activations():
 
 
 def test_a_packed_weight_is_touched_by_any_of_its_parts():
-    graph = plan().plan.graphs["transformer"]
+    placed = graph(plan(), "guided-step")
     q = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
-    (packed,) = {n for n in graph.all_params() if "attn1.to_q.weight" in n and "audio" not in n}
+    (packed,) = {n for n in placed.all_params() if "attn1.to_q.weight" in n and "audio" not in n}
     assert " | " in packed
-    assert touched_bytes(graph, {q}) == graph.all_params()[packed][0].type.nbytes
-    assert touched_bytes(graph, set()) == 0
-    everything = sum(v.type.nbytes * n for v, n in graph.all_params().values())
-    assert touched_bytes(graph, set(graph.parameters())) == everything
+    assert touched_bytes(placed, {q}) == placed.all_params()[packed][0].type.nbytes
+    assert touched_bytes(placed, set()) == 0
+    everything = sum(v.type.nbytes * n for v, n in placed.all_params().values())
+    assert touched_bytes(placed, set(placed.parameters())) == everything
 
 
 def test_replicated_parts_are_named_with_their_reason():
@@ -146,7 +158,7 @@ def test_replicated_parts_are_named_with_their_reason():
 
 
 def test_traffic_of_an_unplaced_graph_is_none():
-    assert traffic(plan(devices=1).plan.graphs["transformer"]) == {}
+    assert traffic(graph(plan(devices=1), "guided-step")) == {}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from placed_cases import case
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.pipeline.networks import mesh_of_all
 from ltx2rt.placement.profiles import PROFILES, default_mesh, placed, profile_of, resolve
+from ltx2rt.session.open import mesh_of_all
 
 MESH = {"tensor": 2}
 

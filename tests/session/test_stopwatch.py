@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from ltx2rt.session.stopwatch import Stopwatch, write_report
+from ltx2rt.commands.files import write_report
+from ltx2rt.session.stopwatch import Stopwatch
 
 
 class Clock:

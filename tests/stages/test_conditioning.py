@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ltx2rt.stages.conditioning import ImageLatent, audio_state, video_state
 from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, video_positions
+from ltx2rt.stages.conditioning import ImageLatent, audio_state, video_state
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
 
