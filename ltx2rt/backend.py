@@ -72,7 +72,6 @@ class DeviceInfo:
     free_bytes: int
     count: int = 1
     hosts: int = 1
-    reserve_bytes: int = 0
 
 
 class DoesNotFit(Exception):

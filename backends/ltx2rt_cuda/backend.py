@@ -160,13 +160,6 @@ class CudaBackend:
         tensor = array if isinstance(array, torch.Tensor) else array.wait()
         return widened(tensor).cpu().numpy()
 
-    num_built = 0
-
-    def trim(self) -> None: ...
-
-    def agree(self, flag: bool) -> bool:
-        return flag
-
     def synchronize(self) -> None:
         self._await_sent()
         if self.device_kind == "cuda":

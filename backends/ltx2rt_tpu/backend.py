@@ -166,13 +166,6 @@ class TpuBackend:
         host = np.asarray(array)
         return host if host.dtype == np.int32 else host.astype(np.float32)
 
-    num_built = 0
-
-    def trim(self) -> None: ...
-
-    def agree(self, flag: bool) -> bool:
-        return flag
-
     def synchronize(self) -> None:
         jax.effects_barrier()
 
