@@ -6,11 +6,12 @@ The pipeline speaks this protocol only. The two implementations are discovered t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -42,6 +43,10 @@ class Program(Protocol):
         """Outputs by name as device arrays. inputs: numpy or device arrays, one for each graph input."""
         ...
 
+    def release(self) -> None:
+        """Drop what was built of it, and the memory that this takes; a later call builds it again."""
+        ...
+
 
 class Loop(Protocol):
     """A lowered graph that ends in its loop over steps (`passes.loop`)."""
@@ -51,8 +56,13 @@ class Loop(Protocol):
     def __call__(self, weights: Any, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Any]]:
         """The body's outputs after each of the first `num_steps` steps, yielded once that step has really finished.
 
-        inputs: the graph's, data whole (all steps of the graph first), however many of them run.
+        inputs: the graph's, data whole (all steps of the graph first), however many of them run. At most one step is
+        queued beyond the one that is waited for; once the iterator is closed, none is.
         """
+        ...
+
+    def release(self) -> None:
+        """`Program.release`, and recorded steps are dropped. Not while one of its iterators is in use."""
         ...
 
 
@@ -110,6 +120,11 @@ class Backend(Protocol):
     num_processes: int  # that take work in turns by `on`; 1 where every process runs every program
     versions: dict[str, str]
 
+    @property
+    def num_built(self) -> int:
+        """How many programs were lowered, recorded or compiled so far, those that a cache on disk had included."""
+        ...
+
     def load(
         self, graphs: Iterable[Graph], source: TensorSource, base: Any = None, changed: Set[str] = frozenset()
     ) -> Any:
@@ -134,10 +149,17 @@ class Backend(Protocol):
     def each(self, calls: Iterable[Call], output: str) -> Iterator[Any]:
         """The output of every call, in order, as what `to_host` takes; all devices share the calls.
 
-        On a process that is not the main one, None for each. Every process must iterate over the same calls. A result
-        is handed out once as many later calls are under way as keep the devices busy. Inputs and the output lead with
-        an axis B.
+        On a process that is not the main one, None for each. A result is handed out once as many later calls are under
+        way as keep the devices busy, at most one on each. Inputs and the output lead with an axis B.
+
+        Every process must iterate over the same calls and stop after the same result, or by an exception of `calls` at
+        the same call: each takes a call after the same results as the others, so that `calls` may `agree` on whether
+        there is another one. What is under way between processes when the iterator is closed is waited for.
         """
+        ...
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any process says so. All of them must ask; nothing waits for a device, or is part of a recording."""
         ...
 
     def to_host(self, array: Any) -> np.ndarray:
@@ -145,13 +167,30 @@ class Backend(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has finished, and until what `each` sends has been taken."""
+        """Wait until the device has finished."""
+        ...
+
+    def trim(self) -> None:
+        """Give memory that nothing uses any more back to the device, if the framework keeps it."""
         ...
 
     def device(self) -> DeviceInfo: ...
     def peak_bytes(self) -> int | None:
         """Peak device memory since the start, if the framework tells."""
         ...
+
+
+T = TypeVar("T")
+
+
+def overlapped(started: Iterable[T], later: int) -> Iterator[T]:
+    """Every item in order, once `later` more of them are started."""
+    under_way: deque[T] = deque()
+    for item in started:
+        under_way.append(item)
+        if len(under_way) > later:
+            yield under_way.popleft()
+    yield from under_way
 
 
 def backend_names() -> list[str]:

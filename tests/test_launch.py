@@ -401,6 +401,19 @@ def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
         assert message in line
 
 
+AGREEING = """
+import os
+from ltx2rt.backend import get_backend
+backend, rank = get_backend("tpu", "cpu", {"tensor": 4}), int(os.environ["JAX_PROCESS_ID"])
+print(backend.agree(rank == 1), backend.agree(False), get_backend("tpu", "cpu", {"tensor": 4}).agree(rank == 0))
+"""
+
+
+def test_hosts_agree_on_what_one_of_them_says():
+    for run in hosts_by_hand(*[["-c", AGREEING]] * 2):
+        assert run.end() == (0, "True False True\n", [])
+
+
 def test_an_exception_on_one_host_ends_all(flags, tmp_path):
     script = written(tmp_path, BROKEN)
     ended = [run.end() for run in hosts_by_hand(*[[str(script), "raise", *flags(*ON_HOSTS)]] * 2)]

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -43,12 +44,12 @@ class Position:
     def size(self) -> int:
         return dist.get_world_size() if self.mesh else 1
 
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether it is so in one of the processes. All of them must ask; the host waits for the answer."""
+    def agree(self, flag: bool) -> bool:
+        """Whether any process says so. All of them must ask; the hosts wait for each other, not for a GPU."""
         if not self.mesh:
             return flag
-        found = torch.tensor(int(flag), device=device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=_hosts())
         return bool(found)
 
     def records(self) -> bool:
@@ -65,6 +66,12 @@ class Position:
 
 
 ALONE = Position()
+
+
+@cache
+def _hosts() -> dist.ProcessGroup:
+    """All processes, through their hosts' memory."""
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def rendezvous() -> PrefixStore:
@@ -106,6 +113,7 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
         # With its device the communicator is made now, by all ranks, and no collective has to guess where it runs.
         dist.init_process_group("nccl" if device_kind == "cuda" else "gloo", timeout=TIMEOUT, device_id=device)
         atexit.register(dist.destroy_process_group)
+    _hosts()
     return _position(used, {})
 
 
@@ -124,16 +132,32 @@ def _position(mesh: Mapping[str, int], made: dict[tuple[int, ...], str]) -> Posi
     return Position(mesh, coordinates, groups, made)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arriving:
     """A tensor that another rank is sending."""
 
     tensor: torch.Tensor
-    work: dist.Work
+    work: dist.Work | None
 
     def wait(self) -> torch.Tensor:
-        self.work.wait()
+        if self.work is not None:  # gloo would wait for another one
+            self.work.wait()
+            self.work = None
         return self.tensor
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A tensor on its way to another rank. made: behind the work that makes it, on a GPU."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+    made: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.made is not None:  # NCCL's `wait` is the stream's, not the host's
+            self.made.synchronize()
 
 
 @dataclass(frozen=True)
@@ -149,13 +173,18 @@ class Fetched:
         result = widened(result)
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return cls(host, event)
+        return cls(host, recorded_event())
 
     def wait(self) -> torch.Tensor:
         self.arrived.synchronize()
         return self.tensor
+
+
+def recorded_event() -> torch.cuda.Event:
+    """An event behind everything that the current stream has to do."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

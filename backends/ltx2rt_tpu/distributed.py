@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import count
 from typing import Any
 
 import jax
@@ -39,6 +40,9 @@ class Store:
     def get(self, key: str) -> bytes:
         return self.client.blocking_key_value_get(key, FOREVER_MS).encode()
 
+    def delete(self, key: str) -> None:
+        self.client.key_value_delete(key)
+
     def check(self, keys: list[str]) -> bool:
         return all(self._find(key) is not None for key in keys)
 
@@ -65,6 +69,25 @@ def rendezvous() -> Store:
     from jax._src.distributed import global_state  # JAX offers its store nowhere else
 
     return Store(global_state.client)
+
+
+@cache
+def _rounds() -> count:
+    """Numbers what the processes agree on: each asks for the same in the same order."""
+    return count()
+
+
+def agree(flag: bool) -> bool:
+    """Whether any process says so. All of them must ask; through the coordinator, because a collective of their
+    devices would wait for all that these have to do."""
+    rank, size = hosts(os.environ)
+    if size == 1:
+        return flag
+    store, number = rendezvous(), next(_rounds())
+    store.set(f"agree/{number}/{rank}", str(int(flag)))
+    said = [store.get(f"agree/{number}/{other}") for other in range(size)]
+    store.delete(f"agree/{number - 1}/{rank}")  # everybody is here, so everybody has read it
+    return b"1" in said
 
 
 def join() -> tuple[int, int]:
