@@ -1,13 +1,14 @@
 """What a backend is to the rest of the program, and how one is found by name.
 
-The pipeline speaks this protocol only. The two implementations are discovered through the entry-point group
-`ltx2rt.backends`, so that the core never imports torch or jax.
+The pipeline speaks these protocols only. Implementations are found through the entry-point group `ltx2rt.backends`, so
+that the core never imports torch or jax, and names none of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -71,9 +72,10 @@ Call = tuple[Program, Any, Mapping[str, Any]]  # a program, its weights, its inp
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """name: what the driver calls it. total_bytes, free_bytes: its memory now (the host's, on a CPU).
+    """kind: "cpu", or what the framework calls its accelerators; name: what the driver calls this one.
 
-    count: of devices like it that a mesh can have, those of other hosts included; hosts: whose processes drive them.
+    total_bytes, free_bytes: its memory now (the host's, on a CPU). count: of devices like it that a mesh can have,
+    those of other hosts included; hosts: whose processes drive them.
     """
 
     kind: str
@@ -114,7 +116,7 @@ class Backend(Protocol):
     """One device (or mesh) under one framework."""
 
     name: str
-    device_kind: str  # "cpu", "cuda" or "tpu"
+    device_kind: str  # as DeviceInfo.kind
     mesh: Mapping[str, int]  # sizes of the mesh axes; empty on one device
     is_main: bool  # whether this process prints and writes
     num_processes: int  # that take work in turns by `on`; 1 where every process runs every program
@@ -193,49 +195,109 @@ def overlapped(started: Iterable[T], later: int) -> Iterator[T]:
     yield from under_way
 
 
+class BackendFactory(Protocol):
+    """What a backend tells before it exists. To make one, and to ask it anything but what is said to, imports no
+    framework; where that is missing, the others raise ImportError.
+    """
+
+    name: str
+    accelerator: str  # what it runs on besides a CPU, in a word: "GPU", "TPU"
+    process_per_device: bool  # else one process drives all devices of a host
+    packages: tuple[str, ...]  # the distributions that it computes with
+
+    def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
+        """(this process, how many there are) of a launch. Raises InputError if the environment contradicts itself."""
+        ...
+
+    def most_processes(self, device: str) -> int:
+        """As many as can work on `device` of this host; 1 unless there is one process per device."""
+        ...
+
+    def rendezvous(self) -> Any:
+        """A new connection to the store of the launch (`ranks.crew.Store`). Imports the framework."""
+        ...
+
+    def keep_compiled(self, root: Path) -> None:
+        """Let this process keep what it compiles under `root`, and start from what lies there. Imports the framework.
+
+        Nothing, if the framework does so by itself or compiles nothing.
+        """
+        ...
+
+    def ahead_compiler(self, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
+        """How placed graphs are compiled for devices that are absent; one per process. Imports the framework.
+
+        Its second argument says how the graph runs: "each" on inputs of every device's own, as `Backend.each` does; of
+        the graph of a loop over steps, "before" is what runs once before it, "step" one of its steps. InputError if
+        the compiler is not installed, or does not know the topology.
+        """
+        ...
+
+    def profile_key(self, device: DeviceInfo) -> str:
+        """The name under which `placement.profiles` knows devices like it."""
+        ...
+
+    def takes_all(self, device: DeviceInfo) -> bool:
+        """Whether a run without a mesh takes all devices like it, not this one alone."""
+        ...
+
+    def open(self, device: str, mesh: Mapping[str, int]) -> Backend:
+        """See `get_backend`. Imports the framework."""
+        ...
+
+
 def backend_names() -> list[str]:
     return sorted(e.name for e in entry_points(group="ltx2rt.backends"))
 
 
+def get_factory(name: str) -> BackendFactory:
+    """What the entry point `name` of the group `ltx2rt.backends` names. InputError if there is none."""
+    found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
+    if not found:
+        raise InputError(f"unknown backend {name!r}; known backends: {', '.join(backend_names())}")
+    with _installed(name):
+        return found[0].load()
+
+
 def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None = None) -> Backend:
-    """The backend `name` on `device` ("auto", "cpu", "cuda", "tpu"). InputError if unknown, not installed or absent.
+    """The backend `name` on `device` ("auto", "cpu", or its accelerator). InputError if unknown, absent, or not
+    installed.
 
     mesh: sizes of the mesh axes over all devices, for graphs placed on them; none: one device.
     """
-    return _factory(name)(device, mesh or {})
+    factory = get_factory(name)
+    with _installed(name):
+        return factory.open(device, mesh or {})
 
 
 def get_rendezvous(name: str) -> Callable[[], Any]:
     """How the processes of a launch connect to their store."""
-    return _factory(name).rendezvous
+    factory = get_factory(name)
+
+    def connect() -> Any:
+        with _installed(name):
+            return factory.rendezvous()
+
+    return connect
 
 
 def get_ahead_compiler(name: str, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
-    """How backend `name` compiles placed graphs for devices that need not be here; one per process.
-
-    Its second argument says how the graph runs: "each" on inputs of every device's own, as `Backend.each` does; of the
-    graph of a loop over steps, "before" is what runs once before it, "step" one of its steps.
-
-    InputError if the compiler is not installed, or does not know the topology.
-    """
-    return _factory(name).ahead_compiler(topology, mesh)
+    """`BackendFactory.ahead_compiler`. InputError if it is not installed."""
+    factory = get_factory(name)
+    with _installed(name):
+        return factory.ahead_compiler(topology, mesh)
 
 
-def keep_executables(name: str, root: Path) -> None:
-    """Let this process keep what backend `name` compiles under `root`, and start from what lies there.
-
-    A backend whose framework does so by itself, or compiles nothing, has no `keep_executables`.
-    """
-    keep = getattr(_factory(name), "keep_executables", None)
-    if keep is not None:
-        keep(root)
+def keep_compiled(name: str, root: Path) -> None:
+    """`BackendFactory.keep_compiled`. InputError if it is not installed."""
+    factory = get_factory(name)
+    with _installed(name):
+        factory.keep_compiled(root)
 
 
-def _factory(name: str) -> Any:
-    found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
-    if not found:
-        raise InputError(f"unknown backend {name!r}; known backends: {', '.join(backend_names())}")
+@contextmanager
+def _installed(name: str) -> Iterator[None]:
     try:
-        return found[0].load()
+        yield
     except ImportError as error:
         raise InputError(f"backend {name}: {error}; install it with: pip install 'ltx2rt[{name}]'") from error

@@ -13,15 +13,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from ltx2rt import __version__, flags, launch
+from ltx2rt import __version__, flags
+from ltx2rt.backend import backend_names, get_backend, get_factory, get_rendezvous, keep_compiled
 from ltx2rt.errors import InputError
 from ltx2rt.pipeline import request as asked
+from ltx2rt.ranks import facts
+from ltx2rt.ranks.crew import Crew
+from ltx2rt.ranks.start import start
 
 Handler = Callable[[argparse.Namespace], int | None]  # the exit status; None: 0
-RANKED = ("cuda",)  # backends that run one process per device; the others have all devices of a host in one
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
 
@@ -43,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.keep = executables_folder(os.environ) if argv is None else None
     if argv is None:  # a process of its own: let `kill` unwind, so that no partial file stays behind
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` has it
+            signal.signal(signal.SIGHUP, lambda *_: sys.exit(TERMINATED))
     crew = None
     try:
         crew = _join(args)
@@ -55,14 +61,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED if crew is None else crew.fail("nobody reads its output", FAILED)
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED, crew)
+        status = _fail("interrupted", INTERRUPTED, crew)
+        return status if argv is not None else _leave(status)
+    except SystemExit as end:
+        if argv is None and end.code == TERMINATED:
+            _leave(TERMINATED)
+        raise
     except InputError as error:
         return _fail(str(error), BAD_INPUT, crew)
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
 
 
-def _fail(message: str, status: int, crew: launch.Crew | None) -> int:
+def _leave(status: int) -> NoReturn:
+    """End this process at once, its files cleaned up: a compiler's threads that still work crash a slower end."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def _fail(message: str, status: int, crew: Crew | None) -> int:
     if os.environ.get("LTX2RT_TRACEBACK") == "1":
         import traceback
 
@@ -74,25 +93,20 @@ def _fail(message: str, status: int, crew: launch.Crew | None) -> int:
     return status
 
 
-def _join(args: argparse.Namespace) -> launch.Crew | None:
+def _join(args: argparse.Namespace) -> Crew | None:
     """The other ranks, if this process is one of several; all were given the same arguments and files."""
-    find = launch.POSITIONS.get(getattr(args, "backend", ""))
-    rank, size = find(os.environ) if find else (0, 1)
+    if getattr(args, "backend", None) not in backend_names():
+        return None
+    factory = get_factory(args.backend)
+    rank, size = factory.rank_and_size(os.environ)
     if size == 1:
         return None
-    from ltx2rt.backend import get_rendezvous
-
+    crew = Crew(rank, size, get_rendezvous(args.backend), _outputs(args))
     try:
-        rendezvous = get_rendezvous(args.backend)
-    except InputError:
-        if rank == 0:
-            raise
-        sys.exit(BAD_INPUT)  # all ranks run one installation
-    crew = launch.Crew(rank, size, rendezvous, _outputs(args))
-    try:
+        crew.agree("versions", facts.versions(factory.packages))
         given = {name: value for name, value in vars(args).items() if name not in ("handler", "argv", "keep")}
         crew.agree("arguments", {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()})
-        crew.agree("files", launch.digests(_inputs(args)))
+        crew.agree("files", facts.digests(_inputs(args)))
         if given.get("seed", 0) is None:
             args.seed = crew.from_main("seed", asked.draw_seed)
     except InputError as error:
@@ -121,7 +135,8 @@ def _inputs(args: argparse.Namespace) -> list[Path]:
 
 def _ranks_to_start(args: argparse.Namespace) -> int:
     """How many processes this one has to start: 1 if it does the work itself."""
-    if args.backend not in RANKED or launch.ranks(os.environ)[1] > 1:
+    factory = get_factory(args.backend)
+    if not factory.process_per_device or factory.rank_and_size(os.environ)[1] > 1:
         return 1
     return math.prod(mesh_of(args, os.environ).values())
 
@@ -196,7 +211,8 @@ def model_options(args: argparse.Namespace) -> asked.ModelOptions:
 
 def mesh_of(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, int]:
     """The mesh that the flags ask for; by default tensor takes every process that torchrun or accelerate launched."""
-    launched = 1 if args.backend == "tpu" else int(environment.get("WORLD_SIZE", "1"))  # JAX drives all its devices
+    factory = get_factory(args.backend)
+    launched = factory.rank_and_size(environment)[1] if factory.process_per_device else 1
     for flag, value in (("--num-gpus", args.num_gpus), ("--tp-size", args.tp_size)):
         if value is not None and value < 1:
             raise InputError(f"{flag}: {value}, expected at least 1")
@@ -252,11 +268,9 @@ def generate(args: argparse.Namespace) -> int | None:
         if args.num_videos > 1 and args.seed is None:  # it names the files
             args.seed = asked.draw_seed()
             args.argv = [*args.argv, "--seed", str(args.seed)]
-        return launch.start(args.argv, count, _outputs(args))
+        return start(args.argv, count, _outputs(args), get_factory(args.backend).most_processes(args.device))
     if args.keep:
-        from ltx2rt.backend import keep_executables
-
-        keep_executables(request.options.backend, args.keep)
+        keep_compiled(request.options.backend, args.keep)
     from ltx2rt.pipeline import generate
 
     generate.run(request)
@@ -273,7 +287,7 @@ def probe(args: argparse.Namespace) -> int | None:
     request = asked.ProbeRequest(model_options(args), args.component, args.outputs, args.inputs, tuple(args.prompt))
     asked.check_options(request.options)
     if (count := _ranks_to_start(args)) > 1:
-        return launch.start(args.argv, count, _outputs(args))
+        return start(args.argv, count, _outputs(args), get_factory(args.backend).most_processes(args.device))
     from ltx2rt import probe
 
     probe.run(request)
@@ -380,8 +394,6 @@ def compile_(args: argparse.Namespace) -> None:
 
 
 def devices(args: argparse.Namespace) -> None:
-    from ltx2rt.backend import backend_names, get_backend
-
     for name in backend_names():
         try:
             backend = get_backend(name)
@@ -391,7 +403,7 @@ def devices(args: argparse.Namespace) -> None:
         found, versions = backend.device(), ", ".join(f"{k} {v}" for k, v in backend.versions.items())
         free, total = found.free_bytes / 2**30, found.total_bytes / 2**30
         memory = f"{free:.1f} of {total:.1f} GiB free{' on each' * (found.count > 1 and found.kind != 'cpu')}"
-        split = _profile_for(found.name if found.kind == "tpu" else found.kind, found.count)
+        split = _profile_for(get_factory(name).profile_key(found), found.count)
         if backend.is_main:
             print(f"{name}: {found.count} x {found.name} ({found.kind}), {memory}, {split}, {versions}")
 

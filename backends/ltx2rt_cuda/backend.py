@@ -18,9 +18,9 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph, Type
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
-from ltx2rt.weights.encode import EncodedSource, Piece
+from ltx2rt.weights.float8 import EncodedSource, Piece
 from ltx2rt.weights.lora import Factors, row_chunks
-from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, rendezvous, widened
+from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
 from ltx2rt_cuda.ops import DTYPES, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 
@@ -29,7 +29,6 @@ class CudaBackend:
     """device: "auto" (the GPU if there is one, else the CPU), "cuda" or "cpu"."""
 
     name = "cuda"
-    rendezvous = staticmethod(rendezvous)
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "cuda"):

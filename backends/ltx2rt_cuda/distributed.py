@@ -7,8 +7,10 @@ caller's.
 from __future__ import annotations
 
 import atexit
+import errno
 import math
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ltx2rt.errors import InputError
+from ltx2rt.ranks.environment import STORE, TOKEN, interface, number, rank_and_size
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; a dead rank is noticed by the others long before
 ARRIVAL = timedelta(minutes=2)  # until all ranks have started
@@ -80,14 +83,25 @@ def rendezvous() -> PrefixStore:
     Raises InputError if it cannot be reached.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = TCPStore(host, port, size, holds, ARRIVAL, wait_for_workers=False, multi_tenant=True)
-    except dist.DistNetworkError as error:
-        why = f"port {port} is in use" if "EADDRINUSE" in str(error) else f"no store answers: {error}"
+        if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            _hold_store(host, port)
+        store = TCPStore(host, port, None, False, ARRIVAL)
+    except (OSError, dist.DistNetworkError) as error:
+        in_use = getattr(error, "errno", None) == errno.EADDRINUSE
+        why = f"port {port} is in use" if in_use else f"no store answers: {error}"
         raise InputError(f"MASTER_ADDR {host}, MASTER_PORT {port}: {why}; choose another port") from error
-    return PrefixStore("ltx2rt", store)
+    return PrefixStore(f"ltx2rt/{os.environ.get(TOKEN, '')}", store)
+
+
+@cache
+def _hold_store(host: str, port: int) -> TCPStore:
+    """The store itself, on the launcher's socket or one of its own that listens where `host` is, as long as it can."""
+    if given := os.environ.get(STORE):
+        listening = int(given)
+    else:
+        listening = socket.create_server((interface(host), port)).detach()
+    return TCPStore(host, port, None, True, ARRIVAL, wait_for_workers=False, master_listen_fd=listening)
 
 
 def join(mesh: Mapping[str, int], device_kind: str) -> Position:
@@ -99,19 +113,20 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
     if not used:
         return ALONE
     size, named = math.prod(used.values()), ",".join(f"{axis}={n}" for axis, n in used.items())
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = rank_and_size(os.environ)
     if world != size:
         raise InputError(f"mesh {named} needs {size} processes, {world} were launched; use --num-gpus {size}")
     if not dist.is_initialized():
         device = None
         if device_kind == "cuda":
-            local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            local, found = number(os.environ, "LOCAL_RANK", 0, default="0"), torch.cuda.device_count()
             if local >= found:
                 raise InputError(f"mesh {named} needs a GPU for each process of a host, {found} were found")
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         # With its device the communicator is made now, by all ranks, and no collective has to guess where it runs.
-        dist.init_process_group("nccl" if device_kind == "cuda" else "gloo", timeout=TIMEOUT, device_id=device)
+        kind = "nccl" if device_kind == "cuda" else "gloo"
+        dist.init_process_group(kind, None, TIMEOUT, world, rank, rendezvous(), device_id=device)
         atexit.register(dist.destroy_process_group)
     _hosts()
     return _position(used, {})

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import groupby, islice
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,13 +15,13 @@ from jax import Array
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from ltx2rt.backend import Compiled, DeviceInfo, TensorSource, overlapped
+from ltx2rt.backend import DeviceInfo, TensorSource, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
-from ltx2rt.launch import HOST_VARIABLES
-from ltx2rt.weights.encode import EncodedSource
+from ltx2rt.weights.float8 import EncodedSource
 from ltx2rt.weights.lora import Factors, merge
-from ltx2rt_tpu.distributed import agree, device_mesh, join, rendezvous, silence_gloo
+from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
+from ltx2rt_tpu.hosts import HOST_VARIABLES
 from ltx2rt_tpu.ops import quantise_rows
 from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program, compilations
 from ltx2rt_tpu.weights import Weights, abstract_weights, laid_out, merged, stacked
@@ -35,19 +34,6 @@ class TpuBackend:
     """
 
     name = "tpu"
-    rendezvous = staticmethod(rendezvous)
-
-    @staticmethod
-    def keep_executables(root: Path) -> None:
-        from ltx2rt_tpu.executables import keep_executables
-
-        keep_executables(root)
-
-    @staticmethod
-    def ahead_compiler(topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
-        from ltx2rt_tpu.ahead import AheadCompiler
-
-        return AheadCompiler(topology, mesh)
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "tpu"):

@@ -144,8 +144,11 @@ class Assembled:
     def compile(self, options: Mapping[str, Any] | None = None) -> dict[Hashable, Any]:
         kinds = dict(self.schedule)
         lowered = [self._lowered(node) for node in kinds.values()]
-        with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as pool:
+        pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
+        try:
             return dict(zip(kinds, pool.map(lambda one: one.compile(options), lowered), strict=True))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no compiler
 
     def _lowered(self, node: Node) -> Any:
         def run_node(*operands: Array) -> tuple[Array, ...]:

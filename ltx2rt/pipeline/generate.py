@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import ltx2rt
-from ltx2rt.backend import Backend
+from ltx2rt.backend import Backend, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.media.images import load_conditioning_image, read_rgb
@@ -243,7 +243,7 @@ def _announce(plan: Plan) -> None:
     if networks.backend.num_processes > 1:
         lines[0] += f", {networks.backend.num_processes} processes"
     if request.options.device == "auto" and networks.backend.device_kind == "cpu":
-        lines.insert(0, f"no {'GPU' if request.options.backend == 'cuda' else 'TPU'} was found: running on the CPU")
+        lines.insert(0, f"no {get_factory(request.options.backend).accelerator} was found: running on the CPU")
     for line in (*lines, *(merge.line() for merge in plan.merges)):
         print(line, file=sys.stderr, flush=True)
 

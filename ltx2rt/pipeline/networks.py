@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.backend import Backend, Call, DeviceInfo, Loop, Program, get_backend
+from ltx2rt.backend import Backend, Call, DeviceInfo, Loop, Program, get_backend, get_factory
 from ltx2rt.graph import Graph
 from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
 from ltx2rt.models.guided_step import Branches
@@ -46,21 +46,22 @@ def open_backend(options: ModelOptions) -> Backend:
     """
     backend = get_backend(options.backend, options.device, options.mesh)
     if not options.mesh:
-        mesh = mesh_of_all(backend.device(), options.profile)
+        mesh = mesh_of_all(options.backend, backend.device(), options.profile)
         return get_backend(options.backend, options.device, mesh) if mesh else backend
     used, found = prod(options.mesh.values()), backend.device().count
-    if backend.name == "tpu" and used < found:
+    if not get_factory(backend.name).process_per_device and used < found:
         print(f"ltx2rt: --mesh uses {used} of the {found} devices here", file=sys.stderr)
     return backend
 
 
-def mesh_of_all(device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
-    """The mesh of all devices, if they are several TPUs or of several hosts. Raises InputError if hosts have none."""
-    if device.count == 1 or (device.kind != "tpu" and device.hosts == 1):
+def mesh_of_all(backend: str, device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
+    """The mesh of all devices, if `backend` takes several by default. Raises InputError if hosts have none."""
+    factory = get_factory(backend)
+    if device.count == 1 or not factory.takes_all(device):
         return {}
     if profile == "single" and device.hosts == 1:
         return {}
-    return resolve(profile, device.name if device.kind == "tpu" else device.kind, {}, device.count)[1]
+    return resolve(profile, factory.profile_key(device), {}, device.count)[1]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Networks:
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
         self.config = checkpoint.config
-        kind = backend.device().name if backend.device_kind == "tpu" else backend.device_kind
+        kind = get_factory(backend.name).profile_key(backend.device())
         self.profile = profile_of(options.profile, kind, backend.mesh)
         self.loading: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around every load of weights
         self._programs: dict[Hashable, Program] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from ltx2rt.partial import replacing
+from ltx2rt.atomic_file import replacing
 
 
 @dataclass

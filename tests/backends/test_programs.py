@@ -136,7 +136,7 @@ def test_denoise_equals_the_interpreter_to_the_last_step(name):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_loop_stopped_by_its_reader_queues_one_more_step_and_leaves_no_trace(name, monkeypatch):
-    handle = backend, loop, _ = fresh(name)
+    handle = _, loop, _ = fresh(name)
     work, other, queued = job(24), job(25), []
     owner, attribute = (loop.body, "module") if name == "cuda" else (loop, "steps")
     step = getattr(owner, attribute)
