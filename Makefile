@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # The TPU compiler, in a folder of its own: beside jax it would make every test look for a TPU.
 LIBTPU ?= libtpu==0.0.51
-COMPILED := tests/backends/test_ahead.py tests/backends/test_compiled_for_tpu.py tests/benchmarks/test_tpu_compile.py \
+COMPILED := tests/backends/test_aot.py tests/backends/test_compiled_for_tpu.py tests/benchmarks/test_tpu_compile.py \
 	tests/commands/test_compile.py
 
 .PHONY: demo test test-full lint clean

@@ -1,16 +1,18 @@
 """What a backend is to the rest of the program, and how one is found by name.
 
-The pipeline speaks this protocol only. The two implementations are discovered through the entry-point group
-`ltx2rt.backends`, so that the core never imports torch or jax.
+The pipeline speaks these protocols only. Implementations are found through the entry-point group `ltx2rt.backends`, so
+that the core never imports torch or jax, and names none of them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -42,6 +44,10 @@ class Program(Protocol):
         """Outputs by name as device arrays. inputs: numpy or device arrays, one for each graph input."""
         ...
 
+    def release(self) -> None:
+        """Drop what was built of it, and the memory that this takes; a later call builds it again."""
+        ...
+
 
 class Loop(Protocol):
     """A lowered graph that ends in its loop over steps (`passes.loop`)."""
@@ -51,8 +57,13 @@ class Loop(Protocol):
     def __call__(self, weights: Any, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Any]]:
         """The body's outputs after each of the first `num_steps` steps, yielded once that step has really finished.
 
-        inputs: the graph's, data whole (all steps of the graph first), however many of them run.
+        inputs: the graph's, data whole (all steps of the graph first), however many of them run. At most one step is
+        queued beyond the one that is waited for; once the iterator is closed, none is.
         """
+        ...
+
+    def release(self) -> None:
+        """`Program.release`, and recorded steps are dropped. Not while one of its iterators is in use."""
         ...
 
 
@@ -61,9 +72,11 @@ Call = tuple[Program, Any, Mapping[str, Any]]  # a program, its weights, its inp
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """name: what the driver calls it. total_bytes, free_bytes: its memory now (the host's, on a CPU).
+    """kind: "cpu", or what the framework calls its accelerators; name: what the driver calls this one.
 
-    count: of devices like it that a mesh can have, those of other hosts included; hosts: whose processes drive them.
+    total_bytes, free_bytes: its memory now (the host's, on a CPU). count: of devices like it that a mesh can have,
+    those of other hosts included; hosts: whose processes drive them. reserve_bytes: what a run must leave free for the
+    framework's pools and workspaces, and for fragmentation.
     """
 
     kind: str
@@ -72,6 +85,7 @@ class DeviceInfo:
     free_bytes: int
     count: int = 1
     hosts: int = 1
+    reserve_bytes: int = 0
 
 
 class DoesNotFit(Exception):
@@ -104,11 +118,16 @@ class Backend(Protocol):
     """One device (or mesh) under one framework."""
 
     name: str
-    device_kind: str  # "cpu", "cuda" or "tpu"
+    device_kind: str  # as DeviceInfo.kind
     mesh: Mapping[str, int]  # sizes of the mesh axes; empty on one device
     is_main: bool  # whether this process prints and writes
     num_processes: int  # that take work in turns by `on`; 1 where every process runs every program
     versions: dict[str, str]
+
+    @property
+    def num_built(self) -> int:
+        """How many programs were lowered, recorded or compiled so far, those that a cache on disk had included."""
+        ...
 
     def load(
         self, graphs: Iterable[Graph], source: TensorSource, base: Any = None, changed: Set[str] = frozenset()
@@ -134,10 +153,17 @@ class Backend(Protocol):
     def each(self, calls: Iterable[Call], output: str) -> Iterator[Any]:
         """The output of every call, in order, as what `to_host` takes; all devices share the calls.
 
-        On a process that is not the main one, None for each. Every process must iterate over the same calls. A result
-        is handed out once as many later calls are under way as keep the devices busy. Inputs and the output lead with
-        an axis B.
+        On a process that is not the main one, None for each. A result is handed out once as many later calls are under
+        way as keep the devices busy, at most one on each. Inputs and the output lead with an axis B.
+
+        Every process must iterate over the same calls and stop after the same result, or by an exception of `calls` at
+        the same call: each takes a call after the same results as the others, so that `calls` may `agree` on whether
+        there is another one. What is under way between processes when the iterator is closed is waited for.
         """
+        ...
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any process says so. All of them must ask; nothing waits for a device, or is part of a recording."""
         ...
 
     def to_host(self, array: Any) -> np.ndarray:
@@ -145,7 +171,11 @@ class Backend(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has finished, and until what `each` sends has been taken."""
+        """Wait until the device has finished."""
+        ...
+
+    def trim(self) -> None:
+        """Give memory that nothing uses any more back to the device, if the framework keeps it."""
         ...
 
     def device(self) -> DeviceInfo: ...
@@ -154,49 +184,122 @@ class Backend(Protocol):
         ...
 
 
+T = TypeVar("T")
+
+
+def overlapped(started: Iterable[T], later: int) -> Iterator[T]:
+    """Every item in order, once `later` more of them are started."""
+    under_way: deque[T] = deque()
+    for item in started:
+        under_way.append(item)
+        if len(under_way) > later:
+            yield under_way.popleft()
+    yield from under_way
+
+
+class BackendFactory(Protocol):
+    """What a backend tells before it exists. To make one, and to ask it anything but what is said to, imports no
+    framework; where that is missing, the others raise ImportError.
+    """
+
+    name: str
+    accelerator: str  # what it runs on besides a CPU, in a word: "GPU", "TPU"
+    process_per_device: bool  # else one process drives all devices of a host
+    packages: tuple[str, ...]  # the distributions that it computes with
+
+    def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
+        """(this process, how many there are) of a launch. Raises InputError if the environment contradicts itself."""
+        ...
+
+    def most_processes(self, device: str) -> int:
+        """As many as can work on `device` of this host; 1 unless there is one process per device."""
+        ...
+
+    def rendezvous(self) -> Any:
+        """A new connection to the store of the launch (`ranks.crew.Store`). Imports the framework."""
+        ...
+
+    def keep_compiled(self, root: Path) -> None:
+        """Let this process keep what it compiles under `root`, and start from what lies there. Imports the framework.
+
+        Nothing, if the framework does so by itself or compiles nothing.
+        """
+        ...
+
+    def ahead_compiler(self, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
+        """How placed graphs are compiled for devices that are absent; one per process. Imports the framework.
+
+        Its second argument says how the graph runs: "each" on inputs of every device's own, as `Backend.each` does; of
+        the graph of a loop over steps, "before" is what runs once before it, "step" one of its steps. InputError if
+        the compiler is not installed, or does not know the topology.
+        """
+        ...
+
+    def profile_key(self, device: DeviceInfo) -> str:
+        """The name under which `placement.profiles` knows devices like it."""
+        ...
+
+    def takes_all(self, device: DeviceInfo) -> bool:
+        """Whether a run without a mesh takes all devices like it, not this one alone."""
+        ...
+
+    def open(self, device: str, mesh: Mapping[str, int]) -> Backend:
+        """See `get_backend`. Imports the framework."""
+        ...
+
+
 def backend_names() -> list[str]:
     return sorted(e.name for e in entry_points(group="ltx2rt.backends"))
 
 
+def get_factory(name: str) -> BackendFactory:
+    """What the entry point `name` of the group `ltx2rt.backends` names. InputError if there is none."""
+    found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
+    if not found:
+        raise InputError(f"unknown backend {name!r}; known backends: {', '.join(backend_names())}")
+    with _installed(name):
+        return found[0].load()
+
+
 def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None = None) -> Backend:
-    """The backend `name` on `device` ("auto", "cpu", "cuda", "tpu"). InputError if unknown, not installed or absent.
+    """The backend `name` on `device` ("auto", "cpu", or its accelerator). InputError if unknown, absent, or not
+    installed.
 
     mesh: sizes of the mesh axes over all devices, for graphs placed on them; none: one device.
     """
-    return _factory(name)(device, mesh or {})
+    factory = get_factory(name)
+    with _installed(name):
+        return factory.open(device, mesh or {})
 
 
 def get_rendezvous(name: str) -> Callable[[], Any]:
     """How the processes of a launch connect to their store."""
-    return _factory(name).rendezvous
+    factory = get_factory(name)
+
+    def connect() -> Any:
+        with _installed(name):
+            return factory.rendezvous()
+
+    return connect
 
 
 def get_ahead_compiler(name: str, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
-    """How backend `name` compiles placed graphs for devices that need not be here; one per process.
-
-    Its second argument says how the graph runs: "each" on inputs of every device's own, as `Backend.each` does; of the
-    graph of a loop over steps, "before" is what runs once before it, "step" one of its steps.
-
-    InputError if the compiler is not installed, or does not know the topology.
-    """
-    return _factory(name).ahead_compiler(topology, mesh)
+    """`BackendFactory.ahead_compiler`. InputError if it is not installed."""
+    factory = get_factory(name)
+    with _installed(name):
+        return factory.ahead_compiler(topology, mesh)
 
 
-def keep_executables(name: str, root: Path) -> None:
-    """Let this process keep what backend `name` compiles under `root`, and start from what lies there.
-
-    A backend whose framework does so by itself, or compiles nothing, has no `keep_executables`.
-    """
-    keep = getattr(_factory(name), "keep_executables", None)
-    if keep is not None:
-        keep(root)
+def keep_compiled(name: str, root: Path) -> None:
+    """`BackendFactory.keep_compiled`. InputError if it is not installed."""
+    factory = get_factory(name)
+    with _installed(name):
+        factory.keep_compiled(root)
 
 
-def _factory(name: str) -> Any:
-    found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
-    if not found:
-        raise InputError(f"unknown backend {name!r}; known backends: {', '.join(backend_names())}")
+@contextmanager
+def _installed(name: str) -> Iterator[None]:
     try:
-        return found[0].load()
+        yield
     except ImportError as error:
         raise InputError(f"backend {name}: {error}; install it with: pip install 'ltx2rt[{name}]'") from error

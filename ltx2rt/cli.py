@@ -13,16 +13,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ltx2rt import __version__, launch
+from ltx2rt import __version__
+from ltx2rt.backend import backend_names, get_backend, get_factory, get_rendezvous, keep_compiled
 from ltx2rt.errors import InputError
+from ltx2rt.ranks import facts
+from ltx2rt.ranks.crew import Crew
+from ltx2rt.ranks.start import start
 
 Handler = Callable[[argparse.Namespace], int | None]  # the exit status; None: 0
-RANKED = ("cuda",)  # backends that run one process per device; the others have all devices of a host in one
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 PRESETS = ("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3")
 
@@ -55,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.keep = executables_folder(os.environ) if argv is None else None
     if argv is None:  # a process of its own: let `kill` unwind, so that no partial file stays behind
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` has it
+            signal.signal(signal.SIGHUP, lambda *_: sys.exit(TERMINATED))
     crew = None
     try:
         crew = _join(args)
@@ -67,14 +73,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED if crew is None else crew.fail("nobody reads its output", FAILED)
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED, crew)
+        status = _fail("interrupted", INTERRUPTED, crew)
+        return status if argv is not None else _leave(status)
+    except SystemExit as end:
+        if argv is None and end.code == TERMINATED:
+            _leave(TERMINATED)
+        raise
     except InputError as error:
         return _fail(str(error), BAD_INPUT, crew)
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
 
 
-def _fail(message: str, status: int, crew: launch.Crew | None) -> int:
+def _leave(status: int) -> NoReturn:
+    """End this process at once, its files cleaned up: a compiler's threads that still work crash a slower end."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def _fail(message: str, status: int, crew: Crew | None) -> int:
     if os.environ.get("LTX2RT_TRACEBACK") == "1":
         import traceback
 
@@ -86,26 +105,21 @@ def _fail(message: str, status: int, crew: launch.Crew | None) -> int:
     return status
 
 
-def _join(args: argparse.Namespace) -> launch.Crew | None:
+def _join(args: argparse.Namespace) -> Crew | None:
     """The other ranks, if this process is one of several; all were given the same arguments and files."""
-    find = launch.POSITIONS.get(getattr(args, "backend", ""))
-    rank, size = find(os.environ) if find else (0, 1)
+    if getattr(args, "backend", None) not in backend_names():
+        return None
+    factory = get_factory(args.backend)
+    rank, size = factory.rank_and_size(os.environ)
     if size == 1:
         return None
-    from ltx2rt.backend import get_rendezvous
-
-    try:
-        rendezvous = get_rendezvous(args.backend)
-    except InputError:
-        if rank == 0:
-            raise
-        sys.exit(BAD_INPUT)  # all ranks run one installation
     inputs, outputs = _files(args)
-    crew = launch.Crew(rank, size, rendezvous, outputs)
+    crew = Crew(rank, size, get_rendezvous(args.backend), outputs)
     try:
+        crew.agree("versions", facts.versions(factory.packages))
         given = {name: value for name, value in vars(args).items() if name not in ("handler", "argv", "keep")}
         crew.agree("arguments", {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()})
-        crew.agree("files", launch.digests(inputs))
+        crew.agree("files", facts.digests(inputs))
         if hasattr(args, "output") and not hasattr(args, "seed"):
             from ltx2rt.pipelines.request import draw_seed
 
@@ -127,7 +141,8 @@ def _files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 def _ranks_to_start(options: Any) -> int:
     """How many processes this one has to start: 1 if it does the work itself."""
-    if options.backend not in RANKED or launch.ranks(os.environ)[1] > 1:
+    factory = get_factory(options.backend)
+    if not factory.process_per_device or factory.rank_and_size(os.environ)[1] > 1:
         return 1
     return prod(options.mesh.values())
 
@@ -228,10 +243,12 @@ def generate(args: argparse.Namespace) -> int | None:
 
             request = replace(request, seed=draw_seed())
             args.argv = [*args.argv, "--seed", str(request.seed)]
-        return launch.start(args.argv, count, files.all(request.seeds if request.seed is not None else range(1)))
+        outputs = files.all(request.seeds if request.seed is not None else range(1))
+        return start(args.argv, count, outputs, get_factory(options.backend).most_processes(options.device))
     if unread := _unread(args) if _first() else []:
         print(f"ltx2rt: the {args.pipeline} pipeline does not read {', '.join(unread)}", file=sys.stderr)
-    _keep(args, options)
+    if args.keep:
+        keep_compiled(options.backend, args.keep)
     from ltx2rt.commands import generate
 
     generate.run(options, request, files)
@@ -250,13 +267,6 @@ def _unread(args: argparse.Namespace) -> list[str]:
 def _first() -> bool:
     """Whether this process speaks for all ranks of a launch."""
     return {os.environ.get(name, "0") for name in ("RANK", "JAX_PROCESS_ID")} == {"0"}
-
-
-def _keep(args: argparse.Namespace, options: Any) -> None:
-    if args.keep:
-        from ltx2rt.backend import keep_executables
-
-        keep_executables(options.backend, args.keep)
 
 
 def executables_folder(environment: Mapping[str, str]) -> Path:
@@ -287,7 +297,8 @@ def probe(args: argparse.Namespace) -> int | None:
     options.check()
     request.check()
     if (count := _ranks_to_start(options)) > 1:
-        return launch.start(args.argv, count, [request.outputs])
+        most = get_factory(options.backend).most_processes(options.device)
+        return start(args.argv, count, [request.outputs], most)
     from ltx2rt.commands import probe
 
     probe.run(options, request)
@@ -453,8 +464,6 @@ def compile_(args: argparse.Namespace) -> None:
 
 
 def devices(args: argparse.Namespace) -> None:
-    from ltx2rt.backend import backend_names, get_backend
-
     for name in backend_names():
         try:
             backend = get_backend(name)
@@ -464,7 +473,7 @@ def devices(args: argparse.Namespace) -> None:
         found, versions = backend.device(), ", ".join(f"{k} {v}" for k, v in backend.versions.items())
         free, total = found.free_bytes / 2**30, found.total_bytes / 2**30
         memory = f"{free:.1f} of {total:.1f} GiB free{' on each' * (found.count > 1 and found.kind != 'cpu')}"
-        split = _profile_for(found.name if found.kind == "tpu" else found.kind, found.count)
+        split = _profile_for(get_factory(name).profile_key(found), found.count)
         if backend.is_main:
             print(f"{name}: {found.count} x {found.name} ({found.kind}), {memory}, {split}, {versions}")
 

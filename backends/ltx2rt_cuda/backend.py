@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
@@ -17,9 +18,10 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph, Type
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
-from ltx2rt.weights.encode import EncodedSource, Piece
+from ltx2rt.placement.devices import gpu_reserve_bytes
+from ltx2rt.weights.float8 import EncodedSource, Piece
 from ltx2rt.weights.lora import Factors, row_chunks
-from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, join, rendezvous, widened
+from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
 from ltx2rt_cuda.ops import DTYPES, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 
@@ -28,7 +30,6 @@ class CudaBackend:
     """device: "auto" (the GPU if there is one, else the CPU), "cuda" or "cpu"."""
 
     name = "cuda"
-    rendezvous = staticmethod(rendezvous)
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "cuda"):
@@ -40,12 +41,18 @@ class CudaBackend:
         self.mesh, self.is_main = self.position.mesh, self.position.rank == 0
         self.num_processes = self.position.size
         self._pool: Pool | None = None
-        self._sent: tuple[Any, ...] = ()  # what is on its way to the main process, and its memory
+        self._sending: Sending | None = None
+        self._built: Counter[str] = Counter()
         self.torch_device = torch.device(self.device_kind)
         # float32 means float32: TF32 keeps 10 mantissa bits.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         self.versions = {"torch": torch.__version__}
+
+    @property
+    def num_built(self) -> int:
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        return self._built.total() + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
     def load(
         self,
@@ -97,7 +104,7 @@ class CudaBackend:
             from ltx2rt.passes.unroll import unroll
 
             graph = unroll(graph)
-        return Program(graph, self.torch_device, compile, self.position.on(graph.mesh))
+        return Program(graph, self.torch_device, compile, self.position.on(graph.mesh), self._built)
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         parts = taken_apart(graph)
@@ -125,13 +132,24 @@ class CudaBackend:
 
     def each(self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str) -> Iterator[Any]:
         """Processes take calls in turn; the main one gets the results sent."""
-        queue: deque[Any] = deque()
-        for i, (program, weights, inputs) in enumerate(calls):
-            work, type = partial(program, weights, inputs), program.graph.outputs[output].type
-            queue.append(self._on(i % self.num_processes, work, output, type))
-            if len(queue) >= max(2, self.num_processes):
-                yield queue.popleft()
-        yield from queue
+        under_way: deque[Any] = deque()
+
+        def handed_out() -> Iterator[Any]:
+            yield under_way[0]
+            _settle(under_way.popleft())
+
+        try:
+            for i, (program, weights, inputs) in enumerate(calls):
+                work, type = partial(program, weights, inputs), program.graph.outputs[output].type
+                under_way.append(self._on(i % self.num_processes, work, output, type))
+                if len(under_way) >= max(2, self.num_processes):
+                    yield from handed_out()
+            while under_way:
+                yield from handed_out()
+        finally:  # the next collective finds no sending without a receiver
+            for result in under_way:
+                _settle(result)
+            self._await_sent()
 
     def _on(
         self, rank: int, work: Callable[[], Tensors], output: str, type: Type
@@ -141,9 +159,12 @@ class CudaBackend:
             result = work()[output]
             if self.is_main:
                 return Fetched.of(result) if self.device_kind == "cuda" else result
+            made = recorded_event() if self.device_kind == "cuda" else None
             self._await_sent()
             result = result.contiguous()
-            self._sent = (dist.isend(result, 0), result)
+            work_ = dist.isend(result, 0)
+            assert work_ is not None
+            self._sending = Sending(result, work_, made)
         elif self.is_main:
             tensor = torch.empty(type.shape, dtype=DTYPES[type.dtype], device=self.torch_device)
             work_ = dist.irecv(tensor, rank)
@@ -152,23 +173,36 @@ class CudaBackend:
         return None
 
     def _await_sent(self) -> None:
-        for work in self._sent[:1]:
-            work.wait()
-        self._sent = ()
+        if self._sending is not None:
+            self._sending.wait()
+            self._sending = None
+
+    def agree(self, flag: bool) -> bool:
+        return self.position.agree(flag)
 
     def to_host(self, array: torch.Tensor | Fetched | Arriving) -> np.ndarray:
         tensor = array if isinstance(array, torch.Tensor) else array.wait()
         return widened(tensor).cpu().numpy()
 
     def synchronize(self) -> None:
-        self._await_sent()
         if self.device_kind == "cuda":
             torch.cuda.synchronize()
+
+    def trim(self) -> None:
+        if self.device_kind == "cuda":
+            torch.cuda.empty_cache()
 
     def device(self) -> DeviceInfo:
         if self.device_kind == "cuda":
             free, total = torch.cuda.mem_get_info()
-            return DeviceInfo("cuda", torch.cuda.get_device_name(), total, free, torch.cuda.device_count())
+            return DeviceInfo(
+                "cuda",
+                torch.cuda.get_device_name(),
+                total,
+                free,
+                torch.cuda.device_count(),
+                reserve_bytes=gpu_reserve_bytes(total),
+            )
         from ltx2rt.placement.devices import host_memory
 
         total, free = host_memory()
@@ -177,3 +211,8 @@ class CudaBackend:
     def peak_bytes(self) -> int | None:
         """What was taken from the device: what lives in the memory of recorded steps is not in `allocated`."""
         return torch.cuda.max_memory_reserved() if self.device_kind == "cuda" else None
+
+
+def _settle(result: Any) -> None:
+    if isinstance(result, Arriving):
+        result.wait()

@@ -7,17 +7,21 @@ caller's.
 from __future__ import annotations
 
 import atexit
+import errno
 import math
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ltx2rt.errors import InputError
+from ltx2rt.ranks.environment import STORE, TOKEN, interface, number, rank_and_size
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; a dead rank is noticed by the others long before
 ARRIVAL = timedelta(minutes=2)  # until all ranks have started
@@ -43,12 +47,12 @@ class Position:
     def size(self) -> int:
         return dist.get_world_size() if self.mesh else 1
 
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether it is so in one of the processes. All of them must ask; the host waits for the answer."""
+    def agree(self, flag: bool) -> bool:
+        """Whether any process says so. All of them must ask; the hosts wait for each other, not for a GPU."""
         if not self.mesh:
             return flag
-        found = torch.tensor(int(flag), device=device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=_hosts())
         return bool(found)
 
     def records(self) -> bool:
@@ -67,20 +71,37 @@ class Position:
 ALONE = Position()
 
 
+@cache
+def _hosts() -> dist.ProcessGroup:
+    """All processes, through their hosts' memory."""
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+
 def rendezvous() -> PrefixStore:
     """A new connection to the store of the launch; rank 0 holds it unless torchrun's agent does.
 
     Raises InputError if it cannot be reached.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = TCPStore(host, port, size, holds, ARRIVAL, wait_for_workers=False, multi_tenant=True)
-    except dist.DistNetworkError as error:
-        why = f"port {port} is in use" if "EADDRINUSE" in str(error) else f"no store answers: {error}"
+        if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            _hold_store(host, port)
+        store = TCPStore(host, port, None, False, ARRIVAL)
+    except (OSError, dist.DistNetworkError) as error:
+        in_use = getattr(error, "errno", None) == errno.EADDRINUSE
+        why = f"port {port} is in use" if in_use else f"no store answers: {error}"
         raise InputError(f"MASTER_ADDR {host}, MASTER_PORT {port}: {why}; choose another port") from error
-    return PrefixStore("ltx2rt", store)
+    return PrefixStore(f"ltx2rt/{os.environ.get(TOKEN, '')}", store)
+
+
+@cache
+def _hold_store(host: str, port: int) -> TCPStore:
+    """The store itself, on the launcher's socket or one of its own that listens where `host` is, as long as it can."""
+    if given := os.environ.get(STORE):
+        listening = int(given)
+    else:
+        listening = socket.create_server((interface(host), port)).detach()
+    return TCPStore(host, port, None, True, ARRIVAL, wait_for_workers=False, master_listen_fd=listening)
 
 
 def join(mesh: Mapping[str, int], device_kind: str) -> Position:
@@ -92,20 +113,22 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
     if not used:
         return ALONE
     size, named = math.prod(used.values()), ",".join(f"{axis}={n}" for axis, n in used.items())
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = rank_and_size(os.environ)
     if world != size:
         raise InputError(f"mesh {named} needs {size} processes, {world} were launched; use --num-gpus {size}")
     if not dist.is_initialized():
         device = None
         if device_kind == "cuda":
-            local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            local, found = number(os.environ, "LOCAL_RANK", 0, default="0"), torch.cuda.device_count()
             if local >= found:
                 raise InputError(f"mesh {named} needs a GPU for each process of a host, {found} were found")
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         # With its device the communicator is made now, by all ranks, and no collective has to guess where it runs.
-        dist.init_process_group("nccl" if device_kind == "cuda" else "gloo", timeout=TIMEOUT, device_id=device)
+        kind = "nccl" if device_kind == "cuda" else "gloo"
+        dist.init_process_group(kind, None, TIMEOUT, world, rank, rendezvous(), device_id=device)
         atexit.register(dist.destroy_process_group)
+    _hosts()
     return _position(used, {})
 
 
@@ -124,16 +147,32 @@ def _position(mesh: Mapping[str, int], made: dict[tuple[int, ...], str]) -> Posi
     return Position(mesh, coordinates, groups, made)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arriving:
     """A tensor that another rank is sending."""
 
     tensor: torch.Tensor
-    work: dist.Work
+    work: dist.Work | None
 
     def wait(self) -> torch.Tensor:
-        self.work.wait()
+        if self.work is not None:  # gloo would wait for another one
+            self.work.wait()
+            self.work = None
         return self.tensor
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A tensor on its way to another rank. made: behind the work that makes it, on a GPU."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+    made: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.made is not None:  # NCCL's `wait` is the stream's, not the host's
+            self.made.synchronize()
 
 
 @dataclass(frozen=True)
@@ -149,13 +188,18 @@ class Fetched:
         result = widened(result)
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return cls(host, event)
+        return cls(host, recorded_event())
 
     def wait(self) -> torch.Tensor:
         self.arrived.synchronize()
         return self.tensor
+
+
+def recorded_event() -> torch.cuda.Event:
+    """An event behind everything that the current stream has to do."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import atexit
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 
+from ltx2rt.backend import overlapped
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.loop import Parts
-from ltx2rt_cuda.distributed import Position
+from ltx2rt_cuda.distributed import Position, recorded_event
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
 
@@ -49,9 +52,19 @@ def upload(graph: Graph, name: str, value: Any, device: torch.device) -> torch.T
 class Program:
     """One lowered graph; `weights` maps declared parameter names, `*` replaced by the layer, to tensors."""
 
-    def __init__(self, graph: Graph, device: torch.device, compile: bool, position: Position):
-        self.graph, self.device = graph, device
-        self.module = lower(graph, device, compile, position)
+    def __init__(self, graph: Graph, device: torch.device, compile: bool, position: Position, built: Counter[str]):
+        """built: counts what is built."""
+        self.graph, self.device, self.built = graph, device, built
+        self.compile, self.position = compile, position
+        _ = self.module
+
+    @cached_property
+    def module(self) -> torch.fx.GraphModule:
+        self.built["lowered"] += 1
+        return lower(self.graph, self.device, self.compile, self.position)
+
+    def release(self) -> None:
+        self.__dict__.pop("module", None)
 
     def arguments(self, weights: Weights) -> list:
         return [
@@ -136,6 +149,13 @@ class Loop:
         self.position = position
         self.captured: Captured | None = None
 
+    def release(self) -> None:
+        if self.captured is not None:
+            self.captured.graph.reset()
+            self.captured = None
+        self.before.release()
+        self.body.release()
+
     def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[Tensors]:
         names, parts = self.body.graph.inputs, self.parts
         with torch.inference_mode():
@@ -146,20 +166,18 @@ class Loop:
             state = {name: values[name] for name in parts.state}
             constants = {name: x for name, x in values.items() if name not in rows and name not in state}
             step = self._step(weights, constants, state | {name: x[0] for name, x in rows.items()})
-        pending: list[tuple[Any, Tensors]] = []
-        for i in range(num_steps):
-            with torch.inference_mode():
-                outputs = step(state | {name: x[i] for name, x in rows.items()})
-            state = {name: outputs[name] for name in state}
-            event = None
-            if self.body.device.type == "cuda":
-                event = torch.cuda.Event()
-                event.record()
-            pending.append((event, outputs))
-            while pending and (pending[0][0] is None or pending[0][0].query()):
-                yield pending.pop(0)[1]
-        for event, outputs in pending:
-            event.synchronize()
+        on_gpu = self.body.device.type == "cuda"
+
+        def started(state: Tensors) -> Iterator[tuple[Tensors, torch.cuda.Event | None]]:
+            for i in range(num_steps):
+                with torch.inference_mode():
+                    outputs = step(state | {name: x[i] for name, x in rows.items()})
+                state = {name: outputs[name] for name in state}
+                yield outputs, recorded_event() if on_gpu else None
+
+        for outputs, finished in overlapped(started(state), int(on_gpu)):  # on a CPU a step has run once it is called
+            if finished is not None:
+                finished.synchronize()
             yield outputs
 
     def _step(self, weights: Weights, constants: Tensors, changing: Tensors) -> Callable[[Tensors], Tensors]:
@@ -174,8 +192,9 @@ class Loop:
 
             return step
         moved = self.captured is None or self.captured.key != _addresses(arguments)
-        if self.position.any(moved, self.body.device) or self.captured is None:
+        if self.position.agree(moved) or self.captured is None:
             self.captured = None  # the next one takes its memory
+            self.body.built["recorded"] += 1
             self.captured = Captured(self.body, arguments, constants | changing, self.pool)
         captured = self.captured
 

@@ -2,16 +2,19 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ltx2rt_tpu.backend import TpuBackend
-
 if TYPE_CHECKING:
+    from ltx2rt_tpu.backend import TpuBackend
     from ltx2rt_tpu.module import as_nnx
 
 __all__ = ["TpuBackend", "as_nnx"]
 
 
 def __getattr__(name: str) -> Any:
-    """`as_nnx` brings flax, which nothing else needs."""
+    """The package's `factory` is to be had without jax, and all but `as_nnx` without flax."""
+    if name == "TpuBackend":
+        from ltx2rt_tpu.backend import TpuBackend
+
+        return TpuBackend
     if name == "as_nnx":
         from ltx2rt_tpu.module import as_nnx
 

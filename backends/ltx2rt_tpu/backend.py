@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import groupby, islice
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,15 +15,15 @@ from jax import Array
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from ltx2rt.backend import Compiled, DeviceInfo, TensorSource
+from ltx2rt.backend import DeviceInfo, TensorSource, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
-from ltx2rt.launch import HOST_VARIABLES
-from ltx2rt.weights.encode import EncodedSource
+from ltx2rt.weights.float8 import EncodedSource
 from ltx2rt.weights.lora import Factors, merge
-from ltx2rt_tpu.distributed import device_mesh, join, rendezvous, silence_gloo
+from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
+from ltx2rt_tpu.hosts import HOST_VARIABLES
 from ltx2rt_tpu.ops import quantise_rows
-from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program
+from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program, compilations
 from ltx2rt_tpu.weights import Weights, abstract_weights, laid_out, merged, stacked
 
 
@@ -35,19 +34,6 @@ class TpuBackend:
     """
 
     name = "tpu"
-    rendezvous = staticmethod(rendezvous)
-
-    @staticmethod
-    def keep_executables(root: Path) -> None:
-        from ltx2rt_tpu.executables import keep_executables
-
-        keep_executables(root)
-
-    @staticmethod
-    def ahead_compiler(topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
-        from ltx2rt_tpu.ahead import AheadCompiler
-
-        return AheadCompiler(topology, mesh)
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "tpu"):
@@ -68,6 +54,11 @@ class TpuBackend:
         self.device_kind = "tpu" if self.jax_device.platform == "tpu" else "cpu"
         self.quantise = jax.jit(quantise_rows)
         self.versions = {"jax": jax.__version__}
+        self._compiled_before = len(compilations())
+
+    @property
+    def num_built(self) -> int:
+        return len(compilations()) - self._compiled_before
 
     @cached_property
     def place(self) -> Sharding:
@@ -152,15 +143,18 @@ class TpuBackend:
     def each(self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str) -> Iterator[Any]:
         """Consecutive calls of one program run together, one on each device."""
         devices = self.place.mesh.size if isinstance(self.place, NamedSharding) else 1
-        before: list[Any] = []
-        for _, same in groupby(calls, key=lambda call: id(call[0])):
-            same = iter(same)
-            while batch := list(islice(same, devices)):
-                program, weights, _ = batch[0]
-                now = program.together(weights, [inputs for *_, inputs in batch], output)
-                yield from before
-                before = now
-        yield from before
+
+        def started() -> Iterator[list[Any]]:
+            for _, same in groupby(calls, key=lambda call: id(call[0])):
+                while batch := list(islice(same, devices)):
+                    program, weights, _ = batch[0]
+                    yield program.together(weights, [inputs for *_, inputs in batch], output)
+
+        for batch in overlapped(started(), 1):
+            yield from batch
+
+    def agree(self, flag: bool) -> bool:
+        return agree(flag)
 
     def to_host(self, array: Array) -> np.ndarray:
         host = np.asarray(array)
@@ -168,6 +162,9 @@ class TpuBackend:
 
     def synchronize(self) -> None:
         jax.effects_barrier()
+
+    def trim(self) -> None:
+        """JAX keeps nothing."""
 
     def device(self) -> DeviceInfo:
         count = jax.device_count(self.jax_device.platform)

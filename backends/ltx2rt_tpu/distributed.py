@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import count
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from ltx2rt.errors import InputError
-from ltx2rt.launch import HOST_VARIABLES, hosts
+from ltx2rt.ranks.environment import interface
+from ltx2rt_tpu.hosts import HOST_VARIABLES, hosts
 
 ARRIVAL_S = 120  # until all processes have started
 HEARTBEAT_S = 60  # a process on another host that is silent for so long is dead; JAX ends the others then
@@ -28,7 +30,7 @@ FOREVER_MS = 2**31 - 1
 
 
 class Store:
-    """Text by key in the coordinator of JAX's processes: a `launch.Store`."""
+    """Text by key in the coordinator of JAX's processes: a `ranks.crew.Store`."""
 
     def __init__(self, client: Any):
         self.client = client
@@ -38,6 +40,9 @@ class Store:
 
     def get(self, key: str) -> bytes:
         return self.client.blocking_key_value_get(key, FOREVER_MS).encode()
+
+    def delete(self, key: str) -> None:
+        self.client.key_value_delete(key)
 
     def check(self, keys: list[str]) -> bool:
         return all(self._find(key) is not None for key in keys)
@@ -67,6 +72,25 @@ def rendezvous() -> Store:
     return Store(global_state.client)
 
 
+@cache
+def _rounds() -> count:
+    """Numbers what the processes agree on: each asks for the same in the same order."""
+    return count()
+
+
+def agree(flag: bool) -> bool:
+    """Whether any process says so. All of them must ask; through the coordinator, because a collective of their
+    devices would wait for all that these have to do."""
+    rank, size = hosts(os.environ)
+    if size == 1:
+        return flag
+    store, number = rendezvous(), next(_rounds())
+    store.set(f"agree/{number}/{rank}", str(int(flag)))
+    said = [store.get(f"agree/{number}/{other}") for other in range(size)]
+    store.delete(f"agree/{number - 1}/{rank}")  # everybody is here, so everybody has read it
+    return b"1" in said
+
+
 def join() -> tuple[int, int]:
     """(number of this process, how many there are). Meets the others unless it has, or is the only one.
 
@@ -81,7 +105,12 @@ def join() -> tuple[int, int]:
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
     try:
         jax.distributed.initialize(
-            address, size, rank, initialization_timeout=ARRIVAL_S, heartbeat_timeout_seconds=HEARTBEAT_S
+            address,
+            size,
+            rank,
+            initialization_timeout=ARRIVAL_S,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            coordinator_bind_address=_listening(address),
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(
@@ -99,7 +128,7 @@ def _check(address: str, here: bool) -> None:
     while True:
         try:
             if here:
-                socket.create_server(("", int(port))).close()
+                socket.create_server((interface(host), int(port))).close()
             else:
                 socket.create_connection((host, int(port)), timeout=5).close()
             return
@@ -108,6 +137,13 @@ def _check(address: str, here: bool) -> None:
                 what = "cannot listen there" if here else "process 0 does not answer"
                 raise InputError(f"JAX_COORDINATOR_ADDRESS {address}: {what}: {error.strerror or error}") from error
         time.sleep(0.2)
+
+
+def _listening(address: str | None) -> str | None:
+    """On which interface the coordinator listens; None leaves it to JAX, which takes all."""
+    host, _, port = (address or "").rpartition(":")
+    found = interface(host)
+    return f"{found}:{port}" if found else None
 
 
 @cache  # a second time would take what the first has kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from ltx2rt.backend import overlapped
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.passes.fuse import fuse, snakes
@@ -27,6 +28,19 @@ ASSEMBLED = ("vocoder",)  # networks that run as `Assembled`
 COMPILERS = 16  # at a time: each takes some hundred MB
 
 
+@cache
+def compilations() -> list[float]:
+    """Seconds of every compilation of this process from the first call on, those included that the disk saved."""
+    seen: list[float] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return seen
+
+
 class Program:
     """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
 
@@ -36,6 +50,10 @@ class Program:
         self.place, self.unrolled = place, unrolled
         self.function = jax.jit(self._run)
         self.shared = jax.jit(self._each)
+
+    def release(self) -> None:
+        self.function.clear_cache()
+        self.shared.clear_cache()
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         """The graph; on a mesh under shard_map, so that XLA communicates what the graph says and nothing else."""
@@ -120,11 +138,17 @@ class Assembled:
     def executables(self) -> dict[Hashable, Any]:
         return self.compile()
 
+    def release(self) -> None:
+        self.__dict__.pop("executables", None)
+
     def compile(self, options: Mapping[str, Any] | None = None) -> dict[Hashable, Any]:
         kinds = dict(self.schedule)
         lowered = [self._lowered(node) for node in kinds.values()]
-        with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as pool:
+        pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
+        try:
             return dict(zip(kinds, pool.map(lambda one: one.compile(options), lowered), strict=True))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no compiler
 
     def _lowered(self, node: Node) -> Any:
         def run_node(*operands: Array) -> tuple[Array, ...]:
@@ -167,9 +191,12 @@ class Loop:
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
         self.parts = taken_apart(graph)
-        self.program = Program(graph, place, unrolled)  # of all steps at once; here it checks and uploads inputs
         self.before = jax.jit(self._before)
         self.steps = jax.jit(self._steps)
+
+    def release(self) -> None:
+        self.before.clear_cache()
+        self.steps.clear_cache()
 
     def _spread(self, function: Callable, *specs: Any, out: Any) -> Callable:
         if not isinstance(self.place, NamedSharding):
@@ -205,7 +232,7 @@ class Loop:
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Array]]:
         before, body, state = self.parts.before, self.parts.body, self.parts.state
-        given = {name: self.program.upload(name, inputs[name]) for name in self.graph.inputs}
+        given = {name: upload(self.graph, name, inputs[name], self.place) for name in self.graph.inputs}
         prepared = self.before(weights_on(self.place, before, weights), {name: given[name] for name in before.inputs})
         constants = {name: given[name] for name in body.inputs if name not in prepared and name not in state}
         outputs = {
@@ -215,13 +242,14 @@ class Loop:
             for name, v in body.outputs.items()
         }
         own = weights_on(self.place, body, weights)
-        queued = []
-        for i in range(num_steps):
-            outputs = self.steps(own, prepared, constants, outputs, np.int32(i), np.int32(i + 1))
-            queued.append(outputs)
-        for outputs in queued:
-            jax.block_until_ready(outputs)
-            yield outputs
+
+        def started(outputs: dict[str, Array]) -> Iterator[dict[str, Array]]:
+            for i in range(num_steps):
+                outputs = self.steps(own, prepared, constants, outputs, np.int32(i), np.int32(i + 1))
+                yield outputs
+
+        for finished in overlapped(started(outputs), 1):
+            yield jax.block_until_ready(finished)
 
 
 def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Layout, Type
-from ltx2rt.weights.encode import EncodedSource
+from ltx2rt.weights.float8 import EncodedSource
 from ltx2rt.weights.lora import BF16, F32, Factors, row_chunks
 
 Weights = dict[str, Array]

@@ -8,9 +8,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.partial import replacing
 
 
 @dataclass(frozen=True)

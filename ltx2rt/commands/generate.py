@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 
 import ltx2rt
-from ltx2rt.backend import Backend
+from ltx2rt.backend import Backend, get_factory
 from ltx2rt.commands.files import Files, video_files, write_report
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
@@ -203,7 +203,7 @@ def _announce(session: Session, plan: Plan) -> None:
     if backend.num_processes > 1:
         lines[0] += f", {backend.num_processes} processes"
     if options.device == "auto" and backend.device_kind == "cpu":
-        lines.insert(0, f"no {'GPU' if options.backend == 'cuda' else 'TPU'} was found: running on the CPU")
+        lines.insert(0, f"no {get_factory(options.backend).accelerator} was found: running on the CPU")
     for line in (*lines, *(merge.line() for merge in plan.all_merges)):
         print(line, file=sys.stderr, flush=True)
 

@@ -48,7 +48,7 @@ class DatasheetBackend:
 
     def device(self) -> DeviceInfo:
         size = int(self.kind.memory_bytes)
-        return DeviceInfo(self.device_kind, self.kind.name, size, size)
+        return DeviceInfo(self.device_kind, self.kind.name, size, size, reserve_bytes=self.kind.reserve_bytes)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("a device that is not here runs nothing")
@@ -69,7 +69,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return peak(self.costs).peak_bytes <= self.kind.memory_bytes
+        return peak(self.costs).peak_bytes + self.kind.reserve_bytes <= self.kind.memory_bytes
 
 
 @contextmanager
@@ -155,7 +155,8 @@ def to_text(found: Estimate) -> str:
     verdict = "fits" if found.fits else "does NOT fit"
     lines += [
         "",
-        f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {kind.memory_bytes / 1e9:.0f} GB",
+        f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {kind.memory_bytes / 1e9:.0f} GB"
+        + f", {kind.reserve_bytes / 1e9:.1f} GB of which stay free" * bool(kind.reserve_bytes),
         f"estimated time: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
         f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s, "
         f"received / {kind.link_bytes_per_s / 1e9:g} GB/s)",

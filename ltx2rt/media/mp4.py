@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.partial import replacing
+from ltx2rt.atomic_file import replacing
 
 AAC_FRAME = 1024  # samples
 AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000

@@ -31,7 +31,7 @@ SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 MAX_FPS, MIN_FPS = 240, 1
 MAX_SIDE_PX = 16384  # H.264's
-MAX_STEPS = 1000
+MAX_STEPS = 10_000
 NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional branch alone
 
 R = TypeVar("R", bound="Request")

@@ -31,6 +31,16 @@ class DeviceKind:
     link_bytes_per_s: float
     found_as: tuple[str, ...] = ()
 
+    @property
+    def reserve_bytes(self) -> int:
+        """Memory that a run must leave free."""
+        return gpu_reserve_bytes(int(self.memory_bytes)) if self.framework_kind == "cuda" else 0
+
+
+def gpu_reserve_bytes(total_bytes: int) -> int:
+    """What PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take of a GPU: 3 GB and 2 %."""
+    return int(3e9 + 0.02 * total_bytes)
+
 
 # JAX multiplies float8 numbers as bfloat16 ones.
 DEVICE_KINDS = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from ltx2rt.backend import Backend, DeviceInfo, get_backend
+from ltx2rt.backend import Backend, DeviceInfo, get_backend, get_factory
 from ltx2rt.placement.profiles import resolve
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
@@ -24,7 +24,8 @@ def open_session(options: ModelOptions, dtype: str | None = None) -> Session:
 
 def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:
     """The options with the mesh of this launch. Raises InputError where flags and launch contradict each other."""
-    launched = 1 if options.backend == "tpu" else int(environment.get("WORLD_SIZE", "1"))  # JAX drives all its devices
+    factory = get_factory(options.backend)
+    launched = factory.rank_and_size(environment)[1] if factory.process_per_device else 1
     return replace(options, mesh=options.on_mesh(launched), num_gpus=None, tp_size=None)
 
 
@@ -35,18 +36,19 @@ def open_backend(options: ModelOptions) -> Backend:
     """
     backend = get_backend(options.backend, options.device, options.mesh)
     if not options.mesh:
-        mesh = mesh_of_all(backend.device(), options.profile)
+        mesh = mesh_of_all(options.backend, backend.device(), options.profile)
         return get_backend(options.backend, options.device, mesh) if mesh else backend
     used, found = prod(options.mesh.values()), backend.device().count
-    if backend.name == "tpu" and used < found:
+    if not get_factory(backend.name).process_per_device and used < found:
         print(f"ltx2rt: --mesh uses {used} of the {found} devices here", file=sys.stderr)
     return backend
 
 
-def mesh_of_all(device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
-    """The mesh of all devices, if they are several TPUs or of several hosts. Raises InputError if hosts have none."""
-    if device.count == 1 or (device.kind != "tpu" and device.hosts == 1):
+def mesh_of_all(backend: str, device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
+    """The mesh of all devices, if `backend` takes several by default. Raises InputError if hosts have none."""
+    factory = get_factory(backend)
+    if device.count == 1 or not factory.takes_all(device):
         return {}
     if profile == "single" and device.hosts == 1:
         return {}
-    return resolve(profile, device.name if device.kind == "tpu" else device.kind, {}, device.count)[1]
+    return resolve(profile, factory.profile_key(device), {}, device.count)[1]

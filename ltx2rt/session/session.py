@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ltx2rt.backend import Backend, Loop, Program
+from ltx2rt.backend import Backend, Loop, Program, get_factory
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
@@ -50,7 +50,7 @@ class Session:
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
         self.config = checkpoint.config
         self.dtype = dtype or options.compute_dtype("float32" if backend.device_kind == "cpu" else "bfloat16")
-        kind = backend.device().name if backend.device_kind == "tpu" else backend.device_kind
+        kind = get_factory(backend.name).profile_key(backend.device())
         self.profile = profile_of(options.profile, kind, backend.mesh)
         self.weights = WeightStore(checkpoint, backend, options, self.dtype)
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()

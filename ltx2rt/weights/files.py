@@ -19,9 +19,9 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
+from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
-from ltx2rt.partial import replacing
 
 DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
     name: np.dtype(dtype)

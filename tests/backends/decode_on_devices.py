@@ -35,12 +35,17 @@ def main() -> None:
         frames = [several.to_host(x) for x in several.each(calls, "frames")]
         assert len(frames) == count
         distances[count] = max(relative_l2(a, b) for a, b in zip(frames, alone, strict=False))
+    taken: list[int] = []
+    results = several.each(((spread, held, {"latent": latents[taken.append(i) or 0]}) for i in range(20)), "frames")
+    next(results)
+    results.close()
     whole = {"latent": jax.device_put(np.concatenate(latents), spread.each_own)}
     compiled = spread.shared.lower(held, whole).compile()
     first = program.function.lower(weights, {"latent": program.upload("latent", latents[0])}).compile()
     (shardings, _), _ = compiled.input_shardings
     facts = {
         "distances": distances,
+        "taken": len(taken),
         "compilations": spread.shared._cache_size(),
         "replicated": [s.is_fully_replicated for s in shardings.values()],
         "collectives": re.findall(HLO, compiled.as_text()),

@@ -17,16 +17,17 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from placed_cases import DEVICES, NAMES, case, lora_arrays
 
 from ltx2rt.backend import get_backend
-from ltx2rt.graph import Graph
+from ltx2rt.graph import Graph, trace
 from ltx2rt.models import transformer
 from ltx2rt.placement.profiles import PROFILES, placed
 from ltx2rt.testing import ArraySource
@@ -141,10 +142,36 @@ def requested_bytes(devices: int, folder: Path) -> dict[str, int]:
 
 def agreed(devices: int) -> list[bool]:
     """What the ranks agree on if one of them says so, and if none does."""
-    import torch
+    backend = get_backend("cuda", "cpu", {"tensor": devices})
+    return [backend.agree(backend.position.rank == 1), backend.agree(False)]
 
-    position, device = get_backend("cuda", "cpu", {"tensor": devices}).position, torch.device("cpu")
-    return [position.any(position.rank == 1, device), position.any(False, device)]
+
+def shared_calls(devices: int) -> dict[str, Any]:
+    """Ten calls shared by the ranks: stopped by their reader, stopped by a call on which all agree, then whole.
+
+    Returns the number of calls that were taken until each end, and what the main process got of the last.
+    """
+    backend = get_backend("cuda", "cpu", {"tensor": devices})
+    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
+    program, taken, found = backend.lower(graph), [], []
+
+    def calls(until: int = 10):
+        for i in range(10):
+            if backend.agree(backend.position.rank == 1 and i == until):
+                raise InterruptedError
+            taken.append(i)
+            yield program, {}, {"x": np.array([i], np.float32)}
+
+    results = backend.each(calls(), "y")
+    next(results)
+    results.close()
+    found.append(len(taken))
+    try:
+        deque(backend.each(calls(until=4), "y"), maxlen=0)
+    except InterruptedError:
+        found.append(len(taken) - found[0])
+    values = [None if y is None else float(backend.to_host(y)[0]) for y in backend.each(calls(), "y")]
+    return {"taken": found, "values": values}
 
 
 def big_graph(dtype: str = "bfloat16") -> Graph:
@@ -195,6 +222,7 @@ def rank_main(devices: int, rank: int, port: int, folder: Path, measure: str | N
     else:
         name, executed = f"cuda-{devices}", run_all("cuda", devices, folder)
         found = {"executed": executed, "requested": requested_bytes(devices, folder), "agreed": agreed(devices)}
+        found["shared"] = shared_calls(devices)
     (folder / f"{name}-rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

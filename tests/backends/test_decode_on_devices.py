@@ -24,6 +24,10 @@ def test_a_batch_equals_each_on_one_device(facts, count):
     assert facts["distances"][count] <= 1e-6  # the same program on the same kind of device
 
 
+def test_a_reader_that_stops_leaves_one_batch_under_way(facts):
+    assert facts["taken"] == 2 * 4
+
+
 def test_every_number_of_videos_is_one_program(facts):
     assert facts["compilations"] == 1
 

@@ -134,6 +134,60 @@ def test_denoise_equals_the_interpreter_to_the_last_step(name):
         state = {key: expected[key] for key in state}
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_loop_stopped_by_its_reader_queues_one_more_step_and_leaves_no_trace(name, monkeypatch):
+    handle = _, loop, _ = fresh(name)
+    work, other, queued = job(24), job(25), []
+    owner, attribute = (loop.body, "module") if name == "cuda" else (loop, "steps")
+    step = getattr(owner, attribute)
+    monkeypatch.setattr(owner, attribute, lambda *operands: queued.append(1) or step(*operands))
+    sigmas = np.linspace(1, 0, 9, dtype=np.float32)
+    for stop in (1, 3):
+        queued.clear()
+        steps = run(handle, sigmas, **other)
+        for _ in range(stop):
+            next(steps)
+        assert len(queued) <= stop + 1
+        steps.close()
+        assert len(queued) <= stop + 1
+    queued.clear()
+    assert_bitwise(denoise(handle, sigmas, **work), denoise(shared(name), sigmas, **work))
+    assert len(queued) == 8
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_is_built_is_built_once_and_again_when_it_was_released(name):
+    work = job(26)
+    expected = denoise(shared(name), SIGMAS[:3], **work)
+    handle = backend, loop, weights = fresh(name)
+    first, built = denoise(handle, SIGMAS, **work), backend.num_built
+    assert built >= 2
+    assert_bitwise(denoise(handle, SIGMAS[:3], **work), expected)
+    assert backend.num_built == built
+    live = num_executables()
+    loop.release()
+    assert name == "cuda" or num_executables() == live - 2
+    backend.trim()
+    assert_bitwise(denoise(handle, SIGMAS, **work), first)
+    assert backend.num_built == built + 2, "what runs before the loop, and its step"
+    denoise((backend, backend.lower_loop(loop.graph), weights), SIGMAS[:2], **work)
+    assert backend.num_built == built + 4
+
+    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
+    program, x, before = backend.lower(graph), {"x": np.ones(1, np.float32)}, built + 4
+    for release, expected in ((False, 1), (False, 1), (True, 2)):
+        if release:
+            program.release()
+        assert backend.to_host(program({}, x)["y"]) == [2]
+        assert backend.num_built == before + expected
+
+
+def num_executables() -> int:
+    import jax
+
+    return len(jax.devices("cpu")[0].client.live_executables())
+
+
 def test_loop_over_all_steps_equals_the_loop_step_by_step():
     backend, loop, weights = shared("tpu")
     work, seen = job(3), []
@@ -331,6 +385,19 @@ def test_a_result_reaches_the_host_while_the_next_call_runs():
     assert backend.to_host(next(results)) == 2
     assert not torch.cuda.current_stream().query(), "the second call has ended already"
     assert backend.to_host(next(results)) == 4
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_calls_stopped_by_their_reader_leave_one_under_way(name):
+    backend, taken = get_backend(name, "cpu"), []
+    program = backend.lower(trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32"))
+    for stop in (1, 3):
+        taken.clear()
+        inputs = ({"x": np.array([taken.append(x) or x], np.float32)} for x in range(10))
+        results = backend.each(((program, {}, one) for one in inputs), "y")
+        assert [float(backend.to_host(next(results))[0]) for _ in range(stop)] == [2 * x for x in range(stop)]
+        results.close()
+        assert len(taken) == stop + 1
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -197,3 +197,12 @@ def test_jax_devices_peak_at_what_they_hold_while_they_load(jax_devices, source,
     found = json.loads((jax_devices / f"big-{source}-jax.json").read_text())
     assert found["share"] > 300e6 and found["samples"] > 10
     assert 0.9 * found["share"] < found["peak"] <= limit * found["share"], found
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_shared_calls_can_be_stopped_and_the_next_ones_are_whole(torch_ranks, devices):
+    """At most one call is under way on each rank beyond the one handed out; all ranks stop at the same call."""
+    found = [rank["shared"] for rank in did(torch_ranks, devices)]
+    assert [rank["taken"] for rank in found] == [[devices, 4]] * devices
+    assert found[0]["values"] == [2 * i for i in range(10)]
+    assert all(rank["values"] == [None] * 10 for rank in found[1:])

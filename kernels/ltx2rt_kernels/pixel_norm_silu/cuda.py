@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ltx2rt_kernels.launch import block, dtype_reason, jit
+from ltx2rt_kernels.triton_blocks import block, dtype_reason, jit
 
 MAX_CHANNELS = 2048
 

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ltx2rt_kernels.launch import MAX_BLOCK, block, dtype_reason, jit, num_warps, spread
+from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps, spread
 
 
 @jit

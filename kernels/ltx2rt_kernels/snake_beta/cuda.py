@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ltx2rt_kernels.launch import dtype_reason, jit
+from ltx2rt_kernels.triton_blocks import dtype_reason, jit
 
 BLOCK = 512
 

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import zlib
 from pathlib import Path
 
 import jax
 import pytest
-from ltx2rt_tpu.executables import keep_executables, remove_damaged
+from ltx2rt_tpu.compile_cache import keep_compiled, remove_damaged
 
 from ltx2rt.cli import executables_folder
 
@@ -78,8 +79,34 @@ def test_what_decompresses_and_is_no_executable_goes_with_its_module(tmp_path):
 
 def test_a_folder_that_keeps_nothing_is_said(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    keep_executables(tmp_path / "file")
+    keep_compiled(tmp_path / "file")
     assert "cannot keep executables in" in capsys.readouterr().err and jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.fixture
+def kept_configuration():
+    """What `keep_compiled` sets is put back."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    values, show = [getattr(jax.config, name) for name in names], warnings.showwarning
+    yield
+    for name, value in zip(names, values, strict=True):
+        jax.config.update(name, value)
+    warnings.showwarning = show
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, capsys, kept_configuration):
+    """What lies there is run as it is."""
+    with warnings.catch_warnings():
+        keep_compiled(tmp_path / "own")
+    (folder,) = (tmp_path / "own").iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
+    assert jax.config.jax_compilation_cache_dir == str(folder) and capsys.readouterr().err == ""
+    for path in (folder, folder.parent):
+        path.chmod(0o777)
+        keep_compiled(tmp_path / "own")
+        assert f"others may write to {path}; chmod go-w" in capsys.readouterr().err
+        assert jax.config.jax_compilation_cache_dir is None
+        path.chmod(0o755)
 
 
 def same_pictures(a: Path, b: Path) -> bool:

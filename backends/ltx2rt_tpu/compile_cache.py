@@ -11,19 +11,20 @@ import os
 import re
 import sys
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
 
+from ltx2rt.ranks import facts
+from ltx2rt_tpu.factory import FACTORY
+
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-PACKAGES = ("ltx2rt", "jax", "jaxlib", "libtpu")
 UNREADABLE = re.compile(
     r"Error reading persistent compilation cache entry for '(?P<module>.+?)': (?P<why>.*)", re.DOTALL
 )
 
 
-def keep_executables(root: Path) -> None:
+def keep_compiled(root: Path) -> None:
     """Keep what this process compiles under `root`, and start from what lies there. For a process of its own: it sets
     JAX's configuration and where warnings go."""
     folder = root / versions()
@@ -31,9 +32,13 @@ def keep_executables(root: Path) -> None:
     if others and not folder.exists():
         _say(f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: compiling")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for path in (root, folder):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        why_not = next(filter(None, map(_open_to_others, (root, folder))), None)
     except OSError as error:
-        _say(f"cannot keep executables in {folder} ({error.strerror}), every run will compile; see {VARIABLE}")
+        why_not = error.strerror
+    if why_not:
+        _say(f"cannot keep executables in {folder} ({why_not}), every run will compile; see {VARIABLE}")
         jax.config.update("jax_compilation_cache_dir", None)  # which JAX has from the same variable
         return
     if not os.access(folder, os.W_OK):
@@ -55,13 +60,17 @@ def keep_executables(root: Path) -> None:
 
 def versions() -> str:
     """Names the packages that compile, such as ltx2rt-0.1.0_jax-0.10.2_jaxlib-0.10.2."""
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name}-{version(name)}")
-        except PackageNotFoundError:
-            continue
-    return "_".join(found)
+    return "_".join(f"{name}-{version}" for name, version in facts.versions(FACTORY.packages).items())
+
+
+def _open_to_others(path: Path) -> str | None:
+    """Why somebody else could put an executable there, which runs as it is; None if nobody can."""
+    found = path.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to another user"
+    if found.st_mode & 0o022:
+        return f"others may write to {path}; chmod go-w"
+    return None
 
 
 def remove_damaged(folder: Path, module: str) -> None:

@@ -1,24 +1,17 @@
-"""One process per device or per host: how ranks are started, how they agree, and how they end together.
+"""One rank's view of the others, whoever launched it.
 
-`start` is the launcher of `--num-gpus`; torchrun and accelerate do the same by the same variables (RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Processes of the JAX backend are launched by what runs a command on every host.
-`Crew` is one rank's view of the others, whoever launched it. A thread of every rank watches the others' processes
-(through pidfds, so Linux only, and on this host only), the launcher's, signals and the store that all ranks share: the
-main thread may be inside a collective that never returns. The first rank that knows why a run ends claims the key
-`failed` and says so; the others leave in silence.
-
-How ranks reach the store is the backend's business, and so are collectives.
+A thread of every rank watches the others' processes (through pidfds, so Linux only, and on this host only), the
+launcher's, signals and the store that all ranks share: the main thread may be inside a collective that never returns.
+The first rank that knows why a run ends claims the key `failed` and says so; the others leave in silence.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,113 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from ltx2rt.atomic_file import partial_path
 from ltx2rt.errors import InputError
-from ltx2rt.partial import partial_path
+from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED
 
-LAUNCHER = "LTX2RT_LAUNCHER"  # pid of the `start` that launched this rank: it reports what no rank can
-FAILED, SIGNALLED = 1, 128  # exit statuses; a signal's is 128 + its number
-GRACE_S = 5.0  # for ranks to end by themselves, then again after SIGTERM
 EXPLAIN_S = 1.0  # how long an exception waits for the death of the rank that may have caused it
-POLL_S = 0.2
-HEAD_BYTES = 1 << 20  # of a file without a header, what its digest covers besides the size
-HOST_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_PROCID")  # of srun
-
-
-def ranks(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(this rank, how many there are) of torchrun, accelerate or `start`.
-
-    Raises InputError unless the environment says where they meet.
-    """
-    size = int(environment.get("WORLD_SIZE", "1"))
-    if size == 1:
-        return 0, 1
-    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]:
-        raise InputError(f"WORLD_SIZE is {size} without {', '.join(missing)}; start ranks by torchrun or --num-gpus")
-    return int(environment["RANK"]), size
-
-
-def hosts(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(this process, how many there are) of the JAX backend: by HOST_VARIABLES, in a SLURM step, or on a TPU slice.
-
-    In the latter two JAX itself finds where they meet. Raises InputError if HOST_VARIABLES are not complete.
-    """
-    workers = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    if given := [name for name in HOST_VARIABLES if name in environment]:
-        if missing := [name for name in HOST_VARIABLES if name not in environment]:
-            raise InputError(f"{', '.join(given)} without {', '.join(missing)}; set all three, or none")
-        rank, size = environment["JAX_PROCESS_ID"], environment["JAX_NUM_PROCESSES"]
-    elif all(name in environment for name in SLURM_VARIABLES):
-        rank, size = environment["SLURM_PROCID"], environment["SLURM_NTASKS"]
-    elif len(workers) > 1:
-        rank, size = environment.get("TPU_WORKER_ID", ""), str(len(workers))
-    else:
-        return 0, 1
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise InputError(f"process {rank!r} of {size!r}: expected numbers, the first below the second")
-    return int(rank), int(size)
-
-
-POSITIONS = {"cuda": ranks, "tpu": hosts}  # by backend, what the environment says of a launch
-
-
-# ---- the launcher ---------------------------------------------------------------------------------------------------
-
-
-def start(argv: Sequence[str], count: int, outputs: Sequence[Path]) -> int:
-    """Run `ltx2rt argv` as `count` ranks on this host and return the exit status; no process and no part of `outputs`
-    is left behind, however it ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # one process of torchrun may start ranks too; torchrun's store is not theirs
-    shared = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that goes down with its rank is no news
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    ranks: list[subprocess.Popen] = []
-    try:
-        for rank in range(count):
-            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # a session of its own: Ctrl-C reaches the launcher alone, which then ends the ranks
-            command = [sys.executable, "-m", "ltx2rt", *argv]
-            ranks.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
-        while not (ended := {i: code for i, r in enumerate(ranks) if (code := r.poll())}):
-            if all(r.poll() == 0 for r in ranks):
-                return 0
-            time.sleep(POLL_S / 4)
-        signals = {i: -code if code < 0 else code - SIGNALLED for i, code in ended.items() if not 0 < code < SIGNALLED}
-        for rank, number in list(signals.items())[:1]:
-            name = signal.Signals(number).name
-            print(f"\nltx2rt: error: rank {rank} was ended by {name}: killed, or out of memory", file=sys.stderr)
-            return FAILED
-        _wait(ranks, GRACE_S)
-        return next(iter(ended.values()))
-    except BaseException:
-        print(file=sys.stderr)  # below a progress bar that nobody closes
-        raise
-    finally:
-        _end(ranks)
-        for output in outputs if ranks else ():
-            partial_path(output, ranks[0].pid).unlink(missing_ok=True)
-
-
-def _wait(ranks: Sequence[subprocess.Popen], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(r.poll() is None for r in ranks) and time.monotonic() < deadline:
-        time.sleep(POLL_S / 4)
-
-
-def _end(ranks: Sequence[subprocess.Popen]) -> None:
-    for ask in (subprocess.Popen.terminate, subprocess.Popen.kill):
-        for rank in ranks:
-            if rank.poll() is None:
-                ask(rank)
-        _wait(ranks, GRACE_S)
-
-
-# ---- the ranks ------------------------------------------------------------------------------------------------------
 
 
 class Store(Protocol):
@@ -167,7 +58,8 @@ class Crew:
         self._wake, woken = os.pipe()
         os.set_blocking(woken, False)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)  # written even while the main thread is in C++
-        for number in (signal.SIGINT, signal.SIGTERM):
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as `nohup` has it
+        for number in (signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])):
             signal.signal(number, lambda *_: None)
         if self._launched or "TORCHELASTIC_RUN_ID" in os.environ:
             self._processes[os.pidfd_open(os.getppid())] = -1
@@ -256,10 +148,10 @@ class Crew:
             found = self._watched.compare_set("failed", "", mine).decode()
         except RuntimeError:  # the store went down with rank 0: the lowest of the others speaks
             return all(rank > self.rank for fd, rank in self._processes.items() if rank >= 0 and not _ended(fd)), status
-        theirs = int(found.split()[1])
         if found == mine:
             return True, status
-        return False, theirs if theirs < SIGNALLED else FAILED  # this one was not ended by that signal
+        theirs = found.rpartition(" ")[2]  # no failure is 0, and this rank was not ended by that signal
+        return False, int(theirs) if theirs.isdecimal() and 0 < int(theirs) < SIGNALLED else FAILED
 
     def _outlive(self) -> None:
         """Give the others time to read `failed` in the store that this process may hold."""
@@ -300,31 +192,3 @@ def _ended(*fds: int, wait_s: float = 0.0) -> list[int]:
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return [fd for fd, _ in poll.poll(wait_s * 1000)]
-
-
-# ---- what ranks compare ---------------------------------------------------------------------------------------------
-
-
-def digests(paths: Sequence[Path]) -> dict[str, str]:
-    """Size and digest of the header of every file, and of every file in every folder; no tensor data is read."""
-    files: list[Path] = []
-    for path in paths:
-        files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    return {str(file): _digest(file) for file in files}
-
-
-def _digest(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = min(size, HEAD_BYTES)
-            if path.suffix == ".safetensors":
-                length = min(size, 8 + int.from_bytes(file.read(8), "little"))
-                file.seek(0)
-            digest = hashlib.sha256()
-            while length > 0 and (data := file.read(min(length, HEAD_BYTES))):
-                digest.update(data)
-                length -= len(data)
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
-    return f"{size} bytes, header {digest.hexdigest()[:12]}"

@@ -1,0 +1,69 @@
+"""What the backend `cuda` tells before it exists; torch is imported by what needs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ltx2rt.backend import Compiled, DeviceInfo
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Graph
+from ltx2rt.ranks.environment import rank_and_size
+
+if TYPE_CHECKING:
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from ltx2rt_cuda.backend import CudaBackend
+
+CPU_PROCESSES = 8  # on a machine with fewer cores: enough to try any mesh
+
+
+class CudaFactory:
+    """A `BackendFactory`."""
+
+    name, accelerator, process_per_device = "cuda", "GPU", True
+    packages = ("torch",)
+
+    def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
+        return rank_and_size(environment)
+
+    def most_processes(self, device: str) -> int:
+        gpus = 0 if device == "cpu" else num_gpus(os.environ)
+        return gpus or max(os.cpu_count() or 1, CPU_PROCESSES)
+
+    def rendezvous(self) -> PrefixStore:
+        from ltx2rt_cuda.distributed import rendezvous
+
+        return rendezvous()
+
+    def keep_compiled(self, root: Path) -> None:
+        """Inductor keeps what it compiles by itself."""
+
+    def ahead_compiler(self, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
+        raise InputError("backend cuda compiles on the device that runs, not for one that is absent")
+
+    def profile_key(self, device: DeviceInfo) -> str:
+        return device.kind
+
+    def takes_all(self, device: DeviceInfo) -> bool:
+        return False
+
+    def open(self, device: str, mesh: Mapping[str, int]) -> CudaBackend:
+        from ltx2rt_cuda.backend import CudaBackend
+
+        return CudaBackend(device, mesh)
+
+
+def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """The GPUs that a process of this machine would see, by its device files and CUDA_VISIBLE_DEVICES."""
+    found = len(list(devices.glob("nvidia[0-9]*")))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not found:
+        return found
+    chosen = [name.strip() for name in visible.split(",")]
+    return len([name for name in chosen if name and not name.startswith("-")])
+
+
+FACTORY = CudaFactory()

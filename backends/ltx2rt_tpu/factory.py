@@ -1,0 +1,57 @@
+"""What the backend `tpu` tells before it exists; JAX is imported by what needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ltx2rt.backend import Compiled, DeviceInfo
+from ltx2rt.graph.ir import Graph
+from ltx2rt_tpu.hosts import hosts
+
+if TYPE_CHECKING:
+    from ltx2rt_tpu.backend import TpuBackend
+    from ltx2rt_tpu.distributed import Store
+
+
+class TpuFactory:
+    """A `BackendFactory`."""
+
+    name, accelerator, process_per_device = "tpu", "TPU", False
+    packages = ("jax", "jaxlib", "libtpu")
+
+    def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
+        return hosts(environment)
+
+    def most_processes(self, device: str) -> int:
+        return 1
+
+    def rendezvous(self) -> Store:
+        from ltx2rt_tpu.distributed import rendezvous
+
+        return rendezvous()
+
+    def keep_compiled(self, root: Path) -> None:
+        from ltx2rt_tpu.compile_cache import keep_compiled
+
+        keep_compiled(root)
+
+    def ahead_compiler(self, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
+        from ltx2rt_tpu.aot import AheadCompiler
+
+        return AheadCompiler(topology, mesh)
+
+    def profile_key(self, device: DeviceInfo) -> str:
+        return device.name if device.kind == "tpu" else device.kind
+
+    def takes_all(self, device: DeviceInfo) -> bool:
+        return device.kind == "tpu" or device.hosts > 1
+
+    def open(self, device: str, mesh: Mapping[str, int]) -> TpuBackend:
+        from ltx2rt_tpu.backend import TpuBackend
+
+        return TpuBackend(device, mesh)
+
+
+FACTORY = TpuFactory()

@@ -1,0 +1,134 @@
+"""What ranks agree on, who speaks, and how they end."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from launches import BROKEN, LOADING, TIME_LIMIT_S, Launch, alive, by_hand, ranks_of, wait_for, written
+
+from ltx2rt.atomic_file import partial_path
+from ltx2rt.ranks.crew import Crew
+
+
+def test_ranks_with_other_arguments_are_told_apart_before_any_collective(flags, tmp_path):
+    words = ["-m", "ltx2rt", *flags("--seed", 7)]
+    ended = [run.end() for run in by_hand(words, [*words[:-1], "8"])]
+    assert [status for status, _, _ in ended] == [2, 2] and not list(tmp_path.iterdir())
+    (line,) = [line for _, _, lines in ended for line in lines]
+    assert "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1" in line
+
+
+def test_a_port_in_use_is_named(flags):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+        status, _, (line,) = Launch(["-m", "ltx2rt", *flags()], **env).end()
+    assert status == 2 and f"port {port} is in use" in line
+
+
+def test_a_world_without_a_meeting_place_is_refused(flags):
+    status, _, (line,) = Launch(["-m", "ltx2rt", *flags()], WORLD_SIZE="2").end()
+    assert status == 2 and "WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT" in line
+
+
+OTHER_VERSION = """
+import os, sys
+import ltx2rt
+if os.environ["RANK"] == "1":
+    ltx2rt.__version__ = "9.9"
+from ltx2rt.cli import main
+sys.exit(main())
+"""
+
+
+def test_ranks_of_other_versions_are_told_apart(flags, tmp_path):
+    script = written(tmp_path, OTHER_VERSION)
+    ended = [run.end() for run in by_hand([str(script), *flags()])]
+    assert [status for status, _, _ in ended] == [2, 2] and list(tmp_path.iterdir()) == [script]
+    (line,) = [line for _, _, lines in ended for line in lines]
+    assert "ranks 0 and 1 have different versions: ltx2rt is " in line and "9.9 on rank 1" in line
+
+
+@pytest.mark.parametrize(
+    "found,status", [(b"1 2", 2), (b"1 137", 1), (b"1 0", 1), (b"1 -3", 1), (b"", 1), (b"\xc2\xb9 \xc2\xb9", 1)]
+)
+def test_no_failure_has_status_0_whatever_stands_in_the_store(found, status):
+    class Written:
+        def compare_set(self, key, expected, desired):
+            return found
+
+    crew = object.__new__(Crew)
+    crew.rank, crew._watched = 0, Written()
+    assert crew._claim(1) == (False, status)
+
+
+@pytest.mark.parametrize(
+    "victim,number,status,message",
+    [
+        (1, signal.SIGKILL, 1, "rank 1 was ended by SIGKILL"),
+        (0, signal.SIGKILL, 1, "rank 0 was ended by SIGKILL"),
+        (None, signal.SIGINT, 130, "interrupted"),
+        (None, signal.SIGHUP, 143, None),
+        (None, signal.SIGKILL, -9, None),
+    ],
+)
+def test_a_death_in_a_step_ends_all(flags, tmp_path, victim, number, status, message):
+    run = Launch(["-m", "ltx2rt", *flags("--steps", 2000, "--num-gpus", 2)])
+    ranks = wait_for(lambda: ranks if len(ranks := ranks_of(run.pid)) == 2 else None)
+    for line in iter(run.process.stderr.readline, ""):
+        if line.startswith("text:"):
+            break
+    started = time.monotonic()
+    os.kill(run.pid if victim is None else ranks[victim], number)
+    found, out, errors = run.end()
+    wait_for(lambda: not any(map(alive, ranks.values())))
+    assert time.monotonic() - started < TIME_LIMIT_S
+    assert (found, out) == (status, "") and not list(tmp_path.iterdir())
+    assert len(errors) == (message is not None) and (message is None or message in errors[0])
+
+
+def test_an_exception_on_one_rank_is_shown_once_with_its_rank(flags, tmp_path):
+    script = written(tmp_path, BROKEN)
+    ended = [run.end() for run in by_hand([str(script), "raise", *flags("--num-frames", 161)])]
+    assert [status for status, _, _ in ended] == [1, 1] and list(tmp_path.iterdir()) == [script]
+    assert [line for _, _, lines in ended for line in lines] == ["ltx2rt: error: rank 1: RuntimeError: a bad day"]
+
+
+def test_the_survivor_of_rank_0_removes_its_unfinished_file(flags, tmp_path):
+    """Killed before its last tile, without a launcher that could clean up or keep the store."""
+    script = written(tmp_path, BROKEN)
+    main, other = by_hand([str(script), "hang", *flags("--num-frames", 161)])
+    assert main.process.stdout.readline() == "hanging\n"
+    unfinished = partial_path(tmp_path / "clip.mp4", main.pid)
+    wait_for(unfinished.exists)
+    os.kill(main.pid, signal.SIGKILL)
+    assert main.end()[0] == -9
+    status, _, lines = other.end()
+    assert status == 1 and lines == ["ltx2rt: error: rank 0 died: killed, or out of memory"]
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_a_rank_whose_terminal_is_closed_leaves_nothing(flags, tmp_path):
+    script = written(tmp_path, BROKEN)
+    main, other = by_hand([str(script), "hang", *flags("--num-frames", 161)])
+    assert main.process.stdout.readline() == "hanging\n"
+    wait_for(partial_path(tmp_path / "clip.mp4", main.pid).exists)
+    os.kill(main.pid, signal.SIGHUP)
+    assert main.end() == (128 + signal.SIGHUP, "", ["ltx2rt: error: rank 0 was ended by SIGHUP"])
+    assert other.end()[0] == 1 and list(tmp_path.iterdir()) == [script]
+
+
+def test_a_death_while_loading_ends_all(flags, tmp_path):
+    """Rank 0 has its weights and waits for rank 1 in the first collective."""
+    script = written(tmp_path, LOADING)
+    main, other = by_hand([str(script), *flags()])
+    assert other.process.stdout.readline() == "loading\n"
+    os.kill(other.pid, signal.SIGKILL)
+    assert other.end()[0] == -9
+    status, _, lines = main.end()
+    assert status == 1 and lines == ["ltx2rt: error: rank 1 died: killed, or out of memory"]
+    assert list(tmp_path.iterdir()) == [script]

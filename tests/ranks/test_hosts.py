@@ -1,0 +1,145 @@
+"""JAX: one process for each host."""
+
+import json
+import os
+import signal
+import socket
+from dataclasses import dataclass
+
+import pytest
+from launches import BROKEN, LOADING, Launch, hosts_by_hand, written
+from ltx2rt_tpu.hosts import hosts
+
+from ltx2rt.errors import InputError
+
+ON_HOSTS = ("--backend", "tpu", "--profile", "trillium", "--pipeline", "one-stage", "--no-audio", "--seed", 7)
+
+
+def test_two_hosts_give_the_clip_of_one_device_once(flags, command, tmp_path):
+    """On the mesh that the profile means for all their devices."""
+    from safetensors.numpy import load_file
+
+    from ltx2rt.testing import relative_l2
+
+    latents, report = tmp_path / "latents.safetensors", tmp_path / "report.json"
+    words = flags(*ON_HOSTS, "--latents-out", latents, "--report", report)
+    (main, other) = (run.end() for run in hosts_by_hand(*[["-m", "ltx2rt", *words]] * 2))
+    assert (main[0], other[0]) == (0, 0) and (main[2], other[2]) == ([], [])
+    assert main[1].startswith(str(tmp_path / "clip.mp4")) and main[1].count("\n") == 1 and other[1] == ""
+    assert {p.name for p in tmp_path.iterdir()} == {"clip.mp4", "latents.safetensors", "report.json"}
+    assert json.loads(report.read_text())["mesh"] == {"sequence": 2, "tensor": 2}
+    several = load_file(latents)
+    status, _, errors = command(*words, "--mesh", "tensor=1")
+    assert status == 0, errors
+    one = load_file(latents)
+    assert one.keys() == several.keys() and "stage1.video.steps" in one
+    for name, expected in one.items():
+        assert relative_l2(several[name], expected) <= 1e-5, name  # float32, sums in another order; reached: 1.1e-6
+
+
+def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
+    for first, second, message in (
+        ((), ("--seed", 8), "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1"),
+        (mesh := ("--mesh", "tensor=2"), mesh, "is of 2 devices, the 2 processes have 4; give a --mesh of all of them"),
+        (single := ("--profile", "single"), single, "profile single has no mesh of 4 devices"),
+    ):
+        words = [["-m", "ltx2rt", *flags(*ON_HOSTS, *more)] for more in (first, second)]
+        ended = [run.end() for run in hosts_by_hand(*words)]
+        assert [status for status, _, _ in ended] == [2, 2] and not list(tmp_path.iterdir())
+        (line,) = [line for _, _, lines in ended for line in lines]
+        assert message in line
+
+
+AGREEING = """
+import os
+from ltx2rt.backend import get_backend
+backend, rank = get_backend("tpu", "cpu", {"tensor": 4}), int(os.environ["JAX_PROCESS_ID"])
+port = f":{int(os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2]):04X}"
+sockets = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+assert [words[1] for words in sockets if words[3] == "0A" and words[1].endswith(port)] == ["0100007F" + port]
+print(backend.agree(rank == 1), backend.agree(False), get_backend("tpu", "cpu", {"tensor": 4}).agree(rank == 0))
+"""
+
+
+def test_hosts_meet_on_one_interface_and_agree_on_what_one_of_them_says():
+    for run in hosts_by_hand(*[["-c", AGREEING]] * 2):
+        assert run.end() == (0, "True False True\n", [])
+
+
+def test_an_exception_on_one_host_ends_all(flags, tmp_path):
+    script = written(tmp_path, BROKEN)
+    ended = [run.end() for run in hosts_by_hand(*[[str(script), "raise", *flags(*ON_HOSTS)]] * 2)]
+    assert [status for status, _, _ in ended] == [1, 1] and list(tmp_path.iterdir()) == [script]
+    assert [line for _, _, lines in ended for line in lines] == ["ltx2rt: error: rank 1: RuntimeError: a bad day"]
+
+
+def test_a_host_process_that_dies_ends_all(flags, tmp_path):
+    script = written(tmp_path, LOADING)
+    main, other = hosts_by_hand(*[[str(script), *flags(*ON_HOSTS)]] * 2)
+    assert other.process.stdout.readline() == "loading\n"
+    os.kill(other.pid, signal.SIGKILL)
+    assert other.end()[0] == -9
+    status, _, lines = main.end()
+    assert status == 1 and lines == ["ltx2rt: error: rank 1 died: killed, or out of memory"]
+    assert list(tmp_path.iterdir()) == [script]
+
+
+EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+STEP = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+STEP["SLURM_PROCID"] = "1"
+SLICE = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    "environment,expected",
+    [
+        ({}, (0, 1)),
+        (EXPLICIT, (3, 4)),
+        (STEP, (1, 2)),
+        ({k: v for k, v in STEP.items() if k != "SLURM_PROCID"}, (0, 1)),  # salloc, not srun
+        (SLICE, (2, 4)),
+        (SLICE | EXPLICIT, (3, 4)),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, (0, 1)),
+    ],
+)
+def test_environment_tells_which_host_this_is(environment, expected):
+    assert hosts(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment,message",
+    [
+        ({"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID"),
+        (EXPLICIT | {"JAX_PROCESS_ID": "4"}, "process '4' of '4'"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "process '' of '2'"),
+    ],
+)
+def test_environment_that_names_no_host_is_refused(environment, message):
+    with pytest.raises(InputError, match=message):
+        hosts(environment)
+
+
+def test_a_meeting_place_that_cannot_be_is_named(flags):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for address, message in ((f"127.0.0.1:{port}", "cannot listen there"), ("127.0.0.1", "expected HOST:PORT")):
+            environment = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+            status, _, (line,) = Launch(["-m", "ltx2rt", *flags(*ON_HOSTS)], **environment).end()
+            assert status == 2 and f"JAX_COORDINATOR_ADDRESS {address}: {message}" in line
+
+
+def test_tensor_neighbours_are_on_one_host():
+    """Whatever the order in which the devices and the axes are named."""
+    from ltx2rt_tpu.distributed import device_mesh
+
+    @dataclass(frozen=True)
+    class Device:
+        id: int
+        process_index: int
+
+    devices = [Device(i, i // 2 % 2) for i in range(8)]  # hosts 0 0 1 1 0 0 1 1
+    mesh = device_mesh(devices[::-1], {"tensor": 2, "sequence": 4})
+    assert dict(mesh.shape) == {"sequence": 4, "tensor": 2} and mesh.axis_names[-1] == "tensor"
+    assert [[d.id for d in pair] for pair in mesh.devices] == [[0, 1], [4, 5], [2, 3], [6, 7]]

@@ -1,0 +1,135 @@
+"""Several ranks on this host, however they are launched: one clip, one line, and nothing left behind."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from launches import Launch, alive, by_hand, written
+
+from ltx2rt.graph import trace
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.ranks import start as launcher
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.stages.frames import decoding
+from ltx2rt.stages.tiling import blend_tiles, plan_tiles, tile_latents
+from ltx2rt.weights.checkpoint import open_checkpoint
+
+
+def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model, tmp_path):
+    """Three tiles: ranks 0, 1, 0. The frames are one device's bit by bit, given the same latent."""
+    latents = tmp_path / "latents.safetensors"
+    report = tmp_path / "report.json"
+    more = ("--num-frames", 161, "--no-audio", "--no-metadata", "--seed", 7)
+    run = Launch(["-m", "ltx2rt", *flags(*more, "--num-gpus", 2, "--latents-out", latents, "--report", report)])
+    status, out, errors = run.end()
+    assert (status, errors) == (0, []) and out.count("\n") == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"clip.mp4", "latents.safetensors", "report.json"}
+    assert json.loads(report.read_text())["mesh"] == {"tensor": 2}
+
+    from safetensors.numpy import load_file
+
+    from ltx2rt.backend import get_backend
+
+    backend = get_backend("cuda", "cpu")
+    session = Session(open_checkpoint(model), backend, ModelOptions("cuda", model), "float32")
+    latent = load_file(latents)["video_latent"]
+    tiling = plan_tiles("auto", latent.shape[2:], session.config.video_vae)
+    assert len(tiling.frames) == 3
+    frames = blend_tiles(session.each(decoding(tile_latents(latent, tiling)), "frames"), tiling, backend.to_host)
+    write_mp4(
+        tmp_path / "one.mp4", frames, num_frames=161, fps=Fraction(48), sample_rate=session.config.vocoder.sample_rate
+    )
+    assert (tmp_path / "one.mp4").read_bytes() == (tmp_path / "clip.mp4").read_bytes()
+
+
+def test_torchrun_does_the_same_as_num_gpus(flags, tmp_path):
+    words = flags("--no-metadata", "--seed", 7)
+    run = Launch(["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ltx2rt", *words])
+    status, out, errors = run.end()
+    assert (status, errors) == (0, []) and out.count("\n") == 1
+    first = (tmp_path / "clip.mp4").read_bytes()
+    status, out, errors = Launch(["-m", "ltx2rt", *words, "--tp-size", "2"]).end()
+    assert (status, errors) == (0, []) and out.count("\n") == 1
+    assert (tmp_path / "clip.mp4").read_bytes() == first
+
+
+def test_probe_under_ranks_writes_once(model, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    save_file({"steps": np.array([4], np.int32)}, tmp_path / "in.safetensors")
+    words = ["-m", "ltx2rt", "probe", "--backend", "cuda", "--device", "cpu", "--model", str(model), "--num-gpus", "2"]
+    words += ["--component", "schedule", "--inputs", str(tmp_path / "in.safetensors")]
+    status, _, errors = Launch([*words, "--outputs", str(tmp_path / "out.safetensors")]).end()
+    assert (status, errors) == (0, [])
+    assert load_file(tmp_path / "out.safetensors")["sigmas"].shape == (5,)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+COMPILED = """
+import functools, sys, torch
+torch.compile = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)  # Inductor takes two minutes here
+from ltx2rt.cli import main
+sys.exit(main())
+"""
+
+
+def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
+    """The whole block is one graph, collectives included, after a warm-up too; every load is charged once."""
+    script, report = written(tmp_path, COMPILED), tmp_path / "report.json"
+    one_stage = ("--pipeline", "one-stage", "--no-audio", "--seed", 7, "--compile", "--warmup", "--report", report)
+    for run in by_hand([str(script), *flags(*one_stage)]):
+        assert run.end()[::2] == (0, [])
+    assert json.loads(report.read_text())["warmup_s"] > 0
+
+
+def test_input_that_every_rank_refuses_is_refused_once(flags, tmp_path):
+    for more, message in (("--width", 100), "the nearest are 64 and 128"), (("--tp-size", 3), "tensor=3"):
+        words = flags(*more, *([] if "--tp-size" in more else ["--num-gpus", 2]))
+        status, out, (line,) = Launch(["-m", "ltx2rt", *words]).end()
+        assert (status, out) == (2, "") and message in line and not list(tmp_path.iterdir())
+
+
+FAKE = """
+import os, pathlib, sys, time
+rank = os.environ["RANK"]
+pathlib.Path(sys.argv[1], f"pid{rank}").write_text(str(os.getpid()))
+if rank == "0":
+    pathlib.Path(sys.argv[1], f".clip.mp4.{os.getpid()}.partial").touch()
+if rank == "1":
+    sys.exit(int(sys.argv[2]))
+time.sleep(600 if sys.argv[2] != "0" else 0)
+"""
+
+
+@pytest.mark.parametrize("status", [0, 2, 1])
+def test_the_launcher_ends_ranks_that_hang_and_removes_what_they_left(tmp_path, monkeypatch, capfd, status):
+    """A rank's exit status is the launcher's; the rank has said why itself."""
+    monkeypatch.setattr(launcher, "GRACE_S", 0.5)
+    package = tmp_path / "fake" / "ltx2rt"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(FAKE)
+    monkeypatch.chdir(package.parent)  # where `python -m` looks first
+    assert launcher.start([str(tmp_path), str(status)], 3, [tmp_path / "clip.mp4"], most=3) == status
+    assert not any(alive(int((tmp_path / f"pid{i}").read_text())) for i in range(3))
+    assert not list(tmp_path.glob(".clip*")) and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("more", [("--num-gpus", 100000), ("--mesh", "tensor=99999999")])
+def test_more_ranks_than_can_work_here_are_not_started(flags, command, monkeypatch, more):
+    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    status, _, error = command(*flags(*more))
+    assert status == 2 and error.count("\n") == 1 and "processes are asked for, this host has devices for" in error
+
+
+def test_on_one_device_every_rank_is_this_process():
+    from ltx2rt.backend import get_backend
+
+    backend = get_backend("cuda", "cpu")
+    assert backend.is_main and backend.num_processes == 1
+    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
+    program = backend.lower(graph)
+    calls = [(program, {}, {"x": np.array([i], np.float32)}) for i in range(3)]
+    assert [float(backend.to_host(y)[0]) for y in backend.each(calls, "y")] == [0, 2, 4]

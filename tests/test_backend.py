@@ -1,0 +1,79 @@
+"""How backends are found, and what they tell before they exist."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from ltx2rt_cuda.factory import num_gpus
+
+from ltx2rt.backend import DeviceInfo, backend_names, get_ahead_compiler, get_backend, get_factory
+from ltx2rt.errors import InputError
+
+TOY = """
+class Factory:
+    name, accelerator, process_per_device, packages = "toy", "abacus", False, ()
+    def open(self, device, mesh):
+        return device, dict(mesh)
+    def ahead_compiler(self, topology, mesh):
+        import no_such_framework
+FACTORY = Factory()
+"""
+LIGHT = """
+import sys
+from ltx2rt.backend import DeviceInfo, backend_names, get_factory
+for name in backend_names():
+    factory = get_factory(name)
+    factory.rank_and_size({}), factory.most_processes("auto"), factory.profile_key(DeviceInfo("cpu", "CPU", 1, 1))
+print(*[name for name in ("torch", "jax", "flax", "triton") if name in sys.modules])
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A third backend, installed: a module and an entry point."""
+    (tmp_path / "toy_backend.py").write_text(TOY)
+    metadata = tmp_path / "toy_backend-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-backend\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[ltx2rt.backends]\ntoy = toy_backend:FACTORY\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+
+
+def test_a_third_backend_takes_one_entry_point(toy, command):
+    assert backend_names() == ["cuda", "toy", "tpu"]
+    assert get_factory("toy").accelerator == "abacus"
+    assert get_backend("toy", "cpu", {"tensor": 2}) == ("cpu", {"tensor": 2})
+
+
+def test_what_is_not_installed_is_said(toy):
+    with pytest.raises(InputError, match=r"unknown backend 'nope'; known backends: cuda, toy, tpu"):
+        get_backend("nope")
+    with pytest.raises(InputError, match=r"backend toy: No module named .* pip install 'ltx2rt\[toy\]'"):
+        get_ahead_compiler("toy", "2x2", {})
+
+
+def test_factories_import_no_framework():
+    ran = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
+
+
+def test_factories_tell_what_the_core_asks():
+    cuda, tpu = get_factory("cuda"), get_factory("tpu")
+    gpu, chips = DeviceInfo("cuda", "NVIDIA H100", 1, 1, 8), DeviceInfo("tpu", "TPU v6 lite", 1, 1, 8)
+    cpus = DeviceInfo("cpu", "CPU", 1, 1, 8)
+    assert (cuda.process_per_device, tpu.process_per_device) == (True, False)
+    assert (cuda.profile_key(gpu), tpu.profile_key(chips), tpu.profile_key(cpus)) == ("cuda", "TPU v6 lite", "cpu")
+    assert (cuda.takes_all(gpu), tpu.takes_all(chips), tpu.takes_all(cpus)) == (False, True, False)
+    with pytest.raises(InputError, match="backend cuda compiles on the device that runs"):
+        get_ahead_compiler("cuda", "2x2", {})
+
+
+def test_gpus_are_counted_without_torch(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert num_gpus({}, tmp_path) == 3
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == num_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == 0
