@@ -112,17 +112,17 @@ def convert(f: Field, value: Any) -> Any:
 def _one(f: Field, how: Flag, value: Any) -> Any:
     if how.parse is bool or value is None:
         return value
-    if isinstance(value, Path) and how.parse is not Path:
-        value = str(value)
-    parse: Any = how.parse
-    if parse in NATIVE or isinstance(value, str):
-        try:
-            value = parse(value)
-        except InputError:
-            raise
-        except (TypeError, ValueError):
-            kind = getattr(parse, "__name__", "value")
-            raise InputError(f"{spelling(f)}: {value!r}, expected {kind}") from None
+    try:
+        if (how.parse is str and not isinstance(value, (str, Path))) or (
+            how.parse is int and float(value) != int(value)
+        ):
+            raise ValueError
+        value = how.parse(value)  # pyright: ignore[reportArgumentType]
+    except InputError:
+        raise
+    except (TypeError, ValueError, OverflowError):
+        kind = getattr(how.parse, "__name__", "value").replace("parse_", "")
+        raise InputError(f"{spelling(f)}: {value!r}, expected {kind}") from None
     if how.choices and value not in how.choices:
         raise InputError(f"{spelling(f)}: {value!r}, expected one of {', '.join(how.choices)}")
     return value

@@ -44,8 +44,8 @@ class ProbeRequest:
     """One network run on given tensors. `inputs` is None for the tokenizer, which reads `prompts`."""
 
     component: str = flag(MISSING, ", ".join(COMPONENTS), metavar="NAME")
-    inputs: Path | None = flag(None, "safetensors", Path, metavar="FILE")
     outputs: Path = flag(MISSING, "safetensors, float32", Path, metavar="FILE")
+    inputs: Path | None = flag(None, "safetensors", Path, metavar="FILE")
     prompts: tuple[str, ...] = flag((), "for the tokenizer", name="--prompt", metavar="TEXT", repeat=True)
 
     def check(self) -> None:

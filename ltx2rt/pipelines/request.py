@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -80,12 +81,12 @@ def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
     return ImageSpec(Path(match["path"]), int(match["frame"]), strength)
 
 
-def parse_blocks(text: str) -> tuple[int, ...]:
-    """A comma-separated list of block numbers."""
+def parse_blocks(text: str | Sequence[int]) -> tuple[int, ...]:
+    """A comma-separated list of block numbers, or the numbers."""
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(int(part) for part in (text.split(",") if isinstance(text, str) else text) if str(part).strip())
     except ValueError:
-        raise InputError(f"--stg-blocks: {text[:80]!r}, expected block numbers such as 28 or 14,19") from None
+        raise InputError(f"--stg-blocks: {str(text)[:80]!r}, expected block numbers such as 28 or 14,19") from None
 
 
 @dataclass(frozen=True)

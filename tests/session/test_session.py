@@ -1,0 +1,183 @@
+"""One session, many requests: what is kept is not made again, what is cancelled leaves no trace, nothing piles up."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+
+import ltx2rt
+from ltx2rt.session import session as sessions
+from ltx2rt.weights.make import make_checkpoint
+
+SIZES = ({"width": 128, "height": 64}, {"width": 64, "height": 64}, {"width": 64, "height": 128})
+SMALL = {"num_frames": 9, "fps": 48, "steps": 3, "image_crf": 0}
+SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny("tiny-2.3", "official")
+
+
+@pytest.fixture(scope="module")
+def user_lora(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("other")
+    make_checkpoint("tiny-2.3", "official", folder, seed=1)
+    return folder / "tiny-2.3-distilled-lora.safetensors"
+
+
+@pytest.fixture(params=["cuda", "tpu"])
+def session(request, model):
+    with ltx2rt.open(model, backend=request.param, device="cpu") as opened:
+        yield opened
+
+
+def made(session, **changes):
+    return session.generate("a red fox", **{"seed": 3, **SMALL, **SIZES[0], **changes})
+
+
+def assert_same(a, b):
+    np.testing.assert_array_equal(a.frames, b.frames)
+    np.testing.assert_array_equal(a.waveform, b.waveform)
+
+
+def test_a_repeated_request_builds_and_loads_nothing(session):
+    """Neither does another seed, prompt, guidance or number of steps in the same room; a new size loads nothing."""
+    first = made(session)
+    assert first.report["programs_built"] > 0 and first.report["loaded_bytes"] > 1e6
+    again = made(session)
+    assert (again.report["programs_built"], again.report["loaded_bytes"]) == (0, 0)
+    assert_same(again, first)
+    for change in ({"seed": 4}, {"video_cfg": 2.5}, {"steps": 5}, {"negative_prompt": "dull"}):
+        other = made(session, **change)
+        assert (other.report["programs_built"], other.report["loaded_bytes"]) == (0, 0), change
+        assert not np.array_equal(other.frames, first.frames), change
+    wide = made(session, **SIZES[2])
+    assert wide.report["programs_built"] > 0 and wide.report["loaded_bytes"] == 0
+
+
+def test_a_cancelled_request_ends_within_a_step_and_leaves_no_trace(session):
+    """Whenever it is cancelled: before the first stage, in a step, while sound or frames are made."""
+    undisturbed = made(session)
+    asked = 0
+
+    def counting():
+        nonlocal asked
+        asked += 1
+        return False
+
+    made(session, cancelled=counting)
+    seen = []
+    for last in random.Random(SEED).sample(range(1, asked + 1), 4):
+        left = last
+
+        def cancelled():
+            nonlocal left
+            left -= 1
+            return left == 0
+
+        seen.clear()
+        with pytest.raises(ltx2rt.Cancelled):
+            made(session, cancelled=cancelled, on_progress=seen.append)
+        assert left == 0, f"asked again after {last} (LTX2RT_TEST_SEED={SEED})"
+        assert len(seen) <= asked
+    assert_same(made(session), undisturbed)
+
+
+def test_progress_goes_from_nothing_to_everything(session):
+    seen = []
+    made(session, on_progress=seen.append)
+    stages = list(dict.fromkeys(p.stage for p in seen))
+    assert stages == ["text", "stage1", "upsample", "stage2", "audio", "decode"]
+    assert [(p.step, p.of) for p in seen if p.stage == "stage1"] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    fractions = [p.fraction for p in seen]
+    assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == pytest.approx(1)
+    assert seen[0].eta_s is None and seen[-1].eta_s == pytest.approx(0, abs=1e-6)
+
+
+def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, model):
+    """The set of one LoRA differs from the plain weights in the 130 tensors that it touches."""
+    resident = session.resident
+    made(session)
+    plain = resident.weights.held_bytes
+    options = resident.options
+    resident.options = resident.weights.options = sessions.replace(
+        options, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5, "stage1"),)
+    )
+    changed = made(session)
+    assert 0 < changed.report["loaded_bytes"] < plain / 4
+    resident.options = resident.weights.options = options
+    assert made(session).report["loaded_bytes"] == 0
+
+
+def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user_lora):
+    resident = session.resident
+    made(session)
+    options, peak = resident.options, max(c.peak_bytes for c in resident.costs(_plan(resident).stages))
+    room = peak * 1.02 / 1e9
+    loras = [(ltx2rt.session.options.LoraSpec(user_lora, 0.25 * i, "stage1"),) for i in (1, 2, 3)]
+    sizes = []
+    for found in loras:
+        resident.options = resident.weights.options = sessions.replace(options, loras=found, max_memory=room)
+        made(session)
+        sizes.append(resident.weights.held_bytes)
+    assert all(size <= room * 1e9 for size in sizes), sizes
+    assert sum(key[0] == "transformer" for key in resident.weights.held) <= 3
+
+
+def _plan(resident):
+    from ltx2rt.api import make_request
+    from ltx2rt.commands.generate import make_plan
+
+    return make_plan(resident, make_request("two-stage", prompt="a red fox", seed=3, **SMALL, **SIZES[0]))
+
+
+def test_programs_of_rarely_used_shapes_are_let_go(session, monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_PROGRAMS", 10)
+    released = []
+    first = made(session)
+    for program in session.resident._programs.values():
+        release = program.release
+        program.release = lambda own=release: released.append(own()) or None
+    made(session, **SIZES[1])
+    made(session, **SIZES[2])
+    assert len(session.resident._programs) == 10 and released
+    again = made(session)
+    assert again.report["programs_built"] > 0
+    assert_same(again, first)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_twenty_requests_leave_no_more_than_five(backend, model):
+    """Three sizes, cancels at random steps: after the fifth request nothing is built, loaded or piled up."""
+    rng, kept, sizes = random.Random(SEED), {}, []
+    with ltx2rt.open(model, backend=backend, device="cpu") as session:
+        for i in range(20):
+            size = i % 3
+            if i > 5 and rng.random() < 0.3:
+                left = rng.randrange(1, 8)
+
+                def cancelled():
+                    nonlocal left
+                    left -= 1
+                    return left <= 0
+
+                with pytest.raises(ltx2rt.Cancelled):
+                    made(session, **SIZES[size], cancelled=cancelled)
+                continue
+            clip = made(session, **SIZES[size])
+            assert_same(kept.setdefault(size, clip), clip)
+            if i >= 5:
+                assert (clip.report["programs_built"], clip.report["loaded_bytes"]) == (0, 0), (i, SEED)
+                resident = session.resident
+                sizes.append((resident.weights.held_bytes, len(resident._programs), len(resident._graphs)))
+    assert len(set(sizes)) == 1
+
+
+def test_a_closed_session_says_so(model):
+    session = ltx2rt.open(model, backend="cuda", device="cpu")
+    session.close()
+    session.close()
+    with pytest.raises(ltx2rt.InputError, match="closed"):
+        made(session)
