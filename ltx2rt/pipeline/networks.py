@@ -163,8 +163,8 @@ class Networks:
         same = 0
         while same < min(len(a), len(b)) and a[same] == b[same]:
             same += 1
-        rest = [*a[same:], *b[same:]]
-        return frozenset(self.source("transformer", rest).touched()) if rest else frozenset()
+        rests = [rest for rest in (a[same:], b[same:]) if rest]
+        return frozenset(name for rest in rests for name in self.source("transformer", rest).touched())
 
     # --- graphs -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Tensors in safetensors files: headers first, data as memory-mapped views, files written as a stream.
 
-The safetensors package says what a readable file is, which an attacker may have written; leaves names and meaning to `names`, `configs` and `checkpoint`.
-A *tensor source* is anything with `names()`, `info(name)` and `read(name)`; `TensorFile` and `TensorFolder` are two.
+The safetensors package says what a readable file is, as an attacker may have written it; names and meaning are left to
+`names`, `configs` and `checkpoint`. A *tensor source* is anything with `names()`, `info(name)` and `read(name)`;
+`TensorFile` and `TensorFolder` are two.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ INFINITY = {  # the bits of the least non-finite value, above zero and below; fl
     dtype: tuple(int(x) for x in np.array([np.inf, -np.inf], np.float32).astype(dtype).view(f"u{dtype.itemsize}"))
     for dtype in FLOATS
 }
+CACHED_BYTES = 2**20
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS, MAX_NAME = 64, 1000  # numpy's limit; names are shown in messages
 
@@ -87,7 +89,7 @@ class TensorFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Raises InputError for whatever the safetensors package refuses, and for a git-lfs pointer, a FIFO, a folder."""
+        """Raises InputError for what the safetensors package refuses, for a git-lfs pointer, a FIFO, a folder."""
         self.path = Path(path)
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO must not wait
@@ -131,11 +133,13 @@ class TensorFile:
 
 
 def finite(array: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite: as integers, those are the largest of either sign. Faster than a sum."""
+    """Whether no value is NaN or infinite: as integers, those are the largest of either sign. Faster than any sum."""
     if array.dtype not in INFINITY or array.size == 0:
         return True
-    infinity, bits = INFINITY[array.dtype], array.view(f"u{array.itemsize}")
-    return bool(bits.max() < infinity[1] and bits.view(f"i{array.itemsize}").max() < infinity[0])
+    (above, below), bits = INFINITY[array.dtype], np.atleast_1d(array).view(f"u{array.itemsize}")
+    step = max(1, CACHED_BYTES * len(bits) // bits.nbytes)  # rows at once, so that the second maximum finds them cached
+    parts = (bits[row : row + step] for row in range(0, len(bits), step))
+    return all(part.max() < below and part.view(f"i{array.itemsize}").max() < above for part in parts)
 
 
 class TensorFolder:
@@ -169,7 +173,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
     path = Path(path)
     if not path.is_dir():
         return TensorFile(path)
-    indices = sorted(path.glob("*.safetensors.index.json"))
+    indices = sorted(index for index in path.glob("*.safetensors.index.json") if index.is_file())
     if len(indices) > 1:
         raise InputError(f"{path}: {len(indices)} shard indices ({', '.join(i.name for i in indices)}), expected one")
     if indices:
