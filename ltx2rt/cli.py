@@ -280,7 +280,7 @@ def probe(args: argparse.Namespace) -> int | None:
 
 
 def weights_make(args: argparse.Namespace) -> None:
-    from ltx2rt.weights.make import make_checkpoint
+    from ltx2rt.weights.random.make import make_checkpoint
 
     print(make_checkpoint(args.preset, args.layout, args.directory, seed=args.seed, dry_run=args.dry_run))
 
@@ -318,7 +318,7 @@ def graph(args: argparse.Namespace) -> None:
     from ltx2rt.graph.show import show
     from ltx2rt.pipeline.graphs import component_graph
     from ltx2rt.weights.checkpoint import open_checkpoint
-    from ltx2rt.weights.presets import preset
+    from ltx2rt.weights.random.presets import preset
 
     config = open_checkpoint(request.model).config if request.model else preset(request.preset or "").config
     print(show(component_graph(config, request), request.format), end="")

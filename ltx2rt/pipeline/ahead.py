@@ -24,7 +24,7 @@ from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
 from ltx2rt.placement.profiles import resolve
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 PARTS = {"denoise-before": "before", "denoise-step": "step"}  # components that are a part of the denoise loop
 MODEL_BRANCHES = 4  # cond, uncond, perturbed, isolated: none of the default guidance scales is neutral

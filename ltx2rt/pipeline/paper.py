@@ -24,7 +24,7 @@ from ltx2rt.placement.devices import DeviceKind, device_kind
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 
 class PaperBackend:

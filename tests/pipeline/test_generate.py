@@ -13,7 +13,7 @@ from ltx2rt_cuda import CudaBackend
 from ltx2rt.pipeline.networks import Networks
 from ltx2rt.pipeline.noise import standard_normal
 from ltx2rt.testing import relative_l2
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 LATENT = {"stage1": (3, 1, 2), "stage2": (3, 2, 4)}  # frames, rows and columns of 17 frames at 128 x 64 pixels
 AUDIO = 9  # round(17 / 48 s * 25)

@@ -14,7 +14,7 @@ from ltx2rt.pipeline.request import ModelOptions, PlanRequest
 from ltx2rt.placement.cost import RECEIVED, Traffic, touched_bytes, traffic
 from ltx2rt.placement.devices import DEVICE_KINDS, device_kind
 from ltx2rt.placement.plan import StageCost, Work, cost
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 
 @cache
