@@ -47,8 +47,8 @@ BUFFER_BYTES = 2**26
 def write_model(folder: Path, name: str, text: bool) -> None:
     """The official layout's main file and, with `text`, its Gemma folder."""
     from ltx2rt.weights.files import TensorInfo, write_tensors
-    from ltx2rt.weights.make import plan_checkpoint
-    from ltx2rt.weights.presets import preset
+    from ltx2rt.weights.random.make import plan_checkpoint
+    from ltx2rt.weights.random.presets import preset
 
     plan = plan_checkpoint(preset(name), name, "official")
     wanted = [f"{name}.safetensors", *(path for path in plan.tensors if text and path.startswith("gemma"))]

@@ -23,7 +23,7 @@ from ltx2rt.graph import Graph
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.files import TensorInfo, cut
-from ltx2rt.weights.make import Tensor, make_checkpoint, values
+from ltx2rt.weights.random.make import Tensor, make_checkpoint, values
 
 LARGE = 2**20  # elements; all tensors of the tiny models are smaller, so that they are the same on every device
 

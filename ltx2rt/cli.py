@@ -308,7 +308,7 @@ def probe(args: argparse.Namespace) -> int | None:
 
 
 def weights_make(args: argparse.Namespace) -> None:
-    from ltx2rt.weights.make import make_checkpoint
+    from ltx2rt.weights.random.make import make_checkpoint
 
     print(make_checkpoint(args.preset, args.layout, args.directory, seed=args.seed, dry_run=args.dry_run))
 
@@ -379,7 +379,7 @@ def graph(args: argparse.Namespace) -> None:
     from ltx2rt.graph.show import show
     from ltx2rt.pipelines.one_stage import OneStage
     from ltx2rt.weights.checkpoint import open_checkpoint
-    from ltx2rt.weights.presets import preset
+    from ltx2rt.weights.random.presets import preset
 
     options, asked = _options(args), Asked(args.component, **given_flags(args, Asked))
     clip = OneStage("a graph", **given_flags(args, OneStage))

@@ -26,7 +26,7 @@ from ltx2rt.placement.profiles import resolve, undivided
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,12 @@ class Session:
             self.checkpoint.source(part)  # raises if it is absent, naming the flag that gives it
         mesh = stage_mesh(mesh, row.branches(sizes)) if row.branches else text_mesh(mesh)
         float8 = self.options.weights_dtype if row.rules == "transformer" else None
-        if call.steps is None:
+        if call.steps is not None:
+            sizes = replace(sizes, videos=sizes.videos // mesh.get("data", 1))
+        with self.checkpoint.tracing():
             graph = row.trace(self.config, sizes, row.dtype or self.dtype)
+        if call.steps is None:
             return placed(graph, row.rules, self.profile, mesh, float8)
-        share = replace(sizes, videos=sizes.videos // mesh.get("data", 1))
-        graph = row.trace(self.config, share, row.dtype or self.dtype)
         return placed_loop(graph, self.profile, mesh, call.steps, float8)
 
     def program(self, call: Call) -> Any:
@@ -136,16 +137,16 @@ class Session:
     def audit(self, stages: Sequence[Needing]) -> dict[str, list[Merge]]:
         """Compare every network that the stages call with the checkpoint, and every LoRA with both.
 
-        Returns what LoRAs will merge, by stage. Raises InputError.
+        Returns what LoRAs will merge, by stage and in their order. Raises InputError.
         """
-        found, seen = {}, set()
+        audited: dict[WeightsKey, list[Merge]] = {}
+        found = {}
         for stage in stages:
             for call in stage.needs(self.config):
-                if call.weights not in seen:
-                    seen.add(call.weights)
-                    merges = self.weights.audit(call, self.graph(call))
-                    if merges:
-                        found[stage.name] = merges
+                if call.weights not in audited:
+                    audited[call.weights] = self.weights.audit(call, self.graph(call))
+                if call.loras:
+                    found[stage.name] = audited[call.weights]
         return found
 
     def costs(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None) -> list[StageCost]:

@@ -14,7 +14,7 @@ from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES, placed
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.files import cut, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-6  # float32: BLAS sums one wide product in another order than several narrow ones
 

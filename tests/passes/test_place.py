@@ -26,7 +26,7 @@ from ltx2rt.passes.place import place
 from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES, placed
 from ltx2rt.testing import random_params, relative_l2
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; another order of summation
 BROKEN = 1e-2  # what a graph that is broken on purpose misses by, at least

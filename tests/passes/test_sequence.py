@@ -16,7 +16,7 @@ from ltx2rt.models import guided_step, transformer
 from ltx2rt.placement.cost import traffic
 from ltx2rt.placement.profiles import PROFILES, placed
 from ltx2rt.testing import random_params, relative_l2
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-5  # float32: another order of summation
 MESHES = (

@@ -15,7 +15,7 @@ from ltx2rt.placement.devices import DEVICE_KINDS, device_kind
 from ltx2rt.placement.plan import StageCost, Work, cost
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 
 @cache
