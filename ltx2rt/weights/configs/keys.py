@@ -14,7 +14,7 @@ from ltx2rt.errors import InputError
 
 MISSING = object()
 MAX_SIZE = 2**20  # four times the largest released one, Gemma's vocabulary
-MAX_COUNT = 1024  # of layers, blocks, registers, bins: what is looped over and what tables are made of
+MAX_COUNT = 256  # of layers, blocks, registers, bins: what is looped over and what tables are made of
 
 
 class Keys:
