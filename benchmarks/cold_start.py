@@ -2,10 +2,10 @@
 
 Decides the phases, each in a fresh process as in a real run, and what loading is held against.
   import   from the start of the process until the backend has its device
-  plan     headers read and audited, graphs traced
+  plan     headers read and audited, graphs traced and placed
   load     weights on the device: the text encoder's (if the model has one), then the transformer's
   text     the prompt encoded
-  lower    the denoise loop of stage 1 traced, placed and lowered
+  lower    the denoise loop of stage 1 lowered
   warmup   what the first step took longer than the second, but for its recording: compiling, starting libraries
   record   the step recorded as a CUDA graph; nothing on a CPU
   step     the second step
