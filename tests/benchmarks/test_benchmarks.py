@@ -215,6 +215,12 @@ def test_a_whole_request_is_timed_by_phase(tmp_path, capsys):
     assert "per step" in capsys.readouterr().out
 
 
+def test_drawing_an_offloaded_encoder_is_no_kernel_of_its_stage():
+    flags = [*TINY_CLIP, "--repeats", "1", "--pipeline", "one-stage", "--profile-kernels"]
+    resident, offloaded = (end_to_end.main([*flags, *more])["kernels"] for more in ([], ["--text-encoder-offload"]))
+    assert offloaded["text"]["pointwise"]["launches"] == resident["text"]["pointwise"]["launches"]
+
+
 def test_diffusers_makes_the_same_clip_on_the_same_tensors(tmp_path, capsys):
     """Both prompts, both stages, upsampler, picture and sound; from ours as far as float32 rounding goes."""
     written = tmp_path / "p.json"
