@@ -33,7 +33,7 @@ class PaperBackend:
     def __init__(self, kind: DeviceKind, mesh: Mapping[str, int]):
         self.kind, self.mesh = kind, mesh
         self.name, self.device_kind = kind.backend, kind.framework_kind
-        self.is_main, self.versions = True, {}
+        self.is_main, self.versions, self.num_built = True, {}, 0
         self.num_processes = prod(mesh.values()) if kind.framework_kind == "cuda" else 1  # JAX drives all its devices
 
     def device(self) -> DeviceInfo:
@@ -43,7 +43,7 @@ class PaperBackend:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("a device on paper runs nothing")
 
-    load = lower = lower_loop = merge = each = to_host = synchronize = peak_bytes = _refuse
+    load = lower = lower_loop = merge = each = agree = to_host = synchronize = trim = peak_bytes = _refuse
 
 
 @dataclass(frozen=True)
