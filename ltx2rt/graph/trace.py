@@ -194,7 +194,7 @@ class Ops:
                 if kind == "data":
                     if t.axes[0] != "layers" or t.shape[0] != count:
                         raise GraphError(f"repeat: data {name} is {t}, expected a leading axis layers={count}")
-                    t = Type(t.axes[1:], t.shape[1:], t.dtype)
+                    t = t.unstacked()
                 inner.inputs[name] = inputs[kind][name] = o.term(name, t)
         new_carry, outputs = body(o, inputs["carry"], inputs["invariant"], inputs["data"])
         for name, value in carry.items():
@@ -206,7 +206,7 @@ class Ops:
         for name, value in (carry | outputs).items():
             t = value.type
             if name in outputs:
-                t = Type(("layers", *t.axes), (count, *t.shape), t.dtype)
+                t = t.stacked("layers", count)
             results[name] = self.term(f"%{next(self.graph.serial)}", t)
         plan = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
         operands = (*carry.values(), *invariant.values(), *data.values())

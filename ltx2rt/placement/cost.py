@@ -93,7 +93,7 @@ def activation_bytes(graph: Graph) -> int:
     peak = live
     for i, node in enumerate(graph.nodes):
         live += sum(sizes[id(v)] for v in node.outputs if owners[id(v)] == id(v))
-        inner = activation_bytes(node.plan["repeat"].body) if node.op == "repeat" else 0
+        inner = activation_bytes(node.repeat.body) if node.op == "repeat" else 0
         peak = max(peak, live + inner)
         live -= sum(sizes[owner] for owner in dying.get(i, ()) if owner in sizes)
     return peak

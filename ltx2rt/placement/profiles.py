@@ -194,7 +194,7 @@ def undivided(graph: Graph, rules: Rules, mesh: Mapping[str, int]) -> Iterator[t
     found = {}
     for node in graph.nodes:
         if node.op == "repeat":
-            yield from undivided(node.plan["repeat"].body, rules, mesh)
+            yield from undivided(node.repeat.body, rules, mesh)
         elif node.op in ("linear", "split"):  # a packed linear's axes are those of the split after it
             sizes = node.attrs["out" if node.op == "linear" else "into"]
             found |= {a: n for a, n in sizes.items() if n % mesh.get(rules.get(a, ""), 1)}
