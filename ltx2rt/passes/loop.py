@@ -13,6 +13,12 @@ from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value
 from ltx2rt.graph.verify import verify
 
 STEPS = "steps"
+STEP_SLOTS = 8  # modulation rows of a slot that stays empty cost next to nothing
+
+
+def step_slots(num_steps: int) -> int:
+    """The room of a loop for so many steps: another number of steps in it is the same graph."""
+    return -(-num_steps // STEP_SLOTS) * STEP_SLOTS
 
 
 def looped(step: Graph, name: str, count: int, state: Sequence[str], data: Sequence[str]) -> Graph:
