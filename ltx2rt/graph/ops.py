@@ -58,6 +58,16 @@ def _view(small: Type, axes: tuple[str, ...], what: str = "operand") -> tuple[in
     return tuple(sizes.get(a, 1) for a in axes)
 
 
+# --- constants ------------------------------------------------------------------------------------------------
+
+
+@op(lambda value, shape, dtype: np.broadcast_to(value, shape))
+def full(*, value: float, dtype: str, **sizes: int):
+    """The number `value` everywhere; keyword order is axis order."""
+    shape = tuple(sizes.values())
+    return Type(tuple(sizes), shape, dtype), {"value": np.array(value, np.float32), "shape": shape, "dtype": dtype}
+
+
 # --- elementwise ----------------------------------------------------------------------------------------------
 
 

@@ -50,10 +50,8 @@ def _body(graph: Graph, lines: list[str], indent: str) -> None:
                 lines.append(f"{indent}  yield {name} = {v.name}: {v.type}")
             continue
         operands = ", ".join(v.name.replace(prefix, "") for v in node.inputs)
-        attrs = _attrs(node)
-        lines.append(
-            f"{indent}{results} = {node.op}({operands}{'; ' + attrs if attrs else ''}): {node.outputs[0].type}"
-        )
+        words = "; ".join(filter(None, (operands, _attrs(node))))
+        lines.append(f"{indent}{results} = {node.op}({words}): {node.outputs[0].type}")
 
 
 def _common_prefix(graph: Graph) -> str:

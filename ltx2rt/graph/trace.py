@@ -80,6 +80,10 @@ class Ops:
         self.graph.inputs[name] = term
         return term
 
+    def full(self, value: float, dtype: str | None = None, **sizes: int) -> Term:
+        """A number everywhere; keyword order is axis order."""
+        return self._emit("full", (), {"value": value, "dtype": dtype or self.dtype, **sizes})
+
     def param(self, name: str, *, dtype: Any = None, **sizes: int) -> Term:
         """Declare a parameter in the checkpoint's shape; keyword order is axis order."""
         return self._param(name, tuple(sizes), tuple(sizes.values()), dtype)

@@ -110,8 +110,7 @@ def _keeps(
         return {}
     n = config.num_layers
     blocks = o.input("stg_blocks", "float32", layers=n)
-    zeros = o.affine(blocks, scale=0.0)
-    ones = o.affine(zeros, offset=1.0)
+    zeros, ones = (o.full(value, "float32", layers=n) for value in (0.0, 1.0))
 
     def columns(branch: str, inside: Term) -> Term:
         keep = o.stack(*(inside if name == branch else ones for name in names), axis="branches", dim=1)

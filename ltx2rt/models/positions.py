@@ -54,8 +54,7 @@ def gather_tables(o: Ops, axes: list[dict[str, Term]], heads: int, head_dim: int
         pairs = head_dim // 2
         missing = heads * pairs - x.type.size("frequencies")
         if missing:
-            front = o.slice(x, axis="frequencies", stop=missing)
-            front = o.affine(front, scale=0.0, offset=1.0 if kind == "cos" else 0.0)
-            x = o.concat(front, x, axis="frequencies")
+            front = {**x.type.sizes, "frequencies": missing}
+            x = o.concat(o.full(1.0 if kind == "cos" else 0.0, x.type.dtype, **front), x, axis="frequencies")
         tables.append(o.split(x, axis="frequencies", into={"heads": heads, "pairs": pairs}))
     return tables[0], tables[1]

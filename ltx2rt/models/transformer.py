@@ -134,7 +134,7 @@ def rope_tables(o: Ops, config: TransformerConfig, tables: dict[str, dict[str, T
 
 def mask_bias(o: Ops, mask: Term) -> Term:
     """Additive bias of a multiplicative attention mask in [0, 1]: its logarithm, -1e30 where it is 0."""
-    return o.select(mask, o.log(o.clamp(mask, low=1e-30)), o.affine(mask, scale=0.0, offset=-1e30))
+    return o.select(mask, o.log(o.clamp(mask, low=1e-30)), o.full(-1e30, "float32", **mask.type.sizes))
 
 
 class Rows(NamedTuple):

@@ -332,7 +332,7 @@ class _Placer:
             enter(name, v, placed, placed.value.type)
         for axis, size in lengths.items():
             if size % self._parts(axis):
-                inputs.append(self._padding_mask(axis, size, next(iter(self.out.inputs.values()))))
+                inputs.append(self._padding_mask(axis, size))
                 inner.lengths[axis], inner.padding[axis] = size, Value(f"{axis}_padding", inputs[-1].type)
                 body.inputs[f"{axis}_padding"] = inner.padding[axis]
         for (name, v), placed in data:
@@ -363,13 +363,9 @@ class _Placer:
                 placed = replace(placed, value=value)
         return placed
 
-    def _padding_mask(self, axis: str, size: int, any_value: Value) -> Value:
+    def _padding_mask(self, axis: str, size: int) -> Value:
         """float32 (keys): 0 on the first `size` keys, MASKED on the padding after them."""
-        scalar = any_value
-        while scalar.type.axes:
-            scalar = emit(self.out, "at", scalar, axis=scalar.type.axes[0], index=0)
-        scalar = emit(self.out, "affine", emit(self.out, "cast", scalar, dtype="float32"), scale=0.0, offset=1.0)
-        ones = emit(self.out, "expand", scalar, axis="keys", size=size)
+        ones = emit(self.out, "full", value=1.0, dtype="float32", keys=size)
         padded = emit(self.out, "pad", ones, mode="zeros", keys=(0, -size % self._parts(axis)))
         return emit(self.out, "affine", padded, scale=-MASKED, offset=MASKED)
 

@@ -5,6 +5,7 @@ import pytest
 from ltx2rt.errors import GraphError
 from ltx2rt.graph import ParamSpec, trace
 from ltx2rt.graph.ops import OPS
+from ltx2rt.graph.show import show
 
 
 def graph_of(model, dtype="float32"):
@@ -202,3 +203,9 @@ def test_arithmetic_across_graphs_and_with_what_is_no_number_is_refused():
     refused(lambda o: x_of(o) * x_of(o, "y", "bfloat16"), "operands differ in dtype")
     with pytest.raises(TypeError):
         graph_of(lambda o: {"y": x_of(o) + None})
+
+
+def test_a_number_everywhere_needs_no_operand():
+    graph = graph_of(lambda o: {"y": o.full(0.5, B=2, D=3), "i": o.full(7, "int32", B=2)}, "bfloat16")
+    assert [str(v.type) for v in graph.outputs.values()] == ["bf16[B=2, D=3]", "i32[B=2]"]
+    assert "%0 = full(value=0.5, dtype=bfloat16, B=2, D=3): bf16[B=2, D=3]" in show(graph)
