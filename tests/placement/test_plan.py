@@ -1,4 +1,4 @@
-"""The cost of a stage on paper, against counts made by hand."""
+"""The estimated cost of a stage, against counts made by hand."""
 
 from dataclasses import replace
 from functools import cache
@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.pipeline import paper
 from ltx2rt.pipeline.generate import plan_costs
 from ltx2rt.pipeline.request import ModelOptions, PlanRequest
-from ltx2rt.placement.cost import RECEIVED, Traffic, touched_bytes, traffic
+from ltx2rt.placement.cost import Traffic, touched_bytes, traffic
 from ltx2rt.placement.devices import DEVICE_KINDS, device_kind
 from ltx2rt.placement.plan import StageCost, Work, cost
 from ltx2rt.weights.make import make_checkpoint
@@ -26,11 +25,6 @@ def plan(preset="tiny-2.3", devices=2, kind="h100-80gb", **settings):
 
 def stages(found) -> dict[str, StageCost]:
     return {c.name: c for c in found.costs}
-
-
-def test_every_collective_says_what_a_device_receives():
-    assert set(RECEIVED) == set(COLLECTIVES)
-    assert RECEIVED["all_reduce"](1) == 0  # one device hears nothing
 
 
 def test_the_full_model_reaches_the_floor_of_collectives():
