@@ -217,6 +217,7 @@ def _numpy_slice(x, dim, start, stop, step):
 
 @op(_numpy_slice)
 def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step: int = 1):
+    """Every `step`-th position of an axis from start up to stop, which is its end unless given; never empty."""
     i, n = x.axes.index(axis), x.size(axis)
     stop = n if stop is None else stop
     _expect(0 <= start < stop <= n, f"slice {axis} {start}:{stop} of {x}")
@@ -226,7 +227,7 @@ def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step:
 
 @op(lambda x, dim, index: x[(slice(None),) * dim + (index,)])
 def at(x: Type, *, axis: str, index: int):
-    """One position of an axis; the axis goes."""
+    """One position of an axis, which is dropped."""
     i = x.axes.index(axis)
     _expect(0 <= index < x.shape[i], f"at {axis}={index} of {x}")
     out = Type(x.axes[:i] + x.axes[i + 1 :], x.shape[:i] + x.shape[i + 1 :], x.dtype)
@@ -235,6 +236,7 @@ def at(x: Type, *, axis: str, index: int):
 
 @op(lambda *xs, dim: np.concatenate(xs, axis=dim))
 def concat(*xs: Type, axis: str):
+    """Values one after another along an axis they all have; all other axes agree."""
     dtype = _same_dtype(*xs)
     i = xs[0].axes.index(axis)
     for x in xs:

@@ -26,6 +26,7 @@ def trace_encoder(config: AudioVaeConfig, batch: int, mel_frames: int, dtype: st
 
 
 def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[str, Term]:
+    """Model text of `trace_decoder`."""
     x = o.input("latent", "float32", B=batch, channels=config.latent_channels, time=latents, mel=config.latent_mel_bins)
     mean, std = _statistics(o, config)
     x = o.cast(x * std + mean, dtype=o.dtype)
@@ -44,6 +45,7 @@ def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[st
 
 
 def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict[str, Term]:
+    """Model text of `trace_encoder`."""
     x = o.input("mel", B=batch, channels=config.out_channels, time=mel_frames, mel=config.mel_bins)
     net = o.under("audio_vae.encoder")
     widths = [config.base_channels * m for m in config.channel_multipliers]

@@ -1,7 +1,7 @@
 """Gemma 3 as a prompt encoder: token ids to the states of every layer.
 
 Decides the text branch's mathematics and, on the host, its masks and RoPE tables. Leaves tokenisation to
-`pipeline.text` and what is done with the states to `connectors`. No vision tower, no logits, no cache.
+the pipeline and what is done with the states to `connectors`. No vision tower, no logits, no cache.
 """
 
 from __future__ import annotations

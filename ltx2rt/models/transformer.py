@@ -62,6 +62,7 @@ class Stream:
 
 
 def streams(config: TransformerConfig) -> tuple[Stream, Stream]:
+    """Video and audio, in the order of a block."""
     c = config
     return (
         Stream("video", "", "D", c.width, c.num_heads, c.head_dim, c.ff_bias),

@@ -20,6 +20,7 @@ def trace(config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: 
 
 
 def upsampler(o: Ops, config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Term]:
+    """Model text of `trace`."""
     latent = o.input(
         "latent", "float32", B=batch, channels=config.in_channels, frames=frames, rows=rows, columns=columns
     )

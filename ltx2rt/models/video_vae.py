@@ -34,6 +34,7 @@ def trace_encoder(config: VideoVaeConfig, batch: int, frames: int, rows: int, co
 
 
 def decoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Term]:
+    """Model text of `trace_decoder`; sizes in latents."""
     sizes = {"frames": frames, "rows": rows, "columns": columns}
     x = o.input("latent", "float32", B=batch, channels=config.latent_channels, **sizes)
     x = o.cast(unnormalise(o, x), dtype=o.dtype)
@@ -49,6 +50,7 @@ def decoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, 
 
 
 def encoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Term]:
+    """Model text of `trace_encoder`; sizes in pixels."""
     x = o.input("frames", B=batch, channels=3, frames=frames, rows=rows, columns=columns)
     conv = functools.partial(padded_conv, padding=config.encoder_padding, causal=config.encoder_causal)
     net = o.under("vae.encoder")
@@ -108,7 +110,7 @@ def res_blocks(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
 def upsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
     """Depth to space after a convolution; `residual` adds the input's own, its channels tiled as whole blocks.
 
-    A stride of 2 in time maps n frames to 2n - 1: the first output frame goes.
+    A stride of 2 in time maps n frames to 2n - 1: the first output frame is dropped.
     """
     y = depth_to_space(o, conv(o, x, "conv", stage.out_channels * math.prod(stage.stride)), stage.stride)
     if stage.residual:

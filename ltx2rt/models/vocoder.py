@@ -52,6 +52,7 @@ def resampler_filter(ratio: int) -> np.ndarray:
 
 
 def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[str, Term]:
+    """Model text of `trace`."""
     first, extension = config.generator, config.bandwidth_extension
     mel_bins = first.in_channels // first.out_channels
     mel = o.input("mel", B=batch, channels=first.out_channels, time=mel_frames, mel=mel_bins)

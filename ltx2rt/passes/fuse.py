@@ -24,7 +24,7 @@ from ltx2rt.models.vocoder import SNAKE_EPS, snake_beta
 
 
 def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
-    """matches: of MATCHES, which to look for; none: all."""
+    """`graph` with fused ops, bodies of repeats included. matches: those of MATCHES to look for; none: all."""
     result = replace(graph, nodes=[rewrite(node, lambda body: fuse(body, matches)) for node in graph.nodes])
     uses = _Uses(result)
     for match in matches or MATCHES:
@@ -55,7 +55,7 @@ class _Uses:
         return node if node is not None and node.op == op else None
 
     def only(self, value: Value, op: str) -> Node | None:
-        """The same, if besides nothing but one operand reads `value`."""
+        """The node that makes `value`, if it is an `op` and only one operand of one node reads the value."""
         single = len(self.readers.get(id(value), ())) == 1 and id(value) not in self.kept
         return self.maker(value, op) if single else None
 

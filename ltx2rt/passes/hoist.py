@@ -28,6 +28,7 @@ BATCHED = {"at", "slice", "cast", "affine", "expand", "split", "merge", "sinusoi
 
 
 def hoist(graph: Graph) -> Graph:
+    """`graph` with lighter repeats at its outermost level; repeats inside them lose nodes, too."""
     result = replace(graph, nodes=[], params=dict(graph.params), layouts=dict(graph.layouts))
     for node in graph.nodes:
         if node.op == "repeat":
@@ -60,6 +61,7 @@ class _Loop:
         self.data = {id(v) for v in data}
 
     def leave(self) -> None:
+        """Append to `out` what leaves the repeat, and the repeat without it."""
         for node in self.body.nodes:
             level = max((self.levels[id(v)] for v in node.inputs), default=INVARIANT)
             self.levels |= {id(v): level for v in node.outputs}

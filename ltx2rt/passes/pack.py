@@ -17,6 +17,7 @@ from ltx2rt.graph.verify import verify
 
 
 def pack(graph: Graph) -> Graph:
+    """`graph` with fewer linears, bodies of repeats included; a packed parameter is called "one | other"."""
     result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh, serial=graph.serial)
     layouts = graph.all_layouts()
     groups = _groups(graph, layouts)

@@ -1,4 +1,4 @@
-"""What devices are here, and what the data sheets say of those that are not."""
+"""Kinds of devices by the figures of their data sheets, topologies by libtpu's names, and the memory of this host."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def device_kind(name: str) -> DeviceKind:
     return DEVICE_KINDS[name]
 
 
-GENERATIONS = {"v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}  # of libtpu -> kind, devices of a chip
+GENERATIONS = {"v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}  # libtpu's name -> kind, devices per chip
 
 
 def topology(name: str) -> tuple[DeviceKind, int]:
