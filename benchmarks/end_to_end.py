@@ -200,7 +200,7 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
         "dtype": session.dtype,
         "weights_dtype": options.weights_dtype or session.dtype,
         "mesh": dict(backend.mesh),
-        "profile": session.profile.name,
+        "profile": session.placement.profile.name,
         "compile": options.compile,
         "paper_step_s": by_datasheet(session, plan, device.name),
     }

@@ -115,7 +115,8 @@ def _one(f: Field, how: Flag, value: Any) -> Any:
         return value
     try:
         found = parse(value)
-        if (parse is str and not isinstance(value, (str, Path))) or (parse is int and found != float(value)):
+        wrong = isinstance(value, float) and found != value if parse is int else parse is str and found != value
+        if wrong and not isinstance(value, Path):
             raise ValueError
         value = found
     except InputError:

@@ -13,7 +13,6 @@ from typing import Literal
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
-from ltx2rt.passes.loop import step_slots  # noqa: F401
 from ltx2rt.placement.devices import DEVICE_KINDS
 from ltx2rt.placement.mesh import FSDP, MESH_AXES, canonical
 
@@ -129,22 +128,6 @@ def resolve(
     raise InputError(
         f"profile {profile.name} has no mesh of {devices} devices; give a --mesh of all of them, or another --profile"
     )
-
-
-def placed(
-    graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int], weights_dtype: str | None = None
-) -> Graph:
-    from ltx2rt.placement.placement import Placement
-
-    return Placement(profile, mesh, weights_dtype).local(graph, network)
-
-
-def placed_loop(
-    step: Graph, profile: Profile, mesh: Mapping[str, int], num_steps: int, weights_dtype: str | None = None
-) -> Graph:
-    from ltx2rt.placement.placement import Placement
-
-    return Placement(profile, mesh, weights_dtype).loop(step, num_steps)
 
 
 def undivided(graph: Graph, rules: Rules, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
