@@ -116,11 +116,10 @@ def produce(
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
-    """Run the plan up to its frames: (state, watch, report). Raises InputError if it does not fit the device.
+    """Run the plan, which fits the device, up to its frames: (state, watch, report).
 
     report() is the dict of `--report`, once the frames are taken.
     """
-    session.require_memory(plan.stages, warm=warmup)
     work = {c.name: float(c.steps * c.flops) for c in session.costs(plan.stages)} if on_progress else {}
     built, loaded = session.backend.num_built, session.weights.loaded_bytes
     watch = Stopwatch(
@@ -158,6 +157,7 @@ def run(options: ModelOptions, request: Request, files: Files) -> None:
     read."""
     session = open_session(options)
     plan = make_plan(session, request)
+    session.require_memory(plan.stages, warm=files.warmup)
     main = session.backend.is_main
     if main:
         _announce(session, plan)

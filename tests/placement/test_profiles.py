@@ -125,4 +125,5 @@ def test_single_splits_nothing():
 )
 def test_without_a_mesh_all_tpus_and_all_devices_of_several_hosts_are_used(kind, name, count, hosts, profile, expected):
     """On GPUs the launcher decides: there a process is started for each."""
-    assert mesh_of_all(DeviceInfo(kind, name, 1, 1, count, hosts), profile) == expected
+    backend = "cuda" if kind == "cuda" else "tpu"
+    assert mesh_of_all(backend, DeviceInfo(kind, name, 1, 1, count, hosts), profile) == expected
