@@ -101,7 +101,12 @@ def _join(args: argparse.Namespace) -> Crew | None:
     rank, size = factory.rank_and_size(os.environ)
     if size == 1:
         return None
-    crew = Crew(rank, size, get_rendezvous(args.backend), _outputs(args))
+    try:
+        crew = Crew(rank, size, get_rendezvous(args.backend), _outputs(args))
+    except InputError as error:
+        if rank == 0 or not isinstance(error.__cause__, ImportError):
+            raise
+        sys.exit(BAD_INPUT)  # all ranks run one installation
     try:
         crew.agree("versions", facts.versions(factory.packages))
         given = {name: value for name, value in vars(args).items() if name not in ("handler", "argv", "keep")}
