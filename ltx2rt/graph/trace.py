@@ -192,9 +192,9 @@ class Ops:
         inputs: dict[str, dict[str, Term]] = {"carry": {}, "invariant": {}, "data": {}}
         for kind, values in (("carry", carry), ("invariant", invariant), ("data", data)):
             for name, value in values.items():
+                t = value.type
                 if name in inner.inputs:
                     raise GraphError(f"repeat: {name} is given twice")
-                t = value.type
                 if kind == "data":
                     if t.axes[0] != "layers" or t.shape[0] != count:
                         raise GraphError(f"repeat: data {name} is {t}, expected a leading axis layers={count}")
@@ -206,12 +206,9 @@ class Ops:
                 raise GraphError(f"repeat: carry {name} enters as {value.type} and leaves as {new_carry[name].type}")
         inner.outputs = {name: new_carry[name] for name in carry} | outputs
         verify(inner)
-        results = {}
-        for name, value in (carry | outputs).items():
-            t = value.type
-            if name in outputs:
-                t = t.stacked("layers", count)
-            results[name] = self.term(f"%{next(self.graph.serial)}", t)
+        types = {name: value.type for name, value in carry.items()}
+        types |= {name: value.type.stacked("layers", count) for name, value in outputs.items()}
+        results = {name: self.term(f"%{next(self.graph.serial)}", t) for name, t in types.items()}
         plan = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
         operands = (*carry.values(), *invariant.values(), *data.values())
         self.graph.nodes.append(Node("repeat", operands, tuple(results.values()), {"count": count}, plan))
