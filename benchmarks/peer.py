@@ -34,7 +34,7 @@ from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGenera
 from benchmarks.end_to_end import Clip
 from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.graph import Graph
-from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG, Structure
+from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG, StepShape
 from ltx2rt.pipeline import generate
 from ltx2rt.pipeline.networks import Networks
 from ltx2rt.pipeline.noise import standard_normal
@@ -58,7 +58,7 @@ def checkpoint_tensors(graph: Graph, weights: Mapping[str, torch.Tensor]) -> Ite
             yield from ((name.replace("*", str(layer)), x) for (name, _), x in zip(parts, pieces, strict=True))
 
 
-def transformer_tensors(networks: Networks, structure: Structure, num_steps: int, stage: Stage) -> Tensors:
+def transformer_tensors(networks: Networks, structure: StepShape, num_steps: int, stage: Stage) -> Tensors:
     """What ours holds for this stage; of float8 weights a set beside them, the tensors that they are quantised from."""
     if networks.options.weights_dtype == "float8":
         options = replace(networks.options, weights_dtype=None)

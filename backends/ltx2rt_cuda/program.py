@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ltx2rt.graph.ir import Graph
-from ltx2rt.passes.loop import Parts
+from ltx2rt.passes.loop import LoopParts
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
@@ -130,7 +130,7 @@ class Loop:
     """
 
     def __init__(
-        self, graph: Graph, before: Program, body: Program, parts: Parts, pool: Pool | None, position: Position
+        self, graph: Graph, before: Program, body: Program, parts: LoopParts, pool: Pool | None, position: Position
     ):
         self.graph, self.before, self.body, self.parts, self.pool = graph, before, body, parts, pool
         self.position = position

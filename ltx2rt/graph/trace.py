@@ -26,10 +26,10 @@ def emit(graph: Graph, op: str, *inputs: Value, **attrs: Any) -> Any:
 def _record(
     graph: Graph, op: str, inputs: tuple[Value, ...], attrs: dict[str, Any], value: Callable[[str, Type], Value]
 ) -> Any:
-    types, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
+    types, args = OPS[op].rule(*(v.type for v in inputs), **attrs)
     many = isinstance(types, tuple)
     results = tuple(value(f"%{next(graph.serial)}", t) for t in (types if many else (types,)))
-    graph.nodes.append(Node(op, inputs, results, attrs, plan))
+    graph.nodes.append(Node(op, inputs, results, attrs, args))
     return results if many else results[0]
 
 
@@ -209,9 +209,9 @@ class Ops:
         types = {name: value.type for name, value in carry.items()}
         types |= {name: value.type.stacked("layers", count) for name, value in outputs.items()}
         results = {name: self.term(f"%{next(self.graph.serial)}", t) for name, t in types.items()}
-        plan = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
+        args = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
         operands = (*carry.values(), *invariant.values(), *data.values())
-        self.graph.nodes.append(Node("repeat", operands, tuple(results.values()), {"count": count}, plan))
+        self.graph.nodes.append(Node("repeat", operands, tuple(results.values()), {"count": count}, args))
         return {n: results[n] for n in carry}, {n: results[n] for n in outputs}
 
 

@@ -21,10 +21,10 @@ def verify(graph: Graph) -> None:
             verify(node.repeat.body)
             _verify_repeat(graph.name, node, node.repeat)
         else:
-            types, plan = OPS[node.op].rule(*(v.type for v in node.inputs), **node.attrs)
+            types, args = OPS[node.op].rule(*(v.type for v in node.inputs), **node.attrs)
             types = types if isinstance(types, tuple) else (types,)
             typed = tuple(v.type for v in node.outputs)
-            if types != typed or plan.keys() != node.plan.keys():
+            if types != typed or args.keys() != node.args.keys():
                 raise GraphError(f"{graph.name}: {node.op} is typed {_list(typed)}, its rule says {_list(types)}")
         known.update(id(v) for v in node.outputs)
     for name, value in graph.outputs.items():

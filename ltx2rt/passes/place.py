@@ -349,8 +349,8 @@ class _Placer:
             else:
                 body.outputs[name] = inner.whole(result)
                 results.append(Placed(self.out.fresh(node.outputs[i].type)))
-        plan = {"repeat": replace(repeat, body=body, num_invariants=repeat.num_invariants + len(inner.padding))}
-        self.out.nodes.append(Node("repeat", tuple(inputs), tuple(p.value for p in results), node.attrs, plan))
+        args = {"repeat": replace(repeat, body=body, num_invariants=repeat.num_invariants + len(inner.padding))}
+        self.out.nodes.append(Node("repeat", tuple(inputs), tuple(p.value for p in results), node.attrs, args))
         return [self._unpadded(p, v.type) for p, v in zip(results, node.outputs, strict=True)]
 
     def _unpadded(self, placed: Placed, type: Type) -> Placed:

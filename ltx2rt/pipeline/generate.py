@@ -26,7 +26,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.media.images import load_conditioning_image, read_rgb
 from ltx2rt.media.mp4 import write_mp4
-from ltx2rt.models.guided_step import Structure
+from ltx2rt.models.guided_step import StepShape
 from ltx2rt.pipeline.conditioning import ImageLatent, ModalityState, audio_state, video_state
 from ltx2rt.pipeline.latents import Geometry, pack_audio, pack_video, unpack_audio, unpack_video
 from ltx2rt.pipeline.networks import Networks, open_backend
@@ -51,7 +51,7 @@ class StagePlan:
 
     stage: Stage
     geometry: Geometry
-    structure: Structure
+    structure: StepShape
     noise_shapes: dict[str, tuple[int, ...]]
     num_steps: int
 

@@ -57,12 +57,12 @@ def component_graph(config: ModelConfig, request: GraphRequest, dtype: str = "bf
     return placed(builders[request.component](), network, profile, mesh, weights_dtype)
 
 
-def _step(config: ModelConfig, g: Geometry, branches: int) -> guided_step.Structure:
+def _step(config: ModelConfig, g: Geometry, branches: int) -> guided_step.StepShape:
     """1 branch is the conditional one; then the negative prompt, the perturbed and the isolated branch join."""
     if not 1 <= branches <= 4:
         raise InputError(f"--branches: {branches}, expected 1 to 4")
     feeds = transformer.position_feeds(config.transformer, video_state(g).positions, audio_state(g).positions)
-    return guided_step.Structure(
+    return guided_step.StepShape(
         branches=guided_step.Branches(*(branches > i for i in (1, 2, 3))),
         video_tokens=g.num_video_tokens,
         audio_tokens=g.audio_latents,
@@ -73,7 +73,7 @@ def _step(config: ModelConfig, g: Geometry, branches: int) -> guided_step.Struct
 
 def _transformer(config: ModelConfig, g: Geometry, branches: int, dtype: str) -> Graph:
     s = _step(config, g, branches)
-    structure = transformer.Structure(
+    structure = transformer.ForwardShape(
         batch=branches,
         video_tokens=s.video_tokens,
         audio_tokens=s.audio_tokens,

@@ -191,18 +191,18 @@ class Networks:
     def vocoder_graph(self, batch: int, mel_frames: int) -> Graph:
         return vocoder.trace(self.config.vocoder, batch, mel_frames, "float32")
 
-    def step_graph(self, structure: guided_step.Structure) -> Graph:
+    def step_graph(self, structure: guided_step.StepShape) -> Graph:
         graph = guided_step.trace(self.config.transformer, structure, self.dtype)
         mesh = stage_mesh(self.backend.mesh, len(structure.branches.names))
         return placed(graph, "transformer", self.profile, mesh, self.options.weights_dtype)
 
-    def loop_graph(self, structure: guided_step.Structure, num_steps: int) -> Graph:
+    def loop_graph(self, structure: guided_step.StepShape, num_steps: int) -> Graph:
         mesh = stage_mesh(self.backend.mesh, len(structure.branches.names))
         share = structure.videos // mesh.get("data", 1)
         step = guided_step.trace(self.config.transformer, replace(structure, videos=share), self.dtype)
         return placed_loop(step, self.profile, mesh, num_steps, self.options.weights_dtype)
 
-    def transformer_graph(self, structure: transformer.Structure) -> Graph:
+    def transformer_graph(self, structure: transformer.ForwardShape) -> Graph:
         graph = transformer.trace(self.config.transformer, structure, self.dtype)
         mesh = stage_mesh(self.backend.mesh, structure.batch)
         return placed(graph, "transformer", self.profile, mesh, self.options.weights_dtype)
@@ -215,7 +215,7 @@ class Networks:
         for name, state in (("video", video), ("audio", audio)):
             feeds |= guided_step.mask_feeds(name, state.mask[0, :, 0])
             feeds[f"{name}_clean"] = state.clean[0]
-        structure = guided_step.Structure(
+        structure = guided_step.StepShape(
             branches=branches,
             video_tokens=video.shape[1],
             audio_tokens=audio.shape[1],
@@ -234,7 +234,7 @@ class Networks:
         program = self.program(network, structure, graph)
         return program(self.weights(network, program.graph), feeds)
 
-    def step_loop(self, structure: guided_step.Structure, num_steps: int) -> Loop:
+    def step_loop(self, structure: guided_step.StepShape, num_steps: int) -> Loop:
         """The denoise loop with room for `num_steps`; loops with the same room are one."""
         key = (structure, step_slots(num_steps))
         if key not in self._loops:
@@ -307,7 +307,7 @@ class Networks:
         self,
         stage: str,
         loras: tuple[LoraSpec, ...],
-        structure: guided_step.Structure,
+        structure: guided_step.StepShape,
         constants: Mapping[str, Any],
         sigmas: np.ndarray,
         video: np.ndarray,

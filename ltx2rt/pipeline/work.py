@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from ltx2rt.graph import Graph
-from ltx2rt.models.guided_step import Structure
+from ltx2rt.models.guided_step import StepShape
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipeline.networks import Networks
 from ltx2rt.pipeline.request import Request
@@ -23,7 +23,7 @@ from ltx2rt.placement.plan import Work
 def run_work(
     networks: Networks,
     request: Request,
-    stages: Sequence[tuple[Stage, Structure]],
+    stages: Sequence[tuple[Stage, StepShape]],
     tiling: Tiling,
     graphs: Mapping[str, Graph],
 ) -> tuple[Work, ...]:
@@ -37,7 +37,7 @@ def run_work(
 def _run(
     networks: Networks,
     request: Request,
-    stages: Sequence[tuple[Stage, Structure]],
+    stages: Sequence[tuple[Stage, StepShape]],
     tiling: Tiling,
     graphs: Mapping[str, Graph],
     held: dict[str, int],

@@ -76,7 +76,7 @@ def test_retyped_result_is_refused():
 
 def test_error_inside_a_repeat_body_is_found():
     graph = graph_of()
-    graph.nodes[0].plan["repeat"].body.nodes.reverse()
+    graph.nodes[0].args["repeat"].body.nodes.reverse()
     with pytest.raises(GraphError, match=r"net\.layers\.\*: add reads"):
         verify(graph)
 
