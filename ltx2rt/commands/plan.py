@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.backend import DeviceInfo
+from ltx2rt.backend import DeviceInfo, get_factory
 from ltx2rt.commands.generate import Plan, make_plan
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
@@ -44,7 +44,7 @@ class DatasheetBackend:
         self.kind, self.mesh = kind, mesh
         self.name, self.device_kind = kind.backend, kind.framework_kind
         self.is_main, self.versions, self.num_built = True, {}, 0
-        self.num_processes = prod(mesh.values()) if kind.framework_kind == "cuda" else 1  # JAX drives all its devices
+        self.num_processes = prod(mesh.values()) if get_factory(kind.backend).process_per_device else 1
 
     def device(self) -> DeviceInfo:
         size = int(self.kind.memory_bytes)
