@@ -10,6 +10,7 @@ refuses raises InputError with the same sentence.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ltx2rt.backend import get_factory
 from ltx2rt.commands import generate as command
 from ltx2rt.commands import plan as planning
 from ltx2rt.commands.files import Files
@@ -90,11 +92,14 @@ class Session:
         """One clip. clip: the clip flags of `generate` but output, report and latents_out.
 
         on_progress(progress): after every step. cancelled(): asked after every step and before every tile of the
-        decoder; if it says so, Cancelled is raised, and the session is as usable as before. Raises InputError.
+        decoder; if it says so in one of several processes, Cancelled is raised in all, and the session is as usable as
+        before. Raises InputError.
         """
         session, request = self.resident, make_request(pipeline, prompt=prompt, **clip)
         if request.num_videos != 1:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
+        if request.seed is None and get_factory(session.backend.name).rank_and_size(os.environ)[1] > 1:
+            raise InputError("seed: none, but several processes make this clip; give all of them the same")
         plan = command.make_plan(session, request)
         session.require_memory(plan.stages)
         state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)

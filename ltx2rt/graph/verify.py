@@ -10,6 +10,8 @@ from ltx2rt.graph.ops import OPS
 def verify(graph: Graph) -> None:
     """Raise GraphError if `graph` is not legal. A value of an outer graph used inside a repeat body is not."""
     known = {id(v) for v in (*graph.inputs.values(), *graph.params.values())}
+    if unmade := [name for name in graph.params if name.startswith("%")]:
+        raise GraphError(f"{graph.name}: {unmade[0]} is declared as a parameter, but is the name of a node's result")
     for node in graph.nodes:
         for value in node.inputs:
             if id(value) not in known:

@@ -52,6 +52,7 @@ class _Loop:
         self.repeat = self.node.repeat
         self.body = self.repeat.body
         self.inputs = list(self.body.inputs.values())
+        self.makers = {id(v): node for node in self.body.nodes for v in node.outputs}
         carry, invariant, data = self.repeat.divide(self.inputs)
         for values, level in ((carry, CARRIED), (invariant, INVARIANT), (data, DATA)):
             self.levels |= {id(v): level for v in values}
@@ -101,7 +102,6 @@ class _Loop:
 
     def _rows(self, moving: set[int]) -> set[int]:
         """Nodes that depend on per-iteration data and lead to a linear through ops that can be batched."""
-        makers = {id(v): node for node in self.body.nodes for v in node.outputs}
 
         def chain(node: Node) -> list[Node] | None:
             """The node and all its makers that depend on data or stay otherwise; None if one cannot be batched."""
@@ -109,7 +109,7 @@ class _Loop:
                 return None
             found = [node]
             for v in node.inputs:
-                maker = makers.get(id(v))
+                maker = self.makers.get(id(v))
                 if maker is None:
                     if "*" in v.name and id(v) not in self.data:
                         return None
@@ -127,7 +127,10 @@ class _Loop:
         return rows
 
     def _outside(self, v: Value) -> Value:
-        """The invariant `v` of the body as a value of `out`; a parameter is declared there."""
+        """The invariant `v` of the body as a value of `out`; a parameter is declared there, what a light node makes is
+        made there as well."""
+        if id(v) not in self.outer and id(v) in self.makers:
+            self._move(self.makers[id(v)])
         if id(v) not in self.outer:
             if v.name in self.body.layouts:
                 self.out.layouts[v.name] = self.body.layouts[v.name]

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 from placed_cases import case
 
+from ltx2rt.commands.graph import component_graph
 from ltx2rt.graph import trace
 from ltx2rt.models.guided_step import PER_STEP, STATE
 from ltx2rt.passes.hoist import hoist
 from ltx2rt.passes.loop import looped, taken_apart
 from ltx2rt.passes.pack import pack
+from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.weights.random.presets import preset
 
 SIGMAS = np.array([[1, 0.8], [0.8, 0.5], [0.5, 0.2]], np.float32)
 CLOSE = 1e-5  # three float32 steps: matrix products in other batches
@@ -47,9 +50,10 @@ def test_the_loop_equals_its_steps_hoisted_or_not(generation):
             assert relative_l2(actual[name], expected[name]) <= CLOSE, name
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}])
-def test_the_placed_loop_equals_its_steps(mesh):
-    one = case("guided-2.0")
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}, {"sequence": 4}])
+def test_the_placed_loop_equals_its_steps(mesh, generation):
+    one = case(f"guided-{generation}")
     graph = Placement(PROFILES["cpu"], mesh).loop(one.graph, len(SIGMAS))
     sigmas = np.concatenate([SIGMAS, np.repeat(SIGMAS[-1:], graph.inputs["sigmas"].type.shape[0] - len(SIGMAS), 0)])
     actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": sigmas})
@@ -110,3 +114,12 @@ def test_rows_of_all_steps_are_one_product():
     inputs = {"x": rng.standard_normal(4, np.float32), "t": rng.random((3, 2), np.float32)}
     actual, expected = (run_graph("numpy", g, params, inputs)["x"] for g in (moved, graph))
     assert relative_l2(actual, expected) <= CLOSE
+
+
+def test_a_mask_of_padding_goes_with_what_leaves_the_loop():
+    """3 video tokens on 2 devices are padded; audio's attention to them, once hoisted, reads the mask outside, too."""
+    config = preset("tiny-2.3").config
+    clip = OneStage("a clip", width=32, height=32, num_frames=17)
+    graph = component_graph(config, "denoise", clip, 4, "cpu", {"sequence": 2, "tensor": 2})
+    unlooped = component_graph(config, "guided-step", clip, 4, "cpu", {"sequence": 2, "tensor": 2})
+    assert graph.parameters().keys() == unlooped.parameters().keys()
