@@ -2,10 +2,10 @@
 
 Decides the phases, each in a fresh process as in a real run, and what loading is held against.
   import   from the start of the process until the backend has its device
-  plan     headers read and audited, graphs traced
+  plan     headers read and audited, graphs traced and placed
   load     weights on the device: the text encoder's (if the model has one), then the transformer's
   text     the prompt encoded
-  lower    the denoise loop of stage 1 traced, placed and lowered
+  lower    the denoise loop of stage 1 lowered
   warmup   what the first step took longer than the second, but for its recording: compiling, starting libraries
   record   the step recorded as a CUDA graph; nothing on a CPU
   step     the second step
@@ -23,7 +23,6 @@ to nobody here. `--preset ltx-2.3 --no-text` needs 46 GB of disk.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import subprocess
@@ -47,8 +46,8 @@ BUFFER_BYTES = 2**26
 def write_model(folder: Path, name: str, text: bool) -> None:
     """The official layout's main file and, with `text`, its Gemma folder."""
     from ltx2rt.weights.files import TensorInfo, write_tensors
-    from ltx2rt.weights.make import plan_checkpoint
-    from ltx2rt.weights.presets import preset
+    from ltx2rt.weights.random.make import plan_checkpoint
+    from ltx2rt.weights.random.presets import preset
 
     plan = plan_checkpoint(preset(name), name, "official")
     wanted = [f"{name}.safetensors", *(path for path in plan.tensors if text and path.startswith("gemma"))]
@@ -100,58 +99,42 @@ def prepare_cache(files: list[Path], warm: bool) -> None:
 
 def first_step(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every phase, the bytes loaded and the device."""
-    from ltx2rt.pipeline.networks import Networks
-    from ltx2rt.pipeline.request import ModelOptions, Request, resolve
-    from ltx2rt.pipeline.stages import plan_stages
-
     from ltx2rt.backend import get_backend
-    from ltx2rt.models.geometry import Geometry
+    from ltx2rt.flags import given_flags
+    from ltx2rt.pipelines.one_stage import OneStage
+    from ltx2rt.pipelines.request import Loras
+    from ltx2rt.session.options import ModelOptions
+    from ltx2rt.session.session import Session
     from ltx2rt.session.stopwatch import Stopwatch
-    from ltx2rt.stages.conditioning import audio_state, video_state
+    from ltx2rt.stages.denoise import Denoise
     from ltx2rt.stages.noise import standard_normal
-    from ltx2rt.stages.tokenizer import PROMPT_TOKENS, tokenize
+    from ltx2rt.stages.stage import MODALITIES, State
+    from ltx2rt.stages.text import Text
     from ltx2rt.weights.checkpoint import open_checkpoint
 
-    backend = get_backend("cuda", args.device)
+    options = ModelOptions("cuda", **given_flags(args, ModelOptions))
+    backend = get_backend("cuda", options.device)
     square = np.ones((2, 2), np.float32)
     backend.merge(square, [(square, square, 1.0)], False)  # the device itself starts here
     backend.synchronize()
     found = {"import": time.time() - args.started}
 
-    watch = Stopwatch(io.StringIO(), synchronize=backend.synchronize)
-    options = ModelOptions(
-        "cuda", args.model, device=args.device, dtype=args.dtype, weights_dtype=args.weights_dtype, compile=args.compile
-    )
-    checkpoint = open_checkpoint(args.model)
-    size = {"width": args.width // 2, "height": args.height // 2, "num_frames": args.num_frames}
-    request = Request(options, PROMPT, Path("clip.mp4"), seed=0, pipeline="one-stage", steps=3, **size)
-    request = resolve(request, checkpoint.config)
-    (stage,) = plan_stages(request, None)
-    dtype = options.compute_dtype("float32" if backend.device_kind == "cpu" else "bfloat16")
-    networks = Networks(checkpoint, backend, options, dtype)
-    networks.loading = lambda: watch.apart("load")
-    geometry = Geometry.of(checkpoint.config, stage.width, stage.height, request.num_frames, request.fps)
-    states = {"video": video_state(geometry, []), "audio": audio_state(geometry)}
-    structure, feeds = networks.step_structure(stage.branches, states["video"], states["audio"], PROMPT_TOKENS)
-    graphs = {"transformer": networks.loop_graph(structure, len(stage.sigmas) - 1)}
-    if checkpoint.config.gemma is not None:
-        graphs["text-encoder"] = networks.text_graph(2)
-    networks.audit(graphs)
+    session = Session(open_checkpoint(options.model), backend, options)
+    half = {"width": args.width // 2, "height": args.height // 2, "num_frames": args.num_frames}
+    request = OneStage(PROMPT, **half, seed=0, steps=3).resolved(session.config)
+    text, denoise, *_ = request.stages(session.config, options, Loras())
+    assert isinstance(text, Text) and isinstance(denoise, Denoise), "one-stage begins with its prompts"
+    encoded = session.config.gemma is not None
+    session.audit([text, denoise] if encoded else [denoise])
     found["plan"] = time.time() - args.started - found["import"]
 
-    for m in states:
-        feeds[f"{m}_context"] = standard_normal(0, m, graphs["transformer"].inputs[f"{m}_context"].type.shape)
-    with watch.stage("text"):
-        if "text-encoder" in graphs:
-            networks.weights("text-encoder", graphs["text-encoder"])
-            tokens = tokenize(checkpoint.require_tokenizer(), [PROMPT, request.negative_prompt or ""])
-            encoded = networks.encode_text(*tokens)
-            feeds |= {f"{m}_context": encoded[f"{m}_context"] for m in states}
-    assert request.stg_blocks is not None, "the request is not resolved"
-    blocks = np.zeros(checkpoint.config.transformer.num_layers, np.float32)
-    blocks[list(request.stg_blocks)] = 1
-    feeds |= {"guidance": stage.guidance, "stg_blocks": blocks}
-    start = [standard_normal(0, f"start.{m}", state.shape) for m, state in states.items()]
+    watch = Stopwatch(synchronize=backend.synchronize)
+    session.weights.loading = lambda: watch.apart("load")
+    (loop,) = denoise.needs(session.config)
+    inputs = session.graph(loop).inputs
+    before = State({m: standard_normal(0, m, inputs[f"{m}_context"].type.shape) for m in MODALITIES})
+    if encoded:
+        text.run(session, before, watch)
     recorded: list[float] = []
     with watch.stage("lower"):
         if backend.device_kind == "cuda":
@@ -159,21 +142,16 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
 
             pool = backend._pool = Pool()  # type: ignore[attr-defined]  # the one that it would make itself
             pool.recording = timed(pool.recording, recorded)
-        networks.step_loop(structure, len(stage.sigmas) - 1)
-    for name in ("first", "second"):
-        with watch.stage(name, 1) as done:
-            for _ in networks.denoise("stage1", (), structure, feeds, stage.sigmas, *start, num_steps=1):
-                done()
-        if name == "first":
-            found["first_step_after"] = time.time() - args.started
-    text, lower, first, second = (stage.time_s for stage in watch.stages)
-    record_s = sum(recorded)
-    found |= {"load": watch.apart_s["load"], "text": text, "lower": lower, "warmup": first - second - record_s}
-    found |= {"record": record_s, "step": second}
-    sources = ((networks.source(name), graph.parameters()) for name, graph in graphs.items())
-    loaded = sum(source.info(name).nbytes for source, names in sources for name in names)
+        session.program(loop)
+    denoise.run(session, State(before.contexts, max_steps=1), watch)
+    found["first_step_after"] = time.time() - args.started
+    denoise.run(session, State(before.contexts, max_steps=1), watch)
+    first, second = (stage.steps_s[0] for stage in watch.stages if stage.name == denoise.name)
+    seconds = {"text": 0.0} | {stage.name: stage.time_s for stage in watch.stages} | watch.apart_s
+    found |= {name: seconds[name] for name in ("load", "text", "lower")}
+    found |= {"warmup": first - second - sum(recorded), "record": sum(recorded), "step": second}
     device = backend.device().name if backend.device_kind == "cuda" else machine()["device"]
-    return found | {"loaded_bytes": loaded, "device": device, "dtype": networks.dtype}
+    return found | {"loaded_bytes": session.weights.loaded_bytes, "device": device, "dtype": session.dtype}
 
 
 def timed(recording: Callable, seconds: list[float]) -> Callable:

@@ -11,15 +11,18 @@ gathered. The field's best-known runtime executes 20 all-reduces a block and 28 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.pipeline.paper import plan_on_paper
-from ltx2rt.pipeline.request import ModelOptions, PlanRequest
-
 from benchmarks.measure import machine, record
+from ltx2rt.commands.generate import make_plan
+from ltx2rt.commands.plan import datasheet_session
 from ltx2rt.graph import Graph
+from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
+from ltx2rt.placement.devices import device_kind
+from ltx2rt.session.options import ModelOptions
 
 FLOOR = {"large_per_block": 4, "small_per_block": 3, "all_gathers": 0}
 FIELD = {"all_reduces_per_block": 20, "all_gathers": 28}  # sglang 0.5.23, tensor parallelism over 4
@@ -42,14 +45,12 @@ def count(graph: Graph, num_blocks: int, compute: str) -> dict[str, Any]:
 
 
 def measure(preset: str, devices: int, width: int, height: int, num_frames: int) -> dict[str, Any]:
-    request = PlanRequest(
-        ModelOptions("", Path()), devices, "h100-80gb", preset, width=width, height=height, num_frames=num_frames
-    )
-    plan = plan_on_paper(request).plan
-    blocks = plan.networks.config.transformer.num_layers
-    stages = {
-        s.stage.name: count(plan.networks.step_graph(s.structure), blocks, plan.networks.dtype) for s in plan.stages
-    }
+    request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
+    with datasheet_session(ModelOptions("", Path()), preset, device_kind("h100-80gb"), devices) as session:
+        blocks, plan = session.config.transformer.num_layers, make_plan(session, request)
+        loops = {stage.name: call for stage in plan.stages for call in stage.needs(session.config) if call.steps}
+        steps = {name: session.graph(replace(call, steps=None)) for name, call in loops.items()}
+        stages = {name: count(step, blocks, session.dtype) for name, step in steps.items()}
     clip = f"{width}x{height}x{num_frames}"
     return {"preset": preset, "devices": devices, "clip": clip, "stages": stages, "floor": FLOOR, "field": FIELD}
 

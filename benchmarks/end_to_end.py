@@ -16,29 +16,34 @@ includes): each repetition of ours is followed by one of theirs, and the ratio i
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ltx2rt.pipeline import generate
-from ltx2rt.pipeline.request import ModelOptions, Request
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import Spread, machine, ratios, record
-from benchmarks.random_weights import RandomBackend, empty_checkpoint
+from benchmarks.random_weights import random_session
+from ltx2rt.commands.generate import Plan, make_plan, run_stages, warm_up
+from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.media.compare import PSNR_CAP_DB, correlation, luma, ssim
 from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.pipelines import FIRST, pipeline, pipelines
+from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.stage import State
 
 PROMPT = "a red fox walks through a snowy forest at dawn"
 # Kernel names, in lower case; the first group that matches has it. What is left over is pointwise: elementwise,
@@ -102,15 +107,15 @@ def kernel_groups(profiler: profile, cuda: bool) -> dict[str, dict[str, float]]:
     return dict(sorted(found.items(), key=lambda item: -item[1]["time_s"]))
 
 
-def run_once(plan: generate.Plan, watch: Stopwatch) -> tuple[Clip, float]:
-    """One request: its clip, and the seconds from prompt to clip."""
-    start = watch.clock()
-    latents = generate.Latents()
-    waveform = generate.produce_latents(plan, watch, latents)
-    chunks = [to_rgb8(chunk) for video in generate.produce_frames(plan, watch, latents) for chunk in video]
-    plan.networks.backend.synchronize()
+def run_once(session: Session, plan: Plan, watch: Stopwatch, max_steps: int | None = None) -> tuple[Clip, float]:
+    """One request: its clip, and the seconds from prompt to clip. max_steps: of each stage, None: all."""
+    start, state = watch.clock(), State(max_steps=max_steps)
+    run_stages(session, plan, watch, state)
+    chunks = [to_rgb8(chunk) for video in state.frames for chunk in video]
+    session.backend.synchronize()
     frames = np.concatenate(chunks) if chunks else np.zeros((0, 1, 1, 3), np.uint8)
-    return Clip(frames, np.zeros((2, 0), np.float32) if waveform is None else waveform[0]), watch.clock() - start
+    waveform = np.zeros((2, 0), np.float32) if state.waveforms is None else state.waveforms[0]
+    return Clip(frames, waveform), watch.clock() - start
 
 
 def phases(watch: Stopwatch, request_s: float) -> dict[str, float]:
@@ -140,10 +145,10 @@ def summary(runs: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
     return {n: {"mean": float(np.mean(c)), "spread": max(c) - min(c), "runs": c} for n, c in columns.items()}
 
 
-def on_paper(plan: generate.Plan, name: str) -> dict[str, float] | None:
+def by_datasheet(session: Session, plan: Plan, name: str) -> dict[str, float] | None:
     """Seconds of a step of each stage by the data sheet, if there is one of this device."""
     kind: DeviceKind | None = next((k for n, k in DEVICE_KINDS.items() if n.split("-")[0] in name.lower()), None)
-    return {c.name: c.time_s(kind) for c in generate.plan_costs(plan)} if kind else None
+    return {c.name: c.time_s(kind) for c in session.costs(plan.stages)} if kind else None
 
 
 def table(facts: dict[str, Any]) -> str:
@@ -172,38 +177,32 @@ def table(facts: dict[str, Any]) -> str:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     mesh = {"tensor": world} if world > 1 else {}
-    backend = RandomBackend(args.device, mesh)
-    with empty_checkpoint(args.preset) as checkpoint:
-        options = ModelOptions(
-            "cuda", checkpoint.path, device=args.device, dtype=args.dtype, weights_dtype=args.weights_dtype, mesh=mesh,
-            compile=args.compile, profile=args.profile, text_encoder_offload=args.text_encoder_offload,
-            stage_weights=args.stage_weights,
-        )  # fmt: skip
-        size = {"width": args.width, "height": args.height, "num_frames": args.num_frames, "steps": args.steps}
-        request = Request(options, PROMPT, Path("clip.mp4"), seed=args.seed, pipeline=args.pipeline, **size)
-        if args.peer and request.num_stages > 1:
-            request = replace(request, audio_from="stage2")  # as diffusers' two calls have it
-        plan = generate.make_plan(request, checkpoint, backend)
-        generate.check_memory(plan)
-        return _measure(plan, args)
+    type_ = pipeline(args.pipeline)
+    request = type_(PROMPT, **given_flags(args, type_))
+    if args.peer and request.num_stages > 1:
+        request = replace(request, audio_from="stage2")  # as diffusers' two calls have it
+    with random_session(args.preset, mesh=mesh, **given_flags(args, ModelOptions)) as session:
+        plan = make_plan(session, request)
+        session.require_memory(plan.stages, warm=True)
+        return _measure(session, plan, args)
 
 
-def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
-    backend, request = plan.networks.backend, plan.request
+def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+    backend, request, options = session.backend, plan.request, session.options
     device = backend.device()
     facts: dict[str, Any] = {"benchmark": "end_to_end", **machine("torch", *([args.peer] if args.peer else []))}
     facts |= {
         "device": f"{device.name} x {math.prod(backend.mesh.values())}",
         "preset": args.preset,
         "clip": f"{request.width}x{request.height}x{request.num_frames}",
-        "pipeline": request.pipeline,
-        "steps": [len(s.stage.sigmas) - 1 for s in plan.stages],
-        "dtype": plan.networks.dtype,
-        "weights_dtype": request.options.weights_dtype or plan.networks.dtype,
+        "pipeline": request.name,
+        "steps": [stage.steps() for stage in plan.stages if isinstance(stage, Denoise)],
+        "dtype": session.dtype,
+        "weights_dtype": options.weights_dtype or session.dtype,
         "mesh": dict(backend.mesh),
-        "profile": plan.networks.profile.name,
-        "compile": request.options.compile,
-        "paper_step_s": on_paper(plan, device.name),
+        "profile": session.placement.profile.name,
+        "compile": options.compile,
+        "paper_step_s": by_datasheet(session, plan, device.name),
     }
 
     def say(line: str) -> None:
@@ -216,22 +215,20 @@ def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
 
     head = ("device", "preset", "pipeline", "clip", "steps", "dtype", "weights_dtype", "mesh", "profile")
     say(", ".join(f"{name} {facts[name]}" for name in head))
-    silent = {"stream": io.StringIO(), "synchronize": backend.synchronize}
     start = time.perf_counter()
-    generate.warm_up(plan)
+    warm_up(session, plan)
     facts["load_and_warmup_s"] = time.perf_counter() - start
     say(f"weights drawn and one step of each stage: {facts['load_and_warmup_s']:.1f} s")
-    plan.networks.loading = nullcontext
     peer, theirs, rounds = None, [], {"cuda": [], "diffusers": []}
     if args.peer:
         from benchmarks.peer import Peer
 
-        peer = Peer(plan)
-        peer.run(generate.of_one_step(plan))
+        peer = Peer(session, plan)
+        peer.run(max_steps=1)
     runs, clips = [], []
     for i in range(args.repeats):
-        watch = Stopwatch(**silent)
-        clip, request_s = run_once(plan, watch)
+        watch = Stopwatch(synchronize=backend.synchronize)
+        clip, request_s = run_once(session, plan, watch)
         runs.append(phases(watch, request_s))
         clips.append(clip)
         say(f"run {i + 1}: {request_s:.3f} s")
@@ -240,7 +237,7 @@ def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
             facts["peak_bytes"] = backend.peak_bytes()
         else:
             start = time.perf_counter()
-            theirs = [peer.run(plan)]
+            theirs = [peer.run()]
             rounds["cuda"].append(request_s)
             rounds["diffusers"].append(time.perf_counter() - start)
             say(f"diffusers {i + 1}: {rounds['diffusers'][-1]:.3f} s")
@@ -256,8 +253,10 @@ def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
         if args.save:
             np.savez(args.save, frames=clips[0].frames, waveform=clips[0].waveform)
     if args.profile_kernels:
-        kernels = KernelWatch(backend.device_kind, **silent)
-        run_once(generate.of_one_step(plan), kernels)
+        for call in plan.stages[0].needs(session.config):  # what draws an offloaded encoder is no kernel of its stage
+            session.load(call)
+        kernels = KernelWatch(backend.device_kind, synchronize=backend.synchronize)
+        run_once(session, plan, kernels, max_steps=1)
         facts["kernels"] = kernels.kernels
     write()
     say(table(facts))
@@ -267,27 +266,21 @@ def _measure(plan: generate.Plan, args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description="time of a whole request, by phase")
     parser.add_argument("--preset", default="ltx-2.3", choices=("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3"))
+    parser.add_argument("--pipeline", choices=tuple(pipelines()), default=FIRST)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of the transformer's blocks")
-    parser.add_argument("--pipeline", choices=("two-stage", "distilled", "one-stage"), default="two-stage")
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--height", type=int, default=512)
-    parser.add_argument("--num-frames", type=int, default=121)
-    parser.add_argument("--steps", type=int, help="of the guided stage (default: the model's)")
+    model = ("dtype", "weights_dtype", "compile", "profile", "text_encoder_offload", "stage_weights")
+    add_flags(parser, ModelOptions, only=model)
+    add_flags(parser, TwoStage, only=("width", "height", "num_frames", "steps"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--profile", help="how networks are split (default: the device kind's own)")
-    parser.add_argument("--text-encoder-offload", action="store_true")
-    parser.add_argument("--stage-weights", choices=("resident", "reload"), default="resident")
     parser.add_argument("--peer", choices=("diffusers",), help="after each repetition the same request by this one")
     parser.add_argument("--profile-kernels", action="store_true", help="one more run, of one step a stage, profiled")
     parser.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the first run's clip")
     parser.add_argument("--against", type=Path, metavar="FILE.npz", help="compare the first run with a kept clip")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     args = parser.parse_args(argv)
-    if args.peer and (args.text_encoder_offload or args.stage_weights == "reload" or "WORLD_SIZE" in os.environ):
+    moving = "text_encoder_offload" in args or getattr(args, "stage_weights", "") == "reload"
+    if args.peer and (moving or "WORLD_SIZE" in os.environ):
         parser.error("--peer shares resident weights of one device; leave offload, reload and torchrun out")
     return measure(args)
 

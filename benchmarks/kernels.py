@@ -22,22 +22,26 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from ltx2rt.pipeline.paper import plan_on_paper
-from ltx2rt.pipeline.request import ModelOptions, PlanRequest
 from ltx2rt_cuda import CudaBackend
 from ltx2rt_cuda.ops import DTYPES, OPS
 from ltx2rt_kernels.choose import FOLDERS, why_not
 from ltx2rt_kernels.traffic import Bytes
 
 from benchmarks.measure import Spread, interleaved, machine, record
+from ltx2rt.commands.generate import make_plan
+from ltx2rt.commands.plan import datasheet_session
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
+from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import node_flops
+from ltx2rt.placement.devices import device_kind
+from ltx2rt.session.options import ModelOptions
 
 CONTESTANTS = ("kernel", "eager", "compiled")
 COLD_BYTES = 256e6  # of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
@@ -68,12 +72,14 @@ def request_graphs(
     """Of one H200: a step of each stage, and one call of the decoders. levels: timesteps among the video tokens; an
     image adds one. weights_dtype: of the transformer's blocks."""
     options = ModelOptions("", Path(), weights_dtype=weights_dtype)
-    request = PlanRequest(options, 1, "h200-141gb", preset, width=width, height=height, num_frames=num_frames)
-    plan = plan_on_paper(request).plan
-    structures = {s.stage.name: replace(s.structure, video_levels=levels) for s in plan.stages}
-    loops = {name: plan.networks.loop_graph(structure, num_steps=1) for name, structure in structures.items()}
-    graphs = {name: taken_apart(loop).body for name, loop in loops.items()}
-    return graphs | {"decode": plan.graphs["video-decoder"], "audio": plan.graphs["vocoder"]}
+    request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
+    with datasheet_session(options, preset, device_kind("h200-141gb"), 1) as session:
+        calls = {stage.name: list(stage.needs(session.config)) for stage in make_plan(session, request).stages}
+        loops = {stage: found[0] for stage, found in calls.items() if found[0].steps}
+        loops = {s: replace(call, sizes=replace(call.sizes, video_levels=levels)) for s, call in loops.items()}
+        graphs = {stage: taken_apart(session.graph(call)).body for stage, call in loops.items()}
+        largest, vocoder = max(calls["decode"], key=lambda call: prod(call.sizes)), calls["audio"][-1]
+        return graphs | {"decode": session.graph(largest), "audio": session.graph(vocoder)}
 
 
 def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:

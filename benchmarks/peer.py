@@ -12,7 +12,7 @@ vocoder and Gemma's norms in the compute dtype, and contiguous what ours lays ou
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,17 +28,17 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
-from ltx2rt.pipeline import generate
-from ltx2rt.pipeline.networks import Networks
-from ltx2rt.pipeline.stages import Stage
 from ltx2rt_cuda.ops import DTYPES
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from benchmarks.end_to_end import Clip
+from ltx2rt.commands.generate import Plan
 from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.graph import Graph
-from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG, Structure
-from ltx2rt.stages.noise import standard_normal
+from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
+from ltx2rt.session.call import Call
+from ltx2rt.session.session import Session
+from ltx2rt.stages.denoise import Denoise
 from ltx2rt.weights import configs
 from ltx2rt.weights.checkpoint import component_of
 from ltx2rt.weights.names import GEMMA, to_diffusers
@@ -58,13 +58,17 @@ def checkpoint_tensors(graph: Graph, weights: Mapping[str, torch.Tensor]) -> Ite
             yield from ((name.replace("*", str(layer)), x) for (name, _), x in zip(parts, pieces, strict=True))
 
 
-def transformer_tensors(networks: Networks, structure: Structure, num_steps: int, stage: Stage) -> Tensors:
-    """What ours holds for this stage; of float8 weights a set beside them, the tensors that they are quantised from."""
-    if networks.options.weights_dtype == "float8":
-        options = replace(networks.options, weights_dtype=None)
-        networks = Networks(networks.checkpoint, networks.backend, options, networks.dtype)
-    graph = networks.loop_graph(structure, num_steps)
-    return dict(checkpoint_tensors(graph, networks.transformer_weights(graph, stage.name, stage.loras)))
+def held_tensors(session: Session, call: Call) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors that a call reads, loaded if they are not."""
+    return checkpoint_tensors(session.graph(call), session.load(call))
+
+
+def transformer_tensors(session: Session, call: Call) -> Tensors:
+    """What ours holds for this call; of float8 weights a set beside them, the tensors that they are quantised from."""
+    if session.options.weights_dtype == "float8":
+        options = replace(session.options, weights_dtype=None)
+        session = Session(session.checkpoint, session.backend, options, session.dtype)
+    return dict(held_tensors(session, call))
 
 
 def over(tensors: Mapping[str, torch.Tensor], module: type[torch.nn.Module], *config: Any, **sizes: Any) -> Any:
@@ -104,19 +108,18 @@ def by_component(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> di
 class Peer:
     """A plan's request as diffusers' pipelines run it, with the blocks compiled by Inductor where ours are."""
 
-    def __init__(self, plan: generate.Plan):
-        networks, first = plan.networks, plan.stages[0]
-        config, dtype = networks.config, DTYPES[networks.dtype]
-        others = {name: graph for name, graph in plan.graphs.items() if name != "transformer"}
-        held = (checkpoint_tensors(graph, networks.weights(name, graph)) for name, graph in others.items())
+    def __init__(self, session: Session, plan: Plan):
+        config, dtype = session.config, DTYPES[session.dtype]
+        self.request, self.stages = plan.request, [stage for stage in plan.stages if isinstance(stage, Denoise)]
+        calls = [call for stage in plan.stages for call in stage.needs(config)]
+        others = {call.weights: call for call in calls if call.steps is None}.values()
+        held = (held_tensors(session, call) for call in others)
         parts = by_component(config, {name: x.to(dtype) for tensors in held for name, x in tensors})
-        transformer = diffusers_transformer(
-            config.transformer,
-            transformer_tensors(networks, first.structure, len(first.stage.sigmas) - 1, first.stage),
-        )
-        if networks.options.compile:
+        first = next(call for call in calls if call.steps)
+        transformer = diffusers_transformer(config.transformer, transformer_tensors(session, first))
+        if session.options.compile:
             transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
-        folder = networks.checkpoint.require_tokenizer().parent
+        folder = session.checkpoint.require_tokenizer().parent
         gemma = parts["gemma"] | {"lm_head.weight": parts["gemma"]["model.language_model.embed_tokens.weight"]}
         vocoder = configs.diffusers_vocoder_json(config.vocoder)
         if config.vocoder.bandwidth_extension:
@@ -149,49 +152,46 @@ class Peer:
             self.upsample = LTX2LatentUpsamplePipeline(vae=vae, latent_upsampler=upsampler)
 
     @torch.no_grad()
-    def run(self, plan: generate.Plan) -> Clip:
-        """From the prompt to the frames and the waveform on the host."""
-        request, video, audio = plan.request, None, None
-        assert request.stg_blocks is not None, "the request is not resolved"
-        guided = any(s.stage.branches.uncond for s in plan.stages)
+    def run(self, max_steps: int | None = None) -> Clip:
+        """From the prompt to the frames and the waveform on the host. max_steps: of each stage, None: all."""
+        request, video, audio = self.request, None, None
+        prompt, negative = (*request.prompts, None)[:2]
         names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-        encoded = self.pipe.encode_prompt(request.prompt, request.negative_prompt, guided)
+        encoded = self.pipe.encode_prompt(prompt, negative, negative is not None)
         common: dict[str, Any] = dict(zip(names, encoded, strict=True)) | {
             "num_frames": request.num_frames,
             "frame_rate": float(request.fps),
-            "spatio_temporal_guidance_blocks": list(request.stg_blocks),
             "use_cross_timestep": True,
             "return_dict": False,
         }
-        for s in plan.stages:
+        for stage in self.stages:
             if video is not None:
                 assert self.upsample is not None
                 (video,) = self.upsample(latents=video, output_type="latent", return_dict=False)
+            height, width = stage.geometry.size_px
             video, audio = self.pipe(
-                **common | scales(s.stage) | self.start(request.seeds, s, video, audio),
-                width=s.stage.width,
-                height=s.stage.height,
-                sigmas=s.stage.sigmas[: s.num_steps].tolist(),
-                output_type="pt" if s is plan.stages[-1] else "latent",
+                **common | guidance(stage) | self.start(stage, video, audio),
+                width=width,
+                height=height,
+                sigmas=stage.sigmas[:-1][:max_steps].tolist(),
+                output_type="pt" if stage is self.stages[-1] else "latent",
             )
         frames = (video[0] * 255).round().to(torch.uint8).permute(0, 2, 3, 1)  # type: ignore[index]
         return Clip(frames.cpu().numpy(), audio[0].float().cpu().numpy())  # type: ignore[index]
 
-    def start(
-        self, seeds: Sequence[int], s: generate.StagePlan, video: torch.Tensor | None, audio: torch.Tensor | None
-    ) -> dict[str, Any]:
+    def start(self, stage: Denoise, video: torch.Tensor | None, audio: torch.Tensor | None) -> dict[str, Any]:
         """The latents at the first sigma, on our noise. Given and returned as pipelines hand them on: denormalised."""
-        pipe, g = self.pipe, s.geometry
+        pipe, g = self.pipe, stage.geometry
         pictures, sounds = ((part.latents_mean, part.latents_std) for part in (pipe.vae, pipe.audio_vae))
         x = {
-            m: torch.from_numpy(standard_normal(seeds[0], f"{s.stage.name}.{m}", shape[1:]))[None].to(pipe.device)
-            for m, shape in s.noise_shapes.items()
+            m: torch.from_numpy(stage.noise.draw(f"{stage.name}.{m}", state.shape[1:])).to(pipe.device)
+            for m, state in stage.blank.items()
         }
         before = {m: torch.zeros_like(noise) for m, noise in x.items()}
         if video is not None and audio is not None:
             before["video"] = pipe._pack_latents(pipe._normalize_latents(video.float(), *pictures))
             before["audio"] = pipe._normalize_audio_latents(pipe._pack_audio_latents(audio.float()), *sounds)
-        x = {m: torch.lerp(before[m], noise, float(s.stage.sigmas[0])) for m, noise in x.items()}
+        x = {m: torch.lerp(before[m], noise, float(stage.sigmas[0])) for m, noise in x.items()}
         grid = pipe._unpack_latents(x["video"], g.frames, g.rows, g.columns)
         sound = pipe._denormalize_audio_latents(x["audio"], *sounds)
         return {
@@ -200,7 +200,8 @@ class Peer:
         }
 
 
-def scales(stage: Stage) -> dict[str, Any]:
+def guidance(stage: Denoise) -> dict[str, Any]:
     """A stage's guidance as diffusers' arguments."""
     rows = zip(("", "audio_"), stage.guidance.tolist(), strict=True)
-    return {prefix + name: row[column] for prefix, row in rows for name, column in SCALES.items()}
+    scales = {prefix + name: row[column] for prefix, row in rows for name, column in SCALES.items()}
+    return scales | {"spatio_temporal_guidance_blocks": list(stage.stg_blocks)}

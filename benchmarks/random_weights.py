@@ -1,4 +1,4 @@
-"""The PyTorch backend with weights drawn on the device: models of any size without a file.
+"""A session of the PyTorch backend with weights drawn on the device: models of any size without a file.
 
 Decides values, by tensor name alone: every rank that holds a slice holds it of the same tensor. Small tensors have the
 values that `weights make` writes; large ones the same statistics, from the device's generator.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from ltx2rt_cuda.ops import DTYPES, quantise_rows
 from ltx2rt.backend import TensorSource
 from ltx2rt.graph import Graph
 from ltx2rt.graph.ir import Cut
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.files import TensorInfo, cut
-from ltx2rt.weights.make import Tensor, make_checkpoint, values
+from ltx2rt.weights.random.make import Tensor, make_checkpoint, values
 
 LARGE = 2**20  # elements; all tensors of the tiny models are smaller, so that they are the same on every device
 
@@ -86,3 +89,18 @@ def empty_checkpoint(preset: str) -> Iterator[Checkpoint]:
     with tempfile.TemporaryDirectory(prefix="ltx2rt-benchmark-") as folder:
         make_checkpoint(preset, "official", folder, empty=True)
         yield open_checkpoint(Path(folder))
+
+
+class RepeatingSession(Session):
+    """Encodes the same prompts as often as they are asked for, so that every repetition is the whole work."""
+
+    def remember(self, prompts: Hashable, encode: Callable[[], Any]) -> Any:
+        return encode()
+
+
+@contextmanager
+def random_session(preset: str, **options: Any) -> Iterator[RepeatingSession]:
+    """A session on an empty checkpoint and a `RandomBackend`. options: the other fields of `ModelOptions`."""
+    with empty_checkpoint(preset) as checkpoint:
+        given = ModelOptions("cuda", checkpoint.path, **options)
+        yield RepeatingSession(checkpoint, RandomBackend(given.device, given.mesh), given)

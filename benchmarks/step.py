@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ import numpy as np
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from diffusers.pipelines.ltx2.pipeline_ltx2 import rescale_noise_cfg
-from ltx2rt.pipeline import generate
-from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt_cuda.ops import DTYPES
 from torch.profiler import ProfilerActivity, profile
 
@@ -41,16 +38,21 @@ from benchmarks.end_to_end import kernel_groups
 from benchmarks.kernels import product_rate
 from benchmarks.measure import Spread, interleaved, machine, ratios, record
 from benchmarks.peer import diffusers_transformer, transformer_tensors
-from benchmarks.random_weights import RandomBackend, empty_checkpoint
+from benchmarks.random_weights import random_session
 from ltx2rt.backend import get_backend
+from ltx2rt.commands.generate import make_plan
+from ltx2rt.flags import given_flags
 from ltx2rt.models import transformer
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
+from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import flops
-from ltx2rt.stages.conditioning import audio_state, video_state
+from ltx2rt.session.call import Call
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.stages.denoise import Denoise, step_shape
 from ltx2rt.stages.noise import standard_normal
-from ltx2rt.stages.tokenizer import PROMPT_TOKENS
 from ltx2rt.testing import ArraySource, random_params, relative_l2
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 SAME = 1e-4  # relative L2 under which two implementations compute the same thing in float32
 
@@ -184,51 +186,44 @@ ALIKE = {"float32": SAME, "bfloat16": 0.5}
 class Guided:
     """Guided steps of one stage from one start; a `run` for each implementation returns both modalities' latents."""
 
-    def __init__(self, plan: generate.Plan, planned: generate.StagePlan, steps: int):
-        self.networks, self.stage, self.geometry = plan.networks, planned.stage, planned.geometry
-        self.config, backend = plan.networks.config.transformer, plan.networks.backend
-        self.device, self.dtype = backend.torch_device, DTYPES[plan.networks.dtype]  # type: ignore[attr-defined]
-        self.sigmas = self.stage.sigmas[: steps + 1]
+    def __init__(self, session: Session, stage: Denoise, steps: int):
+        self.session, self.stage, self.config = session, stage, session.config.transformer
+        self.device, self.dtype = session.backend.torch_device, DTYPES[session.dtype]  # type: ignore[attr-defined]
+        self.sigmas = stage.sigmas[: steps + 1]
         self.steps = len(self.sigmas) - 1
-        states = {"video": video_state(self.geometry, []), "audio": audio_state(self.geometry)}
-        self.structure, feeds = self.networks.step_structure(
-            self.stage.branches, states["video"], states["audio"], PROMPT_TOKENS
-        )
-        self.graph = self.networks.step_graph(self.structure)
-        self.start = {m: standard_normal(0, f"start.{m}", state.shape) for m, state in states.items()}
-        for m in states:
-            shape = self.graph.inputs[f"{m}_context"].type.shape
-            feeds[f"{m}_context"] = standard_normal(0, f"context.{m}", shape)
-        assert plan.request.stg_blocks is not None, "the request is not resolved"
-        self.stg_blocks = list(plan.request.stg_blocks)
+        shape, feeds = step_shape(session.config, stage.blank, stage.branches)
+        self.call = Call("guided-step", shape, steps=self.steps)  # no LoRA: both stages share weights
+        self.graph = session.graph(replace(self.call, steps=None))
+        self.start = {m: standard_normal(0, f"start.{m}", state.shape) for m, state in stage.blank.items()}
+        for m in self.start:
+            feeds[f"{m}_context"] = standard_normal(0, f"context.{m}", self.graph.inputs[f"{m}_context"].type.shape)
         blocks = np.zeros(self.config.num_layers, np.float32)
-        blocks[self.stg_blocks] = 1
-        self.feeds = feeds | {"guidance": self.stage.guidance, "stg_blocks": blocks}
+        blocks[list(stage.stg_blocks)] = 1
+        self.feeds = feeds | {"guidance": stage.guidance, "stg_blocks": blocks}
 
     def ours(self) -> Callable[[], dict[str, torch.Tensor]]:
+        start = {f"{m}_latent": x for m, x in self.start.items()}
+
         def run() -> dict[str, torch.Tensor]:
-            start = (self.start["video"], self.start["audio"])
-            steps = self.networks.denoise(self.stage.name, (), self.structure, self.feeds, self.sigmas, *start)
-            *_, last = steps
-            self.networks.backend.synchronize()
-            return {"video": last.video, "audio": last.audio}
+            *_, last = self.session.denoise(self.call, self.feeds | start, self.sigmas)
+            self.session.backend.synchronize()
+            return {m: last[f"{m}_latent"] for m in self.start}
 
         return run
 
-    def diffusers(self, compile: bool) -> Callable[[], dict[str, torch.Tensor]]:
-        tensors = transformer_tensors(self.networks, self.structure, self.steps, replace(self.stage, loras=()))
-        module = diffusers_transformer(self.config, tensors)
-        if compile:
+    def diffusers(self) -> Callable[[], dict[str, torch.Tensor]]:
+        module = diffusers_transformer(self.config, transformer_tensors(self.session, self.call))
+        if self.session.options.compile:
             module.compile_repeated_blocks(fullgraph=True, dynamic=False)
-        g, device = self.geometry, self.device
+        g, device = self.stage.geometry, self.device
         coords = {
             "video_coords": module.rope.prepare_video_coords(1, g.frames, g.rows, g.columns, device, fps=float(g.fps)),
             "audio_coords": module.audio_rope.prepare_audio_coords(1, g.audio_latents, device),
         }
         context = {m: torch.from_numpy(self.feeds[f"{m}_context"]).to(device, self.dtype) for m in self.start}
         timesteps = torch.from_numpy(self.sigmas * np.float32(self.config.timestep_scale)).to(device)
-        blocks, scales = self.stg_blocks, dict(zip(("video", "audio"), self.stage.guidance.tolist(), strict=True))
-        branches = self.stage.branches
+        scales = dict(zip(("video", "audio"), self.stage.guidance.tolist(), strict=True))
+        blocks, branches = list(self.stage.stg_blocks), self.stage.branches
 
         def velocities(x: dict, rows: slice, timestep: torch.Tensor, **branch: Any) -> list[torch.Tensor]:
             """Of the contexts `rows`, in one batch."""
@@ -268,24 +263,24 @@ class Guided:
             x = {m: torch.from_numpy(start).to(device) for m, start in self.start.items()}
             for i, (sigma, target) in enumerate(zip(self.sigmas[:-1].tolist(), self.sigmas[1:].tolist(), strict=True)):
                 x = step(x, timesteps[i], sigma, target)
-            self.networks.backend.synchronize()
+            self.session.backend.synchronize()
             return x
 
         return run
 
 
-def measure_guided_stage(contest: Guided, rate: float, rounds: int, compile: bool) -> dict[str, Any]:
+def measure_guided_stage(contest: Guided, rate: float, rounds: int) -> dict[str, Any]:
     """All facts of one stage. Raises RuntimeError if the implementations disagree."""
     cuda, peaks, outputs, kernels = contest.device.type == "cuda", {}, {}, {}
-    runs = {"diffusers": contest.diffusers(compile), "cuda": contest.ours()}
+    runs = {"diffusers": contest.diffusers(), "cuda": contest.ours()}
     for name, run in runs.items():  # diffusers first: what ours keeps for its next run is no cost of theirs
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         outputs[name] = {m: x.float().cpu().numpy() for m, x in run().items()}
-        peaks[name] = contest.networks.backend.peak_bytes()
+        peaks[name] = contest.session.backend.peak_bytes()
     distance = max(relative_l2(outputs["cuda"][m], outputs["diffusers"][m]) for m in outputs["cuda"])
-    if not distance <= ALIKE[contest.networks.dtype]:
+    if not distance <= ALIKE[contest.session.dtype]:
         raise RuntimeError(f"{contest.stage.name}: {distance:.2e} away from diffusers: there is nothing to compare")
     per_step = {name: [s / contest.steps for s in found] for name, found in interleaved(runs, rounds).items()}
     activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
@@ -301,7 +296,7 @@ def measure_guided_stage(contest: Guided, rate: float, rounds: int, compile: boo
     speed = {name: work / Spread.of(found).median for name, found in per_step.items()}
     return {
         "branches": contest.stage.branches.names,
-        "tokens": {"video": contest.structure.video_tokens, "audio": contest.structure.audio_tokens},
+        "tokens": {m: x.shape[1] for m, x in contest.start.items()},
         "steps": contest.steps,
         "flops": work,
         "floor_s": work / rate,
@@ -331,28 +326,21 @@ def lines(stage: str, found: dict[str, Any], launches: str) -> str:
 
 
 def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
-    backend = RandomBackend(args.device)
     name = f"{'tiny' if args.tiny else 'ltx'}-{args.generation}"
     size = dict(zip(("width", "height", "num_frames"), (128, 64, 17) if args.tiny else args.clip, strict=True))
     facts: dict[str, Any] = {"preset": name, "clip": size, "compile": args.compile, "rounds": args.rounds, "stages": {}}
-    facts["device"] = backend.device().name if args.device == "cuda" else machine()["device"]
-    with empty_checkpoint(name) as checkpoint:
-        options = ModelOptions(
-            "cuda", checkpoint.path, device=args.device, dtype=args.dtype, weights_dtype=args.weights_dtype,
-            compile=args.compile,
-        )  # fmt: skip
-        request = Request(options, "a fox", Path("clip.mp4"), seed=0, steps=max(args.steps, 3), **size)
-        plan = generate.make_plan(request, checkpoint, backend)
-    plan.networks.loading = nullcontext
-    facts |= {"dtype": plan.networks.dtype, "weights_dtype": args.weights_dtype or plan.networks.dtype}
-    facts["matmul_flops_per_s"] = rate = product_rate(backend.torch_device, DTYPES[plan.networks.dtype])
-    head = f"{facts['device']}; {name}, {facts['dtype']}, weights in {facts['weights_dtype']}, {size}"
-    print(f"{head}; matmul {rate / 1e12:.3g} TFLOP/s")
-    for planned in plan.stages:
-        contest = Guided(plan, planned, args.steps)
-        found = facts["stages"][planned.stage.name] = measure_guided_stage(contest, rate, args.rounds, args.compile)
-        print(lines(planned.stage.name, found, "launches" if args.device == "cuda" else "operators"), flush=True)
-        record(args.output, facts)
+    with random_session(name, **given_flags(args, ModelOptions)) as session:
+        plan = make_plan(session, TwoStage("a fox", seed=0, steps=max(args.steps, 3), **size))
+        contests = [Guided(session, stage, args.steps) for stage in plan.stages if isinstance(stage, Denoise)]
+        facts["device"] = session.backend.device().name if args.device == "cuda" else machine()["device"]
+        facts |= {"dtype": session.dtype, "weights_dtype": args.weights_dtype or session.dtype}
+        facts["matmul_flops_per_s"] = rate = product_rate(contests[0].device, contests[0].dtype)
+        head = f"{facts['device']}; {name}, {facts['dtype']}, weights in {facts['weights_dtype']}, {size}"
+        print(f"{head}; matmul {rate / 1e12:.3g} TFLOP/s")
+        for contest in contests:
+            found = facts["stages"][contest.stage.name] = measure_guided_stage(contest, rate, args.rounds)
+            print(lines(contest.stage.name, found, "launches" if args.device == "cuda" else "operators"), flush=True)
+            record(args.output, facts)
     return facts
 
 

@@ -96,6 +96,7 @@ class Session:
         if request.num_videos != 1:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
         plan = command.make_plan(session, request)
+        session.require_memory(plan.stages)
         state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)
         chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
         size = (plan.request.height, plan.request.width, 3)

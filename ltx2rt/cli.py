@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ltx2rt import __version__
-from ltx2rt.backend import backend_names, get_backend, get_factory, get_rendezvous, keep_compiled
 from ltx2rt.errors import InputError
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
@@ -107,7 +106,11 @@ def _fail(message: str, status: int, crew: Crew | None) -> int:
 
 def _join(args: argparse.Namespace) -> Crew | None:
     """The other ranks, if this process is one of several; all were given the same arguments and files."""
-    if getattr(args, "backend", None) not in backend_names():
+    if not hasattr(args, "backend"):
+        return None
+    from ltx2rt.backend import backend_names, get_factory, get_rendezvous
+
+    if args.backend not in backend_names():
         return None
     factory = get_factory(args.backend)
     rank, size = factory.rank_and_size(os.environ)
@@ -139,12 +142,14 @@ def _files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     return options.files + request.files, files.all(seeds)
 
 
-def _ranks_to_start(options: Any) -> int:
-    """How many processes this one has to start: 1 if it does the work itself."""
-    factory = get_factory(options.backend)
-    if not factory.process_per_device or factory.rank_and_size(os.environ)[1] > 1:
-        return 1
-    return prod(options.mesh.values())
+def _start_ranks(args: argparse.Namespace, options: Any, outputs: Sequence[Path]) -> int | None:
+    """Run the command as a process for each device, if this process is not one of them; the exit status, or None."""
+    from ltx2rt.backend import get_factory
+
+    factory, count = get_factory(options.backend), prod(options.mesh.values())
+    if count == 1 or not factory.process_per_device or factory.rank_and_size(os.environ)[1] > 1:
+        return None
+    return start(args.argv, count, outputs, factory.most_processes(options.device))
 
 
 def parser() -> Parser:
@@ -231,23 +236,24 @@ def model_options(args: argparse.Namespace) -> Any:
 
 
 def generate(args: argparse.Namespace) -> int | None:
+    from ltx2rt.pipelines.request import draw_seed
+
     options, request, files = generate_request(args)
     options.check()  # before torch or jax is imported, which takes seconds
     request.check()
     request.check_options(options)
     request.check_files()
     files.check()
-    if (count := _ranks_to_start(options)) > 1:
-        if request.num_videos > 1 and request.seed is None:  # it names the files
-            from ltx2rt.pipelines.request import draw_seed
-
-            request = replace(request, seed=draw_seed())
-            args.argv = [*args.argv, "--seed", str(request.seed)]
-        outputs = files.all(request.seeds if request.seed is not None else range(1))
-        return start(args.argv, count, outputs, get_factory(options.backend).most_processes(options.device))
+    if request.seed is None:  # ranks that this one starts need the same
+        request = replace(request, seed=draw_seed())
+        args.argv = [*args.argv, "--seed", str(request.seed)]
+    if (status := _start_ranks(args, options, files.all(request.seeds))) is not None:
+        return status
     if unread := _unread(args) if _first() else []:
         print(f"ltx2rt: the {args.pipeline} pipeline does not read {', '.join(unread)}", file=sys.stderr)
     if args.keep:
+        from ltx2rt.backend import keep_compiled
+
         keep_compiled(options.backend, args.keep)
     from ltx2rt.commands import generate
 
@@ -296,9 +302,8 @@ def probe(args: argparse.Namespace) -> int | None:
     options, request = probe_request(args)
     options.check()
     request.check()
-    if (count := _ranks_to_start(options)) > 1:
-        most = get_factory(options.backend).most_processes(options.device)
-        return start(args.argv, count, [request.outputs], most)
+    if (status := _start_ranks(args, options, [request.outputs])) is not None:
+        return status
     from ltx2rt.commands import probe
 
     probe.run(options, request)
@@ -308,7 +313,7 @@ def probe(args: argparse.Namespace) -> int | None:
 
 
 def weights_make(args: argparse.Namespace) -> None:
-    from ltx2rt.weights.make import make_checkpoint
+    from ltx2rt.weights.random.make import make_checkpoint
 
     print(make_checkpoint(args.preset, args.layout, args.directory, seed=args.seed, dry_run=args.dry_run))
 
@@ -379,7 +384,7 @@ def graph(args: argparse.Namespace) -> None:
     from ltx2rt.graph.show import show
     from ltx2rt.pipelines.one_stage import OneStage
     from ltx2rt.weights.checkpoint import open_checkpoint
-    from ltx2rt.weights.presets import preset
+    from ltx2rt.weights.random.presets import preset
 
     options, asked = _options(args), Asked(args.component, **given_flags(args, Asked))
     clip = OneStage("a graph", **given_flags(args, OneStage))
@@ -464,6 +469,8 @@ def compile_(args: argparse.Namespace) -> None:
 
 
 def devices(args: argparse.Namespace) -> None:
+    from ltx2rt.backend import backend_names, get_backend, get_factory
+
     for name in backend_names():
         try:
             backend = get_backend(name)

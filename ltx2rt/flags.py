@@ -110,18 +110,19 @@ def convert(f: Field, value: Any) -> Any:
 
 
 def _one(f: Field, how: Flag, value: Any) -> Any:
-    if how.parse is bool or value is None:
+    parse: Any = how.parse
+    if parse is bool or value is None:
         return value
     try:
-        if (how.parse is str and not isinstance(value, (str, Path))) or (
-            how.parse is int and float(value) != int(value)
-        ):
+        found = parse(value)
+        wrong = isinstance(value, float) and found != value if parse is int else parse is str and found != value
+        if wrong and not isinstance(value, Path):
             raise ValueError
-        value = how.parse(value)  # pyright: ignore[reportArgumentType]
+        value = found
     except InputError:
         raise
     except (TypeError, ValueError, OverflowError):
-        kind = getattr(how.parse, "__name__", "value").replace("parse_", "")
+        kind = getattr(parse, "__name__", "value").replace("parse_", "")
         raise InputError(f"{spelling(f)}: {value!r}, expected {kind}") from None
     if how.choices and value not in how.choices:
         raise InputError(f"{spelling(f)}: {value!r}, expected one of {', '.join(how.choices)}")

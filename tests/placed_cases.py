@@ -15,9 +15,10 @@ import numpy as np
 from ltx2rt.config import ConnectorConfig, GemmaConfig, TextConfig, TransformerConfig
 from ltx2rt.graph import Graph
 from ltx2rt.models import guided_step, text_encoder, transformer
-from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 DEVICES = (2, 3, 4)
 LAYERS, TOKENS, AUDIO_TOKENS, TEXT = 2, 12, 7, 8
@@ -34,7 +35,11 @@ class Case:
     inputs: dict[str, np.ndarray]
 
     def on(self, devices: int) -> Graph:
-        return placed(self.graph, self.network, PROFILES["hopper"], {"tensor": devices}) if devices > 1 else self.graph
+        return (
+            Placement(PROFILES["hopper"], {"tensor": devices}).local(self.graph, self.network)
+            if devices > 1
+            else self.graph
+        )
 
 
 def transformer_config(generation: str) -> TransformerConfig:

@@ -53,7 +53,7 @@ def test_a_saved_clip_holds_its_frames_sound_and_settings(clip, tmp_path, model)
         assert container.streams.video[0].frames == 17 and container.streams.audio
     assert comment["prompt"] == "a robot dancing" and comment["seed"] == 7
     assert str(model.parent) not in json.dumps(comment)  # names of files, no paths of this machine
-    assert comment["settings"]["images"][0]["path"] == "first.png"
+    assert comment["settings"]["images"][0]["path"]["name"] == "first.png"
 
 
 def test_a_clip_without_sound(session):

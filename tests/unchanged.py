@@ -48,7 +48,8 @@ def graph_cases(presets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 def graph_hash(arguments: tuple[str, ...]) -> str:
     """Of the printed graph: the same for two graphs that differ in the names of their values alone.
 
-    A constant counts as such however it is made: `affine` with scale 0, `affine` of a constant, or `full`.
+    A constant counts as such however it is made: `full`, `affine` with scale 0, or `affine` or `expand` of a constant;
+    what only constants read does not count.
     """
     import contextlib
     import io
@@ -68,13 +69,24 @@ def graph_hash(arguments: tuple[str, ...]) -> str:
 
 
 def _nodes(nodes: list[dict[str, Any]], numbers: dict[str, Any]) -> list[Any]:
-    rows = []
-    for node in nodes:
-        operands = [numbers.get(name, name) for name in node["inputs"]]
-        constant = _constant(node, operands)
+    readers: dict[str, list[int]] = {}
+    gone = set()
+    for i, node in enumerate(nodes):
+        constant = _constant(node, [numbers.get(name, name) for name in node["inputs"]])
         if constant is not None:
             numbers[node["outputs"][0]] = ["constant", constant, node["axes"], node["shape"], node["dtype"]]
+            gone.add(i)
+        for name in node["inputs"]:
+            readers.setdefault(name, []).append(i)
+    for i, node in reversed(list(enumerate(nodes))):
+        read_by = [reader for name in node["outputs"] for reader in readers.get(name, ())]
+        if read_by and gone.issuperset(read_by):
+            gone.add(i)
+    rows = []
+    for i, node in enumerate(nodes):
+        if i in gone:
             continue
+        operands = [numbers.get(name, name) for name in node["inputs"]]
         row: dict[str, Any] = {key: node[key] for key in ("op", "axes", "shape", "dtype", "collective")}
         row |= {"inputs": operands, "attrs": node.get("attrs", {})}
         if "body" in node:
@@ -94,6 +106,8 @@ def _constant(node: dict[str, Any], operands: list[Any]) -> float | None:
             return float(offset)
         if isinstance(operands[0], list):
             return operands[0][1] * scale + offset
+    if node["op"] == "expand" and isinstance(operands[0], list):
+        return operands[0][1]
     return None
 
 

@@ -74,7 +74,9 @@ ALONE = Position()
 @cache
 def _hosts() -> dist.ProcessGroup:
     """All processes, through their hosts' memory."""
-    return dist.new_group(backend="gloo", timeout=TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup), "every process is a member"
+    return group
 
 
 def rendezvous() -> PrefixStore:

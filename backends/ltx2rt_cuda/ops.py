@@ -47,6 +47,11 @@ def _binary(name, function):
 
 
 @op
+def full(value: Tensor, shape, dtype) -> Tensor:
+    return value.to(DTYPES[dtype]).expand(shape).contiguous()
+
+
+@op
 def add(x: Tensor, y: Tensor, views) -> Tensor:
     x, y = x.reshape(views[0]), y.reshape(views[1])
     if x.ndim != 5 or not lies_channels_last(y):

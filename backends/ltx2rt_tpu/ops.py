@@ -47,6 +47,11 @@ _binary("div", jnp.divide)
 
 
 @op
+def full(value, shape, dtype) -> Array:
+    return jnp.full(shape, value, dtype)
+
+
+@op
 def gelu(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=True)
 

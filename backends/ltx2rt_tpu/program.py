@@ -33,9 +33,9 @@ def compilations() -> list[float]:
     """Seconds of every compilation of this process from the first call on, those included that the disk saved."""
     seen: list[float] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration)
+            seen.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return seen
@@ -48,8 +48,8 @@ class Program:
         on_tpu = next(iter(place.device_set)).platform == "tpu"
         self.graph = fuse(graph, (snakes,)) if on_tpu else graph  # XLA fuses the rest itself
         self.place, self.unrolled = place, unrolled
-        self.function = jax.jit(self._run)
-        self.shared = jax.jit(self._each)
+        self.function: Any = jax.jit(self._run)
+        self.shared: Any = jax.jit(self._each)
 
     def release(self) -> None:
         self.function.clear_cache()
@@ -191,8 +191,8 @@ class Loop:
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
         self.parts = taken_apart(graph)
-        self.before = jax.jit(self._before)
-        self.steps = jax.jit(self._steps)
+        self.before: Any = jax.jit(self._before)
+        self.steps: Any = jax.jit(self._steps)
 
     def release(self) -> None:
         self.before.clear_cache()

@@ -29,16 +29,17 @@ from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.stage import Stage, State
-from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.files import TensorFile, digest, write_arrays
 from ltx2rt.weights.lora import Merge
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved request, its stages, and what LoRAs merge in them."""
+    """A resolved request, its stages, the LoRAs, and what they merge by stage."""
 
     request: Request
     stages: tuple[Stage, ...]
+    loras: Loras
     merges: dict[str, list[Merge]]
 
     @property
@@ -47,6 +48,14 @@ class Plan:
         for merges in self.merges.values():
             found += [merge for merge in merges if merge not in found]
         return found
+
+    def merge_lines(self) -> Iterator[str]:
+        """One for each LoRA of each stage, with its role."""
+        distilled = self.loras.distilled and str(self.loras.distilled.path)
+        for stage, merges in self.merges.items():
+            yield from (merge.line(stage, "distilled" if merge.file == distilled else "") for merge in merges)
+        if self.request.distilled == "optional" and not distilled:
+            yield f"{self.request.name}: on the weights as they are, with no distilled LoRA"
 
 
 def make_plan(session: Session, request: Request) -> Plan:
@@ -60,7 +69,7 @@ def make_plan(session: Session, request: Request) -> Plan:
         stage.check(session)
     merges = session.audit(stages)
     _check_noise(request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()])
-    return Plan(request, stages, merges)
+    return Plan(request, stages, loras, merges)
 
 
 def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:
@@ -107,11 +116,10 @@ def produce(
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
-    """Run the plan up to its frames: (state, watch, report). Raises InputError if it does not fit the device.
+    """Run the plan, which fits the device, up to its frames: (state, watch, report).
 
     report() is the dict of `--report`, once the frames are taken.
     """
-    session.require_memory(plan.stages, warm=warmup)
     work = {c.name: float(c.steps * c.flops) for c in session.costs(plan.stages)} if on_progress else {}
     built, loaded = session.backend.num_built, session.weights.loaded_bytes
     watch = Stopwatch(
@@ -149,6 +157,7 @@ def run(options: ModelOptions, request: Request, files: Files) -> None:
     read."""
     session = open_session(options)
     plan = make_plan(session, request)
+    session.require_memory(plan.stages, warm=files.warmup)
     main = session.backend.is_main
     if main:
         _announce(session, plan)
@@ -204,7 +213,7 @@ def _announce(session: Session, plan: Plan) -> None:
         lines[0] += f", {backend.num_processes} processes"
     if options.device == "auto" and backend.device_kind == "cpu":
         lines.insert(0, f"no {get_factory(options.backend).accelerator} was found: running on the CPU")
-    for line in (*lines, *(merge.line() for merge in plan.all_merges)):
+    for line in (*lines, *plan.merge_lines()):
         print(line, file=sys.stderr, flush=True)
 
 
@@ -212,15 +221,20 @@ def versions(backend: Backend) -> dict[str, str]:
     return {"ltx2rt": ltx2rt.__version__, "python": sys.version.split()[0], "numpy": np.__version__, **backend.versions}
 
 
+def named(path: Path) -> dict[str, str]:
+    """A file by name and digest, without the folders of this machine."""
+    return {"name": path.name, "digest": digest(path)}
+
+
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
     """What the MP4 says about itself: prompt, seed, model, versions and every setting; of files the names alone."""
     checkpoint = session.checkpoint
-    model = {"path": checkpoint.path.name, "layout": checkpoint.layout, "generation": checkpoint.config.generation}
-    options = plain(session.options, lambda path: path.name)
+    model = {**named(checkpoint.path), "layout": checkpoint.layout, "generation": checkpoint.config.generation}
+    options = plain(session.options, named)
     return {
         "prompt": request.prompt,
         "seed": request.seeds[video],
         "model": model,
         "versions": versions(session.backend),
-        "settings": request.settings(lambda path: path.name) | {"options": options},
+        "settings": request.settings(named) | {"options": options},
     }

@@ -14,9 +14,10 @@ from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.pipelines.request import Request, check_step, default_steps
-from ltx2rt.placement.mesh import stage_mesh, text_mesh
-from ltx2rt.placement.profiles import placed, placed_loop, profile_of
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import profile_of
 
+DEFAULT_KIND = "h100-80gb"  # whose profile is taken if none is named
 LOOP = "denoise"  # the guided step, looped over the model's steps
 NAMES = (*CATALOG, LOOP)
 
@@ -56,8 +57,6 @@ def component_graph(
         raise InputError("no latent upsampler was found; pass one with --upsampler")
     geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)
     graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)
-    how = profile_of(profile, "cuda", mesh)
-    mesh = stage_mesh(mesh, branches) if row.branches else text_mesh(mesh)
-    if name == LOOP:
-        return placed_loop(graph, how, mesh, default_steps(config), weights_dtype)
-    return placed(graph, row.rules, how, mesh, weights_dtype if row.rules == "transformer" else None)
+    placement = Placement(profile_of(profile, DEFAULT_KIND, mesh), mesh, weights_dtype)
+    placement = placement.of(branches) if row.branches else placement.text
+    return placement.loop(graph, default_steps(config)) if name == LOOP else placement.local(graph, row.rules)

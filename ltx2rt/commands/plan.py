@@ -26,7 +26,7 @@ from ltx2rt.placement.profiles import resolve, undivided
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
     calls = {c.row.rules: replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)}
     for network in ("text-encoder", "transformer"):
         graph, whole = session.graph(calls[network]), single.graph(calls[network])
-        rules = session.profile.rules.get(network, {})
+        rules = session.placement.profile.rules.get(network, {})
         held, all_ = weight_bytes([graph]) / 1e9, weight_bytes([whole]) / 1e9
         yield f"{network}: {held:.3g} GB of its {all_:.3g} GB of weights on each device"
         for part, axis, size in dict.fromkeys(undivided(whole, rules, graph.mesh)):
@@ -141,7 +141,7 @@ def to_text(found: Estimate) -> str:
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     lines = [
         f"{clip.name}, {clip.width}x{clip.height}, {clip.num_frames} frames, {session.dtype}{weights}, "
-        f"on {found.devices} x {kind.name} ({where}, profile {session.profile.name}); per device, estimated:",
+        f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); per device, estimated:",
         "",
         f"{'stage':<14} {'steps':>5} {'weights':>9} {'activations':>11} {'TFLOP/step':>10} {'time/step':>10}"
         f"  collectives/step",

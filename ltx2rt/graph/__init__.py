@@ -2,6 +2,6 @@
 
 from ltx2rt.graph import fused  # noqa: F401  enters its ops into the table
 from ltx2rt.graph.ir import Graph, Node, ParamSpec, Type, Value
-from ltx2rt.graph.trace import Ops, trace
+from ltx2rt.graph.trace import Ops, Term, trace
 
-__all__ = ["Graph", "Node", "Ops", "ParamSpec", "Type", "Value", "trace"]
+__all__ = ["Graph", "Node", "Ops", "ParamSpec", "Term", "Type", "Value", "trace"]

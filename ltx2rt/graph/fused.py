@@ -41,7 +41,7 @@ def _row_plan(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...
 
 
 def spread(rows: Sequence[Any], views: Sequence[tuple[int, ...]], index_view, take_along: Callable) -> list[Any]:
-    """Arrays of any framework as they broadcast to x: (B or 1, tokens or 1, D).
+    """Modulation rows, arrays of any framework, as they broadcast to x: (B or 1, tokens or 1, D) each.
 
     index_view: of the index behind the rows, if there is one. take_along: the framework's take_along_axis.
     """
@@ -179,8 +179,11 @@ def pixel_norm_silu(x: Type, *, over: str, eps: float):
 
 
 def snake_windows(taps: int) -> tuple[int, int, tuple[int, int]]:
-    """Of two filters of `taps` (even) around twice the rate: edge samples added before going up, where the kept part
-    then starts, and edge samples added (before, after) going down."""
+    """How a signal is padded and cropped around two filters of `taps` (even), one to twice its rate and one back.
+
+    Returns the edge samples added on either side before going up, the position at which the kept part then starts, and
+    the edge samples added (before, after) before going down.
+    """
     pad = -(-(taps // 2) // 2)
     return pad, 2 * pad + (taps - 1) // 2, (taps // 2 - 1, taps // 2)
 

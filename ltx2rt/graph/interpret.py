@@ -112,10 +112,8 @@ def _apply(node: Node, operands: list[Devices], grid: Grid) -> list[Devices]:
 
 
 def _repeat(node: Node, params: Mapping[str, np.ndarray], operands: list[Devices], grid: Grid) -> list[Devices]:
-    repeat = node.plan["repeat"]
-    carry = operands[: repeat.num_carries]
-    invariant = operands[repeat.num_carries : repeat.num_carries + repeat.num_invariants]
-    data = operands[repeat.num_carries + repeat.num_invariants :]
+    repeat = node.repeat
+    carry, invariant, data = repeat.divide(operands)
     stacked: list[list[Devices]] = []
     for i in range(repeat.count):
         now = [*carry, *invariant, *([d[i] for d in devices] for devices in data)]

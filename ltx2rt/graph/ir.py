@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1}
 SHORT = {"float32": "f32", "bfloat16": "bf16", "int32": "i32", "float8_e4m3fn": "f8"}
@@ -27,6 +29,14 @@ class Type:
 
     def size(self, axis: str) -> int:
         return self.shape[self.axes.index(axis)]
+
+    def stacked(self, axis: str, count: int) -> Type:
+        """The type of `count` values of this one, stacked along a new first axis."""
+        return Type((axis, *self.axes), (count, *self.shape), self.dtype)
+
+    def unstacked(self) -> Type:
+        """The type without its first axis."""
+        return Type(self.axes[1:], self.shape[1:], self.dtype)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -66,6 +76,18 @@ class Node:
     attrs: Mapping[str, Any]
     plan: Mapping[str, Any]
 
+    @property
+    def repeat(self) -> Repeat:
+        """What a `repeat` node repeats."""
+        return self.plan["repeat"]
+
+
+def rewrite(node: Node, change: Callable[[Graph], Graph]) -> Node:
+    """`node` itself, but of a repeat one with the body that `change` makes of its own."""
+    if node.op != "repeat":
+        return node
+    return replace(node, plan={"repeat": replace(node.repeat, body=change(node.repeat.body))})
+
 
 @dataclass(frozen=True)
 class Repeat:
@@ -82,9 +104,10 @@ class Repeat:
     num_invariants: int
     axis: str = "layers"  # or "steps"
 
-    @property
-    def num_data(self) -> int:
-        return len(self.body.inputs) - self.num_carries - self.num_invariants
+    def divide(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """carry, invariant, data of `values`, one for each operand of the node or each input of the body."""
+        fixed = self.num_carries + self.num_invariants
+        return list(values[: self.num_carries]), list(values[self.num_carries : fixed]), list(values[fixed:])
 
 
 @dataclass(frozen=True)
@@ -141,6 +164,10 @@ class Graph:
     mesh: Mapping[str, int] = field(default_factory=dict)
     serial: Iterator[int] = field(default_factory=itertools.count, repr=False)  # numbers the values
 
+    def fresh(self, type: Type) -> Value:
+        """A value of a name that no other value of the graph has; a node is to make it."""
+        return Value(f"%{next(self.serial)}", type)
+
     def parameter(self, name: str, type: Type) -> Value:
         """The parameter of that name, declared on first use."""
         return self.params.setdefault(name, Value(name, type))
@@ -150,23 +177,24 @@ class Graph:
         for node in self.nodes:
             yield node, times
             if node.op == "repeat":
-                yield from node.plan["repeat"].body.walk(times * node.plan["repeat"].count)
+                yield from node.repeat.body.walk(times * node.repeat.count)
+
+    @property
+    def repeats(self) -> list[Repeat]:
+        return [node.repeat for node in self.nodes if node.op == "repeat"]
 
     def all_params(self, count: int = 1) -> dict[str, tuple[Value, int]]:
         """Every declared parameter, `*` names unexpanded, with its number of tensors."""
         found = {name: (value, count if "*" in name else 1) for name, value in self.params.items()}
-        for node in self.nodes:
-            if node.op == "repeat":
-                repeat = node.plan["repeat"]
-                found.update(repeat.body.all_params(repeat.count))
+        for repeat in self.repeats:
+            found.update(repeat.body.all_params(repeat.count))
         return found
 
     def all_layouts(self) -> dict[str, Layout]:
         """The layout of every parameter of `all_params`, under its declared name."""
         found = {name: self.layouts.get(name, Layout(((name, v.type.shape),))) for name, v in self.params.items()}
-        for node in self.nodes:
-            if node.op == "repeat":
-                found.update(node.plan["repeat"].body.all_layouts())
+        for repeat in self.repeats:
+            found.update(repeat.body.all_layouts())
         return found
 
     def parameters(self) -> dict[str, ParamSpec]:

@@ -58,6 +58,16 @@ def _view(small: Type, axes: tuple[str, ...], what: str = "operand") -> tuple[in
     return tuple(sizes.get(a, 1) for a in axes)
 
 
+# --- constants ------------------------------------------------------------------------------------------------
+
+
+@op(lambda value, shape, dtype: np.broadcast_to(value, shape))
+def full(*, value: float, dtype: str, **sizes: int):
+    """The number `value` everywhere; keyword order is axis order."""
+    shape = tuple(sizes.values())
+    return Type(tuple(sizes), shape, dtype), {"value": np.array(value, np.float32), "shape": shape, "dtype": dtype}
+
+
 # --- elementwise ----------------------------------------------------------------------------------------------
 
 
@@ -207,6 +217,7 @@ def _numpy_slice(x, dim, start, stop, step):
 
 @op(_numpy_slice)
 def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step: int = 1):
+    """Every `step`-th position of an axis from start up to stop, which is its end unless given; never empty."""
     i, n = x.axes.index(axis), x.size(axis)
     stop = n if stop is None else stop
     _expect(0 <= start < stop <= n, f"slice {axis} {start}:{stop} of {x}")
@@ -216,7 +227,7 @@ def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step:
 
 @op(lambda x, dim, index: x[(slice(None),) * dim + (index,)])
 def at(x: Type, *, axis: str, index: int):
-    """One position of an axis; the axis goes."""
+    """One position of an axis, which is dropped."""
     i = x.axes.index(axis)
     _expect(0 <= index < x.shape[i], f"at {axis}={index} of {x}")
     out = Type(x.axes[:i] + x.axes[i + 1 :], x.shape[:i] + x.shape[i + 1 :], x.dtype)
@@ -225,6 +236,7 @@ def at(x: Type, *, axis: str, index: int):
 
 @op(lambda *xs, dim: np.concatenate(xs, axis=dim))
 def concat(*xs: Type, axis: str):
+    """Values one after another along an axis they all have; all other axes agree."""
     dtype = _same_dtype(*xs)
     i = xs[0].axes.index(axis)
     for x in xs:

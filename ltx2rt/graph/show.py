@@ -39,24 +39,19 @@ def _body(graph: Graph, lines: list[str], indent: str) -> None:
     for node in graph.nodes:
         results = ", ".join(v.name for v in node.outputs)
         if node.op == "repeat":
-            plan = node.plan["repeat"]
-            names = list(plan.body.inputs)
-            fixed = plan.num_carries + plan.num_invariants
-            lines.append(f"{indent}{results} = repeat {plan.count}")
-            for kind, part in (("carry", slice(0, plan.num_carries)), ("data", slice(fixed, None))):
-                for name, v in list(zip(names, node.inputs, strict=True))[part]:
-                    lines.append(f"{indent}  {kind} {name} = {v.name}: {plan.body.inputs[name].type}")
-            reads = zip(names[plan.num_carries : fixed], node.inputs[plan.num_carries : fixed], strict=True)
-            lines.append(f"{indent}  reads " + ", ".join(f"{name} = {v.name}" for name, v in reads))
-            _body(plan.body, lines, indent + "  ")
-            for name, v in plan.body.outputs.items():
+            body = node.repeat.body
+            carry, invariant, data = node.repeat.divide(list(zip(body.inputs, node.inputs, strict=True)))
+            lines.append(f"{indent}{results} = repeat {node.repeat.count}")
+            for kind, pairs in (("carry", carry), ("data", data)):
+                lines += [f"{indent}  {kind} {name} = {v.name}: {body.inputs[name].type}" for name, v in pairs]
+            lines.append(f"{indent}  reads " + ", ".join(f"{name} = {v.name}" for name, v in invariant))
+            _body(body, lines, indent + "  ")
+            for name, v in body.outputs.items():
                 lines.append(f"{indent}  yield {name} = {v.name}: {v.type}")
             continue
         operands = ", ".join(v.name.replace(prefix, "") for v in node.inputs)
-        attrs = _attrs(node)
-        lines.append(
-            f"{indent}{results} = {node.op}({operands}{'; ' + attrs if attrs else ''}): {node.outputs[0].type}"
-        )
+        words = "; ".join(filter(None, (operands, _attrs(node))))
+        lines.append(f"{indent}{results} = {node.op}({words}): {node.outputs[0].type}")
 
 
 def _common_prefix(graph: Graph) -> str:
@@ -82,9 +77,9 @@ def _dot(graph: Graph) -> str:
                 if id(v) in env:
                     lines.append(f"{indent}{env[id(v)]} -> {me};")
             if node.op == "repeat":
-                plan = node.plan["repeat"]
-                lines.append(f'{indent}subgraph cluster_{me} {{ label="x{plan.count}";')
-                emit(plan.body, indent + "  ", {id(v): me for v in plan.body.inputs.values()})
+                body = node.repeat.body
+                lines.append(f'{indent}subgraph cluster_{me} {{ label="x{node.repeat.count}";')
+                emit(body, indent + "  ", {id(v): me for v in body.inputs.values()})
                 lines.append(f"{indent}}}")
             env |= {id(v): me for v in node.outputs}
 
@@ -115,8 +110,7 @@ def _json(graph: Graph) -> str:
                 "collective": node.op if node.op in COLLECTIVES else None,
             }
             if node.op == "repeat":
-                plan = node.plan["repeat"]
-                row |= {"count": plan.count, "body": nodes(plan.body)}
+                row |= {"count": node.repeat.count, "body": nodes(node.repeat.body)}
             else:
                 row["attrs"] = {k: list(v) if isinstance(v, tuple) else v for k, v in node.attrs.items()}
             found.append(row)

@@ -1,12 +1,15 @@
 """From model text to a graph: calling `o.<op>` records a typed node.
 
 Model text is plain functions whose first argument is `o`. Every op of the table is a method of it; operands are
-positional, attributes are keywords. `o.under("attn1")` is the same namespace with a longer parameter prefix.
+positional, attributes are keywords. `o.under("attn1")` is the same namespace with a longer parameter prefix. What it
+returns is a `Term`: `+ - * /` with another term records `add`, `sub`, `mul`, `div`, with a number `affine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ltx2rt.errors import GraphError
@@ -17,11 +20,44 @@ from ltx2rt.graph.verify import verify
 
 def emit(graph: Graph, op: str, *inputs: Value, **attrs: Any) -> Any:
     """Append a node typed by the op table; its result, or a tuple for an op with several. Raises GraphError."""
+    return _record(graph, op, inputs, attrs, Value)
+
+
+def _record(
+    graph: Graph, op: str, inputs: tuple[Value, ...], attrs: dict[str, Any], value: Callable[[str, Type], Value]
+) -> Any:
     types, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
     many = isinstance(types, tuple)
-    results = tuple(Value(f"%{next(graph.serial)}", t) for t in (types if many else (types,)))
+    results = tuple(value(f"%{next(graph.serial)}", t) for t in (types if many else (types,)))
     graph.nodes.append(Node(op, inputs, results, attrs, plan))
     return results if many else results[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Term(Value):
+    """A value of model text. Its arithmetic is recorded where it was made; passes, which have plain values, write ops.
+
+    A number is one `affine`: `x * 2` its scale, `x + 1` its offset, `1 - x` both.
+    """
+
+    o: Ops = field(repr=False)
+
+    def __add__(self, other: Value | float) -> Term:
+        return self.o.add(self, other) if isinstance(other, Value) else self.o.affine(self, offset=float(other))
+
+    def __sub__(self, other: Value | float) -> Term:
+        return self.o.sub(self, other) if isinstance(other, Value) else self.o.affine(self, offset=-float(other))
+
+    def __mul__(self, other: Value | float) -> Term:
+        return self.o.mul(self, other) if isinstance(other, Value) else self.o.affine(self, scale=float(other))
+
+    def __truediv__(self, other: Value | float) -> Term:
+        return self.o.div(self, other) if isinstance(other, Value) else self.o.affine(self, scale=1 / other)
+
+    def __rsub__(self, number: float) -> Term:
+        return self.o.affine(self, scale=-1.0, offset=float(number))
+
+    __radd__, __rmul__ = __add__, __mul__
 
 
 class Ops:
@@ -33,29 +69,37 @@ class Ops:
     def under(self, prefix: str) -> Ops:
         return Ops(self.graph, self.dtype, f"{self.prefix}{prefix}.")
 
-    def input(self, name: str, dtype: str | None = None, **sizes: int) -> Value:
+    def term(self, name: str, type: Type) -> Term:
+        return Term(name, type, self)
+
+    def input(self, name: str, dtype: str | None = None, **sizes: int) -> Term:
         """Declare an input; keyword order is axis order."""
         if name in self.graph.inputs:
             raise GraphError(f"{self.graph.name}: input {name} is declared twice")
-        value = Value(name, Type(tuple(sizes), tuple(sizes.values()), dtype or self.dtype))
-        self.graph.inputs[name] = value
-        return value
+        term = self.term(name, Type(tuple(sizes), tuple(sizes.values()), dtype or self.dtype))
+        self.graph.inputs[name] = term
+        return term
 
-    def param(self, name: str, *, dtype: Any = None, **sizes: int) -> Value:
+    def full(self, value: float, dtype: str | None = None, **sizes: int) -> Term:
+        """A number everywhere; keyword order is axis order."""
+        return self._emit("full", (), {"value": value, "dtype": dtype or self.dtype, **sizes})
+
+    def param(self, name: str, *, dtype: Any = None, **sizes: int) -> Term:
         """Declare a parameter in the checkpoint's shape; keyword order is axis order."""
         return self._param(name, tuple(sizes), tuple(sizes.values()), dtype)
 
-    def _param(self, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str | None = None) -> Value:
+    def _param(self, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str | None = None) -> Term:
         full, type = self.prefix + name, Type(axes, shape, dtype or self.dtype)
-        known = self.graph.params.get(full)
-        if known is not None and known.type != type:
+        known = self.graph.params.setdefault(full, self.term(full, type))
+        assert isinstance(known, Term), f"{full} was declared by a pass"
+        if known.type != type:
             raise GraphError(f"{full}: declared as {known.type} and as {type}")
-        return self.graph.params.setdefault(full, Value(full, type))
+        return known
 
-    def output(self, name: str, value: Value) -> None:
+    def output(self, name: str, value: Term) -> None:
         self.graph.outputs[name] = value
 
-    def __getattr__(self, name: str) -> Callable[..., Value]:
+    def __getattr__(self, name: str) -> Callable[..., Term]:
         if name not in OPS:
             raise AttributeError(f"o.{name}: no such op; the table has {', '.join(sorted(OPS))}")
         return lambda *operands, **attrs: self._emit(name, operands, attrs)
@@ -64,51 +108,45 @@ class Ops:
         """Record a node; returns its result, or a tuple for an op with several."""
         inputs = tuple(v for v in operands if v is not None)
         try:
-            return emit(self.graph, name, *inputs, **attrs)
+            return _record(self.graph, name, inputs, attrs, self.term)
         except GraphError as error:
             where = ", ".join(v.name for v in inputs)
             raise GraphError(f"{self.prefix or self.graph.name}: {error} (operands: {where})") from None
 
     def linear(
         self,
-        x: Value,
+        x: Term,
         name: str,
         out: dict[str, int],
         contract: tuple[str, ...] | None = None,
         bias: bool = True,
-    ) -> Value:
+    ) -> Term:
         """Linear layer `name` (parameters name.weight, name.bias) over x's last axis, or its last axes `contract`."""
         contract = contract or x.type.axes[-1:]
         out_axis, in_axis = "*".join(out), "*".join(contract)
-        rows, columns = 1, 1
-        for n in out.values():
-            rows *= n
-        for n in x.type.shape[len(x.type.axes) - len(contract) :]:
-            columns *= n
+        rows, columns = math.prod(out.values()), math.prod(x.type.shape[-len(contract) :])
         weight = self._param(f"{name}.weight", (out_axis, in_axis), (rows, columns))
         b = self._param(f"{name}.bias", (out_axis,), (rows,)) if bias else None
         return self._emit("linear", (x, weight, b), {"contract": contract, "out": out})
 
-    def rms_norm(self, x: Value, name: str | None = None, *, over: tuple[str, ...], eps: float) -> Value:
+    def rms_norm(self, x: Term, name: str | None = None, *, over: tuple[str, ...], eps: float) -> Term:
         """RMSNorm over the named axes; with the weight `name`.weight if a name is given."""
         weight = None
         if name is not None:
-            size = 1
-            for a in over:
-                size *= x.type.size(a)
+            size = math.prod(map(x.type.size, over))
             weight = self._param(f"{name}.weight", ("*".join(over),), (size,))
         return self._emit("rms_norm", (x, weight), {"over": over, "eps": eps})
 
     def conv(
         self,
-        x: Value,
+        x: Term,
         name: str,
         out_channels: int,
         kernel: tuple[int, ...],
         stride: tuple[int, ...] | None = None,
         dilation: tuple[int, ...] | None = None,
         bias: bool = True,
-    ) -> Value:
+    ) -> Term:
         """Unpadded convolution layer `name` of x (B, channels, *spatial); the weight is (out, in, *kernel)."""
         n = len(kernel)
         axes = ("out", "in", *(f"k{i}" for i in range(n)))
@@ -117,31 +155,31 @@ class Ops:
         return self._emit("conv", (x, weight, b), {"stride": stride or (1,) * n, "dilation": dilation or (1,) * n})
 
     def conv_transpose(
-        self, x: Value, name: str, out_channels: int, kernel: int, stride: int, bias: bool = True
-    ) -> Value:
+        self, x: Term, name: str, out_channels: int, kernel: int, stride: int, bias: bool = True
+    ) -> Term:
         """Uncropped 1-D transposed convolution layer `name` of x (B, channels, time)."""
         weight = self._param(f"{name}.weight", ("in", "out", "k0"), (x.type.shape[1], out_channels, kernel))
         b = self._param(f"{name}.bias", ("out",), (out_channels,)) if bias else None
         return self._emit("conv_transpose", (x, weight, b), {"stride": stride})
 
-    def group_norm(self, x: Value, name: str, groups: int, eps: float) -> Value:
+    def group_norm(self, x: Term, name: str, groups: int, eps: float) -> Term:
         weight = self._param(f"{name}.weight", ("channels",), (x.type.shape[1],))
         bias = self._param(f"{name}.bias", ("channels",), (x.type.shape[1],))
         return self._emit("group_norm", (x, weight, bias), {"groups": groups, "eps": eps})
 
-    def emit(self, name: str, *operands: Value | None, **attrs: Any) -> Any:
+    def emit(self, name: str, *operands: Term | None, **attrs: Any) -> Any:
         """An op of the table by name, with parameters given as values (for weights shared or not named `.weight`)."""
         return self._emit(name, operands, attrs)
 
     def repeat(
         self,
-        body: Callable[[Ops, dict[str, Value], dict[str, Value], dict[str, Value]], tuple[dict, dict]],
+        body: Callable[[Ops, dict[str, Term], dict[str, Term], dict[str, Term]], tuple[dict, dict]],
         count: int,
-        carry: dict[str, Value],
-        invariant: dict[str, Value] | None = None,
-        data: dict[str, Value] | None = None,
+        carry: dict[str, Term],
+        invariant: dict[str, Term] | None = None,
+        data: dict[str, Term] | None = None,
         prefix: str = "",
-    ) -> tuple[dict[str, Value], dict[str, Value]]:
+    ) -> tuple[dict[str, Term], dict[str, Term]]:
         """Run `body` count times.
 
         body(o, carry, invariant, data) -> (carry, outputs). data has the leading axis "layers" of size count here
@@ -151,7 +189,7 @@ class Ops:
         invariant, data = invariant or {}, data or {}
         inner = Graph(f"{self.graph.name}.{prefix.rstrip('.') or 'body'}")
         o = Ops(inner, self.dtype, self.prefix + prefix)
-        inputs: dict[str, dict[str, Value]] = {"carry": {}, "invariant": {}, "data": {}}
+        inputs: dict[str, dict[str, Term]] = {"carry": {}, "invariant": {}, "data": {}}
         for kind, values in (("carry", carry), ("invariant", invariant), ("data", data)):
             for name, value in values.items():
                 if name in inner.inputs:
@@ -160,8 +198,8 @@ class Ops:
                 if kind == "data":
                     if t.axes[0] != "layers" or t.shape[0] != count:
                         raise GraphError(f"repeat: data {name} is {t}, expected a leading axis layers={count}")
-                    t = Type(t.axes[1:], t.shape[1:], t.dtype)
-                inner.inputs[name] = inputs[kind][name] = Value(name, t)
+                    t = t.unstacked()
+                inner.inputs[name] = inputs[kind][name] = o.term(name, t)
         new_carry, outputs = body(o, inputs["carry"], inputs["invariant"], inputs["data"])
         for name, value in carry.items():
             if new_carry[name].type != value.type:
@@ -172,17 +210,17 @@ class Ops:
         for name, value in (carry | outputs).items():
             t = value.type
             if name in outputs:
-                t = Type(("layers", *t.axes), (count, *t.shape), t.dtype)
-            results[name] = Value(f"%{next(self.graph.serial)}", t)
+                t = t.stacked("layers", count)
+            results[name] = self.term(f"%{next(self.graph.serial)}", t)
         plan = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
         operands = (*carry.values(), *invariant.values(), *data.values())
         self.graph.nodes.append(Node("repeat", operands, tuple(results.values()), {"count": count}, plan))
         return {n: results[n] for n in carry}, {n: results[n] for n in outputs}
 
 
-def trace(name: str, model: Callable[..., dict[str, Value]], dtype: str, *args: Any, **kwargs: Any) -> Graph:
+def trace(name: str, model: Callable[..., Mapping[str, Value]], dtype: str, *args: Any, **kwargs: Any) -> Graph:
     """The verified graph of `model(o, *args, **kwargs)`, which declares its inputs and returns its outputs by name."""
     graph = Graph(name)
-    graph.outputs = model(Ops(graph, dtype), *args, **kwargs)
+    graph.outputs = dict(model(Ops(graph, dtype), *args, **kwargs))
     verify(graph)
     return graph

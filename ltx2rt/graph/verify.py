@@ -18,9 +18,8 @@ def verify(graph: Graph) -> None:
                     "pass it to repeat as carry, invariant or data"
                 )
         if node.op == "repeat":
-            repeat = node.plan["repeat"]
-            verify(repeat.body)
-            _verify_repeat(graph.name, node, repeat)
+            verify(node.repeat.body)
+            _verify_repeat(graph.name, node, node.repeat)
         else:
             types, plan = OPS[node.op].rule(*(v.type for v in node.inputs), **node.attrs)
             types = types if isinstance(types, tuple) else (types,)
@@ -46,7 +45,7 @@ def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
         raise GraphError(f"{where}: repeat has {len(node.outputs)} results of {len(outputs)} outputs")
 
     def stacked(type: Type) -> Type:
-        return Type((repeat.axis, *type.axes), (repeat.count, *type.shape), type.dtype)
+        return type.stacked(repeat.axis, repeat.count)
 
     first_data = repeat.num_carries + repeat.num_invariants
     for i, (value, (name, inner)) in enumerate(zip(node.inputs, inputs.items(), strict=True)):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import durations
+from ltx2rt.media.mp4 import durations, opened
 
 RATE = 48000  # Hz; the rate for which BS.1770 tabulates its filters
 PSNR_CAP_DB = 200.0  # identical pictures; one wrong level in a 20 s 4K clip is still below it
@@ -151,13 +151,12 @@ def _lufs(power: np.ndarray) -> np.ndarray:
 
 def _frames(path: Path) -> Iterator[np.ndarray]:
     """u8[H, W, 3] per frame, converted with accurate rounding."""
-    import av
     from av.error import FFmpegError
     from av.video.reformatter import Interpolation
 
     conversion = Interpolation.BILINEAR | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
     try:
-        with av.open(str(path)) as container:
+        with opened(path) as container:
             if not container.streams.video:
                 raise InputError(f"compare: {path} has no video")
             for frame in container.decode(video=0):
@@ -170,7 +169,7 @@ def _sound(path: Path) -> np.ndarray | None:
     """The sound at 48 kHz stereo, f64[2, N]; None if the file has none."""
     import av
 
-    with av.open(str(path)) as container:
+    with opened(path) as container:
         if not container.streams.audio:
             return None
         resampler = av.AudioResampler(format="fltp", layout="stereo", rate=RATE)

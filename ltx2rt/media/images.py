@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +20,8 @@ from ltx2rt.errors import InputError
 
 ROTATIONS = {3: 180, 6: 270, 8: 90}  # EXIF orientation -> degrees counter-clockwise; mirrored ones stay as they are
 EXIF_ORIENTATION = 0x0112
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "PPM", "JPEG2000")  # none that starts a program
+MAX_SIDE_PX, MAX_IMAGE_PX = 16384, 100_000_000  # what libx264 takes; 2 GB while it is converted
 
 
 def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np.ndarray:
@@ -27,28 +33,66 @@ def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np
     return (cover(pixels, width, height) / np.float32(127.5) - 1).transpose(2, 0, 1)[None, :, None]
 
 
-def read_rgb(path: Path) -> np.ndarray:
-    """The whole image upright in sRGB, u8[H, W, 3]; alpha is dropped, not composited. Raises InputError."""
+def notes(path: Path) -> list[str]:
+    """What of the file `read_rgb` leaves out, one sentence each; reads its header. Raises InputError."""
+    with _opened(path) as image:
+        found = []
+        if image.has_transparency_data:
+            found.append(f"{path}: its alpha channel is dropped, what it hides becomes visible")
+        if getattr(image, "is_animated", False) and image.format != "MPO":  # a photo and its preview
+            found.append(f"{path}: only the first of its {image.n_frames} frames is used")
+        return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A Pillow image whose header has been checked. Whatever goes wrong within becomes one InputError."""
     from PIL import Image, ImageCms
 
+    Image.init()
+    formats = [format for format in FORMATS if format in Image.OPEN]
     try:
-        with Image.open(path) as image:
-            rotation = ROTATIONS.get(image.getexif().get(EXIF_ORIENTATION, 1))
-            profile = image.info.get("icc_profile")
-            if image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip instead of scale
-                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            image = image.convert("L" if image.mode in ("L", "LA") else "CMYK" if image.mode == "CMYK" else "RGB")
-            if profile:
-                source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-                image = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
-                assert image is not None, "only an in-place conversion returns None"
-            if rotation:
-                image = image.rotate(rotation, expand=True)
-            return np.asarray(image.convert("RGB"))
+        if not path.is_file():
+            raise OSError("not a file")
+        with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+            image = Image.open(path, formats=formats)
+        with image:
+            width, height = image.size
+            if max(width, height) > MAX_SIDE_PX or width * height > MAX_IMAGE_PX:
+                raise InputError(
+                    f"--image: {path} has {width}x{height} pixels, more than {MAX_SIDE_PX} on a side or "
+                    f"{MAX_IMAGE_PX // 10**6} million in all; make it smaller"
+                )
+            if image.mode in ("I", "F"):
+                raise InputError(
+                    f"--image: {path} holds 32-bit values, of which none is known to be white; save it as 8-bit PNG"
+                )
+            yield image
+    except InputError:
+        raise
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
         raise InputError(f"--image: {path} is no readable image ({error}); save it again as PNG or JPEG") from error
     except ImageCms.PyCMSError as error:
         raise InputError(f"--image: the ICC profile of {path} cannot be applied ({error}); remove it") from error
+
+
+def read_rgb(path: Path) -> np.ndarray:
+    """The whole image upright in sRGB, u8[H, W, 3]; alpha is dropped, not composited. Raises InputError."""
+    from PIL import Image, ImageCms
+
+    with _opened(path) as image:
+        rotation = ROTATIONS.get(image.getexif().get(EXIF_ORIENTATION, 1))
+        profile = image.info.get("icc_profile")
+        if image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip instead of scale
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = image.convert("L" if image.mode in ("L", "LA") else "CMYK" if image.mode == "CMYK" else "RGB")
+        if profile:
+            source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            image = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+            assert image is not None, "only an in-place conversion returns None"
+        if rotation:
+            image = image.rotate(rotation, expand=True)
+        return np.asarray(image.convert("RGB"))
 
 
 def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:

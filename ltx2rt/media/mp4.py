@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -171,11 +172,22 @@ def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate
     container.mux(stream.encode())
 
 
-def durations(path: Path) -> Durations:
-    """What the file's own index says."""
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A container for reading. FFmpeg gets the open file and no protocol, so it fetches nothing that a path or a
+    playlist names. Raises OSError for what is no file.
+    """
     import av
 
-    with av.open(str(path)) as container:
+    if not path.is_file():
+        raise OSError("not a file")
+    with path.open("rb") as file, av.open(file, options={"protocol_whitelist": "none"}) as container:
+        yield container
+
+
+def durations(path: Path) -> Durations:
+    """What the file's own index says."""
+    with opened(path) as container:
         seconds = {s.type: float((s.duration or 0) * (s.time_base or 0)) for s in container.streams}
     return Durations(seconds["video"], seconds.get("audio"))
 

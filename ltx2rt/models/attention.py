@@ -6,15 +6,15 @@ gate 2*sigmoid of the query-side input; optional per-sample pass-through of the 
 
 from __future__ import annotations
 
-from ltx2rt.graph import Ops, Value
+from ltx2rt.graph import Ops, Term
 
-Rope = tuple[Value, Value]  # cos, sin: (..., tokens, heads, pairs)
+Rope = tuple[Term, Term]  # cos, sin: (..., tokens, heads, pairs)
 
 
 def attention(
     o: Ops,
-    x: Value,
-    context: Value,
+    x: Term,
+    context: Term,
     heads: int,
     head_dim: int,
     *,
@@ -22,9 +22,9 @@ def attention(
     gated: bool,
     rope: Rope | None = None,
     context_rope: Rope | None = None,
-    bias: Value | None = None,
-    keep: Value | None = None,
-) -> Value:
+    bias: Term | None = None,
+    keep: Term | None = None,
+) -> Term:
     """x (B, tokens, D) attends to context (B, tokens or text, D'); returns x's type.
 
     bias: additive (B, tokens, keys). keep (B): where 0 the attention's result is replaced by the values
@@ -44,13 +44,12 @@ def attention(
     if keep is not None:
         y = o.select(keep, y, v)
     if gated:
-        gate = o.affine(o.sigmoid(o.linear(x, "to_gate_logits", {"heads": heads})), scale=2.0)
-        y = o.mul(y, gate)
+        y *= 2 * o.sigmoid(o.linear(x, "to_gate_logits", {"heads": heads}))
     axis = x.type.axes[-1]
     return o.linear(y, "to_out.0", {axis: x.type.size(axis)}, contract=("heads", "head_dim"))
 
 
-def feed_forward(o: Ops, x: Value, bias: bool = True, multiple: int = 4) -> Value:
+def feed_forward(o: Ops, x: Term, bias: bool = True, multiple: int = 4) -> Term:
     """Linear, tanh-GELU, Linear: D -> 4 D -> D."""
     axis = x.type.axes[-1]
     width = x.type.size(axis)

@@ -9,7 +9,7 @@ Layout (B, channels, time, mel). Time is causal with zeros, mel symmetric: n lat
 from __future__ import annotations
 
 from ltx2rt.config import AudioVaeConfig
-from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 NORM_EPS = 1e-6  # PixelNorm of the audio VAE; the video VAE has 1e-8
@@ -25,10 +25,11 @@ def trace_encoder(config: AudioVaeConfig, batch: int, mel_frames: int, dtype: st
     return trace_graph("audio-encoder", encoder, dtype, config, batch, mel_frames)
 
 
-def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[str, Value]:
+def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[str, Term]:
+    """Model text of `trace_decoder`."""
     x = o.input("latent", "float32", B=batch, channels=config.latent_channels, time=latents, mel=config.latent_mel_bins)
     mean, std = _statistics(o, config)
-    x = o.cast(o.add(o.mul(x, std), mean), dtype=o.dtype)
+    x = o.cast(x * std + mean, dtype=o.dtype)
     net = o.under("audio_vae.decoder")
     widths = [config.base_channels * m for m in config.channel_multipliers]
     x = causal_conv(net, x, "conv_in.conv", widths[-1])
@@ -43,7 +44,8 @@ def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[st
     return {"mel": causal_conv(net, norm_silu(o, x), "conv_out.conv", config.out_channels)}
 
 
-def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict[str, Value]:
+def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict[str, Term]:
+    """Model text of `trace_encoder`."""
     x = o.input("mel", B=batch, channels=config.out_channels, time=mel_frames, mel=config.mel_bins)
     net = o.under("audio_vae.encoder")
     widths = [config.base_channels * m for m in config.channel_multipliers]
@@ -61,10 +63,10 @@ def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict
     # The second half is the log-variance, which inference never samples.
     x = o.cast(o.slice(x, axis="channels", stop=config.latent_channels), dtype="float32")
     mean, std = _statistics(o, config)
-    return {"latent": o.div(o.sub(x, mean), std)}
+    return {"latent": (x - mean) / std}
 
 
-def _statistics(o: Ops, config: AudioVaeConfig) -> tuple[Value, Value]:
+def _statistics(o: Ops, config: AudioVaeConfig) -> tuple[Term, Term]:
     """Mean and std (channels, mel), stored as one axis in the order of packed tokens, channel * bins + bin."""
     into = {"channels": config.latent_channels, "mel": config.latent_mel_bins}
     size = config.latent_channels * config.latent_mel_bins
@@ -73,24 +75,24 @@ def _statistics(o: Ops, config: AudioVaeConfig) -> tuple[Value, Value]:
     return mean, std
 
 
-def causal_conv(o: Ops, x: Value, name: str, out_channels: int) -> Value:
+def causal_conv(o: Ops, x: Term, name: str, out_channels: int) -> Term:
     return o.conv(o.pad(x, time=(2, 0), mel=(1, 1)), name, out_channels, (3, 3))
 
 
-def norm_silu(o: Ops, x: Value) -> Value:
+def norm_silu(o: Ops, x: Term) -> Term:
     return o.silu(o.rms_norm(x, over=("channels",), eps=NORM_EPS))
 
 
-def res_block(o: Ops, x: Value, out_channels: int) -> Value:
+def res_block(o: Ops, x: Term, out_channels: int) -> Term:
     """shortcut(x) + conv2(silu(norm(conv1(silu(norm(x)))))); the shortcut is a 1x1 convolution if the width changes."""
     y = causal_conv(o, norm_silu(o, x), "conv1.conv", out_channels)
     y = causal_conv(o, norm_silu(o, y), "conv2.conv", out_channels)
     if x.type.size("channels") != out_channels:
         x = o.conv(x, "nin_shortcut.conv", out_channels, (1, 1))
-    return o.add(x, y)
+    return x + y
 
 
-def upsample(o: Ops, x: Value) -> Value:
+def upsample(o: Ops, x: Term) -> Term:
     """Every time step and bin twice, a convolution, and the first time step dropped: n to 2n - 1."""
     x = o.merge(o.expand(x, axis="copy", size=2, before="mel"), axes=("time", "copy"), into="time")
     x = o.merge(o.expand(x, axis="copy", size=2), axes=("mel", "copy"), into="mel")

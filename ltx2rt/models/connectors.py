@@ -13,7 +13,7 @@ import numpy as np
 
 from ltx2rt.config import ConnectorConfig, TextConfig
 from ltx2rt.errors import InputError
-from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.attention import attention, feed_forward
 from ltx2rt.models.gemma import check_mask
@@ -27,14 +27,14 @@ BEYOND = 1e30  # further from zero than any state
 def trace(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
     """The graph of `connectors` alone, its states an input hidden_states (B, text, D, states)."""
 
-    def model(o: Ops) -> dict[str, Value]:
+    def model(o: Ops) -> dict[str, Term]:
         states = o.input("hidden_states", B=batch, text=tokens, D=config.gemma_hidden, states=config.num_states)
         return connectors(o, config, states)
 
     return trace_graph("connectors", model, dtype)
 
 
-def connectors(o: Ops, config: TextConfig, states: Value) -> dict[str, Value]:
+def connectors(o: Ops, config: TextConfig, states: Term) -> dict[str, Term]:
     """video_context and audio_context (B, text, D), D the width of each connector."""
     features = per_token_features if config.per_token_norm else shared_features
     video, audio = features(o, config, states)
@@ -47,28 +47,28 @@ def connectors(o: Ops, config: TextConfig, states: Value) -> dict[str, Value]:
     }
 
 
-def per_token_features(o: Ops, config: TextConfig, states: Value) -> tuple[Value, Value]:
+def per_token_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, Term]:
     """2.3: every token's and layer's state by its own RMS, rescaled to the modality's width, projected."""
     unit = o.rms_norm(states, over=("D",), eps=EPS)
 
-    def project(name: str, width: int) -> Value:
-        scaled = o.affine(unit, scale=math.sqrt(width / config.gemma_hidden))
+    def project(name: str, width: int) -> Term:
+        scaled = unit * math.sqrt(width / config.gemma_hidden)
         name = f"text_embedding_projection.{name}_aggregate_embed"
         return o.linear(scaled, name, {"D": width}, contract=("D", "states"), bias=config.projection_bias)
 
     return project("video", config.video.width), project("audio", config.audio.width)
 
 
-def shared_features(o: Ops, config: TextConfig, states: Value) -> tuple[Value, Value]:
+def shared_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, Term]:
     """2.0: 8 (x - mean) / (max - min) per sample and layer, over the prompt's tokens and all channels, in float32."""
     batch, tokens = states.type.shape[:2]
     valid = o.cast(o.input("mask", "int32", B=batch, text=tokens), dtype="float32")
     outside = o.affine(valid, scale=BEYOND, offset=-BEYOND)  # 0 on tokens, -BEYOND on padding
     x, over = o.cast(states, dtype="float32"), ("text", "D")
     count = o.affine(o.sum(valid, over=("text",)), scale=config.gemma_hidden, offset=EPS)
-    mean = o.div(o.sum(o.mul(x, valid), over=over), count)
-    span = o.sub(o.max(o.add(x, outside), over=over), o.min(o.sub(x, outside), over=over))
-    x = o.affine(o.div(o.sub(x, mean), o.affine(span, offset=EPS)), scale=RANGE)
+    mean = o.sum(x * valid, over=over) / count
+    span = o.max(x + outside, over=over) - o.min(x - outside, over=over)
+    x = (x - mean) / (span + EPS) * RANGE
     shared = o.linear(
         o.cast(x, dtype=o.dtype),
         "text_embedding_projection.aggregate_embed",
@@ -80,8 +80,8 @@ def shared_features(o: Ops, config: TextConfig, states: Value) -> tuple[Value, V
 
 
 def connector(
-    o: Ops, modality: str, x: Value, order: Value, is_token: Value, config: ConnectorConfig, text: TextConfig
-) -> Value:
+    o: Ops, modality: str, x: Term, order: Term, is_token: Term, config: ConnectorConfig, text: TextConfig
+) -> Term:
     """x (B, text, D) in the tokenizer's order -> the context (B, text, D): tokens first, registers after them."""
     tokens, width = x.type.shape[1:]
     if tokens % config.num_registers:
@@ -103,8 +103,8 @@ def connector(
         h = o.rms_norm(x, over=("D",), eps=eps)
         heads = (config.num_heads, config.head_dim)
         rope = (invariant["cos"], invariant["sin"])
-        x = o.add(x, attention(o.under("attn1"), h, h, *heads, eps=eps, gated=config.gated_attention, rope=rope))
-        return {"x": o.add(x, feed_forward(o.under("ff"), o.rms_norm(x, over=("D",), eps=eps), config.ff_bias))}, {}
+        x += attention(o.under("attn1"), h, h, *heads, eps=eps, gated=config.gated_attention, rope=rope)
+        return {"x": x + feed_forward(o.under("ff"), o.rms_norm(x, over=("D",), eps=eps), config.ff_bias)}, {}
 
     carry, _ = o.repeat(block, config.num_layers, {"x": x}, rope, prefix="transformer_1d_blocks.*.")
     return o.rms_norm(carry["x"], over=("D",), eps=text.norm_eps)

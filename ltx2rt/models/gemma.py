@@ -1,7 +1,7 @@
 """Gemma 3 as a prompt encoder: token ids to the states of every layer.
 
 Decides the text branch's mathematics and, on the host, its masks and RoPE tables. Leaves tokenisation to
-`pipeline.text` and what is done with the states to `connectors`. No vision tower, no logits, no cache.
+the pipeline and what is done with the states to `connectors`. No vision tower, no logits, no cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from ltx2rt.config import GemmaConfig
 from ltx2rt.errors import InputError
-from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 PREFIX = "language_model.model"
@@ -25,7 +25,7 @@ def trace(config: GemmaConfig, batch: int, tokens: int, dtype: str) -> Graph:
     return trace_graph("gemma", lambda o: {"hidden_states": gemma(o, config, batch, tokens)}, dtype)
 
 
-def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Value:
+def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Term:
     """All states (B, text, D, states), states = layers + 1.
 
     State 0 is the scaled embedding, state i the output of layer i, the last one passed through the final norm;
@@ -42,7 +42,7 @@ def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Value:
 
     o = o.under(PREFIX)
     embedding = o.param("embed_tokens.weight", vocab=config.vocab_size, D=config.hidden_size)
-    x = o.affine(o.take(embedding, token_ids, axis="vocab"), scale=embedding_scale(config, o.dtype))
+    x = o.take(embedding, token_ids, axis="vocab") * embedding_scale(config, o.dtype)
 
     def layer(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x, sliding = carry["x"], data["is_sliding"]
@@ -51,9 +51,9 @@ def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Value:
             for name in ("bias", "sees", "cos", "sin")
         }
         y = attention(o.under("self_attn"), norm(o, x, "input_layernorm", "D", config), here, config)
-        h = o.add(x, norm(o, y, "post_attention_layernorm", "D", config))
+        h = x + norm(o, y, "post_attention_layernorm", "D", config)
         y = mlp(o.under("mlp"), norm(o, h, "pre_feedforward_layernorm", "D", config), config)
-        return {"x": o.add(h, norm(o, y, "post_feedforward_layernorm", "D", config))}, {"entering": x}
+        return {"x": h + norm(o, y, "post_feedforward_layernorm", "D", config)}, {"entering": x}
 
     carry, stacked = o.repeat(layer, config.num_layers, {"x": x}, kinds, {"is_sliding": is_sliding}, "layers.*.")
     last = o.expand(norm(o, carry["x"], "norm", "D", config), axis="layers", size=1, before="B")
@@ -61,13 +61,13 @@ def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Value:
     return o.rename(o.transpose(states, axes=("B", "text", "D", "layers")), names={"layers": "states"})
 
 
-def norm(o: Ops, x: Value, name: str, axis: str, config: GemmaConfig) -> Value:
+def norm(o: Ops, x: Term, name: str, axis: str, config: GemmaConfig) -> Term:
     """RMSNorm times (1 + weight). The weight is float32 in any graph: the sum would lose it in bfloat16."""
     weight = o.param(f"{name}.weight", dtype="float32", **{axis: x.type.size(axis)})
-    return o.emit("rms_norm", x, o.affine(weight, offset=1.0), over=(axis,), eps=config.norm_eps)
+    return o.emit("rms_norm", x, 1 + weight, over=(axis,), eps=config.norm_eps)
 
 
-def attention(o: Ops, x: Value, here: dict[str, Value], config: GemmaConfig) -> Value:
+def attention(o: Ops, x: Term, here: dict[str, Term], config: GemmaConfig) -> Term:
     """Grouped-query attention; a row that sees no token at all (padding) gets zero, as in torch's SDPA."""
     kv = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
     q = o.linear(x, "q_proj", {"heads": config.num_heads, "head_dim": config.head_dim}, bias=False)
@@ -75,14 +75,14 @@ def attention(o: Ops, x: Value, here: dict[str, Value], config: GemmaConfig) -> 
     q = o.rope(norm(o, q, "q_norm", "head_dim", config), here["cos"], here["sin"])
     k = o.rope(norm(o, k, "k_norm", "head_dim", config), here["cos"], here["sin"])
     k, v = (o.rename(a, names={"text": "context"}) for a in (k, v))
-    y = o.mul(o.attention(q, k, v, here["bias"], scale=config.query_scale), here["sees"])
+    y = o.attention(q, k, v, here["bias"], scale=config.query_scale) * here["sees"]
     return o.linear(y, "o_proj", {"D": config.hidden_size}, contract=("heads", "head_dim"), bias=False)
 
 
-def mlp(o: Ops, x: Value, config: GemmaConfig) -> Value:
+def mlp(o: Ops, x: Term, config: GemmaConfig) -> Term:
     ff = {"ff": config.intermediate_size}
     gate, up = o.linear(x, "gate_proj", ff, bias=False), o.linear(x, "up_proj", ff, bias=False)
-    return o.linear(o.mul(o.gelu(gate), up), "down_proj", {"D": config.hidden_size}, bias=False)
+    return o.linear(o.gelu(gate) * up, "down_proj", {"D": config.hidden_size}, bias=False)
 
 
 def embedding_scale(config: GemmaConfig, dtype: str) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+from einops import rearrange
 
 from ltx2rt.config import AudioVaeConfig, ModelConfig
 
@@ -91,28 +92,23 @@ def audio_latents(num_frames: int, fps: Fraction, latents_per_second: float) -> 
 
 def pack_video(latent: np.ndarray) -> np.ndarray:
     """[1, C, f, h, w] -> tokens [1, f*h*w, C], row-major."""
-    batch, channels = latent.shape[:2]
-    return np.ascontiguousarray(latent.reshape(batch, channels, -1).swapaxes(1, 2))
+    return np.ascontiguousarray(rearrange(latent, "b c f h w -> b (f h w) c"))
 
 
 def unpack_video(tokens: np.ndarray, geometry: Geometry) -> np.ndarray:
     """[1, f*h*w, C] -> [1, C, f, h, w]."""
-    batch, _, channels = tokens.shape
-    grid = (geometry.frames, geometry.rows, geometry.columns)
-    return np.ascontiguousarray(tokens.swapaxes(1, 2)).reshape(batch, channels, *grid)
+    g = geometry
+    return np.ascontiguousarray(rearrange(tokens, "b (f h w) c -> b c f h w", f=g.frames, h=g.rows, w=g.columns))
 
 
 def pack_audio(latent: np.ndarray) -> np.ndarray:
     """[1, channels, n, mel] -> tokens [1, n, channels*mel], mel fastest."""
-    batch, _, num_latents, _ = latent.shape
-    return np.ascontiguousarray(latent.swapaxes(1, 2)).reshape(batch, num_latents, -1)
+    return np.ascontiguousarray(rearrange(latent, "b c n mel -> b n (c mel)"))
 
 
 def unpack_audio(tokens: np.ndarray, geometry: Geometry) -> np.ndarray:
     """[1, n, channels*mel] -> [1, channels, n, mel]."""
-    batch, num_latents, _ = tokens.shape
-    split = tokens.reshape(batch, num_latents, geometry.audio_channels, geometry.audio_mel)
-    return np.ascontiguousarray(split.swapaxes(1, 2))
+    return np.ascontiguousarray(rearrange(tokens, "b n (c mel) -> b c n mel", c=geometry.audio_channels))
 
 
 def video_positions(geometry: Geometry) -> np.ndarray:

@@ -15,12 +15,13 @@ together. They differ in their noise only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from ltx2rt.config import TransformerConfig
-from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.modulation import Levels
 from ltx2rt.models.transformer import Structure as TransformerStructure
@@ -82,49 +83,43 @@ def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
     return feeds
 
 
-def _std(o: Ops, x: Value, over: tuple[str, ...]) -> Value:
+def _std(o: Ops, x: Term, over: tuple[str, ...]) -> Term:
     """Unbiased standard deviation per sample."""
-    n = 1
-    for axis in over:
-        n *= x.type.size(axis)
-    centred = o.sub(x, o.mean(x, over=over))
-    return o.sqrt(o.affine(o.sum(o.square(centred), over=over), scale=1 / max(n - 1, 1)))
+    n = math.prod(map(x.type.size, over))
+    return o.sqrt(o.sum(o.square(x - o.mean(x, over=over)), over=over) / max(n - 1, 1))
 
 
-def _guide(o: Ops, x0: Value, names: tuple[str, ...], scales: list[Value], tokens: str) -> Value:
+def _guide(o: Ops, x0: Term, names: tuple[str, ...], scales: list[Term], tokens: str) -> Term:
     """The guided x0 (videos, tokens, C) of one modality from all branches (branches, videos, tokens, C)."""
     c = o.at(x0, axis="branches", index=0)
     pred = c
     for name, column in (("uncond", CFG), ("perturbed", STG), ("isolated", MODALITY)):
         if name in names:
-            scale = scales[column] if column == STG else o.affine(scales[column], offset=-1.0)
-            difference = o.sub(c, o.at(x0, axis="branches", index=names.index(name)))
-            pred = o.add(pred, o.mul(difference, scale))
-    ratio = o.div(_std(o, c, (tokens, "C")), o.clamp(_std(o, pred, (tokens, "C")), low=MIN_STD))
+            scale = scales[column] if column == STG else scales[column] - 1
+            pred += (c - o.at(x0, axis="branches", index=names.index(name))) * scale
+    ratio = _std(o, c, (tokens, "C")) / o.clamp(_std(o, pred, (tokens, "C")), low=MIN_STD)
     r = scales[RESCALE]
-    factor = o.add(o.mul(ratio, r), o.affine(r, scale=-1.0, offset=1.0))
-    return o.mul(pred, factor)
+    return pred * (ratio * r + (1 - r))
 
 
 def _keeps(
-    o: Ops, config: TransformerConfig, names: tuple[str, ...], scales: dict[str, list[Value]], videos: int
-) -> dict[str, Value]:
+    o: Ops, config: TransformerConfig, names: tuple[str, ...], scales: dict[str, list[Term]], videos: int
+) -> dict[str, Term]:
     """Keep masks (layers, B): STG's value pass-through in `stg_blocks`, cross-attention off in the isolated branch."""
     if "perturbed" not in names and "isolated" not in names:
         return {}
     n = config.num_layers
     blocks = o.input("stg_blocks", "float32", layers=n)
-    zeros = o.affine(blocks, scale=0.0)
-    ones = o.affine(zeros, offset=1.0)
+    zeros, ones = (o.full(value, "float32", layers=n) for value in (0.0, 1.0))
 
-    def columns(branch: str, inside: Value) -> Value:
+    def columns(branch: str, inside: Term) -> Term:
         keep = o.stack(*(inside if name == branch else ones for name in names), axis="branches", dim=1)
         return o.merge(o.expand(keep, axis="videos", size=videos), axes=("branches", "videos"), into="B")
 
     keeps = {}
     for s in ("video", "audio"):
         active = o.select(scales[s][STG], blocks, zeros)  # a modality whose own stg is 0 is not perturbed
-        keeps[f"{s}_self_keep"] = columns("perturbed", o.affine(active, scale=-1.0, offset=1.0))
+        keeps[f"{s}_self_keep"] = columns("perturbed", 1 - active)
     cross = columns("isolated", zeros)
     return keeps | {"a2v_keep": cross, "v2a_keep": cross}
 
@@ -140,30 +135,30 @@ def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
     Outputs: video_latent, audio_latent, video_x0, audio_x0 (videos, tokens, C).
     """
 
-    def model(o: Ops) -> dict[str, Value]:
+    def model(o: Ops) -> dict[str, Term]:
         names = s.branches.names
         pair = streams(config)
         axis = {"video": "tokens", "audio": "audio_tokens"}
         size = {"video": s.video_tokens, "audio": s.audio_tokens}
         channels = {"video": config.video_channels, "audio": config.audio_channels}
 
-        def branched(x: Value) -> Value:
+        def branched(x: Term) -> Term:
             """Every branch starts from the same."""
             return o.expand(x, axis="branches", size=len(names), before=x.type.axes[0])
 
-        def batched(x: Value) -> Value:
+        def batched(x: Term) -> Term:
             """(branches, ...) or (branches, videos, ...) as the transformer's batch."""
             if "videos" not in x.type.axes:
                 x = o.expand(x, axis="videos", size=s.videos, before=x.type.axes[1])
             return o.merge(x, axes=("branches", "videos"), into="B")
 
-        def everywhere(x: Value) -> Value:
+        def everywhere(x: Term) -> Term:
             """A scalar or (levels) for all of the batch."""
             return o.expand(x, axis="B", size=len(names) * s.videos, before=x.type.axes[0] if x.type.axes else None)
 
         pairs = o.input("sigmas", "float32", ends=2)
         sigma, target = (o.at(pairs, axis="ends", index=i) for i in range(2))
-        scales: dict[str, list[Value]] = {}
+        scales: dict[str, list[Term]] = {}
         if len(names) > 1:
             guidance = o.input("guidance", "float32", modalities=2, scales=4)
             for i, n in enumerate(axis):
@@ -177,7 +172,7 @@ def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
             mask[n] = o.input(f"{n}_mask", "float32", **{axis[n]: size[n]})
             count = s.video_levels if n == "video" else s.audio_levels
             own = declare_levels(o, n, count, **{axis[n]: size[n]})
-            levels[n] = Levels(everywhere(o.mul(own.values, sigma)), own.index)
+            levels[n] = Levels(everywhere(own.values * sigma), own.index)
             context = declare_context(o, config, stream, contexts=2 if s.branches.uncond else 1, text=s.text_tokens)
             context = o.rename(context, names={"contexts": "branches"})
             chosen = [int(name == "uncond") for name in names]
@@ -200,11 +195,10 @@ def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
         for n in x:
             tokens = axis[n]
             v = o.split(velocity[n], axis="B", into={"branches": len(names), "videos": s.videos})
-            x0 = o.sub(branched(x[n]), o.mul(v, o.mul(mask[n], sigma)))
+            x0 = branched(x[n]) - v * (mask[n] * sigma)
             x0 = _guide(o, x0, names, scales[n], tokens) if len(names) > 1 else o.at(x0, axis="branches", index=0)
-            x0 = o.add(o.mul(x0, mask[n]), o.mul(clean[n], o.affine(mask[n], scale=-1.0, offset=1.0)))
-            v = o.div(o.sub(x[n], x0), sigma)
-            outputs[f"{n}_latent"] = o.add(x[n], o.mul(v, o.sub(target, sigma)))
+            x0 = x0 * mask[n] + clean[n] * (1 - mask[n])
+            outputs[f"{n}_latent"] = x[n] + (x[n] - x0) / sigma * (target - sigma)
             outputs[f"{n}_x0"] = x0
         return {k: outputs[k] for k in ("video_latent", "audio_latent", "video_x0", "audio_x0")}
 

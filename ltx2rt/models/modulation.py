@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ltx2rt.graph import Ops, Value
+from ltx2rt.graph import Ops, Term
 
 
 @dataclass(frozen=True)
@@ -16,18 +16,18 @@ class Levels:
     """Timesteps of a stream. values: float32 (B, levels), already multiplied by the timestep scale (0..1000).
     index: int32 ((B,) tokens) into levels, or None if there is one level."""
 
-    values: Value
-    index: Value | None
+    values: Term
+    index: Term | None
 
 
 @dataclass(frozen=True)
 class Modulation:
     """rows: (B, levels, rows, D) of a modulation MLP; index as in Levels."""
 
-    rows: Value
-    index: Value | None
+    rows: Term
+    index: Term | None
 
-    def with_table(self, o: Ops, table: Value, start: int = 0) -> list[Value]:
+    def with_table(self, o: Ops, table: Term, start: int = 0) -> list[Term]:
         """Each row plus its table entry, spread to tokens: (B, D) if there is one level, else (B, tokens, D).
 
         table: (rows, D), of which the entries from `start` on are used.
@@ -36,13 +36,13 @@ class Modulation:
         if start or table.type.size("rows") != count:
             table = o.slice(table, axis="rows", start=start, stop=start + count)
         if self.index is None:
-            rows = o.add(o.at(self.rows, axis="levels", index=0), table)
+            rows = o.at(self.rows, axis="levels", index=0) + table
             return [o.at(rows, axis="rows", index=i) for i in range(count)]
-        rows = o.add(self.rows, table)
+        rows = self.rows + table
         return [o.take(o.at(rows, axis="rows", index=i), self.index, axis="levels") for i in range(count)]
 
 
-def adaln(o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D") -> tuple[Modulation, Value]:
+def adaln(o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D") -> tuple[Modulation, Term]:
     """Sinusoid(256), Linear, SiLU, Linear = embedding (B, levels, D); SiLU, Linear = its num_rows modulation rows."""
     e = o.cast(o.sinusoid(levels.values, size=256), dtype=o.dtype)
     e = o.silu(o.linear(e, "emb.timestep_embedder.linear_1", {axis: width}))

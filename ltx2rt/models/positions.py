@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from ltx2rt.graph import Ops, Value
+from ltx2rt.graph import Ops, Term
 
 
 def frequency_grid(dim: int, num_axes: int, theta: float, float64: bool = True) -> np.ndarray:
@@ -39,7 +39,7 @@ def coordinate_table(name: str, bounds: np.ndarray, max_pos: float, grid: np.nda
     return {f"{name}_cos": cos, f"{name}_sin": sin, f"{name}_index": index.reshape(middle.shape).astype(np.int32)}
 
 
-def gather_tables(o: Ops, axes: list[dict[str, Value]], heads: int, head_dim: int) -> tuple[Value, Value]:
+def gather_tables(o: Ops, axes: list[dict[str, Term]], heads: int, head_dim: int) -> tuple[Term, Term]:
     """cos and sin (..., tokens, heads, pairs) from each axis' {"cos", "sin", "index"}.
 
     Angles lie frequency-major, axis-minor; identity pairs fill the front; heads then own different bands.
@@ -54,8 +54,7 @@ def gather_tables(o: Ops, axes: list[dict[str, Value]], heads: int, head_dim: in
         pairs = head_dim // 2
         missing = heads * pairs - x.type.size("frequencies")
         if missing:
-            front = o.slice(x, axis="frequencies", stop=missing)
-            front = o.affine(front, scale=0.0, offset=1.0 if kind == "cos" else 0.0)
-            x = o.concat(front, x, axis="frequencies")
+            front = {**x.type.sizes, "frequencies": missing}
+            x = o.concat(o.full(1.0 if kind == "cos" else 0.0, x.type.dtype, **front), x, axis="frequencies")
         tables.append(o.split(x, axis="frequencies", into={"heads": heads, "pairs": pairs}))
     return tables[0], tables[1]

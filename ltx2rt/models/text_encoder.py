@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ltx2rt.config import GemmaConfig, TextConfig
-from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models import connectors, gemma
 
@@ -13,7 +13,7 @@ from ltx2rt.models import connectors, gemma
 def trace(gemma_config: GemmaConfig, text_config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
     """Outputs hidden_states (B, text, D, states), video_context and audio_context (B, text, D)."""
 
-    def model(o: Ops) -> dict[str, Value]:
+    def model(o: Ops) -> dict[str, Term]:
         states = gemma.gemma(o, gemma_config, batch, tokens)
         return {"hidden_states": states, **connectors.connectors(o, text_config, states)}
 

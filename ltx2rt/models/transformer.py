@@ -11,17 +11,19 @@ They agree when every token of both streams has the same timestep.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ltx2rt.config import TransformerConfig
-from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.attention import Rope, attention, feed_forward
 from ltx2rt.models.modulation import Levels, Modulation, adaln
 from ltx2rt.models.positions import coordinate_table, frequency_grid, gather_tables
 
 PREFIX = "model.diffusion_model."
+CROSS_TABLE = "scale_shift_table_a2v_ca_"  # and the stream
 TABLES = ("video_time", "video_rows", "video_columns", "video_cross", "audio_time", "audio_cross")
 
 
@@ -60,6 +62,7 @@ class Stream:
 
 
 def streams(config: TransformerConfig) -> tuple[Stream, Stream]:
+    """Video and audio, in the order of a block."""
     c = config
     return (
         Stream("video", "", "D", c.width, c.num_heads, c.head_dim, c.ff_bias),
@@ -105,7 +108,7 @@ def level_feeds(name: str, timesteps: np.ndarray) -> dict[str, np.ndarray]:
 # --- graph side -------------------------------------------------------------------------------------------------
 
 
-def declare_tables(o: Ops, config: TransformerConfig, s: Structure) -> dict[str, dict[str, Value]]:
+def declare_tables(o: Ops, config: TransformerConfig, s: Structure) -> dict[str, dict[str, Term]]:
     """The RoPE inputs: per table of TABLES its cos and sin (coordinates, frequencies) and index ((B,) tokens)."""
     video, cross = config.width // 6, config.audio_width // 2
     frequencies = (video, video, video, cross, cross, cross)
@@ -121,7 +124,7 @@ def declare_tables(o: Ops, config: TransformerConfig, s: Structure) -> dict[str,
     return tables
 
 
-def rope_tables(o: Ops, config: TransformerConfig, tables: dict[str, dict[str, Value]]) -> dict[str, Value]:
+def rope_tables(o: Ops, config: TransformerConfig, tables: dict[str, dict[str, Term]]) -> dict[str, Term]:
     """cos and sin of the four attentions that rotate, as named values."""
     video = gather_tables(o, [tables[name] for name in TABLES[:3]], config.num_heads, config.head_dim)
     found = {"video": video}
@@ -130,103 +133,124 @@ def rope_tables(o: Ops, config: TransformerConfig, tables: dict[str, dict[str, V
     return {f"{name}_{kind}": x for name, pair in found.items() for kind, x in zip(("cos", "sin"), pair, strict=True)}
 
 
-def mask_bias(o: Ops, mask: Value) -> Value:
+def mask_bias(o: Ops, mask: Term) -> Term:
     """Additive bias of a multiplicative attention mask in [0, 1]: its logarithm, -1e30 where it is 0."""
-    return o.select(mask, o.log(o.clamp(mask, low=1e-30)), o.affine(mask, scale=0.0, offset=-1e30))
+    return o.select(mask, o.log(o.clamp(mask, low=1e-30)), o.full(-1e30, "float32", **mask.type.sizes))
+
+
+class Rows(NamedTuple):
+    """Modulation rows of one part of a block."""
+
+    shift: Term
+    scale: Term
 
 
 def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
-    """One transformer block: carry video and audio; invariant modulations, contexts, tables; data the keep masks."""
-    eps = config.norm_eps
-    video, audio = streams(config)
+    """One transformer block: carry video and audio; invariant modulations, contexts, tables; data the keep masks.
+
+    For each stream x, its text context c, the other stream y, RMSNorm n and m(h) = h (1 + scale) + shift of each part:
+
+        x += gate attention(m(n(x)))
+        x += gate attention(m(n(x)), m(c))          2.0: x += attention(n(x), c)
+        x += gate attention(m(n(x)), m(n(y)))       both streams at once
+        x += gate feed_forward(m(n(x)))
+    """
+    video, audio = pair = streams(config)
     x = dict(carry)
 
-    def mod(name: str, table: str, start: int = 0) -> list[Value]:
-        rows, count = invariant[name], table_rows[table]
-        stream, _, _ = name.partition("_")
-        index = invariant[f"{stream}_index"] if rows.type.size("levels") > 1 else None
-        width = rows.type.shape[-1]
-        parameter = o.param(table, rows=count, **{rows.type.axes[-1]: width})
-        return Modulation(rows, index).with_table(o, parameter, start)
+    def norm(s: Stream) -> Term:
+        return o.rms_norm(x[s.name], over=(s.axis,), eps=config.norm_eps)
+
+    def modulated(h: Term, rows: Rows) -> Term:
+        return o.modulate(h, rows.scale, rows.shift)
+
+    def attend(name: str, h: Term, context: Term, s: Stream, **more) -> Term:
+        norm_and_gate = {"eps": config.norm_eps, "gated": config.gated_attention}
+        return attention(o.under(name), h, context, s.heads, s.head_dim, **norm_and_gate, **more)
 
     def rope(name: str) -> Rope:
         return invariant[f"{name}_cos"], invariant[f"{name}_sin"]
 
-    n = 9 if config.text_modulation else 6
-    table_rows = {
-        "scale_shift_table": n,
-        "audio_scale_shift_table": n,
-        "prompt_scale_shift_table": 2,
-        "audio_prompt_scale_shift_table": 2,
-        "scale_shift_table_a2v_ca_video": 5,
-        "scale_shift_table_a2v_ca_audio": 5,
-    }
-    rows = {s.name: mod(f"{s.name}_mod", f"{s.prefix}scale_shift_table") for s in (video, audio)}
-    gated = config.gated_attention
-    for s in (video, audio):
-        m = rows[s.name]
-        h = o.modulate(o.rms_norm(x[s.name], over=(s.axis,), eps=eps), m[1], m[0])
-        y = attention(
-            o.under(f"{s.prefix}attn1"), h, h, s.heads, s.head_dim, eps=eps, gated=gated, rope=rope(s.name),
-            bias=invariant.get(f"{s.name}_bias"), keep=data.get(f"{s.name}_self_keep"),
-        )  # fmt: skip
-        x[s.name] = o.add(x[s.name], o.mul(y, m[2]))
-        q, context = o.rms_norm(x[s.name], over=(s.axis,), eps=eps), invariant[f"{s.name}_context"]
+    own = {s.name: _own_rows(o, config, invariant, s) for s in pair}
+    for s in pair:
+        rows, gate = own[s.name]["self"]
+        h, bias, keep = modulated(norm(s), rows), invariant.get(f"{s.name}_bias"), data.get(f"{s.name}_self_keep")
+        x[s.name] += attend(f"{s.prefix}attn1", h, h, s, rope=rope(s.name), bias=bias, keep=keep) * gate
+        h, context = norm(s), invariant[f"{s.name}_context"]
         if config.text_modulation:
-            q = o.modulate(q, m[7], m[6])
-            p = _prompt_rows(o, config, s, invariant, mod)
-            context = o.modulate(context, p[1], p[0])
-        y = attention(o.under(f"{s.prefix}attn2"), q, context, s.heads, s.head_dim, eps=eps, gated=gated)
-        x[s.name] = o.add(x[s.name], o.mul(y, m[8]) if config.text_modulation else y)
-
-    nv = o.rms_norm(x["video"], over=("D",), eps=eps)
-    na = o.rms_norm(x["audio"], over=("audio_D",), eps=eps)
-    # Rows of the cross-modal tables are scale first: 0,1 scale and shift for a2v; 2,3 for v2a; 4 the gate.
-    cv, ca = (mod(f"{s}_cross_mod", f"scale_shift_table_a2v_ca_{s}") for s in ("video", "audio"))
-    (gv,), (ga,) = (mod(f"{s}_gate_mod", f"scale_shift_table_a2v_ca_{s}", start=4) for s in ("video", "audio"))
-    heads = (config.audio_num_heads, config.audio_head_dim)
-    dv = attention(
-        o.under("audio_to_video_attn"), o.modulate(nv, cv[0], cv[1]), o.modulate(na, ca[0], ca[1]),
-        *heads, eps=eps, gated=gated, rope=rope("video_cross"), context_rope=rope("audio_cross"),
-    )  # fmt: skip
-    da = attention(
-        o.under("video_to_audio_attn"), o.modulate(na, ca[2], ca[3]), o.modulate(nv, cv[2], cv[3]),
-        *heads, eps=eps, gated=gated, rope=rope("audio_cross"), context_rope=rope("video_cross"),
-    )  # fmt: skip
-    for name, delta, gate, keep in (("video", dv, gv, "a2v_keep"), ("audio", da, ga, "v2a_keep")):
-        delta = o.mul(delta, gate)
-        if keep in data:
-            delta = o.mul(delta, o.cast(data[keep], dtype=o.dtype))
-        x[name] = o.add(x[name], delta)
-    for s in (video, audio):
-        m = rows[s.name]
-        h = o.modulate(o.rms_norm(x[s.name], over=(s.axis,), eps=eps), m[4], m[3])
-        x[s.name] = o.add(x[s.name], o.mul(feed_forward(o.under(f"{s.prefix}ff"), h, s.ff_bias), m[5]))
+            rows, gate = own[s.name]["text"]
+            h, context = modulated(h, rows), modulated(context, _prompt_rows(o, config, invariant, s))
+            x[s.name] += attend(f"{s.prefix}attn2", h, context, s) * gate
+        else:
+            x[s.name] += attend(f"{s.prefix}attn2", h, context, s)
+    normed = {s.name: norm(s) for s in pair}
+    cross, gates = _cross_rows(o, invariant, pair)
+    deltas = {}
+    for name, s, other in (("audio_to_video_attn", video, audio), ("video_to_audio_attn", audio, video)):
+        h, context = (modulated(normed[t.name], cross[t.name][name]) for t in (s, other))
+        ropes = {"rope": rope(f"{s.name}_cross"), "context_rope": rope(f"{other.name}_cross")}
+        deltas[s.name] = attend(name, h, context, audio, **ropes)
+    for s, keep in ((video, "a2v_keep"), (audio, "v2a_keep")):
+        y = deltas[s.name] * gates[s.name]
+        x[s.name] += y * o.cast(data[keep], dtype=o.dtype) if keep in data else y
+    for s in pair:
+        rows, gate = own[s.name]["ff"]
+        x[s.name] += feed_forward(o.under(f"{s.prefix}ff"), modulated(norm(s), rows), s.ff_bias) * gate
     return x, {}
 
 
-def _prompt_rows(o: Ops, config: TransformerConfig, s: Stream, invariant, mod) -> list[Value]:
-    """shift, scale of the text context: the block's table, plus the prompt MLP's rows if there is one."""
+def _table(o: Ops, invariant, s: Stream, name: str, table: str, count: int, start: int = 0) -> list[Term]:
+    """Rows of the block's `table` of `count` rows, from `start` on, plus the stream's modulation rows `name`."""
+    rows = invariant[f"{s.name}_{name}"]
+    index = invariant[f"{s.name}_index"] if rows.type.size("levels") > 1 else None
+    return Modulation(rows, index).with_table(o, o.param(table, rows=count, **{s.axis: s.width}), start)
+
+
+def _own_parts(config: TransformerConfig) -> tuple[str, ...]:
+    """The parts of a block that a stream's own table modulates, in its order; each has shift, scale and gate."""
+    return ("self", "ff", "text") if config.text_modulation else ("self", "ff")
+
+
+def _own_rows(o: Ops, config: TransformerConfig, invariant, s: Stream) -> dict[str, tuple[Rows, Term]]:
+    parts = _own_parts(config)
+    rows = iter(_table(o, invariant, s, "mod", f"{s.prefix}scale_shift_table", 3 * len(parts)))
+    return {part: (Rows(shift, scale), gate) for part, shift, scale, gate in zip(parts, rows, rows, rows, strict=True)}
+
+
+def _cross_rows(o: Ops, invariant, pair: tuple[Stream, ...]) -> tuple[dict[str, dict[str, Rows]], dict[str, Term]]:
+    """By stream: its rows in either cross-attention, and its gate. These tables are scale first."""
+    rows, gates = {}, {}
+    for s in pair:
+        a2v_scale, a2v_shift, v2a_scale, v2a_shift = _table(o, invariant, s, "cross_mod", CROSS_TABLE + s.name, 5)
+        a2v, v2a = Rows(a2v_shift, a2v_scale), Rows(v2a_shift, v2a_scale)
+        rows[s.name] = {"audio_to_video_attn": a2v, "video_to_audio_attn": v2a}
+    for s in pair:
+        (gates[s.name],) = _table(o, invariant, s, "gate_mod", CROSS_TABLE + s.name, 5, start=4)
+    return rows, gates
+
+
+def _prompt_rows(o: Ops, config: TransformerConfig, invariant, s: Stream) -> Rows:
+    """Rows of the text context: the block's table, plus the prompt MLP's rows if there is one."""
     name = f"{s.prefix}prompt_scale_shift_table"
     if config.prompt_adaln:
-        return mod(f"{s.name}_prompt_mod", name)
+        return Rows(*_table(o, invariant, s, "prompt_mod", name, 2))
     table = o.param(name, rows=2, **{s.axis: s.width})
-    return [o.at(table, axis="rows", index=i) for i in range(2)]
+    return Rows(*(o.at(table, axis="rows", index=i) for i in range(2)))
 
 
 def transformer(
     o: Ops,
     config: TransformerConfig,
     *,
-    latents: dict[str, Value],
+    latents: dict[str, Term],
     levels: dict[str, Levels],
-    sigmas: dict[str, Value],
-    contexts: dict[str, Value],
-    tables: dict[str, dict[str, Value]],
-    keeps: dict[str, Value],
-    bias: Value | None,
+    sigmas: dict[str, Term],
+    contexts: dict[str, Term],
+    tables: dict[str, dict[str, Term]],
+    keeps: dict[str, Term],
+    bias: Term | None,
     rule: str,
-) -> dict[str, Value]:
+) -> dict[str, Term]:
     """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32.
 
     latents: (B, tokens, C). levels: timesteps in [0,1]. sigmas (B). contexts (B, text, C').
@@ -237,8 +261,8 @@ def transformer(
     x, invariant, embedded = {}, {}, {}
 
     def scaled(level: Levels, factor: float = 1.0) -> Levels:
-        values = o.affine(level.values, scale=config.timestep_scale)
-        return Levels(values if factor == 1.0 else o.affine(values, scale=factor), level.index)
+        values = level.values * config.timestep_scale
+        return Levels(values if factor == 1.0 else values * factor, level.index)
 
     scalar = {s.name: Levels(o.expand(sigmas[s.name], axis="levels", size=1), None) for s in pair}
     cross_rows = {"A": ("own", "own"), "B": ("other", "other"), "C": ("own", "other")}[rule]
@@ -248,7 +272,7 @@ def transformer(
         x[s.name] = o.linear(o.cast(latents[s.name], dtype=o.dtype), f"{p}patchify_proj", {axis: s.width})
         own = levels[s.name]
         modulation, embedded[s.name] = adaln(
-            o.under(f"{p}adaln_single"), scaled(own), s.width, 9 if config.text_modulation else 6, axis
+            o.under(f"{p}adaln_single"), scaled(own), s.width, 3 * len(_own_parts(config)), axis
         )
         invariant[f"{s.name}_mod"] = modulation.rows
         if own.index is not None:
@@ -300,7 +324,7 @@ def declare_levels(o: Ops, name: str, levels: int, **axes: int) -> Levels:
     return Levels(values, o.input(f"{name}_level_index", "int32", **axes) if levels > 1 else None)
 
 
-def declare_context(o: Ops, config: TransformerConfig, s: Stream, **axes: int) -> Value:
+def declare_context(o: Ops, config: TransformerConfig, s: Stream, **axes: int) -> Term:
     """Input `{stream}_context` (*axes, width of the connector's output)."""
     width = {"caption": config.caption_channels} if config.caption_projection else {s.axis: s.width}
     return o.input(f"{s.name}_context", "float32", **axes, **width)
@@ -312,7 +336,7 @@ def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
     Outputs: video_velocity, audio_velocity.
     """
 
-    def model(o: Ops) -> dict[str, Value]:
+    def model(o: Ops) -> dict[str, Term]:
         video, audio = streams(config)
         tokens = {"video": {"tokens": s.video_tokens}, "audio": {"audio_tokens": s.audio_tokens}}
         channels = {"video": config.video_channels, "audio": config.audio_channels}

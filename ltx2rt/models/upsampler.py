@@ -7,7 +7,7 @@ of the video VAE in float32. Group statistics span the whole clip, so it is neve
 from __future__ import annotations
 
 from ltx2rt.config import UpsamplerConfig
-from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.video_vae import depth_to_space, normalise, unnormalise
 
@@ -19,7 +19,8 @@ def trace(config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: 
     return trace_graph("upsampler", upsampler, dtype, config, batch, frames, rows, columns)
 
 
-def upsampler(o: Ops, config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Value]:
+def upsampler(o: Ops, config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Term]:
+    """Model text of `trace`."""
     latent = o.input(
         "latent", "float32", B=batch, channels=config.in_channels, frames=frames, rows=rows, columns=columns
     )
@@ -38,22 +39,22 @@ def upsampler(o: Ops, config: UpsamplerConfig, batch: int, frames: int, rows: in
     return {"latent": normalise(o, o.cast(x, dtype="float32"))}
 
 
-def conv(o: Ops, x: Value, name: str, out_channels: int) -> Value:
+def conv(o: Ops, x: Term, name: str, out_channels: int) -> Term:
     """3x3x3 with zeros outside on all three axes, unlike the VAE."""
     return o.conv(o.pad(x, frames=(1, 1), rows=(1, 1), columns=(1, 1)), name, out_channels, (3, 3, 3))
 
 
-def group_norm(o: Ops, x: Value, name: str) -> Value:
+def group_norm(o: Ops, x: Term, name: str) -> Term:
     return o.group_norm(x, name, NORM_GROUPS, NORM_EPS)
 
 
-def res_blocks(o: Ops, x: Value, name: str, count: int) -> Value:
+def res_blocks(o: Ops, x: Term, name: str, count: int) -> Term:
     """`count` times silu(x + norm2(conv2(silu(norm1(conv1(x))))))."""
 
     def block(o, carry, invariant, data):
         x = carry["x"]
         y = o.silu(group_norm(o, conv(o, x, "conv1", x.type.size("channels")), "norm1"))
         y = group_norm(o, conv(o, y, "conv2", x.type.size("channels")), "norm2")
-        return {"x": o.silu(o.add(x, y))}, {}
+        return {"x": o.silu(x + y)}, {}
 
     return o.repeat(block, count, {"x": x}, prefix=f"{name}.*.")[0]["x"]

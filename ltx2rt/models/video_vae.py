@@ -13,14 +13,14 @@ import math
 from collections.abc import Callable
 
 from ltx2rt.config import VaeStage, VideoVaeConfig
-from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 NORM_EPS = 1e-8  # PixelNorm of the video VAE; the audio VAE has 1e-6
 AXES = ("frames", "rows", "columns")
 STEPS = ("dt", "dy", "dx")  # positions inside a space-to-depth cell, slowest first
 
-Conv = Callable[[Ops, Value, str, int], Value]
+Conv = Callable[[Ops, Term, str, int], Term]
 
 
 def trace_decoder(config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str) -> Graph:
@@ -33,7 +33,8 @@ def trace_encoder(config: VideoVaeConfig, batch: int, frames: int, rows: int, co
     return trace_graph("video-encoder", encoder, dtype, config, batch, frames, rows, columns)
 
 
-def decoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Value]:
+def decoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Term]:
+    """Model text of `trace_decoder`; sizes in latents."""
     sizes = {"frames": frames, "rows": rows, "columns": columns}
     x = o.input("latent", "float32", B=batch, channels=config.latent_channels, **sizes)
     x = o.cast(unnormalise(o, x), dtype=o.dtype)
@@ -48,7 +49,8 @@ def decoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, 
     return {"frames": unpatchify(o, x, config.patch_size)}
 
 
-def encoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Value]:
+def encoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Term]:
+    """Model text of `trace_encoder`; sizes in pixels."""
     x = o.input("frames", B=batch, channels=3, frames=frames, rows=rows, columns=columns)
     conv = functools.partial(padded_conv, padding=config.encoder_padding, causal=config.encoder_causal)
     net = o.under("vae.encoder")
@@ -63,25 +65,25 @@ def encoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, 
     return {"latent": normalise(o, o.cast(x, dtype="float32"))}
 
 
-def _statistics(o: Ops, channels: int) -> tuple[Value, Value]:
+def _statistics(o: Ops, channels: int) -> tuple[Term, Term]:
     names = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
     mean, std = (o.param(name, dtype="float32", channels=channels) for name in names)
     return mean, std
 
 
-def unnormalise(o: Ops, x: Value) -> Value:
+def unnormalise(o: Ops, x: Term) -> Term:
     """x std + mean per channel; x float32, `o` without a prefix."""
     mean, std = _statistics(o, x.type.size("channels"))
-    return o.add(o.mul(x, std), mean)
+    return x * std + mean
 
 
-def normalise(o: Ops, x: Value) -> Value:
+def normalise(o: Ops, x: Term) -> Term:
     """(x - mean) / std per channel; x float32, `o` without a prefix."""
     mean, std = _statistics(o, x.type.size("channels"))
-    return o.div(o.sub(x, mean), std)
+    return (x - mean) / std
 
 
-def padded_conv(o: Ops, x: Value, name: str, out_channels: int, *, padding: str, causal: bool) -> Value:
+def padded_conv(o: Ops, x: Term, name: str, out_channels: int, *, padding: str, causal: bool) -> Term:
     """3x3x3 convolution that keeps every size. Time repeats its edge frames, twice before if causal; rows and columns
     follow `padding`."""
     x = o.pad(x, mode="edge", frames=(2, 0) if causal else (1, 1))
@@ -89,36 +91,36 @@ def padded_conv(o: Ops, x: Value, name: str, out_channels: int, *, padding: str,
     return o.conv(x, f"{name}.conv", out_channels, (3, 3, 3))
 
 
-def pixel_norm(o: Ops, x: Value) -> Value:
+def pixel_norm(o: Ops, x: Term) -> Term:
     return o.rms_norm(x, over=("channels",), eps=NORM_EPS)
 
 
-def res_blocks(o: Ops, x: Value, stage: VaeStage, conv: Conv) -> Value:
+def res_blocks(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
     """`num_layers` times x + conv2(silu(norm(conv1(silu(norm(x))))))."""
 
     def block(o, carry, invariant, data):
         y = carry["x"]
         for name in ("conv1", "conv2"):
             y = conv(o, o.silu(pixel_norm(o, y)), name, stage.channels)
-        return {"x": o.add(carry["x"], y)}, {}
+        return {"x": carry["x"] + y}, {}
 
     return o.repeat(block, stage.num_layers, {"x": x}, prefix="res_blocks.*.")[0]["x"]
 
 
-def upsample(o: Ops, x: Value, stage: VaeStage, conv: Conv) -> Value:
+def upsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
     """Depth to space after a convolution; `residual` adds the input's own, its channels tiled as whole blocks.
 
-    A stride of 2 in time maps n frames to 2n - 1: the first output frame goes.
+    A stride of 2 in time maps n frames to 2n - 1: the first output frame is dropped.
     """
     y = depth_to_space(o, conv(o, x, "conv", stage.out_channels * math.prod(stage.stride)), stage.stride)
     if stage.residual:
         skip = depth_to_space(o, x, stage.stride)
         repeats = stage.out_channels // skip.type.size("channels")
-        y = o.add(y, o.concat(*[skip] * repeats, axis="channels"))
+        y += o.concat(*[skip] * repeats, axis="channels")
     return o.slice(y, axis="frames", start=1) if stage.stride[0] == 2 else y
 
 
-def downsample(o: Ops, x: Value, stage: VaeStage, conv: Conv) -> Value:
+def downsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
     """Space to depth after a convolution, plus the input's own averaged over groups of adjacent channels.
 
     A stride of 2 in time repeats the first frame once before both paths: 2n - 1 frames to n.
@@ -131,12 +133,12 @@ def downsample(o: Ops, x: Value, stage: VaeStage, conv: Conv) -> Value:
         o.split(skip, axis="channels", into={"channels": stage.out_channels, "group": group}), over=("group",)
     )
     y = conv(o, x, "conv", stage.out_channels // math.prod(stage.stride))
-    return o.add(space_to_depth(o, y, stage.stride), skip)
+    return space_to_depth(o, y, stage.stride) + skip
 
 
 def depth_to_space(
-    o: Ops, x: Value, stride: tuple[int, ...], axes: tuple[str, ...] = AXES, steps: tuple[str, ...] = STEPS
-) -> Value:
+    o: Ops, x: Term, stride: tuple[int, ...], axes: tuple[str, ...] = AXES, steps: tuple[str, ...] = STEPS
+) -> Term:
     """Channel index ((c * st + dt) * sh + dy) * sw + dx, with `steps` from slow to fast, into the `axes`."""
     inner = dict(zip(steps, stride, strict=True))
     x = o.split(x, axis="channels", into={"channels": x.type.size("channels") // math.prod(stride), **inner})
@@ -148,8 +150,8 @@ def depth_to_space(
 
 
 def space_to_depth(
-    o: Ops, x: Value, stride: tuple[int, ...], axes: tuple[str, ...] = AXES, steps: tuple[str, ...] = STEPS
-) -> Value:
+    o: Ops, x: Term, stride: tuple[int, ...], axes: tuple[str, ...] = AXES, steps: tuple[str, ...] = STEPS
+) -> Term:
     """The inverse of `depth_to_space`."""
     for axis, step in zip(axes, STEPS[-len(axes) :], strict=True):
         n = stride[steps.index(step)]
@@ -160,10 +162,10 @@ def space_to_depth(
     return o.merge(x, axes=("channels", *steps), into="channels")
 
 
-def patchify(o: Ops, x: Value, size: int) -> Value:
+def patchify(o: Ops, x: Term, size: int) -> Term:
     """Patches of size x size pixels into channels. The position across columns is the slower one."""
     return space_to_depth(o, x, (size, size), AXES[1:], ("dx", "dy"))
 
 
-def unpatchify(o: Ops, x: Value, size: int) -> Value:
+def unpatchify(o: Ops, x: Term, size: int) -> Term:
     return depth_to_space(o, x, (size, size), AXES[1:], ("dx", "dy"))

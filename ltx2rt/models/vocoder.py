@@ -8,13 +8,15 @@ Layout (B, channels, time); one anti-aliasing filter serves all channels, which 
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 
 import numpy as np
 
 from ltx2rt.config import GeneratorConfig, VocoderConfig
-from ltx2rt.graph import Graph, Ops, Value
+from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 LEAKY_SLOPE = 0.1
@@ -49,7 +51,8 @@ def resampler_filter(ratio: int) -> np.ndarray:
     return (np.sinc(t) * window * RESAMPLER_ROLLOFF / ratio).astype(np.float32)[None, None]
 
 
-def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[str, Value]:
+def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[str, Term]:
+    """Model text of `trace`."""
     first, extension = config.generator, config.bandwidth_extension
     mel_bins = first.in_channels // first.out_channels
     mel = o.input("mel", B=batch, channels=first.out_channels, time=mel_frames, mel=mel_bins)
@@ -59,7 +62,7 @@ def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[
     return {"waveform": extend_bandwidth(o, config, extension, o.clamp(low, low=-1.0, high=1.0))}
 
 
-def generator(o: Ops, config: GeneratorConfig, mel: Value) -> Value:
+def generator(o: Ops, config: GeneratorConfig, mel: Term) -> Term:
     """mel (B, channels, time, mel) to a waveform (B, channels, samples), the product of the rates per frame."""
     x = o.merge(o.transpose(mel, axes=("B", "channels", "mel", "time")), axes=("channels", "mel"), into="channels")
     x = same_conv(o, x, "conv_pre", config.hidden_channels, 7)
@@ -74,55 +77,51 @@ def generator(o: Ops, config: GeneratorConfig, mel: Value) -> Value:
             res_block(o.under(f"resblocks.{i * len(config.resblock_kernels) + j}"), x, size, dilations, snake)
             for j, (size, dilations) in enumerate(zip(config.resblock_kernels, config.resblock_dilations, strict=True))
         ]
-        x = blocks[0]
-        for block in blocks[1:]:
-            x = o.add(x, block)
-        x = o.affine(x, scale=1 / len(blocks))
+        x = functools.reduce(operator.add, blocks) / len(blocks)
     x = snake_beta(o.under("act_post"), x) if snake else o.leaky_relu(x, slope=FINAL_LEAKY_SLOPE)
     x = same_conv(o, x, "conv_post", config.out_channels, 7, bias=config.final_bias)
     return FINAL_ACTIVATIONS[config.final_activation](o, x)
 
 
-FINAL_ACTIVATIONS: dict[str, Callable[[Ops, Value], Value]] = {
+FINAL_ACTIVATIONS: dict[str, Callable[[Ops, Term], Term]] = {
     "tanh": lambda o, x: o.tanh(x),
     "clamp": lambda o, x: o.clamp(x, low=-1.0, high=1.0),
     "none": lambda o, x: x,
 }
 
 
-def same_conv(o: Ops, x: Value, name: str, out: int, kernel: int, dilation: int = 1, bias: bool = True) -> Value:
+def same_conv(o: Ops, x: Term, name: str, out: int, kernel: int, dilation: int = 1, bias: bool = True) -> Term:
     """Convolution over time that keeps the length; zeros outside."""
     pad = (kernel - 1) * dilation // 2
     return o.conv(o.pad(x, time=(pad, pad)), name, out, (kernel,), dilation=(dilation,), bias=bias)
 
 
-def res_block(o: Ops, x: Value, kernel: int, dilations: tuple[int, ...], snake: bool) -> Value:
+def res_block(o: Ops, x: Term, kernel: int, dilations: tuple[int, ...], snake: bool) -> Term:
     """For every dilation x + conv2(act2(conv1(act1(x)))), conv1 dilated."""
 
-    def activate(x: Value, name: str) -> Value:
+    def activate(x: Term, name: str) -> Term:
         return snake_beta(o.under(name), x) if snake else o.leaky_relu(x, slope=LEAKY_SLOPE)
 
     width = x.type.size("channels")
     for n, dilation in enumerate(dilations):
         y = same_conv(o, activate(x, f"acts1.{n}"), f"convs1.{n}", width, kernel, dilation)
-        x = o.add(x, same_conv(o, activate(y, f"acts2.{n}"), f"convs2.{n}", width, kernel))
+        x += same_conv(o, activate(y, f"acts2.{n}"), f"convs2.{n}", width, kernel)
     return x
 
 
-def snake_beta(o: Ops, x: Value) -> Value:
+def snake_beta(o: Ops, x: Term) -> Term:
     """x + sin(e^alpha x)^2 / e^beta per channel, at twice the rate between two low-pass filters."""
     taps = [o.param(f"{name}.filter", out=1, one=1, k0=FILTER_TAPS) for name in ("upsample", "downsample.lowpass")]
     width = x.type.size("channels")
     alpha, beta = (o.param(f"act.{name}", channels=width) for name in ("alpha", "beta"))
     x = resample_up(o, x, taps[0], 2)
-    wave = o.square(o.sin(o.mul(x, o.exp(alpha))))
-    x = o.add(x, o.div(wave, o.affine(o.exp(beta), offset=SNAKE_EPS)))
+    x += o.square(o.sin(x * o.exp(alpha))) / (o.exp(beta) + SNAKE_EPS)
     x = o.pad(signals(o, x), mode="edge", time=(FILTER_TAPS // 2 - 1, FILTER_TAPS // 2))
     x = o.emit("conv", x, taps[1], stride=(2,), dilation=(1,))
     return channels(o, x, width)
 
 
-def resample_up(o: Ops, x: Value, taps: Value, ratio: int) -> Value:
+def resample_up(o: Ops, x: Term, taps: Term, ratio: int) -> Term:
     """Zeros between the samples, filtered: time to ratio * time, input sample n at output sample ratio * n."""
     size = taps.type.size("k0")
     pad = -(-(size // 2) // ratio)  # all that a kept output reads
@@ -133,19 +132,19 @@ def resample_up(o: Ops, x: Value, taps: Value, ratio: int) -> Value:
     return channels(o, o.slice(y, axis="time", start=left, stop=left + length), x.type.size("channels"))
 
 
-def signals(o: Ops, x: Value) -> Value:
+def signals(o: Ops, x: Term) -> Term:
     """(B, channels, time) -> (signals, one, time)."""
     x = o.split(x, axis="channels", into={"channels": x.type.size("channels"), "one": 1})
     return o.merge(x, axes=("B", "channels"), into="signals")
 
 
-def channels(o: Ops, x: Value, size: int) -> Value:
+def channels(o: Ops, x: Term, size: int) -> Term:
     """The inverse of `signals`."""
     x = o.split(x, axis="signals", into={"B": x.type.size("signals") // size, "channels": size})
     return o.merge(x, axes=("channels", "one"), into="channels")
 
 
-def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, low: Value) -> Value:
+def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, low: Term) -> Term:
     """low (B, channels, samples) in [-1, 1]; its resampling plus what a second generator adds, clamped."""
     ratio, size, samples = config.sample_rate // config.input_sample_rate, config.stft_size, low.type.size("time")
     x = o.pad(low, time=(0, -samples % config.stft_hop))
@@ -156,7 +155,7 @@ def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, 
     spectrum = o.pad(signals(o, x), time=(size - config.stft_hop, 0))
     spectrum = o.emit("conv", spectrum, basis, stride=(config.stft_hop,), dilation=(1,))
     real, imaginary = (o.slice(spectrum, axis="one", start=i * bins, stop=(i + 1) * bins) for i in (0, 1))
-    magnitude = o.sqrt(o.add(o.square(real), o.square(imaginary)))
+    magnitude = o.sqrt(o.square(real) + o.square(imaginary))
     magnitude = o.rename(o.transpose(magnitude, axes=("signals", "time", "one")), names={"one": "bins"})
     mel_basis = stft.param("mel_basis", mel=config.stft_mels, bins=bins)
     mel = o.emit("linear", magnitude, mel_basis, contract=("bins",), out={"mel": config.stft_mels})
@@ -165,5 +164,5 @@ def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, 
     mel = o.split(mel, axis="signals", into={"B": low.type.size("B"), "channels": width})
     residual = generator(o.under("vocoder.bwe_generator"), extension, mel)
     taps = o.input("resampler_filter", out=1, one=1, k0=resampler_filter(ratio).shape[-1])
-    wave = o.clamp(o.add(residual, resample_up(o, x, taps, ratio)), low=-1.0, high=1.0)
+    wave = o.clamp(residual + resample_up(o, x, taps, ratio), low=-1.0, high=1.0)
     return o.slice(wave, axis="time", stop=ratio * samples)

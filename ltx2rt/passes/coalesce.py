@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ir import Graph, Node, rewrite
 from ltx2rt.graph.ops import OPS
 from ltx2rt.graph.verify import verify
 
@@ -23,7 +23,7 @@ def coalesce(graph: Graph) -> Graph:
 def _schedule(graph: Graph) -> list[Node]:
     """List scheduling in the original order, collectives held back until they block everything."""
     ready = {id(v) for v in (*graph.inputs.values(), *graph.params.values())}
-    waiting = [_inside(node) for node in graph.nodes]
+    waiting = [rewrite(node, coalesce) for node in graph.nodes]
     ordered: list[Node] = []
     while waiting:
         held: list[Node] = []
@@ -55,10 +55,3 @@ def _merge(held: list[Node]) -> list[Node]:
         _, plan = OPS["all_reduce"].rule(*(v.type for v in inputs), **nodes[0].attrs)
         merged.append(Node("all_reduce", inputs, outputs, nodes[0].attrs, plan))
     return merged
-
-
-def _inside(node: Node) -> Node:
-    if node.op != "repeat":
-        return node
-    plan = node.plan["repeat"]
-    return replace(node, plan={"repeat": replace(plan, body=coalesce(plan.body))})

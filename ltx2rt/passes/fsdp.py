@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph, Layout, Type, Value
+from ltx2rt.graph.ir import Graph, Layout, Type, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -23,22 +23,19 @@ def gather_weights(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, in
     rules = {axis: mesh_axis for axis, mesh_axis in rules.items() if mesh_axis in mesh}
     if not rules:
         return graph
-    result = _rewrite(graph, rules, mesh, strict, repeated=False)
+    result = _gathered(graph, rules, mesh, strict, repeated=False)
     verify(result)
     return result
 
 
-def _rewrite(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, repeated: bool) -> Graph:
+def _gathered(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, repeated: bool) -> Graph:
     result = replace(graph, params=dict(graph.params), nodes=[], layouts=dict(graph.layouts), mesh=mesh)
     layouts = graph.all_layouts()
     elsewhere = {id(v) for node in graph.nodes if node.op != "linear" for v in node.inputs}
     gathered: dict[int, Value] = {}
     for node in graph.nodes:
-        if node.op == "repeat":
-            plan = node.plan["repeat"]
-            body = _rewrite(plan.body, rules, mesh, strict, repeated=True)
-            node = replace(node, plan={"repeat": replace(plan, body=body)})
-        elif node.op == "linear" and repeated:
+        node = rewrite(node, lambda body: _gathered(body, rules, mesh, strict, repeated=True))
+        if node.op == "linear" and repeated:
             x, weight, *bias = node.inputs
             axis = next((axis for axis in weight.type.axes if axis in rules), None)
             if axis is not None and "*" in weight.name and id(weight) not in elsewhere:

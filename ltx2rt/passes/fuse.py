@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from ltx2rt.graph.ir import Graph, Node, Type, Value
+from ltx2rt.graph.ir import Graph, Node, Type, Value, rewrite
 from ltx2rt.graph.ops import OPS
 from ltx2rt.graph.trace import trace
 from ltx2rt.graph.verify import verify
@@ -24,8 +24,8 @@ from ltx2rt.models.vocoder import SNAKE_EPS, snake_beta
 
 
 def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
-    """matches: of MATCHES, which to look for; none: all."""
-    result = replace(graph, nodes=[_inside(node, matches) for node in graph.nodes])
+    """`graph` with fused ops, bodies of repeats included. matches: those of MATCHES to look for; none: all."""
+    result = replace(graph, nodes=[rewrite(node, lambda body: fuse(body, matches)) for node in graph.nodes])
     uses = _Uses(result)
     for match in matches or MATCHES:
         for node in result.nodes:
@@ -35,13 +35,6 @@ def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
                 uses = _Uses(result)
     verify(result)
     return result
-
-
-def _inside(node: Node, matches: Sequence[Match]) -> Node:
-    if node.op != "repeat":
-        return node
-    plan = node.plan["repeat"]
-    return replace(node, plan={"repeat": replace(plan, body=fuse(plan.body, matches))})
 
 
 class _Uses:
@@ -62,7 +55,7 @@ class _Uses:
         return node if node is not None and node.op == op else None
 
     def only(self, value: Value, op: str) -> Node | None:
-        """The same, if besides nothing but one operand reads `value`."""
+        """The node that makes `value`, if it is an `op` and only one operand of one node reads the value."""
         single = len(self.readers.get(id(value), ())) == 1 and id(value) not in self.kept
         return self.maker(value, op) if single else None
 
@@ -89,10 +82,6 @@ def _node(op: str, inputs: Sequence[Value], outputs: Sequence[Value], **attrs) -
     return Node(op, tuple(inputs), tuple(outputs), attrs, plan)
 
 
-def _fresh(graph: Graph, like: Value) -> Value:
-    return Value(f"%{next(graph.serial)}", like.type)
-
-
 # --- what is recognised: each function gets the last node it needs to see, or the one in the middle -----------------
 
 
@@ -112,7 +101,7 @@ def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node
     inner = uses.only(y, "mul")
     if inner is not None and set(gate.type.axes) < set(inner.inputs[1].type.axes) and _is_row(inner.inputs[1], x):
         y, full = inner.inputs
-        product = _fresh(graph, full)
+        product = graph.fresh(full.type)
         new.append(_node("mul", (full, gate), (product,)))
         gone, gate = [*gone, inner], product
     if y.type != x.type or not _is_row(gate, x):

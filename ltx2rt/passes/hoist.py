@@ -15,19 +15,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value
+from ltx2rt.graph.ir import Graph, Node, Repeat, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
 INVARIANT, DATA, CARRIED = range(3)  # what a value depends on, the strongest
-LIGHT = {"at", "slice", "rename", "expand", "cast", "affine", "split", "merge", "transpose", "pad", "stack", "concat",
-         "select"}  # fmt: skip
+LIGHT = {"full", "at", "slice", "rename", "expand", "cast", "affine", "split", "merge", "transpose", "pad", "stack",
+         "concat", "select"}  # fmt: skip
 # Ops that mean the same with one more axis in front of their operands.
 BATCHED = {"at", "slice", "cast", "affine", "expand", "split", "merge", "sinusoid", "silu", "add", "sub", "mul", "div",
            "linear"}  # fmt: skip
 
 
 def hoist(graph: Graph) -> Graph:
+    """`graph` with lighter repeats at its outermost level; repeats inside them lose nodes, too."""
     result = replace(graph, nodes=[], params=dict(graph.params), layouts=dict(graph.layouts))
     for node in graph.nodes:
         if node.op == "repeat":
@@ -48,18 +49,19 @@ class _Loop:
     outer: dict[int, Value] = field(default_factory=dict)  # a body's value -> the same value in `out`
 
     def __post_init__(self):
-        self.plan: Repeat = self.node.plan["repeat"]
-        self.body = self.plan.body
+        self.repeat = self.node.repeat
+        self.body = self.repeat.body
         self.inputs = list(self.body.inputs.values())
-        fixed = self.plan.num_carries + self.plan.num_invariants
-        kinds = [CARRIED] * self.plan.num_carries + [INVARIANT] * self.plan.num_invariants + [DATA] * self.plan.num_data
-        self.levels = {id(v): kind for v, kind in zip(self.inputs, kinds, strict=True)}
+        carry, invariant, data = self.repeat.divide(self.inputs)
+        for values, level in ((carry, CARRIED), (invariant, INVARIANT), (data, DATA)):
+            self.levels |= {id(v): level for v in values}
         self.levels |= {id(v): DATA if "*" in name else INVARIANT for name, v in self.body.params.items()}
         pairs = list(zip(self.inputs, self.node.inputs, strict=True))
-        self.outer = {id(v): value for v, value in pairs[self.plan.num_carries : fixed] + pairs[fixed:]}
-        self.data = {id(v) for v in self.inputs[fixed:]}
+        self.outer = {id(v): value for v, value in pairs[len(carry) :]}
+        self.data = {id(v) for v in data}
 
     def leave(self) -> None:
+        """Append to `out` what leaves the repeat, and the repeat without it."""
         for node in self.body.nodes:
             level = max((self.levels[id(v)] for v in node.inputs), default=INVARIANT)
             self.levels |= {id(v): level for v in node.outputs}
@@ -134,7 +136,7 @@ class _Loop:
 
     def _move(self, node: Node) -> None:
         """The node as it is, on the values outside."""
-        results = tuple(Value(f"%{next(self.out.serial)}", v.type) for v in node.outputs)
+        results = tuple(self.out.fresh(v.type) for v in node.outputs)
         self.out.nodes.append(replace(node, inputs=tuple(map(self._outside, node.inputs)), outputs=results))
         self.outer.update(zip(map(id, node.outputs), results, strict=True))
 
@@ -145,17 +147,18 @@ class _Loop:
         for i, (v, value) in enumerate(zip(node.inputs, operands, strict=True)):
             if id(v) not in self.data and not (weights and i):
                 before = value.type.axes[0] if value.type.axes else None
-                operands[i] = emit(self.out, "expand", value, axis=self.plan.axis, size=self.plan.count, before=before)
+                size = self.repeat.count
+                operands[i] = emit(self.out, "expand", value, axis=self.repeat.axis, size=size, before=before)
         result = emit(self.out, node.op, *operands, **node.attrs)
         self.outer[id(node.outputs[0])] = result
         self.data.add(id(node.outputs[0]))
 
     def _divide(self, node: Node) -> Node:
         """A repeat within the body loses what does not depend on the outer iteration to a repeat outside."""
-        plan: Repeat = node.plan["repeat"]
-        inner = plan.body
-        levels = {id(v): self._level(x) for v, x in zip(inner.inputs.values(), node.inputs, strict=True)}
-        levels |= {id(v): CARRIED for v in list(inner.inputs.values())[: plan.num_carries]}
+        repeat, inner = node.repeat, node.repeat.body
+        carry, invariant, data = repeat.divide(list(zip(inner.inputs, inner.inputs.values(), node.inputs, strict=True)))
+        levels = {id(v): self._level(operand) for _, v, operand in (*invariant, *data)}
+        levels |= {id(v): CARRIED for _, v, _ in carry}
         levels |= {id(v): INVARIANT for v in inner.params.values()}
         for n in inner.nodes:
             level = max((levels[id(v)] for v in n.inputs), default=INVARIANT)
@@ -169,42 +172,41 @@ class _Loop:
         wanted = {id(v) for n in left for v in n.inputs} | {id(v) for v in inner.outputs.values()}
         results = [v for v in made.values() if id(v) in wanted]
         read = {id(v) for n in gone for v in n.inputs}
-        names = list(inner.inputs)
-        fixed = plan.num_carries + plan.num_invariants
-        taken = [i for i, v in enumerate(inner.inputs.values()) if id(v) in read]
+        fixed = [entry for entry in invariant if id(entry[1]) in read]
+        taken = fixed + [entry for entry in data if id(entry[1]) in read]
         apart = Graph(f"{inner.name}.once", mesh=inner.mesh, nodes=gone)
-        apart.inputs = {names[i]: inner.inputs[names[i]] for i in taken}
+        apart.inputs = {name: v for name, v, _ in taken}
         apart.params = {n: v for n, v in inner.params.items() if id(v) in read}
         apart.layouts = {n: inner.layouts[n] for n in apart.params if n in inner.layouts}
         apart.outputs = {f"once_{i}": v for i, v in enumerate(results)}
-        stacked = [Type((plan.axis, *v.type.axes), (plan.count, *v.type.shape), v.type.dtype) for v in results]
-        outside = tuple(Value(f"%{next(self.out.serial)}", t) for t in stacked)
+        stacked = [v.type.stacked(repeat.axis, repeat.count) for v in results]
+        outside = tuple(self.out.fresh(t) for t in stacked)
         entering = [Value(v.name, v.type) for v in outside]  # the same values on their way through the outer body
         self.outer.update(zip(map(id, entering), outside, strict=True))
-        invariants = sum(i < fixed for i in taken)
-        operands = tuple(self._outside(node.inputs[i]) for i in taken)
-        once = {"repeat": Repeat(apart, plan.count, 0, invariants, plan.axis)}
+        operands = tuple(self._outside(operand) for _, _, operand in taken)
+        once = {"repeat": Repeat(apart, repeat.count, 0, len(fixed), repeat.axis)}
         self.out.nodes.append(Node("repeat", operands, outside, node.attrs, once))
 
-        keep = [i for i, v in enumerate(inner.inputs.values()) if i < plan.num_carries or id(v) in wanted]
+        fixed = [entry for entry in invariant if id(entry[1]) in wanted]
+        keep = carry + fixed + [entry for entry in data if id(entry[1]) in wanted]
         entered = _named(results)
         rest = replace(inner, nodes=_reading(left, entered))
         rest.params = {n: v for n, v in inner.params.items() if id(v) in wanted}
         rest.layouts = {n: inner.layouts[n] for n in rest.params if n in inner.layouts}
-        rest.inputs = {names[i]: inner.inputs[names[i]] for i in keep} | {v.name: v for v in entered.values()}
+        rest.inputs = {name: v for name, v, _ in keep} | {v.name: v for v in entered.values()}
         rest.outputs = {n: entered.get(id(v), v) for n, v in inner.outputs.items()}
-        invariants = sum(plan.num_carries <= i < fixed for i in keep)
-        operands = (*(node.inputs[i] for i in keep), *entering)
-        return replace(node, inputs=operands, plan={"repeat": replace(plan, body=rest, num_invariants=invariants)})
+        operands = (*(operand for _, _, operand in keep), *entering)
+        plan = {"repeat": replace(repeat, body=rest, num_invariants=len(fixed))}
+        return replace(node, inputs=operands, plan=plan)
 
     def _finish(self, kept: list[Node]) -> None:
         """The repeat without what left it; what is still read of that enters as an invariant or as data."""
-        plan, body = self.plan, self.body
+        body, num_carries = self.body, self.repeat.num_carries
         made = {id(v) for node in kept for v in node.outputs}
         read = {id(v): v for node in kept for v in node.inputs} | {id(v): v for v in body.outputs.values()}
         names = {id(v): n for n, v in body.inputs.items()}
-        carries = self.inputs[: plan.num_carries]
-        entering = [v for v in self.inputs[plan.num_carries :] if id(v) in read]
+        carries = self.inputs[:num_carries]
+        entering = [v for v in self.inputs[num_carries:] if id(v) in read]
         params = {id(v) for v in body.params.values()}
         hoisted = [v for i, v in read.items() if i not in made and i not in names and i not in params]
         invariants = [v for v in entering + hoisted if id(v) not in self.data]
@@ -216,8 +218,8 @@ class _Loop:
         inside = [entered.get(id(v), v) for v in (*carries, *invariants, *data)]
         inner.inputs = {names.get(id(v), v.name): v for v in inside}
         inner.outputs = {n: entered.get(id(v), v) for n, v in body.outputs.items()}
-        operands = (*self.node.inputs[: plan.num_carries], *(self.outer[id(v)] for v in (*invariants, *data)))
-        rest = replace(plan, body=inner, num_invariants=len(invariants))
+        operands = (*self.node.inputs[:num_carries], *(self.outer[id(v)] for v in (*invariants, *data)))
+        rest = replace(self.repeat, body=inner, num_invariants=len(invariants))
         self.out.nodes.append(replace(self.node, inputs=operands, plan={"repeat": rest}))
 
 

@@ -13,6 +13,12 @@ from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value
 from ltx2rt.graph.verify import verify
 
 STEPS = "steps"
+STEP_SLOTS = 8  # modulation rows of a slot that stays empty cost next to nothing
+
+
+def step_slots(num_steps: int) -> int:
+    """The room of a loop for so many steps: another number of steps in it is the same graph."""
+    return -(-num_steps // STEP_SLOTS) * STEP_SLOTS
 
 
 def looped(step: Graph, name: str, count: int, state: Sequence[str], data: Sequence[str]) -> Graph:
@@ -30,12 +36,12 @@ def looped(step: Graph, name: str, count: int, state: Sequence[str], data: Seque
     )
 
     def stacked(type: Type) -> Type:
-        return Type((STEPS, *type.axes), (count, *type.shape), type.dtype)
+        return type.stacked(STEPS, count)
 
     graph = Graph(name, mesh=step.mesh)
     graph.inputs = {n: Value(n, stacked(v.type) if n in data else v.type) for n, v in body.inputs.items()}
     typed = [v.type if n in state else stacked(v.type) for n, v in body.outputs.items()]
-    values = tuple(Value(f"%{next(graph.serial)}", t) for t in typed)
+    values = tuple(graph.fresh(t) for t in typed)
     plan = {"repeat": Repeat(body, count, len(state), len(rest), STEPS)}
     graph.nodes = [Node("repeat", tuple(graph.inputs.values()), values, {"count": count}, plan)]
     graph.outputs = dict(zip(results, values, strict=True))
@@ -61,10 +67,9 @@ class Parts:
 def taken_apart(graph: Graph) -> Parts:
     """Requires that the graph ends in its loop over steps, whose results are its outputs. Raises GraphError."""
     *before, last = graph.nodes
-    if last.op != "repeat" or last.plan["repeat"].axis != STEPS:
+    if last.op != "repeat" or last.repeat.axis != STEPS:
         raise GraphError(f"{graph.name}: does not end in a loop over steps")
-    plan: Repeat = last.plan["repeat"]
-    names = list(plan.body.inputs)
+    names = list(last.repeat.body.inputs)
     computed = {id(v) for node in before for v in node.outputs}
     first = Graph(f"{graph.name}.before", mesh=graph.mesh, params=graph.params, layouts=graph.layouts, nodes=before)
     first.outputs = {n: v for n, v in zip(names, last.inputs, strict=True) if id(v) in computed}
@@ -74,5 +79,5 @@ def taken_apart(graph: Graph) -> Parts:
         if id(v) not in computed and n != v.name:
             raise GraphError(f"{graph.name}: the loop's input {n} is the graph's {v.name}")
     verify(first)
-    state, fixed = plan.num_carries, plan.num_carries + plan.num_invariants
-    return Parts(first, plan.body, plan.count, tuple(names[:state]), tuple(names[fixed:]))
+    state, _, data = last.repeat.divide(names)
+    return Parts(first, last.repeat.body, last.repeat.count, tuple(state), tuple(data))

@@ -8,14 +8,16 @@ self-attention are four launches turned into one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value
+from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
 
 def pack(graph: Graph) -> Graph:
+    """`graph` with fewer linears, bodies of repeats included; a packed parameter is called "one | other"."""
     result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh, serial=graph.serial)
     layouts = graph.all_layouts()
     groups = _groups(graph, layouts)
@@ -31,10 +33,8 @@ def pack(graph: Graph) -> Graph:
         if id(node) in first:
             _emit(result, first[id(node)], env, layouts)
             continue
-        plan = node.plan
-        if node.op == "repeat":
-            plan = {"repeat": replace(plan["repeat"], body=pack(plan["repeat"].body))}
-        result.nodes.append(replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs), plan=plan))
+        node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
+        result.nodes.append(rewrite(node, pack))
     result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
     verify(result)
     return result
@@ -42,10 +42,7 @@ def pack(graph: Graph) -> Graph:
 
 def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
     """Linears to pack, each group in execution order. A parameter that two nodes read is left alone."""
-    readers: dict[int, int] = {}
-    for node in graph.nodes:
-        for v in node.inputs:
-            readers[id(v)] = readers.get(id(v), 0) + 1
+    readers = Counter(id(v) for node in graph.nodes for v in node.inputs)
     found: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
         if node.op not in ("linear", "linear_float8") or any(readers[id(v)] > 1 for v in node.inputs[1:]):

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ltx2rt.errors import GraphError, InputError
-from ltx2rt.graph.ir import Graph, Layout, Node, Repeat, Type, Value
+from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -77,13 +77,7 @@ class _Placer:
             env[id(v)] = Placed(Value(name, v.type))  # declared in the result when a node decides its layout
         for node in graph.nodes:
             operands = [env[id(v)] for v in node.inputs]
-            handler = getattr(self, f"_{node.op}", None)
-            if handler is not None:
-                results = handler(node, operands)
-            elif node.op in POINTWISE:
-                results = [self._pointwise(node, operands)]
-            else:
-                results = [self._other(node, operands)]
+            results = HANDLERS.get(node.op, _Placer._other)(self, node, operands)
             for v, placed in zip(node.outputs, results, strict=True):
                 env[id(v)] = placed
 
@@ -211,12 +205,12 @@ class _Placer:
         w = [self._param(p.value, 0, parts, mesh_axis) for p in weight]
         return [Placed(emit(self.out, "rms_scale", x.value, total, *w, over=over, count=count, eps=eps), x.splits)]
 
-    def _pointwise(self, node: Node, operands: list[Placed]) -> Placed:
+    def _pointwise(self, node: Node, operands: list[Placed]) -> list[Placed]:
         splits = {axis: mesh_axis for p in operands for axis, mesh_axis in p.splits.items()}
         for axis, mesh_axis in splits.items():
             operands = [self.cut(p, axis, mesh_axis) for p in operands]
         inputs = [self._declared(p) for p in operands]
-        return Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)
+        return [Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)]
 
     def _rename(self, node: Node, operands: list[Placed]) -> list[Placed]:
         (x,), names = operands, node.attrs["names"]
@@ -295,7 +289,7 @@ class _Placer:
         y = emit(self.out, "all_gather", y, axis="parts", mesh_axis=mesh_axis, parts=parts)
         return emit(self.out, "attention_join", y)
 
-    def _other(self, node: Node, operands: list[Placed]) -> Placed:
+    def _other(self, node: Node, operands: list[Placed]) -> list[Placed]:
         """Ops whose attributes name axes or sizes: legal while they leave the split axes alone.
 
         Outside a repeat tokens and samples are gathered for an op that does not.
@@ -310,63 +304,55 @@ class _Placer:
         if splits.keys() & named:
             raise GraphError(f"{self.out.name}: {node.op} ({dict(node.attrs)}) of a value split over {set(splits)}")
         inputs = [self._declared(p) for p in operands]
-        return Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)
+        return [Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)]
 
     def _repeat(self, node: Node, operands: list[Placed]) -> list[Placed]:
         """The body is placed on its own. What has a split axis enters cut, so that no iteration cuts it."""
-        plan: Repeat = node.plan["repeat"]
-        body = Graph(plan.body.name, mesh=self.mesh)
+        repeat, body = node.repeat, Graph(node.repeat.body.name, mesh=self.mesh)
         inner = _Placer(body, self.rules, self.mesh, self.strict, outermost=False)
-        inner.blocked = inner._undividable(plan.body)
-        env, inputs = {}, []
-        fixed = plan.num_carries + plan.num_invariants
+        inner.blocked = inner._undividable(repeat.body)
         entering = list(operands)
         lengths: dict[str, int] = {}
-        for i, v in enumerate(plan.body.inputs.values()):
+        for i, v in enumerate(repeat.body.inputs.values()):
             for axis, size in v.type.sizes.items():
                 # Self-attention's bias stays whole: where it is added, a device has the queries of all tokens.
                 moves = axis in MOVED and self._parts(axis) > 1 and (axis == BATCH or "keys" not in v.type.axes)
-                if moves or (i >= plan.num_carries and inner.divides(axis, size)):
+                if moves or (i >= repeat.num_carries and inner.divides(axis, size)):
                     lengths |= {axis: size} if moves and axis in TOKENS else {}
                     entering[i] = self.cut(entering[i], axis)
-        for i, (name, v) in enumerate(plan.body.inputs.items()):
-            type = entering[i].value.type
-            if i >= fixed:
-                type = Type(type.axes[1:], type.shape[1:], type.dtype)
+        carry, invariant, data = repeat.divide(list(zip(repeat.body.inputs.items(), entering, strict=True)))
+        env, inputs = {}, []
+
+        def enter(name: str, v: Value, placed: Placed, type: Type) -> None:
             body.inputs[name] = local = Value(name, type)
-            env[id(v)] = Placed(local, entering[i].splits)
-            inputs.append(self._declared(entering[i]))
-        num_invariants = plan.num_invariants
+            env[id(v)] = Placed(local, placed.splits)
+            inputs.append(self._declared(placed))
+
+        for (name, v), placed in (*carry, *invariant):
+            enter(name, v, placed, placed.value.type)
         for axis, size in lengths.items():
             if size % self._parts(axis):
-                mask = self._padding_mask(axis, size, next(iter(self.out.inputs.values())))
-                inner.lengths[axis], inner.padding[axis] = size, Value(f"{axis}_padding", mask.type)
-                items, at = list(body.inputs.items()), plan.num_carries + num_invariants
-                items.insert(at, (f"{axis}_padding", inner.padding[axis]))
-                body.inputs = dict(items)
-                inputs.insert(at, mask)
-                num_invariants += 1
-        inner.nodes(plan.body, env)
+                inputs.append(self._padding_mask(axis, size))
+                inner.lengths[axis], inner.padding[axis] = size, Value(f"{axis}_padding", inputs[-1].type)
+                body.inputs[f"{axis}_padding"] = inner.padding[axis]
+        for (name, v), placed in data:
+            enter(name, v, placed, placed.value.type.unstacked())
+        inner.nodes(repeat.body, env)
         body.outputs = {}
-        for i, (name, v) in enumerate(plan.body.outputs.items()):
+        results = []
+        for i, (name, v) in enumerate(repeat.body.outputs.items()):
             result = env[id(v)]
-            if i < plan.num_carries:
+            if i < repeat.num_carries:
                 for axis, mesh_axis in entering[i].splits.items():
                     result = inner.cut(result, axis, mesh_axis)
                 body.outputs[name] = inner._declared(result)
+                results.append(Placed(self.out.fresh(entering[i].value.type), entering[i].splits))
             else:
                 body.outputs[name] = inner.whole(result)
-        results = []
-        for i, v in enumerate(node.outputs):
-            type = entering[i].value.type if i < plan.num_carries else v.type
-            results.append(Value(f"%{next(self.out.serial)}", type))
-        placed_plan = {"repeat": replace(plan, body=body, num_invariants=num_invariants)}
-        self.out.nodes.append(Node("repeat", tuple(inputs), tuple(results), node.attrs, placed_plan))
-        found = []
-        for i, v in enumerate(results):
-            placed = Placed(v, entering[i].splits if i < plan.num_carries else {})
-            found.append(self._unpadded(placed, node.outputs[i].type))
-        return found
+                results.append(Placed(self.out.fresh(node.outputs[i].type)))
+        plan = {"repeat": replace(repeat, body=body, num_invariants=repeat.num_invariants + len(inner.padding))}
+        self.out.nodes.append(Node("repeat", tuple(inputs), tuple(p.value for p in results), node.attrs, plan))
+        return [self._unpadded(p, v.type) for p, v in zip(results, node.outputs, strict=True)]
 
     def _unpadded(self, placed: Placed, type: Type) -> Placed:
         """A result of a repeat whose tokens were padded has them whole and without the padding."""
@@ -377,12 +363,17 @@ class _Placer:
                 placed = replace(placed, value=value)
         return placed
 
-    def _padding_mask(self, axis: str, size: int, any_value: Value) -> Value:
+    def _padding_mask(self, axis: str, size: int) -> Value:
         """float32 (keys): 0 on the first `size` keys, MASKED on the padding after them."""
-        scalar = any_value
-        while scalar.type.axes:
-            scalar = emit(self.out, "at", scalar, axis=scalar.type.axes[0], index=0)
-        scalar = emit(self.out, "affine", emit(self.out, "cast", scalar, dtype="float32"), scale=0.0, offset=1.0)
-        ones = emit(self.out, "expand", scalar, axis="keys", size=size)
+        ones = emit(self.out, "full", value=1.0, dtype="float32", keys=size)
         padded = emit(self.out, "pad", ones, mode="zeros", keys=(0, -size % self._parts(axis)))
         return emit(self.out, "affine", padded, scale=-MASKED, offset=MASKED)
+
+
+HANDLERS = dict.fromkeys(POINTWISE, _Placer._pointwise) | {
+    "linear": _Placer._linear,
+    "rms_norm": _Placer._rms_norm,
+    "rename": _Placer._rename,
+    "attention": _Placer._attention,
+    "repeat": _Placer._repeat,
+}

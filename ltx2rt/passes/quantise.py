@@ -17,10 +17,10 @@ from collections import Counter
 from dataclasses import replace
 
 from ltx2rt.errors import GraphError, InputError
-from ltx2rt.graph.ir import Graph, Layout, Node, Repeat, Type, Value
+from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
-from ltx2rt.passes.unroll import write_out
+from ltx2rt.passes.unroll import iteration
 
 GATE = ("heads",)  # the result axes of a head gate
 
@@ -32,7 +32,7 @@ def quantise(graph: Graph) -> Graph:
     found = 0
     for node in graph.nodes:
         node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
-        if node.op == "repeat" and any("*" in name for name in node.plan["repeat"].body.params):
+        if node.op == "repeat" and any("*" in name for name in node.repeat.body.params):
             env.update(zip(map(id, node.outputs), _blocks(result, node), strict=True))
             found += 1
         else:
@@ -52,37 +52,29 @@ def trainable(graph: Graph) -> None:
 
 def _blocks(out: Graph, node: Node) -> list[Value]:
     """The first block, a repeat of the quantised ones, the last block; returns the results of `node`."""
-    plan: Repeat = node.plan["repeat"]
-    count, axis, fixed = plan.count, plan.axis, plan.num_carries + plan.num_invariants
+    repeat = node.repeat
+    count, axis, carries = repeat.count, repeat.axis, repeat.num_carries
     if count < 3:
         raise InputError(
             f"{out.name}: {count} blocks, of which the first and the last stay as they are: float8 is for none; "
             "leave --weights-dtype out"
         )
-    invariant, data = node.inputs[plan.num_carries : fixed], node.inputs[fixed:]
-
-    def written(carry: list[Value], i: int) -> list[Value]:
-        rows = [emit(out, "at", v, axis=axis, index=i) for v in data]
-        env = dict(zip(map(id, plan.body.inputs.values()), [*carry, *invariant, *rows], strict=True))
-        write_out(plan.body, out, env, i)
-        return [env[id(v)] for v in plan.body.outputs.values()]
-
-    first = written(list(node.inputs[: plan.num_carries]), 0)
+    carry, invariant, data = repeat.divide(node.inputs)
+    first = iteration(repeat, out, [*carry, *invariant], data, 0)
     rows = [emit(out, "slice", v, axis=axis, start=1, stop=count - 1) for v in data]
-    types = [v.type for v in first[: plan.num_carries]]
-    types += [Type((axis, *v.type.axes), (count - 2, *v.type.shape), v.type.dtype) for v in first[plan.num_carries :]]
-    middle = tuple(Value(f"%{next(out.serial)}", t) for t in types)
-    rest = {"repeat": replace(plan, body=_float8(plan.body), count=count - 2)}
-    operands = (*first[: plan.num_carries], *invariant, *rows)
+    types = [v.type for v in first[:carries]] + [v.type.stacked(axis, count - 2) for v in first[carries:]]
+    middle = tuple(out.fresh(t) for t in types)
+    rest = {"repeat": replace(repeat, body=_float8(repeat.body), count=count - 2)}
+    operands = (*first[:carries], *invariant, *rows)
     out.nodes.append(Node("repeat", operands, middle, {"count": count - 2}, rest))
-    last = written(list(middle[: plan.num_carries]), count - 1)
+    last = iteration(repeat, out, [*middle[:carries], *invariant], data, count - 1)
 
     def stacked(v: Value) -> Value:
         return emit(out, "expand", v, axis=axis, size=1, before=v.type.axes[0] if v.type.axes else None)
 
-    columns = list(zip(first, middle, last, strict=True))[plan.num_carries :]
+    columns = list(zip(first, middle, last, strict=True))[carries:]
     joined = [emit(out, "concat", stacked(a), b, stacked(c), axis=axis) for a, b, c in columns]
-    return [*last[: plan.num_carries], *joined]
+    return [*last[:carries], *joined]
 
 
 def _float8(body: Graph) -> Graph:

@@ -5,14 +5,16 @@ Requires a legal graph; ensures a legal graph without `repeat`, with the same in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Value
+from ltx2rt.graph.ir import Graph, Repeat, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
 
 def unroll(graph: Graph) -> Graph:
+    """`graph` written out; iteration i reads the parameters whose `*` is i."""
     result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh)
     env = {id(v): v for v in graph.inputs.values()}
     write_out(graph, result, env, 0)
@@ -37,18 +39,21 @@ def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> No
             results = results if isinstance(results, tuple) else (results,)
             env.update(zip(map(id, node.outputs), results, strict=True))
             continue
-        plan = node.plan["repeat"]
-        carry, fixed = list(inputs[: plan.num_carries]), plan.num_carries + plan.num_invariants
+        repeat = node.repeat
+        carry, invariant, data = repeat.divide(inputs)
         stacked: list[list[Value]] = []
-        for i in range(plan.count):
-            data = [emit(out, "at", v, axis=plan.axis, index=i) for v in inputs[fixed:]]
-            inner = dict(
-                zip(map(id, plan.body.inputs.values()), [*carry, *inputs[plan.num_carries : fixed], *data], strict=True)
-            )
-            write_out(plan.body, out, inner, i)
-            results = [inner[id(v)] for v in plan.body.outputs.values()]
-            carry, outputs = results[: plan.num_carries], results[plan.num_carries :]
-            stacked.append(outputs)
-        columns = [emit(out, "stack", *column, axis=plan.axis, dim=0) for column in zip(*stacked, strict=True)]
+        for i in range(repeat.count):
+            results = iteration(repeat, out, [*carry, *invariant], data, i)
+            carry = results[: repeat.num_carries]
+            stacked.append(results[repeat.num_carries :])
+        columns = [emit(out, "stack", *column, axis=repeat.axis, dim=0) for column in zip(*stacked, strict=True)]
         for v, value in zip(node.outputs, [*carry, *columns], strict=True):
             env[id(v)] = value
+
+
+def iteration(repeat: Repeat, out: Graph, fixed: Sequence[Value], data: Sequence[Value], i: int) -> list[Value]:
+    """Append iteration i to `out`; returns its results. fixed: carries and invariants; data: of all iterations."""
+    rows = [emit(out, "at", v, axis=repeat.axis, index=i) for v in data]
+    env = dict(zip(map(id, repeat.body.inputs.values()), [*fixed, *rows], strict=True))
+    write_out(repeat.body, out, env, i)
+    return [env[id(v)] for v in repeat.body.outputs.values()]

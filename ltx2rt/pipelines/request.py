@@ -337,4 +337,13 @@ def distilled_lora(request: Request, options: ModelOptions, found: Any) -> LoraS
         if asked == NO_LORA:
             raise InputError(f"--distilled-lora: none, but the {request.name} pipeline's second stage needs one")
         return asked or LoraSpec(found())
-    return None if asked == NO_LORA else asked
+    if asked is not None:
+        return None if asked == NO_LORA else asked
+    try:
+        beside = found()
+    except InputError:  # none that has a distilled one's header
+        return None
+    raise InputError(
+        f"--distilled-lora: {beside} lies beside the checkpoint; pass it to merge it (dev weights), or "
+        "--distilled-lora none for weights that are distilled already"
+    )

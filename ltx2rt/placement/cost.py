@@ -93,7 +93,7 @@ def activation_bytes(graph: Graph) -> int:
     peak = live
     for i, node in enumerate(graph.nodes):
         live += sum(sizes[id(v)] for v in node.outputs if owners[id(v)] == id(v))
-        inner = activation_bytes(node.plan["repeat"].body) if node.op == "repeat" else 0
+        inner = activation_bytes(node.repeat.body) if node.op == "repeat" else 0
         peak = max(peak, live + inner)
         live -= sum(sizes[owner] for owner in dying.get(i, ()) if owner in sizes)
     return peak
@@ -105,12 +105,12 @@ def flops(graph: Graph) -> int:
 
 
 def float8_flops(graph: Graph) -> int:
-    """Those of `flops` that multiply float8 numbers."""
+    """The part of `flops` in which float8 numbers are multiplied."""
     return sum(node_flops(node) * times for node, times in graph.walk() if node.op == "linear_float8")
 
 
 def node_flops(node: Node) -> int:
-    """The same of one execution of one node, a repeat's body not counted."""
+    """2 x multiply-adds of one execution of one node; a repeat's body is not counted."""
     if node.op in ("linear", "linear_gelu", "linear_float8"):
         x, weight = (v.type for v in node.inputs[:2])
         return 2 * x.num_elements * weight.shape[0]

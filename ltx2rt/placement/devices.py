@@ -1,4 +1,4 @@
-"""What devices are here, and what the data sheets say of those that are not."""
+"""Kinds of devices by the figures of their data sheets, topologies by libtpu's names, and the memory of this host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ltx2rt.errors import InputError
 @dataclass(frozen=True)
 class DeviceKind:
     """One device as a program sees it. profile: how networks are split over several unless another is asked for.
-    found_as: what JAX calls it.
+    found_as: what its backend calls it.
 
     memory_bytes: as sold; what the driver offers is a little more on GPUs, a little less on TPUs.
     flops_per_s: bfloat16, dense; float8_flops_per_s: of float8 linears as the backend runs them.
@@ -48,9 +48,9 @@ DEVICE_KINDS = {
     for kind in (
         # NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity and 3958 in float8, NVLink 900 GB/s in both
         # directions together.
-        DeviceKind("h100-80gb", "cuda", "cuda", "hopper", 80e9, 989.5e12, 1979e12, 3.35e12, 450e9),
+        DeviceKind("h100-80gb", "cuda", "cuda", "hopper", 80e9, 989.5e12, 1979e12, 3.35e12, 450e9, ("cuda",)),
         # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
-        DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 1979e12, 4.8e12, 450e9),
+        DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 1979e12, 4.8e12, 450e9, ("cuda",)),
         # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
         DeviceKind("v6e", "tpu", "tpu", "trillium", 32e9, 918e12, 918e12, 1.638e12, 400e9, ("TPU v6 lite", "TPU v6e")),
         # Google Cloud, TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
@@ -67,7 +67,7 @@ def device_kind(name: str) -> DeviceKind:
     return DEVICE_KINDS[name]
 
 
-GENERATIONS = {"v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}  # of libtpu -> kind, devices of a chip
+GENERATIONS = {"v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}  # libtpu's name -> kind, devices per chip
 
 
 def topology(name: str) -> tuple[DeviceKind, int]:

@@ -1,4 +1,4 @@
-"""What a run costs on paper: per stage and device, the memory, the work, the traffic and the time.
+"""What a run is estimated to cost: per stage and device, the memory, the work, the traffic and the time.
 
 Decides how these follow from placed graphs and a device's figures. Which graphs a stage runs, and which weights lie on
 the device meanwhile, is the pipeline's knowledge.
@@ -32,9 +32,9 @@ class Work:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Of one device. weights_bytes: all that it holds during the stage, whoever uses them; activation_bytes: the most
-    alive at once. Of one step, without what runs before them all: flops (float8_flops of them in float8), collectives,
-    and read_bytes, the weights that it uses.
+    """What a stage costs one device. weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes:
+    the most alive at once. For each step, without what runs before them all: flops (float8_flops of them in float8),
+    collectives, and read_bytes, the weights that it uses.
     """
 
     name: str
@@ -51,8 +51,9 @@ class StageCost:
         return self.weights_bytes + self.activation_bytes
 
     def time_s(self, kind: DeviceKind) -> float:
-        """Of one step: the slowest of arithmetic, reading the weights, and the links, each at its full rate and all
-        three at once. A bound from below: max(FLOP / peak, weights / memory bandwidth, received / link bandwidth).
+        """The time of one step, at least: arithmetic, reading the weights and the links at once, each at its full rate.
+
+        That is max(FLOP / peak, weights / memory bandwidth, received / link bandwidth).
         """
         received = sum(t.received_bytes for t in self.collectives.values())
         arithmetic = (self.flops - self.float8_flops) / kind.flops_per_s + self.float8_flops / kind.float8_flops_per_s
@@ -60,6 +61,7 @@ class StageCost:
 
 
 def cost(work: Work) -> StageCost:
+    """The cost of a stage on one device, read off its graphs."""
     collectives: dict[str, Traffic] = {}
     for graph, times in work.calls:
         for name, found in traffic(graph).items():

@@ -13,25 +13,12 @@ from typing import Literal
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
-from ltx2rt.models.guided_step import PER_STEP, STATE
-from ltx2rt.passes.coalesce import coalesce
-from ltx2rt.passes.fsdp import gather_weights
-from ltx2rt.passes.hoist import hoist
-from ltx2rt.passes.loop import looped
-from ltx2rt.passes.pack import pack
-from ltx2rt.passes.place import place
-from ltx2rt.passes.quantise import quantise
-from ltx2rt.passes.spread import spread
 from ltx2rt.placement.devices import DEVICE_KINDS
 from ltx2rt.placement.mesh import FSDP, MESH_AXES, canonical
 
 Rules = Mapping[str, str]  # axis -> mesh axis
 
-STEP_SLOTS = 8  # modulation rows of a slot that stays empty cost next to nothing
-
 HEADS_AND_FF = {"heads": "tensor", "kv_heads": "tensor", "ff": "tensor"}
-
-
 EMBED = {"D": FSDP, "audio_D": FSDP}
 
 
@@ -81,13 +68,13 @@ PROFILES = {
     )
 }
 
-BY_DEVICE = {"cuda": "hopper", "cpu": "cpu"} | {
+BY_DEVICE = {"cpu": "cpu"} | {
     name: kind.profile for kind in DEVICE_KINDS.values() for name in (kind.name, *kind.found_as)
 }
 
 
 def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> Profile:
-    """The profile by name, or the device kind's own: of "cuda", "cpu", one of DEVICE_KINDS or what JAX calls it.
+    """The profile by name, or the device kind's own: of "cpu", of one of DEVICE_KINDS or of what its backend calls it.
 
     Raises InputError naming the known ones, or the axes of the profile if it splits nothing over one of the mesh.
     """
@@ -143,58 +130,12 @@ def resolve(
     )
 
 
-def placed(
-    graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int], weights_dtype: str | None = None
-) -> Graph:
-    """`graph` as one device of the mesh runs it, by the profile's rules for `network`.
-
-    weights_dtype: "float8" quantises the blocks' linears; anything else leaves the weights in the graph's dtype.
-    """
-    return _finished(_local(graph, network, profile, mesh, weights_dtype), network, profile, mesh)
-
-
-def step_slots(num_steps: int) -> int:
-    """The room of a loop for so many steps: another number of steps in it is the same graph."""
-    return -(-num_steps // STEP_SLOTS) * STEP_SLOTS
-
-
-def placed_loop(
-    step: Graph, profile: Profile, mesh: Mapping[str, int], num_steps: int, weights_dtype: str | None = None
-) -> Graph:
-    """All denoise steps as one device runs them: the graph of one step placed, looped, and lightened by `hoist`.
-
-    step: for the videos of one device; the mesh axis `data` multiplies them. The loop has `step_slots(num_steps)`.
-    """
-    count = step_slots(num_steps)
-    local = spread(_local(step, "transformer", profile, mesh, weights_dtype), "videos", "data", mesh.get("data", 1))
-    return _finished(hoist(looped(local, "denoise", count, STATE, PER_STEP)), "transformer", profile, mesh)
-
-
-def _local(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int], weights_dtype: str | None) -> Graph:
-    rules = {axis: mesh_axis for axis, mesh_axis in profile.rules_of(network).items() if mesh_axis != FSDP}
-    local = place(graph, rules, mesh, network in profile.strict)
-    if weights_dtype != "float8":
-        return local
-    if mesh.get(FSDP, 1) > 1:
-        raise InputError(
-            f"--weights-dtype: a float8 row and its scale stay together, {FSDP}={mesh[FSDP]} cuts weights along D; "
-            "leave one of the two out"
-        )
-    return quantise(local)
-
-
-def _finished(graph: Graph, network: str, profile: Profile, mesh: Mapping[str, int]) -> Graph:
-    """Weights are joined before they are cut for `fsdp`: as few gathers as there are matrix products."""
-    rules = {axis: mesh_axis for axis, mesh_axis in profile.rules_of(network).items() if mesh_axis == FSDP}
-    return gather_weights(coalesce(pack(graph)), rules, mesh, network in profile.strict)
-
-
 def undivided(graph: Graph, rules: Rules, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
     """(part, axis, size) wherever a rule would split an axis of a linear of the unplaced `graph`, but cannot."""
     found = {}
     for node in graph.nodes:
         if node.op == "repeat":
-            yield from undivided(node.plan["repeat"].body, rules, mesh)
+            yield from undivided(node.repeat.body, rules, mesh)
         elif node.op in ("linear", "split"):  # a packed linear's axes are those of the split after it
             sizes = node.attrs["out" if node.op == "linear" else "into"]
             found |= {a: n for a, n in sizes.items() if n % mesh.get(rules.get(a, ""), 1)}

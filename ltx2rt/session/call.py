@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ltx2rt.models.catalog import Network, network
+from ltx2rt.passes.loop import step_slots
 from ltx2rt.session.options import LoraSpec
 
 WeightsKey = tuple[str, tuple[LoraSpec, ...]]  # a network's name, and what is merged into it
@@ -37,6 +38,4 @@ class Call:
     @property
     def program(self) -> Hashable:
         """What programs are kept by: calls that differ in times, LoRAs or who makes them share one."""
-        from ltx2rt.placement.profiles import step_slots
-
         return self.network, self.sizes, None if self.steps is None else step_slots(self.steps)

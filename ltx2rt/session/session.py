@@ -20,9 +20,9 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import touched_bytes, weight_bytes
-from ltx2rt.placement.mesh import stage_mesh, text_mesh
+from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, Work, cost, peak
-from ltx2rt.placement.profiles import placed, placed_loop, profile_of
+from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.call import Call, WeightsKey
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.weights import WeightStore
@@ -51,7 +51,8 @@ class Session:
         self.config = checkpoint.config
         self.dtype = dtype or options.compute_dtype("float32" if backend.device_kind == "cpu" else "bfloat16")
         kind = get_factory(backend.name).profile_key(backend.device())
-        self.profile = profile_of(options.profile, kind, backend.mesh)
+        profile = profile_of(options.profile, kind, backend.mesh)
+        self.placement = Placement(profile, backend.mesh, options.weights_dtype)
         self.weights = WeightStore(checkpoint, backend, options, self.dtype)
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
         self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
@@ -65,17 +66,17 @@ class Session:
         return _kept(self._graphs, call.program, lambda: self._graph(call), 2 * MAX_PROGRAMS)
 
     def _graph(self, call: Call) -> Graph:
-        row, mesh, sizes = call.row, self.backend.mesh, call.sizes
+        row, sizes = call.row, call.sizes
         for part in row.parts:
             self.checkpoint.source(part)  # raises if it is absent, naming the flag that gives it
-        mesh = stage_mesh(mesh, row.branches(sizes)) if row.branches else text_mesh(mesh)
-        float8 = self.options.weights_dtype if row.rules == "transformer" else None
-        if call.steps is None:
+        placement = self.placement.of(row.branches(sizes)) if row.branches else self.placement.text
+        if call.steps is not None:
+            sizes = replace(sizes, videos=sizes.videos // placement.mesh.get("data", 1))
+        with self.checkpoint.tracing():
             graph = row.trace(self.config, sizes, row.dtype or self.dtype)
-            return placed(graph, row.rules, self.profile, mesh, float8)
-        share = replace(sizes, videos=sizes.videos // mesh.get("data", 1))
-        graph = row.trace(self.config, share, row.dtype or self.dtype)
-        return placed_loop(graph, self.profile, mesh, call.steps, float8)
+        if call.steps is None:
+            return placement.local(graph, row.rules)
+        return placement.loop(graph, call.steps)
 
     def program(self, call: Call) -> Any:
         """The call's program, or its loop; what was not used for long is let go."""
@@ -136,16 +137,16 @@ class Session:
     def audit(self, stages: Sequence[Needing]) -> dict[str, list[Merge]]:
         """Compare every network that the stages call with the checkpoint, and every LoRA with both.
 
-        Returns what LoRAs will merge, by stage. Raises InputError.
+        Returns what LoRAs will merge, by stage and in their order. Raises InputError.
         """
-        found, seen = {}, set()
+        audited: dict[WeightsKey, list[Merge]] = {}
+        found = {}
         for stage in stages:
             for call in stage.needs(self.config):
-                if call.weights not in seen:
-                    seen.add(call.weights)
-                    merges = self.weights.audit(call, self.graph(call))
-                    if merges:
-                        found[stage.name] = merges
+                if call.weights not in audited:
+                    audited[call.weights] = self.weights.audit(call, self.graph(call))
+                if call.loras:
+                    found[stage.name] = audited[call.weights]
         return found
 
     def costs(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None) -> list[StageCost]:

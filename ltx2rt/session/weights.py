@@ -116,8 +116,8 @@ class WeightStore:
         ours, same = call.loras, 0
         while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
             same += 1
-        rest = [*ours[same:], *theirs[same:]]
-        return frozenset(self.source(call, rest).touched()) if rest else frozenset()
+        rests = [rest for rest in (ours[same:], theirs[same:]) if rest]
+        return frozenset(name for rest in rests for name in self.source(call, rest).touched())
 
     def free(self, *keys: WeightsKey) -> None:
         """Drop sets and give their memory back to the device; a later use loads them again."""

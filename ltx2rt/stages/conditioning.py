@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.media.images import load_conditioning_image, read_rgb
+from ltx2rt.media.images import load_conditioning_image, notes, read_rgb
 from ltx2rt.models.geometry import Geometry, audio_positions, keyframe_positions, pack_video, video_positions
 from ltx2rt.session.session import Call, Session
 
@@ -38,8 +38,10 @@ class Image:
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("video-encoder", (1, 3, 1, *self.geometry.size_px))
 
-    def check(self) -> None:
+    def check(self) -> list[str]:
+        """What of the file is left out, in sentences. Raises InputError if it cannot be read."""
         read_rgb(self.spec.path)
+        return notes(self.spec.path)
 
     def blank(self) -> ImageLatent:
         """As encoded, but for the pixels."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,8 +29,9 @@ class Given(Stage):
             yield from conditioning.needs(model)
 
     def check(self, session: Session) -> None:
-        for conditioning in self.given:
-            conditioning.check()
+        for note in (note for conditioning in self.given for note in conditioning.check()):
+            if session.backend.is_main:
+                print(f"ltx2rt: {note}", file=sys.stderr)
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         with watch.stage(self.name):

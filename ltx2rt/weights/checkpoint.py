@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import ml_dtypes
 import numpy as np
 
 from ltx2rt.config import GemmaConfig, ModelConfig
-from ltx2rt.errors import InputError
+from ltx2rt.errors import GraphError, InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, parse_json, version_tuple
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource, open_tensors
-from ltx2rt.weights.names import CONNECTORS, PREFIXES, TEXT_PROJECTION, gemma_to_canonical, to_official
+from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, gemma_to_canonical, to_official
 
 T = TypeVar("T")
+FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 COMPONENTS = ("transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler")
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 DIFFUSERS_CLASSES = {
@@ -39,6 +42,7 @@ DIFFUSERS_CLASSES = {
 FLAGS = {"gemma": "--text-encoder", "upsampler": "--upsampler", "lora": "--distilled-lora"}
 WORDS = {"gemma": "Gemma folder", "upsampler": "x2 spatial upsampler", "main": "checkpoint", "lora": "LoRA"}
 LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight$|\.alpha$")
+BLOCK_MATRIX = re.compile(r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$")
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
 KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
     r"(?:audio_)?vae\.per_channel_statistics\.(?:channel|mean-of-stds|mean-of-stds_over_std-of-means)",
@@ -94,11 +98,40 @@ class Checkpoint:
         raise absent(component, self.path, self.unreadable)
 
     def distilled_lora(self) -> Path:
-        """The only LoRA found beside the weights."""
-        found = only("lora", list(self.loras_found))
-        if found is None:
+        """The LoRA beside the weights whose header is that of a released distilled one, whatever its name.
+
+        Those change every matrix of attention and feed-forward, audio and cross-modal ones included, at a rank near a
+        tenth of the width (384 and 450 of 4096). Raises InputError listing the candidates if not exactly one fits.
+        """
+        source = self.source("transformer")
+        matrices = {n for n in source.names() if BLOCK_MATRIX.search(n) and len(source.info(n).shape) == 2}
+
+        def fits(path: Path) -> bool:
+            try:
+                lora = open_lora(path)
+            except InputError:  # such as one of int8, which may lie there for others
+                return False
+            ranks = [lora.file.info(pair.down).shape[0] for pair in lora.pairs.values()]
+            return matrices <= lora.pairs.keys() and 16 * max(ranks) >= self.config.transformer.width
+
+        if not self.loras_found:
             raise absent("lora", self.path, self.unreadable)
-        return found
+        if found := only("lora", [path for path in self.loras_found if fits(path)]):
+            return found
+        listed = ", ".join(map(str, self.loras_found))
+        raise InputError(
+            f"{self.path}: no LoRA in it has the header of a distilled one: {listed}; pass one with --distilled-lora"
+        )
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Within it graphs are traced: what a config that contradicts itself raises there becomes one InputError."""
+        try:
+            yield
+        except InputError:
+            raise
+        except (GraphError, ArithmeticError, IndexError, MemoryError, ValueError) as error:
+            raise InputError(f"{self.path}: its config contradicts itself: {error}; pass another checkpoint") from error
 
     def require_tokenizer(self) -> Path:
         if self.tokenizer_path is None:
@@ -258,6 +291,7 @@ def open_checkpoint(
         folders = {part: only(part, found) for part, found in parts.diffusers.items()}
         config, components = open_diffusers(path, folders, gemma_config, upsampler_config, parts.unreadable)
         sources |= components
+    configs.check_connectors(config.text, config.transformer, str(sources["text"].where))
     if gemma_config is not None:
         configs.check_gemma(gemma_config, config.text, str(gemma_dir))
     if upsampler_config is not None:
@@ -267,8 +301,19 @@ def open_checkpoint(
                 f"have {config.video_vae.latent_channels}; pass that one with --upsampler"
             )
         sources["upsampler"] = sources["upsampler"].joined(sources["video_vae"], STATISTICS)
+    for source in sources.values():
+        _refuse_float8(source)
     tokenizer = _tokenizer(gemma_dir, parts.tokenizer)
     return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), metadata, tuple(parts.unreadable))
+
+
+def _refuse_float8(source: RenamedSource) -> None:
+    """Their scales are spelled in several ways, and some files have none."""
+    if encoded := [name for name in source.names() if source.info(name).dtype in FLOAT8]:
+        raise InputError(
+            f"{source.where}: {len(encoded)} tensors are float8 (first {encoded[0]}), and no float8 file is read; "
+            "pass the bfloat16 one and, for float8 on the device, --weights-dtype float8"
+        )
 
 
 def _contents(file: TensorFile) -> str:
@@ -323,16 +368,6 @@ def official_config(file: TensorFile, gemma: GemmaConfig | None, upsampler: Any)
         vocoder=configs.official_vocoder(keys.inner("vocoder"), audio),
         upsampler=upsampler,
     )
-
-
-def component_of(name: str) -> str | None:
-    """The component that an official name belongs to."""
-    if name.startswith((*CONNECTORS, TEXT_PROJECTION)):
-        return "text"
-    for component in ("transformer", "video_vae", "audio_vae", "vocoder"):
-        if name.startswith(PREFIXES[component]):
-            return component
-    return None
 
 
 def official_sources(file: TensorFile) -> dict[str, RenamedSource]:
@@ -452,10 +487,3 @@ def audit(parameters: Mapping[str, Shaped], source: TensorSource, where: str | P
         problems.append(f"{len(unexpected)} tensors are used by no network: {collapse(unexpected)}")
     if problems:
         raise InputError(f"{where}: {'; '.join(problems)}; pass the checkpoint that its config describes")
-
-
-def collapse(names: Iterable[str], limit: int = 8) -> str:
-    """Names with layer numbers as `*`, each once."""
-    patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
-    listed = [pattern + (f" ({count})" if count > 1 else "") for pattern, count in list(patterns.items())[:limit]]
-    return ", ".join(listed) + (f" and {len(patterns) - limit} more kinds" if len(patterns) > limit else "")

@@ -1,7 +1,8 @@
 """Tensors in safetensors files: headers first, data as memory-mapped views, files written as a stream.
 
-Decides what a readable file is; leaves names and meaning to `names`, `configs` and `checkpoint`.
-A *tensor source* is anything with `names()`, `info(name)` and `read(name)`; `TensorFile` and `TensorFolder` are two.
+The safetensors package says what a readable file is, as an attacker may have written it; names and meaning are left to
+`names`, `configs` and `checkpoint`. A *tensor source* is anything with `names()`, `info(name)` and `read(name)`;
+`TensorFile` and `TensorFolder` are two.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import json
 import math
 import mmap
 import os
+import stat
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
@@ -44,7 +49,14 @@ DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
     }.items()
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = [dtype for name, dtype in DTYPES.items() if name.startswith(("F", "BF"))]
+INFINITY = {  # the bits of the least non-finite value, above zero and below; float8_e4m3fn has NaN alone
+    dtype: tuple(int(x) for x in np.array([np.inf, -np.inf], np.float32).astype(dtype).view(f"u{dtype.itemsize}"))
+    for dtype in FLOATS
+}
+CACHED_BYTES = 2**20
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMS, MAX_NAME = 64, 1000  # numpy's limit; names are shown in messages
 
 
 @dataclass(frozen=True)
@@ -71,13 +83,30 @@ class TensorSource(Protocol):
 
 
 class TensorFile:
-    """One safetensors file. Opening reads the header only; arrays are read-only views of the mapped file."""
+    """One safetensors file. Opening reads the header only; arrays are read-only views of the mapped file.
+
+    One descriptor serves header and data, so a file that replaces this one is never read by halves.
+    """
 
     def __init__(self, path: str | os.PathLike[str]):
+        """Raises InputError for what the safetensors package refuses, for a git-lfs pointer, a FIFO, a folder."""
         self.path = Path(path)
-        self.metadata, self._tensors, self._data_start = read_header(self.path)
-        self._map: mmap.mmap | None = None
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO must not wait
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: cannot read: {getattr(error, 'strerror', error)}") from error
+        weakref.finalize(self, os.close, self._file)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise InputError(f"{path}: not a regular file; pass a safetensors file")
+        self._state = self._now()
+        self.metadata, self._tensors = _parsed(self._file, self.path)
+        self._map = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
         self.requested_bytes = 0
+
+    def _now(self) -> tuple[int, int]:
+        """Size and time of the last change."""
+        status = os.fstat(self._file)
+        return status.st_size, status.st_mtime_ns
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
@@ -86,20 +115,31 @@ class TensorFile:
         return self._tensors[name][0]
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        """The tensor, or a slice of it; what is asked for adds to `requested_bytes`."""
+        """The tensor, or a slice of it; what is asked for adds to `requested_bytes`.
+
+        Raises InputError if the file has changed since it was opened (touching a map beyond the end of its file is a
+        SIGBUS), and for values that are NaN or infinite.
+        """
         info, begin = self._tensors[name]
-        array = cut(self._view(info.shape, info.dtype, begin), *cuts)
+        if self._now() != self._state:
+            raise InputError(f"{self.path}: changed since it was opened; start again when it is complete")
+        if 0 in info.shape:
+            return cut(np.empty(info.shape, info.dtype), *cuts)
+        array = cut(np.frombuffer(self._map, info.dtype, math.prod(info.shape), begin).reshape(info.shape), *cuts)
+        if not finite(array):
+            raise InputError(f"{self.path}: {name} holds NaN or infinite values; download the file again")
         self.requested_bytes += array.nbytes
         return array
 
-    def _view(self, shape: tuple[int, ...], dtype: np.dtype, begin: int) -> np.ndarray:
-        if 0 in shape:
-            return np.empty(shape, dtype)
-        if self._map is None:
-            with self.path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        flat = np.frombuffer(self._map, dtype, math.prod(shape), self._data_start + begin)
-        return flat.reshape(shape)
+
+def finite(array: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite: as integers, those are the largest of either sign. Faster than any sum."""
+    if array.dtype not in INFINITY or array.size == 0:
+        return True
+    (above, below), bits = INFINITY[array.dtype], np.atleast_1d(array).view(f"u{array.itemsize}")
+    step = max(1, CACHED_BYTES * len(bits) // bits.nbytes)  # rows at once, so that the second maximum finds them cached
+    parts = (bits[row : row + step] for row in range(0, len(bits), step))
+    return all(part.max() < below and part.view(f"i{array.itemsize}").max() < above for part in parts)
 
 
 class TensorFolder:
@@ -133,7 +173,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
     path = Path(path)
     if not path.is_dir():
         return TensorFile(path)
-    indices = sorted(path.glob("*.safetensors.index.json"))
+    indices = sorted(index for index in path.glob("*.safetensors.index.json") if index.is_file())
     if len(indices) > 1:
         raise InputError(f"{path}: {len(indices)} shard indices ({', '.join(i.name for i in indices)}), expected one")
     if indices:
@@ -159,64 +199,46 @@ def _open_shards(path: Path, index: Path) -> TensorFolder:
     return folder
 
 
-def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]], int]:
-    """(metadata, name -> (info, first byte within the data), first byte of the data).
+def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
+    """(metadata, name -> (info, first byte)) of an open file, as the safetensors package reads it."""
+    if (start := os.pread(file, 24, 0)).startswith(b"version https://git-lfs"):
+        raise InputError(f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in its repository")
+    try:
+        with safe_open(f"/dev/fd/{file}", "np") as parsed:  # the same file, whatever has the path's name by now
+            metadata = parsed.metadata() or {}
+            slices = [(name, parsed.get_slice(name)) for name in parsed.offset_keys()]
+            header = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
+    except (SafetensorError, OSError) as error:
+        size, reason = os.fstat(file).st_size, " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{path}: truncated, damaged or not a safetensors file ({size} bytes; {reason}); download it again"
+        ) from error
+    tensors, end = {}, 8 + int.from_bytes(start[:8], "little")
+    for name, dtype, shape in header:
+        if not name.isprintable() or len(name) > MAX_NAME:
+            raise InputError(f"{path}: a tensor's name is not printable or longer than {MAX_NAME}: {name[:40]!r}")
+        if dtype not in DTYPES:
+            raise InputError(f"{path}: tensor {name}: unknown dtype {dtype}, known are {', '.join(DTYPES)}")
+        info = TensorInfo(shape, DTYPES[dtype])
+        if len(shape) > MAX_DIMS or math.prod(filter(None, shape)) * info.dtype.itemsize >= 2**63:
+            raise InputError(f"{path}: tensor {name}: no array has {len(shape)} dimensions of such sizes")
+        tensors[name] = info, end
+        end += info.nbytes
+    return metadata, tensors
 
-    Raises InputError for a missing or truncated file, a git-lfs pointer and anything else that is no safetensors.
+
+def digest(path: str | os.PathLike[str]) -> str:
+    """Twelve hex digits that tell a file from others without its path: of its size and its safetensors header, of its
+    size and first MiB if it is something else. Of a folder: of its safetensors files and theirs, in the order of names.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(24)
-            if start.startswith(b"version https://git-lfs"):
-                raise InputError(f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in its repository")
-            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else MAX_HEADER_BYTES + 1
-            if length > MAX_HEADER_BYTES:
-                raise InputError(f"{path}: not a safetensors file ({size} bytes, no valid header length)")
-            if 8 + length > size:
-                raise InputError(f"{path}: truncated: the header takes {8 + length} bytes, the file has {size}")
-            file.seek(8)
-            text = file.read(length)
-    except OSError as error:
-        raise InputError(f"{path}: cannot read: {error.strerror}") from error
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not a safetensors file: its header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise InputError(f"{path}: not a safetensors file: its header is not an object")
-    metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise InputError(f"{path}: __metadata__ must map strings to strings")
-    tensors = {name: _entry(path, name, value) for name, value in header.items()}
-    end = 0
-    for name, (info, begin) in sorted(tensors.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
-        if begin != end:
-            raise InputError(f"{path}: tensor {name} starts at byte {begin}, expected {end}")
-        end = begin + info.nbytes
-    if 8 + length + end != size:
-        state = "truncated" if 8 + length + end > size else "has bytes that no tensor owns"
-        raise InputError(f"{path}: {state}: the header describes {8 + length + end} bytes, the file has {size}")
-    return metadata, tensors, 8 + length
-
-
-def _entry(path: Path, name: str, value: object) -> tuple[TensorInfo, int]:
-    def natural(x: object) -> bool:
-        return type(x) is int and 0 <= x < 2**62
-
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: tensor {name}: the header entry is not an object")
-    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InputError(f"{path}: tensor {name}: unknown dtype {dtype!r}, known are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or not all(natural(size) for size in shape):
-        raise InputError(f"{path}: tensor {name}: shape {shape!r} is not a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(natural(offset) for offset in offsets):
-        raise InputError(f"{path}: tensor {name}: data_offsets {offsets!r} are not two byte positions")
-    info = TensorInfo(tuple(shape), DTYPES[dtype])
-    if offsets[1] - offsets[0] != info.nbytes:
-        raise InputError(f"{path}: tensor {name}: {info.nbytes} bytes by shape, {offsets[1] - offsets[0]} by offsets")
-    return info, offsets[0]
+    path = Path(path)
+    if path.is_dir():
+        inner = sorted(path.rglob("*.safetensors"))
+        return sha256("".join(f"{file.relative_to(path)} {digest(file)}\n" for file in inner).encode()).hexdigest()[:12]
+    with path.open("rb") as file:
+        start, size = file.read(8), os.fstat(file.fileno()).st_size
+        header = int.from_bytes(start, "little") if path.suffix == ".safetensors" else 2**20 - 8
+        return sha256(f"{size} ".encode() + start + file.read(min(header, MAX_HEADER_BYTES))).hexdigest()[:12]
 
 
 def write_tensors(

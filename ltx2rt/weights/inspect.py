@@ -90,7 +90,12 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
 
 def _audits(checkpoint: Checkpoint) -> list[str]:
     problems = []
-    for component, shapes in networks(checkpoint.config).items():
+    try:
+        with checkpoint.tracing():
+            found = networks(checkpoint.config)
+    except InputError as error:
+        return [str(error)]
+    for component, shapes in found.items():
         if component in checkpoint.sources:
             parameters = {name: TensorInfo(shape, np.dtype(np.float32)) for name, shape in shapes.items()}
             try:

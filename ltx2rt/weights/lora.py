@@ -10,22 +10,26 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
-from ltx2rt.weights.checkpoint import Checkpoint, collapse, component_of
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
-from ltx2rt.weights.names import to_official
+from ltx2rt.weights.names import collapse, component_of, to_official
+
+if TYPE_CHECKING:
+    from ltx2rt.weights.checkpoint import Checkpoint
 
 Factors = tuple[np.ndarray, np.ndarray, float]  # of one Delta W: up[out, rank], down[rank, in], scale
 Merging = Callable[[np.ndarray, Sequence[Factors], bool], Any]  # as `merge`; where its result lies is its own
+MAX_SCALE = 1000.0  # beyond any use; float32 overflows far above it
 NUM_CHUNKS = 16  # of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
+STORED = (BF16, F32, np.dtype(np.float16), np.dtype(np.float64))
 _KEY = re.compile(r"(?P<module>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight")
 _TRANSFORMER = re.compile(r"^(?:model\.)?(?:diffusion_model|transformer)\.")
 _TEXT_PROJECTION = re.compile(r"^(?:model\.)?(?:text_embedding_projection\.|connectors\.(?:\w+_)?text_proj_in$)")
@@ -60,9 +64,12 @@ class Merge:
     total: int
     skipped: int
 
-    def line(self) -> str:
+    def line(self, stage: str = "", role: str = "") -> str:
+        """Such as "stage2, distilled: merged 130/130 modules of FILE at strength 1"; without a stage: "merged ..."."""
+        where = ", ".join(filter(None, (stage, role)))
         skipped = f", skipped {self.skipped} of the text projection" if self.skipped else ""
-        return f"merged {self.matched}/{self.total} modules of {self.file} at strength {self.strength:g}{skipped}"
+        merged = f"merged {self.matched}/{self.total} modules of {self.file} at strength {self.strength:g}{skipped}"
+        return f"{where}: {merged}" if where else merged
 
 
 def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
@@ -97,15 +104,22 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
             continue
         target = to_official("transformer", _TRANSFORMER.sub("", module) + ".weight")
         rank = _rank(file, down[module], up[module])
-        own = _alpha(file, alpha[module]) / rank if module in alpha else 1.0
+        scale = strength * (_alpha(file, alpha[module]) / rank if module in alpha else 1.0)
+        if not abs(scale) <= MAX_SCALE:  # nan is not
+            raise InputError(
+                f"{path}: scaled by {scale:g} at {module}, expected at most {MAX_SCALE:g}; lower its strength"
+            )
         if target in pairs:
             raise InputError(f"{path}: {pairs[target].down} and {down[module]} both belong to {target}")
-        pairs[target] = Pair(down[module], up[module], strength * own)
+        pairs[target] = Pair(down[module], up[module], scale)
     return Lora(Path(path), strength, file, pairs, tuple(skipped), tuple(unknown))
 
 
 def _rank(file: TensorFile, down: str, up: str) -> int:
     a, b = file.info(down).shape, file.info(up).shape
+    for key in (down, up):
+        if file.info(key).dtype not in STORED:
+            raise InputError(f"{file.path}: {key} is {file.info(key).dtype}, expected {', '.join(map(str, STORED))}")
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
         raise InputError(f"{file.path}: {down} {list(a)} and {up} {list(b)} are no pair [rank, in], [out, rank]")
     return a[0]
@@ -169,6 +183,11 @@ class MergedSource:
         if self._dtype not in (BF16, F32):
             raise ValueError(f"merged weights are bfloat16 or float32, not {self._dtype}")
         self._merge = merge
+        files = [lora.path.resolve() for lora in loras]
+        if twice := [str(lora.path) for lora, file in zip(loras, files, strict=True) if files.count(file) > 1]:
+            raise InputError(
+                f"{twice[-1]}: the same LoRA twice ({' and '.join(twice)}); give it once, with its strength"
+            )
         self._pairs: dict[str, list[tuple[Lora, Pair]]] = {}
         self.merges = [self._match(lora, allow_partial) for lora in loras]
 

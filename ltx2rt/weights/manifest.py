@@ -1,16 +1,14 @@
 """Which tensors a checkpoint of a given config holds, read off the graphs.
 
-Decides nothing about values or files. The few tensors that released files carry and no graph reads are added by hand.
+Decides nothing about values or files.
 """
 
 from __future__ import annotations
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.models import audio_vae, connectors, gemma, transformer, upsampler, video_vae, vocoder
-from ltx2rt.weights.checkpoint import STATISTICS
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]  # component -> canonical name -> shape
-FORWARD_BASIS, INVERSE_BASIS = (f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse"))
 
 
 def networks(config: ModelConfig) -> Shapes:
@@ -38,15 +36,3 @@ def networks(config: ModelConfig) -> Shapes:
         for component, traced in graphs.items()
         if traced
     }
-
-
-def stored(config: ModelConfig) -> Shapes:
-    """What the files hold: each tensor once, and those that are carried along unread."""
-    shapes = networks(config)
-    for name in STATISTICS:  # the upsampler's graph reads the autoencoder's
-        shapes.get("upsampler", {}).pop(name, None)
-    if FORWARD_BASIS in shapes["vocoder"]:
-        shapes["vocoder"][INVERSE_BASIS] = shapes["vocoder"][FORWARD_BASIS]
-    if config.upsampler and config.upsampler.rational:  # at x2 it blurs nothing
-        shapes["upsampler"]["upsampler.blur_down.kernel"] = (1, 1, 5, 5)
-    return shapes

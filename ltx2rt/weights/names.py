@@ -6,6 +6,8 @@ Both directions are one regular-expression pass over whole dotted words, so no r
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 WORDS = {  # component -> official word: diffusers word
     "transformer": {
@@ -123,3 +125,20 @@ def gemma_to_canonical(name: str) -> str:
     """`language_model.model.` for the text branch, however the folder spells it; every other name unchanged."""
     match = _GEMMA_PREFIX.match(name)
     return GEMMA + name[match.end() :] if match else name
+
+
+def component_of(name: str) -> str | None:
+    """The component that an official name belongs to."""
+    if name.startswith((*CONNECTORS, TEXT_PROJECTION)):
+        return "text"
+    for component in ("transformer", "video_vae", "audio_vae", "vocoder"):
+        if name.startswith(PREFIXES[component]):
+            return component
+    return None
+
+
+def collapse(names: Iterable[str], limit: int = 8) -> str:
+    """Names with layer numbers as `*`, each once."""
+    patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
+    listed = [pattern + (f" ({count})" if count > 1 else "") for pattern, count in list(patterns.items())[:limit]]
+    return ", ".join(listed) + (f" and {len(patterns) - limit} more kinds" if len(patterns) > limit else "")

@@ -11,7 +11,7 @@ from ltx2rt.graph import Graph
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.placement.cost import traffic, weight_bytes
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 pytestmark = [
     pytest.mark.slow,

@@ -29,7 +29,7 @@ from ltx2rt.passes.place import place
 from ltx2rt.placement.profiles import PROFILES, placed
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 MESH = {"tensor": 2, "sequence": 2}
 CLOSE = 1e-4  # gradients in float32, back through two frameworks or a mesh: a few operations of 1e-5 each

@@ -1,6 +1,5 @@
 """The benchmarks run, at toy sizes, and record what they say they do. No time is asserted here."""
 
-import io
 import json
 import os
 import re
@@ -14,15 +13,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from ltx2rt.pipeline import generate
-from ltx2rt.pipeline.request import ModelOptions, Request
 from ltx2rt_kernels.choose import FOLDERS
 
 from benchmarks import cold_start, collectives, end_to_end, kernels, load, measure, peer, random_weights, step
 from ltx2rt.backend import get_backend
+from ltx2rt.commands.generate import make_plan
 from ltx2rt.graph import trace
 from ltx2rt.models import video_vae
 from ltx2rt.passes.pack import pack
+from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.testing import ArraySource, random_params
 
@@ -30,6 +29,7 @@ ON_GPU = Path(end_to_end.__file__).with_name("on_gpu.sh")
 SMALL = {"--preset": "tiny-2.3", "--device": "cpu", "--width": 64, "--height": 64, "--num-frames": 9, "--steps": 1}
 TINY_CLIP = [str(word) for pair in SMALL.items() for word in pair] + ["--repeats", "2"]
 FLOAT8 = ["--weights-dtype", "float8"]
+TINY_REQUEST = TwoStage("a fox", width=64, height=64, num_frames=9, steps=1, seed=0)
 
 
 def test_step_is_compared_with_diffusers_on_the_same_weights(tmp_path, capsys):
@@ -208,10 +208,17 @@ def test_a_whole_request_is_timed_by_phase(tmp_path, capsys):
     assert json.loads(written.read_text())["kernels"] == facts["kernels"]
     groups = facts["kernels"]["stage1"]
     assert {"GEMM", "attention", "pointwise"} <= groups.keys()
+    assert {"GEMM", "attention"} <= facts["kernels"]["text"].keys()  # the last run encodes its prompts, too
     assert sum(row["share"] for row in groups.values()) == pytest.approx(1)
     frames = np.load(kept)["frames"]
     assert frames.shape == (9, 64, 64, 3) and frames.std() > 10  # a picture, not a constant and not NaN
     assert "per step" in capsys.readouterr().out
+
+
+def test_drawing_an_offloaded_encoder_is_no_kernel_of_its_stage():
+    flags = [*TINY_CLIP, "--repeats", "1", "--pipeline", "one-stage", "--profile-kernels"]
+    resident, offloaded = (end_to_end.main([*flags, *more])["kernels"] for more in ([], ["--text-encoder-offload"]))
+    assert offloaded["text"]["pointwise"]["launches"] == resident["text"]["pointwise"]["launches"]
 
 
 def test_diffusers_makes_the_same_clip_on_the_same_tensors(tmp_path, capsys):
@@ -227,12 +234,10 @@ def test_diffusers_makes_the_same_clip_on_the_same_tensors(tmp_path, capsys):
 
 
 def test_the_peer_holds_no_copy_of_our_weights():
-    with random_weights.empty_checkpoint("tiny-2.0") as checkpoint:
-        options = ModelOptions("cuda", checkpoint.path, device="cpu")
-        request = Request(options, "a fox", Path("clip.mp4"), width=64, height=64, num_frames=9, steps=1, seed=0)
-        plan = generate.make_plan(request, checkpoint, random_weights.RandomBackend("cpu"))
-        held = peer.Peer(plan)
-    ours = {x.untyped_storage().data_ptr() for weights in plan.networks._weights.values() for x in weights.values()}
+    with random_weights.random_session("tiny-2.0", device="cpu") as session:
+        held = peer.Peer(session, make_plan(session, TINY_REQUEST))
+    sets = [kept.weights for kept in session.weights.held.values()]
+    ours = {x.untyped_storage().data_ptr() for weights in sets for x in weights.values()}
     for part in (held.pipe.transformer, held.pipe.text_encoder, held.pipe.connectors, held.pipe.vae):
         assert {x.untyped_storage().data_ptr() for x in part.parameters()} <= ours
 
@@ -367,12 +372,10 @@ def test_a_lora_gives_its_random_weights_memory_of_their_own():
 
 
 def test_a_run_holds_the_weights_that_its_plan_says():
-    with random_weights.empty_checkpoint("tiny-2.3") as checkpoint:
-        options = ModelOptions("cuda", checkpoint.path, device="cpu")
-        request = Request(options, "a fox", Path("clip.mp4"), width=64, height=64, num_frames=9, steps=1, seed=0)
-        plan = generate.make_plan(request, checkpoint, random_weights.RandomBackend("cpu"))
-        end_to_end.run_once(plan, Stopwatch(stream=io.StringIO()))
-        planned = generate.plan_costs(plan)[-1].weights_bytes
-    sets = plan.networks._weights.values()
+    with random_weights.random_session("tiny-2.3", device="cpu") as session:
+        plan = make_plan(session, TINY_REQUEST)
+        end_to_end.run_once(session, plan, Stopwatch())
+        planned = session.costs(plan.stages)[-1].weights_bytes
+    sets = [kept.weights for kept in session.weights.held.values()]
     held = {tensor.data_ptr(): tensor.nbytes for weights in sets for tensor in weights.values()}
     assert sum(held.values()) == planned

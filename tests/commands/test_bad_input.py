@@ -9,7 +9,7 @@ from PIL import Image
 
 from ltx2rt import cli
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from ltx2rt.stages import frames as decode
 from ltx2rt.stages import sound
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import relative_l2
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 LATENT = {"stage1": (3, 1, 2), "stage2": (3, 2, 4)}  # frames, rows and columns of 17 frames at 128 x 64 pixels
 AUDIO = 9  # round(17 / 48 s * 25)
@@ -118,7 +118,7 @@ def test_report_and_messages(base, model):
     assert all(s["time_s"] >= sum(s["steps_s"]) > 0 or not s["steps_s"] for s in base.report["stages"])
     lora = str(model / "tiny-2.3-distilled-lora.safetensors")
     assert base.report["lora"] == [{"file": lora, "matched": 130, "total": 130}]
-    assert "merged 130/130 modules" in base.stderr and "seed 7" in base.stderr
+    assert "stage2, distilled: merged 130/130 modules" in base.stderr and "seed 7" in base.stderr
     assert str(base.clip) in base.stdout and "seed 7" in base.stdout and base.stdout.count("\n") == 1
 
 

@@ -47,6 +47,9 @@ def _attention_part(o):
 
 
 CASES = {
+    "full": lambda o: o.concat(
+        o.full(0.3, B=2, tokens=5), o.cast(o.full(3, "int32", B=2, tokens=1), dtype="float32"), axis="tokens"
+    ),
     "exp": lambda o: o.exp(_x(o)),
     "log": lambda o: o.log(o.affine(o.square(_x(o)), offset=0.1)),
     "sqrt": lambda o: o.sqrt(o.square(_x(o))),

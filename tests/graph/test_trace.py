@@ -5,6 +5,7 @@ import pytest
 from ltx2rt.errors import GraphError
 from ltx2rt.graph import ParamSpec, trace
 from ltx2rt.graph.ops import OPS
+from ltx2rt.graph.show import show
 
 
 def graph_of(model, dtype="float32"):
@@ -156,3 +157,55 @@ def test_one_name_cannot_be_carry_and_data():
         lambda o: o.repeat(lambda *_: ({}, {}), 3, {"x": x_of(o)}, data={"x": x_of(o, "d", layers=3)})[0]["x"],
         "repeat: x is given twice",
     )
+
+
+@pytest.mark.parametrize(
+    "infix, ops",
+    [
+        (lambda o, x, y: x + y, lambda o, x, y: o.add(x, y)),
+        (lambda o, x, y: x - y, lambda o, x, y: o.sub(x, y)),
+        (lambda o, x, y: x * y / x, lambda o, x, y: o.div(o.mul(x, y), x)),
+        (lambda o, x, y: 2 * (x * 3), lambda o, x, y: o.affine(o.affine(x, scale=3.0), scale=2.0)),
+        (lambda o, x, y: 1 + (x - 0.5), lambda o, x, y: o.affine(o.affine(x, offset=-0.5), offset=1.0)),
+        (lambda o, x, y: x / 3, lambda o, x, y: o.affine(x, scale=1 / 3)),
+        (lambda o, x, y: 1 - x, lambda o, x, y: o.affine(x, scale=-1.0, offset=1.0)),
+    ],
+)
+def test_arithmetic_is_the_ops_written_out(infix, ops):
+    def nodes(model):
+        graph = graph_of(lambda o: {"z": model(o, x_of(o), x_of(o, "y", D=6))})
+        return [(node.op, [v.name for v in node.inputs], node.attrs, node.outputs[0].type) for node in graph.nodes]
+
+    assert nodes(infix) == nodes(ops)
+
+
+def test_arithmetic_in_a_body_is_recorded_in_the_body():
+    def block(o, carry, invariant, data):
+        return {"x": carry["x"] * 2 + invariant["y"]}, {}
+
+    graph = graph_of(lambda o: {"y": o.repeat(block, 3, {"x": x_of(o)}, {"y": x_of(o, "y", D=6)})[0]["x"] - 1})
+    assert [(node.op, times) for node, times in graph.walk()] == [
+        ("repeat", 1), ("affine", 3), ("add", 3), ("affine", 1),
+    ]  # fmt: skip
+
+
+def test_arithmetic_across_graphs_and_with_what_is_no_number_is_refused():
+    def block(o, carry, invariant, data):
+        return {"x": carry["x"] + outside[0]}, {}
+
+    outside = []
+
+    def model(o):
+        outside.append(x_of(o, "y"))
+        return o.repeat(block, 2, {"x": x_of(o)})[0]["x"]
+
+    refused(model, "reads y: .*, which this graph does not define; pass it to repeat")
+    refused(lambda o: x_of(o) * x_of(o, "y", "bfloat16"), "operands differ in dtype")
+    with pytest.raises(TypeError):
+        graph_of(lambda o: {"y": x_of(o) + None})
+
+
+def test_a_number_everywhere_needs_no_operand():
+    graph = graph_of(lambda o: {"y": o.full(0.5, B=2, D=3), "i": o.full(7, "int32", B=2)}, "bfloat16")
+    assert [str(v.type) for v in graph.outputs.values()] == ["bf16[B=2, D=3]", "i32[B=2]"]
+    assert "%0 = full(value=0.5, dtype=bfloat16, B=2, D=3): bf16[B=2, D=3]" in show(graph)

@@ -1,7 +1,11 @@
 """The measures equal their definitions; every edge case stays JSON."""
 
 import json
+import os
+import socket
 from fractions import Fraction
+from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -119,3 +123,35 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             compare(a, other)
+
+
+def test_nothing_is_fetched_that_a_path_or_a_playlist_names(tmp_path):
+    a, asked = write(tmp_path / "a.mp4"), []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:  # closed
+                    return
+                asked.append(connection.recv(100))
+                connection.close()
+
+        thread = Thread(target=serve, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/clip.mp4"
+        playlist = tmp_path / "list.m3u8"
+        playlist.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{url[:-3]}ts\n#EXT-X-ENDLIST\n")
+        for other in (Path(url), playlist):
+            with pytest.raises(InputError, match=r"no readable video|has no video|has no frames"):
+                compare(a, other)
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    assert asked == []
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.mp4")
+    with pytest.raises(InputError, match="not a file"):
+        compare(tmp_path / "pipe.mp4", tmp_path / "pipe.mp4")

@@ -1,5 +1,7 @@
 """Conditioning images are read as the reference reads them."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import cover, load_conditioning_image, read_rgb, recompress
+from ltx2rt.media.images import cover, load_conditioning_image, notes, read_rgb, recompress
 
 
 def photo(height=37, width=53, seed=0):
@@ -99,3 +101,46 @@ def test_unreadable_images_are_refused(tmp_path):
         path.write_bytes(broken)
         with pytest.raises(InputError, match="no readable image"):
             read_rgb(path)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_values_of_32_bits_are_refused(tmp_path, dtype):
+    """Pillow would make a float picture black and an integer one white."""
+    Image.fromarray(photo()[..., 0].astype(dtype)).save(tmp_path / "a.tiff")
+    with pytest.raises(InputError, match=r"a\.tiff holds 32-bit values"):
+        read_rgb(tmp_path / "a.tiff")
+
+
+@pytest.mark.parametrize("size", [(16386, 2), (2, 16386), (10_001, 10_001), (13_000, 13_000)])
+def test_sizes_that_no_encoder_takes_are_refused_from_the_header(tmp_path, size, recwarn):
+    Image.new("L", size).save(tmp_path / "a.png")
+    with pytest.raises(InputError, match=rf"a\.png has {size[0]}x{size[1]} pixels, more than 16384 on a side or 100"):
+        read_rgb(tmp_path / "a.png")
+    assert not recwarn.list
+
+
+def test_a_large_photo_is_read_without_pillows_warning(tmp_path, recwarn):
+    Image.new("L", (9800, 9700)).save(tmp_path / "a.png")  # beyond Pillow's 89 million
+    assert notes(tmp_path / "a.png") == [] == recwarn.list
+
+
+def test_formats_that_start_programs_and_pipes_are_refused(tmp_path):
+    Image.fromarray(photo()).save(tmp_path / "a.eps")
+    os.mkfifo(tmp_path / "pipe.png")
+    for name in ("a.eps", "pipe.png"):
+        with pytest.raises(InputError, match=rf"{name} is no readable image"):
+            read_rgb(tmp_path / name)
+
+
+def test_what_is_left_out_is_said(tmp_path):
+    picture = Image.fromarray(photo())
+    picture.save(tmp_path / "plain.png")
+    picture.convert("RGBA").save(tmp_path / "alpha.png")
+    Image.fromarray(photo()[..., 0]).save(tmp_path / "key.png", transparency=3)
+    picture.save(tmp_path / "moving.gif", save_all=True, append_images=[Image.fromarray(photo(seed=i)) for i in (1, 2)])
+    assert notes(tmp_path / "plain.png") == []
+    for name in ("alpha.png", "key.png"):
+        assert notes(tmp_path / name) == [
+            f"{tmp_path / name}: its alpha channel is dropped, what it hides becomes visible"
+        ]
+    assert notes(tmp_path / "moving.gif") == [f"{tmp_path / 'moving.gif'}: only the first of its 3 frames is used"]

@@ -10,7 +10,8 @@ from ltx2rt.graph.interpret import interpret
 from ltx2rt.passes.fsdp import gather_weights
 from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.cost import weight_bytes
-from ltx2rt.placement.profiles import EMBED, PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import EMBED, PROFILES
 from ltx2rt.testing import relative_l2
 
 CLOSE = 1e-5  # float32: another order of summation
@@ -24,7 +25,7 @@ MESHES = (
 
 
 def on(mesh, graph):
-    return placed(graph, "transformer", PROFILES["trillium"], mesh)
+    return Placement(PROFILES["trillium"], mesh).local(graph, "transformer")
 
 
 def body(graph):

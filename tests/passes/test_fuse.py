@@ -11,9 +11,10 @@ from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import video_vae, vocoder
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 rng = np.random.default_rng(np.random.SeedSequence().entropy)
 DRAWN = ("video_latent", "audio_latent", "video_context", "audio_context")
@@ -293,7 +294,7 @@ def test_q_and_k_of_other_heads_stay_apart():
 
 def test_q_and_k_that_travel_to_other_heads_are_one_node():
     """Ulysses: the exchange, not the attention, reads them."""
-    graph = placed(case("guided-2.3").graph, "transformer", PROFILES["hopper"], {"sequence": 2})
+    graph = Placement(PROFILES["hopper"], {"sequence": 2}).local(case("guided-2.3").graph, "transformer")
     found = [node for node in body(fuse(graph)).nodes if node.op == "qk_norm_rope"]
     assert sum(len(node.outputs) for node in found) == 8 and len(found) == 4
 

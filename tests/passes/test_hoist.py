@@ -11,7 +11,8 @@ from ltx2rt.models.guided_step import PER_STEP, STATE
 from ltx2rt.passes.hoist import hoist
 from ltx2rt.passes.loop import looped, taken_apart
 from ltx2rt.passes.pack import pack
-from ltx2rt.placement.profiles import PROFILES, placed_loop
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params, relative_l2, run_graph
 
 SIGMAS = np.array([[1, 0.8], [0.8, 0.5], [0.5, 0.2]], np.float32)
@@ -49,7 +50,7 @@ def test_the_loop_equals_its_steps_hoisted_or_not(generation):
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}])
 def test_the_placed_loop_equals_its_steps(mesh):
     one = case("guided-2.0")
-    graph = placed_loop(one.graph, PROFILES["cpu"], mesh, len(SIGMAS))
+    graph = Placement(PROFILES["cpu"], mesh).loop(one.graph, len(SIGMAS))
     sigmas = np.concatenate([SIGMAS, np.repeat(SIGMAS[-1:], graph.inputs["sigmas"].type.shape[0] - len(SIGMAS), 0)])
     actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": sigmas})
     expected = step_by_step(one)

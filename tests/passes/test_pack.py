@@ -10,11 +10,12 @@ from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import Grid, interpret
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
-from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.files import cut, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-6  # float32: BLAS sums one wide product in another order than several narrow ones
 
@@ -109,7 +110,7 @@ def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, gen
     merged = MergedSource(source, [open_lora(tmp_path / "lora.safetensors")], dtype)
     touched, dims = merged.touched(), set()
     for mesh in ({"tensor": 2}, {"tensor": 3}, {"tensor": 4}, {"fsdp": 2, "tensor": 3}):
-        graph, grid = placed(one.graph, one.network, PROFILES["hopper"], mesh), Grid(mesh)
+        graph, grid = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network), Grid(mesh)
         for declared, layout in graph.all_layouts().items():
             count = graph.all_params()[declared][1]
             places = [{axis: grid.coordinate(device, axis) for axis in mesh} for device in range(len(grid))]

@@ -24,9 +24,10 @@ from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.passes.unroll import unroll
-from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES
 from ltx2rt.testing import random_params, relative_l2
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; another order of summation
 BROKEN = 1e-2  # what a graph that is broken on purpose misses by, at least
@@ -127,7 +128,7 @@ def test_transformer_refuses_sizes_that_do_not_divide(devices, message):
     config = preset("ltx-2.3").config.transformer
     graph = transformer.trace(config, transformer.Structure(1, 6, 5, 4, (1,) * 6), "bfloat16")
     with pytest.raises(InputError, match=message) as error:
-        placed(graph, "transformer", PROFILES["hopper"], {"tensor": devices})
+        Placement(PROFILES["hopper"], {"tensor": devices}).local(graph, "transformer")
     assert "choose a divisor of 32" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -144,7 +145,7 @@ def test_encoder_keeps_whole_the_heads_that_do_not_divide(generation, devices):
     """Gemma has 16 heads on 8 key heads, the 2.0 connectors 30 heads; feed-forward widths divide by 3, 4 and 16."""
     config = preset(f"ltx-{generation}").config
     graph = text_encoder.trace(config.gemma, config.text, 2, 1024, "bfloat16")
-    local = placed(graph, "text-encoder", PROFILES["hopper"], {"tensor": devices})
+    local = Placement(PROFILES["hopper"], {"tensor": devices}).local(graph, "text-encoder")
     connector_heads = config.text.video.num_heads
     assert split_axes(local, r"self_attn\.(q|k|v)_proj") == ({0} if 8 % devices == 0 else {None})
     assert split_axes(local, r"self_attn\.o_proj") == ({1} if 8 % devices == 0 else {None})
@@ -159,7 +160,7 @@ def test_a_placed_graph_can_be_unrolled(name):
     """Every layer's tensors keep their slices and their packing."""
     one = case(name)
     network = "text-encoder" if name.startswith("text") else "transformer"
-    local = placed(one.graph, network, PROFILES["hopper"], {"tensor": 2})
+    local = Placement(PROFILES["hopper"], {"tensor": 2}).local(one.graph, network)
     flat = unroll(local)
     assert flat.parameters() == local.parameters() and not any(node.op == "repeat" for node in flat.nodes)
     expected, found = (interpret(graph, one.params, one.inputs) for graph in (local, flat))
@@ -278,7 +279,9 @@ def test_printed_block_of_tiny_2_3_on_2_devices_is_the_golden_file():
     config = preset("tiny-2.3").config.transformer
     structure = transformer.Structure(2, 6, 5, 4, (1, 2, 3, 1, 5, 5))
     text = show(
-        placed(transformer.trace(config, structure, "bfloat16"), "transformer", PROFILES["hopper"], {"tensor": 2})
+        Placement(PROFILES["hopper"], {"tensor": 2}).local(
+            transformer.trace(config, structure, "bfloat16"), "transformer"
+        )
     )
     block = text[text.index("    %0 = ") : text.index("  yield video")]
     if not GOLDEN.exists():

@@ -27,7 +27,8 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.passes.quantise import quantise
 from ltx2rt.placement.cost import float8_flops, flops, touched_bytes, weight_bytes
-from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.lora import MergedSource, open_lora
 
@@ -194,7 +195,7 @@ def test_too_few_blocks_and_no_blocks_are_refused():
 
 def test_weights_cut_along_their_rows_for_storage_are_refused():
     with pytest.raises(InputError, match=r"--weights-dtype: .* fsdp=2 cuts weights along D; leave one"):
-        placed(forward("bfloat16")[0], "transformer", PROFILES["hopper"], {"fsdp": 2}, "float8")
+        Placement(PROFILES["hopper"], {"fsdp": 2}, "float8").local(forward("bfloat16")[0], "transformer")
 
 
 def test_quantised_graph_is_no_module_to_train():
@@ -351,7 +352,7 @@ def test_transformer_errs_by_less_than_a_step_of_its_numbers(kind, record_proper
     weights = random_params(graph)
     exact = run_graph("cuda", graph, weights, feeds)
     narrow = forward("bfloat16")[0]
-    float8 = placed(narrow, "transformer", PROFILES["single"], {}, "float8")
+    float8 = Placement(PROFILES["single"], {}, "float8").local(narrow, "transformer")
     assert ops(float8)["linear_float8"] == 20 * (LAYERS - 2)
     found, alone = run_graph(kind, float8, weights, feeds), run_graph(kind, narrow, weights, feeds)
     for key in exact:
@@ -363,7 +364,7 @@ def test_transformer_errs_by_less_than_a_step_of_its_numbers(kind, record_proper
 def test_fused_float8_graph_is_the_same():
     narrow, feeds = forward("bfloat16")[0], forward("bfloat16")[1]
     weights, backend = random_params(narrow), get_backend("cuda", "cpu")
-    graph = placed(narrow, "transformer", PROFILES["single"], {}, "float8")
+    graph = Placement(PROFILES["single"], {}, "float8").local(narrow, "transformer")
     loaded = backend.load([graph], ArraySource(weights))
     exact = run_graph("cuda", forward("float32")[0], weights, feeds)
     plain, fused = (backend.lower(graph, fused=fused)(loaded, feeds) for fused in (False, True))

@@ -14,9 +14,10 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.placement.cost import traffic
-from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params, relative_l2
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-5  # float32: another order of summation
 MESHES = (
@@ -33,7 +34,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
 def on(mesh, graph, audio="replicated"):
-    return placed(graph, "transformer", replace(PROFILES["trillium"], audio=audio), mesh)
+    return Placement(replace(PROFILES["trillium"], audio=audio), mesh).local(graph, "transformer")
 
 
 def executed(graph):
@@ -163,8 +164,8 @@ def test_branches_that_do_not_divide_are_refused(mesh):
 def test_branches_of_the_text_encoder_stay_together():
     """Its batch is the prompts, which the axis `guidance` does not split."""
     graph = case("text-2.3").graph
-    assert not placed(graph, "text-encoder", PROFILES["trillium"], {"guidance": 2}).mesh
-    local = placed(graph, "text-encoder", PROFILES["trillium"], {"guidance": 2, "tensor": 2})
+    assert not Placement(PROFILES["trillium"], {"guidance": 2}).local(graph, "text-encoder").mesh
+    local = Placement(PROFILES["trillium"], {"guidance": 2, "tensor": 2}).local(graph, "text-encoder")
     assert local.mesh == {"guidance": 2, "tensor": 2}
     assert {node.attrs["mesh_axis"] for node, _ in local.walk() if "mesh_axis" in node.attrs} == {"tensor"}
 
@@ -180,13 +181,14 @@ sys.path[:0] = json.loads(sys.argv[1])
 from placed_cases import case
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, relative_l2
 one = case("guided-2.3")
 expected = interpret(one.graph, one.params, one.inputs)
 backend = get_backend("tpu", "cpu", {"guidance": 2, "tensor": 3})
 for meshes in ([{"guidance": 2, "tensor": 3}, {"sequence": 2, "tensor": 3}], [{"fsdp": 2, "tensor": 3}]):
-    graphs = [placed(one.graph, "transformer", PROFILES["trillium"], mesh) for mesh in meshes]
+    graphs = [Placement(PROFILES["trillium"], mesh).local(one.graph, "transformer") for mesh in meshes]
     weights = backend.load(graphs[:1], ArraySource(one.params))
     for graph in graphs:
         program = backend.lower(graph)
@@ -223,13 +225,14 @@ torch.set_num_threads(1)
 from placed_cases import case
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, relative_l2
 backend = get_backend("cuda", "cpu", {"guidance": 2, "tensor": 2})
 meshes = (backend.mesh, {"sequence": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2})
 for name, mesh in zip(("guided-2.3", "forward-2.3", "guided-2.0"), meshes):
     one = case(name)
-    graph = placed(one.graph, "transformer", PROFILES["hopper"], mesh)
+    graph = Placement(PROFILES["hopper"], mesh).local(one.graph, "transformer")
     found = backend.lower(graph)(backend.load([graph], ArraySource(one.params)), one.inputs)
     expected = interpret(one.graph, one.params, one.inputs)
     if backend.is_main:

@@ -7,7 +7,8 @@ from placed_cases import case
 from ltx2rt.graph.interpret import Grid, interpret
 from ltx2rt.models.guided_step import STATE
 from ltx2rt.placement.mesh import canonical, stage_mesh, text_mesh
-from ltx2rt.placement.profiles import PROFILES, placed_loop
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.session.options import parse_mesh
 from ltx2rt.testing import relative_l2
 
@@ -39,7 +40,7 @@ def test_devices_keep_their_places_between_stages():
 
 def test_weights_keep_their_slices_between_stages():
     mesh, graph = {"guidance": 2, "sequence": 2, "tensor": 3}, case("guided-2.3").graph
-    first, second = (placed_loop(graph, PROFILES["hopper"], m, 8) for m in (mesh, {"sequence": 4, "tensor": 3}))
+    first, second = (Placement(PROFILES["hopper"], m).loop(graph, 8) for m in (mesh, {"sequence": 4, "tensor": 3}))
     assert first.all_layouts() == second.all_layouts() and (first.mesh, second.mesh) == (mesh, stage_mesh(mesh, 1))
 
 
@@ -48,9 +49,9 @@ def test_videos_branches_and_weights_are_split_at_once():
     one, count = case("guided-2.3"), 8
     steps = {"sigmas": np.linspace(1, 0.5, 2 * count, dtype=np.float32).reshape(count, 2)}
     latents = {name: np.concatenate([one.inputs[name], -one.inputs[name]]) for name in STATE}
-    whole = placed_loop(one.graph, PROFILES["trillium"], {"data": 2, "guidance": 2, "fsdp": 2}, count)
+    whole = Placement(PROFILES["trillium"], {"data": 2, "guidance": 2, "fsdp": 2}).loop(one.graph, count)
     found = interpret(whole, one.params, {**one.inputs, **steps, **latents})
-    alone = placed_loop(one.graph, PROFILES["single"], {}, count)
+    alone = Placement(PROFILES["single"], {}).loop(one.graph, count)
     for video in range(2):
         own = {name: x[video : video + 1] for name, x in latents.items()}
         for name, expected in interpret(alone, one.params, {**one.inputs, **steps, **own}).items():

@@ -1,4 +1,4 @@
-"""The cost of a stage on paper, against counts made by hand."""
+"""The estimated cost of a stage, against counts made by hand."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,14 +8,13 @@ import pytest
 
 from ltx2rt.commands.plan import Devices, Estimate, estimate
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.pipelines import pipeline
-from ltx2rt.placement.cost import RECEIVED, Traffic, touched_bytes, traffic
+from ltx2rt.placement.cost import Traffic, touched_bytes, traffic
 from ltx2rt.placement.devices import DEVICE_KINDS, device_kind
 from ltx2rt.placement.plan import StageCost, Work, cost
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 
 @cache
@@ -38,11 +37,6 @@ def graph(found: Estimate, network: str):
 
 def stages(found) -> dict[str, StageCost]:
     return {c.name: c for c in found.costs}
-
-
-def test_every_collective_says_what_a_device_receives():
-    assert set(RECEIVED) == set(COLLECTIVES)
-    assert RECEIVED["all_reduce"](1) == 0  # one device hears nothing
 
 
 def test_the_full_model_reaches_the_floor_of_collectives():

@@ -6,7 +6,8 @@ from placed_cases import case
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.placement.profiles import PROFILES, default_mesh, placed, profile_of, resolve
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES, default_mesh, profile_of, resolve
 from ltx2rt.session.open import mesh_of_all
 
 MESH = {"tensor": 2}
@@ -27,7 +28,9 @@ def test_device_kind_decides_the_profile(kind, mesh, expected):
 
 @pytest.mark.parametrize("kind", ("abacus", "TPU v4", "tpu"))
 def test_device_kind_without_a_profile_is_refused(kind):
-    with pytest.raises(InputError, match=f"unknown device kind '{kind}'; known: cuda, .*TPU7x.* --profile") as error:
+    with pytest.raises(
+        InputError, match=f"unknown device kind '{kind}'; known: cpu, .*cuda, .*TPU7x.* --profile"
+    ) as error:
         profile_of(None, kind, MESH)
     assert all(name in str(error.value) for name in PROFILES)
     assert profile_of("ironwood", kind, MESH).name == "ironwood"
@@ -85,7 +88,7 @@ def test_name_decides_over_the_device(name):
 @pytest.mark.parametrize("name", [name for name in PROFILES if name != "single"])
 def test_profile_splits_the_transformer_and_the_encoder(name):
     for one in (case("guided-2.3"), case("text-2.3")):
-        local = placed(one.graph, one.network, PROFILES[name], MESH)
+        local = Placement(PROFILES[name], MESH).local(one.graph, one.network)
         assert any(layout.splits for layout in local.all_layouts().values())
         assert local.mesh == MESH
 
@@ -98,12 +101,12 @@ def whole(graph) -> bool:
 
 @pytest.mark.parametrize("network", ("video-decoder", "video-encoder", "audio-decoder", "upsampler"))
 def test_network_that_a_profile_does_not_name_is_replicated(network):
-    assert whole(placed(case("text-2.3").graph, network, PROFILES["hopper"], MESH))
+    assert whole(Placement(PROFILES["hopper"], MESH).local(case("text-2.3").graph, network))
 
 
 def test_single_splits_nothing():
     one = case("guided-2.3")
-    assert whole(placed(one.graph, one.network, PROFILES["single"], MESH))
+    assert whole(Placement(PROFILES["single"], MESH).local(one.graph, one.network))
 
 
 @pytest.mark.parametrize(
@@ -122,4 +125,5 @@ def test_single_splits_nothing():
 )
 def test_without_a_mesh_all_tpus_and_all_devices_of_several_hosts_are_used(kind, name, count, hosts, profile, expected):
     """On GPUs the launcher decides: there a process is started for each."""
-    assert mesh_of_all(DeviceInfo(kind, name, 1, 1, count, hosts), profile) == expected
+    backend = "cuda" if kind == "cuda" else "tpu"
+    assert mesh_of_all(backend, DeviceInfo(kind, name, 1, 1, count, hosts), profile) == expected

@@ -8,7 +8,7 @@ import pytest
 
 import ltx2rt
 from ltx2rt.session import session as sessions
-from ltx2rt.weights.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
 
 SIZES = ({"width": 128, "height": 64}, {"width": 64, "height": 64}, {"width": 64, "height": 128})
 SMALL = {"num_frames": 9, "fps": 48, "steps": 3, "image_crf": 0}

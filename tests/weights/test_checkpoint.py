@@ -1,6 +1,8 @@
 """Opening checkpoints: parts are found by content, and whatever does not fit is refused with one InputError."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
 from ltx2rt.weights.checkpoint import audit, open_checkpoint
-from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays, write_tensors
+from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays, write_tensors
 
 MAIN, UP, LORA = (
     "tiny-2.3.safetensors",
@@ -178,6 +180,61 @@ def test_both_layouts_in_one_folder_are_ambiguous(official, diffusers):
     (diffusers / MAIN).symlink_to(official / MAIN)
     with pytest.raises(InputError, match="both a single file"):
         open_checkpoint(diffusers)
+
+
+@pytest.mark.parametrize(("name", "other"), [("tiny-2.3", "tiny-2.0"), ("tiny-2.0", "tiny-2.3")])
+def test_connectors_of_another_generation_are_refused(tiny, tmp_path, name, other):
+    folder = link(tiny(name, "diffusers"), tmp_path / "mixed")
+    shutil.rmtree(folder / "connectors")
+    shutil.copytree(tiny(other, "diffusers") / "connectors", folder / "connectors")
+    with pytest.raises(InputError, match=r"connectors.*another generation|video_hidden_dim"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_float8_file_is_refused_when_it_is_opened(official, scales):
+    file = TensorFile(official / MAIN)
+    infos = {name: file.info(name) for name in file.names()}
+    name = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
+    infos[name] = TensorInfo(infos[name].shape, DTYPES["F8_E4M3"])
+    if scales:
+        infos[name + "_scale"] = TensorInfo((), F32)
+    write_tensors(official / MAIN, infos, None, file.metadata)
+    with pytest.raises(InputError, match=r"1 tensors are float8.*bfloat16 one.*--weights-dtype float8"):
+        open_checkpoint(official)
+
+
+def camera_control(path: Path, checkpoint, rank: int, kinds: str) -> None:
+    """A LoRA of another kind: of the modules that match, at this rank."""
+    arrays = {}
+    for name in checkpoint.source("transformer").names():
+        shape = checkpoint.source("transformer").info(name).shape
+        if re.search(kinds, name) and len(shape) == 2:
+            module = name.removeprefix("model.").removesuffix(".weight")
+            arrays[f"{module}.lora_A.weight"] = np.ones((rank, shape[1]), np.float32)
+            arrays[f"{module}.lora_B.weight"] = np.ones((shape[0], rank), np.float32)
+    write_arrays(path, arrays)
+
+
+@pytest.mark.parametrize(
+    ("rank", "kinds"),
+    [(8, r"\d\.attn[12]\.to_"), (8, r"attn.*\.to_"), (2, r"weight$")],
+    ids=["video attention", "all attention", "everything at a small rank"],
+)
+def test_a_lora_is_not_the_distilled_one_because_it_is_alone(official, rank, kinds):
+    (official / LORA).rename(official / "distilled")
+    camera = official / "ltx-2-19b-distilled-lora-384.safetensors"  # its name says what it is not
+    camera_control(camera, open_checkpoint(official), rank, kinds)
+    with pytest.raises(InputError, match=rf"no LoRA.*distilled.*{camera.name}.*--distilled-lora"):
+        open_checkpoint(official).distilled_lora()
+    (official / "distilled").rename(official / "another-name.safetensors")
+    assert open_checkpoint(official).distilled_lora().name == "another-name.safetensors"
+
+
+def test_a_pipe_in_the_folder_does_not_hang(official):
+    os.mkfifo(official / "pipe.safetensors")
+    (unreadable,) = open_checkpoint(official).unreadable
+    assert "pipe.safetensors: not a regular file" in unreadable
 
 
 # ---- audit ----------------------------------------------------------------------------------------------------------

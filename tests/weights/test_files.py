@@ -1,6 +1,7 @@
 """Files: what is read equals what was written, and every damaged file is refused with one InputError."""
 
 import json
+import os
 import struct
 
 import ml_dtypes
@@ -8,10 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from ltx2rt.errors import InputError
-from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, open_tensors, write_arrays, write_tensors
+from ltx2rt.weights.files import (
+    DTYPES,
+    TensorFile,
+    TensorInfo,
+    digest,
+    finite,
+    open_tensors,
+    write_arrays,
+    write_tensors,
+)
 
 
 def arrays(seed=0):
@@ -71,6 +82,15 @@ def test_shards_are_read_as_one_source(tmp_path):
         open_tensors(tmp_path)
 
 
+def header_of(tensors: object, data: bytes = b"") -> bytes:
+    text = tensors if isinstance(tensors, bytes) else json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(shape, nbytes, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -78,15 +98,101 @@ def test_shards_are_read_as_one_source(tmp_path):
         (b"", "not a safetensors"),
         (b"PK\x03\x04 a zip file or something else", "not a safetensors"),
         (struct.pack("<Q", 400) + b"{}", "truncated"),
-        (struct.pack("<Q", 2) + b"[]", "not an object"),
-        (struct.pack("<Q", 2) + b"{]", "not JSON"),
-        (struct.pack("<Q", 2) + b"{}" + b"extra", "no tensor owns"),
+        (header_of(b"[]"), "not a safetensors"),
+        (header_of(b"{]"), "not a safetensors"),
+        (header_of(b"{}", b"extra"), "not a safetensors"),
+        (header_of("{}".encode("utf-16")), "not a safetensors"),
+        (header_of(b"\xef\xbb\xbf{}"), "not a safetensors"),
+        (header_of(b'{"a":{"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}', bytes(4)), "duplicate field"),
+        (header_of(b'{"__metadata__":{},"__metadata__":{}}'), "duplicate field"),
+        (header_of({"\ud800": entry([1], 4)}, bytes(4)), "not a safetensors"),
+        (header_of({"a": entry([1], 4, "F32\nF32")}, bytes(4)), "not a safetensors"),
+        (header_of({"a\nb": entry([1], 4)}, bytes(4)), "not printable"),
+        (header_of({"a" * 10**6: entry([1], 4)}, bytes(4)), "longer than 1000"),
+        (header_of({"a": entry([1] * 100, 4)}, bytes(4)), "100 dimensions"),
+        (header_of({"a": entry([0, 2**62], 0)}), "no array"),
+        (header_of({"a": entry([0] + [2**62] * 300, 0)}), "no array"),
+        (header_of({"a": entry([4], 4, "F8_E8M0")}, bytes(4)), "unknown dtype"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_safetensors_file_is_refused(tmp_path, content, says):
+def test_what_is_no_safetensors_file_is_refused_in_one_line(tmp_path, content, says):
     (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=says) as caught:
         TensorFile(tmp_path / "x.safetensors")
+    text = str(caught.value)
+    assert text.startswith(str(tmp_path / "x.safetensors")) and "\n" not in text and len(text) < 600
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for path in (tmp_path / "pipe.safetensors", tmp_path, "/dev/zero"):
+        with pytest.raises(InputError, match="not a regular file"):
+            TensorFile(path)
+
+
+def test_a_file_replaced_after_it_was_opened_is_read_as_it_was(tmp_path):
+    """Header and data of one file: the new one has other tensors at the old one's places."""
+    path = tmp_path / "x.safetensors"
+    write_arrays(path, {"a": np.ones(1, np.float32)})
+    file = TensorFile(path)
+    write_arrays(tmp_path / "new", {"b": np.full(1, 20, np.float32), "a": np.full(1, 10, np.float32)})
+    os.replace(tmp_path / "new", path)
+    np.testing.assert_array_equal(file.read("a"), [1])
+
+
+@pytest.mark.parametrize("change", ["shrink", "overwrite"])
+def test_a_file_changed_in_place_is_noticed_at_the_next_read(tmp_path, change):
+    """What a shrunk file maps to is a SIGBUS, which no handler turns into a line."""
+    path = tmp_path / "x.safetensors"
+    write_arrays(path, {name: np.ones(5000, np.float32) for name in "ab"})
+    file = TensorFile(path)
+    file.read("a")
+    if change == "shrink":
+        os.truncate(path, 4000)
+    else:
+        with path.open("r+b") as opened:
+            opened.seek(-8, os.SEEK_END)
+            opened.write(b"otherwise"[:8])
+        os.utime(path, ns=(0, 0))  # a write within a tick of the file system's clock keeps the time
+    with pytest.raises(InputError, match=r"x\.safetensors: changed since it was opened"):
+        file.read("b")
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if "F" in name])
+def test_values_that_are_not_finite_are_refused_where_they_are_read(tmp_path, name):
+    dtype = DTYPES[name]
+    good = np.ones((4, 6), dtype)
+    good[0] = ml_dtypes.finfo(dtype).max
+    good[1] = ml_dtypes.finfo(dtype).min
+    good[2] = -ml_dtypes.finfo(dtype).tiny
+    assert finite(good) and finite(good[:, 1:3]) and finite(good[:0])
+    for bad in (np.nan, -np.nan, np.inf, -np.inf):
+        array = good.copy()
+        array[3, 4] = np.float32(bad).astype(dtype)
+        write_arrays(tmp_path / "x.safetensors", {"good": good, "bad": array})
+        file = TensorFile(tmp_path / "x.safetensors")
+        file.read("good"), file.read("bad", (0, 0, 3)), file.read("bad", (1, 0, 4))
+        for cuts in ((), ((1, 4, 6),), ((0, 3, 4),)):
+            with pytest.raises(InputError, match=r"x\.safetensors: bad holds NaN or infinite"):
+                file.read("bad", *cuts)
+
+
+def test_a_digest_names_content_not_paths(tmp_path):
+    write_arrays(tmp_path / "a.safetensors", {"a": np.ones(5, np.float32)})
+    (tmp_path / "deep").mkdir()
+    copy = tmp_path / "deep" / "b.safetensors"
+    copy.write_bytes((tmp_path / "a.safetensors").read_bytes())
+    same = digest(copy)
+    assert digest(tmp_path / "a.safetensors") == same and len(same) == 12 and int(same, 16)
+    folder = digest(tmp_path)
+    write_arrays(copy, {"b": np.ones(5, np.float32)})
+    assert digest(copy) != same and digest(tmp_path) != folder
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"x" * 2**21)
+    before = digest(picture)
+    picture.write_bytes(b"x" * (2**21 + 1))
+    assert digest(picture) != before
 
 
 def test_missing_files_and_ambiguous_folders_are_refused(tmp_path):
@@ -121,7 +227,7 @@ values = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(field=st.sampled_from(["dtype", "shape", "data_offsets", None]), value=values)
-def test_a_mutated_header_is_refused_or_still_describes_the_file(tmp_path_factory, field, value):
+def test_a_mutated_header_is_refused_where_the_package_refuses_it(tmp_path_factory, field, value):
     path = original(tmp_path_factory)
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
@@ -130,10 +236,18 @@ def test_a_mutated_header_is_refused_or_still_describes_the_file(tmp_path_factor
         header["a"] = value
     else:
         header["a"][field] = value
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    path.write_bytes(header_of(header, content[8 + length :]))
+    try:
+        with safe_open(path, "np") as parsed:
+            expected = {name: parsed.get_tensor(name) for name in parsed.keys() if name != "b"}  # noqa: SIM118
+    except (SafetensorError, TypeError):  # TypeError: a dtype that numpy does not know
+        expected = None
     try:
         file = TensorFile(path)
     except InputError:
+        assert expected is None
         return
-    assert sum(file.read(name).nbytes for name in file.names()) == len(content) - 8 - length
+    assert sum(file.info(name).nbytes for name in file.names()) == len(content) - 8 - length
+    for name, array in (expected or {}).items():
+        if file.info(name).dtype != np.bool_:
+            np.testing.assert_array_equal(file.read(name), array)

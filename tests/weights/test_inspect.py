@@ -71,3 +71,42 @@ def test_what_cannot_be_read_is_refused(tmp_path, tiny):
         file.truncate(10_000_000)
     with pytest.raises(InputError, match="truncated"):
         inspect_path(tmp_path)
+
+
+@pytest.mark.parametrize("value", [10**9, 2**52])
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("transformer", "num_layers"),
+        ("transformer", "audio_connector_num_layers"),
+        ("transformer", "connector_num_learnable_registers"),
+        ("audio_vae", "model", "params", "ddconfig", "num_res_blocks"),
+        ("audio_vae", "model", "params", "ddconfig", "mel_bins"),
+        ("vae", "encoder_blocks", 0, 1, "num_layers"),
+        ("vocoder", "bwe", "num_mels"),
+    ],
+    ids=lambda path: path[-1] if isinstance(path, tuple) else str(path),
+)
+def test_counts_that_no_file_has_are_refused_before_anything_loops(tiny, tmp_path, path, value):
+    """Without the bound the loop or the table runs until memory ends."""
+    file = TensorFile(tiny("tiny-2.3", "official") / MAIN)
+    config = json.loads(file.metadata["config"])
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    assert path[-1] in inner
+    inner[path[-1]] = value
+    infos = {name: file.info(name) for name in file.names()}
+    write_tensors(tmp_path / MAIN, infos, None, file.metadata | {"config": json.dumps(config)})
+    (problem,) = inspect_path(tmp_path / MAIN)["problems"]
+    assert str(tmp_path / MAIN) in problem and f"{path[-1]} = {value}, expected a positive int up to" in problem
+
+
+def test_a_config_that_contradicts_itself_is_one_line_that_names_the_file(tiny, tmp_path):
+    file = TensorFile(tiny("tiny-2.3", "official") / MAIN)
+    config = json.loads(file.metadata["config"])
+    config["vocoder"]["vocoder"]["upsample_kernel_sizes"][0] = 4  # below its rate of 5
+    infos = {name: file.info(name) for name in file.names()}
+    write_tensors(tmp_path / MAIN, infos, None, file.metadata | {"config": json.dumps(config)})
+    (problem,) = inspect_path(tmp_path / MAIN)["problems"]
+    assert problem.startswith(f"{tmp_path / MAIN}: its config contradicts itself: ") and "\n" not in problem

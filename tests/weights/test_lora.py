@@ -13,7 +13,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import trace
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, cut, write_arrays
-from ltx2rt.weights.lora import MergedSource, merge, merge_to_file, open_lora
+from ltx2rt.weights.lora import Merge, MergedSource, merge, merge_to_file, open_lora
 
 BF16 = ml_dtypes.bfloat16
 Q = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
@@ -193,6 +193,44 @@ def test_broken_lora_files_are_refused(tmp_path):
         write_arrays(tmp_path / f"{i}.safetensors", arrays)
         with pytest.raises(InputError, match=says):
             open_lora(tmp_path / f"{i}.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, ml_dtypes.float8_e4m3fn])
+def test_loras_of_a_dtype_that_is_no_weight_are_refused(tmp_path, dtype):
+    module = "diffusion_model.transformer_blocks.0.attn1.to_q"
+    write_arrays(tmp_path / "l.safetensors", {name: array.astype(dtype) for name, array in pair(module, 1).items()})
+    with pytest.raises(InputError, match=r"l\.safetensors: .*lora_A.weight is .*expected bfloat16"):
+        open_lora(tmp_path / "l.safetensors")
+
+
+@pytest.mark.parametrize("strength", [float("nan"), float("inf"), 1e308, -1e30])
+def test_strengths_that_no_weight_survives_are_refused(tmp_path, strength):
+    write_arrays(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1))
+    with pytest.raises(InputError, match=r"l\.safetensors: scaled by .* at most 1000"):
+        open_lora(tmp_path / "l.safetensors", strength)
+
+
+def test_a_lora_of_nan_is_named_when_it_is_read(tmp_path):
+    arrays = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
+    next(iter(arrays.values()))[0, 0] = np.nan
+    source = MergedSource(Memory(weights()), [saved(tmp_path / "l.safetensors", arrays)], "bfloat16")
+    with pytest.raises(InputError, match=r"l\.safetensors: .*lora_A\.weight holds NaN"):
+        source.read(Q)
+
+
+def test_the_same_lora_twice_is_refused(tmp_path):
+    first = saved(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1))
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "l.safetensors")
+    with pytest.raises(InputError, match=r"the same LoRA twice \(.*l\.safetensors and .*link\.safetensors\)"):
+        MergedSource(Memory(weights()), [first, open_lora(tmp_path / "link.safetensors", 0.5)], "bfloat16")
+
+
+def test_a_merge_line_names_stage_and_role():
+    merge = Merge("d.safetensors", 0.8, 129, 130, 1)
+    assert merge.line("stage2", "distilled") == (
+        "stage2, distilled: merged 129/130 modules of d.safetensors at strength 0.8, skipped 1 of the text projection"
+    )
+    assert merge.line().startswith("merged 129/130")
 
 
 def test_merged_tensors_are_written_under_their_official_names(tiny, tmp_path):

@@ -24,6 +24,7 @@ from ltx2rt.weights.configs.gemma3 import check_gemma, gemma, gemma_json
 from ltx2rt.weights.configs.keys import Keys, parse_json
 from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json
 from ltx2rt.weights.configs.transformer import (
+    check_connectors,
     diffusers_text,
     diffusers_text_json,
     diffusers_transformer,
@@ -41,6 +42,7 @@ from ltx2rt.weights.configs.video_vae import (
 
 __all__ = [
     "Keys",
+    "check_connectors",
     "check_gemma",
     "diffusers_audio_vae",
     "diffusers_audio_vae_json",

@@ -13,10 +13,10 @@ STEREO = 2
 DDCONFIG = [
     Row("base_channels", "ch", "base_channels", "int"),
     Row("channel_multipliers", "ch_mult", "ch_mult", "sizes"),
-    Row("num_res_blocks", "num_res_blocks", "num_res_blocks", "int"),
-    Row("latent_channels", "z_channels", "latent_channels", "int"),
+    Row("num_res_blocks", "num_res_blocks", "num_res_blocks", "count"),
+    Row("latent_channels", "z_channels", "latent_channels", "count"),
     Row("out_channels", "out_ch", "output_channels", "int"),
-    Row("mel_bins", "mel_bins", "mel_bins", "int"),
+    Row("mel_bins", "mel_bins", "mel_bins", "count"),
 ]
 RATES = [
     Row("sample_rate", "sampling_rate", "sample_rate", "int"),
@@ -35,7 +35,7 @@ GENERATOR = [
 EXTENSION = [
     Row("stft_size", "n_fft", "filter_length", "int"),
     Row("stft_hop", "hop_length", "hop_length", "int"),
-    Row("stft_mels", "num_mels", "num_mel_channels", "int"),
+    Row("stft_mels", "num_mels", "num_mel_channels", "count"),
     Row("input_sample_rate", "input_sampling_rate", "input_sampling_rate", "int"),
     Row("sample_rate", "output_sampling_rate", "output_sampling_rate", "int"),
 ]

@@ -46,7 +46,7 @@ def gemma(outer: Keys) -> GemmaConfig:
             raise InputError(f"{keys.where}: {key} = {value!r}, expected a token id")
         return value
 
-    num_layers = keys.number("num_hidden_layers")
+    num_layers = keys.count("num_hidden_layers")
     if (types := keys.get("layer_types", None)) is not None:
         if not isinstance(types, list | tuple):
             raise InputError(f"{keys.where}: layer_types = {types!r}, expected one kind per layer")

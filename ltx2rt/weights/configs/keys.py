@@ -13,6 +13,8 @@ from typing import Any
 from ltx2rt.errors import InputError
 
 MISSING = object()
+MAX_SIZE = 2**20  # four times the largest released one, Gemma's vocabulary
+MAX_COUNT = 256  # of layers, blocks, registers, bins: what is looped over and what tables are made of
 
 
 class Keys:
@@ -38,13 +40,17 @@ class Keys:
         """The value, null included; `default` if the key is absent, an error if that is MISSING."""
         return self.need(key) if default is MISSING else self.data.get(key, default)
 
-    def number(self, key: str, kind: type = int, default: Any = MISSING) -> Any:
-        """A number > 0 as `kind` (int: integral)."""
-        value = self.get(key, default)
-        usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**53  # nan is not
+    def number(self, key: str, kind: type = int, default: Any = MISSING, most: float = MAX_SIZE) -> Any:
+        """A number > 0 as `kind`; an int is integral and at most `most`."""
+        value, most = self.get(key, default), most if kind is int else 2**53
+        usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most  # nan is not
         if not usable or kind(value) != value:
-            raise InputError(f"{self.where}: {key} = {value!r}, expected a positive {kind.__name__}")
+            raise InputError(f"{self.where}: {key} = {value!r:.100}, expected a positive {kind.__name__} up to {most}")
         return kind(value)
+
+    def count(self, key: str, default: Any = MISSING) -> int:
+        """A number that becomes a loop or a table; it cannot be so large that either takes long."""
+        return self.number(key, default=default, most=MAX_COUNT)
 
     def flag(self, key: str, default: Any = MISSING) -> bool:
         value = self.get(key, default)
@@ -52,16 +58,18 @@ class Keys:
             raise InputError(f"{self.where}: {key} = {value!r}, expected true or false")
         return value
 
-    def sizes(self, key: str, length: int | None = None, default: Any = MISSING) -> tuple[int, ...]:
+    def sizes(
+        self, key: str, length: int | None = None, default: Any = MISSING, most: float = MAX_SIZE
+    ) -> tuple[int, ...]:
         value = self.get(key, default)
-        if not isinstance(value, list | tuple) or not value or length not in (None, len(value)):
-            raise InputError(f"{self.where}: {key} = {value!r}, expected {length or 'some'} integers")
-        return tuple(Keys({key: item}, self.where).number(key) for item in value)
+        if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_COUNT or length not in (None, len(value)):
+            raise InputError(f"{self.where}: {key} = {value!r:.100}, expected {length or 'some'} integers")
+        return tuple(Keys({key: item}, self.where).number(key, most=most) for item in value)
 
     def rows(self, key: str, default: Any = MISSING) -> tuple[tuple[int, ...], ...]:
         value = self.get(key, default)
-        if not isinstance(value, list | tuple):
-            raise InputError(f"{self.where}: {key} = {value!r}, expected a list of lists of integers")
+        if not isinstance(value, list | tuple) or len(value) > MAX_COUNT:
+            raise InputError(f"{self.where}: {key} = {value!r:.100}, expected a list of lists of integers")
         return tuple(Keys({key: row}, self.where).sizes(key) for row in value)
 
     def choice(self, key: str, known: Mapping[Any, Any], default: Any = MISSING) -> Any:
@@ -96,18 +104,14 @@ class Row:
     field: str
     official: str
     diffusers: str
-    kind: str  # "int", "float", "flag", "sizes", "rows"
+    kind: str  # "int", "count", "float", "flag", "sizes", "rows"
     official_default: Any = MISSING
     diffusers_default: Any = MISSING
 
     def read(self, keys: Keys, key: str, default: Any) -> Any:
-        if self.kind == "flag":
-            return keys.flag(key, default)
-        if self.kind == "sizes":
-            return keys.sizes(key, default=default)
-        if self.kind == "rows":
-            return keys.rows(key, default)
-        return keys.number(key, {"int": int, "float": float}[self.kind], default)
+        if self.kind in ("int", "float"):
+            return keys.number(key, {"int": int, "float": float}[self.kind], default)
+        return getattr(keys, self.kind)(key, default=default)
 
 
 def read_official(rows: Iterable[Row], keys: Keys) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ltx2rt.weights.configs.keys import Keys, Row, read_official, write_official
 ROWS = [
     Row("in_channels", "in_channels", "in_channels", "int"),
     Row("mid_channels", "mid_channels", "mid_channels", "int"),
-    Row("num_blocks", "num_blocks_per_stage", "num_blocks_per_stage", "int"),
+    Row("num_blocks", "num_blocks_per_stage", "num_blocks_per_stage", "count"),
 ]
 FIXED = {"dims": 3, "spatial_upsample": True, "temporal_upsample": False}
 

@@ -9,7 +9,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.weights.configs.keys import Keys, Row, read_diffusers, read_official, write_diffusers, write_official
 
 ROWS = [
-    Row("num_layers", "num_layers", "num_layers", "int"),
+    Row("num_layers", "num_layers", "num_layers", "count"),
     Row("video_channels", "in_channels", "in_channels", "int"),
     Row("audio_channels", "audio_out_channels", "audio_in_channels", "int"),
     Row("num_heads", "num_attention_heads", "num_attention_heads", "int"),
@@ -118,15 +118,15 @@ def official_text(keys: Keys, projection_in: int) -> TextConfig:
     per_token = _caption_before_connector(keys)
 
     def connector(prefix: str) -> ConnectorConfig:
-        def size(name: str) -> int:
+        def count(name: str) -> int:
             own = f"{prefix}connector_{name}"
-            return keys.number(own if own in keys else f"connector_{name}")
+            return keys.count(own if own in keys else f"connector_{name}")
 
         return ConnectorConfig(
-            num_heads=size("num_attention_heads"),
-            head_dim=size("attention_head_dim"),
-            num_layers=size("num_layers"),
-            num_registers=keys.number("connector_num_learnable_registers"),
+            num_heads=count("num_attention_heads"),
+            head_dim=count("attention_head_dim"),
+            num_layers=count("num_layers"),
+            num_registers=keys.count("connector_num_learnable_registers"),
             gated_attention=keys.flag("connector_apply_gated_attention", False),
             ff_bias=keys.flag("connector_ff_bias", True),
         )
@@ -242,15 +242,15 @@ def diffusers_text(keys: Keys, transformer: TransformerConfig) -> TextConfig:
         return ConnectorConfig(
             num_heads=keys.number(f"{prefix}_connector_num_attention_heads"),
             head_dim=keys.number(f"{prefix}_connector_attention_head_dim"),
-            num_layers=keys.number(f"{prefix}_connector_num_layers"),
-            num_registers=keys.number(f"{prefix}_connector_num_learnable_registers"),
+            num_layers=keys.count(f"{prefix}_connector_num_layers"),
+            num_registers=keys.count(f"{prefix}_connector_num_learnable_registers"),
             gated_attention=keys.flag(f"{prefix}_gated_attn", False),
             ff_bias=True,
         )
 
     return TextConfig(
         gemma_hidden=keys.number("caption_channels"),
-        num_states=keys.number("text_proj_in_factor"),
+        num_states=keys.count("text_proj_in_factor"),
         per_token_norm=per_token,
         projection_bias=keys.flag("proj_bias", False),
         video=connector("video"),
@@ -286,3 +286,16 @@ def diffusers_text_json(text: TextConfig, transformer: TransformerConfig) -> dic
             f"{prefix}_gated_attn": connector.gated_attention,
         }
     return out
+
+
+def check_connectors(text: TextConfig, transformer: TransformerConfig, where: str) -> None:
+    """The contexts are as wide as the transformer takes them; another generation's connectors are not."""
+    found = (text.video.width, text.audio.width)
+    taken = (transformer.caption_channels,) * 2  # 2.0 projects both itself
+    if not transformer.caption_projection:
+        taken = (transformer.width, transformer.audio_width)
+    if found != taken or text.per_token_norm == transformer.caption_projection:
+        raise InputError(
+            f"{where}: connectors of another generation: their contexts are {found} wide (video, audio), the "
+            f"transformer takes {taken}; pass the parts of one checkpoint"
+        )

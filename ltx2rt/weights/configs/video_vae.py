@@ -7,7 +7,7 @@ from typing import Any
 
 from ltx2rt.config import VaeStage, VideoVaeConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import Keys
+from ltx2rt.weights.configs.keys import MAX_COUNT, Keys
 
 STRIDES = {"space": (1, 2, 2), "time": (2, 1, 1), "all": (2, 2, 2)}
 STRIDE_WORDS = {stride: word for word, stride in STRIDES.items()}
@@ -65,7 +65,8 @@ def official_video_vae(keys: Keys) -> VideoVaeConfig:
 def _blocks(keys: Keys, key: str) -> list[tuple[str, Keys]]:
     blocks = keys.need(key)
     where = f"{keys.where}.{key}"
-    if not isinstance(blocks, list) or not all(isinstance(block, list) and len(block) == 2 for block in blocks):
+    pairs = isinstance(blocks, list) and all(isinstance(block, list) and len(block) == 2 for block in blocks)
+    if not pairs or len(blocks) > MAX_COUNT:
         raise InputError(f"{where}: expected a list of [name, parameters]")
     out = [(str(n), Keys({"num_layers": p} if isinstance(p, int) else p, f"{where}.{n}")) for n, p in blocks]
     names = [name for name, _ in out]
@@ -77,7 +78,7 @@ def _blocks(keys: Keys, key: str) -> list[tuple[str, Keys]]:
 def _official_stage(name: str, block: Keys, suffix: str, channels: int, *, encode: bool) -> VaeStage:
     block.may(inject_noise=False)
     if name == "res_x":
-        return VaeStage("res", channels, channels, num_layers=block.number("num_layers"))
+        return VaeStage("res", channels, channels, num_layers=block.count("num_layers"))
     names = {f"compress_{word}{suffix}": stride for word, stride in STRIDES.items()}
     stride = Keys({"block": name}, block.where).choice("block", names)
     multiplier = block.number("multiplier", default=2 if encode else 1)
@@ -131,7 +132,7 @@ def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
         words = per_stage(key, count, "spatiotemporal" if key == "upsample_type" else keys.need(key))
         return [Keys({key: word}, keys.where).choice(key, DIFFUSERS_STRIDES) for word in words]
 
-    widths, layers = keys.sizes("block_out_channels"), keys.sizes("layers_per_block")
+    widths, layers = keys.sizes("block_out_channels"), keys.sizes("layers_per_block", most=MAX_COUNT)
     if len(layers) != len(widths) + 1:
         raise InputError(
             f"{keys.where}: layers_per_block has {len(layers)} entries, expected {len(widths) + 1}: "
@@ -146,7 +147,7 @@ def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
 
     widths = keys.sizes("decoder_block_out_channels")[::-1]
     count = len(widths)
-    decoder_layers = keys.sizes("decoder_layers_per_block")[::-1]
+    decoder_layers = keys.sizes("decoder_layers_per_block", most=MAX_COUNT)[::-1]
     factors = per_stage("upsample_factor", count, keys.sizes("upsample_factor"))[::-1]
     residuals = per_stage("upsample_residual", count, keys.need("upsample_residual"))[::-1]
     if len(layers) != len(encoder) // 2 + 1 or len(decoder_layers) != count + 1:

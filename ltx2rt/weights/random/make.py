@@ -22,15 +22,17 @@ import numpy as np
 from ltx2rt import __version__
 from ltx2rt.config import GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights import configs, filters
-from ltx2rt.weights.checkpoint import component_of
+from ltx2rt.weights import configs
+from ltx2rt.weights.checkpoint import STATISTICS
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
-from ltx2rt.weights.manifest import stored
-from ltx2rt.weights.names import to_diffusers
-from ltx2rt.weights.presets import Preset, preset
+from ltx2rt.weights.manifest import Shapes, networks
+from ltx2rt.weights.names import component_of, to_diffusers
+from ltx2rt.weights.random import filters
+from ltx2rt.weights.random.presets import Preset, preset
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 TABLE = re.compile(r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$")  # float32 in the released files, all else bf16
+FORWARD_BASIS, INVERSE_BASIS = (f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse"))
 SINGLE_FILE = ("transformer", "text", "video_vae", "audio_vae", "vocoder")
 DIFFUSERS_FOLDERS = {
     "transformer": "transformer",
@@ -143,6 +145,18 @@ def _check_room(directory: Path, needed: int) -> None:
 
 
 # ---- which tensors --------------------------------------------------------------------------------------------------
+
+
+def stored(config: ModelConfig) -> Shapes:
+    """What the files hold: each tensor once, and those that are carried along unread."""
+    shapes = networks(config)
+    for name in STATISTICS:  # the upsampler's graph reads the autoencoder's
+        shapes.get("upsampler", {}).pop(name, None)
+    if FORWARD_BASIS in shapes["vocoder"]:
+        shapes["vocoder"][INVERSE_BASIS] = shapes["vocoder"][FORWARD_BASIS]
+    if config.upsampler and config.upsampler.rational:  # at x2 it blurs nothing
+        shapes["upsampler"]["upsampler.blur_down.kernel"] = (1, 1, 5, 5)
+    return shapes
 
 
 def lora_tensors(

@@ -9,13 +9,13 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.stages.tokenizer import tokenize
-from ltx2rt.weights import filters
 from ltx2rt.weights.checkpoint import COMPONENTS, audit, component_of, open_checkpoint
 from ltx2rt.weights.files import TensorInfo
 from ltx2rt.weights.lora import MergedSource, open_lora
-from ltx2rt.weights.make import SINGLE_FILE, make_checkpoint, plan_checkpoint, tokenizer_json
 from ltx2rt.weights.manifest import networks
-from ltx2rt.weights.presets import preset
+from ltx2rt.weights.random import filters
+from ltx2rt.weights.random.make import SINGLE_FILE, make_checkpoint, plan_checkpoint, tokenizer_json
+from ltx2rt.weights.random.presets import preset
 
 TINY = ["tiny-2.0", "tiny-2.3"]
 LAYOUTS = ["official", "diffusers"]

@@ -1,0 +1,82 @@
+"""What a graph costs, against counts made by hand."""
+
+import pytest
+
+from ltx2rt.graph import trace
+from ltx2rt.graph.ops import COLLECTIVES
+from ltx2rt.placement.cost import RECEIVED, Traffic, activation_bytes, flops, traffic, weight_bytes
+
+
+def collective(name: str, parts: int):
+    """One communication of a float32 (B, tokens) of 48 numbers that each of `parts` devices holds."""
+    attrs = {
+        "all_reduce": {},
+        "all_gather": {"axis": "tokens", "parts": parts},
+        "all_to_all": {"split": 0, "concat": 1, "parts": parts},
+    }[name]
+
+    def model(o):
+        found = o.emit(name, o.input("x", B=4, tokens=12), mesh_axis="tensor", **attrs)
+        return {"y": found[0] if isinstance(found, tuple) else found}
+
+    graph = trace(name, model, "float32")
+    graph.mesh = {"tensor": parts}
+    return graph
+
+
+def test_every_collective_says_what_a_device_receives():
+    assert set(RECEIVED) == set(COLLECTIVES)
+    assert all(received(1) == 0 for received in RECEIVED.values())  # one device hears nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "received"),
+    [
+        # Of an all-reduce a device receives a part of every other's numbers, then every other's part of the sums.
+        ("all_reduce", 2, 2 * 96),
+        ("all_reduce", 4, 2 * 3 * 48),
+        # Everything that every other device has.
+        ("all_gather", 2, 192),
+        ("all_gather", 4, 3 * 192),
+        # Of every other device the part that is for this one.
+        ("all_to_all", 2, 96),
+        ("all_to_all", 4, 3 * 48),
+    ],
+)
+def test_a_device_receives_what_the_others_send_it(name, parts, received):
+    assert traffic(collective(name, parts)) == {name: Traffic(1, 192, received)}
+
+
+def test_multiplications_and_additions_count_two():
+    x = {"B": 2, "tokens": 3, "D": 4}
+    models = {
+        "linear": (lambda o: o.linear(o.input("x", **x), "w", {"ff": 5}), 2 * 2 * 3 * 4 * 5),
+        "conv": (lambda o: o.conv(o.input("x", B=2, channels=3, time=9), "c", 5, (3,), (2,)), 2 * 2 * 5 * 4 * 3 * 3),
+        "conv_transpose": (
+            lambda o: o.conv_transpose(o.input("x", B=2, channels=3, time=9), "c", 5, 4, 2), 2 * 2 * 9 * 3 * 5 * 4
+        ),
+        "attention": (
+            lambda o: o.attention(
+                o.input("q", B=2, tokens=3, heads=4, head_dim=8),
+                *(o.input(name, B=2, text=7, heads=2, head_dim=8) for name in "kv"), scale=1.0,
+            ), 2 * 2 * (2 * 4 * 3 * 7 * 8)
+        ),
+        "square": (lambda o: o.square(o.input("x", **x)), 0),
+    }  # fmt: skip
+    for name, (model, expected) in models.items():
+        assert flops(trace(name, lambda o, model=model: {"y": model(o)}, "float32")) == expected, name
+
+
+def test_a_value_is_alive_until_its_last_reader_and_a_view_has_no_memory():
+    def block(o, carry, invariant, data):
+        return {"x": o.linear(carry["x"], "w", {"D": 4})}, {}
+
+    def model(o):
+        x = o.input("x", B=2, D=4)
+        view = o.rename(x, names={"D": "E"})
+        y = o.repeat(block, 3, {"x": o.square(x)}, prefix="blocks.*.")[0]["x"]  # x, its square, the result; and inside
+        return {"y": o.add(y, o.rename(view, names={"E": "D"}))}
+
+    graph = trace("net", model, "float32")
+    assert activation_bytes(graph) == (3 + 2) * 32  # a block's input and its result
+    assert weight_bytes([graph, graph]) == 3 * (4 * 4 + 4) * 4
