@@ -89,7 +89,7 @@ def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
         for node, times in fuse(graph).walk():
             node = quantisation(node) if node.op == "linear_float8" else node
             if node.op in ops:
-                key = (node.op, tuple(v.type for v in node.inputs), repr(node.plan))
+                key = (node.op, tuple(v.type for v in node.inputs), repr(node.args))
                 case = found.setdefault(key, Case(node, {}))
                 case.calls[part] = case.calls.get(part, 0) + times
     return sorted(found.values(), key=lambda case: case.node.op)
@@ -175,7 +175,7 @@ def product_rate(device: torch.device, dtype: torch.dtype, rounds: int = 9) -> f
 @torch.inference_mode()
 def contest(case: Case, contestants: Sequence[str], device: torch.device, rounds: int, rates: Rates) -> dict:
     """Microseconds a call of every contestant, beside the bytes and the floor."""
-    op, plan, bytes = case.node.op, case.node.plan, case.bytes
+    op, plan, bytes = case.node.op, case.node.args, case.bytes
     cuda = device.type == "cuda"
     generator = torch.Generator(device).manual_seed(0)
     count = max(4, -int(-COLD_BYTES // bytes.minimum)) if cuda else 1

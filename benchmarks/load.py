@@ -64,7 +64,7 @@ def trace(sizes: Sizes, dtype: str) -> Graph:
         num_heads=sizes.heads,
         audio_num_heads=sizes.heads,
     )
-    return transformer.trace(config, transformer.Structure(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype)
+    return transformer.trace(config, transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype)
 
 
 def write_checkpoint(folder: Path, sizes: Sizes) -> None:

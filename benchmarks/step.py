@@ -101,7 +101,7 @@ class Contest:
         self.video_positions = rope.prepare_video_coords(1, *shape.grid, "cpu", fps=24.0)
         self.audio_positions = audio_rope.prepare_audio_coords(1, shape.audio_tokens, "cpu")
         feeds = transformer.position_feeds(c, self.video_positions[0].numpy(), self.audio_positions[0].numpy())
-        structure = transformer.Structure(
+        structure = transformer.ForwardShape(
             batch, tokens["video"], tokens["audio"], shape.text_tokens, transformer.coordinate_counts(feeds)
         )
         self.graph = transformer.trace(c, structure, "float32")

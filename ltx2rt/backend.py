@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Cut, Graph
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ltx2rt.graph.ir import Cut, Graph
 
 
 class TensorSource(Protocol):

@@ -117,7 +117,12 @@ def _join(args: argparse.Namespace) -> Crew | None:
     if size == 1:
         return None
     inputs, outputs = _files(args)
-    crew = Crew(rank, size, get_rendezvous(args.backend), outputs)
+    try:
+        crew = Crew(rank, size, get_rendezvous(args.backend), outputs)
+    except InputError as error:
+        if rank == 0 or not isinstance(error.__cause__, ImportError):
+            raise
+        sys.exit(BAD_INPUT)  # all ranks run one installation
     try:
         crew.agree("versions", facts.versions(factory.packages))
         given = {name: value for name, value in vars(args).items() if name not in ("handler", "argv", "keep")}

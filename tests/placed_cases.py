@@ -90,7 +90,7 @@ def guided(generation: str, dtype: str) -> Case:
         feeds[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
     feeds |= {"sigmas": np.array([0.8, 0.6], np.float32), "guidance": GUIDANCE}
     feeds["stg_blocks"] = np.array([0, 1], np.float32)
-    structure = guided_step.Structure(
+    structure = guided_step.StepShape(
         guided_step.Branches.of(GUIDANCE), TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), 3, 2
     )
     graph = guided_step.trace(config, structure, dtype)
@@ -104,7 +104,7 @@ def forward(generation: str, dtype: str) -> Case:
     feeds = transformer.position_feeds(config, np.stack([video, video * 2]), np.stack([audio, audio + 1]))
     for name, tokens in (("video", TOKENS), ("audio", AUDIO_TOKENS)):
         feeds |= transformer.level_feeds(name, rng.choice([0.2, 0.5, 0.9], (2, tokens)))
-    structure = transformer.Structure(
+    structure = transformer.ForwardShape(
         2, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), feeds["video_levels"].shape[1],
         feeds["audio_levels"].shape[1], batched_positions=True, perturbed=True, masked=True,
     )  # fmt: skip

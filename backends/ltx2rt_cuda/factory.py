@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ltx2rt.backend import Compiled, DeviceInfo
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph
 from ltx2rt.ranks.environment import rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+    from ltx2rt.backend import Compiled, DeviceInfo
+    from ltx2rt.graph.ir import Graph
     from ltx2rt_cuda.backend import CudaBackend
 
 CPU_PROCESSES = 8  # on a machine with fewer cores: enough to try any mesh

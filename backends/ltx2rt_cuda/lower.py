@@ -61,7 +61,7 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
     for number, node in enumerate(graph.nodes):
         operands = tuple(env[id(v)] for v in node.inputs)
         if node.op == "repeat":
-            plan = node.plan["repeat"]
+            plan = node.args["repeat"]
             block = lower(plan.body, device, position=position)
             modules[f"repeat_{number}"] = Repeat(plan, torch.compile(block, dynamic=False) if compile else block)
             own = {name for name in plan.body.params if "*" in name}
@@ -74,7 +74,7 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
                 env[id(v)] = built.call_function(_item, (result, i))
             continue
         kwargs = {}
-        for name, value in node.plan.items():
+        for name, value in node.args.items():
             if isinstance(value, np.ndarray):
                 modules[f"constant_{number}_{name}"] = Constant(torch.from_numpy(value).to(device))
                 value = built.call_module(f"constant_{number}_{name}")

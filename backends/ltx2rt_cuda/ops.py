@@ -1,4 +1,4 @@
-"""Each op of the table as a torch function of tensors and the op's positional plan."""
+"""Each op of the table as a torch function of tensors and the op's arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ltx2rt_kernels.choose import kernel, why_not
 from torch import Tensor
 
-from ltx2rt.graph.fused import grouped, pairs, snake_windows, spread
+from ltx2rt.graph.fused import grouped, pairs, rows_per_token, snake_windows
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt_cuda.attention import attention as attend
 
@@ -374,19 +374,21 @@ def _take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:
 @fused
 def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
     y = F.rms_norm(x, x.shape[-1:], None, eps)
-    results = tuple(y * (1 + scale) + shift for scale, shift in pairs(spread(rows, views, index_view, _take_along)))
+    results = tuple(
+        y * (1 + scale) + shift for scale, shift in pairs(rows_per_token(rows, views, index_view, _take_along))
+    )
     return results[0] if len(results) == 1 else results
 
 
 @fused
 def gated_residual(x: Tensor, y: Tensor, *gate: Tensor, views, index_view=None) -> Tensor:
-    (row,) = spread(gate, views, index_view, _take_along)
+    (row,) = rows_per_token(gate, views, index_view, _take_along)
     return torch.addcmul(x, y, row)
 
 
 @fused
 def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None):
-    gate, *shaped = spread(rows, views, index_view, _take_along)
+    gate, *shaped = rows_per_token(rows, views, index_view, _take_along)
     x = torch.addcmul(x, y, gate)
     y = F.rms_norm(x, x.shape[-1:], None, eps)
     return x, *([y * (1 + scale) + shift for scale, shift in pairs(shaped)] or [y])

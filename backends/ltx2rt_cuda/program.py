@@ -16,7 +16,7 @@ import torch
 
 from ltx2rt.backend import overlapped
 from ltx2rt.graph.ir import Graph
-from ltx2rt.passes.loop import Parts
+from ltx2rt.passes.loop import LoopParts
 from ltx2rt_cuda.distributed import Position, recorded_event
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
@@ -143,7 +143,7 @@ class Loop:
     """
 
     def __init__(
-        self, graph: Graph, before: Program, body: Program, parts: Parts, pool: Pool | None, position: Position
+        self, graph: Graph, before: Program, body: Program, parts: LoopParts, pool: Pool | None, position: Position
     ):
         self.graph, self.before, self.body, self.parts, self.pool = graph, before, body, parts, pool
         self.position = position

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ltx2rt.backend import Compiled, DeviceInfo
-from ltx2rt.graph.ir import Graph
 from ltx2rt_tpu.hosts import hosts
 
 if TYPE_CHECKING:
+    from ltx2rt.backend import Compiled, DeviceInfo
+    from ltx2rt.graph.ir import Graph
     from ltx2rt_tpu.backend import TpuBackend
     from ltx2rt_tpu.distributed import Store
 

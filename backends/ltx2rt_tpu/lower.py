@@ -22,7 +22,7 @@ def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array], unrolle
         if node.op == "repeat":
             results = _repeat(node, weights, operands, unrolled)
         else:
-            result = OPS[node.op](*operands, **node.plan)
+            result = OPS[node.op](*operands, **node.args)
             results = result if isinstance(result, tuple) else (result,)
         for v, x in zip(node.outputs, results, strict=True):
             assert x.shape == v.type.shape, f"{graph.name}: {node.op} gave {x.shape}, typed {v.type}"
@@ -32,7 +32,7 @@ def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array], unrolle
 
 
 def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unrolled: bool) -> list[Array]:
-    plan = node.plan["repeat"]
+    plan = node.args["repeat"]
     fixed = plan.num_carries + plan.num_invariants
     invariant = operands[plan.num_carries : fixed]
     stacked = {name: weights[name] for name in plan.body.params if "*" in name}

@@ -1,4 +1,4 @@
-"""Each op of the table as a JAX function of arrays and the op's positional plan.
+"""Each op of the table as a JAX function of arrays and the op's arguments.
 
 float32 operands are multiplied in float32 (precision HIGHEST): a TPU's default rounds them to bfloat16.
 """

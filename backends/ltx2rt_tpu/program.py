@@ -153,7 +153,7 @@ class Assembled:
     def _lowered(self, node: Node) -> Any:
         def run_node(*operands: Array) -> tuple[Array, ...]:
             pairs = zip(operands, node.inputs, strict=True)
-            found = OPS[node.op](*(x.reshape(v.type.shape) for x, v in pairs), **node.plan)
+            found = OPS[node.op](*(x.reshape(v.type.shape) for x, v in pairs), **node.args)
             return tuple(x.reshape(_flat(x.shape)) for x in (found if isinstance(found, tuple) else (found,)))
 
         run_node.__name__ = f"{self.graph.name}_{node.op}"
@@ -178,7 +178,7 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _kind(node: Node) -> Hashable:
-    plan = {name: x.tobytes() if isinstance(x, np.ndarray) else repr(x) for name, x in node.plan.items()}
+    plan = {name: x.tobytes() if isinstance(x, np.ndarray) else repr(x) for name, x in node.args.items()}
     return node.op, tuple(sorted(plan.items())), tuple((v.type.shape, v.type.dtype) for v in node.inputs)
 
 

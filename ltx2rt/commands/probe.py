@@ -175,7 +175,7 @@ def _transformer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
         feeds |= {name: keeps.get(name, full).T for name in names}
     if "video_attention_mask" in x:
         feeds["video_attention_mask"] = x["video_attention_mask"]
-    structure = transformer.Structure(
+    structure = transformer.ForwardShape(
         batch=batch,
         video_tokens=video_tokens,
         audio_tokens=x["audio_latent"].shape[1],
@@ -206,7 +206,7 @@ def _guided_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
         feeds |= guided_step.mask_feeds(m, x[f"{m}_mask"][0, :, 0])
         feeds |= {f"{m}_clean": x[f"{m}_clean"][0], f"{m}_context": contexts, f"{m}_latent": x[f"{m}_latent"]}
     feeds |= {"guidance": x["guidance"], "stg_blocks": x["stg_blocks"]}
-    structure = guided_step.Structure(
+    structure = guided_step.StepShape(
         branches=branches,
         video_tokens=x["video_latent"].shape[1],
         audio_tokens=x["audio_latent"].shape[1],

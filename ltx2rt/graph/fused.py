@@ -27,20 +27,22 @@ def pairs(rows: Sequence[Any]) -> list[tuple[Any, ...]]:
     return grouped(rows, 2)
 
 
-def _row_plan(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...], dict[str, Any]]:
-    """Views of the rows, and the plan of the index if one follows them: its view as (B, tokens)."""
+def _row_args(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...], dict[str, Any]]:
+    """Views of the rows, and the arguments for the index if one follows them: its view as (B, tokens)."""
     *rows, index = (*rows, None) if not rows or rows[-1].dtype != "int32" else rows
-    axes, plan = x.axes, {}
+    axes, args = x.axes, {}
     if index is not None:
         _expect(len(x.axes) == 3, f"rows by level: {x} is not (B, tokens, D)")
-        axes, plan = (x.axes[0], "levels", x.axes[2]), {"index_view": _view(index, x.axes[:2], "index")}
+        axes, args = (x.axes[0], "levels", x.axes[2]), {"index_view": _view(index, x.axes[:2], "index")}
     _same_dtype(x, *rows)
     for row in rows:
         _expect(row.axes[-1:] == x.axes[-1:], f"row {row} does not hold the last axis of {x}")
-    return tuple(_view(row, axes, "row") for row in rows), plan
+    return tuple(_view(row, axes, "row") for row in rows), args
 
 
-def spread(rows: Sequence[Any], views: Sequence[tuple[int, ...]], index_view, take_along: Callable) -> list[Any]:
+def rows_per_token(
+    rows: Sequence[Any], views: Sequence[tuple[int, ...]], index_view, take_along: Callable
+) -> list[Any]:
     """Modulation rows, arrays of any framework, as they broadcast to x: (B or 1, tokens or 1, D) each.
 
     index_view: of the index behind the rows, if there is one. take_along: the framework's take_along_axis.
@@ -62,20 +64,20 @@ def _normed(x, rows, eps):
 
 
 def _numpy_norm_modulate(x, *rows, views, eps, index_view=None):
-    results = _normed(x, spread(rows, views, index_view, np.take_along_axis), eps)
+    results = _normed(x, rows_per_token(rows, views, index_view, np.take_along_axis), eps)
     return results[0] if len(results) == 1 else results
 
 
 @op(_numpy_norm_modulate)
 def norm_modulate(x: Type, *rows: Type, eps: float):
     """RMSNorm without weight over the last axis, then x * (1 + scale) + shift for every pair of rows."""
-    views, plan = _row_plan(x, rows)
+    views, args = _row_args(x, rows)
     _expect(len(views) > 0 and len(views) % 2 == 0, f"norm_modulate: {len(views)} rows are no pairs of scale and shift")
-    return _one_or_many((x,) * (len(views) // 2)), {"views": views, "eps": eps} | plan
+    return _one_or_many((x,) * (len(views) // 2)), {"views": views, "eps": eps} | args
 
 
 def _numpy_gated_residual(x, y, *gate, views, index_view=None):
-    (gate,) = spread(gate, views, index_view, np.take_along_axis)
+    (gate,) = rows_per_token(gate, views, index_view, np.take_along_axis)
     return x + y * gate
 
 
@@ -83,13 +85,13 @@ def _numpy_gated_residual(x, y, *gate, views, index_view=None):
 def gated_residual(x: Type, y: Type, *gate: Type):
     """x + y * gate. gate: one row, and the index if it is by level."""
     _expect(x == y, f"gated_residual: {x} and {y} differ")
-    views, plan = _row_plan(x, gate)
+    views, args = _row_args(x, gate)
     _expect(len(views) == 1, f"gated_residual: {len(views)} gates, expected 1")
-    return x, {"views": views} | plan
+    return x, {"views": views} | args
 
 
 def _numpy_residual_norm_modulate(x, y, *rows, views, eps, index_view=None):
-    gate, *rows = spread(rows, views, index_view, np.take_along_axis)
+    gate, *rows = rows_per_token(rows, views, index_view, np.take_along_axis)
     x = x + y * gate
     return [x, *(_normed(x, rows, eps) or [OPS["rms_norm"].numpy(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)])]
 
@@ -101,9 +103,9 @@ def residual_norm_modulate(x: Type, y: Type, *rows: Type, eps: float):
     rows: the gate, the pairs, and the index if some of them are by level.
     """
     _expect(x == y, f"residual_norm_modulate: {x} and {y} differ")
-    views, plan = _row_plan(x, rows)
+    views, args = _row_args(x, rows)
     _expect(len(views) % 2 == 1, f"residual_norm_modulate: {len(views)} rows are no gate and pairs of scale and shift")
-    return (x,) * (1 + max(1, len(views) // 2)), {"views": views, "eps": eps} | plan
+    return (x,) * (1 + max(1, len(views) // 2)), {"views": views, "eps": eps} | args
 
 
 def _numpy_qk_norm_rope(*operands, weight_views, table_views, eps):
@@ -125,8 +127,8 @@ def qk_norm_rope(*operands: Type, eps: float):
     for x, weight, cos, sin in grouped(operands, 4):
         weights.append(OPS["rms_norm"].rule(x, weight, over=x.axes[-2:], eps=eps)[1]["weight_view"])
         tables.append(OPS["rope"].rule(x, cos, sin)[1]["view"])
-    plan = {"weight_views": tuple(weights), "table_views": tuple(tables), "eps": eps}
-    return _one_or_many(operands[::4]), plan
+    args = {"weight_views": tuple(weights), "table_views": tuple(tables), "eps": eps}
+    return _one_or_many(operands[::4]), args
 
 
 def _numpy_qk_scale_rope(*operands, weight_views, table_views, count, eps):
@@ -149,11 +151,11 @@ def qk_scale_rope(*operands: Type, count: int, eps: float):
         norm = OPS["rms_scale"].rule(x, sum_squares, weight, over=x.axes[-2:], count=count, eps=eps)[1]
         weights.append(norm["weight_view"])
         tables.append(OPS["rope"].rule(x, cos, sin)[1]["view"])
-    plan = {"weight_views": tuple(weights), "table_views": tuple(tables), "count": count, "eps": eps}
-    return _one_or_many(operands[::5]), plan
+    args = {"weight_views": tuple(weights), "table_views": tuple(tables), "count": count, "eps": eps}
+    return _one_or_many(operands[::5]), args
 
 
-@op(lambda *operands, **plan: OPS["gelu"].numpy(OPS["linear"].numpy(*operands, **plan)))
+@op(lambda *operands, **args: OPS["gelu"].numpy(OPS["linear"].numpy(*operands, **args)))
 def linear_gelu(x: Type, weight: Type, bias: Type, *, contract: tuple[str, ...], out: dict[str, int]):
     """A linear layer with bias, then GELU."""
     return OPS["linear"].rule(x, weight, bias, contract=contract, out=out)

@@ -96,14 +96,14 @@ def _apply(node: Node, operands: list[Devices], grid: Grid) -> list[Devices]:
     function = OPS[node.op].numpy
     results: list[list[Any]] = [[None] * len(grid) for _ in node.outputs]
     if node.op in GROUP_OPS:
-        for group in grid.groups(node.plan["mesh_axis"]):
-            found = function(*([devices[d] for d in group] for devices in wide), **node.plan)
+        for group in grid.groups(node.args["mesh_axis"]):
+            found = function(*([devices[d] for d in group] for devices in wide), **node.args)
             found = found if node.op in ("all_reduce", "all_to_all") else [found]
             for result, arrays in zip(results, found, strict=True):
                 for device, array in zip(group, arrays, strict=True):
                     result[device] = array
     else:
-        found = [function(*(devices[d] for devices in wide), **node.plan) for d in range(len(grid))]
+        found = [function(*(devices[d] for devices in wide), **node.args) for d in range(len(grid))]
         results = [list(column) for column in zip(*found, strict=True)] if len(node.outputs) > 1 else [found]
     return [
         [np.asarray(array).astype(NUMPY_DTYPES[v.type.dtype]) for array in devices]

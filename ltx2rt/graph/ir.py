@@ -67,31 +67,31 @@ class Node:
     """One operation.
 
     attrs: what the model text said, in axis names; passes read and print these.
-    plan: the same, resolved to positions for these operand types; lowerings and the interpreter read only this.
+    args: the same, resolved to positions for these operand types; lowerings and the interpreter read only this.
     """
 
     op: str
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     attrs: Mapping[str, Any]
-    plan: Mapping[str, Any]
+    args: Mapping[str, Any]
 
     @property
     def repeat(self) -> Repeat:
         """What a `repeat` node repeats."""
-        return self.plan["repeat"]
+        return self.args["repeat"]
 
 
 def rewrite(node: Node, change: Callable[[Graph], Graph]) -> Node:
     """`node` itself, but of a repeat one with the body that `change` makes of its own."""
     if node.op != "repeat":
         return node
-    return replace(node, plan={"repeat": replace(node.repeat, body=change(node.repeat.body))})
+    return replace(node, args={"repeat": replace(node.repeat, body=change(node.repeat.body))})
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """The plan of a `repeat` node: `body` runs `count` times.
+    """The argument of a `repeat` node: `body` runs `count` times.
 
     The node's inputs are carries, then invariants, then per-iteration data (the axis `axis` first); the body's
     inputs are the same without that axis. The body's outputs are the carries, then per-iteration outputs, which

@@ -1,8 +1,8 @@
-"""The op table: for each op its typing rule, the positional plan that lowerings follow, and its numpy definition.
+"""The op table: for each op its typing rule and its numpy definition.
 
-A rule receives operand types and named attributes; it returns the result type and the plan (keyword arguments of the
-numpy definition and of every lowering's function of the same name). Rules raise GraphError in axis names. The
-interpreter widens bfloat16 to float32 before an op and rounds once after it; that is each op's meaning.
+A rule receives operand types and named attributes; it returns the result type and the attributes resolved to positions,
+keyword arguments of the numpy definition and of every lowering's function of the same name. Rules raise GraphError in
+axis names. The interpreter widens bfloat16 to float32 before an op and rounds once after it; that is each op's meaning.
 """
 
 from __future__ import annotations
@@ -641,8 +641,8 @@ def attention_part(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale
     shares: the upper 16 bits of the float32, which are a bfloat16, and the rest. So a bfloat16 graph sends bfloat16
     and knows the weights to 2^-16 of that logarithm, and a float32 graph knows them exactly.
     """
-    out, plan = attention(q, k, v, bias, scale=scale)
-    return Type(out.axes, (*out.shape[:3], out.shape[3] + 2), out.dtype), plan
+    out, args = attention(q, k, v, bias, scale=scale)
+    return Type(out.axes, (*out.shape[:3], out.shape[3] + 2), out.dtype), args
 
 
 def _numpy_attention_join(parts):

@@ -26,10 +26,10 @@ def emit(graph: Graph, op: str, *inputs: Value, **attrs: Any) -> Any:
 def _record(
     graph: Graph, op: str, inputs: tuple[Value, ...], attrs: dict[str, Any], value: Callable[[str, Type], Value]
 ) -> Any:
-    types, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
+    types, args = OPS[op].rule(*(v.type for v in inputs), **attrs)
     many = isinstance(types, tuple)
     results = tuple(value(f"%{next(graph.serial)}", t) for t in (types if many else (types,)))
-    graph.nodes.append(Node(op, inputs, results, attrs, plan))
+    graph.nodes.append(Node(op, inputs, results, attrs, args))
     return results if many else results[0]
 
 
@@ -192,9 +192,9 @@ class Ops:
         inputs: dict[str, dict[str, Term]] = {"carry": {}, "invariant": {}, "data": {}}
         for kind, values in (("carry", carry), ("invariant", invariant), ("data", data)):
             for name, value in values.items():
+                t = value.type
                 if name in inner.inputs:
                     raise GraphError(f"repeat: {name} is given twice")
-                t = value.type
                 if kind == "data":
                     if t.axes[0] != "layers" or t.shape[0] != count:
                         raise GraphError(f"repeat: data {name} is {t}, expected a leading axis layers={count}")
@@ -206,15 +206,12 @@ class Ops:
                 raise GraphError(f"repeat: carry {name} enters as {value.type} and leaves as {new_carry[name].type}")
         inner.outputs = {name: new_carry[name] for name in carry} | outputs
         verify(inner)
-        results = {}
-        for name, value in (carry | outputs).items():
-            t = value.type
-            if name in outputs:
-                t = t.stacked("layers", count)
-            results[name] = self.term(f"%{next(self.graph.serial)}", t)
-        plan = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
+        types = {name: value.type for name, value in carry.items()}
+        types |= {name: value.type.stacked("layers", count) for name, value in outputs.items()}
+        results = {name: self.term(f"%{next(self.graph.serial)}", t) for name, t in types.items()}
+        args = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
         operands = (*carry.values(), *invariant.values(), *data.values())
-        self.graph.nodes.append(Node("repeat", operands, tuple(results.values()), {"count": count}, plan))
+        self.graph.nodes.append(Node("repeat", operands, tuple(results.values()), {"count": count}, args))
         return {n: results[n] for n in carry}, {n: results[n] for n in outputs}
 
 

@@ -21,10 +21,10 @@ def verify(graph: Graph) -> None:
             verify(node.repeat.body)
             _verify_repeat(graph.name, node, node.repeat)
         else:
-            types, plan = OPS[node.op].rule(*(v.type for v in node.inputs), **node.attrs)
+            types, args = OPS[node.op].rule(*(v.type for v in node.inputs), **node.attrs)
             types = types if isinstance(types, tuple) else (types,)
             typed = tuple(v.type for v in node.outputs)
-            if types != typed or plan.keys() != node.plan.keys():
+            if types != typed or args.keys() != node.args.keys():
                 raise GraphError(f"{graph.name}: {node.op} is typed {_list(typed)}, its rule says {_list(types)}")
         known.update(id(v) for v in node.outputs)
     for name, value in graph.outputs.items():
@@ -43,16 +43,11 @@ def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
         raise GraphError(f"{where}: repeat passes {len(node.inputs)} operands to {len(inputs)} inputs")
     if len(outputs) != len(node.outputs):
         raise GraphError(f"{where}: repeat has {len(node.outputs)} results of {len(outputs)} outputs")
-
-    def stacked(type: Type) -> Type:
-        return type.stacked(repeat.axis, repeat.count)
-
-    first_data = repeat.num_carries + repeat.num_invariants
-    for i, (value, (name, inner)) in enumerate(zip(node.inputs, inputs.items(), strict=True)):
-        expected = inner.type if i < first_data else stacked(inner.type)
-        if value.type != expected:
-            raise GraphError(f"{where}: repeat passes {value.name}: {value.type} to {name}: {expected}")
-    for i, (value, (name, inner)) in enumerate(zip(node.outputs, outputs.items(), strict=True)):
-        expected = inner.type if i < repeat.num_carries else stacked(inner.type)
-        if value.type != expected:
-            raise GraphError(f"{where}: repeat gives {name}: {expected}, typed {value.type}")
+    for verb, to, values, inner, alike in (
+        ("passes", "to", node.inputs, inputs, repeat.num_carries + repeat.num_invariants),
+        ("gives", "for", node.outputs, outputs, repeat.num_carries),
+    ):
+        for i, (value, (name, v)) in enumerate(zip(values, inner.items(), strict=True)):
+            expected = v.type if i < alike else v.type.stacked(repeat.axis, repeat.count)
+            if value.type != expected:
+                raise GraphError(f"{where}: repeat {verb} {value.name}: {value.type} {to} {name}: {expected}")

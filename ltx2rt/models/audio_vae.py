@@ -66,13 +66,13 @@ def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict
     return {"latent": (x - mean) / std}
 
 
-def _statistics(o: Ops, config: AudioVaeConfig) -> tuple[Term, Term]:
+def _statistics(o: Ops, config: AudioVaeConfig) -> list[Term]:
     """Mean and std (channels, mel), stored as one axis in the order of packed tokens, channel * bins + bin."""
     into = {"channels": config.latent_channels, "mel": config.latent_mel_bins}
     size = config.latent_channels * config.latent_mel_bins
-    names = ("audio_vae.per_channel_statistics.mean-of-means", "audio_vae.per_channel_statistics.std-of-means")
-    mean, std = (o.split(o.param(name, dtype="float32", packed=size), axis="packed", into=into) for name in names)
-    return mean, std
+    o = o.under("audio_vae.per_channel_statistics")
+    packed = [o.param(name, dtype="float32", packed=size) for name in ("mean-of-means", "std-of-means")]
+    return [o.split(x, axis="packed", into=into) for x in packed]
 
 
 def causal_conv(o: Ops, x: Term, name: str, out_channels: int) -> Term:

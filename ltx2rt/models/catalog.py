@@ -52,13 +52,13 @@ def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int,
     return lambda c, shape, dtype: trace(c.video_vae, shape[0], *shape[2:], dtype)
 
 
-def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.Structure:
+def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.StepShape:
     """Without conditionings. 1 branch is the conditional one; then the negative prompt, the perturbed and the isolated
     branch join. Raises InputError."""
     if not 1 <= branches <= 4:
         raise InputError(f"--branches: {branches}, expected 1 to 4")
     feeds = transformer.position_feeds(c.transformer, video_positions(g), audio_positions(g))
-    return guided_step.Structure(
+    return guided_step.StepShape(
         branches=guided_step.Branches(*(branches > i for i in (1, 2, 3))),
         video_tokens=g.num_video_tokens,
         audio_tokens=g.audio_latents,
@@ -67,9 +67,9 @@ def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.Structure:
     )
 
 
-def _forward(c: ModelConfig, g: Geometry, branches: int) -> transformer.Structure:
+def _forward(c: ModelConfig, g: Geometry, branches: int) -> transformer.ForwardShape:
     s = _step(c, g, branches)
-    return transformer.Structure(
+    return transformer.ForwardShape(
         batch=branches,
         video_tokens=s.video_tokens,
         audio_tokens=s.audio_tokens,

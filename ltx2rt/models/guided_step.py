@@ -24,8 +24,14 @@ from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.modulation import Levels
-from ltx2rt.models.transformer import Structure as TransformerStructure
-from ltx2rt.models.transformer import declare_context, declare_levels, declare_tables, streams, transformer
+from ltx2rt.models.transformer import (
+    ForwardShape,
+    declare_context,
+    declare_levels,
+    declare_tables,
+    streams,
+    transformer,
+)
 
 CFG, STG, MODALITY, RESCALE = range(4)  # columns of the input `guidance` (modalities, scales)
 STATE = ("video_latent", "audio_latent")  # inputs that the outputs of the same names replace from step to step
@@ -59,7 +65,7 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class Structure:
+class StepShape:
     """What shapes a guided-step graph besides its config: the key under which programs are kept."""
 
     branches: Branches
@@ -124,7 +130,7 @@ def _keeps(
     return keeps | {"a2v_keep": cross, "v2a_keep": cross}
 
 
-def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
+def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
     """Inputs, for a modality m of video and audio, all float32 unless said:
 
     m_latent (videos, tokens, C); m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and, if K > 1,
@@ -179,7 +185,7 @@ def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
             rows = [o.slice(context, axis="branches", start=i, stop=i + 1) for i in chosen]
             contexts[n] = batched(o.concat(*rows, axis="branches"))
         shape = (len(names) * s.videos, s.video_tokens, s.audio_tokens, s.text_tokens, s.coordinates)
-        tables = declare_tables(o, config, TransformerStructure(*shape))
+        tables = declare_tables(o, config, ForwardShape(*shape))
         velocity = transformer(
             o, config,
             latents={n: batched(branched(x[n])) for n in x},

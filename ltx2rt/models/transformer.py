@@ -28,7 +28,7 @@ TABLES = ("video_time", "video_rows", "video_columns", "video_cross", "audio_tim
 
 
 @dataclass(frozen=True)
-class Structure:
+class ForwardShape:
     """What shapes a transformer graph besides its config. Hashable: the key under which programs are kept.
 
     coordinates: distinct coordinates per table of TABLES. batched_positions: positions differ between samples.
@@ -108,7 +108,7 @@ def level_feeds(name: str, timesteps: np.ndarray) -> dict[str, np.ndarray]:
 # --- graph side -------------------------------------------------------------------------------------------------
 
 
-def declare_tables(o: Ops, config: TransformerConfig, s: Structure) -> dict[str, dict[str, Term]]:
+def declare_tables(o: Ops, config: TransformerConfig, s: ForwardShape) -> dict[str, dict[str, Term]]:
     """The RoPE inputs: per table of TABLES its cos and sin (coordinates, frequencies) and index ((B,) tokens)."""
     video, cross = config.width // 6, config.audio_width // 2
     frequencies = (video, video, video, cross, cross, cross)
@@ -330,7 +330,7 @@ def declare_context(o: Ops, config: TransformerConfig, s: Stream, **axes: int) -
     return o.input(f"{s.name}_context", "float32", **axes, **width)
 
 
-def trace(config: TransformerConfig, s: Structure, dtype: str) -> Graph:
+def trace(config: TransformerConfig, s: ForwardShape, dtype: str) -> Graph:
     """One forward. Inputs per stream: *_latent, *_levels, *_level_index, *_sigma, *_context; tables, keeps, mask.
 
     Outputs: video_velocity, audio_velocity.

@@ -65,10 +65,9 @@ def encoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, 
     return {"latent": normalise(o, o.cast(x, dtype="float32"))}
 
 
-def _statistics(o: Ops, channels: int) -> tuple[Term, Term]:
-    names = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
-    mean, std = (o.param(name, dtype="float32", channels=channels) for name in names)
-    return mean, std
+def _statistics(o: Ops, channels: int) -> list[Term]:
+    o = o.under("vae.per_channel_statistics")
+    return [o.param(name, dtype="float32", channels=channels) for name in ("mean-of-means", "std-of-means")]
 
 
 def unnormalise(o: Ops, x: Term) -> Term:

@@ -52,6 +52,6 @@ def _merge(held: list[Node]) -> list[Node]:
     for nodes in groups.values():
         inputs = tuple(v for node in nodes for v in node.inputs)
         outputs = tuple(v for node in nodes for v in node.outputs)
-        _, plan = OPS["all_reduce"].rule(*(v.type for v in inputs), **nodes[0].attrs)
-        merged.append(Node("all_reduce", inputs, outputs, nodes[0].attrs, plan))
+        _, args = OPS["all_reduce"].rule(*(v.type for v in inputs), **nodes[0].attrs)
+        merged.append(Node("all_reduce", inputs, outputs, nodes[0].attrs, args))
     return merged

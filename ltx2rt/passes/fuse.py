@@ -78,8 +78,8 @@ Match = Callable[[Graph, _Uses, Node], Found | None]
 
 
 def _node(op: str, inputs: Sequence[Value], outputs: Sequence[Value], **attrs) -> Node:
-    _, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
-    return Node(op, tuple(inputs), tuple(outputs), attrs, plan)
+    _, args = OPS[op].rule(*(v.type for v in inputs), **attrs)
+    return Node(op, tuple(inputs), tuple(outputs), attrs, args)
 
 
 # --- what is recognised: each function gets the last node it needs to see, or the one in the middle -----------------
@@ -219,7 +219,7 @@ def _head_gate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
         return None
     y, gate = node.inputs
     doubled = uses.only(gate, "affine")
-    if doubled is None or doubled.plan != {"scale": 2.0, "offset": 0.0} or gate.type.axes != y.type.axes[:-1]:
+    if doubled is None or doubled.args != {"scale": 2.0, "offset": 0.0} or gate.type.axes != y.type.axes[:-1]:
         return None
     sigmoid = uses.only(doubled.inputs[0], "sigmoid")
     if sigmoid is None or gate.type.shape != y.type.shape[:-1]:

@@ -196,8 +196,8 @@ class _Loop:
         rest.inputs = {name: v for name, v, _ in keep} | {v.name: v for v in entered.values()}
         rest.outputs = {n: entered.get(id(v), v) for n, v in inner.outputs.items()}
         operands = (*(operand for _, _, operand in keep), *entering)
-        plan = {"repeat": replace(repeat, body=rest, num_invariants=len(fixed))}
-        return replace(node, inputs=operands, plan=plan)
+        args = {"repeat": replace(repeat, body=rest, num_invariants=len(fixed))}
+        return replace(node, inputs=operands, args=args)
 
     def _finish(self, kept: list[Node]) -> None:
         """The repeat without what left it; what is still read of that enters as an invariant or as data."""
@@ -220,7 +220,7 @@ class _Loop:
         inner.outputs = {n: entered.get(id(v), v) for n, v in body.outputs.items()}
         operands = (*self.node.inputs[:num_carries], *(self.outer[id(v)] for v in (*invariants, *data)))
         rest = replace(self.repeat, body=inner, num_invariants=len(invariants))
-        self.out.nodes.append(replace(self.node, inputs=operands, plan={"repeat": rest}))
+        self.out.nodes.append(replace(self.node, inputs=operands, args={"repeat": rest}))
 
 
 def _named(values: list[Value]) -> dict[int, Value]:

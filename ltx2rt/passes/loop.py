@@ -42,15 +42,15 @@ def looped(step: Graph, name: str, count: int, state: Sequence[str], data: Seque
     graph.inputs = {n: Value(n, stacked(v.type) if n in data else v.type) for n, v in body.inputs.items()}
     typed = [v.type if n in state else stacked(v.type) for n, v in body.outputs.items()]
     values = tuple(graph.fresh(t) for t in typed)
-    plan = {"repeat": Repeat(body, count, len(state), len(rest), STEPS)}
-    graph.nodes = [Node("repeat", tuple(graph.inputs.values()), values, {"count": count}, plan)]
+    args = {"repeat": Repeat(body, count, len(state), len(rest), STEPS)}
+    graph.nodes = [Node("repeat", tuple(graph.inputs.values()), values, {"count": count}, args)]
     graph.outputs = dict(zip(results, values, strict=True))
     verify(graph)
     return graph
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoopParts:
     """A loop taken apart. `before` runs once; its outputs are inputs of `body`, by the body's names.
 
     Every other input of the body is the graph's input of the same name. state, data: the body's inputs that change
@@ -64,7 +64,7 @@ class Parts:
     data: tuple[str, ...]
 
 
-def taken_apart(graph: Graph) -> Parts:
+def taken_apart(graph: Graph) -> LoopParts:
     """Requires that the graph ends in its loop over steps, whose results are its outputs. Raises GraphError."""
     *before, last = graph.nodes
     if last.op != "repeat" or last.repeat.axis != STEPS:
@@ -80,4 +80,4 @@ def taken_apart(graph: Graph) -> Parts:
             raise GraphError(f"{graph.name}: the loop's input {n} is the graph's {v.name}")
     verify(first)
     state, _, data = last.repeat.divide(names)
-    return Parts(first, last.repeat.body, last.repeat.count, tuple(state), tuple(data))
+    return LoopParts(first, last.repeat.body, last.repeat.count, tuple(state), tuple(data))

@@ -197,9 +197,8 @@ class _Placer:
             inputs = [self._declared(p) for p in operands]
             return [Placed(emit(self.out, "rms_norm", *inputs, **node.attrs), x.splits)]
         mesh_axis = x.splits[split]
-        count = parts = self.mesh[mesh_axis]
-        for axis in over:
-            count *= x.value.type.size(axis)
+        parts = self.mesh[mesh_axis]
+        count = parts * math.prod(map(x.value.type.size, over))
         local = emit(self.out, "sum_squares", x.value, over=over)
         (total,) = emit(self.out, "all_reduce", local, mesh_axis=mesh_axis)
         w = [self._param(p.value, 0, parts, mesh_axis) for p in weight]
@@ -350,8 +349,8 @@ class _Placer:
             else:
                 body.outputs[name] = inner.whole(result)
                 results.append(Placed(self.out.fresh(node.outputs[i].type)))
-        plan = {"repeat": replace(repeat, body=body, num_invariants=repeat.num_invariants + len(inner.padding))}
-        self.out.nodes.append(Node("repeat", tuple(inputs), tuple(p.value for p in results), node.attrs, plan))
+        args = {"repeat": replace(repeat, body=body, num_invariants=repeat.num_invariants + len(inner.padding))}
+        self.out.nodes.append(Node("repeat", tuple(inputs), tuple(p.value for p in results), node.attrs, args))
         return [self._unpadded(p, v.type) for p, v in zip(results, node.outputs, strict=True)]
 
     def _unpadded(self, placed: Placed, type: Type) -> Placed:

@@ -49,74 +49,49 @@ class Placement:
 
         Raises InputError if a size of a strict network does not divide, or float8 weights would be cut for `fsdp`.
         """
-        return _passed(graph, Job(self, network))
+        return self._passed(graph, network, None)
 
     def loop(self, step: Graph, num_steps: int) -> Graph:
         """All denoise steps as one device runs them, with room for `step_slots(num_steps)`.
 
         step: one guided step of the videos of one device; the mesh axis `data` multiplies them. Raises as `local` does.
         """
-        return _passed(step, Job(self, "transformer", num_steps))
+        return self._passed(step, "transformer", num_steps)
 
+    def _passed(self, graph: Graph, network: str, num_steps: int | None) -> Graph:
+        return reduce(lambda done, one: one(done, self, network, num_steps), PASSES, graph)
 
-@dataclass(frozen=True)
-class Job:
-    """One graph's way through the passes. num_steps: of the loop that it becomes, if any."""
-
-    placement: Placement
-    network: str
-    num_steps: int | None = None
-
-    @property
-    def mesh(self) -> Mapping[str, int]:
-        return self.placement.mesh
-
-    @property
-    def strict(self) -> bool:
-        return self.network in self.placement.profile.strict
-
-    def rules(self, weights: bool) -> Rules:
+    def rules(self, network: str, weights: bool) -> Rules:
         """Axis to mesh axis: of weights that are gathered where they are used, or of everything else."""
-        rules = self.placement.profile.rules_of(self.network)
-        return {axis: mesh_axis for axis, mesh_axis in rules.items() if (mesh_axis == FSDP) == weights}
+        rules = self.profile.rules_of(network).items()
+        return {axis: mesh_axis for axis, mesh_axis in rules if (mesh_axis == FSDP) == weights}
 
 
-def _quantised(graph: Graph, job: Job) -> Graph:
-    if job.placement.weights_dtype != "float8" or job.network != "transformer":
+def _quantised(graph: Graph, on: Placement, network: str, steps: int | None) -> Graph:
+    if on.weights_dtype != "float8" or network != "transformer":
         return graph
-    if job.mesh.get(FSDP, 1) > 1:
+    if on.mesh.get(FSDP, 1) > 1:
         raise InputError(
-            f"--weights-dtype: a float8 row and its scale stay together, {FSDP}={job.mesh[FSDP]} cuts weights along D; "
+            f"--weights-dtype: a float8 row and its scale stay together, {FSDP}={on.mesh[FSDP]} cuts weights along D; "
             "leave one of the two out"
         )
     return quantise(graph)
 
 
-def _data_parallel(graph: Graph, job: Job) -> Graph:
-    return data_parallel(graph, "videos", "data", job.mesh.get("data", 1)) if job.num_steps else graph
-
-
-def _looped(graph: Graph, job: Job) -> Graph:
-    return looped(graph, "denoise", step_slots(job.num_steps), STATE, PER_STEP) if job.num_steps else graph
-
-
-PASSES: tuple[Callable[[Graph, Job], Graph], ...] = (
+# Each takes a graph, the placement, the network, and the number of steps if the graph becomes their loop.
+PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     # From here on shapes are those of one device, and every communication is a node.
-    lambda graph, job: place(graph, job.rules(weights=False), job.mesh, job.strict),
+    lambda g, on, net, steps: place(g, on.rules(net, weights=False), on.mesh, net in on.profile.strict),
     # After place: the scales are those of the rows that a device holds.
     _quantised,
     # After place, which knows the videos of one device only; before the loop, whose state is that of all.
-    _data_parallel,
-    _looped,
+    lambda g, on, net, steps: data_parallel(g, "videos", "data", on.mesh.get("data", 1)) if steps else g,
+    lambda g, on, net, steps: looped(g, "denoise", step_slots(steps), STATE, PER_STEP) if steps else g,
     # Before pack: a linear that leaves the loop must not take along those that stay.
-    lambda graph, job: hoist(graph) if job.num_steps else graph,
-    lambda graph, job: pack(graph),
-    lambda graph, job: coalesce(graph),
+    lambda g, on, net, steps: hoist(g) if steps else g,
+    lambda g, on, net, steps: pack(g),
+    lambda g, on, net, steps: coalesce(g),
     # After pack: weights are joined before they are cut, so there are as few gathers as matrix products.
-    lambda graph, job: gather_weights(graph, job.rules(weights=True), job.mesh, job.strict),
+    lambda g, on, net, steps: gather_weights(g, on.rules(net, weights=True), on.mesh, net in on.profile.strict),
     # Then `fuse`, in a backend: it alone knows its kernels.
 )
-
-
-def _passed(graph: Graph, job: Job) -> Graph:
-    return reduce(lambda done, one: one(done, job), PASSES, graph)

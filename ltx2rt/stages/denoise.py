@@ -126,14 +126,14 @@ class Denoise(Stage):
 
 def step_shape(
     model: ModelConfig, states: dict[str, ModalityState], branches: Branches, videos: int = 1, rule: str = "C"
-) -> tuple[guided_step.Structure, dict[str, np.ndarray]]:
+) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
     """What shapes the guided step of these states, and the feeds that positions, masks and clean latents decide."""
     video, audio = states["video"], states["audio"]
     feeds = transformer.position_feeds(model.transformer, video.positions, audio.positions)
     for name, state in states.items():
         feeds |= guided_step.mask_feeds(name, state.mask[0, :, 0])
         feeds[f"{name}_clean"] = state.clean[0]
-    structure = guided_step.Structure(
+    structure = guided_step.StepShape(
         branches=branches,
         video_tokens=video.shape[1],
         audio_tokens=audio.shape[1],

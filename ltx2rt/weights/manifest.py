@@ -15,7 +15,7 @@ def networks(config: ModelConfig) -> Shapes:
     """What the graphs read, traced at the smallest legal inputs; without Gemma or upsampler where there is none."""
     c, space = config, config.video_vae.space_factor
     tokens = max(c.text.video.num_registers, c.text.audio.num_registers)
-    structure = transformer.Structure(1, 1, 1, tokens, (1,) * len(transformer.TABLES))
+    structure = transformer.ForwardShape(1, 1, 1, tokens, (1,) * len(transformer.TABLES))
     graphs = {
         "transformer": [transformer.trace(c.transformer, structure, "float32")],
         "text": [connectors.trace(c.text, 1, tokens, "float32")],

@@ -177,7 +177,7 @@ def shared_calls(devices: int) -> dict[str, Any]:
 def big_graph(dtype: str = "bfloat16") -> Graph:
     """LTX-2.3's transformer at its real depth and 3/32 of its width: 360 MB, whose largest tensor is a real share."""
     config = replace(preset("ltx-2.3").config.transformer, num_heads=3, audio_num_heads=3)
-    return transformer.trace(config, transformer.Structure(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype)
+    return transformer.trace(config, transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype)
 
 
 def anonymous_bytes() -> int:

@@ -117,7 +117,7 @@ def test_module_of_a_program_is_that_of_its_graph():
 def test_parameters_have_the_checkpoints_names(tiny, generation):
     checkpoint = open_checkpoint(tiny(f"tiny-{generation}", "diffusers"))
     source = checkpoint.source("transformer")
-    structure = transformer.Structure(1, 2, 2, 4, (1,) * len(transformer.TABLES))
+    structure = transformer.ForwardShape(1, 2, 2, 4, (1,) * len(transformer.TABLES))
     graph = transformer.trace(checkpoint.config.transformer, structure, "bfloat16")
     state = as_module(graph, source).state_dict()
     assert state.keys() == set(source.names())
@@ -233,7 +233,7 @@ def test_module_without_weights_takes_them_later(name):
 def test_copy_and_state_hold_the_checkpoints_tensors_only():
     """The graph's own constants are no parameters; a copy, such as one for an average of weights, has none either."""
     module = copy.deepcopy(torch_module("transformer"))
-    assert any(isinstance(v, np.ndarray) for n in module.graph.nodes for v in n.plan.values())
+    assert any(isinstance(v, np.ndarray) for n in module.graph.nodes for v in n.args.values())
     assert module.state_dict().keys() == network("transformer").graph.parameters().keys()
     with torch.no_grad():
         for parameter in module.parameters():

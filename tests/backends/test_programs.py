@@ -52,7 +52,7 @@ def job(seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2) -> dict[str, 
 def step_graph(rows: int = 2, dtype: str = "float32"):
     counts = transformer.coordinate_counts(job(0, rows=rows)["constants"])
     branches = guided_step.Branches.of(GUIDANCE)
-    structure = guided_step.Structure(branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2)
+    structure = guided_step.StepShape(branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2)
     return guided_step.trace(CONFIG, structure, dtype)
 
 

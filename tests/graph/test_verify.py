@@ -76,7 +76,7 @@ def test_retyped_result_is_refused():
 
 def test_error_inside_a_repeat_body_is_found():
     graph = graph_of()
-    graph.nodes[0].plan["repeat"].body.nodes.reverse()
+    graph.nodes[0].args["repeat"].body.nodes.reverse()
     with pytest.raises(GraphError, match=r"net\.layers\.\*: add reads"):
         verify(graph)
 
@@ -107,5 +107,5 @@ def test_repeat_with_mistyped_results_is_refused():
     wrong = Value("wrong", Type(("layers", "D"), (2, 4), "float32"))
     graph.nodes[0] = replace(node, outputs=(node.outputs[0], wrong))
     graph.outputs["seen"] = wrong
-    with pytest.raises(GraphError, match=r"repeat gives seen: f32\[layers=3, D=4\], typed f32\[layers=2, D=4\]"):
+    with pytest.raises(GraphError, match=r"repeat gives wrong: f32\[layers=2, D=4\] for seen: f32\[layers=3, D=4\]"):
         verify(graph)

@@ -144,7 +144,7 @@ def reference(module, feeds: dict[str, np.ndarray], rule: str = "B", **kwargs) -
 
 
 @cache
-def program(kind: str, config: TransformerConfig, structure: transformer.Structure, dtype: str):
+def program(kind: str, config: TransformerConfig, structure: transformer.ForwardShape, dtype: str):
     """run(params, inputs) of one lowered graph: tests of one structure share its compilation."""
     graph = transformer.trace(config, structure, dtype)
     if kind == "numpy":
@@ -177,7 +177,7 @@ def ours(
     if mask is not None:
         inputs["video_attention_mask"] = mask
     batch, video_tokens, _ = feeds["video_latent"].shape
-    structure = transformer.Structure(
+    structure = transformer.ForwardShape(
         batch, video_tokens, feeds["audio_latent"].shape[1], feeds["video_context"].shape[1],
         transformer.coordinate_counts(inputs), inputs["video_levels"].shape[1], inputs["audio_levels"].shape[1],
         batched_positions=True, perturbed=keeps is not None, masked=mask is not None, rule=rule,

@@ -50,7 +50,7 @@ def ours(kind, config, inputs, branches: Branches | None = None, rule: str = "B"
     feeds |= transformer.position_feeds(config, inputs["video_positions"], inputs["audio_positions"])
     for name in NAMES:
         feeds |= guided_step.mask_feeds(name, inputs[f"{name}_mask"])
-    structure = guided_step.Structure(
+    structure = guided_step.StepShape(
         branches, len(inputs["video_mask"]), len(inputs["audio_mask"]), inputs["video_context"].shape[1],
         transformer.coordinate_counts(feeds), len(feeds["video_levels"]),
         len(feeds["audio_levels"]), rule,

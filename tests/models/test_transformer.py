@@ -118,7 +118,7 @@ def test_every_configured_variant_equals_diffusers(kind, changes):
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_graph_declares_exactly_the_checkpoint_of_diffusers(generation):
     config = config_of(generation)
-    graph = transformer.trace(config, transformer.Structure(1, 6, 3, 5, (1, 2, 3, 1, 3, 3)), "float32")
+    graph = transformer.trace(config, transformer.ForwardShape(1, 6, 3, 5, (1, 2, 3, 1, 3, 3)), "float32")
     expected = {name: array.shape for name, array in params_of(build(config)).items()}
     assert {name: spec.shape for name, spec in graph.parameters().items()} == expected
 

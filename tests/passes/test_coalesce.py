@@ -50,7 +50,7 @@ def dag(choices: list[tuple[int, int, int]], devices: int, in_block: bool) -> Gr
     graph.mesh = {"tensor": devices}
     for node, _ in graph.walk():
         if node.op == "repeat":
-            node.plan["repeat"].body.mesh = graph.mesh
+            node.args["repeat"].body.mesh = graph.mesh
     return graph
 
 

@@ -29,7 +29,7 @@ def on(mesh, graph):
 
 
 def body(graph):
-    (found,) = (node.plan["repeat"].body for node in graph.nodes if node.op == "repeat")
+    (found,) = (node.args["repeat"].body for node in graph.nodes if node.op == "repeat")
     return found
 
 

@@ -30,7 +30,7 @@ def fused_ops(graph) -> dict[str, int]:
 
 
 def body(graph):
-    (found,) = (node.plan["repeat"].body for node in graph.nodes if node.op == "repeat")
+    (found,) = (node.args["repeat"].body for node in graph.nodes if node.op == "repeat")
     return found
 
 
@@ -113,7 +113,7 @@ def test_rows_of_several_timesteps_are_spread_by_the_kernels(generation, devices
     spread = [node for node in plain.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
     left = [node for node in fused.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
     assert len(spread) >= 20 and not left
-    by_level = [node for node in fused.nodes if "index_view" in node.plan]
+    by_level = [node for node in fused.nodes if "index_view" in node.args]
     assert {node.op for node in by_level} == {"norm_modulate", "residual_norm_modulate", "gated_residual"}
 
 

@@ -69,7 +69,7 @@ def test_rope_tables_and_modulation_rows_leave_the_loop():
 def test_a_prompt_that_no_timestep_modulates_is_projected_once():
     one = case("guided-2.0")
     graph = hoist(all_steps(one))
-    blocks = next(node.plan["repeat"] for node in graph.nodes if node.op == "repeat").body
+    blocks = next(node.args["repeat"] for node in graph.nodes if node.op == "repeat").body
     names = {v.name.split("transformer_blocks.*.")[1] for v in blocks.params.values()}
     parts = ("to_k.weight", "to_k.bias", "to_v.weight", "to_v.bias", "k_norm.weight")
     assert names == {f"{s}attn2.{part}" for s in ("", "audio_") for part in parts}

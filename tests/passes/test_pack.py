@@ -42,7 +42,7 @@ def test_block_runs_20_gemms(generation, gemms, devices):
     """Self-attention 2, to the text and to each other 3 (q with gate, k with v, out), feed-forward 2; both streams."""
     graph = case(f"guided-{generation}").graph
     packed = pack(place(graph, HEADS_AND_FF, {"tensor": devices}))
-    (body,) = (node.plan["repeat"].body for node in packed.nodes if node.op == "repeat")
+    (body,) = (node.args["repeat"].body for node in packed.nodes if node.op == "repeat")
     names = [node.inputs[1].name for node in body.nodes if node.op == "linear"]
     assert len(names) == gemms
     together = "model.diffusion_model.transformer_blocks.*.attn1."

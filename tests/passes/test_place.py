@@ -39,7 +39,7 @@ ALL_BRANCHES = guided_step.Branches(True, True, True)
 def full(generation: str, devices: int, passes: tuple[str, ...] = ("pack", "coalesce")) -> Graph:
     """The released model's guided step at 768x512x121: 1536 video tokens, 126 of sound, 1024 of text."""
     config = preset(f"ltx-{generation}").config.transformer
-    structure = guided_step.Structure(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2)
+    structure = guided_step.StepShape(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2)
     graph = place(guided_step.trace(config, structure, "bfloat16"), HEADS_AND_FF, {"tensor": devices}, strict=True)
     for name in passes:
         graph = {"pack": pack, "coalesce": coalesce}[name](graph)
@@ -92,7 +92,7 @@ def test_all_reduce_is_the_only_communication(generation):
     """Nothing gathers, and a device's slice of what it holds anyway moves nothing."""
     one = guided_step.trace(
         preset(f"ltx-{generation}").config.transformer,
-        guided_step.Structure(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2),
+        guided_step.StepShape(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2),
         "bfloat16",
     )
     new = {node.op for node, _ in full(generation, 4).walk()} - {node.op for node, _ in one.walk()}
@@ -101,7 +101,7 @@ def test_all_reduce_is_the_only_communication(generation):
 
 def test_partial_sums_keep_their_width_and_statistics_are_one_number_a_token():
     """Per block: 8 activations of the model's width (4 video, 4 audio) and 12 statistics, whatever shares a node."""
-    (body,) = (node.plan["repeat"].body for node in full("2.3", 4).nodes if node.op == "repeat")
+    (body,) = (node.args["repeat"].body for node in full("2.3", 4).nodes if node.op == "repeat")
     sizes = Counter(str(v.type) for node in body.nodes if node.op == "all_reduce" for v in node.inputs)
     assert sizes == {
         "bf16[B=4, tokens=1536, D=4096]": 4,
@@ -126,7 +126,7 @@ def test_a_quarter_of_the_split_weights_is_on_each_of_4_devices():
 @pytest.mark.parametrize("devices,message", [(3, "heads=32 .* tensor=3"), (5, "=32 .* tensor=5"), (64, "tensor=64")])
 def test_transformer_refuses_sizes_that_do_not_divide(devices, message):
     config = preset("ltx-2.3").config.transformer
-    graph = transformer.trace(config, transformer.Structure(1, 6, 5, 4, (1,) * 6), "bfloat16")
+    graph = transformer.trace(config, transformer.ForwardShape(1, 6, 5, 4, (1,) * 6), "bfloat16")
     with pytest.raises(InputError, match=message) as error:
         Placement(PROFILES["hopper"], {"tensor": devices}).local(graph, "transformer")
     assert "choose a divisor of 32" in str(error.value)
@@ -207,8 +207,8 @@ def rewritten(graph: Graph, change: Callable[[Node, Callable[..., Value]], tuple
     for node in graph.nodes:
         node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
         if node.op == "repeat":
-            plan = node.plan["repeat"]
-            node = replace(node, plan={"repeat": replace(plan, body=rewritten(plan.body, change))})
+            plan = node.args["repeat"]
+            node = replace(node, args={"repeat": replace(plan, body=rewritten(plan.body, change))})
         found = change(node, emit)
         if found is None:
             result.nodes.append(node)
@@ -277,7 +277,7 @@ def test_bias_of_a_row_parallel_linear_is_added_once(devices):
 def test_printed_block_of_tiny_2_3_on_2_devices_is_the_golden_file():
     """A change of it is reviewed as a diff. To accept one: delete the file and run this test."""
     config = preset("tiny-2.3").config.transformer
-    structure = transformer.Structure(2, 6, 5, 4, (1, 2, 3, 1, 5, 5))
+    structure = transformer.ForwardShape(2, 6, 5, 4, (1, 2, 3, 1, 5, 5))
     text = show(
         Placement(PROFILES["hopper"], {"tensor": 2}).local(
             transformer.trace(config, structure, "bfloat16"), "transformer"

@@ -131,7 +131,7 @@ def test_first_and_last_block_gates_and_everything_outside_stay():
     graph = quantise(stack(dtype="bfloat16"))
     assert ops(graph)["linear_float8"] == 4 * (LAYERS - 2)
     assert ops(graph)["linear"] == 5 * 2 + (LAYERS - 2) + 1  # written-out blocks, gates, proj_out
-    (middle,) = (node.plan["repeat"] for node in graph.nodes if node.op == "repeat")
+    (middle,) = (node.args["repeat"] for node in graph.nodes if node.op == "repeat")
     assert middle.count == LAYERS - 2
     kept = {node.inputs[1].name for node in middle.body.nodes if node.op == "linear"}
     assert kept == {"blocks.1+*.to_gate_logits.weight"}
@@ -335,7 +335,7 @@ def forward(dtype: str):
     for name, tokens in (("video", video.shape[1]), ("audio", audio.shape[1])):
         feeds |= transformer.level_feeds(name, np.full((1, tokens), 0.6))
     counts = transformer.coordinate_counts(feeds)
-    structure = transformer.Structure(1, video.shape[1], audio.shape[1], TEXT, counts)
+    structure = transformer.ForwardShape(1, video.shape[1], audio.shape[1], TEXT, counts)
     graph = transformer.trace(config, structure, dtype)
     for name, v in graph.inputs.items():
         feeds.setdefault(name, rng.standard_normal(v.type.shape, np.float32))

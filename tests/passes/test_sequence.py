@@ -71,7 +71,7 @@ def test_split_sound_gives_the_values_of_one_device(name, mesh):
 def test_many_queries_gather_few_keys_and_few_queries_trade():
     """Video to sound gathers, sound to video and each to itself trade tokens for heads."""
     config = preset("ltx-2.0").config.transformer
-    structure = guided_step.Structure(guided_step.Branches(), 6144, 126, 1024, (16, 16, 24, 16, 126, 126))
+    structure = guided_step.StepShape(guided_step.Branches(), 6144, 126, 1024, (16, 16, 24, 16, 126, 126))
     local = on({"sequence": 8}, guided_step.trace(config, structure, "bfloat16"), "split")
     assert executed(local) == Counter(all_to_all=6 * 48, all_gather=2 * 48 + 2)
 
@@ -93,7 +93,9 @@ def test_a_mask_between_tokens_that_do_not_divide(mesh):
         feeds |= transformer.level_feeds(name, rng.choice([0.2, 0.5, 0.9], (2, count)))
     levels = (feeds[f"{name}_levels"].shape[1] for name in ("video", "audio"))
     counts = transformer.coordinate_counts(feeds)
-    graph = transformer.trace(config, transformer.Structure(2, tokens, 7, 5, counts, *levels, masked=True), "float32")
+    graph = transformer.trace(
+        config, transformer.ForwardShape(2, tokens, 7, 5, counts, *levels, masked=True), "float32"
+    )
     feeds = {name: feeds.get(name, rng.random(v.type.shape, np.float32)) for name, v in graph.inputs.items()}
     agree(Case("transformer", graph, random_params(graph), feeds), mesh)
 
@@ -112,7 +114,7 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
         feeds[f"{name}_context"] = rng.standard_normal((2, 5, width))
     feeds |= {"sigmas": np.array([0.8, 0.6]), "guidance": np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]])}
     feeds["stg_blocks"] = np.array([0, 1, 0])
-    structure = guided_step.Structure(
+    structure = guided_step.StepShape(
         guided_step.Branches(True, True, True),
         tokens,
         7,
@@ -133,7 +135,7 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
 def test_a_full_size_step_communicates_no_more_than_promised(mesh, most, most_bytes):
     """LTX-2.0, 6144 video tokens, two branches: two all-to-alls and one gather a block, and tensor's all-reduces."""
     config = preset("ltx-2.0").config.transformer
-    structure = guided_step.Structure(guided_step.Branches(True), 6144, 126, 1024, (16, 16, 24, 16, 126, 126))
+    structure = guided_step.StepShape(guided_step.Branches(True), 6144, 126, 1024, (16, 16, 24, 16, 126, 126))
     graph = on(mesh, guided_step.trace(config, structure, "bfloat16"))
     found = executed(graph)
     reduces = 7 * 48 if "tensor" in mesh else 0
@@ -150,7 +152,7 @@ def test_branches_meet_only_at_the_output_projections(mesh):
     assert bool(found["all_reduce"]) == ("tensor" in mesh)
     gathered = [node.inputs[0].type for node in local.nodes if node.op == "all_gather"]
     assert {t.axes[-1] for t in gathered} == {"C"}
-    (body,) = (node.plan["repeat"].body for node in local.nodes if node.op == "repeat")
+    (body,) = (node.args["repeat"].body for node in local.nodes if node.op == "repeat")
     assert {v.type.size("B") for v in body.inputs.values() if "B" in v.type.axes} == {4 // mesh["guidance"]}
 
 
