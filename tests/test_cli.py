@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ltx2rt import cli
+from ltx2rt.commands import devices, generate
 from ltx2rt.commands.files import Files
 from ltx2rt.errors import InputError
 from ltx2rt.pipelines.one_stage import OneStage
@@ -35,7 +36,7 @@ def test_help_imports_nothing_heavy():
 
 def test_a_request_without_flags_has_only_defaults():
     args = cli.parser().parse_args(MINIMAL)
-    assert cli.generate_request(args) == (ModelOptions("cuda", Path("m")), TwoStage("a cat"), Files(Path("o.mp4")))
+    assert generate.asked(args) == (ModelOptions("cuda", Path("m")), TwoStage("a cat"), Files(Path("o.mp4")))
 
 
 def test_every_flag_arrives():
@@ -60,7 +61,7 @@ def test_every_flag_arrives():
         "n", 2, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2), "stage1",
     )  # fmt: skip
     files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)
-    assert cli.generate_request(cli.parser().parse_args(MINIMAL + text.split())) == (options, request, files)
+    assert generate.asked(cli.parser().parse_args(MINIMAL + text.split())) == (options, request, files)
 
 
 @pytest.mark.parametrize("flag", ["--gpus", "--promp"])
@@ -83,7 +84,7 @@ def test_every_failure_is_one_line_and_a_status(monkeypatch, capsys, raised, sta
     def handler(args):
         raise raised
 
-    monkeypatch.setattr(cli, "devices", handler)
+    monkeypatch.setattr(devices, "main", handler)
     monkeypatch.delenv("LTX2RT_TRACEBACK", raising=False)
     assert cli.main(["devices"]) == status
     assert capsys.readouterr().err == shown
@@ -110,7 +111,7 @@ def test_devices_are_counted_with_the_profile_they_get():
     ],
 )
 def test_profile_shown_for_devices(kind, count, expected):
-    assert cli._profile_for(kind, count).startswith(expected)
+    assert devices.profile_for(kind, count).startswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ nothing is run. How a graph is compiled is the backend's business.
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -14,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
+from ltx2rt.commands.options import planned_flags, planned_options
 from ltx2rt.commands.plan import datasheet_session
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.graph import Graph
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
+from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
@@ -204,3 +208,30 @@ def row(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> str:
         f"{cell.name:<22} {cell.size:<26} {count:>11} {received:>9} {weights:>9} {temporaries:>11} {outputs:>8} "
         f"{found.compile_s:>6.0f} s  {'yes' if fits(job, found) else 'NO'}"
     )
+
+
+def flags(to: Any) -> None:
+    to.epilog = (
+        "Figures are of the compiled programs, per device and call; nothing is run and no weight is read. Needs "
+        "libtpu, which is best installed into an environment of its own. XLA_FLAGS are honoured, dumps included."
+    )
+    add_flags(to, Target)
+    planned_flags(to, "text_encoder", "upsampler", "vae_tiling")
+    to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
+
+
+def main(args: argparse.Namespace) -> None:
+    type_, options = pipeline(args.pipeline), replace(planned_options(args), dtype="bfloat16")
+    request = type_(prompt="compiled", seed=0, **given_flags(args, type_))
+    job = plan_job(options, request, Target(**given_flags(args, Target)), args.preset)
+    found, results = [], compile_job(job)
+    if not args.json:
+        print(header(job), flush=True)
+    try:
+        for cell, compiled in results:
+            found.append(to_json(job, cell, compiled))
+            if not args.json:
+                print(row(job, cell, compiled), flush=True)
+    finally:  # an interrupt loses nothing that is compiled
+        if args.json:
+            print(json.dumps(found, indent=1))

@@ -8,22 +8,27 @@ Everything that can be refused is refused in the plan. What the stages are stand
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 import ltx2rt
-from ltx2rt.backend import Backend, get_factory
+from ltx2rt.backend import Backend, get_factory, keep_compiled
 from ltx2rt.commands.files import Files, video_files, write_report
+from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.errors import InputError
+from ltx2rt.flags import add_flags, flagged, given_flags, spelling
 from ltx2rt.media.mp4 import write_mp4
-from ltx2rt.pipelines.request import Loras, Request, distilled_lora
+from ltx2rt.pipelines import FIRST, pipeline, pipelines
+from ltx2rt.pipelines.request import Loras, Request, distilled_lora, draw_seed
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
@@ -238,3 +243,63 @@ def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
         "versions": versions(session.backend),
         "settings": request.settings(named) | {"options": options},
     }
+
+
+def flags(to: Any) -> None:
+    to.epilog = (
+        "With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (default: ltx2rt under "
+        "XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing."
+    )
+    known = pipelines()
+    about = "; ".join(f"{name}: {type_.summary}" for name, type_ in known.items())
+    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"{about} (default: {FIRST})")
+    add_flags(to, ModelOptions)
+    add_flags(to, *known.values())
+    add_flags(to, Files)
+
+
+def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
+    """Raises InputError."""
+    type_ = pipeline(args.pipeline)
+    return model_options(args), type_(**given_flags(args, type_)), Files(**given_flags(args, Files))
+
+
+def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """What is read, and what is written."""
+    options, request, written = asked(args)
+    first = request.seed or 0
+    return options.files + request.files, written.all(range(first, first + request.num_videos))
+
+
+def main(args: argparse.Namespace) -> int | None:
+    options, request, written = asked(args)
+    options.check()  # before torch or jax is imported, which takes seconds
+    request.check()
+    request.check_options(options)
+    request.check_files()
+    written.check()
+    if request.seed is None:  # ranks that this one starts need the same
+        request = replace(request, seed=draw_seed())
+        args.argv = [*args.argv, "--seed", str(request.seed)]
+    if (status := start_ranks(args, options, written.all(request.seeds))) is not None:
+        return status
+    if unread := _unread(args, request):
+        print(f"ltx2rt: the {request.name} pipeline does not read {', '.join(unread)}", file=sys.stderr)
+    if args.own_process:
+        keep_compiled(options.backend, compiled_folder(os.environ))
+    run(options, request, written)
+
+
+def _unread(args: argparse.Namespace, request: Request) -> list[str]:
+    """Flags that were given and belong to other pipelines; told by the first rank alone."""
+    if not args.speaks:
+        return []
+    own, every = flagged(type(request)), flagged(*pipelines().values())
+    return [spelling(f) for name, f in every.items() if hasattr(args, name) and name not in own]
+
+
+def compiled_folder(environment: Mapping[str, str]) -> Path:
+    """Where compiled programs are kept: JAX_COMPILATION_CACHE_DIR, else ltx2rt under XDG_CACHE_HOME or ~/.cache."""
+    if asked_for := environment.get("JAX_COMPILATION_CACHE_DIR"):
+        return Path(asked_for)
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ltx2rt"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from ltx2rt.commands.options import PLACED, SIZED, model_or_preset, planned_options
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.graph import Graph
-from ltx2rt.graph.show import FORMATS
+from ltx2rt.graph.show import FORMATS, show
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.pipelines.request import Request, check_step, default_steps
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import profile_of
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.random.presets import preset
 
 DEFAULT_KIND = "h100-80gb"  # whose profile is taken if none is named
 LOOP = "denoise"  # the guided step, looped over the model's steps
@@ -60,3 +66,19 @@ def component_graph(
     placement = Placement(profile_of(profile, DEFAULT_KIND, mesh), mesh, weights_dtype)
     placement = placement.of(branches) if row.branches else placement.text
     return placement.loop(graph, default_steps(config)) if name == LOOP else placement.local(graph, row.rules)
+
+
+def flags(to: Any) -> None:
+    to.add_argument("component", metavar="COMPONENT", help=", ".join(NAMES))
+    model_or_preset(to)
+    add_flags(to, OneStage, only=SIZED)
+    add_flags(to, Asked)
+    add_flags(to, ModelOptions, only=(*PLACED, "tp_size"))
+
+
+def main(args: argparse.Namespace) -> None:
+    options, asked = planned_options(args), Asked(args.component, **given_flags(args, Asked))
+    clip = OneStage("a graph", **given_flags(args, OneStage))
+    config = open_checkpoint(args.model).config if args.model else preset(args.preset).config
+    placed = {name: getattr(options, name) for name in PLACED}
+    print(show(component_graph(config, asked.component, clip, asked.branches, **placed), asked.format), end="")

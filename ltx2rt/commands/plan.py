@@ -6,6 +6,8 @@ from an empty checkpoint of its sizes.
 
 from __future__ import annotations
 
+import argparse
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +16,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.backend import DeviceInfo
+from ltx2rt.backend import DeviceInfo, get_factory
 from ltx2rt.commands.generate import Plan, make_plan
+from ltx2rt.commands.options import SIZED, planned_flags, planned_options
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import add_flags, flag, given_flags
+from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.cost import Traffic, weight_bytes
 from ltx2rt.placement.devices import DeviceKind, device_kind
@@ -44,7 +48,7 @@ class DatasheetBackend:
         self.kind, self.mesh = kind, mesh
         self.name, self.device_kind = kind.backend, kind.framework_kind
         self.is_main, self.versions, self.num_built = True, {}, 0
-        self.num_processes = prod(mesh.values()) if kind.framework_kind == "cuda" else 1  # JAX drives all its devices
+        self.num_processes = prod(mesh.values()) if get_factory(kind.backend).process_per_device else 1
 
     def device(self) -> DeviceInfo:
         size = int(self.kind.memory_bytes)
@@ -168,3 +172,22 @@ def to_text(found: Estimate) -> str:
 
 def _traffic(collectives: Mapping[str, Traffic]) -> str:
     return ", ".join(f"{t.count} {name}, {t.bytes / 1e9:.3g} GB" for name, t in collectives.items()) or "none"
+
+
+def flags(to: Any) -> None:
+    add_flags(to, Devices)
+    parts = ("text_encoder", "upsampler", "distilled_lora", "dtype")
+    how = ("stage_weights", "text_encoder_offload", "vae_tiling")
+    planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio"))
+    to.add_argument("--json", action="store_true")
+
+
+def main(args: argparse.Namespace) -> None:
+    type_, options = pipeline(args.pipeline), planned_options(args)
+    options = replace(options, dtype=options.dtype or "bfloat16")
+    if args.model:
+        options.check()
+    request = type_(prompt="a plan", seed=0, **given_flags(args, type_))
+    request.check()
+    found = estimate(options, request, Devices(**given_flags(args, Devices)), args.preset)
+    print(json.dumps(to_json(found), indent=1) if args.json else to_text(found).rstrip())

@@ -5,16 +5,19 @@ Decides the names, shapes and axes of the tensors of every component (a table), 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ltx2rt.commands.files import writable
+from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.models import guided_step, text_encoder, transformer
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
@@ -259,3 +262,28 @@ def _schedule(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
     if steps < 1:
         raise InputError(f"{request.inputs}: steps is {steps}, expected at least 1")
     return {"sigmas": shifted_sigmas(steps)}
+
+
+def flags(to: Any) -> None:
+    add_flags(to, ModelOptions)
+    add_flags(to, ProbeRequest)
+
+
+def asked(args: argparse.Namespace) -> tuple[ModelOptions, ProbeRequest]:
+    """Raises InputError."""
+    return model_options(args), ProbeRequest(**given_flags(args, ProbeRequest))
+
+
+def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """What is read, and what is written."""
+    options, request = asked(args)
+    return options.files + [path for path in (request.inputs,) if path], [request.outputs]
+
+
+def main(args: argparse.Namespace) -> int | None:
+    options, request = asked(args)
+    options.check()
+    request.check()
+    if (status := start_ranks(args, options, [request.outputs])) is not None:
+        return status
+    run(options, request)

@@ -12,7 +12,7 @@ import jax
 import pytest
 from ltx2rt_tpu.compile_cache import keep_compiled, remove_damaged
 
-from ltx2rt.cli import executables_folder
+from ltx2rt.commands.generate import compiled_folder
 
 COUNTED = """
 import json, sys
@@ -124,4 +124,4 @@ def same_pictures(a: Path, b: Path) -> bool:
     ],
 )
 def test_the_user_says_where_executables_are_kept(environment, folder):
-    assert executables_folder(environment) == folder
+    assert compiled_folder(environment) == folder

@@ -1,0 +1,21 @@
+"""`ltx2rt compare`: how close two clips are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.media.compare import compare, format_comparison
+
+
+def flags(to: Any) -> None:
+    to.add_argument("a", type=Path, metavar="A.mp4")
+    to.add_argument("b", type=Path, metavar="B.mp4")
+    to.add_argument("--json", action="store_true")
+
+
+def main(args: argparse.Namespace) -> None:
+    result = compare(args.a, args.b)
+    print(json.dumps(result, indent=1, allow_nan=False) if args.json else format_comparison(result))

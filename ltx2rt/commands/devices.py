@@ -1,0 +1,38 @@
+"""`ltx2rt devices`: what each backend finds here."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ltx2rt.backend import backend_names, get_backend, get_factory
+from ltx2rt.errors import InputError
+from ltx2rt.placement.profiles import resolve
+
+
+def flags(to: Any) -> None:
+    """None."""
+
+
+def main(args: argparse.Namespace) -> None:
+    for name in backend_names():
+        try:
+            backend = get_backend(name)
+        except InputError as error:
+            print(f"{name}: not available ({error})")
+            continue
+        found, versions = backend.device(), ", ".join(f"{k} {v}" for k, v in backend.versions.items())
+        free, total = found.free_bytes / 2**30, found.total_bytes / 2**30
+        memory = f"{free:.1f} of {total:.1f} GiB free{' on each' * (found.count > 1 and found.kind != 'cpu')}"
+        split = profile_for(get_factory(name).profile_key(found), found.count)
+        if backend.is_main:
+            print(f"{name}: {found.count} x {found.name} ({found.kind}), {memory}, {split}, {versions}")
+
+
+def profile_for(kind: str, count: int) -> str:
+    """How networks are split over so many devices unless another way is asked for; kind: as `resolve` has it."""
+    try:
+        profile, mesh = resolve(None, kind, {}, count)
+    except InputError as error:
+        return str(error)
+    return f"profile {profile.name}" + (f" with --mesh {','.join(f'{a}={n}' for a, n in mesh.items())}" if mesh else "")

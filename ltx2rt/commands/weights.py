@@ -1,0 +1,52 @@
+"""`ltx2rt weights make`, `inspect` and `merge`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.commands.options import PRESETS
+from ltx2rt.session.options import parse_lora
+from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.inspect import format_inspection, inspect_path
+from ltx2rt.weights.lora import merge_to_file, open_lora
+from ltx2rt.weights.random.make import make_checkpoint
+
+
+def make_flags(to: Any) -> None:
+    to.add_argument("directory", type=Path, metavar="DIR")
+    to.add_argument("--preset", choices=PRESETS, required=True)
+    to.add_argument("--layout", choices=("official", "diffusers"), required=True)
+    to.add_argument("--seed", type=int, default=0)
+    to.add_argument("--dry-run", action="store_true", help="print the manifest, write nothing")
+
+
+def make(args: argparse.Namespace) -> None:
+    print(make_checkpoint(args.preset, args.layout, args.directory, seed=args.seed, dry_run=args.dry_run))
+
+
+def inspect_flags(to: Any) -> None:
+    to.add_argument("path", type=Path)
+    to.add_argument("--json", action="store_true")
+
+
+def inspect(args: argparse.Namespace) -> None:
+    found = inspect_path(args.path)
+    print(json.dumps(found, indent=1) if args.json else format_inspection(found))
+
+
+def merge_flags(to: Any) -> None:
+    to.add_argument("--model", type=Path, required=True)
+    to.add_argument("--lora", nargs="+", action="extend", required=True, metavar="FILE[:STRENGTH]")
+    to.add_argument("--tensor", nargs="+", action="extend", required=True, metavar="OFFICIAL_NAME")
+    to.add_argument("--output", type=Path, required=True, metavar="FILE")
+    to.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="default: float32")
+
+
+def merge(args: argparse.Namespace) -> None:
+    specs = [parse_lora(text) for text in args.lora]
+    loras = [open_lora(spec.path, spec.strength) for spec in specs]
+    for merge in merge_to_file(open_checkpoint(args.model), loras, args.tensor, args.output, args.dtype):
+        print(merge.line())

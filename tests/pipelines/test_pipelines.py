@@ -1,0 +1,79 @@
+"""Pipelines are found by their files: one more is added without touching another."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import ltx2rt
+from ltx2rt import pipelines
+
+LATENT = '''
+"""text-to-latent: one denoised step at full size, and no decoder."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ltx2rt.pipelines.request import NEUTRAL, Request
+from ltx2rt.stages.schedule import shifted_sigmas
+from ltx2rt.stages.text import Text
+
+
+@dataclass(frozen=True)
+class TextToLatent(Request):
+    name: ClassVar[str] = "text-to-latent"
+    summary: ClassVar[str] = "latents alone"
+
+    def stages(self, model, options, loras):
+        sigmas = shifted_sigmas(1)
+        steps = self.denoise("stage1", self.geometry(model), options, sigmas, loras.of("stage1"), guidance=NEUTRAL)
+        return [Text(self.prompts), *steps]
+
+
+PIPELINE = TextToLatent
+'''
+
+
+@pytest.fixture
+def third(tmp_path, monkeypatch):
+    """A file in a folder of its own, as if it lay in ltx2rt/pipelines."""
+    (tmp_path / "text_to_latent.py").write_text(LATENT)
+    monkeypatch.setattr(pipelines, "__path__", [*pipelines.__path__, str(tmp_path)])
+    yield
+    sys.modules.pop("ltx2rt.pipelines.text_to_latent", None)
+
+
+def test_the_default_comes_first_and_is_what_two_stage_says():
+    assert list(pipelines.pipelines()) == ["two-stage", "distilled", "one-stage"]
+
+
+def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
+    """It is planned, audited, refused and run by what reads its list of stages."""
+    model = tiny("tiny-2.3", "official")
+    size = {"width": 64, "height": 64, "num_frames": 9}
+    with ltx2rt.open(model, backend="cuda", device="cpu") as session:
+        clip = session.generate("a red fox", pipeline="text-to-latent", seed=1, **size)
+        assert len(clip.frames) == 0 and clip.waveform is None
+        assert [s["name"] for s in clip.report["stages"]] == ["text", "stage1"]
+        with pytest.raises(ltx2rt.InputError, match=r"divisible by 32 \(text-to-latent\)"):
+            session.generate("a red fox", pipeline="text-to-latent", width=100)
+        planned = session.plan("h100-80gb", pipeline="text-to-latent", **size)
+        assert [s["name"] for s in planned["stages"]] == ["text", "stage1"]
+        assert {key[0] for key in session.resident.weights.held} == {"text-encoder", "transformer"}
+    status, out, _ = command("generate", "--help")
+    assert status == 0 and "text-to-latent: latents alone" in " ".join(out.split())
+    flags = ["--preset", "tiny-2.3", "--devices", 1, "--device-kind", "v6e", "--pipeline", "text-to-latent", "--json"]
+    assert command("plan", *flags)[0] == 0
+
+
+def test_its_latents_are_those_of_a_step(third, tiny, tmp_path):
+    from ltx2rt.commands import generate
+    from ltx2rt.pipelines import pipeline
+    from ltx2rt.session.open import open_session
+    from ltx2rt.session.options import ModelOptions
+
+    session = open_session(ModelOptions("cuda", tiny("tiny-2.3", "official"), device="cpu"))
+    request = pipeline("text-to-latent")("a red fox", width=64, height=64, num_frames=9, seed=1)
+    state, *_ = generate.produce(session, generate.make_plan(session, request), keep=True)
+    assert state.video is not None and state.video.shape == (1, 128, 2, 2, 2)
+    np.testing.assert_array_equal(state.record["stage1.video.steps"][-1].T.reshape(state.video.shape), state.video)
