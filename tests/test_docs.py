@@ -17,12 +17,15 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from ltx2rt import cli
+from ltx2rt.commands import generate
+from ltx2rt.session.open import open_session
 from ltx2rt.weights.random.make import make_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -89,11 +92,21 @@ def prose(document: Path) -> str:
 
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
-RUN = [
-    pytest.param(block, id=str(block), marks=[pytest.mark.slow] if block.why == "slow" else [])
-    for block in ALL
-    if block.language in ("python", "sh") and block.why in ("", "slow")
-]
+JAX = re.compile(r"ltx2rt_tpu|--backend tpu")
+NO_JAX = pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
+
+
+def params(*whys: str) -> list:
+    """Blocks of Python and shell with one of these words after the language."""
+    return [
+        pytest.param(
+            block,
+            id=str(block),
+            marks=[pytest.mark.slow] * (block.why == "slow") + [NO_JAX] * bool(JAX.search(block.text)),
+        )
+        for block in ALL
+        if block.language in ("python", "sh") and block.why in whys
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +145,7 @@ def run(block: Block, clone: Path) -> str:
     return ran.stdout
 
 
-@pytest.mark.parametrize("block", RUN)
+@pytest.mark.parametrize("block", params("", "slow"))
 def test_block_runs_as_it_stands(block, clone):
     printed = iter([line.strip() for line in run(block, clone).splitlines()])
     for line in filter(None, map(str.strip, block.output.splitlines())):
@@ -177,19 +190,16 @@ def check(argv: list[str], where: object, capsys) -> None:
     except SystemExit:
         pytest.fail(f"{where}: ltx2rt {shlex.join(argv)}\n{capsys.readouterr().err}")
     if argv[0] == "generate":
-        from ltx2rt.commands.generate import make_plan
-        from ltx2rt.session.open import open_session
-
-        options, request, files = cli.generate_request(args)
+        options, request, files = generate.asked(args)
         for given in (options, request, files):
             given.check()
-        assert not cli._unread(args), f"{where}: the {args.pipeline} pipeline does not read {cli._unread(args)}"
-        request.check_options(options)
-        session = open_session(replace(options, device="cpu", mesh={}, profile=None))
-        make_plan(session, request)
+        args.speaks = True
+        unread = generate._unread(args, request)
+        assert not unread, f"{where}: the {request.name} pipeline does not read {unread}"
+        generate.make_plan(open_session(replace(options, device="cpu", mesh={}, profile=None)), request)
 
 
-@pytest.mark.parametrize("block", [b for b in ALL if b.language == "sh" and b.why in NOT_RUN], ids=str)
+@pytest.mark.parametrize("block", params(*NOT_RUN))
 def test_commands_of_a_block_that_is_not_run_are_ones_that_the_program_takes(block, clone, monkeypatch, capsys):
     monkeypatch.chdir(clone)
     for argv in commands(block.text):
