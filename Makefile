@@ -8,8 +8,9 @@ TORCH ?= torch==2.13.0
 LIBTPU ?= libtpu==0.0.51
 COMPILED := tests/backends/test_aot.py tests/backends/test_compiled_for_tpu.py tests/benchmarks/test_tpu_compile.py \
 	tests/commands/test_compile.py
+QUICK := $(addprefix tests/,graph passes placement models weights)
 
-.PHONY: demo test test-full lint clean
+.PHONY: demo quick test test-full lint clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,8 +21,12 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.demo
 
+# The inner loop, in numpy and PyTorch: compilations of JAX take most of a test run's time, and `make test` has them.
+quick: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -k 'not tpu and not jax' $(QUICK)
+
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 
 # Hours on two cores: whole runs on eight virtual devices, and full-size programs through the TPU compiler.
 test-full: lint $(VENV)/.libtpu

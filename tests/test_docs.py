@@ -1,0 +1,264 @@
+"""README.md and docs/: every Python block and every command that a CPU can run is run as it stands.
+
+Convention of the documents. The info string of a block says what it is:
+
+    python, sh          run here; with "slow" after it, by `make test-full`
+    sh gpu, tpu, ...    not run, and why (`NOT_RUN`): its `ltx2rt` commands must still be ones that the program takes
+    text                shown only; "text output": lines that the `sh` block before it prints, in this order
+
+Blocks run in a folder that has what the documents speak of: MODEL_DIR, a tiny checkpoint under the released files'
+names, demo/ as `make demo` leaves it, .venv/bin, fox.png, style.safetensors. Commands in running text are checked too.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from ltx2rt import cli
+from ltx2rt.commands import generate
+from ltx2rt.session.open import open_session
+from ltx2rt.weights.random.make import make_checkpoint
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+NOT_RUN = {
+    "gpu": "needs NVIDIA GPUs and a released checkpoint",
+    "tpu": "needs TPUs and a released checkpoint",
+    "network": "downloads or installs",
+    "clone": "works on the clone itself, for minutes",
+    "hours": "takes hours, or writes tens of gigabytes",
+}
+RELEASED = {  # name of a released file -> what stands for it
+    "ltx-2.3-22b-dev.safetensors": "tiny-2.3.safetensors",
+    "ltx-2.3-spatial-upscaler-x2-1.1.safetensors": "tiny-2.3-spatial-upsampler-x2.safetensors",
+    "ltx-2.3-22b-distilled-lora-384-1.1.safetensors": "tiny-2.3-distilled-lora.safetensors",
+    "gemma-3": "gemma-3",
+}
+PROGRAMS = {"ltx2rt": "-m ltx2rt", "torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
+QUICK = ("graph", "plan", "weights", "devices", "compare")  # commands that are run wherever they stand
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. line: of its fence; info: its info string; output: what the `text output` after it says."""
+
+    document: Path
+    line: int
+    info: str
+    text: str
+    output: str = ""
+
+    @property
+    def language(self) -> str:
+        return self.info.partition(" ")[0]
+
+    @property
+    def why(self) -> str:
+        return self.info.partition(" ")[2]
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(document: Path) -> list[Block]:
+    found, start, info = [], None, ""
+    lines = document.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start, info = number, line[3:].strip()
+            continue
+        block = Block(document, start, info, "\n".join(lines[start : number - 1]) + "\n")
+        if info == "text output":
+            found[-1] = replace(found[-1], output=block.text)
+        found.append(block)
+        start = None
+    assert start is None, f"{document}:{start}: the block has no end"
+    return found
+
+
+def prose(document: Path) -> str:
+    return re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+ALL = [block for document in DOCUMENTS for block in blocks(document)]
+JAX = re.compile(r"ltx2rt_tpu|--backend tpu")
+NO_JAX = pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
+
+
+def params(*whys: str) -> list:
+    """Blocks of Python and shell with one of these words after the language."""
+    return [
+        pytest.param(
+            block,
+            id=str(block),
+            marks=[pytest.mark.slow] * (block.why == "slow") + [NO_JAX] * bool(JAX.search(block.text)),
+        )
+        for block in ALL
+        if block.language in ("python", "sh") and block.why in whys
+    ]
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory, tiny) -> Path:
+    """A folder that looks like a clone after `make demo`, with a checkpoint and a picture of the reader's in it."""
+    folder, made = tmp_path_factory.mktemp("clone"), tiny("tiny-2.3", "official")
+    (folder / "MODEL_DIR").mkdir()
+    for name, stand_in in RELEASED.items():
+        (folder / "MODEL_DIR" / name).symlink_to(made / stand_in)
+    (folder / "demo").mkdir()
+    (folder / "demo" / "tiny-2.3").symlink_to(made)
+    make_checkpoint("tiny-2.3", "official", folder / "other", seed=1)
+    (folder / "style.safetensors").symlink_to(folder / "other" / "tiny-2.3-distilled-lora.safetensors")
+    shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    Image.linear_gradient("L").resize((320, 180)).convert("RGB").save(folder / "fox.png")
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, arguments in PROGRAMS.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (programs / name).chmod(0o755)
+    return folder
+
+
+def run(block: Block, clone: Path) -> str:
+    """What the block prints. Its warnings are no errors: a reader has no such setting."""
+    path = [str(ROOT / name) for name in ("", "backends", "kernels")] + os.environ.get("PYTHONPATH", "").split(":")
+    env = os.environ | {
+        "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}",
+        "PYTHONPATH": ":".join(filter(None, path)),
+        "OMP_NUM_THREADS": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    words = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
+    ran = subprocess.run(words, input=block.text, cwd=clone, env=env, capture_output=True, text=True, timeout=1500)
+    assert ran.returncode == 0, f"{block}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
+    return ran.stdout
+
+
+@pytest.mark.parametrize("block", params("", "slow"))
+def test_block_runs_as_it_stands(block, clone):
+    printed = iter([line.strip() for line in run(block, clone).splitlines()])
+    for line in filter(None, map(str.strip, block.output.splitlines())):
+        assert line in printed, f"{block}: does not print, in this order: {line}"
+
+
+@pytest.mark.parametrize("block", ALL, ids=str)
+def test_block_says_what_it_is_and_why_it_is_not_run(block):
+    assert block.language in ("python", "sh", "text"), f"{block}: the fence says {block.info!r}, expected a language"
+    known = {"python": ("", "slow"), "sh": ("", "slow", *NOT_RUN), "text": ("", "output")}[block.language]
+    assert block.why in known, f"{block}: {block.why!r} is no reason; known: {', '.join(known[1:])}"
+    if block.language == "text":
+        assert not re.search(r"^\s*(\$ |(\.venv/bin/)?(ltx2rt|python3?|make|pip) )", block.text, re.MULTILINE), block
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each `ltx2rt` command of shell text; of a pipe the first."""
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        starts = [i for i, word in enumerate(words) if word in ("ltx2rt", ".venv/bin/ltx2rt")]
+        starts += [i + 1 for i, word in enumerate(words[:-1]) if (word, words[i + 1]) == ("-m", "ltx2rt")]
+        for start in starts:
+            rest = words[start + 1 :]
+            ends = [i for i, word in enumerate(rest) if word in ("|", ">", "&&", ";")]
+            found.append(rest[: ends[0] if ends else None])
+    return found
+
+
+def check(argv: list[str], where: object, capsys) -> None:
+    """The program takes the command; a request and what it needs of the checkpoint are refused nothing."""
+    argv = argv if len(argv) > 1 else [*argv, "--help"]  # a command's name alone
+    if argv[0] in QUICK or argv[-1] == "--help":
+        try:
+            status = cli.main(argv)
+        except SystemExit as end:
+            status = end.code
+        assert not status, f"{where}: ltx2rt {shlex.join(argv)}\n{capsys.readouterr().err}"
+        return
+    try:
+        args = cli.parser().parse_args(argv)
+    except SystemExit:
+        pytest.fail(f"{where}: ltx2rt {shlex.join(argv)}\n{capsys.readouterr().err}")
+    if argv[0] == "generate":
+        options, request, files = generate.asked(args)
+        for given in (options, request, files):
+            given.check()
+        args.speaks = True
+        unread = generate._unread(args, request)
+        assert not unread, f"{where}: the {request.name} pipeline does not read {unread}"
+        generate.make_plan(open_session(replace(options, device="cpu", mesh={}, profile=None)), request)
+
+
+@pytest.mark.parametrize("block", params(*NOT_RUN))
+def test_commands_of_a_block_that_is_not_run_are_ones_that_the_program_takes(block, clone, monkeypatch, capsys):
+    monkeypatch.chdir(clone)
+    for argv in commands(block.text):
+        check(argv, block, capsys)
+    for target in re.findall(r"^make ([\w-]+)", block.text, re.MULTILINE):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{block}: make {target}"
+    check_benchmarks(block.text, block)
+
+
+def check_benchmarks(text: str, where: object) -> None:
+    """Benchmarks and their parts exist; tests run the benchmarks themselves."""
+    for module in re.findall(r"python3? -m (benchmarks\.\w+|tests\.\w+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"{where}: {module}"
+    script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
+    parts = re.search(r'^known="(.*)"', script, re.MULTILINE)
+    assert parts is not None, "on_gpu.sh lists no parts"
+    for part in re.findall(r"on_gpu\.sh ([a-z-]+)", text):
+        assert part in {*parts[1].split(), "all"}, f"{where}: on_gpu.sh {part}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_running_text_are_ones_that_the_program_takes(document, clone, monkeypatch, capsys):
+    monkeypatch.chdir(clone)
+    for command in re.findall(r"`(ltx2rt [^`]+)`", prose(document)):
+        for argv in commands(" ".join(command.split())):
+            check(argv, document.name, capsys)
+    check_benchmarks(prose(document), document.name)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_paths_lead_somewhere(document):
+    text = prose(document)
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if not link.startswith(("http://", "https://")):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"
+    for path in re.findall(r"`((?:ltx2rt|backends|kernels|tests|benchmarks|docs)/[\w./-]*)`", text):
+        assert (ROOT / path).exists(), f"{document.name}: {path}"
+    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
+        titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_word_of_packages_that_are_no_more(document):
+    assert not re.findall(r"ltx2rt[./]pipeline\b[./]?", document.read_text())
+
+
+def test_the_face_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_document_is_linked_from_the_face():
+    text = (ROOT / "README.md").read_text()
+    assert not [path.name for path in ROOT.glob("docs/*.md") if f"](docs/{path.name})" not in text]
+
+
+def test_every_flag_of_generate_is_in_its_help_only_once(capsys):
+    """The documents send the reader there."""
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    found = re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert len(found) == len(set(found)) > 40
