@@ -241,17 +241,14 @@ def model_options(args: argparse.Namespace) -> Any:
 
 
 def generate(args: argparse.Namespace) -> int | None:
+    from ltx2rt.commands import generate
     from ltx2rt.pipelines.request import draw_seed
 
     options, request, files = generate_request(args)
-    options.check()  # before torch or jax is imported, which takes seconds
-    request.check()
-    request.check_options(options)
-    request.check_files()
-    files.check()
     if request.seed is None:  # ranks that this one starts need the same
         request = replace(request, seed=draw_seed())
         args.argv = [*args.argv, "--seed", str(request.seed)]
+    checkpoint, request = generate.prepared(options, request, files)  # torch and jax take seconds to import
     if (status := _start_ranks(args, options, files.all(request.seeds))) is not None:
         return status
     if unread := _unread(args) if _first() else []:
@@ -260,9 +257,7 @@ def generate(args: argparse.Namespace) -> int | None:
         from ltx2rt.backend import keep_compiled
 
         keep_compiled(options.backend, args.keep)
-    from ltx2rt.commands import generate
-
-    generate.run(options, request, files)
+    generate.run(options, request, files, checkpoint)
 
 
 def _unread(args: argparse.Namespace) -> list[str]:

@@ -13,24 +13,29 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 import ltx2rt
+from ltx2rt.atomic_file import require_space
 from ltx2rt.backend import Backend, get_factory
 from ltx2rt.commands.files import Files, video_files, write_report
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.mp4 import AAC_BITS_PER_S, write_mp4
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora
-from ltx2rt.session.open import open_session
+from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.stage import Stage, State
+from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile, digest, write_arrays
 from ltx2rt.weights.lora import Merge
+
+BYTES_PER_PIXEL = 1 / 8  # of H.264 at this quality: more than film takes, less than noise
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,21 @@ class Plan:
             yield from (merge.line(stage, "distilled" if merge.file == distilled else "") for merge in merges)
         if self.request.distilled == "optional" and not distilled:
             yield f"{self.request.name}: on the weights as they are, with no distilled LoRA"
+
+
+def prepared(options: ModelOptions, request: Request, files: Files) -> tuple[Checkpoint, Request]:
+    """The opened checkpoint and the resolved request, once everything is checked that needs no framework.
+
+    The request has a seed. Raises InputError.
+    """
+    options.check()
+    request.check()
+    request.check_options(options)
+    request.check_files()
+    files.check(request.seeds, [*options.files, *request.files])
+    checkpoint = opened_checkpoint(options)
+    files.check(request.seeds, checkpoint.files)
+    return checkpoint, request.resolved(checkpoint.config)
 
 
 def make_plan(session: Session, request: Request) -> Plan:
@@ -152,14 +172,16 @@ def produce(
     return state, watch, report
 
 
-def run(options: ModelOptions, request: Request, files: Files) -> None:
+def run(options: ModelOptions, request: Request, files: Files, checkpoint: Checkpoint) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError before any weight is
-    read."""
-    session = open_session(options)
+    read. request, checkpoint: as `prepared` gives them."""
+    session = open_session(options, checkpoint=checkpoint)
     plan = make_plan(session, request)
     session.require_memory(plan.stages, warm=files.warmup)
     main = session.backend.is_main
     if main:
+        require_space(_sizes(session, plan, files))
+        files.announce(plan.request.seeds)
         _announce(session, plan)
     keep, stream = main and files.latents_out is not None, sys.stderr if main else None
     state, watch, report = produce(session, plan, keep=keep, warmup=files.warmup, stream=stream)
@@ -172,15 +194,29 @@ def run(options: ModelOptions, request: Request, files: Files) -> None:
         for i, (output, frames) in enumerate(zip(outputs, state.frames, strict=True)):
             waveform = None if state.waveforms is None else state.waveforms[i]
             save(session, plan.request, i, output, frames, waveform, files.metadata)
-            undo.callback(output.unlink)
+            undo.callback(output.unlink, missing_ok=True)
         if files.latents_out:
             write_arrays(files.latents_out, state.record)
-            undo.callback(files.latents_out.unlink)
+            undo.callback(files.latents_out.unlink, missing_ok=True)
         if files.report:
             write_report(files.report, report())
         undo.pop_all()
     for output, seed in zip(outputs, plan.request.seeds, strict=True):
         print(watch.closing_line(output, seed))
+
+
+def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
+    """Bytes that the run's large files are expected to take."""
+    request = plan.request
+    pixels, seconds = request.width * request.height * request.num_frames, float(request.num_frames / request.fps)
+    clip = int(pixels * BYTES_PER_PIXEL + seconds * AAC_BITS_PER_S / 8)
+    sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
+    if files.latents_out:  # noise and start, then every step's latents and x0
+        drawn = (
+            (prod(shape), stage.steps()) for stage in plan.stages for shape in stage.draws(session.config).values()
+        )
+        sizes[files.latents_out] = sum(4 * values * (2 + 2 * steps) for values, steps in drawn)
+    return sizes
 
 
 def save(
