@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 
 from ltx2rt import __version__
 from ltx2rt.errors import InputError
+from ltx2rt.notes import LOGGER, note
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.start import start
@@ -60,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` has it
             signal.signal(signal.SIGHUP, lambda *_: sys.exit(TERMINATED))
+    LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else logging.NOTSET)
     crew = None
     try:
         crew = _join(args)
@@ -252,7 +255,7 @@ def generate(args: argparse.Namespace) -> int | None:
     if (status := _start_ranks(args, options, files.all(request.seeds))) is not None:
         return status
     if unread := _unread(args) if _first() else []:
-        print(f"ltx2rt: the {args.pipeline} pipeline does not read {', '.join(unread)}", file=sys.stderr)
+        note(f"the {args.pipeline} pipeline does not read {', '.join(unread)}")
     if args.keep:
         from ltx2rt.backend import keep_compiled
 

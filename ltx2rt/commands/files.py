@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
+from ltx2rt.notes import note
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Files:
     latents_out: Path | None = flag(None, "safetensors with every latent of the run", Path, metavar="FILE")
     report: Path | None = flag(None, "JSON with times, memory and versions", Path, metavar="FILE")
     metadata: bool = flag(True, "leave the settings out of the file", bool, name="--no-metadata")
+    quiet: bool = flag(False, "say nothing but errors and where the files are", bool)
+    verbose: bool = flag(False, "say also what is loaded and built, and how long it takes", bool)
 
     def all(self, seeds: Sequence[int]) -> list[Path]:
         """Every file, one clip for each seed."""
@@ -35,6 +37,8 @@ class Files:
 
     def check(self, seeds: Sequence[int] = (0,), inputs: Iterable[Path] = ()) -> None:
         """Raises InputError for a file that cannot be written, or that would replace another one or an input."""
+        if self.quiet and self.verbose:
+            raise InputError("--quiet and --verbose contradict each other; give one of them")
         if self.output.suffix.lower() != ".mp4":
             raise InputError(f"--output: {self.output} is not named *.mp4, the only format written; rename it")
         check_outputs(self._named(seeds), inputs)
@@ -42,7 +46,7 @@ class Files:
     def announce(self, seeds: Sequence[int]) -> None:
         """Say on stderr which files a run will replace."""
         if replaced := [str(path) for path in self.all(seeds) if path.exists()]:
-            print(f"ltx2rt: will be replaced: {', '.join(replaced)}", file=sys.stderr)
+            note(f"will be replaced: {', '.join(replaced)}")
 
 
 def video_files(output: Path, seeds: Sequence[int]) -> list[Path]:

@@ -25,15 +25,17 @@ from ltx2rt.backend import Backend, get_factory
 from ltx2rt.commands.files import Files, video_files, write_report
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import AAC_BITS_PER_S, write_mp4
+from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
+from ltx2rt.stages.denoise import RECORDED, noise_name
 from ltx2rt.stages.stage import Stage, State
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile, digest, write_arrays
-from ltx2rt.weights.lora import Merge
+from ltx2rt.weights.lora import STORED, Merge
 
 BYTES_PER_PIXEL = 1 / 8  # of H.264 at this quality: more than film takes, less than noise
 
@@ -93,25 +95,30 @@ def make_plan(session: Session, request: Request) -> Plan:
 
 
 def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Every tensor that the run draws is in --noise-in, in its shape, and nothing else."""
+    """Every tensor that the run draws is in --noise-in, in its shape, and nothing else but other records of a run."""
     if path is None:
         return
     file, expected = TensorFile(path), dict(draws)
-    found = {name: tuple(file.info(name).shape) for name in file.names()}
-    for name, shape in expected.items():
-        if name not in found:
-            raise InputError(f"--noise-in: {path} has no tensor {name}; it must hold {', '.join(expected)}")
-        if found[name] != shape:
-            raise InputError(f"--noise-in: {name} in {path} is {list(found[name])}, expected {list(shape)}")
+    names = {stream: noise_name(file, stream) for stream in expected}
+    for stream, shape in expected.items():
+        if (name := names[stream]) is None:
+            raise InputError(f"--noise-in: {path} has no tensor {stream}; it must hold {', '.join(expected)}")
+        info = file.info(name)
+        if tuple(info.shape) != shape or info.dtype not in STORED:
+            raise InputError(
+                f"--noise-in: {name} in {path} is {info.dtype} {list(info.shape)}, expected float32 {list(shape)}"
+            )
+    if extra := sorted(n for n in file.names() if n not in names.values() and not RECORDED.fullmatch(n)):
+        raise InputError(f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read")
+    for name in filter(None, names.values()):
         if not np.isfinite(file.read(name).astype(np.float32)).all():
             raise InputError(f"--noise-in: {name} in {path} holds NaN or infinite values; expected N(0, 1)")
-    if extra := sorted(found.keys() - expected.keys()):
-        raise InputError(f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read")
 
 
 def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> None:
     """The stages in order. The frames are made when they are taken from `state.frames`."""
-    session.weights.loading = lambda: watch.apart("load")
+    session.weights.loading = lambda network: watch.apart("load", f"loading the weights of {network}")
+    session.building = watch.building
     for stage in plan.stages:
         watch.check()
         stage.run(session, state, watch)
@@ -133,6 +140,7 @@ def produce(
     keep: bool = False,
     warmup: bool = False,
     stream: TextIO | None = None,
+    verbose: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
@@ -149,9 +157,10 @@ def produce(
         cancelled=cancelled or (lambda: False),
         agree=session.backend.agree,
         work=work,
+        verbose=verbose,
     )
     if warmup:
-        with watch.apart("warmup"):
+        with watch.apart("warmup", "warming up"):
             warm_up(session, plan)
     state = State(keep=keep)
     run_stages(session, plan, watch, state)
@@ -183,8 +192,14 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
         require_space(_sizes(session, plan, files))
         files.announce(plan.request.seeds)
         _announce(session, plan)
-    keep, stream = main and files.latents_out is not None, sys.stderr if main else None
-    state, watch, report = produce(session, plan, keep=keep, warmup=files.warmup, stream=stream)
+    state, watch, report = produce(
+        session,
+        plan,
+        keep=main and files.latents_out is not None,
+        warmup=files.warmup,
+        stream=sys.stderr if main and not files.quiet else None,
+        verbose=files.verbose,
+    )
     if not main:
         for frames in state.frames:
             deque(frames, maxlen=0)
@@ -212,10 +227,8 @@ def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     clip = int(pixels * BYTES_PER_PIXEL + seconds * AAC_BITS_PER_S / 8)
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
     if files.latents_out:  # noise and start, then every step's latents and x0
-        drawn = (
-            (prod(shape), stage.steps()) for stage in plan.stages for shape in stage.draws(session.config).values()
-        )
-        sizes[files.latents_out] = sum(4 * values * (2 + 2 * steps) for values, steps in drawn)
+        draws = [(stage.steps(), stage.draws(session.config).values()) for stage in plan.stages]
+        sizes[files.latents_out] = sum(4 * prod(shape) * (2 + 2 * steps) for steps, shapes in draws for shape in shapes)
     return sizes
 
 
@@ -250,7 +263,7 @@ def _announce(session: Session, plan: Plan) -> None:
     if options.device == "auto" and backend.device_kind == "cpu":
         lines.insert(0, f"no {get_factory(options.backend).accelerator} was found: running on the CPU")
     for line in (*lines, *plan.merge_lines()):
-        print(line, file=sys.stderr, flush=True)
+        note(line, prefix="")
 
 
 def versions(backend: Backend) -> dict[str, str]:
@@ -258,8 +271,8 @@ def versions(backend: Backend) -> dict[str, str]:
 
 
 def named(path: Path) -> dict[str, str]:
-    """A file by name and digest, without the folders of this machine."""
-    return {"name": path.name, "digest": digest(path)}
+    """A file by name and digest, without the folders of this machine; of what is no file (any more) the name."""
+    return {"name": path.name, "digest": digest(path)} if path.exists() else {"name": path.name}
 
 
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:

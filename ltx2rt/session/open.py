@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
 from ltx2rt.backend import Backend, DeviceInfo, get_backend, get_factory
+from ltx2rt.notes import note
 from ltx2rt.placement.profiles import resolve
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
@@ -46,7 +46,7 @@ def open_backend(options: ModelOptions) -> Backend:
         return get_backend(options.backend, options.device, mesh) if mesh else backend
     used, found = prod(options.mesh.values()), backend.device().count
     if not get_factory(backend.name).process_per_device and used < found:
-        print(f"ltx2rt: --mesh uses {used} of the {found} devices here", file=sys.stderr)
+        note(f"--mesh uses {used} of the {found} devices here")
     return backend
 
 

@@ -114,6 +114,12 @@ def test_images_and_noise_that_cannot_be_used(refused, tmp_path):
     assert "does not exist" in refused("--image", f"{tmp_path}/gone.png:0")
     write_arrays(tmp_path / "n.safetensors", {"stage1.video": np.zeros((1, 3, 128), np.float32)})
     assert "stage1.video" in refused("--noise-in", tmp_path / "n.safetensors")
+    one = ("--pipeline", "one-stage", "--noise-in", tmp_path / "n.safetensors")
+    shapes = {"stage1.video": (1, 2 * 2 * 4, 128), "stage1.audio": (1, 9, 128)}
+    for dtype, more, message in ((np.int8, {}, "is int8"), (np.float32, {"odd": np.zeros(3)}, "holds odd, which")):
+        noise = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+        write_arrays(tmp_path / "n.safetensors", noise | more)
+        assert message in refused(*one)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
@@ -152,9 +158,7 @@ def test_outputs_that_cannot_be_written(refused, tmp_path, monkeypatch):
 
 
 def test_sizes_are_refused_before_a_framework_is_imported(model, tmp_path):
-    code = (
-        "import sys; from ltx2rt.cli import main; s = main(sys.argv[1:]); print(s, {'torch', 'jax'} & set(sys.modules))"
-    )
+    code = "import sys; from ltx2rt.cli import main; print(main(sys.argv[1:]), {'torch', 'jax'} & set(sys.modules))"
     for backend in ("cuda", "tpu"):
         words = ["generate", "--backend", backend, "--model", model, "--prompt", "x", "--output", tmp_path / "o.mp4"]
         for flags in (["--width", 100], ["--num-frames", 16], ["--stg-blocks", 9], ["--report", model / "r.json"]):
