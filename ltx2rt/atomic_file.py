@@ -1,15 +1,20 @@
-"""Files that appear under their name only when complete.
+"""Files that appear under their name only when complete, and what must hold of them before a run begins.
 
 Decides the name of the unfinished file: it follows from the writing process alone, so that whoever outlives that
-process can remove it.
+process can remove it. Decides, too, which outputs are refused: those that replace an input or each other, and those
+that could not be written in the end.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from ltx2rt.errors import InputError
 
 
 def partial_path(path: Path, pid: int) -> Path:
@@ -19,10 +24,77 @@ def partial_path(path: Path, pid: int) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path`, renamed to it on success and deleted on any failure."""
+    """A temporary file beside `path`, renamed to it on success and deleted on any failure.
+
+    Raises OSError naming `path` if its folder is no longer there.
+    """
     partial = partial_path(path, os.getpid())
     try:
         yield partial
         os.replace(partial, path)
+    except OSError as error:
+        if path.parent.is_dir():
+            raise
+        raise OSError(f"{path}: its folder was removed while the file was made") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -> None:
+    """Refuse outputs (flag and path) that cannot be written, are the same file, or would replace an input.
+
+    inputs: files, and folders, within which nothing is written. Raises InputError naming the flag and the path.
+    """
+    read = [path for path in inputs if path.exists()]
+    folders = [path.resolve() for path in read if path.is_dir()]
+    nested = [path for folder in folders for pattern in ("*", "*/*") for path in folder.glob(pattern)]  # links, too
+    taken = {_identity(path): f"the input {path}" for path in [*nested, *read] if path.exists()}
+    for flag, path in outputs:
+        _require_writable(flag, path)
+        if (other := taken.get(_identity(path))) is not None:
+            raise InputError(f"{flag}: {path} is the same file as {other}; choose another name")
+        where = (path.resolve(), path.parent.resolve() / path.name)
+        if inside := [folder for folder in folders if any(w.is_relative_to(folder) for w in where)]:
+            raise InputError(f"{flag}: {path} lies in {inside[0]}, which the run reads; write it elsewhere")
+        taken[_identity(path)] = f"{flag} {path}"
+
+
+def _identity(path: Path) -> tuple[int, int, str]:
+    """The same for every spelling of a file: what it is, or, before it exists, where it will be."""
+    try:
+        status = path.stat()
+        return status.st_dev, status.st_ino, ""
+    except FileNotFoundError:
+        folder = path.parent.stat()
+        return folder.st_dev, folder.st_ino, path.name
+
+
+def _require_writable(flag: str, path: Path) -> None:
+    try:
+        if not path.parent.is_dir():
+            raise InputError(f"{flag}: the folder {path.parent} does not exist; create it first")
+        if path.is_dir():
+            raise InputError(f"{flag}: {path} is a folder; add a file name")
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise InputError(f"{flag}: {path} is write-protected or no regular file; choose another name")
+        partial = partial_path(path, os.getpid())
+        os.close(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o666))
+        partial.unlink()
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        reason = getattr(error, "strerror", error)
+        raise InputError(f"{flag}: {str(path)[:300]!r} cannot be written ({reason}); choose another name") from None
+
+
+def require_space(sizes: Mapping[Path, int]) -> None:
+    """Refuse files of so many bytes that the disks of their folders have no room for. Raises InputError."""
+    needed: Counter[int] = Counter()
+    for path, size in sizes.items():
+        device = path.parent.stat().st_dev
+        needed[device] += size
+        if needed[device] > (free := shutil.disk_usage(path.parent).free):
+            raise InputError(
+                f"{path}: about {needed[device] / 1e9:.2g} GB will be written to its disk, {free / 1e9:.2g} GB are "
+                "free; make room or write elsewhere"
+            )

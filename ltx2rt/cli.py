@@ -8,6 +8,7 @@ when it is called, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 
 from ltx2rt import __version__
 from ltx2rt.errors import InputError
+from ltx2rt.notes import LOGGER
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
 
@@ -67,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` has it
             signal.signal(signal.SIGHUP, lambda *_: sys.exit(TERMINATED))
+    LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else logging.NOTSET)
     crew = None
     try:
         crew = _join(args)

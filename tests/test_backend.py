@@ -1,11 +1,12 @@
 """How backends are found, and what they tell before they exist."""
 
 import importlib
+import os
 import subprocess
 import sys
 
 import pytest
-from ltx2rt_cuda.factory import num_gpus
+from ltx2rt_cuda.factory import let_threads_sleep, num_gpus
 
 from ltx2rt.backend import DeviceInfo, backend_names, get_ahead_compiler, get_backend, get_factory
 from ltx2rt.errors import InputError
@@ -77,3 +78,27 @@ def test_gpus_are_counted_without_torch(tmp_path):
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
     assert num_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == num_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize("device,asked,expected", [("cpu", None, "PASSIVE"), ("cpu", "ACTIVE", "ACTIVE")])
+def test_idle_threads_sleep_on_a_cpu_unless_the_user_has_decided(device, asked, expected, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", asked or "")
+    if asked is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    let_threads_sleep(device)
+    assert os.environ["OMP_WAIT_POLICY"] == expected
+
+
+def test_the_policy_is_set_before_torch_is_imported():
+    """Its OpenMP runtime reads the environment once."""
+    code = (
+        "import os, sys; from importlib.abc import MetaPathFinder\n"
+        "class Seen(MetaPathFinder):\n"
+        "    def find_spec(self, name, *_):\n"
+        "        name == 'torch' and sys.exit(os.environ.get('OMP_WAIT_POLICY'))\n"
+        "sys.meta_path.insert(0, Seen())\n"
+        "from ltx2rt.backend import get_backend; get_backend('cuda', 'cpu')"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ran.stderr.strip() == "PASSIVE"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ltx2rt.errors import InputError
-from ltx2rt.ranks.environment import rank_and_size
+from ltx2rt.ranks.environment import SLEEPING, rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -34,6 +34,7 @@ class CudaFactory:
         return gpus or max(os.cpu_count() or 1, CPU_PROCESSES)
 
     def rendezvous(self) -> PrefixStore:
+        let_threads_sleep("auto")
         from ltx2rt_cuda.distributed import rendezvous
 
         return rendezvous()
@@ -51,9 +52,19 @@ class CudaFactory:
         return False
 
     def open(self, device: str, mesh: Mapping[str, int]) -> CudaBackend:
+        let_threads_sleep(device)
         from ltx2rt_cuda.backend import CudaBackend
 
         return CudaBackend(device, mesh)
+
+
+def let_threads_sleep(device: str) -> None:
+    """Before torch is imported to compute on a CPU: idle threads of OpenMP sleep, unless the user has decided it.
+
+    By default they spin, and where other programs use the cores, they wait for the thread that they keep from running.
+    """
+    if device == "cpu" or not num_gpus(os.environ):
+        os.environ.setdefault(*SLEEPING)
 
 
 def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:

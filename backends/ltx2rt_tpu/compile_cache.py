@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import warnings
 from pathlib import Path
 
 import jax
 
+from ltx2rt.notes import note
 from ltx2rt.ranks import facts
 from ltx2rt_tpu.factory import FACTORY
 
@@ -30,7 +30,7 @@ def keep_compiled(root: Path) -> None:
     folder = root / versions()
     others = sorted(path.name for path in root.glob("ltx2rt-*") if path != folder)
     if others and not folder.exists():
-        _say(f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: compiling")
+        note(f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: compiling")
     try:
         for path in (root, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -38,18 +38,18 @@ def keep_compiled(root: Path) -> None:
     except OSError as error:
         why_not = error.strerror
     if why_not:
-        _say(f"cannot keep executables in {folder} ({why_not}), every run will compile; see {VARIABLE}")
+        note(f"cannot keep executables in {folder} ({why_not}), every run will compile; see {VARIABLE}")
         jax.config.update("jax_compilation_cache_dir", None)  # which JAX has from the same variable
         return
     if not os.access(folder, os.W_OK):
-        _say(f"{folder} is not writable: what is compiled now is not kept")
+        note(f"{folder} is not writable: what is compiled now is not kept")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     show = warnings.showwarning
 
     def mending(message, category, filename, lineno, file=None, line=None):
         if found := UNREADABLE.match(str(message)):
-            _say(f"an executable of {found['module']} in {folder} is damaged ({found['why']}): compiling it anew")
+            note(f"an executable of {found['module']} in {folder} is damaged ({found['why']}): compiling it anew")
             remove_damaged(folder, found["module"])
         else:
             show(message, category, filename, lineno, file, line)
@@ -87,7 +87,3 @@ def remove_damaged(folder: Path, module: str) -> None:
             damaged.append(path)
     for path in damaged or files:
         path.unlink(missing_ok=True)
-
-
-def _say(text: str) -> None:
-    print(f"ltx2rt: {text}", file=sys.stderr, flush=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.atomic_file import replacing
+from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
+from ltx2rt.notes import note
 
 
 @dataclass(frozen=True)
@@ -22,31 +23,35 @@ class Files:
     latents_out: Path | None = flag(None, "safetensors with every latent of the run", Path, metavar="FILE")
     report: Path | None = flag(None, "JSON with times, memory and versions", Path, metavar="FILE")
     metadata: bool = flag(True, "leave the settings out of the file", bool, name="--no-metadata")
+    quiet: bool = flag(False, "say nothing but errors and where the files are", bool)
+    verbose: bool = flag(False, "say also what is loaded and built, and how long it takes", bool)
 
     def all(self, seeds: Sequence[int]) -> list[Path]:
         """Every file, one clip for each seed."""
-        return [*video_files(self.output, seeds), *(path for path in (self.latents_out, self.report) if path)]
+        return [path for _, path in self._named(seeds)]
 
-    def check(self) -> None:
-        """Raises InputError for a file that cannot be written."""
+    def _named(self, seeds: Sequence[int]) -> list[tuple[str, Path]]:
+        more = (("--latents-out", self.latents_out), ("--report", self.report))
+        clips = [("--output", path) for path in video_files(self.output, seeds)]
+        return clips + [(flag, path) for flag, path in more if path]
+
+    def check(self, seeds: Sequence[int] = (0,), inputs: Iterable[Path] = ()) -> None:
+        """Raises InputError for a file that cannot be written, or that would replace another one or an input."""
+        if self.quiet and self.verbose:
+            raise InputError("--quiet and --verbose contradict each other; give one of them")
         if self.output.suffix.lower() != ".mp4":
             raise InputError(f"--output: {self.output} is not named *.mp4, the only format written; rename it")
-        for name, path in (("--output", self.output), ("--latents-out", self.latents_out), ("--report", self.report)):
-            if path:
-                writable(name, path)
+        check_outputs(self._named(seeds), inputs)
+
+    def announce(self, seeds: Sequence[int]) -> None:
+        """Say on stderr which files a run will replace."""
+        if replaced := [str(path) for path in self.all(seeds) if path.exists()]:
+            note(f"will be replaced: {', '.join(replaced)}")
 
 
 def video_files(output: Path, seeds: Sequence[int]) -> list[Path]:
     """`output` itself, or with the seed in its name if there are several videos."""
     return [output.with_stem(f"{output.stem}-{seed}") for seed in seeds] if len(seeds) > 1 else [output]
-
-
-def writable(name: str, path: Path) -> None:
-    """Raise InputError unless a file can be put there."""
-    if not path.parent.is_dir():
-        raise InputError(f"{name}: the folder {path.parent} does not exist; create it first")
-    if path.is_dir():
-        raise InputError(f"{name}: {path} is a folder; add a file name")
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

@@ -15,27 +15,34 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 import ltx2rt
+from ltx2rt.atomic_file import require_space
 from ltx2rt.backend import Backend, get_factory, keep_compiled
 from ltx2rt.commands.files import Files, video_files, write_report
 from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
-from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.mp4 import AAC_BITS_PER_S, write_mp4
+from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, draw_seed
-from ltx2rt.session.open import open_session
+from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
+from ltx2rt.stages.denoise import RECORDED, noise_name
 from ltx2rt.stages.stage import Stage, State
+from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile, digest, write_arrays
-from ltx2rt.weights.lora import Merge
+from ltx2rt.weights.lora import STORED, Merge
+
+BYTES_PER_PIXEL = 1 / 8  # of H.264 at this quality: more than film takes, less than noise
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,21 @@ class Plan:
             yield f"{self.request.name}: on the weights as they are, with no distilled LoRA"
 
 
+def prepared(options: ModelOptions, request: Request, files: Files) -> tuple[Checkpoint, Request]:
+    """The opened checkpoint and the resolved request, once everything is checked that needs no framework.
+
+    The request has a seed. Raises InputError.
+    """
+    options.check()
+    request.check()
+    request.check_options(options)
+    request.check_files()
+    files.check(request.seeds, [*options.files, *request.files])
+    checkpoint = opened_checkpoint(options)
+    files.check(request.seeds, checkpoint.files)
+    return checkpoint, request.resolved(checkpoint.config)
+
+
 def make_plan(session: Session, request: Request) -> Plan:
     """Resolve the request against the model and check everything that headers tell but memory. Raises InputError."""
     request.check_options(session.options)
@@ -78,25 +100,30 @@ def make_plan(session: Session, request: Request) -> Plan:
 
 
 def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Every tensor that the run draws is in --noise-in, in its shape, and nothing else."""
+    """Every tensor that the run draws is in --noise-in, in its shape, and nothing else but other records of a run."""
     if path is None:
         return
     file, expected = TensorFile(path), dict(draws)
-    found = {name: tuple(file.info(name).shape) for name in file.names()}
-    for name, shape in expected.items():
-        if name not in found:
-            raise InputError(f"--noise-in: {path} has no tensor {name}; it must hold {', '.join(expected)}")
-        if found[name] != shape:
-            raise InputError(f"--noise-in: {name} in {path} is {list(found[name])}, expected {list(shape)}")
+    names = {stream: noise_name(file, stream) for stream in expected}
+    for stream, shape in expected.items():
+        if (name := names[stream]) is None:
+            raise InputError(f"--noise-in: {path} has no tensor {stream}; it must hold {', '.join(expected)}")
+        info = file.info(name)
+        if tuple(info.shape) != shape or info.dtype not in STORED:
+            raise InputError(
+                f"--noise-in: {name} in {path} is {info.dtype} {list(info.shape)}, expected float32 {list(shape)}"
+            )
+    if extra := sorted(n for n in file.names() if n not in names.values() and not RECORDED.fullmatch(n)):
+        raise InputError(f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read")
+    for name in filter(None, names.values()):
         if not np.isfinite(file.read(name).astype(np.float32)).all():
             raise InputError(f"--noise-in: {name} in {path} holds NaN or infinite values; expected N(0, 1)")
-    if extra := sorted(found.keys() - expected.keys()):
-        raise InputError(f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read")
 
 
 def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> None:
     """The stages in order. The frames are made when they are taken from `state.frames`."""
-    session.weights.loading = lambda: watch.apart("load")
+    session.weights.loading = lambda network: watch.apart("load", f"loading the weights of {network}")
+    session.building = watch.building
     for stage in plan.stages:
         watch.check()
         stage.run(session, state, watch)
@@ -118,6 +145,7 @@ def produce(
     keep: bool = False,
     warmup: bool = False,
     stream: TextIO | None = None,
+    verbose: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
@@ -134,9 +162,10 @@ def produce(
         cancelled=cancelled or (lambda: False),
         agree=session.backend.agree,
         work=work,
+        verbose=verbose,
     )
     if warmup:
-        with watch.apart("warmup"):
+        with watch.apart("warmup", "warming up"):
             warm_up(session, plan)
     state = State(keep=keep)
     run_stages(session, plan, watch, state)
@@ -157,17 +186,25 @@ def produce(
     return state, watch, report
 
 
-def run(options: ModelOptions, request: Request, files: Files) -> None:
+def run(options: ModelOptions, request: Request, files: Files, checkpoint: Checkpoint) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError before any weight is
-    read."""
-    session = open_session(options)
+    read. request, checkpoint: as `prepared` gives them."""
+    session = open_session(options, checkpoint=checkpoint)
     plan = make_plan(session, request)
     session.require_memory(plan.stages, warm=files.warmup)
     main = session.backend.is_main
     if main:
+        require_space(_sizes(session, plan, files))
+        files.announce(plan.request.seeds)
         _announce(session, plan)
-    keep, stream = main and files.latents_out is not None, sys.stderr if main else None
-    state, watch, report = produce(session, plan, keep=keep, warmup=files.warmup, stream=stream)
+    state, watch, report = produce(
+        session,
+        plan,
+        keep=main and files.latents_out is not None,
+        warmup=files.warmup,
+        stream=sys.stderr if main and not files.quiet else None,
+        verbose=files.verbose,
+    )
     if not main:
         for frames in state.frames:
             deque(frames, maxlen=0)
@@ -177,15 +214,27 @@ def run(options: ModelOptions, request: Request, files: Files) -> None:
         for i, (output, frames) in enumerate(zip(outputs, state.frames, strict=True)):
             waveform = None if state.waveforms is None else state.waveforms[i]
             save(session, plan.request, i, output, frames, waveform, files.metadata)
-            undo.callback(output.unlink)
+            undo.callback(output.unlink, missing_ok=True)
         if files.latents_out:
             write_arrays(files.latents_out, state.record)
-            undo.callback(files.latents_out.unlink)
+            undo.callback(files.latents_out.unlink, missing_ok=True)
         if files.report:
             write_report(files.report, report())
         undo.pop_all()
     for output, seed in zip(outputs, plan.request.seeds, strict=True):
         print(watch.closing_line(output, seed))
+
+
+def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
+    """Bytes that the run's large files are expected to take."""
+    request = plan.request
+    pixels, seconds = request.width * request.height * request.num_frames, float(request.num_frames / request.fps)
+    clip = int(pixels * BYTES_PER_PIXEL + seconds * AAC_BITS_PER_S / 8)
+    sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
+    if files.latents_out:  # noise and start, then every step's latents and x0
+        draws = [(stage.steps(), stage.draws(session.config).values()) for stage in plan.stages]
+        sizes[files.latents_out] = sum(4 * prod(shape) * (2 + 2 * steps) for steps, shapes in draws for shape in shapes)
+    return sizes
 
 
 def save(
@@ -219,7 +268,7 @@ def _announce(session: Session, plan: Plan) -> None:
     if options.device == "auto" and backend.device_kind == "cpu":
         lines.insert(0, f"no {get_factory(options.backend).accelerator} was found: running on the CPU")
     for line in (*lines, *plan.merge_lines()):
-        print(line, file=sys.stderr, flush=True)
+        note(line, prefix="")
 
 
 def versions(backend: Backend) -> dict[str, str]:
@@ -227,8 +276,8 @@ def versions(backend: Backend) -> dict[str, str]:
 
 
 def named(path: Path) -> dict[str, str]:
-    """A file by name and digest, without the folders of this machine."""
-    return {"name": path.name, "digest": digest(path)}
+    """A file by name and digest, without the folders of this machine; of what is no file (any more) the name."""
+    return {"name": path.name, "digest": digest(path)} if path.exists() else {"name": path.name}
 
 
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
@@ -273,21 +322,17 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 def main(args: argparse.Namespace) -> int | None:
     options, request, written = asked(args)
-    options.check()  # before torch or jax is imported, which takes seconds
-    request.check()
-    request.check_options(options)
-    request.check_files()
-    written.check()
     if request.seed is None:  # ranks that this one starts need the same
         request = replace(request, seed=draw_seed())
         args.argv = [*args.argv, "--seed", str(request.seed)]
+    checkpoint, request = prepared(options, request, written)  # torch and jax take seconds to import
     if (status := start_ranks(args, options, written.all(request.seeds))) is not None:
         return status
     if unread := _unread(args, request):
-        print(f"ltx2rt: the {request.name} pipeline does not read {', '.join(unread)}", file=sys.stderr)
+        note(f"the {request.name} pipeline does not read {', '.join(unread)}")
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
-    run(options, request, written)
+    run(options, request, written, checkpoint)
 
 
 def _unread(args: argparse.Namespace, request: Request) -> list[str]:

@@ -24,7 +24,7 @@ from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.cost import Traffic, weight_bytes
-from ltx2rt.placement.devices import DeviceKind, device_kind
+from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind, device_kind
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
 from ltx2rt.session.options import ModelOptions
@@ -38,7 +38,7 @@ class Devices:
     """Devices that need not be here."""
 
     devices: int = flag(MISSING, "", int, metavar="N")
-    device_kind: str = flag(MISSING, "h100-80gb, h200-141gb, v5p, v6e, v7x", metavar="KIND")
+    device_kind: str = flag(MISSING, f"{', '.join(DEVICE_KINDS)}, or h100, 4090, ...", metavar="KIND")
 
 
 class DatasheetBackend:
@@ -62,7 +62,8 @@ class DatasheetBackend:
 
 @dataclass(frozen=True)
 class Estimate:
-    """plan: of one of the devices; costs: its stages; notes: what is not split, and why."""
+    """plan: of one of the devices; costs: its stages; notes: what is not split, and why; advice: what to try if
+    it does not fit, else empty."""
 
     devices: int
     kind: DeviceKind
@@ -70,10 +71,11 @@ class Estimate:
     plan: Plan
     costs: tuple[StageCost, ...]
     notes: tuple[str, ...]
+    advice: str
 
     @property
     def fits(self) -> bool:
-        return peak(self.costs).peak_bytes + self.kind.reserve_bytes <= self.kind.memory_bytes
+        return not self.advice
 
 
 @contextmanager
@@ -100,7 +102,9 @@ def estimate(options: ModelOptions, request: Request, devices: Devices, preset: 
     with datasheet_session(options, preset, kind, devices.devices) as session:
         plan = make_plan(session, request)
         costs = tuple(session.costs(plan.stages))
-        return Estimate(devices.devices, kind, session, plan, costs, tuple(_whole(session, plan, kind)))
+        budget = int(kind.memory_bytes) - kind.reserve_bytes
+        advice = "" if peak(costs).peak_bytes <= budget else session.advice(plan.stages, budget)
+        return Estimate(devices.devices, kind, session, plan, costs, tuple(_whole(session, plan, kind)), advice)
 
 
 def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
@@ -160,7 +164,8 @@ def to_text(found: Estimate) -> str:
     lines += [
         "",
         f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {kind.memory_bytes / 1e9:.0f} GB"
-        + f", {kind.reserve_bytes / 1e9:.1f} GB of which stay free" * bool(kind.reserve_bytes),
+        + f", {kind.reserve_bytes / 1e9:.1f} GB of which stay free" * bool(kind.reserve_bytes)
+        + f"; try {found.advice}" * (not found.fits),
         f"estimated time: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
         f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s, "
         f"received / {kind.link_bytes_per_s / 1e9:g} GB/s)",

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.commands.files import writable
+from ltx2rt.atomic_file import check_outputs
 from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.models import guided_step, text_encoder, transformer
 from ltx2rt.session.call import Call
-from ltx2rt.session.open import open_session
+from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file
 from ltx2rt.session.session import Session
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -55,7 +55,6 @@ class ProbeRequest:
         """Raises InputError; reads no file."""
         if self.component not in COMPONENTS:
             raise InputError(f"unknown component {self.component!r}; known components: {', '.join(COMPONENTS)}")
-        writable("--outputs", self.outputs)
         if self.component == "tokenizer":
             if not self.prompts:
                 raise InputError("probe tokenizer reads --prompt TEXT ..., none was given")
@@ -77,7 +76,10 @@ class Component:
 def run(options: ModelOptions, request: ProbeRequest) -> None:
     """Read the inputs, run the component, write the outputs as float32. Raises InputError before any weight is read."""
     request.check()
-    session = open_session(options, dtype="float32")
+    checkpoint = opened_checkpoint(options)
+    inputs = [path for path in (request.inputs,) if path]
+    check_outputs([("--outputs", request.outputs)], [*options.files, *checkpoint.files, *inputs])
+    session = open_session(options, "float32", checkpoint)
     component = components(session.config)[request.component]
     inputs = {} if request.inputs is None else read_inputs(request.inputs, request.component, component)
     outputs = component.run(session, request, inputs)

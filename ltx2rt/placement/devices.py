@@ -42,7 +42,8 @@ def gpu_reserve_bytes(total_bytes: int) -> int:
     return int(3e9 + 0.02 * total_bytes)
 
 
-# JAX multiplies float8 numbers as bfloat16 ones.
+# JAX multiplies float8 numbers as bfloat16 ones; so does an A100, which has no units for them. Cards without NVLink
+# receive over PCIe: 32 GB/s of generation 4, 64 GB/s of generation 5.
 DEVICE_KINDS = {
     kind.name: kind
     for kind in (
@@ -51,6 +52,17 @@ DEVICE_KINDS = {
         DeviceKind("h100-80gb", "cuda", "cuda", "hopper", 80e9, 989.5e12, 1979e12, 3.35e12, 450e9, ("cuda",)),
         # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
         DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 1979e12, 4.8e12, 450e9, ("cuda",)),
+        # NVIDIA A100 data sheet, SXM: 312 TFLOP/s, 1555 and 2039 GB/s, NVLink 600 GB/s in both directions together.
+        DeviceKind("a100-40gb", "cuda", "cuda", "hopper", 40e9, 312e12, 312e12, 1.555e12, 300e9, ("cuda",)),
+        DeviceKind("a100-80gb", "cuda", "cuda", "hopper", 80e9, 312e12, 312e12, 2.039e12, 300e9, ("cuda",)),
+        # NVIDIA DGX B200 data sheet, an eighth of it: 4.5 PFLOP/s with sparsity and 9 in float8, 8 TB/s, NVLink
+        # 1800 GB/s in both directions together.
+        DeviceKind("b200-180gb", "cuda", "cuda", "hopper", 180e9, 2250e12, 4500e12, 8e12, 900e9, ("cuda",)),
+        # NVIDIA L40S data sheet: 362 TFLOP/s, 733 in float8, 864 GB/s.
+        DeviceKind("l40s-48gb", "cuda", "cuda", "hopper", 48e9, 362e12, 733e12, 0.864e12, 32e9, ("cuda",)),
+        # NVIDIA Ada and RTX Blackwell architecture papers, appendices: products summed in float32, without sparsity.
+        DeviceKind("rtx4090-24gb", "cuda", "cuda", "hopper", 24e9, 165.2e12, 330.3e12, 1.008e12, 32e9, ("cuda",)),
+        DeviceKind("rtx5090-32gb", "cuda", "cuda", "hopper", 32e9, 209.5e12, 419e12, 1.792e12, 64e9, ("cuda",)),
         # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
         DeviceKind("v6e", "tpu", "tpu", "trillium", 32e9, 918e12, 918e12, 1.638e12, 400e9, ("TPU v6 lite", "TPU v6e")),
         # Google Cloud, TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
@@ -62,9 +74,14 @@ DEVICE_KINDS = {
 
 
 def device_kind(name: str) -> DeviceKind:
-    if name not in DEVICE_KINDS:
-        raise InputError(f"--device-kind: unknown {name!r}; known: {', '.join(DEVICE_KINDS)}")
-    return DEVICE_KINDS[name]
+    """By its name, or by as much of it as no other has, such as h100 or 4090. Raises InputError."""
+    asked = name.lower().replace(" ", "")
+    found = [asked] if asked in DEVICE_KINDS else [k for k in DEVICE_KINDS if asked and k.split("-")[0].endswith(asked)]
+    if len(found) > 1:
+        raise InputError(f"--device-kind: {name!r} may be {' or '.join(found)}; choose one")
+    if not found:
+        raise InputError(f"--device-kind: unknown {name[:80]!r}; known: {', '.join(DEVICE_KINDS)}")
+    return DEVICE_KINDS[found[0]]
 
 
 GENERATIONS = {"v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}  # libtpu's name -> kind, devices per chip

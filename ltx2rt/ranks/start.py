@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ltx2rt.atomic_file import partial_path
 from ltx2rt.errors import InputError
-from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED, STORE, TOKEN
+from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED, SLEEPING, STORE, TOKEN
 
 
 def start(argv: Sequence[str], count: int, outputs: Sequence[Path], most: int) -> int:
@@ -53,6 +53,7 @@ def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen]) -> No
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
     shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that goes down with its rank is no news
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    shared.setdefault(*SLEEPING)  # the ranks share the cores
     with socket.create_server(("127.0.0.1", 0)) as store:
         address, port = store.getsockname()
         shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), TOKEN: secrets.token_hex(16)}

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
 from ltx2rt.backend import Backend, DeviceInfo, get_backend, get_factory
+from ltx2rt.notes import note
 from ltx2rt.placement.profiles import resolve
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
-from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 
 
-def open_session(options: ModelOptions, dtype: str | None = None) -> Session:
-    """dtype: the default of a command that has another one than the device. Raises InputError."""
+def open_session(options: ModelOptions, dtype: str | None = None, checkpoint: Checkpoint | None = None) -> Session:
+    """dtype: the default of a command that has another one than the device. checkpoint: the options' own, if it is open
+    already. Raises InputError, for what is wrong with the checkpoint before a framework is imported."""
+    checkpoint = checkpoint or opened_checkpoint(options)
     backend = open_backend(options)
-    checkpoint = open_checkpoint(options.model, options.text_encoder, options.upsampler)
     return Session(checkpoint, backend, options, options.compute_dtype(dtype) if dtype else None)
+
+
+def opened_checkpoint(options: ModelOptions) -> Checkpoint:
+    """The checkpoint that the options name. Raises InputError."""
+    return open_checkpoint(options.model, options.text_encoder, options.upsampler)
 
 
 def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:
@@ -40,7 +46,7 @@ def open_backend(options: ModelOptions) -> Backend:
         return get_backend(options.backend, options.device, mesh) if mesh else backend
     used, found = prod(options.mesh.values()), backend.device().count
     if not get_factory(backend.name).process_per_device and used < found:
-        print(f"ltx2rt: --mesh uses {used} of the {found} devices here", file=sys.stderr)
+        note(f"--mesh uses {used} of the {found} devices here")
     return backend
 
 

@@ -54,6 +54,7 @@ class Session:
         profile = profile_of(options.profile, kind, backend.mesh)
         self.placement = Placement(profile, backend.mesh, options.weights_dtype)
         self.weights = WeightStore(checkpoint, backend, options, self.dtype)
+        self.building: Callable[[str], None] = lambda network: None  # told of every program that is made
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
         self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program | Loop] = OrderedDict()
@@ -81,7 +82,11 @@ class Session:
     def program(self, call: Call) -> Any:
         """The call's program, or its loop; what was not used for long is let go."""
         lower = self.backend.lower if call.steps is None else self.backend.lower_loop
-        make = lambda: lower(self.graph(call), self.options.layers, self.options.compile)  # noqa: E731
+
+        def make() -> Program | Loop:
+            self.building(call.network)
+            return lower(self.graph(call), self.options.layers, self.options.compile)
+
         return _kept(self._programs, call.program, make, MAX_PROGRAMS, lambda program: program.release())
 
     def load(self, call: Call) -> Any:
@@ -228,7 +233,8 @@ class Session:
                 after.pop(left, None)
         return self.costs(stages, after)
 
-    def _no_room(self, stages: Sequence[Needing], warm: bool, worst: StageCost, device: str, budget: int) -> InputError:
+    def advice(self, stages: Sequence[Needing], budget: int, warm: bool = False) -> str:
+        """What to try where a run needs more than `budget` bytes."""
         settings = {"text_encoder_offload": True, "stage_weights": "reload"}
         words = {"text_encoder_offload": "--text-encoder-offload", "stage_weights": "--stage-weights reload"}
         advice = []
@@ -238,11 +244,13 @@ class Session:
             costs = smaller.warm_costs(stages) if warm else smaller.costs(stages)
             if not advice and peak(costs).peak_bytes <= budget:
                 advice.append(" ".join(words[name] for name in changed))
-        advice += ["more devices", "fewer frames or a smaller size"]
+        return " or ".join([*advice, "more devices", "fewer frames or a smaller size"])
+
+    def _no_room(self, stages: Sequence[Needing], warm: bool, worst: StageCost, device: str, budget: int) -> InputError:
         return InputError(
             f"no room on {device}: {worst.name} needs {worst.peak_bytes / 1e9:.3g} GB "
             f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} activations), "
-            f"{budget / 1e9:.3g} GB are free; try {' or '.join(advice)}"
+            f"{budget / 1e9:.3g} GB are free; try {self.advice(stages, budget, warm)}"
         )
 
 

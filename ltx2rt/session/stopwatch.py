@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -29,8 +29,11 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Progress:
-    """step of `of` steps of the stage are done (0 of 0: a stage without steps begins); fraction of the whole run, its
-    stages weighted by their work; eta_s: estimated seconds left, None before anything is done."""
+    """step of `of` steps, of decoding pixel frames, of the stage are done (0 of 0: a stage without steps begins).
+
+    fraction: of the whole run, its stages weighted by their work; eta_s: estimated seconds left, None before anything
+    is done.
+    """
 
     stage: str
     step: int
@@ -40,7 +43,8 @@ class Progress:
 
 
 class Stopwatch:
-    """Times stages and shows those with steps as a progress bar on a terminal, as one line each elsewhere.
+    """Times stages and shows them: on a terminal what is under way, with a bar for steps, and a line for what is done;
+    elsewhere, and if `verbose`, a line when each begins, too.
 
     stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told of each step.
     cancelled: whether the caller wants the run to end; agree: whether a process says so, asked by all of them. work: of
@@ -56,9 +60,12 @@ class Stopwatch:
         cancelled: Callable[[], bool] = lambda: False,
         agree: Callable[[bool], bool] = bool,
         work: Mapping[str, float] | None = None,
+        verbose: bool = False,
     ):
         self.stream, self.clock, self.synchronize = stream, clock, synchronize
         self.observer, self.cancelled, self.agree, self.work = observer, cancelled, agree, dict(work or {})
+        self._bars = stream is not None and stream.isatty()
+        self.verbose = verbose
         self.stages: list[StageTime] = []
         self.apart_s: dict[str, float] = {}
         self._start = clock()
@@ -82,60 +89,83 @@ class Stopwatch:
         self.check()
         return item
 
+    def building(self, network: str) -> None:
+        if self.verbose:
+            self.say(f"building {network}")
+
     @contextmanager
-    def apart(self, account: str) -> Iterator[None]:
-        """Charge the body to `account` ("load", "warmup") and to no stage."""
-        self.synchronize()
-        start = self.clock()
+    def _under_way(self, text: str) -> Iterator[None]:
+        """Show the text until the body ends; where lines stay, it stays."""
+        if self.stream is None or not self._bars or self.verbose:
+            self.say(f"{text} ...")
+            yield
+            return
+        print(f"{text} ...", end="\r", file=self.stream, flush=True)
         try:
             yield
         finally:
-            self.synchronize()
-            self.apart_s[account] = self.apart_s.get(account, 0.0) + self.clock() - start
+            print("\x1b[K", end="", file=self.stream, flush=True)
 
     @contextmanager
-    def stage(self, name: str, steps: int = 0) -> Iterator[Callable[[], None]]:
-        """Time the body as stage `name`; yields the function to call after each of its `steps`."""
+    def apart(self, account: str, text: str = "") -> Iterator[None]:
+        """Charge the body to `account` ("load", "warmup") and to no stage. text: what is shown of it."""
+        self.synchronize()
+        start = self.clock()
+        try:
+            with self._under_way(text) if text else nullcontext():
+                yield
+        finally:
+            self.synchronize()
+            spent_s = self.clock() - start
+            self.apart_s[account] = self.apart_s.get(account, 0.0) + spent_s
+        if self.verbose and text:
+            self.say(f"{text}: {spent_s:.2f} s")
+
+    @contextmanager
+    def stage(self, name: str, steps: int = 0, unit: str = "steps") -> Iterator[Callable[..., None]]:
+        """Time the body as stage `name` of so many `steps`, or another unit; yields the function to call after each, or
+        after several with their number."""
         stage = StageTime(name)
-        self._tell(stage, steps)
+        self._tell(stage, 0, steps)
         self.synchronize()
         begin = last = self._charged()
-        with self._bar(name, steps) as update:
+        count = 0
+        with self._under_way(f"{name}: {steps} {unit}" if steps else name), self._bar(name, steps, unit) as update:
 
-            def step() -> None:
-                nonlocal last
+            def step(more: int = 1) -> None:
+                nonlocal last, count
                 now = self._charged()
                 stage.steps_s.append(now - last)
-                last = now
-                update()
-                self._tell(stage, steps)
+                last, count = now, count + more
+                update(more)
+                self._tell(stage, count, steps)
 
             yield step
         self.synchronize()
         stage.time_s = self._charged() - begin
         self.stages.append(stage)
         self._done += self.work.get(name, 0.0)
-        count = f" ({len(stage.steps_s)} steps)" if stage.steps_s else ""
-        self.say(f"{name}: {stage.time_s:.2f} s{count}")
+        self.say(f"{name}: {stage.time_s:.2f} s" + (f" ({count} {unit})" if count else ""))
 
     @contextmanager
-    def _bar(self, name: str, steps: int) -> Iterator[Callable[[], Any]]:
-        if steps == 0 or self.stream is None or not self.stream.isatty():
-            yield lambda: None
+    def _bar(self, name: str, steps: int, unit: str) -> Iterator[Callable[[int], Any]]:
+        if steps == 0 or not self._bars:
+            yield lambda _: None
             return
         from tqdm import tqdm
 
-        with tqdm(total=steps, desc=name, file=self.stream, leave=False) as bar:
+        shown = "{desc}: {n_fmt} of {total_fmt} {unit} |{bar}| {elapsed} < {remaining}"
+        with tqdm(total=steps, desc=name, unit=unit, bar_format=shown, file=self.stream, leave=False) as bar:
             yield bar.update
 
-    def _tell(self, stage: StageTime, steps: int) -> None:
+    def _tell(self, stage: StageTime, count: int, steps: int) -> None:
         if self.observer is None:
             return
-        done = self._done + self.work.get(stage.name, 0.0) * len(stage.steps_s) / max(steps, 1)
+        done = self._done + self.work.get(stage.name, 0.0) * count / max(steps, 1)
         fraction = min(1.0, done / (sum(self.work.values()) or 1.0))
         spent = self._charged() - self._start
         eta_s = spent * (1 - fraction) / fraction if fraction else None
-        self.observer(Progress(stage.name, len(stage.steps_s), steps, fraction, eta_s))
+        self.observer(Progress(stage.name, count, steps, fraction, eta_s))
 
     def _charged(self) -> float:
         """The clock without what was charged apart."""

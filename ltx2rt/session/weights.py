@@ -58,11 +58,12 @@ class Counted:
 
 
 class WeightStore:
-    """loading: entered around every load. loaded_bytes: read so far, of checkpoint and merged tensors."""
+    """loading: entered around every load, given the network's name. loaded_bytes: read so far, of checkpoint and merged
+    tensors."""
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
-        self.loading: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.loading: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.loaded_bytes = 0
         self.held: OrderedDict[WeightsKey, Held] = OrderedDict()  # least recently used first
 
@@ -103,7 +104,7 @@ class WeightStore:
             elif siblings:
                 near = min(siblings, key=lambda other: len(self.changed(call, other[1])))
                 base, changed = self.held[near].weights, self.changed(call, near[1])
-            with self.loading():
+            with self.loading(call.network):
                 source = Counted(self.source(call, call.loras))
                 self.held[key] = Held(self.backend.load([graph], source, base, changed), graph)
                 self.loaded_bytes += source.bytes

@@ -6,6 +6,7 @@ x     = one guided Euler step after the other                          `models.g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,15 @@ from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.stage import Stage, State, finite
 from ltx2rt.weights.files import TensorFile
 
+# What `--latents-out` writes, all of which a later run may be given by `--noise-in`.
+RECORDED = re.compile(r"\w+\.(?:video|audio)\.(?:noise|start|steps|x0)|video_latent|audio_latent|upsampled|waveform")
+
+
+def noise_name(file: TensorFile, stream: str) -> str | None:
+    """What the stream's noise is called in the file: as it is drawn, or as a run has recorded it."""
+    names = set(file.names())
+    return next((name for name in (stream, f"{stream}.noise") if name in names), None)
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -37,7 +47,10 @@ class Noise:
     def draw(self, stream: str, shape: tuple[int, ...]) -> np.ndarray:
         """f32[videos, *shape]."""
         if self.file is not None:
-            return TensorFile(self.file).read(stream).astype(np.float32)
+            file = TensorFile(self.file)
+            name = noise_name(file, stream)
+            assert name is not None, f"{self.file} has no {stream}, which the plan was to find out"
+            return file.read(name).astype(np.float32)
         return np.stack([standard_normal(seed, stream, shape) for seed in self.seeds])
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.models.geometry import Geometry
+from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import Stage, State, finite, videos_of
@@ -50,6 +50,7 @@ class Frames(Stage):
         backend, videos = session.backend, videos_of(latents)
         tiles = itertools.chain.from_iterable(tile_latents(video, self.tiling) for video in videos)
         decoded = session.each(decoding(map(watch.checked, tiles)), "frames")
+        num_frames = pixel_frames(self.geometry.frames, session.config.video_vae.time_factor)
         if not backend.is_main:
             with watch.stage(self.name):
                 deque(decoded, maxlen=0)
@@ -57,9 +58,9 @@ class Frames(Stage):
 
         def chunks(video: int) -> Iterator[np.ndarray]:
             name = self.name if len(videos) == 1 else f"{self.name} {video + 1}"
-            with watch.stage(name, len(self.tiling.frames)) as done:
+            with watch.stage(name, num_frames, "frames") as done:
                 for chunk in blend_tiles(decoded, self.tiling, backend.to_host):
-                    done()
+                    done(chunk.shape[1])
                     yield chunk
 
         yield from map(chunks, range(len(videos)))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Image
@@ -29,9 +29,9 @@ class Given(Stage):
             yield from conditioning.needs(model)
 
     def check(self, session: Session) -> None:
-        for note in (note for conditioning in self.given for note in conditioning.check()):
+        for said in (said for conditioning in self.given for said in conditioning.check()):
             if session.backend.is_main:
-                print(f"ltx2rt: {note}", file=sys.stderr)
+                note(said)
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         with watch.stage(self.name):

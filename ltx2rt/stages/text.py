@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.text_encoder import feeds
+from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import MODALITIES, Stage, State
@@ -30,7 +30,7 @@ class Text(Stage):
         for prompt in self.prompts:
             if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS and session.backend.is_main:
                 said = f"the prompt has {count} tokens, the model reads the first {PROMPT_TOKENS}"
-                print(f"ltx2rt: {said}: {prompt[:40]!r}...", file=sys.stderr)
+                note(f"{said}: {prompt[:40]!r}...")
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         """Contexts of prompts that the session has encoded before are its own."""

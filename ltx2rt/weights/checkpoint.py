@@ -89,6 +89,12 @@ class Checkpoint:
     metadata: Mapping[str, str] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()  # one line per file nearby that could not be opened
 
+    @property
+    def files(self) -> list[Path]:
+        """The files and folders that were found, those beside the one that was named included."""
+        tokenizer = [self.tokenizer_path] if self.tokenizer_path else []
+        return [self.path, *tokenizer, *self.loras_found, *(source.where for source in self.sources.values())]
+
     def source(self, component: str) -> RenamedSource:
         """Raises InputError if the component was not found, naming the flag that gives it."""
         if component in self.sources:

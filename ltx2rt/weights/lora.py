@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from ltx2rt.atomic_file import check_outputs
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
@@ -247,8 +248,7 @@ def merge_to_file(
     checkpoint: Checkpoint, loras: Sequence[Lora], tensor_names: Sequence[str], output: str | Path, dtype: str
 ) -> list[Merge]:
     """Write the named tensors, merged, under their official names as `dtype`; returns what was merged."""
-    if not Path(output).parent.is_dir():
-        raise InputError(f"{output}: its folder does not exist; create it or write elsewhere")
+    check_outputs([("--output", Path(output))], [*checkpoint.files, *(lora.path for lora in loras)])
     merged = MergedSource(checkpoint.source("transformer"), loras, dtype)
 
     def home(name: str) -> TensorSource:

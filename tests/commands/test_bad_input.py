@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,9 +114,67 @@ def test_images_and_noise_that_cannot_be_used(refused, tmp_path):
     assert "does not exist" in refused("--image", f"{tmp_path}/gone.png:0")
     write_arrays(tmp_path / "n.safetensors", {"stage1.video": np.zeros((1, 3, 128), np.float32)})
     assert "stage1.video" in refused("--noise-in", tmp_path / "n.safetensors")
+    one = ("--pipeline", "one-stage", "--noise-in", tmp_path / "n.safetensors")
+    shapes = {"stage1.video": (1, 2 * 2 * 4, 128), "stage1.audio": (1, 9, 128)}
+    for dtype, more, message in ((np.int8, {}, "is int8"), (np.float32, {"odd": np.zeros(3)}, "holds odd, which")):
+        noise = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+        write_arrays(tmp_path / "n.safetensors", noise | more)
+        assert message in refused(*one)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
 def test_no_room_names_needed_and_free(refused, backend):
     message = refused("--max-memory", 0.01, backend=backend)
     assert "needs" in message and "0.01 GB are free" in message
+
+
+def test_no_output_is_an_input_or_another_output(refused, model, tmp_path):
+    """Also as a link, inside the checkpoint's folder, and beside the checkpoint, where parts are found."""
+    link, clip = tmp_path / "link.json", tmp_path / "o.mp4"
+    link.symlink_to(main_file(model))
+    before = main_file(model).read_bytes()
+    assert "--latents-out" in refused("--latents-out", main_file(model))
+    assert "same file as the input" in refused("--report", link)
+    assert "which the run reads" in refused("--report", model / "gemma-3" / "new.json")
+    one = ("--model", main_file(model))
+    lora = model / "tiny-2.3-distilled-lora.safetensors"
+    assert "same file as the input" in refused(*one, "--latents-out", lora)
+    assert "--report" in refused(*one, "--report", model / "gemma-3" / "tokenizer.json")
+    assert "same file as --output" in refused("--report", tmp_path / "." / "o.mp4", output=clip)
+    assert "same file as --latents-out" in refused("--report", tmp_path / "a", "--latents-out", tmp_path / "a")
+    several = ("--num-videos", 2, "--report", tmp_path / "o-2.mp4")
+    assert "same file as --output" in refused(*several, output=clip)
+    assert main_file(model).read_bytes() == before
+
+
+def test_outputs_that_cannot_be_written(refused, tmp_path, monkeypatch):
+    """The unfinished file's name is longer than the output's own."""
+    assert "cannot be written" in refused("--report", f"/proc/{tmp_path.name}")
+    assert "cannot be written" in refused("--latents-out", "/sys/latents.safetensors")
+    assert "cannot be written" in refused(output=tmp_path / ("x" * 240 + ".mp4"))
+    assert "no regular file" in refused("--report", "/dev/null")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert "are free; make room" in refused()
+
+
+def test_sizes_are_refused_before_a_framework_is_imported(model, tmp_path):
+    code = "import sys; from ltx2rt.cli import main; print(main(sys.argv[1:]), {'torch', 'jax'} & set(sys.modules))"
+    for backend in ("cuda", "tpu"):
+        words = ["generate", "--backend", backend, "--model", model, "--prompt", "x", "--output", tmp_path / "o.mp4"]
+        for flags in (["--width", 100], ["--num-frames", 16], ["--stg-blocks", 9], ["--report", model / "r.json"]):
+            argv = [sys.executable, "-c", code, *map(str, [*words, *flags])]
+            ran = subprocess.run(argv, capture_output=True, text=True)
+            assert ran.stdout == "2 set()\n" and str(flags[0]) in ran.stderr
+
+
+def test_probe_and_merge_replace_no_input(model, tmp_path, command):
+    inputs = tmp_path / "in.safetensors"
+    write_arrays(inputs, {"steps": np.array([3], np.int32)})
+    probe = ["probe", "--backend", "cuda", "--model", model, "--component", "schedule", "--inputs", inputs]
+    lora, name = model / "tiny-2.3-distilled-lora.safetensors", "model.diffusion_model.patchify_proj.weight"
+    merge = ["weights", "merge", "--model", main_file(model), "--lora", lora, "--tensor", name]
+    for words in ([*probe, "--outputs", inputs], [*probe, "--outputs", main_file(model)], [*merge, "--output", lora]):
+        before = Path(words[-1]).read_bytes()
+        status, out, err = command(*words)
+        assert (status, out, err.count("\n")) == (2, "", 1) and "same file as the input" in err
+        assert Path(words[-1]).read_bytes() == before

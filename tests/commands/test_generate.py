@@ -183,9 +183,11 @@ def test_seed_decides_the_noise_and_a_missing_one_is_drawn_and_reported(base, ge
 def test_recorded_noise_reproduces_the_run(base, run, tmp_path):
     from safetensors.numpy import save_file
 
+    """By the names of its streams, or as `--latents-out` wrote it, with everything else."""
     noise = {name.removesuffix(".noise"): x for name, x in base.latents.items() if name.endswith(".noise")}
     save_file(noise, tmp_path / "noise.safetensors")
-    assert_bitwise(run("--seed", 99, "--noise-in", tmp_path / "noise.safetensors"), base)
+    for file in (tmp_path / "noise.safetensors", base.latents_file):
+        assert_bitwise(run("--seed", 99, "--noise-in", file), base)
 
 
 @pytest.mark.parametrize(
@@ -308,3 +310,23 @@ def test_a_run_that_cannot_write_its_last_file_leaves_none(where, generate, mode
     monkeypatch.setattr(f"ltx2rt.commands.generate.{where}", fail)
     found = generate("cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage")
     assert found.status == 1 and "No space left" in found.stderr and list(found.folder.iterdir()) == []
+
+
+def test_quiet_says_where_the_file_is_and_verbose_what_is_built(generate, model, images):
+    """Also not that a flag is unread, a prompt cut or an image's alpha dropped."""
+    short = ("--seed", 1, "--num-frames", 9, "--pipeline", "distilled", "--distilled-lora", "none", "--no-audio")
+    quiet = generate("cuda", model, *short, "--quiet", "--prompt", "word " * 2000)
+    assert (quiet.status, quiet.stderr) == (0, "") and quiet.stdout.count("\n") == 1
+    loud = generate("cuda", model, *short, "--verbose")
+    assert loud.status == 0 and "building video-decoder" in loud.stderr
+    assert "loading the weights of guided-step ...\n" in loud.stderr and "decode: 9 frames ...\n" in loud.stderr
+    assert "does not read --steps" in loud.stderr and "\r" not in loud.stderr
+    both = generate("cuda", model, *short, "--quiet", "--verbose")
+    assert both.status == 2 and "contradict each other" in both.stderr
+
+
+def test_a_file_that_will_be_replaced_is_named(generate, model, tmp_path):
+    (tmp_path / "old.json").write_text("{}")
+    flags = ("--report", tmp_path / "old.json", "--seed", 1, "--num-frames", 9, "--pipeline", "one-stage", "--steps", 1)
+    found = generate("cuda", model, *flags)
+    assert found.status == 0 and f"will be replaced: {tmp_path}/old.json\n" in found.stderr

@@ -37,6 +37,7 @@ def test_plan_prints_a_table(command):
     assert status == 0 and "336 all_reduce" in out and "memory: fits" in out and "bound from below" in out
     status, out, _ = command("plan", "--preset", "ltx-2.3", "--devices", 1, "--device-kind", "h100-80gb")
     assert status == 0 and "does NOT fit" in out and "all_reduce" not in out
+    assert "try --stage-weights reload or more devices or fewer frames" in out
 
 
 def test_float8_weights_are_planned_at_half_the_bytes(command):
@@ -99,3 +100,14 @@ def test_graph_refuses_a_mesh_that_does_not_divide(command):
     assert status == 2 and "nope" in err and "hopper" in err
     assert command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 0)[0] == 2
     assert command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 2, "--mesh", "tensor=2")[0] == 2
+
+
+@pytest.mark.parametrize("name,kind", [("h100", "h100-80gb"), ("H200", "h200-141gb"), ("RTX 4090", "rtx4090-24gb")])
+def test_a_device_kind_has_a_short_name(name, kind, command):
+    status, out, _ = command("plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", name)
+    assert status == 0 and f"on 1 x {kind} " in out
+
+
+def test_a_short_name_of_two_kinds_is_refused(command):
+    status, _, err = command("plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", "a100")
+    assert status == 2 and "a100-40gb or a100-80gb" in err

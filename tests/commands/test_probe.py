@@ -287,7 +287,7 @@ def test_flags_of_generate_reach_the_probe(probe, tiny):
         ("transformer", {"video_sigma": draw(3)}, "video_sigma has shape [3]"),
         ("transformer", {"a2v_keep": draw(B, 4)}, "a2v_keep has shape [2, 4]"),
         ("transformer", {"video_latent": draw(B, T, 64)}, "video_latent has shape [2, 12, 64]"),
-        ("transformer", {"audio_latent": np.full((B, TA, 128), np.nan, np.float32)}, "not finite"),
+        ("transformer", {"audio_latent": np.full((B, TA, 128), np.nan, np.float32)}, "holds NaN"),
         ("guided-step", {"stg_blocks": draw(4)}, "stg_blocks has shape [4]"),
         ("video-encoder", {"frames": draw(1, 3, 8, 64, 64)}, "8k+1 frames"),
         ("video-decoder", {"latent": draw(1, 64, 2, 2, 2)}, "latent has shape [1, 64, 2, 2, 2]"),

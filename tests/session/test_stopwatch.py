@@ -80,3 +80,40 @@ def test_the_report_has_the_documented_keys(watch, tmp_path):
     documented = ["seed", "stages", "warmup_s", "load_s", "peak_bytes", "versions", "device", "mesh", "lora"]
     assert set(documented) <= set(read) and set(read["stages"][0]) == {"name", "time_s", "steps_s"}
     assert read["lora"] == lora
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_lines_elsewhere_say_what_begins_and_what_has_ended(watch):
+    with watch.apart("load", "loading the weights of video-decoder"):
+        pass
+    with watch.stage("decode", 16, "frames") as done:
+        done(9)
+        done(7)
+    assert watch.stream.getvalue().splitlines() == [
+        "loading the weights of video-decoder ...",
+        "decode: 16 frames ...",
+        "decode: 0.00 s (16 frames)",
+    ]
+
+
+def test_a_terminal_shows_a_bar_and_keeps_only_what_has_ended():
+    watch = Stopwatch(stream=Terminal(), clock=Clock())
+    with watch.apart("load", "loading"):
+        pass
+    with watch.stage("decode", 16, "frames") as done:
+        done(8)
+        assert "decode: 0 of 16 frames" in watch.stream.getvalue()
+    assert "loading ...\r\x1b[K" in watch.stream.getvalue()
+    assert watch.stream.getvalue().endswith("\x1b[Kdecode: 0.00 s (8 frames)\n")
+
+
+def test_verbose_says_what_is_built_and_how_long_loads_took():
+    watch = Stopwatch(stream=io.StringIO(), clock=Clock(), verbose=True)
+    with watch.apart("load", "loading"):
+        watch.clock.now += 2
+    watch.building("vocoder")
+    assert watch.stream.getvalue().splitlines() == ["loading ...", "loading: 2.00 s", "building vocoder"]

@@ -247,7 +247,7 @@ def test_merged_tensors_are_written_under_their_official_names(tiny, tmp_path):
     np.testing.assert_array_equal(written.read(vae), checkpoint.source("video_vae").read(vae).astype(np.float32))
     with pytest.raises(InputError, match="no tensor attn1"):
         merge_to_file(checkpoint, [lora], ["attn1"], tmp_path / "n.safetensors", "float32")
-    with pytest.raises(InputError, match="folder does not exist"):
+    with pytest.raises(InputError, match="does not exist; create it"):
         merge_to_file(checkpoint, [lora], [Q], tmp_path / "no" / "n.safetensors", "float32")
 
 

@@ -1,0 +1,16 @@
+"""What is said beside results: one line each on stderr.
+
+The level of the logger `ltx2rt` decides whether: above WARNING, as `--quiet` sets it, nothing is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+LOGGER = logging.getLogger("ltx2rt")
+
+
+def note(text: str, prefix: str = "ltx2rt: ") -> None:
+    if LOGGER.isEnabledFor(logging.WARNING):
+        print(f"{prefix}{text}", file=sys.stderr, flush=True)

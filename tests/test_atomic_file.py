@@ -1,0 +1,35 @@
+"""What is said when a file's folder goes away, or its disk is full."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ltx2rt.atomic_file import check_outputs, replacing, require_space
+from ltx2rt.errors import InputError
+
+
+def test_a_folder_removed_meanwhile_is_named(tmp_path):
+    path = tmp_path / "gone" / "o.mp4"
+    path.parent.mkdir()
+    with pytest.raises(OSError, match=r"gone/o\.mp4: its folder was removed"), replacing(path) as partial:
+        partial.write_bytes(b"x")
+        partial.unlink()
+        path.parent.rmdir()
+
+
+def test_files_on_one_disk_share_its_room(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=15))
+    require_space({tmp_path / "a": 7, tmp_path / "b": 8})
+    with pytest.raises(InputError, match="make room"):
+        require_space({tmp_path / "a": 7, tmp_path / "b": 9})
+
+
+def test_a_check_leaves_nothing_and_follows_links(tmp_path):
+    (tmp_path / "in").write_bytes(b"")
+    (tmp_path / "link").symlink_to("in")
+    check_outputs([("--a", tmp_path / "new"), ("--b", tmp_path / "other")], [tmp_path / "in"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "link"]
+    with pytest.raises(InputError, match="--a"):
+        check_outputs([("--a", tmp_path / "link")], [tmp_path / "in"])
+    with pytest.raises(InputError, match="null byte"):
+        check_outputs([("--a", tmp_path / "a\0b")], [])
