@@ -213,10 +213,8 @@ def scan(folder: Path) -> Parts:
         try:
             if path.is_dir():
                 kind = folder_kind(path)
-                if kind == "gemma":
-                    parts.gemma.append(path)
-                elif kind == "upsampler":
-                    parts.upsampler.append(path)
+                if kind in ("gemma", "upsampler"):
+                    getattr(parts, kind).append(path)
                 elif kind:
                     parts.diffusers.setdefault(kind, []).append(path)
                 if (path / "tokenizer.json").is_file():
