@@ -394,24 +394,24 @@ def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: floa
     return x, *([y * (1 + scale) + shift for scale, shift in pairs(shaped)] or [y])
 
 
-@fused
-def qk_norm_rope(*operands: Tensor, weight_views, table_views, eps: float):
+def _rotated(norm, size: int, operands, weight_views, table_views, **args):
+    """`norm` over the last two axes, then RoPE: of x, what else the norm reads, cos, sin, `size` at a time."""
     results = []
-    for (x, weight, cos, sin), weight_view, view in zip(grouped(operands, 4), weight_views, table_views, strict=True):
-        y = rms_norm(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
+    groups = zip(grouped(operands, size), weight_views, table_views, strict=True)
+    for (x, *others, cos, sin), weight_view, view in groups:
+        y = norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, **args)
         results.append(rope(y, cos, sin, view))
     return tuple(results) if len(results) > 1 else results[0]
+
+
+@fused
+def qk_norm_rope(*operands: Tensor, weight_views, table_views, eps: float):
+    return _rotated(rms_norm, 4, operands, weight_views, table_views, eps=eps)
 
 
 @fused
 def qk_scale_rope(*operands: Tensor, weight_views, table_views, count: int, eps: float):
-    results = []
-    groups = zip(grouped(operands, 5), weight_views, table_views, strict=True)
-    for (x, sum_squares, weight, cos, sin), weight_view, view in groups:
-        dims = (x.ndim - 2, x.ndim - 1)
-        y = rms_scale(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
-        results.append(rope(y, cos, sin, view))
-    return tuple(results) if len(results) > 1 else results[0]
+    return _rotated(rms_scale, 5, operands, weight_views, table_views, count=count, eps=eps)
 
 
 @fused
