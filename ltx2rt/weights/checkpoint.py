@@ -86,7 +86,6 @@ class Checkpoint:
     sources: Mapping[str, RenamedSource]
     tokenizer_path: Path | None  # tokenizer.json
     loras_found: tuple[Path, ...] = ()
-    metadata: Mapping[str, str] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()  # one line per file nearby that could not be opened
 
     def source(self, component: str) -> RenamedSource:
@@ -279,9 +278,7 @@ def open_checkpoint(
     if upsampler_path is not None:
         upsampler_config, sources["upsampler"] = open_upsampler(upsampler_path)
 
-    metadata: dict[str, str] = {}
     if main is not None:
-        metadata = main.metadata
         layout, config = "official", official_config(main, gemma_config, upsampler_config)
         sources |= official_sources(main)
     else:
@@ -302,7 +299,7 @@ def open_checkpoint(
     for source in sources.values():
         _refuse_float8(source)
     tokenizer = _tokenizer(gemma_dir, parts.tokenizer)
-    return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), metadata, tuple(parts.unreadable))
+    return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), tuple(parts.unreadable))
 
 
 def _refuse_float8(source: RenamedSource) -> None:
