@@ -7,6 +7,7 @@ No field that shapes a network has a default: an absent key in a checkpoint is t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,7 @@ class TextConfig:
 
     gemma_hidden: int
     num_states: int  # Gemma layers + 1
-    per_token_norm: (
-        bool  # 2.3: RMS per token and layer, one projection with bias per modality; 2.0: one shared, min-max
-    )
+    per_token_norm: bool  # 2.3: RMS per token and layer, a projection with bias per modality; 2.0: one shared, min-max
     projection_bias: bool
     video: ConnectorConfig
     audio: ConnectorConfig
@@ -130,17 +129,11 @@ class VideoVaeConfig:
 
     @property
     def time_factor(self) -> int:
-        factor = 1
-        for stage in self.encoder:
-            factor *= stage.stride[0]
-        return factor
+        return prod(stage.stride[0] for stage in self.encoder)
 
     @property
     def space_factor(self) -> int:
-        factor = self.patch_size
-        for stage in self.encoder:
-            factor *= stage.stride[1]
-        return factor
+        return self.patch_size * prod(stage.stride[1] for stage in self.encoder)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from torch import fx
 
 from ltx2rt.graph.ir import Graph
 from ltx2rt.graph.ir import Repeat as RepeatPlan
+from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS
 
-COLLECTIVE = {"shard", "all_reduce", "all_gather", "all_to_all"}
+SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
 
 
 class Constant(torch.nn.Module):
@@ -40,9 +41,7 @@ class Repeat(torch.nn.Module):
 
     def forward(self, *operands):
         plan = self.plan
-        carry = operands[: plan.num_carries]
-        invariant = operands[plan.num_carries : plan.num_carries + plan.num_invariants]
-        per_layer = operands[plan.num_carries + plan.num_invariants :]
+        carry, invariant, per_layer = plan.divide(operands)
         stacked: list[tuple] = []
         for i in range(plan.count):
             results = self.block(*carry, *invariant, *(p[i] for p in per_layer))
@@ -61,7 +60,7 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
     for number, node in enumerate(graph.nodes):
         operands = tuple(env[id(v)] for v in node.inputs)
         if node.op == "repeat":
-            plan = node.args["repeat"]
+            plan = node.repeat
             block = lower(plan.body, device, position=position)
             modules[f"repeat_{number}"] = Repeat(plan, torch.compile(block, dynamic=False) if compile else block)
             own = {name for name in plan.body.params if "*" in name}
@@ -70,23 +69,19 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
                 for name in plan.body.all_params()
             ]
             result = built.call_module(f"repeat_{number}", (*operands, *lists))
-            for i, v in enumerate(node.outputs):
-                env[id(v)] = built.call_function(_item, (result, i))
-            continue
-        kwargs = {}
-        for name, value in node.args.items():
-            if isinstance(value, np.ndarray):
-                modules[f"constant_{number}_{name}"] = Constant(torch.from_numpy(value).to(device))
-                value = built.call_module(f"constant_{number}_{name}")
-            kwargs[name] = value
-        if node.op in COLLECTIVE:
-            mesh_axis = kwargs.pop("mesh_axis")
+        else:
+            kwargs = {}
+            for name, value in node.args.items():
+                if isinstance(value, np.ndarray):
+                    modules[f"constant_{number}_{name}"] = Constant(torch.from_numpy(value).to(device))
+                    value = built.call_module(f"constant_{number}_{name}")
+                kwargs[name] = value
             if node.op == "shard":
-                kwargs["index"] = position.coordinates[mesh_axis]
-            else:  # a group's name: FX can write a string into its code, but no process group
-                kwargs["group"] = position.groups[mesh_axis]
-        result = built.call_function(OPS[node.op], operands, kwargs)
-        if len(node.outputs) == 1 and node.op not in ("all_reduce", "all_to_all"):
+                kwargs["index"] = position.coordinates[kwargs.pop("mesh_axis")]
+            elif node.op in COLLECTIVES:  # a group's name: FX can write a string into its code, but no process group
+                kwargs["group"] = position.groups[kwargs.pop("mesh_axis")]
+            result = built.call_function(OPS[node.op], operands, kwargs)
+        if len(node.outputs) == 1 and node.op not in SEVERAL:
             env[id(node.outputs[0])] = result
         else:
             for i, v in enumerate(node.outputs):

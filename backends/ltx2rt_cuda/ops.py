@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,12 @@ DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
-OPS = {
+
+def _binary(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, y, views: function(x.reshape(views[0]), y.reshape(views[1]))
+
+
+OPS: dict[str, Callable[..., Any]] = {
     "exp": torch.exp,
     "log": torch.log,
     "sqrt": torch.sqrt,
@@ -29,21 +36,34 @@ OPS = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
+    "sub": _binary(torch.sub),
+    "mul": _binary(torch.mul),
+    "div": _binary(torch.div),
+    "clamp": lambda x, low, high: x.clamp(low, high),
+    "leaky_relu": lambda x, slope: F.leaky_relu(x, slope),
+    "cast": lambda x, dtype: x.to(DTYPES[dtype]),
+    "sum": lambda x, dims: x.sum(dims),
+    "mean": lambda x, dims: x.mean(dims),
+    "max": lambda x, dims: x.amax(dims),
+    "min": lambda x, dims: x.amin(dims),
+    "split": lambda x, shape: x.reshape(shape),
+    "merge": lambda x, shape: x.reshape(shape),
+    "transpose": lambda x, perm: x.permute(perm),
+    "rename": lambda x: x,
+    "at": lambda x, dim, index: x.select(dim, index),
+    "concat": lambda *xs, dim: torch.cat(xs, dim),
+    "stack": lambda *xs, dim: torch.stack(xs, dim),
+    "expand": lambda x, shape, dim: x.unsqueeze(dim).expand(shape),
 }
+for _name, _function in OPS.items():
+    if _function.__name__ == "<lambda>":  # FX prints call targets by their qualified name
+        _function.__name__ = _function.__qualname__ = f"{_name}_"
+        globals()[f"{_name}_"] = _function
 
 
 def op(function):
     OPS[function.__name__.rstrip("_")] = function
     return function
-
-
-def _binary(name, function):
-    def run(x: Tensor, y: Tensor, views) -> Tensor:
-        return function(x.reshape(views[0]), y.reshape(views[1]))
-
-    run.__name__ = name
-    op(run)
-    globals()[name] = run  # FX prints call targets by their qualified name
 
 
 @op
@@ -62,11 +82,6 @@ def add(x: Tensor, y: Tensor, views) -> Tensor:
     return total.movedim(1, -1).flatten(0, 1).unflatten(0, total.shape[0:3:2]).movedim(-1, 1)
 
 
-_binary("sub", torch.sub)
-_binary("mul", torch.mul)
-_binary("div", torch.div)
-
-
 @op
 def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
@@ -76,21 +91,6 @@ def gelu(x: Tensor) -> Tensor:
 def affine(x: Tensor, scale: float, offset: float) -> Tensor:
     x = x * scale if scale != 1.0 else x
     return x + offset if offset != 0.0 else x
-
-
-@op
-def clamp(x: Tensor, low, high) -> Tensor:
-    return x.clamp(low, high)
-
-
-@op
-def leaky_relu(x: Tensor, slope: float) -> Tensor:
-    return F.leaky_relu(x, slope)
-
-
-@op
-def cast(x: Tensor, dtype: str) -> Tensor:
-    return x.to(DTYPES[dtype])
 
 
 @op
@@ -104,69 +104,9 @@ def modulate(x: Tensor, scale: Tensor, shift: Tensor, views) -> Tensor:
 
 
 @op
-def sum_(x: Tensor, dims) -> Tensor:
-    return x.sum(dims)
-
-
-@op
-def mean(x: Tensor, dims) -> Tensor:
-    return x.mean(dims)
-
-
-@op
-def max_(x: Tensor, dims) -> Tensor:
-    return x.amax(dims)
-
-
-@op
-def min_(x: Tensor, dims) -> Tensor:
-    return x.amin(dims)
-
-
-@op
-def split(x: Tensor, shape) -> Tensor:
-    return x.reshape(shape)
-
-
-@op
-def merge(x: Tensor, shape) -> Tensor:
-    return x.reshape(shape)
-
-
-@op
-def transpose(x: Tensor, perm) -> Tensor:
-    return x.permute(perm)
-
-
-@op
-def rename(x: Tensor) -> Tensor:
-    return x
-
-
-@op
 def slice_(x: Tensor, dim: int, start: int, stop: int, step: int) -> Tensor:
     x = x.narrow(dim, start, stop - start)
     return x if step == 1 else x[(slice(None),) * dim + (slice(None, None, step),)]
-
-
-@op
-def at(x: Tensor, dim: int, index: int) -> Tensor:
-    return x.select(dim, index)
-
-
-@op
-def concat(*xs: Tensor, dim: int) -> Tensor:
-    return torch.cat(xs, dim)
-
-
-@op
-def stack(*xs: Tensor, dim: int) -> Tensor:
-    return torch.stack(xs, dim)
-
-
-@op
-def expand(x: Tensor, shape, dim: int) -> Tensor:
-    return x.unsqueeze(dim).expand(shape)
 
 
 @op
@@ -394,24 +334,24 @@ def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: floa
     return x, *([y * (1 + scale) + shift for scale, shift in pairs(shaped)] or [y])
 
 
-@fused
-def qk_norm_rope(*operands: Tensor, weight_views, table_views, eps: float):
+def _rotated(norm, size: int, operands, weight_views, table_views, **args):
+    """`norm` over the last two axes, then RoPE: of x, what else the norm reads, cos, sin, `size` at a time."""
     results = []
-    for (x, weight, cos, sin), weight_view, view in zip(grouped(operands, 4), weight_views, table_views, strict=True):
-        y = rms_norm(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
+    groups = zip(grouped(operands, size), weight_views, table_views, strict=True)
+    for (x, *others, cos, sin), weight_view, view in groups:
+        y = norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, **args)
         results.append(rope(y, cos, sin, view))
     return tuple(results) if len(results) > 1 else results[0]
+
+
+@fused
+def qk_norm_rope(*operands: Tensor, weight_views, table_views, eps: float):
+    return _rotated(rms_norm, 4, operands, weight_views, table_views, eps=eps)
 
 
 @fused
 def qk_scale_rope(*operands: Tensor, weight_views, table_views, count: int, eps: float):
-    results = []
-    groups = zip(grouped(operands, 5), weight_views, table_views, strict=True)
-    for (x, sum_squares, weight, cos, sin), weight_view, view in groups:
-        dims = (x.ndim - 2, x.ndim - 1)
-        y = rms_scale(x, sum_squares, weight, dims=dims, weight_view=weight_view, count=count, eps=eps)
-        results.append(rope(y, cos, sin, view))
-    return tuple(results) if len(results) > 1 else results[0]
+    return _rotated(rms_scale, 5, operands, weight_views, table_views, count=count, eps=eps)
 
 
 @fused

@@ -29,7 +29,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Value
 from ltx2rt_tpu.distributed import device_mesh
 from ltx2rt_tpu.hlo import collectives
-from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program
+from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program, own
 from ltx2rt_tpu.weights import abstract_weights
 
 # What libtpu would ask Google Cloud's metadata server; without an answer it complains on stderr.
@@ -92,17 +92,17 @@ def abstract(values: Mapping[str, Value], place: Sharding) -> dict[str, ShapeDty
 
 
 def _own_inputs(graph: Graph, place: NamedSharding) -> dict[str, ShapeDtypeStruct]:
-    own, count = NamedSharding(place.mesh, P(place.mesh.axis_names)), place.mesh.size
+    parts, count = NamedSharding(place.mesh, own(place)), place.mesh.size
     types = {name: v.type for name, v in graph.inputs.items()}
-    return {n: ShapeDtypeStruct((count * t.shape[0], *t.shape[1:]), t.dtype, sharding=own) for n, t in types.items()}
+    return {n: ShapeDtypeStruct((count * t.shape[0], *t.shape[1:]), t.dtype, sharding=parts) for n, t in types.items()}
 
 
 def _step_arguments(loop: Loop, before: tuple) -> tuple:
     """What `Loop.steps` is called with: weights, what runs before, the other inputs, the state, and the bounds."""
     body, place = loop.parts.body, loop.place
-    own = NamedSharding(place.mesh, loop.own()) if isinstance(place, NamedSharding) else place
+    parts = NamedSharding(place.mesh, own(place)) if isinstance(place, NamedSharding) else place
     found = loop.before.eval_shape(*before)
-    prepared = {name: ShapeDtypeStruct(x.shape, x.dtype, sharding=own) for name, x in found.items()}
+    prepared = {name: ShapeDtypeStruct(x.shape, x.dtype, sharding=parts) for name, x in found.items()}
     other = body.inputs.keys() - prepared.keys() - set(loop.parts.state)
     constants = {name: v for name, v in loop.graph.inputs.items() if name in other}
     bound = ShapeDtypeStruct((), "int32")

@@ -75,9 +75,8 @@ def _open_to_others(path: Path) -> str | None:
 
 def remove_damaged(folder: Path, module: str) -> None:
     """Remove the module's files that do not decompress, if all do then all: JAX writes none whose name is taken."""
-    from jax._src.compilation_cache import (
-        decompress_executable,
-    )  # which of two formats it is depends on what is installed
+    # Which of two formats it is depends on what is installed.
+    from jax._src.compilation_cache import decompress_executable
 
     files, damaged = list(folder.glob(f"{module}-*")), []
     for path in files:

@@ -6,6 +6,7 @@ device. The text is the compiler's own, of any TPU generation.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 
@@ -86,15 +87,11 @@ def _trips(condition: list[str], line: str) -> int | None:
 
 def _received(kind: str, start: bool, line: str) -> float:
     result = line.split(" = ", 1)[1].split(f" {kind}", 1)[0]
-    sizes = []
-    for dtype, dims in SHAPE.findall(result):
-        size = BYTES[dtype]
-        for n in dims.split(","):
-            size *= int(n) if n else 1
-        sizes.append(size)
+    arrays = SHAPE.findall(result)
+    sizes = [BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays]
     if start and kind != "all-reduce":  # (operands, results, flags): one result for each operand
-        arrays = [size for size in sizes if size > FLAG_BYTES]
-        sizes = arrays[len(arrays) // 2 :]
+        sizes = [size for size in sizes if size > FLAG_BYTES]
+        sizes = sizes[len(sizes) // 2 :]
     size = sum(sizes)
     if kind == "collective-permute":
         return size

@@ -32,9 +32,8 @@ def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array], unrolle
 
 
 def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unrolled: bool) -> list[Array]:
-    plan = node.args["repeat"]
-    fixed = plan.num_carries + plan.num_invariants
-    invariant = operands[plan.num_carries : fixed]
+    plan = node.repeat
+    initial, invariant, data = plan.divide(operands)
     stacked = {name: weights[name] for name in plan.body.params if "*" in name}
     shared = {name: weights[name] for name in plan.body.all_params() if name not in stacked}
 
@@ -43,8 +42,6 @@ def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unr
         results = run(plan.body, shared | layer_weights, [*carry, *invariant, *data])
         return results[: plan.num_carries], results[plan.num_carries :]
 
-    xs = (operands[fixed:], stacked)
-    carry, outputs = lax.scan(
-        body, operands[: plan.num_carries], xs, length=plan.count, unroll=plan.count if unrolled else 1
-    )
+    unroll = plan.count if unrolled else 1
+    carry, outputs = lax.scan(body, initial, (data, stacked), length=plan.count, unroll=unroll)
     return [*carry, *outputs]

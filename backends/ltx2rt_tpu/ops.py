@@ -5,7 +5,9 @@ float32 operands are multiplied in float32 (precision HIGHEST): a TPU's default 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,13 @@ from ltx2rt_kernels.attention import tpu as kernel
 from ltx2rt.graph.fused import snake_windows
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 
-OPS = {
+
+def _binary(function: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda x, y, views: function(x.reshape(views[0]), y.reshape(views[1]))
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "full": lambda value, shape, dtype: jnp.full(shape, value, dtype),
     "exp": jnp.exp,
     "log": jnp.log,
     "sqrt": jnp.sqrt,
@@ -24,6 +32,26 @@ OPS = {
     "tanh": jnp.tanh,
     "sigmoid": jax.nn.sigmoid,
     "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=True),
+    "add": _binary(jnp.add),
+    "sub": _binary(jnp.subtract),
+    "mul": _binary(jnp.multiply),
+    "div": _binary(jnp.divide),
+    "clamp": lambda x, low, high: jnp.clip(x, low, high),
+    "leaky_relu": lambda x, slope: jnp.where(x >= 0, x, x * slope),
+    "cast": lambda x, dtype: x.astype(dtype),
+    "sum": lambda x, dims: x.sum(dims),
+    "mean": lambda x, dims: x.mean(dims),
+    "max": lambda x, dims: x.max(dims),
+    "min": lambda x, dims: x.min(dims),
+    "split": jnp.reshape,
+    "merge": jnp.reshape,
+    "transpose": lambda x, perm: x.transpose(perm),
+    "rename": lambda x: x,
+    "at": lambda x, dim, index: lax.index_in_dim(x, index, axis=dim, keepdims=False),
+    "concat": lambda *xs, dim: jnp.concatenate(xs, axis=dim),
+    "stack": lambda *xs, dim: jnp.stack(xs, axis=dim),
+    "expand": lambda x, shape, dim: jnp.broadcast_to(jnp.expand_dims(x, dim), shape),
 }
 
 
@@ -36,45 +64,10 @@ def _precision(x: Array) -> lax.Precision | None:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-def _binary(name, function):
-    OPS[name] = lambda x, y, views: function(x.reshape(views[0]), y.reshape(views[1]))
-
-
-_binary("add", jnp.add)
-_binary("sub", jnp.subtract)
-_binary("mul", jnp.multiply)
-_binary("div", jnp.divide)
-
-
-@op
-def full(value, shape, dtype) -> Array:
-    return jnp.full(shape, value, dtype)
-
-
-@op
-def gelu(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
 @op
 def affine(x: Array, scale: float, offset: float) -> Array:
     x = x * scale if scale != 1.0 else x
     return x + offset if offset != 0.0 else x
-
-
-@op
-def clamp(x: Array, low, high) -> Array:
-    return jnp.clip(x, low, high)
-
-
-@op
-def leaky_relu(x: Array, slope: float) -> Array:
-    return jnp.where(x >= 0, x, x * slope)
-
-
-@op
-def cast(x: Array, dtype: str) -> Array:
-    return x.astype(dtype)
 
 
 @op
@@ -88,68 +81,8 @@ def modulate(x: Array, scale: Array, shift: Array, views) -> Array:
 
 
 @op
-def sum_(x: Array, dims) -> Array:
-    return x.sum(dims)
-
-
-@op
-def mean(x: Array, dims) -> Array:
-    return x.mean(dims)
-
-
-@op
-def max_(x: Array, dims) -> Array:
-    return x.max(dims)
-
-
-@op
-def min_(x: Array, dims) -> Array:
-    return x.min(dims)
-
-
-@op
-def split(x: Array, shape) -> Array:
-    return x.reshape(shape)
-
-
-@op
-def merge(x: Array, shape) -> Array:
-    return x.reshape(shape)
-
-
-@op
-def transpose(x: Array, perm) -> Array:
-    return x.transpose(perm)
-
-
-@op
-def rename(x: Array) -> Array:
-    return x
-
-
-@op
 def slice_(x: Array, dim: int, start: int, stop: int, step: int) -> Array:
     return lax.slice_in_dim(x, start, stop, step, axis=dim)
-
-
-@op
-def at(x: Array, dim: int, index: int) -> Array:
-    return lax.index_in_dim(x, index, axis=dim, keepdims=False)
-
-
-@op
-def concat(*xs: Array, dim: int) -> Array:
-    return jnp.concatenate(xs, axis=dim)
-
-
-@op
-def stack(*xs: Array, dim: int) -> Array:
-    return jnp.stack(xs, axis=dim)
-
-
-@op
-def expand(x: Array, shape, dim: int) -> Array:
-    return jnp.broadcast_to(jnp.expand_dims(x, dim), shape)
 
 
 @op

@@ -41,6 +41,21 @@ def compilations() -> list[float]:
     return seen
 
 
+def on_mesh(function: Callable, place: Sharding, *specs: Any, out: Any) -> Callable:
+    """`function` on every device of the mesh, so that XLA communicates what the graph says and nothing else.
+
+    specs, out: how its arguments and its results lie. Without a mesh it is `function` itself.
+    """
+    if not isinstance(place, NamedSharding):
+        return function
+    return jax.shard_map(function, mesh=place.mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+
+def own(place: Sharding) -> P:
+    """How the devices' own arrays lie: one after the other along a first axis."""
+    return P(place.mesh.axis_names if isinstance(place, NamedSharding) else None)
+
+
 class Program:
     """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
 
@@ -56,14 +71,7 @@ class Program:
         self.shared.clear_cache()
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
-        """The graph; on a mesh under shard_map, so that XLA communicates what the graph says and nothing else."""
-        if isinstance(self.place, NamedSharding):
-            specs = weight_specs(self.graph)
-            function = jax.shard_map(
-                self._local, mesh=self.place.mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False
-            )
-            return function(weights, inputs)
-        return self._local(weights, inputs)
+        return on_mesh(self._local, self.place, weight_specs(self.graph), P(), out=P())(weights, inputs)
 
     def _local(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         ordered = [inputs[name] for name in self.graph.inputs]
@@ -71,19 +79,10 @@ class Program:
 
     def _each(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         """The graph on every device, each with inputs of its own, one after the other along the first axis."""
-        assert isinstance(self.place, NamedSharding)
-        mesh, axes = self.place.mesh, P(self.place.mesh.axis_names)
-        function = jax.shard_map(self._local, mesh=mesh, in_specs=(P(), axes), out_specs=axes, check_vma=False)
-        return function(weights, inputs)
+        return on_mesh(self._local, self.place, P(), own(self.place), out=own(self.place))(weights, inputs)
 
     def upload(self, name: str, value: Any) -> Array:
         return upload(self.graph, name, value, self.place)
-
-    @property
-    def each_own(self) -> NamedSharding:
-        """An array of which every device of the mesh has its part of the first axis."""
-        assert isinstance(self.place, NamedSharding)
-        return NamedSharding(self.place.mesh, P(self.place.mesh.axis_names))
 
     def together(self, weights: Weights, several: list[Mapping[str, Any]], output: str) -> list[Any]:
         """`output` for each of several inputs, at most as many as there are devices; weights are whole on each.
@@ -93,13 +92,13 @@ class Program:
         place = self.place
         if not isinstance(place, NamedSharding):
             return [self(weights, inputs)[output] for inputs in several]
-        count = place.mesh.size
+        count, parts = place.mesh.size, NamedSharding(place.mesh, own(place))
         stacked = {}
         for name, v in self.graph.inputs.items():
             rows = [np.asarray(inputs[name], NUMPY_DTYPES[v.type.dtype]) for inputs in several]
             empty = [np.zeros_like(rows[0])] * (count - len(rows))
             whole = np.concatenate([*rows, *empty])
-            stacked[name] = jax.make_array_from_callback(whole.shape, self.each_own, whole.__getitem__)
+            stacked[name] = jax.make_array_from_callback(whole.shape, parts, whole.__getitem__)
         y = self.shared(self._weights(weights), stacked)[output]
         if not y.is_fully_addressable:
             whole = multihost_utils.process_allgather(y, tiled=True)
@@ -198,15 +197,6 @@ class Loop:
         self.before.clear_cache()
         self.steps.clear_cache()
 
-    def _spread(self, function: Callable, *specs: Any, out: Any) -> Callable:
-        if not isinstance(self.place, NamedSharding):
-            return function
-        return jax.shard_map(function, mesh=self.place.mesh, in_specs=specs, out_specs=out, check_vma=False)
-
-    def own(self) -> P:
-        """How the devices' own arrays lie: one after the other along a first axis."""
-        return P(self.place.mesh.axis_names if isinstance(self.place, NamedSharding) else None)
-
     def _before(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         graph = self.parts.before
 
@@ -214,7 +204,7 @@ class Loop:
             results = run(graph, weights, [inputs[name] for name in graph.inputs], self.unrolled)
             return {name: x[None] for name, x in zip(graph.outputs, results, strict=True)}
 
-        return self._spread(local, weight_specs(graph), P(), out=self.own())(weights, inputs)
+        return on_mesh(local, self.place, weight_specs(graph), P(), out=own(self.place))(weights, inputs)
 
     def _steps(self, weights, prepared, constants, outputs, first, last):
         """Steps first..last-1 of one loop; no host callback, for those keep an executable off the disk."""
@@ -227,7 +217,7 @@ class Loop:
             results = run(body, weights, [values[name] for name in body.inputs], self.unrolled)
             return dict(zip(body.outputs, results, strict=True))
 
-        step = self._spread(local, weight_specs(body), self.own(), P(), P(), P(), out=P())
+        step = on_mesh(local, self.place, weight_specs(body), own(self.place), P(), P(), P(), out=P())
         return lax.fori_loop(first, last, lambda i, outputs: step(weights, prepared, constants, outputs, i), outputs)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Array]]:
@@ -241,11 +231,11 @@ class Loop:
             else replicate(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.place)
             for name, v in body.outputs.items()
         }
-        own = weights_on(self.place, body, weights)
+        on_devices = weights_on(self.place, body, weights)
 
         def started(outputs: dict[str, Array]) -> Iterator[dict[str, Array]]:
             for i in range(num_steps):
-                outputs = self.steps(own, prepared, constants, outputs, np.int32(i), np.int32(i + 1))
+                outputs = self.steps(on_devices, prepared, constants, outputs, np.int32(i), np.int32(i + 1))
                 yield outputs
 
         for finished in overlapped(started(outputs), 1):

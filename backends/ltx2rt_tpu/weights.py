@@ -30,10 +30,7 @@ TILED_ROWS, TILED_COLUMNS = 16, 128  # of one layer's matrix in the memory of a 
 
 def weight_specs(graph: Graph) -> dict[str, P]:
     """How each weight is laid over the mesh, by declared name; `*` names have a layer axis in front."""
-    specs = {}
-    for name, layout in graph.all_layouts().items():
-        specs[name] = _spec(layout, ("*" in name))
-    return specs
+    return {name: _spec(layout, "*" in name) for name, layout in graph.all_layouts().items()}
 
 
 def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLayout | None:

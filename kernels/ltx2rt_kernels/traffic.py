@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1}
+from ltx2rt.graph.ir import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -19,4 +19,4 @@ class Bytes:
 
 
 def size(shapes: Iterable[tuple[int, ...]], dtype: str) -> int:
-    return sum(math.prod(shape) for shape in shapes) * ITEM_BYTES[dtype]
+    return sum(math.prod(shape) for shape in shapes) * DTYPE_BYTES[dtype]

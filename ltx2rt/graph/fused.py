@@ -9,6 +9,7 @@ of every token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def rows_per_token(
     return [row if row.shape[1] == 1 else take_along(row, index, 1) for row in shaped]
 
 
-def _one_or_many(results: tuple[Any, ...]):
+def _one_or_many(results: Sequence[Any]):
     return results[0] if len(results) == 1 else results
 
 
@@ -64,8 +65,7 @@ def _normed(x, rows, eps):
 
 
 def _numpy_norm_modulate(x, *rows, views, eps, index_view=None):
-    results = _normed(x, rows_per_token(rows, views, index_view, np.take_along_axis), eps)
-    return results[0] if len(results) == 1 else results
+    return _one_or_many(_normed(x, rows_per_token(rows, views, index_view, np.take_along_axis), eps))
 
 
 @op(_numpy_norm_modulate)
@@ -108,51 +108,42 @@ def residual_norm_modulate(x: Type, y: Type, *rows: Type, eps: float):
     return (x,) * (1 + max(1, len(views) // 2)), {"views": views, "eps": eps} | args
 
 
-def _numpy_qk_norm_rope(*operands, weight_views, table_views, eps):
-    def one(operands, weight_view, table_view):
-        x, weight, cos, sin = operands
-        y = OPS["rms_norm"].numpy(x, weight, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, eps=eps)
-        return OPS["rope"].numpy(y, cos, sin, view=table_view)
+def _numpy_rotated(norm, size, *operands, weight_views, table_views, **args):
+    results = []
+    for (x, *others, cos, sin), weight_view, view in zip(
+        grouped(operands, size), weight_views, table_views, strict=True
+    ):
+        y = OPS[norm].numpy(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, **args)
+        results.append(OPS["rope"].numpy(y, cos, sin, view=view))
+    return _one_or_many(tuple(results))
 
-    return _one_or_many(tuple(map(one, grouped(operands, 4), weight_views, table_views)))
+
+def _rotated(norm: str, size: int, operands: Sequence[Type], **attrs: Any):
+    """The op `norm` over the last two axes, then RoPE: of x, what else the norm reads, cos, sin, `size` at a time."""
+    weights, tables = [], []
+    for x, *others, cos, sin in grouped(operands, size):
+        weights.append(OPS[norm].rule(x, *others, over=x.axes[-2:], **attrs)[1]["weight_view"])
+        tables.append(OPS["rope"].rule(x, cos, sin)[1]["view"])
+    args = {"weight_views": tuple(weights), "table_views": tuple(tables), **attrs}
+    return _one_or_many(tuple(operands[::size])), args
 
 
-@op(_numpy_qk_norm_rope)
+@op(partial(_numpy_rotated, "rms_norm", 4))
 def qk_norm_rope(*operands: Type, eps: float):
     """RMSNorm over the last two axes (all heads together) with its weight, then RoPE.
 
     operands: x, weight, cos, sin; once, or for q and then for k. One result for each x.
     """
-    weights, tables = [], []
-    for x, weight, cos, sin in grouped(operands, 4):
-        weights.append(OPS["rms_norm"].rule(x, weight, over=x.axes[-2:], eps=eps)[1]["weight_view"])
-        tables.append(OPS["rope"].rule(x, cos, sin)[1]["view"])
-    args = {"weight_views": tuple(weights), "table_views": tuple(tables), "eps": eps}
-    return _one_or_many(operands[::4]), args
+    return _rotated("rms_norm", 4, operands, eps=eps)
 
 
-def _numpy_qk_scale_rope(*operands, weight_views, table_views, count, eps):
-    def one(operands, weight_view, table_view):
-        x, sum_squares, weight, cos, sin = operands
-        norm = {"dims": (x.ndim - 2, x.ndim - 1), "weight_view": weight_view, "count": count, "eps": eps}
-        return OPS["rope"].numpy(OPS["rms_scale"].numpy(x, sum_squares, weight, **norm), cos, sin, view=table_view)
-
-    return _one_or_many(tuple(map(one, grouped(operands, 5), weight_views, table_views)))
-
-
-@op(_numpy_qk_scale_rope)
+@op(partial(_numpy_rotated, "rms_scale", 5))
 def qk_scale_rope(*operands: Type, count: int, eps: float):
     """qk_norm_rope of some of the heads, given the sum of squares over all of them, `count` numbers.
 
     operands: x, sum of squares, weight, cos, sin; once, or for q and then for k. One result for each x.
     """
-    weights, tables = [], []
-    for x, sum_squares, weight, cos, sin in grouped(operands, 5):
-        norm = OPS["rms_scale"].rule(x, sum_squares, weight, over=x.axes[-2:], count=count, eps=eps)[1]
-        weights.append(norm["weight_view"])
-        tables.append(OPS["rope"].rule(x, cos, sin)[1]["view"])
-    args = {"weight_views": tuple(weights), "table_views": tuple(tables), "count": count, "eps": eps}
-    return _one_or_many(operands[::5]), args
+    return _rotated("rms_scale", 5, operands, count=count, eps=eps)
 
 
 @op(lambda *operands, **args: OPS["gelu"].numpy(OPS["linear"].numpy(*operands, **args)))

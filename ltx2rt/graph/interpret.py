@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.graph.ir import Graph, Layout, Node
-from ltx2rt.graph.ops import OPS, quantise_rows
+from ltx2rt.graph.ops import COLLECTIVES, OPS, quantise_rows
 
 NUMPY_DTYPES = {
     "float32": np.dtype(np.float32),
@@ -21,7 +21,7 @@ NUMPY_DTYPES = {
     "int32": np.dtype(np.int32),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-GROUP_OPS = {"shard", "all_reduce", "all_gather", "all_to_all"}  # defined over all devices of a group at once
+GROUP_OPS = {"shard", *COLLECTIVES}  # defined over all devices of a group at once
 Devices = list[np.ndarray]  # one array per device, the last mesh axis fastest
 
 

@@ -32,11 +32,21 @@ class Type:
 
     def stacked(self, axis: str, count: int) -> Type:
         """The type of `count` values of this one, stacked along a new first axis."""
-        return Type((axis, *self.axes), (count, *self.shape), self.dtype)
+        return self.replaced(0, 0, {axis: count})
 
     def unstacked(self) -> Type:
         """The type without its first axis."""
-        return Type(self.axes[1:], self.shape[1:], self.dtype)
+        return self.replaced(0, 1, {})
+
+    def replaced(self, start: int, stop: int, sizes: Mapping[str, int]) -> Type:
+        """The type with the axes of `sizes` in the place of those at positions [start, stop)."""
+        axes = (*self.axes[:start], *sizes, *self.axes[stop:])
+        return Type(axes, (*self.shape[:start], *sizes.values(), *self.shape[stop:]), self.dtype)
+
+    def resized(self, axis: str, size: int) -> Type:
+        """The type with another size of one axis."""
+        i = self.axes.index(axis)
+        return self.replaced(i, i + 1, {axis: size})
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -58,6 +58,15 @@ def _view(small: Type, axes: tuple[str, ...], what: str = "operand") -> tuple[in
     return tuple(sizes.get(a, 1) for a in axes)
 
 
+def _positions(x: Type, axes: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(x.axes.index(a) for a in axes)
+
+
+def _without(x: Type, axes: tuple[str, ...]) -> Type:
+    kept = {a: n for a, n in x.sizes.items() if a not in axes}
+    return Type(tuple(kept), tuple(kept.values()), x.dtype)
+
+
 # --- constants ------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +144,7 @@ def leaky_relu(x: Type, *, slope: float):
 
 @op(lambda x, dtype: x)
 def cast(x: Type, *, dtype: str):
-    return Type(x.axes, x.shape, dtype), {"dtype": dtype}
+    return replace(x, dtype=dtype), {"dtype": dtype}
 
 
 @op(lambda c, x, y, views: np.where(c.reshape(views[0]) != 0, x.reshape(views[1]), y.reshape(views[2])))
@@ -160,9 +169,7 @@ def modulate(x: Type, scale: Type, shift: Type):
 def _reduction(name: str, numpy: Callable[..., np.ndarray]) -> None:
     def rule(x: Type, *, over: tuple[str, ...]):
         _expect(set(over) <= set(x.axes), f"{name} over {over}: {x} lacks some of them")
-        kept = tuple(a for a in x.axes if a not in over)
-        out = Type(kept, tuple(x.size(a) for a in kept), x.dtype)
-        return out, {"dims": tuple(x.axes.index(a) for a in over)}
+        return _without(x, over), {"dims": _positions(x, over)}
 
     OPS[name] = Op(name, rule, lambda x, dims: numpy(x, axis=dims))
 
@@ -180,29 +187,26 @@ _reduction("min", np.min)
 def split(x: Type, *, axis: str, into: dict[str, int]):
     """One axis into several, the first the slowest: `into={"heads": 32, "head_dim": 128}`."""
     i = x.axes.index(axis)
-    _expect(
-        math.prod(into.values()) == x.shape[i], f"split {axis}={x.shape[i]} into {into}: sizes do not multiply to it"
-    )
-    axes = x.axes[:i] + tuple(into) + x.axes[i + 1 :]
-    shape = x.shape[:i] + tuple(into.values()) + x.shape[i + 1 :]
-    return Type(axes, shape, x.dtype), {"shape": shape}
+    fits = math.prod(into.values()) == x.shape[i]
+    _expect(fits, f"split {axis}={x.shape[i]} into {into}: sizes do not multiply to it")
+    out = x.replaced(i, i + 1, into)
+    return out, {"shape": out.shape}
 
 
 @op(lambda x, shape: x.reshape(shape))
 def merge(x: Type, *, axes: tuple[str, ...], into: str):
     """Adjacent axes into one, the first the slowest."""
     i = x.axes.index(axes[0])
-    _expect(x.axes[i : i + len(axes)] == tuple(axes), f"merge {axes}: they are not adjacent in {x}")
-    size = math.prod(x.shape[i : i + len(axes)])
-    new_axes = (*x.axes[:i], into, *x.axes[i + len(axes) :])
-    shape = (*x.shape[:i], size, *x.shape[i + len(axes) :])
-    return Type(new_axes, shape, x.dtype), {"shape": shape}
+    stop = i + len(axes)
+    _expect(x.axes[i:stop] == tuple(axes), f"merge {axes}: they are not adjacent in {x}")
+    out = x.replaced(i, stop, {into: math.prod(x.shape[i:stop])})
+    return out, {"shape": out.shape}
 
 
 @op(lambda x, perm: x.transpose(perm))
 def transpose(x: Type, *, axes: tuple[str, ...]):
     _expect(sorted(axes) == sorted(x.axes), f"transpose to {axes}: not a permutation of {x}")
-    perm = tuple(x.axes.index(a) for a in axes)
+    perm = _positions(x, axes)
     return Type(tuple(axes), tuple(x.shape[i] for i in perm), x.dtype), {"perm": perm}
 
 
@@ -221,8 +225,7 @@ def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step:
     i, n = x.axes.index(axis), x.size(axis)
     stop = n if stop is None else stop
     _expect(0 <= start < stop <= n, f"slice {axis} {start}:{stop} of {x}")
-    shape = (*x.shape[:i], -(-(stop - start) // step), *x.shape[i + 1 :])
-    return Type(x.axes, shape, x.dtype), {"dim": i, "start": start, "stop": stop, "step": step}
+    return x.resized(axis, -(-(stop - start) // step)), {"dim": i, "start": start, "stop": stop, "step": step}
 
 
 @op(lambda x, dim, index: x[(slice(None),) * dim + (index,)])
@@ -230,39 +233,33 @@ def at(x: Type, *, axis: str, index: int):
     """One position of an axis, which is dropped."""
     i = x.axes.index(axis)
     _expect(0 <= index < x.shape[i], f"at {axis}={index} of {x}")
-    out = Type(x.axes[:i] + x.axes[i + 1 :], x.shape[:i] + x.shape[i + 1 :], x.dtype)
-    return out, {"dim": i, "index": index}
+    return x.replaced(i, i + 1, {}), {"dim": i, "index": index}
 
 
 @op(lambda *xs, dim: np.concatenate(xs, axis=dim))
 def concat(*xs: Type, axis: str):
     """Values one after another along an axis they all have; all other axes agree."""
-    dtype = _same_dtype(*xs)
-    i = xs[0].axes.index(axis)
+    _same_dtype(*xs)
+    first, i = xs[0], xs[0].axes.index(axis)
     for x in xs:
-        _expect(
-            x.axes == xs[0].axes and x.shape[:i] + x.shape[i + 1 :] == xs[0].shape[:i] + xs[0].shape[i + 1 :],
-            f"concat along {axis}: {x} does not fit {xs[0]}",
-        )
-    shape = (*xs[0].shape[:i], sum(x.shape[i] for x in xs), *xs[0].shape[i + 1 :])
-    return Type(xs[0].axes, shape, dtype), {"dim": i}
+        fits = x.axes == first.axes and x.resized(axis, 0) == first.resized(axis, 0)
+        _expect(fits, f"concat along {axis}: {x} does not fit {first}")
+    return first.resized(axis, sum(x.shape[i] for x in xs)), {"dim": i}
 
 
 @op(lambda *xs, dim: np.stack(xs, axis=dim))
 def stack(*xs: Type, axis: str, dim: int):
-    dtype = _same_dtype(*xs)
+    _same_dtype(*xs)
     _expect(all(x == xs[0] for x in xs), f"stack along {axis}: {', '.join(map(str, xs))} differ")
-    axes = (*xs[0].axes[:dim], axis, *xs[0].axes[dim:])
-    return Type(axes, (*xs[0].shape[:dim], len(xs), *xs[0].shape[dim:]), dtype), {"dim": dim}
+    return xs[0].replaced(dim, dim, {axis: len(xs)}), {"dim": dim}
 
 
 @op(lambda x, shape, dim: np.broadcast_to(np.expand_dims(x, dim), shape))
 def expand(x: Type, *, axis: str, size: int, before: str | None = None):
     """A new axis along which x repeats, placed before the named axis (or last)."""
     i = len(x.axes) if before is None else x.axes.index(before)
-    axes = (*x.axes[:i], axis, *x.axes[i:])
-    shape = (*x.shape[:i], size, *x.shape[i:])
-    return Type(axes, shape, x.dtype), {"shape": shape, "dim": i}
+    out = x.replaced(i, i, {axis: size})
+    return out, {"shape": out.shape, "dim": i}
 
 
 def _numpy_pad(x, widths, mode):
@@ -427,15 +424,13 @@ def _numpy_rms_norm(x, weight=None, *, dims, weight_view, eps):
 def rms_norm(x: Type, weight: Type | None = None, *, over: tuple[str, ...], eps: float):
     """x / rms(x) over the named axes, in float32, times weight (stored as one axis "a*b") if given."""
     _expect(set(over) <= set(x.axes), f"rms_norm over {over}: {x} lacks some of them")
-    dims = tuple(x.axes.index(a) for a in over)
     view = None
     if weight is not None:
         _expect(weight.axes == ("*".join(over),), f"rms_norm over {over}: weight is {weight}")
-        _expect(
-            weight.num_elements == math.prod(x.size(a) for a in over), f"rms_norm: {x} does not fit weight {weight}"
-        )
+        fits = weight.num_elements == math.prod(x.size(a) for a in over)
+        _expect(fits, f"rms_norm: {x} does not fit weight {weight}")
         view = tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
-    return x, {"dims": dims, "weight_view": view, "eps": eps}
+    return x, {"dims": _positions(x, over), "weight_view": view, "eps": eps}
 
 
 def _numpy_layer_norm(x, *, dim, eps):
@@ -555,8 +550,7 @@ def shard(x: Type, *, axis: str, mesh_axis: str, parts: int):
     """This device's slice of an axis that all devices of `mesh_axis` hold whole. Moves no byte between devices."""
     i = x.axes.index(axis)
     _expect(x.shape[i] % parts == 0, f"shard {axis}={x.shape[i]} over {mesh_axis}={parts}: does not divide")
-    shape = (*x.shape[:i], x.shape[i] // parts, *x.shape[i + 1 :])
-    return Type(x.axes, shape, x.dtype), {"dim": i, "mesh_axis": mesh_axis, "parts": parts}
+    return x.resized(axis, x.shape[i] // parts), {"dim": i, "mesh_axis": mesh_axis, "parts": parts}
 
 
 def _numpy_all_reduce(*groups, mesh_axis):
@@ -578,8 +572,7 @@ def _numpy_all_gather(group, *, dim, mesh_axis, parts):
 def all_gather(x: Type, *, axis: str, mesh_axis: str, parts: int):
     """The slices of an axis that the devices of `mesh_axis` hold, joined on every one of them."""
     i = x.axes.index(axis)
-    shape = (*x.shape[:i], x.shape[i] * parts, *x.shape[i + 1 :])
-    return Type(x.axes, shape, x.dtype), {"dim": i, "mesh_axis": mesh_axis, "parts": parts}
+    return x.resized(axis, x.shape[i] * parts), {"dim": i, "mesh_axis": mesh_axis, "parts": parts}
 
 
 def _numpy_all_to_all(*groups, split, concat, mesh_axis, parts):
@@ -596,9 +589,8 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
     results = []
     for x in xs:
         _expect(x.shape[split] % parts == 0, f"all_to_all: {x.axes[split]}={x.shape[split]} does not divide by {parts}")
-        shape = list(x.shape)
-        shape[split], shape[concat] = shape[split] // parts, shape[concat] * parts
-        results.append(Type(x.axes, tuple(shape), x.dtype))
+        sent = x.resized(x.axes[split], x.shape[split] // parts)
+        results.append(sent.resized(x.axes[concat], sent.shape[concat] * parts))
     _same_dtype(*xs)
     return tuple(results), {"split": split, "concat": concat, "mesh_axis": mesh_axis, "parts": parts}
 
@@ -606,9 +598,7 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
 @op(lambda x, dims: np.sum(np.square(x.astype(np.float32)), axis=dims))
 def sum_squares(x: Type, *, over: tuple[str, ...]):
     """The sum of x^2 over the named axes, in float32: what devices that hold different heads add up for one RMSNorm."""
-    kept = tuple(a for a in x.axes if a not in over)
-    out = Type(kept, tuple(x.size(a) for a in kept), "float32")
-    return out, {"dims": tuple(x.axes.index(a) for a in over)}
+    return replace(_without(x, over), dtype="float32"), {"dims": _positions(x, over)}
 
 
 def _numpy_rms_scale(x, sum_squares, weight=None, *, dims, weight_view, count, eps):
@@ -620,11 +610,10 @@ def _numpy_rms_scale(x, sum_squares, weight=None, *, dims, weight_view, count, e
 @op(_numpy_rms_scale)
 def rms_scale(x: Type, sum_squares: Type, weight: Type | None = None, *, over: tuple[str, ...], count: int, eps: float):
     """x / sqrt(sum_squares / count + eps), in float32, times this device's part of the norm weight."""
-    kept = tuple(a for a in x.axes if a not in over)
-    _expect(sum_squares.axes == kept and sum_squares.dtype == "float32", f"rms_scale: {sum_squares} does not fit {x}")
+    fits = sum_squares.axes == _without(x, over).axes and sum_squares.dtype == "float32"
+    _expect(fits, f"rms_scale: {sum_squares} does not fit {x}")
     view = None if weight is None else tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
-    dims = tuple(x.axes.index(a) for a in over)
-    return x, {"dims": dims, "weight_view": view, "count": count, "eps": eps}
+    return x, {"dims": _positions(x, over), "weight_view": view, "count": count, "eps": eps}
 
 
 def _numpy_attention_part(q, k, v, bias=None, *, scale, bias_view):
@@ -642,7 +631,7 @@ def attention_part(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale
     and knows the weights to 2^-16 of that logarithm, and a float32 graph knows them exactly.
     """
     out, args = attention(q, k, v, bias, scale=scale)
-    return Type(out.axes, (*out.shape[:3], out.shape[3] + 2), out.dtype), args
+    return out.resized(out.axes[3], out.shape[3] + 2), args
 
 
 def _numpy_attention_join(parts):
@@ -654,4 +643,4 @@ def _numpy_attention_join(parts):
 @op(_numpy_attention_join)
 def attention_join(parts: Type):
     """The attention to all keys from its parts (parts, B, tokens, heads, head_dim + 2), weighed in float32."""
-    return Type(parts.axes[1:], (*parts.shape[1:-1], parts.shape[-1] - 2), parts.dtype), {}
+    return parts.unstacked().resized(parts.axes[-1], parts.shape[-1] - 2), {}

@@ -143,10 +143,7 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
 
     def model(o: Ops) -> dict[str, Term]:
         names = s.branches.names
-        pair = streams(config)
-        axis = {"video": "tokens", "audio": "audio_tokens"}
-        size = {"video": s.video_tokens, "audio": s.audio_tokens}
-        channels = {"video": config.video_channels, "audio": config.audio_channels}
+        video, audio = pair = streams(config)
 
         def branched(x: Term) -> Term:
             """Every branch starts from the same."""
@@ -167,17 +164,16 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
         scales: dict[str, list[Term]] = {}
         if len(names) > 1:
             guidance = o.input("guidance", "float32", modalities=2, scales=4)
-            for i, n in enumerate(axis):
+            for i, stream in enumerate(pair):
                 row = o.at(guidance, axis="modalities", index=i)
-                scales[n] = [o.at(row, axis="scales", index=j) for j in range(4)]
+                scales[stream.name] = [o.at(row, axis="scales", index=j) for j in range(4)]
         x, clean, mask, levels, contexts = {}, {}, {}, {}, {}
-        for stream in pair:
-            n = stream.name
-            x[n] = o.input(f"{n}_latent", "float32", videos=s.videos, **{axis[n]: size[n]}, C=channels[n])
-            clean[n] = o.input(f"{n}_clean", "float32", **{axis[n]: size[n]}, C=channels[n])
-            mask[n] = o.input(f"{n}_mask", "float32", **{axis[n]: size[n]})
-            count = s.video_levels if n == "video" else s.audio_levels
-            own = declare_levels(o, n, count, **{axis[n]: size[n]})
+        for stream, size, count in ((video, s.video_tokens, s.video_levels), (audio, s.audio_tokens, s.audio_levels)):
+            n, axes = stream.name, {stream.tokens: size}
+            x[n] = o.input(f"{n}_latent", "float32", videos=s.videos, **axes, C=stream.channels)
+            clean[n] = o.input(f"{n}_clean", "float32", **axes, C=stream.channels)
+            mask[n] = o.input(f"{n}_mask", "float32", **axes)
+            own = declare_levels(o, n, count, **axes)
             levels[n] = Levels(everywhere(own.values * sigma), own.index)
             context = declare_context(o, config, stream, contexts=2 if s.branches.uncond else 1, text=s.text_tokens)
             context = o.rename(context, names={"contexts": "branches"})
@@ -198,8 +194,8 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             rule=s.rule,
         )  # fmt: skip
         outputs = {}
-        for n in x:
-            tokens = axis[n]
+        for stream in pair:
+            n, tokens = stream.name, stream.tokens
             v = o.split(velocity[n], axis="B", into={"branches": len(names), "videos": s.videos})
             x0 = branched(x[n]) - v * (mask[n] * sigma)
             x0 = _guide(o, x0, names, scales[n], tokens) if len(names) > 1 else o.at(x0, axis="branches", index=0)

@@ -55,6 +55,8 @@ class Stream:
     name: str  # "video" or "audio"
     prefix: str  # "" or "audio_"
     axis: str  # "D" or "audio_D"
+    tokens: str  # "tokens" or "audio_tokens"
+    channels: int
     width: int
     heads: int
     head_dim: int
@@ -65,9 +67,12 @@ def streams(config: TransformerConfig) -> tuple[Stream, Stream]:
     """Video and audio, in the order of a block."""
     c = config
     return (
-        Stream("video", "", "D", c.width, c.num_heads, c.head_dim, c.ff_bias),
-        Stream("audio", "audio_", "audio_D", c.audio_width, c.audio_num_heads, c.audio_head_dim, c.audio_ff_bias),
-    )
+        Stream("video", "", "D", "tokens", c.video_channels, c.width, c.num_heads, c.head_dim, c.ff_bias),
+        Stream(
+            "audio", "audio_", "audio_D", "audio_tokens", c.audio_channels, c.audio_width, c.audio_num_heads,
+            c.audio_head_dim, c.audio_ff_bias,
+        ),
+    )  # fmt: skip
 
 
 # --- host side: positions to tables, timesteps to levels --------------------------------------------------------
@@ -312,8 +317,7 @@ def transformer(
         table = o.param(f"{s.prefix}scale_shift_table", rows=2, **{s.axis: s.width})
         shift, scale = Modulation(rows, levels[s.name].index).with_table(o, table)
         y = o.modulate(o.layer_norm(x[s.name], over=s.axis, eps=1e-6), scale, shift)
-        channels = config.video_channels if s is video else config.audio_channels
-        outputs[s.name] = o.cast(o.linear(y, f"{s.prefix}proj_out", {"C": channels}), dtype="float32")
+        outputs[s.name] = o.cast(o.linear(y, f"{s.prefix}proj_out", {"C": s.channels}), dtype="float32")
     return outputs
 
 
@@ -338,12 +342,10 @@ def trace(config: TransformerConfig, s: ForwardShape, dtype: str) -> Graph:
 
     def model(o: Ops) -> dict[str, Term]:
         video, audio = streams(config)
-        tokens = {"video": {"tokens": s.video_tokens}, "audio": {"audio_tokens": s.audio_tokens}}
-        channels = {"video": config.video_channels, "audio": config.audio_channels}
         latents, levels, sigmas, contexts = {}, {}, {}, {}
-        for stream, k in ((video, s.video_levels), (audio, s.audio_levels)):
-            n, axes = stream.name, {"B": s.batch, **tokens[stream.name]}
-            latents[n] = o.input(f"{n}_latent", "float32", **axes, C=channels[n])
+        for stream, size, k in ((video, s.video_tokens, s.video_levels), (audio, s.audio_tokens, s.audio_levels)):
+            n, axes = stream.name, {"B": s.batch, stream.tokens: size}
+            latents[n] = o.input(f"{n}_latent", "float32", **axes, C=stream.channels)
             levels[n] = declare_levels(o, n, k, **axes)
             sigmas[n] = o.input(f"{n}_sigma", "float32", B=s.batch)
             contexts[n] = declare_context(o, config, stream, B=s.batch, text=s.text_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Type, Value
+from ltx2rt.graph.ir import Graph, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -22,8 +22,7 @@ def data_parallel(graph: Graph, axis: str, mesh_axis: str, parts: int) -> Graph:
     for name, v in graph.inputs.items():
         result.inputs[name] = v
         if axis in v.type.axes:
-            shape = tuple(n * parts if a == axis else n for a, n in v.type.sizes.items())
-            result.inputs[name] = Value(name, Type(v.type.axes, shape, v.type.dtype))
+            result.inputs[name] = Value(name, v.type.resized(axis, v.type.size(axis) * parts))
             cut[id(v)] = emit(result, "shard", result.inputs[name], axis=axis, mesh_axis=mesh_axis, parts=parts)
     for node in graph.nodes:
         result.nodes.append(replace(node, inputs=tuple(cut.get(id(v), v) for v in node.inputs)))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph, Layout, Type, Value, rewrite
+from ltx2rt.graph.ir import Graph, Layout, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -64,7 +64,6 @@ def _gather(
                 f"{out.name}: {axis}={size} does not divide over {mesh_axis}={parts}; choose a divisor of {size}"
             )
         return weight
-    shape = tuple(n // parts if i == dim else n for i, n in enumerate(weight.type.shape))
-    out.params[weight.name] = Value(weight.name, Type(weight.type.axes, shape, weight.type.dtype))
+    out.params[weight.name] = Value(weight.name, weight.type.resized(axis, size // parts))
     out.layouts[weight.name] = replace(layout, splits=(*layout.splits, (dim, mesh_axis, parts)))
     return emit(out, "all_gather", out.params[weight.name], axis=axis, mesh_axis=mesh_axis, parts=parts)

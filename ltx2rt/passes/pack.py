@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value, rewrite
+from ltx2rt.graph.ir import Graph, Layout, Node, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -66,8 +66,7 @@ def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[st
         rows = sum(v.type.shape[0] for v in values)
         parts = tuple(part for v in values for part in layouts[v.name].parts)
         out.layouts[name] = replace(layouts[values[0].name], parts=parts)
-        axes = ("packed", *values[0].type.axes[1:])
-        params.append(out.parameter(name, Type(axes, (rows, *values[0].type.shape[1:]), values[0].type.dtype)))
+        params.append(out.parameter(name, values[0].type.replaced(0, 1, {"packed": rows})))
     sizes = [math.prod(node.attrs["out"].values()) for node in nodes]
     y = emit(out, nodes[0].op, x, *params, contract=nodes[0].attrs["contract"], out={"packed": sum(sizes)})
     start = 0

@@ -153,9 +153,9 @@ class _Placer:
 
     def _param(self, v: Value, dim: int, parts: int, mesh_axis: str) -> Value:
         """A parameter of which each device holds one slice along `dim`."""
-        shape = tuple(n // parts if i == dim else n for i, n in enumerate(v.type.shape))
         self.out.layouts[v.name] = Layout(((v.name, v.type.shape),), ((dim, mesh_axis, parts),))
-        return self.out.parameter(v.name, Type(v.type.axes, shape, v.type.dtype))
+        own = {v.type.axes[dim]: v.type.shape[dim] // parts}
+        return self.out.parameter(v.name, v.type.replaced(dim, dim + 1, own))
 
     # --- ops ----------------------------------------------------------------------------------------------------
 

@@ -60,12 +60,6 @@ class Tiling:
     rows: tuple[Span, ...]
     columns: tuple[Span, ...]
 
-    @property
-    def tile_shapes(self) -> set[tuple[int, int, int]]:
-        """Latent shapes that occur: one decoder program each."""
-        axes = (self.frames, self.rows, self.columns)
-        return {tuple(s.stop - s.start for s in tile) for tile in itertools.product(*axes)}  # type: ignore[misc]
-
 
 def plan_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
     """The tiles of a latent of (frames, rows, columns). mode: "auto", or "off" for one tile."""

@@ -86,7 +86,6 @@ class Checkpoint:
     sources: Mapping[str, RenamedSource]
     tokenizer_path: Path | None  # tokenizer.json
     loras_found: tuple[Path, ...] = ()
-    metadata: Mapping[str, str] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()  # one line per file nearby that could not be opened
 
     @property
@@ -219,10 +218,8 @@ def scan(folder: Path) -> Parts:
         try:
             if path.is_dir():
                 kind = folder_kind(path)
-                if kind == "gemma":
-                    parts.gemma.append(path)
-                elif kind == "upsampler":
-                    parts.upsampler.append(path)
+                if kind in ("gemma", "upsampler"):
+                    getattr(parts, kind).append(path)
                 elif kind:
                     parts.diffusers.setdefault(kind, []).append(path)
                 if (path / "tokenizer.json").is_file():
@@ -287,9 +284,7 @@ def open_checkpoint(
     if upsampler_path is not None:
         upsampler_config, sources["upsampler"] = open_upsampler(upsampler_path)
 
-    metadata: dict[str, str] = {}
     if main is not None:
-        metadata = main.metadata
         layout, config = "official", official_config(main, gemma_config, upsampler_config)
         sources |= official_sources(main)
     else:
@@ -310,7 +305,7 @@ def open_checkpoint(
     for source in sources.values():
         _refuse_float8(source)
     tokenizer = _tokenizer(gemma_dir, parts.tokenizer)
-    return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), metadata, tuple(parts.unreadable))
+    return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), tuple(parts.unreadable))
 
 
 def _refuse_float8(source: RenamedSource) -> None:

@@ -9,6 +9,8 @@ import re
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from ltx2rt_tpu.program import own
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.ops import COLLECTIVES
@@ -39,7 +41,7 @@ def main() -> None:
     results = several.each(((spread, held, {"latent": latents[taken.append(i) or 0]}) for i in range(20)), "frames")
     next(results)
     results.close()
-    whole = {"latent": jax.device_put(np.concatenate(latents), spread.each_own)}
+    whole = {"latent": jax.device_put(np.concatenate(latents), NamedSharding(spread.place.mesh, own(spread.place)))}
     compiled = spread.shared.lower(held, whole).compile()
     first = program.function.lower(weights, {"latent": program.upload("latent", latents[0])}).compile()
     (shardings, _), _ = compiled.input_shardings

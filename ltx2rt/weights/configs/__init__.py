@@ -4,6 +4,7 @@ Decides which keys matter. A key that shapes a network and is absent, or holds s
 file holds, is an InputError naming it: the customary defaults (interleaved RoPE, float32 grid, multiplier 1,
 timestep conditioning on) are each wrong for these checkpoints. Keys that change nothing are ignored.
 """
+# ruff: noqa: F401  the functions of all parts, under one name
 
 from __future__ import annotations
 
@@ -39,34 +40,6 @@ from ltx2rt.weights.configs.video_vae import (
     official_video_vae,
     official_video_vae_json,
 )
-
-__all__ = [
-    "Keys",
-    "check_connectors",
-    "check_gemma",
-    "diffusers_audio_vae",
-    "diffusers_audio_vae_json",
-    "diffusers_text",
-    "diffusers_text_json",
-    "diffusers_transformer",
-    "diffusers_transformer_json",
-    "diffusers_video_vae",
-    "diffusers_video_vae_json",
-    "diffusers_vocoder",
-    "diffusers_vocoder_json",
-    "gemma",
-    "gemma_json",
-    "official_audio_vae",
-    "official_json",
-    "official_text",
-    "official_transformer",
-    "official_video_vae",
-    "official_vocoder",
-    "parse_json",
-    "upsampler",
-    "upsampler_json",
-    "version_tuple",
-]
 
 
 def official_json(config: ModelConfig) -> dict[str, Any]:

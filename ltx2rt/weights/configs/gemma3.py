@@ -7,21 +7,21 @@ from typing import Any
 
 from ltx2rt.config import GemmaConfig, TextConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import Keys
+from ltx2rt.weights.configs.keys import Keys, Row, read_official, write_official
 
-GEMMA_DEFAULTS = {  # Gemma3TextConfig's own: the released 12B config.json leaves these keys out
-    "vocab_size": 262208,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}
+# Defaults are Gemma3TextConfig's own: the released 12B config.json leaves these keys out.
+ROWS = [
+    Row("vocab_size", "vocab_size", "vocab_size", "int", 262208),
+    Row("hidden_size", "hidden_size", "hidden_size", "int"),
+    Row("num_layers", "num_hidden_layers", "num_hidden_layers", "count"),
+    Row("num_heads", "num_attention_heads", "num_attention_heads", "int"),
+    Row("num_kv_heads", "num_key_value_heads", "num_key_value_heads", "int"),
+    Row("head_dim", "head_dim", "head_dim", "int", 256),
+    Row("intermediate_size", "intermediate_size", "intermediate_size", "int"),
+    Row("sliding_window", "sliding_window", "sliding_window", "int", 4096),
+    Row("norm_eps", "rms_norm_eps", "rms_norm_eps", "float", 1e-6),
+]
+TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
 def gemma(outer: Keys) -> GemmaConfig:
@@ -35,29 +35,28 @@ def gemma(outer: Keys) -> GemmaConfig:
         use_bidirectional_attention=False,
     )
 
-    def number(key: str, kind: type = int) -> Any:
-        return keys.number(key, kind, GEMMA_DEFAULTS[key])
-
-    def token(key: str) -> int:
+    def token(key: str, default: int) -> int:
         value = keys.get(key, outer.get(key, None))
         value = value[0] if isinstance(value, list) and value else value
-        value = GEMMA_DEFAULTS[key] if value is None else value
+        value = default if value is None else value
         if type(value) is not int:
             raise InputError(f"{keys.where}: {key} = {value!r}, expected a token id")
         return value
 
-    num_layers = keys.count("num_hidden_layers")
+    sizes = read_official(ROWS, keys)
+    num_layers = sizes["num_layers"]
     if (types := keys.get("layer_types", None)) is not None:
         if not isinstance(types, list | tuple):
             raise InputError(f"{keys.where}: layer_types = {types!r}, expected one kind per layer")
         known = {"sliding_attention": True, "full_attention": False}
         sliding = tuple(Keys({"layer_types": kind}, keys.where).choice("layer_types", known) for kind in types)
     else:
-        pattern = keys.number("_sliding_window_pattern", default=number("sliding_window_pattern"))
+        pattern = keys.number("_sliding_window_pattern", default=keys.number("sliding_window_pattern", default=6))
         sliding = tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
     if len(sliding) != num_layers:
         raise InputError(f"{keys.where}: layer_types has {len(sliding)} entries, num_hidden_layers is {num_layers}")
-    theta, local_theta, factor = number("rope_theta", float), number("rope_local_base_freq", float), 1.0
+    theta, local_theta = keys.number("rope_theta", float, 1e6), keys.number("rope_local_base_freq", float, 1e4)
+    factor = 1.0
     if (parameters := keys.get("rope_parameters", None)) is not None:
         both = Keys(parameters, f"{keys.where}.rope_parameters")
         local, scaling = both.inner("sliding_attention"), both.inner("full_attention")
@@ -68,47 +67,29 @@ def gemma(outer: Keys) -> GemmaConfig:
     if scaling.choice("rope_type", {"linear": True, "default": False}):
         factor = scaling.number("factor", float)
     return GemmaConfig(
-        vocab_size=number("vocab_size"),
-        hidden_size=keys.number("hidden_size"),
-        num_layers=num_layers,
-        num_heads=keys.number("num_attention_heads"),
-        num_kv_heads=keys.number("num_key_value_heads"),
-        head_dim=number("head_dim"),
-        intermediate_size=keys.number("intermediate_size"),
+        **sizes,
         layer_is_sliding=sliding,
-        sliding_window=number("sliding_window"),
         rope_theta=theta,
         rope_scaling_factor=factor,
         rope_local_theta=local_theta,
-        query_scale=number("query_pre_attn_scalar", float) ** -0.5,
-        norm_eps=number("rms_norm_eps", float),
-        pad_token_id=token("pad_token_id"),
-        eos_token_id=token("eos_token_id"),
-        bos_token_id=token("bos_token_id"),
+        query_scale=keys.number("query_pre_attn_scalar", float, 256) ** -0.5,
+        **{key: token(key, default) for key, default in TOKENS.items()},
     )
 
 
 def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
     """The Gemma3ForConditionalGeneration form. vision: its vision_config."""
     full = {"rope_type": "linear", "factor": g.rope_scaling_factor, "rope_theta": g.rope_theta}
-    tokens = {"pad_token_id": g.pad_token_id, "eos_token_id": g.eos_token_id, "bos_token_id": g.bos_token_id}
+    tokens = {key: getattr(g, key) for key in TOKENS}
     text = {
         "model_type": "gemma3_text",
-        "vocab_size": g.vocab_size,
-        "hidden_size": g.hidden_size,
-        "num_hidden_layers": g.num_layers,
-        "num_attention_heads": g.num_heads,
-        "num_key_value_heads": g.num_kv_heads,
-        "head_dim": g.head_dim,
-        "intermediate_size": g.intermediate_size,
+        **write_official(ROWS, g),
         "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in g.layer_is_sliding],
-        "sliding_window": g.sliding_window,
         "rope_parameters": {
             "full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": g.rope_local_theta},
         },
         "query_pre_attn_scalar": round(g.query_scale**-2),
-        "rms_norm_eps": g.norm_eps,
         "max_position_embeddings": 131072,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,

@@ -26,6 +26,13 @@ ROWS = [
     Row("av_gate_scale", "av_ca_timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier", "float"),
     Row("norm_eps", "norm_eps", "norm_eps", "float"),
 ]
+CONNECTOR = [  # read as diffusers has them; official files leave out what both modalities share
+    Row("num_heads", "connector_num_attention_heads", "connector_num_attention_heads", "int"),
+    Row("head_dim", "connector_attention_head_dim", "connector_attention_head_dim", "int"),
+    Row("num_layers", "connector_num_layers", "connector_num_layers", "count"),
+    Row("num_registers", "connector_num_learnable_registers", "connector_num_learnable_registers", "count"),
+    Row("gated_attention", "connector_apply_gated_attention", "gated_attn", "flag", diffusers_default=False),
+]
 SWITCHES = {"ff_bias", "audio_ff_bias", "apply_gated_attention", "cross_attention_adaln"}  # official: absent if usual
 CAPTION_KEYS = {  # all four: the 2.3 feature extractor; none: the 2.0 one
     "caption_proj_before_connector": True,
@@ -238,23 +245,13 @@ def diffusers_text(keys: Keys, transformer: TransformerConfig) -> TextConfig:
     if per_token:
         keys.must(video_hidden_dim=transformer.width, audio_hidden_dim=transformer.audio_width)
 
-    def connector(prefix: str) -> ConnectorConfig:
-        return ConnectorConfig(
-            num_heads=keys.number(f"{prefix}_connector_num_attention_heads"),
-            head_dim=keys.number(f"{prefix}_connector_attention_head_dim"),
-            num_layers=keys.count(f"{prefix}_connector_num_layers"),
-            num_registers=keys.count(f"{prefix}_connector_num_learnable_registers"),
-            gated_attention=keys.flag(f"{prefix}_gated_attn", False),
-            ff_bias=True,
-        )
-
     return TextConfig(
         gemma_hidden=keys.number("caption_channels"),
         num_states=keys.count("text_proj_in_factor"),
         per_token_norm=per_token,
         projection_bias=keys.flag("proj_bias", False),
-        video=connector("video"),
-        audio=connector("audio"),
+        video=ConnectorConfig(**read_diffusers(CONNECTOR, keys, "video_"), ff_bias=True),
+        audio=ConnectorConfig(**read_diffusers(CONNECTOR, keys, "audio_"), ff_bias=True),
         rope_theta=keys.number("rope_theta", float),
         rope_max_pos=keys.number("connector_rope_base_seq_len"),
         rope_float64_grid=keys.flag("rope_double_precision"),
@@ -263,7 +260,7 @@ def diffusers_text(keys: Keys, transformer: TransformerConfig) -> TextConfig:
 
 
 def diffusers_text_json(text: TextConfig, transformer: TransformerConfig) -> dict[str, Any]:
-    out = {
+    return {
         "_class_name": "LTX2TextConnectors",
         "caption_channels": text.gemma_hidden,
         "text_proj_in_factor": text.num_states,
@@ -276,16 +273,9 @@ def diffusers_text_json(text: TextConfig, transformer: TransformerConfig) -> dic
         "rope_type": "split",
         "rope_double_precision": text.rope_float64_grid,
         "causal_temporal_positioning": False,
+        **write_diffusers(CONNECTOR, text.video, "video_"),
+        **write_diffusers(CONNECTOR, text.audio, "audio_"),
     }
-    for prefix, connector in (("video", text.video), ("audio", text.audio)):
-        out |= {
-            f"{prefix}_connector_num_attention_heads": connector.num_heads,
-            f"{prefix}_connector_attention_head_dim": connector.head_dim,
-            f"{prefix}_connector_num_layers": connector.num_layers,
-            f"{prefix}_connector_num_learnable_registers": connector.num_registers,
-            f"{prefix}_gated_attn": connector.gated_attention,
-        }
-    return out
 
 
 def check_connectors(text: TextConfig, transformer: TransformerConfig, where: str) -> None:
