@@ -53,7 +53,10 @@ class Parser(argparse.ArgumentParser):
         if self.fill is not None:
             fill, self.fill = self.fill, None
             fill(self)
-        return super().parse_known_args(args, namespace)
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:  # else the parser of all commands would say so
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         if not _first():  # all ranks have the same flags

@@ -149,3 +149,8 @@ def test_compare_prints_json_on_stdout(tmp_path):
 def test_no_command_is_bad_input():
     assert run().returncode == 2
     assert run("weights").returncode == 2
+
+
+def test_an_unknown_flag_refers_to_the_help_of_its_command():
+    assert "see `ltx2rt generate --help`" in run("generate", *MINIMAL[1:], "--bad").stderr
+    assert "see `ltx2rt weights inspect --help`" in run("weights", "inspect", "x", "--bad").stderr

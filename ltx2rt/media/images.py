@@ -54,9 +54,8 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         if not path.is_file():
             raise OSError("not a file")
-        with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
-            image = Image.open(path, formats=formats)
-        with image:
+        # Pillow warns of sizes, which are checked here, and of tags that are damaged and skipped
+        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=formats) as image:
             width, height = image.size
             if max(width, height) > MAX_SIDE_PX or width * height > MAX_IMAGE_PX:
                 raise InputError(
@@ -70,10 +69,10 @@ def _opened(path: Path) -> Iterator[Any]:
             yield image
     except InputError:
         raise
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
-        raise InputError(f"--image: {path} is no readable image ({error}); save it again as PNG or JPEG") from error
     except ImageCms.PyCMSError as error:
         raise InputError(f"--image: the ICC profile of {path} cannot be applied ({error}); remove it") from error
+    except Exception as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
+        raise InputError(f"--image: {path} is no readable image ({error}); save it again as PNG or JPEG") from error
 
 
 def read_rgb(path: Path) -> np.ndarray:

@@ -41,11 +41,15 @@ def open_backend(options: ModelOptions) -> Backend:
     Without a mesh all TPUs are used, and all devices of several hosts, as the profile means them to be.
     """
     backend = get_backend(options.backend, options.device, options.mesh)
+    factory = get_factory(backend.name)
+    alone = backend.device_kind == "cpu" and factory.process_per_device and backend.num_processes == 1
+    if alone and "ACCELERATE_MIXED_PRECISION" in os.environ:  # as accelerate sets it for all that it starts
+        note("accelerate started one process, as it does on a CPU; for several use torchrun or --num-gpus N")
     if not options.mesh:
         mesh = mesh_of_all(options.backend, backend.device(), options.profile)
         return get_backend(options.backend, options.device, mesh) if mesh else backend
     used, found = prod(options.mesh.values()), backend.device().count
-    if not get_factory(backend.name).process_per_device and used < found:
+    if not factory.process_per_device and used < found:
         note(f"--mesh uses {used} of the {found} devices here")
     return backend
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
@@ -153,7 +154,16 @@ class ModelOptions:
 
     def check(self) -> None:
         """Refuse options that no model could satisfy. Raises InputError; reads no file."""
+        if re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", str(self.model)) and not self.model.exists():
+            raise InputError(
+                f"--model: {self.model} does not exist; if it is a repository of the Hugging Face hub, run "
+                f"`hf download {self.model} --local-dir FOLDER` and pass FOLDER"
+            )
         existing("--model", self.model)
+        if snapshots := sorted(self.model.glob("snapshots/*")):
+            raise InputError(f"--model: {self.model} is a cache of the hub; pass its snapshot, such as {snapshots[-1]}")
+        if self.text_encoder:
+            existing("--text-encoder", self.text_encoder)
         if self.text_encoder and not self.text_encoder.is_dir():
             raise InputError(f"--text-encoder: {self.text_encoder} is not a folder; give the Gemma 3 folder")
         if self.upsampler:

@@ -132,7 +132,8 @@ class Checkpoint:
     def tracing(self) -> Iterator[None]:
         """Within it graphs are traced: what a config that contradicts itself raises there becomes one InputError."""
         try:
-            yield
+            with np.errstate(divide="raise", invalid="raise"):  # in filters that rates decide
+                yield
         except InputError:
             raise
         except (GraphError, ArithmeticError, IndexError, MemoryError, ValueError) as error:

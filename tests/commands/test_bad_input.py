@@ -178,3 +178,23 @@ def test_probe_and_merge_replace_no_input(model, tmp_path, command):
         status, out, err = command(*words)
         assert (status, out, err.count("\n")) == (2, "", 1) and "same file as the input" in err
         assert Path(words[-1]).read_bytes() == before
+
+
+def test_names_and_caches_of_the_hub(refused, tmp_path):
+    assert "run `hf download Lightricks/LTX-2.3" in refused("--model", "Lightricks/LTX-2.3")
+    snapshot = tmp_path / "models--X--Y" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    assert f"pass its snapshot, such as {snapshot}" in refused("--model", tmp_path / "models--X--Y")
+
+
+def test_a_lora_of_a_stage_that_is_none(refused, model):
+    lora = model / "tiny-2.3-distilled-lora.safetensors"
+    assert "stage1|stage2" in refused("--lora", f"{lora}:1:stage3")
+    assert "stage1|stage2" in refused("--lora", f"{lora}:abc")
+
+
+def test_accelerate_with_one_process_says_so(tiny, generate, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert (
+        "accelerate started one process" in generate("cuda", tiny("tiny-2.3", "official"), "--max-memory", 0.01).stderr
+    )

@@ -1,0 +1,235 @@
+"""Hostile input ends in InputError or is read: never another exception, never a hang, nothing left behind.
+
+Mutations are drawn from a seed, which is printed; LTX2RT_TEST_SEED repeats it. The safetensors package says which
+headers are readable.
+"""
+
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+
+from ltx2rt import cli
+from ltx2rt.errors import InputError
+from ltx2rt.media.images import notes, read_rgb
+from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.lora import open_lora
+
+COUNTS = {"headers": 500, "configs": 30, "loras": 300, "images": 300, "flags": 40}
+VALUES = [
+    *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**9, 1e300, -0.5, float("inf"), "", "x", "0", [], {}),
+    *([0], [1, 2], [-1] * 3, [[2]] * 4, {"a": 1}, "é\u202e", "a" * 2000, [[1, [2]]], [True]),
+]
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["short", "long"])
+def many(request):
+    """How often a kind of input is drawn."""
+    return lambda kind: COUNTS[kind] * (20 if request.param else 1)
+
+
+@pytest.fixture
+def rng():
+    seed = int(os.environ.get("LTX2RT_TEST_SEED") or random.SystemRandom().randrange(2**32))
+    print(f"LTX2RT_TEST_SEED={seed}")
+    return random.Random(seed)
+
+
+def accepted(call: Callable[[], object], about: object) -> bool:
+    """Whether the call ends well; only InputError, in one line, may end it otherwise."""
+    try:
+        call()
+    except InputError as error:
+        assert len(str(error)) < 5000, about
+        return False
+    except BaseException as error:
+        pytest.fail(f"{type(error).__name__}: {error}; the input: {about!r:.2000}")
+    return True
+
+
+def places(tree: object, path: tuple = ()) -> list[tuple]:
+    """The path of every value in a JSON tree but its root."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [found for key, value in items for found in [(*path, key), *places(value, (*path, key))]]
+
+
+def changed(rng: random.Random, tree: dict) -> dict:
+    """A copy with one to three values replaced, removed or renamed."""
+    tree = json.loads(json.dumps(tree))
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        if not (paths := places(tree)):
+            break
+        *parents, key = rng.choice(paths)
+        at = tree
+        for parent in parents:
+            at = at[parent]
+        action = rng.random()
+        if action < 0.75:
+            at[key] = deepcopy(rng.choice(VALUES))
+        elif action < 0.9:
+            del at[key]
+        elif isinstance(at, dict):
+            at[rng.choice(["__metadata__", "", "x", f"{key} "])] = at.pop(key)
+    return tree
+
+
+def changes(before: object, after: object) -> list[tuple]:
+    """Paths and values in which two JSON trees differ."""
+
+    def values(tree):
+        return {path: at for path in places(tree) for at in [_at(tree, path)] if not isinstance(at, dict)}
+
+    old, new = values(before), values(after)
+    return [(path, new.get(path, "removed")) for path in old.keys() | new.keys() if old.get(path) != new.get(path)]
+
+
+def _at(tree: object, path: tuple) -> object:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def flipped(rng: random.Random, data: bytes) -> bytes:
+    """Bytes replaced, cut off, doubled or inserted."""
+    found = bytearray(data)
+    for _ in range(rng.randrange(1, 5)):
+        at = rng.randrange(len(found) + 1)
+        action = rng.randrange(4)
+        if action == 0 and at < len(found):
+            found[at] = rng.randrange(256)
+        elif action == 1:
+            found[at:at] = rng.randbytes(rng.randrange(1, 9))
+        elif action == 2:
+            del found[at : at + rng.randrange(1, 9)]
+        elif rng.random() < 0.3:
+            del found[at:]
+    return bytes(found)
+
+
+def encoded(header: object) -> bytes:
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(text)) + text
+
+
+def readable(path: Path) -> bool:
+    try:
+        with safe_open(path, "np") as file:
+            list(file.keys())
+    except (SafetensorError, OSError):
+        return False
+    return True
+
+
+def test_headers(rng, many, tmp_path):
+    """What safetensors refuses is refused; what it reads may be refused only for a name, dtype or shape numpy lacks."""
+    path = tmp_path / "a.safetensors"
+    header = {
+        "__metadata__": {"a": "b"},
+        "x": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "y.z": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+    }
+    for _ in range(many("headers")):
+        if rng.random() < 0.6:
+            data = encoded(changed(rng, header)) + bytes(32)
+        else:
+            data = flipped(rng, encoded(header) + bytes(32))
+        path.write_bytes(data)
+
+        def read():
+            file = TensorFile(path)
+            for name in file.names():
+                assert file.read(name).shape == file.info(name).shape
+
+        if accepted(read, data):
+            assert readable(path), data
+
+
+def test_configs(rng, many, tiny, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(tiny("tiny-2.3", "official"), model)
+    main = model / "tiny-2.3.safetensors"
+    data = main.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:size])
+    config = json.loads(header["__metadata__"]["config"])
+    for _ in range(many("configs")):
+        found = changed(rng, config)
+        metadata = header["__metadata__"] | {"config": json.dumps(found)}
+        main.write_bytes(encoded(header | {"__metadata__": metadata}) + data[size:])
+        argv = ["generate", "--backend", "cuda", "--device", "cpu", "--model", str(model), "--prompt", "x"]
+        argv += ["--output", str(tmp_path / "o.mp4"), "--width", "64", "--height", "64", "--num-frames", "9"]
+        argv += ["--pipeline", "one-stage", "--max-memory", "0.000001"]  # planned whole, never run
+        assert cli.main(argv) == 2, (capsys.readouterr().err, changes(config, found))
+        assert sorted(tmp_path.iterdir()) == [model]
+
+
+def test_loras(rng, many, tmp_path):
+    path = tmp_path / "lora.safetensors"
+    pairs = {
+        f"diffusion_model.transformer_blocks.{i}.attn1.to_q.lora_{side}.weight": np.ones(shape, np.float32)
+        for i in range(2)
+        for side, shape in (("A", (2, 8)), ("B", (8, 2)))
+    }
+    write_arrays(path, pairs | {"diffusion_model.transformer_blocks.0.attn1.to_q.alpha": np.ones((), np.float32)})
+    data = path.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    for _ in range(many("loras")):
+        if rng.random() < 0.5:
+            found = encoded(changed(rng, json.loads(data[8:size]))) + data[size:]
+        else:
+            found = flipped(rng, data)
+        path.write_bytes(found)
+        strength = rng.choice([1.0, 0.0, -3.0, 1e308, 999.0])
+        accepted(lambda s=strength: open_lora(path, s), found)
+
+
+def test_images(rng, many, tmp_path):
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (9, 12, 3), np.uint8))
+    originals = {}
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "PPM"):
+        picture.save(tmp_path / "original", kind)
+        originals[kind] = (tmp_path / "original").read_bytes()
+    (tmp_path / "original").unlink()
+    path = tmp_path / "image"
+    for _ in range(many("images")):
+        kind = rng.choice(sorted(originals))
+        data = flipped(rng, originals[kind])
+        path.write_bytes(data)
+
+        def read():
+            notes(path)
+            assert read_rgb(path).ndim == 3
+
+        accepted(read, (kind, data))
+
+
+def test_flags(rng, many, tiny, tmp_path, capsys):
+    words = ["0", "-1", "1", "64", "nan", "inf", "1e400", "9" * 30, "", ":", "x:0", "0:0:0", "é", "a=1", "tensor=0"]
+    words += ["1/0", "-0", "0x10", "1_000", " 1", "none", "stage1", "/", ".", "/dev/null", "x" * 5000, "٣"]
+    flags = "width height num-frames fps seed num-videos image image-crf noise-in steps video-cfg stg-blocks audio-from"
+    flags += " lora distilled-lora dtype device max-memory mesh tp-size profile upsampler text-encoder layers"
+    flags += " report latents-out output backend pipeline model prompt negative-prompt cross-timestep-rule vae-tiling"
+    fixed = ["generate", "--backend", "cuda", "--device", "cpu", "--model", str(tiny("tiny-2.3", "official"))]
+    fixed += ["--prompt", "x", "--output", str(tmp_path / "o.mp4"), "--max-memory", "0.0001"]  # never run
+    for _ in range(many("flags")):
+        added = [(f"--{rng.choice(flags.split())}", rng.choice(words)) for _ in range(rng.choice([1, 1, 2, 3]))]
+        argv = [*fixed, *(word for pair in added for word in pair)]
+        if any(flag == "--max-memory" for flag, _ in added):
+            continue
+        try:
+            status = cli.main(argv)
+        except SystemExit as end:
+            status = end.code
+        printed = capsys.readouterr()
+        assert status == 2 and printed.out == "", (added, printed)
+        assert [line[:15] for line in printed.err.splitlines()][-1] == "ltx2rt: error: ", (added, printed)
+        assert list(tmp_path.iterdir()) == []
