@@ -29,7 +29,8 @@ from placed_cases import DEVICES, NAMES, case, lora_arrays
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import Graph, trace
 from ltx2rt.models import transformer
-from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
@@ -188,7 +189,7 @@ def anonymous_bytes() -> int:
 def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> dict[str, int]:
     """Peak anonymous memory above that before the load, and what the weights take, for a big checkpoint."""
     backend = get_backend(kind, "cpu", mesh)
-    graph = placed(big_graph(), "transformer", PROFILES["hopper"], mesh)
+    graph = Placement(PROFILES["hopper"], mesh).local(big_graph(), "transformer")
     square = np.ones((2, 2), np.float32)
     backend.merge(square, [(square, square, 1.0)], False)  # starts the framework's own threads
     source = TensorFile(folder / "big.safetensors")

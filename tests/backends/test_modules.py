@@ -26,7 +26,8 @@ from ltx2rt.errors import GraphError, InputError
 from ltx2rt.models import transformer, video_vae
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
-from ltx2rt.placement.profiles import PROFILES, placed
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.random.presets import preset
@@ -297,7 +298,7 @@ def run_on_mesh(folder: Path) -> None:
     one, source = network("transformer"), ArraySource(network("transformer").params)
     graph = place(one.graph, PROFILES["hopper"].rules["transformer"], MESH)  # not packed: the checkpoint's parameters
     module = as_nnx(graph, source, "cpu")
-    packed = as_nnx(placed(one.graph, "transformer", PROFILES["hopper"], MESH), source, "cpu")
+    packed = as_nnx(Placement(PROFILES["hopper"], MESH).local(one.graph, "transformer"), source, "cpu")
     state = nnx.state(module.weights)
     laid = {
         "specs": {k: tuple(v.get_value()) for k, v in nnx.get_partition_spec(state).items()},

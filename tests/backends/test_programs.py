@@ -17,7 +17,8 @@ from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import trace
 from ltx2rt.graph.ir import Type
 from ltx2rt.models import guided_step, transformer
-from ltx2rt.placement.profiles import PROFILES, placed_loop
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 
 BACKENDS = ("cuda", "tpu")
@@ -57,7 +58,7 @@ def step_graph(rows: int = 2, dtype: str = "float32"):
 
 
 def loop_graph(**step):
-    return placed_loop(step_graph(**step), PROFILES["single"], {}, len(SIGMAS) - 1)
+    return Placement(PROFILES["single"]).loop(step_graph(**step), len(SIGMAS) - 1)
 
 
 def fresh(name: str, seed: int = 0, device: str = "cpu", dtype: str = "float32", **options):

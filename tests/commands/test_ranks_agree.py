@@ -47,7 +47,8 @@ def words(tmp_path_factory, images):
         patch.setitem(SIZES, "heads-2.3", sizes)
         make_checkpoint("heads-2.3", "official", folder)
     size = ("--width", 64, "--height", 64, "--num-frames", 25)
-    return folder, *size, "--seed", 5, "--image", f"{images[0]}:0:0.8", f"{images[1]}:9"
+    lora = folder / "heads-2.3-distilled-lora.safetensors"  # of too low a rank to be taken for one
+    return folder, *size, "--distilled-lora", lora, "--seed", 5, "--image", f"{images[0]}:0:0.8", f"{images[1]}:9"
 
 
 @pytest.fixture(scope="module")
