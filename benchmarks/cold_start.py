@@ -129,7 +129,7 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     found["plan"] = time.time() - args.started - found["import"]
 
     watch = Stopwatch(synchronize=backend.synchronize)
-    session.weights.loading = lambda: watch.apart("load")
+    session.weights.loading = lambda network: watch.apart("load")
     (loop,) = denoise.needs(session.config)
     inputs = session.graph(loop).inputs
     before = State({m: standard_normal(0, m, inputs[f"{m}_context"].type.shape) for m in MODALITIES})
