@@ -79,9 +79,9 @@ class KernelWatch(Stopwatch):
         self.kernels: dict[str, dict[str, dict[str, float]]] = {}
 
     @contextmanager
-    def stage(self, name: str, steps: int = 0) -> Iterator[Callable[[], None]]:
+    def stage(self, name: str, steps: int = 0, unit: str = "steps") -> Iterator[Callable[..., None]]:
         activities = [ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
-        with profile(activities=activities) as profiler, super().stage(name, steps) as done:
+        with profile(activities=activities) as profiler, super().stage(name, steps, unit) as done:
             yield done
         self.kernels[name] = kernel_groups(profiler, self.cuda)
 

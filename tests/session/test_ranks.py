@@ -11,7 +11,7 @@ import numpy as np
 import ltx2rt
 model, backend, mesh, folder = sys.argv[1:]
 rank = int(os.environ.get("RANK") or os.environ["JAX_PROCESS_ID"])
-small = dict(width=64, height=64, num_frames=17, fps=48, steps=3, image_crf=0, seed=3)
+small = dict(width=64, height=64, num_frames=17, fps=48, steps=3, image_crf=0, seed=3, audio=backend == "cuda")
 found = {}
 with ltx2rt.open(model, backend=backend, device="cpu", mesh=mesh) as session:
     def made(**more):

@@ -34,19 +34,22 @@ def session(request, model):
 
 
 def made(session, **changes):
-    return session.generate("a red fox", **{"seed": 3, **SMALL, **SIZES[0], **changes})
+    """Silent with JAX unless a test asks for sound: it compiles the vocoder's 256 kinds of node for half a minute."""
+    audio = session.resident.options.backend == "cuda"
+    return session.generate("a red fox", **{"seed": 3, "audio": audio, **SMALL, **SIZES[0], **changes})
 
 
 def assert_same(a, b):
     np.testing.assert_array_equal(a.frames, b.frames)
-    np.testing.assert_array_equal(a.waveform, b.waveform)
+    if a.waveform is not None:
+        np.testing.assert_array_equal(a.waveform, b.waveform)
 
 
 def test_a_repeated_request_builds_and_loads_nothing(session):
     """Neither does another seed, prompt, guidance or number of steps in the same room; a new size loads nothing."""
-    first = made(session)
+    first = made(session, audio=True)
     assert first.report["programs_built"] > 0 and first.report["loaded_bytes"] > 1e6
-    again = made(session)
+    again = made(session, audio=True)
     assert (again.report["programs_built"], again.report["loaded_bytes"]) == (0, 0)
     assert_same(again, first)
     for change in ({"seed": 4}, {"video_cfg": 2.5}, {"steps": 5}, {"negative_prompt": "dull"}):
@@ -89,7 +92,8 @@ def test_progress_goes_from_nothing_to_everything(session):
     seen = []
     made(session, on_progress=seen.append)
     stages = list(dict.fromkeys(p.stage for p in seen))
-    assert stages == ["text", "stage1", "upsample", "stage2", "audio", "decode"]
+    sound = ["audio"] if session.resident.options.backend == "cuda" else []
+    assert stages == ["text", "stage1", "upsample", "stage2", *sound, "decode"]
     assert [(p.step, p.of) for p in seen if p.stage == "stage1"] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     fractions = [p.fraction for p in seen]
     assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == pytest.approx(1)
