@@ -110,7 +110,7 @@ def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, mod
         options, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5, "stage1"),)
     )
     changed = made(session)
-    assert 0 < changed.report["loaded_bytes"] < plain / 4
+    assert 0 < changed.report["loaded_bytes"] < plain / 2  # without sound a third is the transformer's matrices
     resident.options = resident.weights.options = options
     assert made(session).report["loaded_bytes"] == 0
 
