@@ -13,6 +13,7 @@ WHOLE = {
     "commands/test_ranks_agree.py",
     "passes/test_sequence.py",
     "ranks/test_hosts.py",
+    "session/test_ranks.py",
 }
 
 
