@@ -104,7 +104,7 @@ class Session:
         session.require_memory(plan.stages)
         state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)
         chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
-        size = (plan.request.height, plan.request.width, 3)
+        size = (*plan.request.size_px, 3)
         return Clip(
             frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),
             waveform=None if state.waveforms is None else state.waveforms[0],

@@ -228,7 +228,7 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
 def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     """Bytes that the run's large files are expected to take."""
     request = plan.request
-    pixels, seconds = request.width * request.height * request.num_frames, float(request.num_frames / request.fps)
+    pixels, seconds = prod(request.size_px) * request.num_frames, float(request.num_frames / request.fps)
     clip = int(pixels * BYTES_PER_PIXEL + seconds * AAC_BITS_PER_S / 8)
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
     if files.latents_out:  # noise and start, then every step's latents and x0, and the noise that samplers draw

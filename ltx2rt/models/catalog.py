@@ -35,6 +35,7 @@ class Network:
     rules: str
     branches: Callable[[Any], int] | None = None
     dtype: str | None = None
+    partial: Callable[[Any], str] = lambda sizes: ""
 
 
 def _trace_text(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
@@ -79,6 +80,10 @@ def _forward(c: ModelConfig, g: Geometry, branches: int) -> transformer.ForwardS
     )
 
 
+def _streams(sizes: guided_step.StepShape | transformer.ForwardShape) -> str:
+    return "" if len(sizes.streams) == 2 else sizes.streams[0]
+
+
 def _pixels(c: ModelConfig, g: Geometry, branches: int) -> tuple[int, ...]:
     return (1, 3, pixel_frames(g.frames, g.time_factor), *g.size_px)
 
@@ -89,11 +94,11 @@ CATALOG = {
         Network("text-encoder", ("gemma", "text"), _trace_text, lambda *_: (2, PROMPT_TOKENS), "text-encoder"),
         Network(
             "transformer", ("transformer",), lambda c, s, dtype: transformer.trace(c.transformer, s, dtype), _forward,
-            "transformer", lambda s: s.batch,
+            "transformer", lambda s: s.batch, partial=_streams,
         ),
         Network(
             "guided-step", ("transformer",), lambda c, s, dtype: guided_step.trace(c.transformer, s, dtype), _step,
-            "transformer", lambda s: len(s.branches.names),
+            "transformer", lambda s: len(s.branches.names), partial=_streams,
         ),
         Network(
             "video-encoder", ("video_vae",), _trace_vae(video_vae.trace_encoder), _pixels, "video-encoder"

@@ -229,7 +229,6 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             bias=bias,
             keyframes=keyframes,
             rule=s.rule,
-            wanted=tuple(stream.name for stream in made),
         )  # fmt: skip
         count = COEFFICIENTS[s.sampler]
         row = o.input("coefficients", "float32", terms=count) if count else None

@@ -285,9 +285,8 @@ def transformer(
     bias: Term | None,
     rule: str,
     keyframes: Term | None = None,
-    wanted: tuple[str, ...] = ("video", "audio"),
 ) -> dict[str, Term]:
-    """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32, of the streams that are wanted.
+    """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32, of the streams that there are.
 
     latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas (B). contexts (B, text,
     C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep (layers, B). bias: video self-attention.
@@ -349,8 +348,6 @@ def transformer(
     )
     outputs = {}
     for s in pair:
-        if s.name not in wanted:
-            continue
         rows = o.expand(embedded[s.name], axis="rows", size=2, before=s.axis)
         table = o.param(f"{s.prefix}scale_shift_table", rows=2, **{s.axis: s.width})
         shift, scale = Modulation(rows, levels[s.name].index).with_table(o, table)
