@@ -20,7 +20,7 @@ from ltx2rt.media.mp4 import fit_audio, opened
 
 LEVELS = {"u8": (128, 2**7), "s16": (0, 2**15), "s32": (0, 2**31), "flt": (0, 1), "dbl": (0, 1)}  # of 0, of 1
 MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
-ZERO_CROSSINGS, ROLLOFF = 6, 0.99  # of the low-pass; torchaudio's defaults, with which the models were trained
+ZERO_CROSSINGS, ROLLOFF = 6, 0.99  # of the low-pass; torchaudio's defaults, which the reference takes
 
 
 def read_sound(path: Path, start_s: float = 0.0, max_duration_s: float | None = None) -> tuple[np.ndarray, int]:
