@@ -48,10 +48,14 @@ def official_audio_vae(keys: Keys) -> AudioVaeConfig:
     dd.must(**VAE_FIXED)
     dd.may(**VAE_USUAL)
     _refuse_attention(dd)
-    stft = keys.inner("preprocessing").inner("stft")
+    front = keys.inner("preprocessing")
+    stft = front.inner("stft")
     stft.may(filter_length=WINDOW, win_length=WINDOW)
     rates = {"sampling_rate": params.need("sampling_rate"), "hop_length": stft.need("hop_length")}
-    return AudioVaeConfig(**read_official(DDCONFIG, dd), **read_official(RATES, Keys(rates, keys.where)))
+    audio = AudioVaeConfig(**read_official(DDCONFIG, dd), **read_official(RATES, Keys(rates, keys.where)))
+    if "mel" in front:
+        front.inner("mel").may(mel_fmin=0, mel_fmax=audio.sample_rate // 2)
+    return audio
 
 
 def _refuse_attention(keys: Keys) -> None:
