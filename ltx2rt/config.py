@@ -35,6 +35,7 @@ class TransformerConfig:
     timestep_scale: float  # timesteps in [0,1] are multiplied by this
     av_gate_scale: float  # timestep multiplier of the cross-modal gates, 1000 in every released file
     norm_eps: float
+    keyframe_vector: bool = False  # 2.5: a learned vector is added to the tokens of keyframes
 
     @property
     def width(self) -> int:

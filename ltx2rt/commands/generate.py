@@ -231,9 +231,10 @@ def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     pixels, seconds = request.width * request.height * request.num_frames, float(request.num_frames / request.fps)
     clip = int(pixels * BYTES_PER_PIXEL + seconds * AAC_BITS_PER_S / 8)
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
-    if files.latents_out:  # noise and start, then every step's latents and x0
-        draws = [(stage.steps(), stage.draws(session.config).values()) for stage in plan.stages]
-        sizes[files.latents_out] = sum(4 * prod(shape) * (2 + 2 * steps) for steps, shapes in draws for shape in shapes)
+    if files.latents_out:  # noise and start, then every step's latents and x0, and the noise that samplers draw
+        draws = [(s.steps(), name, shape) for s in plan.stages for name, shape in s.draws(session.config).items()]
+        copies = [(2 + 2 * steps if name.count(".") == 1 else 1, shape) for steps, name, shape in draws]
+        sizes[files.latents_out] = sum(4 * prod(shape) * count for count, shape in copies)
     return sizes
 
 
