@@ -108,7 +108,7 @@ class Session:
         return Clip(
             frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),
             waveform=None if state.waveforms is None else state.waveforms[0],
-            sample_rate=session.config.vocoder.sample_rate,
+            sample_rate=command.sample_rate(session, state),
             fps=plan.request.fps,
             seed=plan.request.seeds[0],
             settings=plan.request.settings(),

@@ -213,7 +213,7 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
     with ExitStack() as undo:  # a failed run leaves none of its files
         for i, (output, frames) in enumerate(zip(outputs, state.frames, strict=True)):
             waveform = None if state.waveforms is None else state.waveforms[i]
-            save(session, plan.request, i, output, frames, waveform, files.metadata)
+            save(session, plan.request, i, output, frames, waveform, sample_rate(session, state), files.metadata)
             undo.callback(output.unlink, missing_ok=True)
         if files.latents_out:
             write_arrays(files.latents_out, state.record)
@@ -238,6 +238,11 @@ def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     return sizes
 
 
+def sample_rate(session: Session, state: State) -> int:
+    """Of the state's waveforms in Hz, or of those that the model would make."""
+    return state.sample_rate or session.config.vocoder.sample_rate
+
+
 def save(
     session: Session,
     request: Request,
@@ -245,6 +250,7 @@ def save(
     output: Path,
     frames: Iterator[np.ndarray],
     waveform: np.ndarray | None,
+    rate: int,
     metadata: bool = True,
 ) -> None:
     """Write one video of a request as MP4."""
@@ -254,7 +260,7 @@ def save(
         num_frames=request.num_frames,
         fps=request.fps,
         waveform=waveform,
-        sample_rate=session.config.vocoder.sample_rate,
+        sample_rate=rate,
         comment=comment(session, request, video) if metadata else None,
     )
 

@@ -18,6 +18,7 @@ from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
+from ltx2rt.media.sound import check_rate
 from ltx2rt.models import guided_step, text_encoder, transformer
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session, opened_checkpoint
@@ -25,6 +26,7 @@ from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_fil
 from ltx2rt.session.session import Session
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import decode_sound
+from ltx2rt.stages.source_sound import spectrogram
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.weights.files import TensorFile, write_arrays
 
@@ -36,6 +38,7 @@ COMPONENTS = (
     "video-decoder",
     "video-encoder",
     "audio-decoder",
+    "audio-encoder",
     "upsampler",
     "guided-step",
     "schedule",
@@ -164,6 +167,7 @@ def components(config: ModelConfig) -> dict[str, Component]:
         "audio-decoder": Component(
             {"latent": ("B", sound.latent_channels, "n", sound.latent_mel_bins)}, _audio_decoder
         ),
+        "audio-encoder": Component({"waveform": ("B", sound.out_channels, "N"), "sample_rate": (1,)}, _audio_encoder),
         "upsampler": Component({"latent": video_latent}, _network("latent")),
         "schedule": Component({"steps": (1,)}, _schedule),
     }
@@ -277,6 +281,16 @@ def _audio_decoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays
         session.weights.audit(network, session.graph(network))
     mel, waveform = decode_sound(session, x["latent"])
     return {"mel": mel, "waveform": waveform, "sample_rate": np.array([session.config.vocoder.sample_rate], np.int32)}
+
+
+def _audio_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    rate = int(x["sample_rate"][0])
+    check_rate(request.inputs or Path(), rate)
+    try:
+        mel = spectrogram(x["waveform"], rate, session.config.audio_vae)
+    except ValueError as error:
+        raise InputError(f"{request.inputs}: {error}") from error
+    return {"mel": mel} | audited(session, Call("audio-encoder", mel.shape), {"mel": mel})
 
 
 def _schedule(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:

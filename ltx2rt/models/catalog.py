@@ -111,6 +111,11 @@ CATALOG = {
             "upsampler", ("upsampler",), _trace_upsampler, lambda c, g, branches: g.video_shape, "upsampler"
         ),
         Network(
+            "audio-encoder", ("audio_vae",),
+            lambda c, s, dtype: audio_vae.trace_encoder(c.audio_vae, s[0], s[2], dtype),
+            lambda c, g, branches: g.mel_shape(c.audio_vae), "audio-encoder",
+        ),
+        Network(
             "audio-decoder", ("audio_vae",),
             lambda c, s, dtype: audio_vae.trace_decoder(c.audio_vae, s[0], s[2], dtype),
             lambda c, g, branches: g.audio_shape, "audio-decoder",

@@ -31,7 +31,7 @@ from ltx2rt.weights.files import TensorFile
 # What `--latents-out` writes, all of which a later run may be given by `--noise-in`.
 RECORDED = re.compile(
     r"\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
-    r"|video_latent|audio_latent|upsampled|waveform"
+    r"|video_latent|audio_latent|audio_input|upsampled|waveform"
 )
 
 
