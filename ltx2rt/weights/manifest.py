@@ -30,6 +30,9 @@ def networks(config: ModelConfig) -> Shapes:
         ],
         "vocoder": [vocoder.trace(c.vocoder, 1, 5, "float32")],
         "upsampler": [upsampler.trace(c.upsampler, 1, 1, 2, 2, "float32")] if c.upsampler else [],
+        "temporal_upsampler": (
+            [upsampler.trace(c.temporal_upsampler, 1, 1, 2, 2, "float32")] if c.temporal_upsampler else []
+        ),
     }
     return {
         component: {name: spec.shape for graph in traced for name, spec in graph.parameters().items()}

@@ -23,7 +23,7 @@ from ltx2rt.weights.configs.audio import (
 )
 from ltx2rt.weights.configs.gemma3 import check_gemma, gemma, gemma_json
 from ltx2rt.weights.configs.keys import Keys, parse_json
-from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json
+from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json, upsampler_kind
 from ltx2rt.weights.configs.transformer import (
     check_connectors,
     diffusers_text,
