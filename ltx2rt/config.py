@@ -69,6 +69,37 @@ class GemmaConfig:
 
 
 @dataclass(frozen=True)
+class Gemma4Config:
+    """The text branch of Gemma 4, dense. Full-attention layers have heads of their own sizes and no value projection:
+    their values are their keys before norm and rotation."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int  # of both kinds of layers
+    num_kv_heads: int  # sliding layers
+    head_dim: int  # sliding layers
+    full_num_kv_heads: int
+    full_head_dim: int
+    intermediate_size: int
+    layer_is_sliding: tuple[bool, ...]
+    sliding_window: int
+    rope_theta: float  # full-attention layers
+    rope_fraction: float  # full-attention layers: of their pairs, the share that is rotated
+    rope_local_theta: float  # sliding layers
+    norm_eps: float
+    pad_token_id: int
+    eos_token_id: int
+    bos_token_id: int
+
+    @property
+    def period(self) -> int:
+        """How many layers of both kinds repeat."""
+        kinds = self.layer_is_sliding
+        return next(n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0 and kinds == kinds[:n] * (len(kinds) // n))
+
+
+@dataclass(frozen=True)
 class ConnectorConfig:
     """One modality's embeddings connector: registers in place of padding, then 1-D transformer blocks."""
 
@@ -204,7 +235,7 @@ class ModelConfig:
     version: tuple[int, ...]  # of the `model_version` metadata; () if absent
     transformer: TransformerConfig
     text: TextConfig
-    gemma: GemmaConfig | None  # None: no Gemma folder was found
+    gemma: GemmaConfig | Gemma4Config | None  # None: none was found
     video_vae: VideoVaeConfig
     audio_vae: AudioVaeConfig
     vocoder: VocoderConfig
