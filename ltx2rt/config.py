@@ -96,7 +96,9 @@ class Gemma4Config:
     def period(self) -> int:
         """How many layers of both kinds repeat."""
         kinds = self.layer_is_sliding
-        return next(n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0 and kinds == kinds[:n] * (len(kinds) // n))
+        return next(
+            n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0 and kinds == kinds[:n] * (len(kinds) // n)
+        )
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,18 @@ class UpsamplerConfig:
 
 
 @dataclass(frozen=True)
+class DurationHeadConfig:
+    """2.5: text contexts to the seconds of a clip."""
+
+    width: int  # of the pooling attention
+    num_queries: int
+    num_heads: int
+    mlp_hidden: int
+    video_width: int  # of the contexts
+    audio_width: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A checkpoint: its generation decides defaults only, never an architecture."""
 
@@ -240,6 +254,7 @@ class ModelConfig:
     audio_vae: AudioVaeConfig
     vocoder: VocoderConfig
     upsampler: UpsamplerConfig | None
+    duration_head: DurationHeadConfig | None = None
 
     @property
     def generation(self) -> str:

@@ -59,6 +59,8 @@ def component_graph(
     row = CATALOG["guided-step" if name == LOOP else name]
     if "gemma" in row.parts and config.gemma is None:
         raise InputError("no Gemma folder was found; pass one with --text-encoder")
+    if "duration_head" in row.parts and config.duration_head is None:
+        raise InputError("no duration head was found; pass one with --duration-head")
     if "upsampler" in row.parts and config.upsampler is None:
         raise InputError("no latent upsampler was found; pass one with --upsampler")
     geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)

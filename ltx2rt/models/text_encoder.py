@@ -22,14 +22,28 @@ def trace(gemma_config: LanguageModel, text_config: TextConfig, batch: int, toke
     return trace_graph("text_encoder", model, dtype)
 
 
+def trace_states(config: LanguageModel, batch: int, tokens: int, dtype: str) -> Graph:
+    """The graph of either Gemma alone."""
+    return (
+        gemma4.trace(config, batch, tokens, dtype)
+        if isinstance(config, Gemma4Config)
+        else (gemma.trace(config, batch, tokens, dtype))
+    )
+
+
 def states_of(o: Ops, config: LanguageModel, batch: int, tokens: int) -> Term:
     """hidden_states (B, text, D, states) of either Gemma."""
-    return (gemma4.gemma4 if isinstance(config, Gemma4Config) else gemma.gemma)(o, config, batch, tokens)  # pyright: ignore[reportArgumentType]
+    if isinstance(config, Gemma4Config):
+        return gemma4.gemma4(o, config, batch, tokens)
+    return gemma.gemma(o, config, batch, tokens)
 
 
 def feeds(
     gemma_config: LanguageModel, text_config: TextConfig, token_ids: np.ndarray, mask: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The graph's inputs for token_ids and mask (B, text), mask 1 for a token and 0 for padding on either side."""
-    own = gemma4.feeds if isinstance(gemma_config, Gemma4Config) else gemma.feeds
-    return own(gemma_config, token_ids, mask) | connectors.feeds(text_config, mask)  # pyright: ignore[reportArgumentType]
+    if isinstance(gemma_config, Gemma4Config):
+        own = gemma4.feeds(gemma_config, token_ids, mask)
+    else:
+        own = gemma.feeds(gemma_config, token_ids, mask)
+    return own | connectors.feeds(text_config, mask)

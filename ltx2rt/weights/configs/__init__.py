@@ -21,6 +21,7 @@ from ltx2rt.weights.configs.audio import (
     official_vocoder,
     official_vocoder_json,
 )
+from ltx2rt.weights.configs.duration_head import duration_head, duration_head_json
 from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json
 from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json
 from ltx2rt.weights.configs.keys import Keys, parse_json
