@@ -6,8 +6,11 @@ No field that shapes a network has a default: an absent key in a checkpoint is t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+
+
+V25 = (2, 4)  # from this model version on the rules of LTX-2.5 hold
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class TransformerConfig:
     prompt_adaln: bool  # 2.3: the prompt's scale/shift depend on sigma
     ff_bias: bool
     audio_ff_bias: bool
+    keyframe_vector: bool  # 2.5: added to the tokens of the first latent frame and of generated keyframes
     rope_theta: float
     rope_max_pos: tuple[int, int, int]  # seconds, pixels, pixels
     audio_rope_max_pos: int  # seconds
@@ -246,7 +250,7 @@ class DurationHeadConfig:
 class ModelConfig:
     """A checkpoint: its generation decides defaults only, never an architecture."""
 
-    version: tuple[int, ...]  # of the `model_version` metadata; () if absent
+    version: tuple[int, ...]  # of the `model_version` metadata; () if absent. Of several files: of the transformer's
     transformer: TransformerConfig
     text: TextConfig
     gemma: GemmaConfig | Gemma4Config | None  # None: none was found
@@ -255,10 +259,19 @@ class ModelConfig:
     vocoder: VocoderConfig
     upsampler: UpsamplerConfig | None
     duration_head: DurationHeadConfig | None = None
+    video_vae_version: tuple[int, ...] = field(default=(), compare=False)  # of the file that the video VAE is in
 
     @property
     def generation(self) -> str:
-        """ "2.3" or "2.0": by model version if the file states one, else by the keys only 2.3 has."""
+        """ "2.5", "2.3" or "2.0": by model version if the file states one, else by the keys only later ones have."""
         if self.version:
-            return "2.3" if self.version >= (2, 3) else "2.0"
+            return "2.5" if self.version >= V25 else "2.3" if self.version >= (2, 3) else "2.0"
+        if self.transformer.keyframe_vector:
+            return "2.5"
         return "2.3" if self.transformer.text_modulation else "2.0"
+
+    @property
+    def image_crf(self) -> int:
+        """The default of the compression that a given image goes through: a matter of the video VAE's file."""
+        known = self.video_vae_version or self.version
+        return 18 if (known >= V25 if known else self.generation == "2.5") else 33

@@ -27,6 +27,7 @@ from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json
 from ltx2rt.weights.configs.keys import Keys, parse_json
 from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json
 from ltx2rt.weights.configs.transformer import (
+    KEYFRAME_VECTOR,
     check_connectors,
     diffusers_text,
     diffusers_text_json,
