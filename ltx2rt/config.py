@@ -7,7 +7,8 @@ No field that shapes a network has a default: an absent key in a checkpoint is t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
+from fractions import Fraction
+from math import ceil, prod
 
 
 V25 = (2, 4)  # from this model version on the rules of LTX-2.5 hold
@@ -226,12 +227,27 @@ class VocoderConfig:
 
 @dataclass(frozen=True)
 class UpsamplerConfig:
-    """The x2 spatial latent upsampler."""
+    """A latent upsampler: of rows and columns by `scale`, or of time where that is 1."""
 
     in_channels: int
     mid_channels: int
     num_blocks: int  # per stage
-    rational: bool  # 2.0: the convolution is `upsampler.conv` and a blur buffer follows; else `upsampler.0`
+    scale: Fraction  # 2, 3/2, or 1: the temporal one
+    rational: bool  # 2.0 and x1.5: the convolution is `upsampler.conv` and a blur kernel follows; else `upsampler.0`
+
+    @property
+    def temporal(self) -> bool:
+        return self.scale == 1
+
+    @property
+    def kind(self) -> str:
+        return "x2 temporal" if self.temporal else f"x{float(self.scale):g} spatial"
+
+    def output_grid(self, frames: int, rows: int, columns: int) -> tuple[int, int, int]:
+        """Latent frames, rows and columns of the output: f to 2f - 1 in time, odd sizes at x1.5 rounded up."""
+        if self.temporal:
+            return 2 * frames - 1, rows, columns
+        return frames, ceil(rows * self.scale), ceil(columns * self.scale)
 
 
 @dataclass(frozen=True)
@@ -258,6 +274,7 @@ class ModelConfig:
     audio_vae: AudioVaeConfig
     vocoder: VocoderConfig
     upsampler: UpsamplerConfig | None
+    temporal_upsampler: UpsamplerConfig | None = None
     duration_head: DurationHeadConfig | None = None
     video_vae_version: tuple[int, ...] = field(default=(), compare=False)  # of the file that the video VAE is in
 

@@ -20,7 +20,7 @@ from ltx2rt.pipelines.request import Request, check_step, default_steps
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.checkpoint import FLAGS, WORDS, open_checkpoint
 from ltx2rt.weights.random.presets import preset
 
 DEFAULT_KIND = "h100-80gb"  # whose profile is taken if none is named
@@ -59,10 +59,9 @@ def component_graph(
     row = CATALOG["guided-step" if name == LOOP else name]
     if "gemma" in row.parts and config.gemma is None:
         raise InputError("no Gemma folder was found; pass one with --text-encoder")
-    if "duration_head" in row.parts and config.duration_head is None:
-        raise InputError("no duration head was found; pass one with --duration-head")
-    if "upsampler" in row.parts and config.upsampler is None:
-        raise InputError("no latent upsampler was found; pass one with --upsampler")
+    for part in {"upsampler", "temporal_upsampler", "duration_head"} & set(row.parts):
+        if getattr(config, part) is None:
+            raise InputError(f"no {WORDS[part]} was found; pass one with {FLAGS[part]}")
     geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)
     graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)
     placement = Placement(profile_of(profile, DEFAULT_KIND, mesh), mesh, weights_dtype)

@@ -27,9 +27,9 @@ from ltx2rt.placement.cost import Traffic, weight_bytes
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind, device_kind
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
+from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
-from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.random.make import make_checkpoint
 
 
@@ -90,8 +90,7 @@ def datasheet_session(options: ModelOptions, preset: str | None, kind: DeviceKin
             make_checkpoint(preset, "official", folder, empty=True)
             options = replace(options, model=Path(folder))
         options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
-        checkpoint = open_checkpoint(options.model, options.text_encoder, options.upsampler)
-        yield Session(checkpoint, DatasheetBackend(kind, mesh), options)
+        yield Session(opened_checkpoint(options), DatasheetBackend(kind, mesh), options)
 
 
 def estimate(options: ModelOptions, request: Request, devices: Devices, preset: str | None = None) -> Estimate:
@@ -181,7 +180,7 @@ def _traffic(collectives: Mapping[str, Traffic]) -> str:
 
 def flags(to: Any) -> None:
     add_flags(to, Devices)
-    parts = ("text_encoder", "upsampler", "distilled_lora", "dtype")
+    parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "dtype")
     how = ("stage_weights", "text_encoder_offload", "vae_tiling")
     planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio"))
     to.add_argument("--json", action="store_true")

@@ -56,10 +56,14 @@ def _trace_duration(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph
     return duration_head.trace(c.duration_head, *sizes, dtype)
 
 
-def _trace_upsampler(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
-    assert c.upsampler is not None, "no upsampler"
-    batch, _, *grid = latent
-    return upsampler.trace(c.upsampler, batch, *grid, dtype)  # pyright: ignore[reportCallIssue]
+def _trace_upsampler(part: str) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
+    def trace(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
+        config = getattr(c, part)
+        assert config is not None, f"no {part}"
+        batch, _, *grid = latent
+        return upsampler.trace(config, batch, *grid, dtype)  # pyright: ignore[reportCallIssue]
+
+    return trace
 
 
 def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
@@ -117,7 +121,12 @@ CATALOG = {
             lambda c, g, branches: g.video_shape, "video-decoder",
         ),
         Network(
-            "upsampler", ("upsampler",), _trace_upsampler, lambda c, g, branches: g.video_shape, "upsampler"
+            "upsampler", ("upsampler",), _trace_upsampler("upsampler"),
+            lambda c, g, branches: g.video_shape, "upsampler",
+        ),
+        Network(
+            "temporal-upsampler", ("temporal_upsampler",), _trace_upsampler("temporal_upsampler"),
+            lambda c, g, branches: g.video_shape, "temporal-upsampler",
         ),
         Network(
             "audio-decoder", ("audio_vae",),

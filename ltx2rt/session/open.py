@@ -25,7 +25,7 @@ def open_session(options: ModelOptions, dtype: str | None = None, checkpoint: Ch
 
 def opened_checkpoint(options: ModelOptions) -> Checkpoint:
     """The checkpoint that the options name. Raises InputError."""
-    return open_checkpoint(options.model, options.text_encoder, options.upsampler)
+    return open_checkpoint(options.model, options.text_encoder, options.upsampler, options.temporal_upsampler)
 
 
 def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:

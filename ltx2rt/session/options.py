@@ -88,7 +88,10 @@ class ModelOptions:
     backend: str = flag(MISSING, "cuda (PyTorch) or tpu (JAX); both run on a CPU too")
     model: Path = flag(MISSING, "a checkpoint: a file or a folder", Path, metavar="PATH")
     text_encoder: Path | None = flag(None, "the Gemma 3 folder (default: found near --model)", Path, metavar="DIR")
-    upsampler: Path | None = flag(None, "the x2 upsampler (default: found near --model)", Path, metavar="FILE")
+    upsampler: Path | None = flag(
+        None, "the spatial upsampler, x2 or x1.5 (default: the x2 one found near --model)", Path, metavar="FILE"
+    )
+    temporal_upsampler: Path | None = flag(None, "default: found near --model", Path, metavar="FILE")
     distilled_lora: LoraSpec | None = flag(
         None,
         "strength 1.0; none: the weights as they are (default: two-stage finds it near --model)",
@@ -168,6 +171,8 @@ class ModelOptions:
             raise InputError(f"--text-encoder: {self.text_encoder} is not a folder; give the Gemma 3 folder")
         if self.upsampler:
             existing("--upsampler", self.upsampler)
+        if self.temporal_upsampler:
+            existing("--temporal-upsampler", self.temporal_upsampler)
         if self.distilled_lora and self.distilled_lora != NO_LORA:
             existing_file("--distilled-lora", self.distilled_lora.path)
             if self.distilled_lora.stage:
@@ -184,7 +189,7 @@ class ModelOptions:
     @property
     def files(self) -> list[Path]:
         """The files and folders that it names."""
-        given = [self.model, self.text_encoder, self.upsampler]
+        given = [self.model, self.text_encoder, self.upsampler, self.temporal_upsampler]
         loras = [lora.path for lora in (*self.loras, self.distilled_lora) if lora and lora != NO_LORA]
         return [path for path in given if path] + loras
 

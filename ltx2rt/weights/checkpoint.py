@@ -10,14 +10,14 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
 
-from ltx2rt.config import GemmaConfig, ModelConfig
+from ltx2rt.config import GemmaConfig, ModelConfig, UpsamplerConfig
 from ltx2rt.errors import GraphError, InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights import configs
@@ -28,7 +28,7 @@ from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, gemma_
 
 T = TypeVar("T")
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
-COMPONENTS = ("transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler")
+COMPONENTS = ("transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler", "temporal_upsampler")
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 DIFFUSERS_CLASSES = {
     "LTX2VideoTransformer3DModel": "transformer",
@@ -39,8 +39,25 @@ DIFFUSERS_CLASSES = {
     "LTX2VocoderWithBWE": "vocoder",
     "LTX2LatentUpsamplerModel": "upsampler",
 }
-FLAGS = {"gemma": "--text-encoder", "upsampler": "--upsampler", "lora": "--distilled-lora"}
-WORDS = {"gemma": "Gemma folder", "upsampler": "x2 spatial upsampler", "main": "checkpoint", "lora": "LoRA"}
+FLAGS = {
+    "gemma": "--text-encoder",
+    "upsampler": "--upsampler",
+    "temporal_upsampler": "--temporal-upsampler",
+    "lora": "--distilled-lora",
+}
+WORDS = {
+    "gemma": "Gemma folder",
+    "upsampler": "x2 spatial upsampler",
+    "x15_upsampler": "x1.5 spatial upsampler",
+    "temporal_upsampler": "x2 temporal upsampler",
+    "main": "checkpoint",
+    "lora": "LoRA",
+}
+UPSAMPLERS = {  # kind by the upsampling convolution's dimensions, and output channels over input channels
+    (4, 4): "upsampler",
+    (4, 9): "x15_upsampler",
+    (5, 2): "temporal_upsampler",
+}
 LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight$|\.alpha$")
 BLOCK_MATRIX = re.compile(r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$")
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
@@ -170,6 +187,8 @@ class Parts:
 
     main: list[TensorFile] = field(default_factory=list)
     upsampler: list[Path] = field(default_factory=list)
+    x15_upsampler: list[Path] = field(default_factory=list)  # only used if it is named: sizes depend on it
+    temporal_upsampler: list[Path] = field(default_factory=list)
     lora: list[Path] = field(default_factory=list)
     gemma: list[Path] = field(default_factory=list)
     tokenizer: list[Path] = field(default_factory=list)
@@ -178,7 +197,7 @@ class Parts:
 
 
 def file_kind(file: TensorFile) -> str | None:
-    """ "main", "upsampler" (x2 spatial), "lora" or None, from the names and shapes in the header."""
+    """ "main", "lora", one of `UPSAMPLERS` or None, from the names and shapes in the header."""
     names = set(file.names())
     if any(name.startswith(MAIN_KEY) for name in names):
         return "main"
@@ -187,19 +206,20 @@ def file_kind(file: TensorFile) -> str | None:
     if {"initial_conv.weight", "final_conv.weight"} <= names:
         for name in {"upsampler.0.weight", "upsampler.conv.weight"} & names:
             shape = file.info(name).shape
-            return "upsampler" if len(shape) == 4 and shape[0] == 4 * shape[1] else None
+            return UPSAMPLERS.get((len(shape), shape[0] // shape[1])) if len(shape) > 1 and shape[1] else None
     return None
 
 
 def folder_kind(folder: Path) -> str | None:
-    """A diffusers component, "gemma" or None, from config.json."""
+    """A diffusers component, "gemma", one of `UPSAMPLERS` or None, from config.json."""
     path = folder / "config.json"
     if not path.is_file():
         return None
     keys = read_json(path)
     if str(keys.get("model_type", "")).startswith("gemma"):
         return "gemma"
-    return DIFFUSERS_CLASSES.get(str(keys.get("_class_name", "")))
+    kind = DIFFUSERS_CLASSES.get(str(keys.get("_class_name", "")))
+    return configs.upsampler_kind(keys) if kind == "upsampler" else kind
 
 
 def read_json(path: Path) -> Keys:
@@ -219,7 +239,7 @@ def scan(folder: Path) -> Parts:
         try:
             if path.is_dir():
                 kind = folder_kind(path)
-                if kind in ("gemma", "upsampler"):
+                if kind in ("gemma", *UPSAMPLERS.values()):
                     getattr(parts, kind).append(path)
                 elif kind:
                     parts.diffusers.setdefault(kind, []).append(path)
@@ -243,10 +263,14 @@ def scan(folder: Path) -> Parts:
 
 
 def open_checkpoint(
-    model: str | Path, text_encoder: str | Path | None = None, upsampler: str | Path | None = None
+    model: str | Path,
+    text_encoder: str | Path | None = None,
+    upsampler: str | Path | None = None,
+    temporal_upsampler: str | Path | None = None,
 ) -> Checkpoint:
     """Open a single file or a folder; parts that are not given are looked for in that folder (beside that file).
 
+    upsampler: of any kind, whether it fits is decided by the stage that runs it; x1.5 ones are not looked for.
     Raises InputError for what is no checkpoint, an ambiguous part, a Gemma of the wrong size, and tensors of the main
     file that belong to no component. A part that is missing is an error only when its source is asked for.
     """
@@ -275,34 +299,46 @@ def open_checkpoint(
             f"({_contents_of_folder(path, parts)}); pass one with --model"
         )
     gemma_dir = Path(text_encoder) if text_encoder else only("gemma", parts.gemma)
-    upsampler_path = Path(upsampler) if upsampler else only("upsampler", parts.upsampler)
+    upsampler_paths = {
+        "upsampler": Path(upsampler) if upsampler else only("upsampler", parts.upsampler),
+        "temporal_upsampler": (
+            Path(temporal_upsampler) if temporal_upsampler else only("temporal_upsampler", parts.temporal_upsampler)
+        ),
+    }
 
     sources: dict[str, RenamedSource] = {}
     gemma_config = None
     if gemma_dir is not None:
         gemma_config, sources["gemma"] = open_gemma(gemma_dir)
-    upsampler_config = None
-    if upsampler_path is not None:
-        upsampler_config, sources["upsampler"] = open_upsampler(upsampler_path)
+    upsamplers: dict[str, UpsamplerConfig] = {}
+    for part, path_ in upsampler_paths.items():
+        if path_ is not None:
+            upsamplers[part], sources[part] = open_upsampler(path_, FLAGS[part])
+    if (temporal := upsamplers.get("temporal_upsampler")) and not temporal.temporal:
+        raise InputError(
+            f"--temporal-upsampler: {temporal_upsampler} is a {temporal.kind} upsampler, expected a temporal one; pass "
+            "this one with --upsampler"
+        )
 
     if main is not None:
-        layout, config = "official", official_config(main, gemma_config, upsampler_config)
+        layout, config = "official", official_config(main, gemma_config)
         sources |= official_sources(main)
     else:
         layout = "diffusers"
         folders = {part: only(part, found) for part, found in parts.diffusers.items()}
-        config, components = open_diffusers(path, folders, gemma_config, upsampler_config, parts.unreadable)
+        config, components = open_diffusers(path, folders, gemma_config, parts.unreadable)
         sources |= components
     configs.check_connectors(config.text, config.transformer, str(sources["text"].where))
     if gemma_config is not None:
         configs.check_gemma(gemma_config, config.text, str(gemma_dir))
-    if upsampler_config is not None:
-        if upsampler_config.in_channels != config.video_vae.latent_channels:
+    config = replace(config, **upsamplers)
+    for part, found in upsamplers.items():
+        if found.in_channels != config.video_vae.latent_channels:
             raise InputError(
-                f"{upsampler_path}: an upsampler of {upsampler_config.in_channels} channels, the checkpoint's latents "
-                f"have {config.video_vae.latent_channels}; pass that one with --upsampler"
+                f"{upsampler_paths[part]}: an upsampler of {found.in_channels} channels, the checkpoint's latents "
+                f"have {config.video_vae.latent_channels}; pass that one with {FLAGS[part]}"
             )
-        sources["upsampler"] = sources["upsampler"].joined(sources["video_vae"], STATISTICS)
+        sources[part] = sources[part].joined(sources["video_vae"], STATISTICS)
     for source in sources.values():
         _refuse_float8(source)
     tokenizer = _tokenizer(gemma_dir, parts.tokenizer)
@@ -329,7 +365,7 @@ def _contents(file: TensorFile) -> str:
 def _contents_of_folder(path: Path, parts: Parts) -> str:
     if folder_kind(path) == "gemma":
         return "it is a Gemma folder, which --text-encoder takes"
-    kinds = [WORDS[kind] for kind in ("gemma", "upsampler", "lora") if getattr(parts, kind)]
+    kinds = [WORDS[kind] for kind in ("gemma", *UPSAMPLERS.values(), "lora") if getattr(parts, kind)]
     return f"found: {', '.join([*kinds, *parts.diffusers]) or 'nothing of LTX-2'}"
 
 
@@ -351,7 +387,8 @@ def official_metadata(file: TensorFile) -> Keys:
     return parse_json(file.metadata["config"], f"{file.path}: config")
 
 
-def official_config(file: TensorFile, gemma: GemmaConfig | None, upsampler: Any) -> ModelConfig:
+def official_config(file: TensorFile, gemma: GemmaConfig | None) -> ModelConfig:
+    """Without upsamplers."""
     keys = official_metadata(file)
     projections = [name for name in file.names() if re.match(rf"{TEXT_PROJECTION}.*aggregate_embed\.weight$", name)]
     if not projections:
@@ -368,7 +405,7 @@ def official_config(file: TensorFile, gemma: GemmaConfig | None, upsampler: Any)
         video_vae=configs.official_video_vae(keys.inner("vae")),
         audio_vae=audio,
         vocoder=configs.official_vocoder(keys.inner("vocoder"), audio),
-        upsampler=upsampler,
+        upsampler=None,
     )
 
 
@@ -389,18 +426,16 @@ def open_gemma(folder: Path) -> tuple[GemmaConfig, RenamedSource]:
     return config, renamed(tensors, folder, gemma_to_canonical)
 
 
-def open_upsampler(path: Path) -> tuple[Any, RenamedSource]:
-    """An official upsampler file, or a diffusers folder."""
+def open_upsampler(path: Path, flag: str = "--upsampler") -> tuple[UpsamplerConfig, RenamedSource]:
+    """An official upsampler file, or a diffusers folder, of any kind. flag: that names it."""
     if path.is_dir():
-        if folder_kind(path) != "upsampler":
-            raise InputError(f"{path}: no latent upsampler folder; pass one, or a file, with --upsampler")
+        if folder_kind(path) not in UPSAMPLERS.values():
+            raise InputError(f"{path}: no latent upsampler folder; pass one, or a file, with {flag}")
         tensors, keys = open_tensors(path), read_json(path / "config.json")
     else:
         tensors = TensorFile(path)
-        if file_kind(tensors) != "upsampler":
-            raise InputError(
-                f"{path}: no x2 spatial latent upsampler ({_contents(tensors)}); pass one with --upsampler"
-            )
+        if file_kind(tensors) not in UPSAMPLERS.values():
+            raise InputError(f"{path}: no latent upsampler ({_contents(tensors)}); pass one with {flag}")
         if "config" not in tensors.metadata:
             raise InputError(f"{path}: its metadata has no `config`; pass the original file, not a re-saved one")
         keys = parse_json(tensors.metadata["config"], f"{path}: config")
@@ -422,9 +457,10 @@ def open_diffusers(
     path: Path,
     folders: Mapping[str, Path | None],
     gemma: GemmaConfig | None,
-    upsampler: Any,
     unreadable: Iterable[str],
 ) -> tuple[ModelConfig, dict[str, RenamedSource]]:
+    """Without upsamplers."""
+
     def keys(component: str) -> Keys:
         folder = folders.get(component)
         if folder is None:
@@ -440,7 +476,7 @@ def open_diffusers(
         video_vae=configs.diffusers_video_vae(keys("video_vae")),
         audio_vae=configs.diffusers_audio_vae(keys("audio_vae")),
         vocoder=configs.diffusers_vocoder(keys("vocoder")),
-        upsampler=upsampler,
+        upsampler=None,
     )
     stages = len(config.video_vae.encoder)
     sources = {}

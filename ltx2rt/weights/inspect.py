@@ -17,6 +17,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.weights.checkpoint import (
     COMPONENTS,
     FLAGS,
+    UPSAMPLERS,
     WORDS,
     Checkpoint,
     audit,
@@ -44,7 +45,7 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
         "checkpoint": _checkpoint,
         "lora": _lora,
         "gemma": _gemma,
-        "upsampler": _upsampler,
+        **dict.fromkeys(UPSAMPLERS.values(), _upsampler),
     }.get(kind or "", _other)
     return {"path": str(path), "missing": [], "problems": []} | describe(path)
 
@@ -58,7 +59,8 @@ def _checkpoint(path: Path) -> dict[str, Any]:
             raise
         found = {component: _tensors(source) for component, source in official_sources(TensorFile(path)).items()}
         return {"kind": "checkpoint", "layout": "official", "components": found, "problems": [str(error)]}
-    missing = [f"{WORDS.get(c, c)} ({FLAGS.get(c, '--model')})" for c in COMPONENTS if c not in checkpoint.sources]
+    expected = (c for c in COMPONENTS if c != "temporal_upsampler" and c not in checkpoint.sources)
+    missing = [f"{WORDS.get(c, c)} ({FLAGS.get(c, '--model')})" for c in expected]
     if checkpoint.tokenizer_path is None:
         missing.append("tokenizer.json (--text-encoder)")
     return {
@@ -134,8 +136,8 @@ def _gemma(path: Path) -> dict[str, Any]:
 def _upsampler(path: Path) -> dict[str, Any]:
     config, source = open_upsampler(path)
     return {
-        "kind": WORDS["upsampler"],
-        "family": "LTX-2.0" if config.rational else "LTX-2.3",
+        "kind": f"{config.kind} upsampler",
+        "family": None if config.temporal else "LTX-2.0" if config.rational and config.scale == 2 else "LTX-2.3",
         "sizes": {"in_channels": config.in_channels, "mid_channels": config.mid_channels},
         "components": {"upsampler": _tensors(source)},
     }

@@ -105,6 +105,14 @@ def test_loras_and_upsamplers_of_something_else(refused, model, tmp_path):
     assert "--upsampler" in refused("--upsampler", main_file(model))
 
 
+@pytest.mark.parametrize(("kind", "said"), [("x1.5", "x1.5 spatial"), ("temporal", "x2 temporal")])
+def test_an_upsampler_of_another_kind(refused, model, tmp_path, kind, said):
+    make_checkpoint("tiny-2.3", "official", tmp_path, upsampler=kind)
+    (file,) = tmp_path.glob("*upsampler*")
+    assert f"--upsampler: it is a {said} one, a x2 spatial one is expected" in refused("--upsampler", file)
+    assert "--temporal-upsampler" in refused("--temporal-upsampler", main_file(model))
+
+
 def test_images_and_noise_that_cannot_be_used(refused, tmp_path):
     picture, broken = tmp_path / "a.png", tmp_path / "cut.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), np.uint8)).save(picture)

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.random.make import make_checkpoint
 
 CLOSE = 1e-4  # contract, float32; most reach 1e-6
 T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text tokens, samples
@@ -204,6 +205,27 @@ def test_decoders_encoder_and_upsampler_equal_diffusers(generation, probe, tiny)
         assert found.keys() == outputs.keys()
         for name, value in outputs.items():
             assert relative_l2(found[name], value) <= CLOSE, f"{component} {name}"
+
+
+@pytest.mark.parametrize(("kind", "grid"), [("x1.5", (3, 5, 8)), ("temporal", (5, 3, 5))])
+def test_an_upsampler_of_any_kind_equals_diffusers(kind, grid, probe, tiny, tmp_path):
+    from diffusers import AutoencoderKLLTX2Video
+    from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+
+    make_checkpoint("tiny-2.3", "official", tmp_path / kind, upsampler=kind)
+    make_checkpoint("tiny-2.3", "diffusers", tmp_path / f"{kind}-diffusers", upsampler=kind)
+    (file,) = (tmp_path / kind).glob("*upsampler*")
+    folder = tmp_path / f"{kind}-diffusers" / "latent_upsampler"
+    vae = diffusers_part(AutoencoderKLLTX2Video, tiny("tiny-2.3", "diffusers") / "vae")
+    mean, std = (x.view(1, -1, 1, 1, 1) for x in (vae.latents_mean, vae.latents_std))
+    latent = draw(1, 128, 3, 3, 5)
+    with torch.no_grad():
+        reference = diffusers_part(LTX2LatentUpsamplerModel, folder)
+        expected = (reference(torch.from_numpy(latent) * std + mean) - mean) / std
+    assert expected.shape[2:] == grid
+    for path in (file, folder):
+        found = probe("2.3", "upsampler", {"latent": latent}, "--upsampler", path)["latent"]
+        assert relative_l2(found, expected) <= CLOSE
 
 
 def test_guided_step_is_a_step_of_the_transformer(probe):

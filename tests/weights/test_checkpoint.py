@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from ltx2rt.errors import InputError
 from ltx2rt.weights.checkpoint import audit, open_checkpoint
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays, write_tensors
+from ltx2rt.weights.manifest import networks
+from ltx2rt.weights.random.make import make_checkpoint
 
 MAIN, UP, LORA = (
     "tiny-2.3.safetensors",
@@ -62,6 +64,31 @@ def test_a_file_finds_its_parts_beside_it(official):
     assert checkpoint.tokenizer_path == official / "gemma-3" / "tokenizer.json"
     assert checkpoint.loras_found == (official / LORA,)
     assert checkpoint.config.version == (2, 3, 0)
+
+
+@pytest.mark.parametrize("layout", ["official", "diffusers"])
+def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
+    """An x1.5 one beside the x2 one is no second candidate: it is used where it is named, since sizes depend on it."""
+    folder = link(tiny("tiny-2.3", layout), tmp_path / layout)
+    for kind in ("x1.5", "temporal"):
+        make_checkpoint("tiny-2.3", layout, tmp_path / kind, upsampler=kind)
+        made = next((tmp_path / kind).glob("latent_upsampler" if layout == "diffusers" else "*upsampler*"))
+        (folder / f"{kind}.safetensors").symlink_to(made)
+    x15, temporal = (folder / f"{kind}.safetensors" for kind in ("x1.5", "temporal"))
+    found = open_checkpoint(folder)
+    assert (found.config.upsampler.kind, found.config.temporal_upsampler.kind) == ("x2 spatial", "x2 temporal")
+    assert open_checkpoint(folder, upsampler=x15).config.upsampler.kind == "x1.5 spatial"
+    assert open_checkpoint(folder, upsampler=temporal).config.upsampler.temporal  # a stage refuses it, `probe` runs it
+    for checkpoint in (found, open_checkpoint(folder, upsampler=x15)):
+        shapes = networks(checkpoint.config)
+        for part in ("upsampler", "temporal_upsampler"):
+            parameters = {name: TensorInfo(shape, F32) for name, shape in shapes[part].items()}
+            audit(parameters, checkpoint.source(part), part)
+    with pytest.raises(InputError, match=r"--temporal-upsampler: .*x1\.5 spatial.*expected a temporal one"):
+        open_checkpoint(folder, temporal_upsampler=x15)
+    (folder / "again.safetensors").symlink_to(temporal)
+    with pytest.raises(InputError, match=r"2 candidates for the x2 temporal upsampler.*--temporal-upsampler"):
+        open_checkpoint(folder)
 
 
 def test_names_of_files_do_not_matter(official):
@@ -122,7 +149,7 @@ def test_what_is_no_checkpoint_is_refused(official, tmp_path):
             open_checkpoint(path)
     for arguments, says in [
         ({"text_encoder": official}, "no Gemma folder"),
-        ({"upsampler": official / LORA}, "no x2 spatial latent upsampler"),
+        ({"upsampler": official / LORA}, "no latent upsampler"),
         ({"upsampler": official / "gemma-3"}, "no latent upsampler folder"),
     ]:
         with pytest.raises(InputError, match=says):

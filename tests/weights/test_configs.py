@@ -225,10 +225,34 @@ def test_a_gemma_of_another_size_or_kind_is_refused():
 
 
 def test_other_upsamplers_are_refused():
-    for change in ({"temporal_upsample": True}, {"spatial_scale": 1.5}, {"rational_resampler": False}):
+    both = {"spatial_upsample": True, "temporal_upsample": True}
+    for change in (both, {"spatial_upsample": False}, {"spatial_scale": 4.0}, {"rational_resampler": False}):
         data = configs.upsampler_json(preset("tiny-2.0").config.upsampler, "official") | change
         with pytest.raises(InputError, match=next(iter(change))):
             configs.upsampler(Keys(data, "u"), rational=True)
+
+
+@pytest.mark.parametrize("layout", ["official", "diffusers"])
+@pytest.mark.parametrize("kind", ["x2", "x1.5", "temporal"])
+def test_every_upsamplers_config_is_read_as_it_was_written(kind, layout):
+    config = preset("tiny-2.3", kind).config.upsampler
+    data = configs.upsampler_json(config, layout)
+    assert configs.upsampler(Keys(data, "u"), config.rational) == config
+    if layout == "diffusers":
+        from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+
+        LTX2LatentUpsamplerModel.from_config(data)
+
+
+def test_the_temporal_upsampler_is_told_before_the_rational_one():
+    """The header of LTX-2.5's temporal file."""
+    released = {
+        "_class_name": "LatentUpsampler", "in_channels": 128, "mid_channels": 512, "num_blocks_per_stage": 4,
+        "dims": 3, "spatial_upsample": False, "temporal_upsample": True, "spatial_scale": 1.0,
+        "rational_resampler": True,
+    }  # fmt: skip
+    found = configs.upsampler(Keys(released, "u"), rational=False)
+    assert found.temporal and found.mid_channels == 512 and found.output_grid(5, 3, 7) == (9, 3, 7)
 
 
 def test_versions_are_their_leading_integers():

@@ -34,6 +34,7 @@ def test_parts_are_told_apart(tiny):
         "tiny-2.0-spatial-upsampler-x2.safetensors": "x2 spatial upsampler",
         "tiny-2.0-distilled-lora.safetensors": "LoRA",
     }
+    assert inspect_path(tiny("tiny-2.0", "diffusers") / "latent_upsampler")["kind"] == "x2 spatial upsampler"
     lora = inspect_path(folder / "tiny-2.0-distilled-lora.safetensors")
     assert "110 modules: 110 of rank 8; 1 of the text projection" in format_inspection(lora)
     assert lora["modules"] == 110 and lora["ranks"] == {"8": 110} and len(lora["skipped"]) == 1

@@ -25,7 +25,7 @@ from ltx2rt.weights.configs.duration_head import duration_head, duration_head_js
 from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json
 from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json
 from ltx2rt.weights.configs.keys import Keys, parse_json
-from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json
+from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json, upsampler_kind
 from ltx2rt.weights.configs.transformer import (
     KEYFRAME_VECTOR,
     check_connectors,

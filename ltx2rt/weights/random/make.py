@@ -104,18 +104,25 @@ class Plan:
 
 
 def make_checkpoint(
-    name: str, layout: str, directory: str | Path, seed: int = 0, dry_run: bool = False, empty: bool = False
+    name: str,
+    layout: str,
+    directory: str | Path,
+    seed: int = 0,
+    dry_run: bool = False,
+    empty: bool = False,
+    upsampler: str = "x2",
 ) -> str:
     """Write a checkpoint into `directory` (created if need be, which must not hold one of its files already).
 
     Returns what a person wants to see: the manifest of a dry run, else the files written.
     Peak memory: the largest tensor. empty: all zeros in sparse files, for those who need the headers alone.
+    upsampler: its kind, one of `UPSAMPLERS`.
     """
     if layout not in ("official", "diffusers"):
         raise InputError(f"unknown layout {layout!r}, known are official, diffusers")
     if seed < 0:
         raise InputError(f"seed {seed} is negative; pass one from 0 on")
-    plan = plan_checkpoint(preset(name), name, layout)
+    plan = plan_checkpoint(preset(name, upsampler), name, layout)
     if dry_run:
         return plan.manifest()
     directory = Path(directory)
@@ -154,7 +161,7 @@ def stored(config: ModelConfig) -> Shapes:
         shapes.get("upsampler", {}).pop(name, None)
     if FORWARD_BASIS in shapes["vocoder"]:
         shapes["vocoder"][INVERSE_BASIS] = shapes["vocoder"][FORWARD_BASIS]
-    if config.upsampler and config.upsampler.rational:  # at x2 it blurs nothing
+    if config.upsampler and config.upsampler.rational:  # at x2 it blurs nothing, and no graph reads it
         shapes["upsampler"]["upsampler.blur_down.kernel"] = (1, 1, 5, 5)
     return shapes
 
@@ -230,7 +237,8 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
         metadata = {"config": json.dumps(configs.official_json(config))} | version
         plan.add(f"{name}.safetensors", whole, metadata)
         flat = {"config": json.dumps(configs.upsampler_json(config.upsampler, "official"))}
-        plan.add(f"{name}-spatial-upsampler-x2.safetensors", tensors("upsampler"), flat)
+        scale, kind = config.upsampler.kind.split()
+        plan.add(f"{name}-{kind}-upsampler-{scale}.safetensors", tensors("upsampler"), flat)
         return plan
     stages = len(config.video_vae.encoder)
     texts = {

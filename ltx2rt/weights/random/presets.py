@@ -7,6 +7,7 @@ Decides sizes only. Tiny models keep what the outside sees (128 latent channels,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from ltx2rt.config import (
     AudioVaeConfig,
@@ -102,9 +103,15 @@ SIZES = {
 }  # fmt: skip
 
 
-def preset(name: str) -> Preset:
+# Scale and whether rational, by kind; None: as the generation's.
+UPSAMPLERS = {"x2": (Fraction(2), None), "x1.5": (Fraction(3, 2), True), "temporal": (Fraction(1), False)}
+
+
+def preset(name: str, upsampler: str = "x2") -> Preset:
+    """upsampler: its kind, one of `UPSAMPLERS`. Raises InputError."""
     if name not in SIZES:
         raise InputError(f"unknown preset {name!r}, known are {', '.join(SIZES)}")
+    scale, rational = UPSAMPLERS[upsampler]
     sizes, new = SIZES[name], name.endswith("2.3")
     config = ModelConfig(
         version=(2, 3, 0) if new else (2, 0, 0),
@@ -114,7 +121,9 @@ def preset(name: str) -> Preset:
         video_vae=_video_vae(sizes, new),
         audio_vae=AudioVaeConfig(128, sizes.audio_multipliers, sizes.audio_blocks, 8, 2, 64, 16000, 160),
         vocoder=_vocoder(sizes, new),
-        upsampler=UpsamplerConfig(128, sizes.upsampler_mid, sizes.upsampler_blocks, rational=not new),
+        upsampler=UpsamplerConfig(
+            128, sizes.upsampler_mid, sizes.upsampler_blocks, scale, not new if rational is None else rational
+        ),
     )
     return Preset(config, sizes.lora_rank)
 

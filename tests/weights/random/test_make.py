@@ -93,7 +93,7 @@ def test_tiny_checkpoints_are_complete_and_small(tiny, name, layout):
 @pytest.mark.parametrize("name", TINY)
 def test_both_layouts_hold_the_same_weights(tiny, name):
     official, diffusers = (open_checkpoint(tiny(name, layout)) for layout in LAYOUTS)
-    for component in COMPONENTS:
+    for component in set(COMPONENTS) - {"temporal_upsampler"}:
         ours, theirs = official.source(component), diffusers.source(component)
         assert set(ours.names()) == set(theirs.names())
         for key in ours.names():
@@ -115,7 +115,7 @@ def test_the_seed_decides_every_random_tensor(tiny, tmp_path):
 @pytest.mark.parametrize("name", TINY)
 def test_no_tensor_is_zero_or_extreme(tiny, name):
     checkpoint = open_checkpoint(tiny(name, "official"))
-    for component in COMPONENTS:
+    for component in set(COMPONENTS) - {"temporal_upsampler"}:
         source = checkpoint.source(component)
         for key in source.names():
             array = source.read(key).astype(np.float32)
