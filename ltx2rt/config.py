@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil, prod
 
-
 V25 = (2, 4)  # from this model version on the rules of LTX-2.5 hold
 
 

@@ -24,8 +24,10 @@ def trace(config: DurationHeadConfig, batch: int, tokens: int, dtype: str) -> Gr
 
 def duration_head(o: Ops, config: DurationHeadConfig, batch: int, tokens: int) -> dict[str, Term]:
     """Learned queries attend to the tokens of both contexts, and a small MLP makes of them the logarithm of seconds."""
-    modalities = {"video": ("D", config.video_width), "audio": ("audio_D", config.audio_width)}
-    contexts = {m: o.input(f"{m}_context", B=batch, text=tokens, **{axis: n}) for m, (axis, n) in modalities.items()}
+    contexts = {
+        "video": o.input("video_context", B=batch, text=tokens, D=config.video_width),
+        "audio": o.input("audio_context", B=batch, text=tokens, audio_D=config.audio_width),
+    }
     o, width = o.under(PREFIX), {"P": config.width}
     x = o.concat(
         *(o.linear(c, f"{m}_input_proj", width) + o.param(f"{m}_modality_emb", **width) for m, c in contexts.items()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ltx2rt.config import DurationHeadConfig
+from ltx2rt.config import DurationHeadConfig, TextConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights.configs.keys import Keys, Row, read_diffusers, read_official, write_diffusers, write_official
 
@@ -26,6 +26,15 @@ def duration_head(keys: Keys, layout: str, video_width: int, audio_width: int) -
     if config.width % config.num_heads:
         raise InputError(f"{keys.where}: pooler_hidden_dim = {config.width} is no multiple of {config.num_heads} heads")
     return config
+
+
+def check_duration_head(config: DurationHeadConfig, text: TextConfig, where: str) -> None:
+    found, taken = (text.video.width, text.audio.width), (config.video_width, config.audio_width)
+    if found != taken:
+        raise InputError(
+            f"{where}: a duration head for contexts {taken} wide (video, audio), the checkpoint's are {found}; pass "
+            "that one with --duration-head"
+        )
 
 
 def duration_head_json(d: DurationHeadConfig, layout: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ltx2rt.config import Gemma4Config
@@ -74,7 +74,7 @@ def gemma4(outer: Keys) -> Gemma4Config:
     )
 
 
-def _full_sizes(keys: Keys, num_kv_heads: int, types: list[str]) -> dict[str, int]:
+def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str, int]:
     """Sizes of full layers: under keys of their own, or layer by layer, as newer transformers save them."""
     if "per_layer_config" in keys:
         layers = keys.inner("per_layer_config")
