@@ -59,7 +59,7 @@ def component_graph(
     row = CATALOG["guided-step" if name == LOOP else name]
     if "gemma" in row.parts and config.gemma is None:
         raise InputError("no Gemma folder was found; pass one with --text-encoder")
-    for part in {"upsampler", "temporal_upsampler"} & set(row.parts):
+    for part in {"upsampler", "temporal_upsampler", "duration_head"} & set(row.parts):
         if getattr(config, part) is None:
             raise InputError(f"no {WORDS[part]} was found; pass one with {FLAGS[part]}")
     geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)

@@ -40,6 +40,7 @@ COMPONENTS = (
     "audio-decoder",
     "audio-encoder",
     "upsampler",
+    "duration-head",
     "guided-step",
     "schedule",
 )
@@ -170,12 +171,17 @@ def components(config: ModelConfig) -> dict[str, Component]:
         "audio-encoder": Component({"waveform": ("B", sound.out_channels, "N"), "sample_rate": (1,)}, _audio_encoder),
         "upsampler": Component({"latent": video_latent}, _network("latent")),
         "schedule": Component({"steps": (1,)}, _schedule),
+        "duration-head": Component({f"{m}_context": ("B", "S", widths[m]) for m in widths}, _duration_head),
     }
 
 
 def _network(name: str) -> Callable[[Session, ProbeRequest, Arrays], Arrays]:
     """A network of the catalog whose sizes are the shape of its only input."""
     return lambda session, request, x: audited(session, Call(request.component, x[name].shape), x)
+
+
+def _duration_head(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    return audited(session, Call("duration-head", x["video_context"].shape[:2]), x)
 
 
 def _transformer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:

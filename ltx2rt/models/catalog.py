@@ -13,7 +13,16 @@ from typing import Any
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
-from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
+from ltx2rt.models import (
+    audio_vae,
+    duration_head,
+    guided_step,
+    text_encoder,
+    transformer,
+    upsampler,
+    video_vae,
+    vocoder,
+)
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 
 PROMPT_TOKENS = 1024  # the length every released pipeline pads to
@@ -41,6 +50,11 @@ class Network:
 def _trace_text(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
     assert c.gemma is not None, "no Gemma"
     return text_encoder.trace(c.gemma, c.text, *sizes, dtype)
+
+
+def _trace_duration(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
+    assert c.duration_head is not None, "no duration head"
+    return duration_head.trace(c.duration_head, *sizes, dtype)
 
 
 def _trace_upsampler(part: str) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
@@ -132,6 +146,10 @@ CATALOG = {
         Network(  # bfloat16 is audible in the vocoder
             "vocoder", ("vocoder",), lambda c, s, dtype: vocoder.trace(c.vocoder, s[0], s[2], dtype),
             lambda c, g, branches: g.mel_shape(c.audio_vae), "vocoder", dtype="float32",
+        ),
+        Network(  # of the positive prompt's contexts
+            "duration-head", ("duration_head",), _trace_duration, lambda *_: (1, PROMPT_TOKENS), "duration-head",
+            dtype="float32",
         ),
     )
 }  # fmt: skip

@@ -54,6 +54,8 @@ WORDS = {  # component -> official word: diffusers word
         "downsample.lowpass": "downsample",
     },
     "upsampler": {},
+    "temporal_upsampler": {},
+    "duration_head": {"cross_attn.out_proj": "to_out"},
 }
 PREFIXES = {  # of the official single file; "text" lives under two, both spelled out above
     "transformer": "model.diffusion_model.",
@@ -62,6 +64,8 @@ PREFIXES = {  # of the official single file; "text" lives under two, both spelle
     "audio_vae": "audio_vae.",
     "vocoder": "vocoder.",
     "upsampler": "",
+    "temporal_upsampler": "",
+    "duration_head": "duration_head.",
 }
 CONNECTORS = ("model.diffusion_model.video_embeddings_connector.", "model.diffusion_model.audio_embeddings_connector.")
 TEXT_PROJECTION = "text_embedding_projection."
