@@ -10,10 +10,19 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from ltx2rt.config import ModelConfig
+from ltx2rt.config import DiffusionDecoderConfig, ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
-from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
+from ltx2rt.models import (
+    audio_vae,
+    diffusion_decoder,
+    guided_step,
+    text_encoder,
+    transformer,
+    upsampler,
+    video_vae,
+    vocoder,
+)
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 
 PROMPT_TOKENS = 1024  # the length every released pipeline pads to
@@ -46,6 +55,18 @@ def _trace_upsampler(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Gra
     assert c.upsampler is not None, "no upsampler"
     batch, _, *grid = latent
     return upsampler.trace(c.upsampler, batch, *grid, dtype)  # pyright: ignore[reportCallIssue]
+
+
+def diffusion(c: ModelConfig) -> DiffusionDecoderConfig:
+    """Raises InputError if the model has no diffusion decoder."""
+    if c.diffusion_decoder is None:
+        raise InputError("the model has no diffusion decoder; pass one of LTX-2.5 that has its file")
+    return c.diffusion_decoder
+
+
+def _trace_features(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
+    batch, _, frames, rows, columns = latent
+    return diffusion_decoder.trace_features(diffusion(c), batch, frames, rows, columns, dtype)
 
 
 def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
@@ -101,6 +122,16 @@ CATALOG = {
         Network(
             "video-decoder", ("video_vae",), _trace_vae(video_vae.trace_decoder),
             lambda c, g, branches: g.video_shape, "video-decoder",
+        ),
+        Network(
+            "diffusion-features", ("diffusion_decoder",), _trace_features,
+            lambda c, g, branches: g.video_shape, "diffusion-features",
+        ),
+        Network(
+            "diffusion-decoder", ("diffusion_decoder",),
+            lambda c, s, dtype: diffusion_decoder.trace(diffusion(c), s, dtype),
+            lambda c, g, branches: diffusion_decoder.whole(diffusion(c), 1, (g.frames, g.rows, g.columns)),
+            "diffusion-decoder",
         ),
         Network(
             "upsampler", ("upsampler",), _trace_upsampler, lambda c, g, branches: g.video_shape, "upsampler"

@@ -83,8 +83,10 @@ def cells(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[i
     return (grid[0] + first + last - 1) * scale[0] + 1, rows, columns
 
 
-def whole(config: DiffusionDecoderConfig, batch: int, grid: tuple[int, int, int], border: str) -> TileShape:
-    """The tile that is the whole clip."""
+def whole(
+    config: DiffusionDecoderConfig, batch: int, grid: tuple[int, int, int], border: str = BORDERS[0]
+) -> TileShape:
+    """The tile that is all of a clip, a latent of `grid`."""
     frames, rows, columns = cells(config, grid)
     repeated = repeated_frames(config) * math.prod(stride[0] for stride in config.strides[:-1])
     return TileShape(batch, frames + repeated, rows, columns, border=border)
@@ -126,16 +128,17 @@ def decoder(o: Ops, config: DiffusionDecoderConfig, shape: TileShape) -> dict[st
     if shape.border not in BORDERS:
         raise InputError(f"border mode {shape.border!r}, expected {' or '.join(BORDERS)}")
     last = len(config.strides) - 1
-    sizes = {"frames": shape.frames, "rows": shape.rows, "columns": shape.columns}
-    x = o.input("features", B=shape.batch, **sizes, channels=config.channels[last])
+    batch, width = shape.batch, config.channels[-1]
+    x = o.input(
+        "features", B=batch, frames=shape.frames, rows=shape.rows, columns=shape.columns, channels=config.channels[last]
+    )
     frames, rows, columns = shape.pixels(config)
-    noise = o.input("noise", "float32", B=shape.batch, channels=3, frames=frames, rows=rows, columns=columns)
+    noise = o.input("noise", "float32", B=batch, channels=3, frames=frames, rows=rows, columns=columns)
     o = o.under("vae.decoder")
     x = upsample(o.under(f"upsamples.{last}"), blocks(o, x, config, last), config, last)
     start = int(shape.first and config.strides[last][0] == 2)
     context = o.slice(x, axis="frames", start=start, stop=start + frames)
 
-    width = config.channels[-1]
     x = o.transpose(patchify(o, o.cast(noise, dtype=o.dtype), config.patch_size), axes=LAST)
     x = denoise(o, o.linear(x, "conv_in_x_t", {"channels": width}), context, config, shape.border)
     x = o.rms_norm(x, "norm_out", over=("channels",), eps=NORM_EPS)
@@ -173,7 +176,7 @@ def denoise(o: Ops, x: Term, context: Term, config: DiffusionDecoderConfig, bord
     def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x = carry["x"] + o.linear(invariant["context"], "context_proj", {"channels": width})
         shaped = invariant["rows"] + o.param("scale_shift_table", rows=NUM_ROWS, channels=width)
-        scale_msa, shift_msa, _, scale_mlp, shift_mlp, *_ = (o.at(shaped, axis="rows", index=i) for i in range(NUM_ROWS))
+        scale_msa, shift_msa, scale_mlp, shift_mlp = (o.at(shaped, axis="rows", index=i) for i in (0, 1, 3, 4))
         h = o.modulate(o.rms_norm(x, "norm1", over=("channels",), eps=NORM_EPS), scale_msa, shift_msa)
         x += attention(o.under("attn"), h, config, stage, border)
         h = o.modulate(o.rms_norm(x, "norm2", over=("channels",), eps=NORM_EPS), scale_mlp, shift_mlp)

@@ -45,6 +45,7 @@ LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.wei
 BLOCK_MATRIX = re.compile(r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$")
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
 KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
+    r"vae\.decoder\.type_emb",  # of decoding with keyframes, which the first release of 2.5 does not do
     r"(?:audio_)?vae\.per_channel_statistics\.(?:channel|mean-of-stds|mean-of-stds_over_std-of-means)",
     r"vocoder\.mel_stft\.stft_fn\.inverse_basis",
     r"upsampler\.blur_down\.kernel",
@@ -52,7 +53,10 @@ KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
     r"(?:language_model\.)?lm_head\..*",
 ]
 _KNOWN_UNUSED = re.compile("|".join(f"(?:{pattern})" for pattern in KNOWN_UNUSED))
-_HALVES = re.compile(r"(?:audio_)?vae\.(?:encoder|decoder)\.")  # two networks in one file, each used without the other
+_HALVES = re.compile(  # networks in one file, each used without the others; the diffusion decoder is two
+    r"(?:audio_)?vae\.(?:per_channel_statistics|encoder|decoder)\."
+    r"(?:(?:conv_in(?!\.conv)|(?:det_stages|upsamples)\.[0-2])\.)?"
+)
 
 
 class RenamedSource:
