@@ -148,6 +148,7 @@ def to_text(found: Estimate) -> str:
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     height, width = clip.size_px
     size = f"{width}x{height}, " if width else ""
+    size += "at most " if clip.auto_duration else ""
     lines = [
         f"{clip.name}, {size}{clip.num_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); per device, estimated:",
