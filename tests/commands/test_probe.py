@@ -12,8 +12,8 @@ from ltx2rt.models.mel import log_mel
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
-from ltx2rt.weights.random.presets import preset
 from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-4  # contract, float32; most reach 1e-6
 T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text tokens, samples
