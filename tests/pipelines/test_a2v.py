@@ -116,6 +116,18 @@ def test_the_clip_gets_the_sound_as_it_is(song, tiny, generate):
     assert found.report["settings"]["audio_path"] == str(song)
 
 
+def test_several_videos_of_one_sound(song, tiny, generate):
+    flags = ("--pipeline", "a2v", "--audio-path", song, "--seed", 5, "--steps", 1, "--num-frames", 9)
+    found = generate("cuda", tiny("tiny-2.3", "official"), *flags, "--num-videos", 2)
+    assert found.status == 0, found.stderr
+    samples, _ = read_sound(song, 0.0, 9 / 48)
+    np.testing.assert_array_equal(found.latents["waveform"], np.stack([samples, samples]))
+    first, second = found.latents["video_latent"]
+    assert np.abs(first - second).max() > 0.1
+    for seed in (5, 6):
+        assert read_sound(found.folder / f"clip-{seed}.mp4")[1] == RATE
+
+
 def test_what_cannot_be_used_is_refused_before_weights(song, tiny, generate, monkeypatch):
     model = tiny("tiny-2.3", "official")
     monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
