@@ -185,7 +185,7 @@ def flags(to: Any) -> None:
     add_flags(to, Devices)
     parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "dtype")
     how = ("stage_weights", "text_encoder_offload", "vae_tiling")
-    planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio"))
+    planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio", "audio_path"))
     to.add_argument("--json", action="store_true")
 
 

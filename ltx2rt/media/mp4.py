@@ -23,6 +23,7 @@ from ltx2rt.atomic_file import replacing
 
 AAC_FRAME = 1024  # samples
 AAC_RATES = (7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)  # ISO 14496-3
+OPUS_RATES = (8000, 12000, 16000, 24000, 48000)  # RFC 6716
 AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000
 MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
 ENCODER_THREADS = 8
@@ -46,6 +47,7 @@ class Container:
     audio: str
     audio_options: dict[str, str]
     audio_bits_per_s: int
+    audio_rates: tuple[int, ...]
 
     def options(self, fps: Fraction, sample_rate: int) -> dict[str, str]:
         if self.format == "webm":
@@ -53,9 +55,9 @@ class Container:
         return {"movflags": "+faststart", "movie_timescale": str(_movie_timescale(fps, sample_rate))}
 
 
-MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S)
+MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S, AAC_RATES)
 MOV = replace(MP4, format="mov")
-WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER_S)
+WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER_S, OPUS_RATES)
 
 
 @dataclass(frozen=True)

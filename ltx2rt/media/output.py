@@ -25,9 +25,12 @@ import numpy as np
 from ltx2rt.atomic_file import partial_path, remove_partial, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import MOV, MP4, WEBM, fit_audio, to_rgb8, write_mp4
+from ltx2rt.media.sound import resample
+from ltx2rt.notes import note
 
 CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
 SUFFIXES = (*CONTAINERS, ".png", ".wav")
+USUAL_RATE = 48000  # Hz; of sound whose own rate a container does not have
 NUMBER = re.compile(r"%0?[1-9]?d")
 PNG_LEVEL = 3  # of zlib: a third of the time of its usual 6, files a twentieth larger
 PNG_THREADS = 8
@@ -79,6 +82,9 @@ def write_clip(
     if waveform is not None and num_frames:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
     if container := CONTAINERS.get(suffix):
+        if waveform is not None and sample_rate not in container.audio_rates:
+            note(f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to {USUAL_RATE} Hz")
+            waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
         clip = {"num_frames": num_frames, "fps": fps, "waveform": waveform, "sample_rate": sample_rate}
         write_mp4(path, chunks, **clip, comment=comment, container=container)
     elif suffix == ".wav":

@@ -1,4 +1,4 @@
-"""Sound of any file, at any rate, and WAV files.
+"""Sound of any file, at any rate.
 
 Decides how samples become numbers, where a clip is cut, and how rates are converted. Leaves what the sound is for, and
 what becomes of too little of it, to the stages.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 import sys
-import wave
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
-from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import fit_audio, opened
+from ltx2rt.media.mp4 import opened
 
 LEVELS = {"u8": (128, 2**7), "s16": (0, 2**15), "s32": (0, 2**31), "flt": (0, 1), "dbl": (0, 1)}  # of 0, of 1
 MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
@@ -104,16 +101,3 @@ def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
     for tap in range(taps.shape[1]):
         out = out + padded[..., start + tap] * taps[phase, tap]
     return np.asarray(out, np.float32)
-
-
-def write_wav(path: Path, waveform: np.ndarray, sample_rate: int) -> None:
-    """f32[2, N] in [-1, 1], clamped, as 16-bit PCM; the whole file or none.
-
-    Raises ValueError for misshapen or non-finite data.
-    """
-    waveform = fit_audio(waveform, waveform.shape[-1], Fraction(sample_rate), sample_rate)
-    with replacing(path) as partial, wave.open(str(partial), "wb") as file:
-        file.setnchannels(2)
-        file.setsampwidth(2)
-        file.setframerate(sample_rate)
-        file.writeframes(np.rint(waveform.T * np.float32(2**15 - 1)).astype("<i2").tobytes())
