@@ -28,9 +28,7 @@ class Distilled(VideoRequest):
     distilled: ClassVar[str] = "optional"
 
     audio_from: str = flag("stage2", "which stage's sound is kept", choices=("stage1", "stage2"))
-    stage2_sampler: str = flag(
-        "euler", "2.5: ancestral adds noise in stage 2, too", choices=("euler", "ancestral")
-    )
+    stage2_sampler: str = flag("euler", "2.5: ancestral adds noise in stage 2, too", choices=("euler", "ancestral"))
 
     def resolved(self, model: ModelConfig) -> Any:
         if self.stage2_sampler != "euler" and model.generation != "2.5":

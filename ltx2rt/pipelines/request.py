@@ -45,7 +45,7 @@ NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional 
 
 R = TypeVar("R", bound="Request")
 
-# The default of LTX-2.0 and 2.3, as published with the models and in diffusers (Apache-2.0), and what 2.5 puts before it.
+# The default of LTX-2.0 and 2.3, as published with the models and in diffusers (Apache-2.0), and what 2.5 adds.
 NEGATIVE_25 = "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
 DEFAULT_NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, grainy"
