@@ -433,6 +433,8 @@ def open_checkpoint(
     if main is not None:
         layout = "official"
         files = {part: pick(part) for part in ("audio_vae", "duration_head")} | video_files(video_vae, parts)
+        own = official_sources(main).keys()
+        files = {part: path for part, path in files.items() if part not in own or given[part]}
         config, components = open_official(main, files, gemma_path, gemma_config, parts.unreadable)
     else:
         layout = "diffusers"
@@ -546,13 +548,13 @@ def open_official(
     gemma: GemmaConfig | Gemma4Config | None,
     unreadable: Iterable[str],
 ) -> tuple[ModelConfig, dict[str, RenamedSource]]:
-    """Without upsamplers. paths: by part, of files beside the main one; a file with the whole model needs none of them.
+    """Without upsamplers. paths: by part, of files beside the main one, which take the place of what that one holds.
 
     Raises InputError for what is missing, and for a text encoder of another release.
     """
     sources = official_sources(main)
-    whole = {part for part in ("video_vae", "audio_vae") if part in sources}
-    files = {part: TensorFile(path) for part, path in paths.items() if path and part not in whole}
+    conv = "video_vae" in sources or paths.get("video_vae") is not None
+    files = {part: TensorFile(path) for part, path in paths.items() if path}
     keys = {part: official_metadata(file) for part, file in files.items()}
     for part, file in files.items():
         sources |= component_sources(part, file)
@@ -570,7 +572,7 @@ def open_official(
         check_gemma_version(main, version, gemma_keys(gemma_path), gemma_path)
     transformer, audio = section("transformer", ""), configs.official_audio_vae(section("audio_vae", "audio_vae"))
     sources["text"], width = _text_source(main, sources.get("text"), gemma_path)
-    conv, diffusion = "video_vae" in files or "video_vae" in whole, files.get("diffusion_decoder")
+    diffusion = files.get("diffusion_decoder")
     if conv or diffusion is None:
         video = configs.official_video_vae(section("vae", "video_vae"))
     else:

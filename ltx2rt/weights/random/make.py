@@ -237,7 +237,7 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
     gemma_dir = "gemma-3" if layout == "official" else "text_encoder"
     if isinstance(config.gemma, Gemma4Config):
         folder = gemma4_tensors(config.gemma, shapes["gemma"], "model.language_model.", HF_TOWERS)
-        gemma_json = configs.gemma4_json(config.gemma, {})
+        gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma))
     else:
         vision = _vision(config.gemma)
         folder = tensors("gemma") | tensors_of(vision_shapes(vision, config.gemma.hidden_size))
@@ -301,7 +301,7 @@ def plan_component_files(
     sections = {"transformer": whole["transformer"], "vae": None, "audio_vae": None, "vocoder": None}
     add("transformer", tensors_of(shapes["transformer"]) | connectors, sections, gemma_source_checkpoint=source)
     language = gemma4_tensors(config.gemma, shapes["gemma"], "model.", FLAT_TOWERS)
-    gemma_json = configs.gemma4_json(config.gemma, {}) | {"gemma_version": gemma_version}
+    gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma)) | {"gemma_version": gemma_version}
     metadata = {"format": "pt", "gemma_config": json.dumps(gemma_json)}
     plan.add(f"{name}-text-encoder.safetensors", language | projection | assets(config.gemma), metadata)
     video = {key.removeprefix("vae."): tensor for key, tensor in tensors_of(shapes["video_vae"]).items()}
@@ -326,26 +326,20 @@ def gemma4_tensors(
     gemma: Gemma4Config, shapes: Mapping[str, tuple[int, ...]], prefix: str, towers: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Of the text branch under `prefix`, and the image and sound towers that no network reads."""
-    width, patch, positions = (
-        gemma.hidden_size,
-        (6912, 16)[gemma.hidden_size < 3840],
-        (1120, 4)[gemma.hidden_size < 3840],
-    )
-    tower = {
+    vision, sound = configs.towers_json(gemma).values()
+    width, patch = gemma.hidden_size, 3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2
+    tower: dict[str, tuple[int, ...]] = {
         f"vision_model.{name}.{leaf}": (patch if name == "patch_ln1" else width,)
         for name in ("patch_ln1", "patch_dense", "patch_ln2", "pos_norm")
         for leaf in ("weight", "bias")
     }
-    shapes = (
-        {name.replace(GEMMA, "model."): shape for name, shape in shapes.items()}
-        | tower
-        | {
-            "vision_model.patch_dense.weight": (width, patch),
-            "vision_model.pos_embedding": (positions, 2, width),
-            "multi_modal_projector.embedding_projection.weight": (width, width),
-            "audio_projector.embedding_projection.weight": (width, 640 if patch == 6912 else 8),
-        }
-    )
+    tower |= {
+        "vision_model.patch_dense.weight": (width, patch),
+        "vision_model.pos_embedding": (vision["mm_posemb_size"], 2, width),
+        "multi_modal_projector.embedding_projection.weight": (width, width),
+        "audio_projector.embedding_projection.weight": (width, sound["audio_embed_dim"]),
+    }
+    shapes = {name.replace(GEMMA, "model."): shape for name, shape in shapes.items()} | tower
 
     def renamed(name: str) -> str:
         first, _, rest = name.partition(".")
