@@ -174,6 +174,29 @@ class VideoVaeConfig:
 
 
 @dataclass(frozen=True)
+class DiffusionDecoderConfig:
+    """LTX-2.5's second video decoder: stages that upsample, then one that makes patches of pixels out of noise."""
+
+    latent_channels: int
+    patch_size: int
+    head_dim: int
+    channels: tuple[int, ...]  # of each stage
+    depths: tuple[int, ...]
+    windows: tuple[tuple[int, int, int], ...]  # frames, rows and columns that attention of a stage sees
+    strides: tuple[tuple[int, int, int], ...]  # of the upsampling after each stage but the last
+    timestep_width: int
+    timestep_scale: float  # the timestep, 1, is multiplied by this
+
+    @property
+    def time_factor(self) -> int:
+        return prod(stride[0] for stride in self.strides)
+
+    @property
+    def space_factor(self) -> int:
+        return self.patch_size * prod(stride[1] for stride in self.strides)
+
+
+@dataclass(frozen=True)
 class AudioVaeConfig:
     base_channels: int
     channel_multipliers: tuple[int, ...]
@@ -274,6 +297,7 @@ class ModelConfig:
     vocoder: VocoderConfig
     upsampler: UpsamplerConfig | None
     temporal_upsampler: UpsamplerConfig | None = None
+    diffusion_decoder: DiffusionDecoderConfig | None = None  # 2.5, if its file was found
     duration_head: DurationHeadConfig | None = None
     video_vae_version: tuple[int, ...] = field(default=(), compare=False)  # of the file that the video VAE is in
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from ltx2rt.config import ModelConfig
+from ltx2rt.config import DiffusionDecoderConfig, ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.models import (
     audio_vae,
+    diffusion_decoder,
     duration_head,
     guided_step,
     text_encoder,
@@ -64,6 +65,18 @@ def _trace_upsampler(part: str) -> Callable[[ModelConfig, tuple[int, ...], str],
         return upsampler.trace(config, batch, *grid, dtype)  # pyright: ignore[reportCallIssue]
 
     return trace
+
+
+def diffusion(c: ModelConfig) -> DiffusionDecoderConfig:
+    """Raises InputError if the model has no diffusion decoder."""
+    if c.diffusion_decoder is None:
+        raise InputError("the model has no diffusion decoder; pass one of LTX-2.5 that has its file")
+    return c.diffusion_decoder
+
+
+def _trace_features(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
+    batch, _, frames, rows, columns = latent
+    return diffusion_decoder.trace_features(diffusion(c), batch, frames, rows, columns, dtype)
 
 
 def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
@@ -127,6 +140,16 @@ CATALOG = {
         Network(
             "temporal-upsampler", ("temporal_upsampler",), _trace_upsampler("temporal_upsampler"),
             lambda c, g, branches: g.video_shape, "temporal-upsampler",
+        ),
+        Network(
+            "diffusion-features", ("diffusion_decoder",), _trace_features,
+            lambda c, g, branches: g.video_shape, "diffusion-features",
+        ),
+        Network(
+            "diffusion-decoder", ("diffusion_decoder",),
+            lambda c, s, dtype: diffusion_decoder.trace(diffusion(c), s, dtype),
+            lambda c, g, branches: diffusion_decoder.whole(diffusion(c), 1, (g.frames, g.rows, g.columns)),
+            "diffusion-decoder",
         ),
         Network(
             "audio-decoder", ("audio_vae",),

@@ -81,6 +81,7 @@ TEXT_ENCODER_KEY = "model.layers.0.post_feedforward_layernorm.weight"
 TOKENIZER_ASSET = "tokenizer_json"
 ASSETS = ("hf_asset__", TOKENIZER_ASSET)  # prefixes of the files that a text-encoder file carries
 KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
+    r"vae\.decoder\.type_emb",  # of decoding with keyframes, which the first release of 2.5 does not do
     r"(?:audio_)?vae\.per_channel_statistics\.(?:channel|mean-of-stds|mean-of-stds_over_std-of-means)",
     r"vocoder\.mel_stft\.stft_fn\.inverse_basis",
     r"upsampler\.blur_down\.kernel",
@@ -88,7 +89,10 @@ KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
     r"(?:language_model\.)?lm_head\..*",
 ]
 _KNOWN_UNUSED = re.compile("|".join(f"(?:{pattern})" for pattern in KNOWN_UNUSED))
-_HALVES = re.compile(r"(?:audio_)?vae\.(?:encoder|decoder)\.")  # two networks in one file, each used without the other
+_HALVES = re.compile(  # networks in one file, each used without the others; the diffusion decoder is two
+    r"(?:audio_)?vae\.(?:per_channel_statistics|encoder|decoder)\."
+    r"(?:(?:conv_in(?!\.conv)|(?:det_stages|upsamples)\.[0-2])\.)?"
+)
 
 
 class RenamedSource:

@@ -5,10 +5,12 @@ Decides nothing about values or files.
 
 from __future__ import annotations
 
-from ltx2rt.config import ModelConfig
+from ltx2rt.config import DiffusionDecoderConfig, ModelConfig
+from ltx2rt.graph import Graph
 from ltx2rt.models import (
     audio_vae,
     connectors,
+    diffusion_decoder,
     duration_head,
     text_encoder,
     transformer,
@@ -33,6 +35,7 @@ def networks(config: ModelConfig) -> Shapes:
             video_vae.trace_encoder(c.video_vae, 1, 1, space, space, "float32"),
             video_vae.trace_decoder(c.video_vae, 1, 2, 2, 2, "float32"),
         ],
+        "diffusion_decoder": _diffusion_decoder(c.diffusion_decoder) if c.diffusion_decoder else [],
         "audio_vae": [
             audio_vae.trace_encoder(c.audio_vae, 1, c.audio_vae.time_factor + 1, "float32"),
             audio_vae.trace_decoder(c.audio_vae, 1, 2, "float32"),
@@ -49,3 +52,11 @@ def networks(config: ModelConfig) -> Shapes:
         for component, traced in graphs.items()
         if traced
     }
+
+
+def _diffusion_decoder(config: DiffusionDecoderConfig) -> list[Graph]:
+    shape = diffusion_decoder.whole(config, 1, (1, 1, 1))
+    return [
+        diffusion_decoder.trace_features(config, 1, 1, 1, 1, "float32"),
+        diffusion_decoder.trace(config, shape, "float32"),
+    ]

@@ -21,6 +21,12 @@ from ltx2rt.weights.configs.audio import (
     official_vocoder,
     official_vocoder_json,
 )
+from ltx2rt.weights.configs.diffusion_decoder import (
+    diffusers_diffusion_decoder,
+    diffusers_diffusion_decoder_json,
+    official_diffusion_decoder,
+    official_diffusion_decoder_json,
+)
 from ltx2rt.weights.configs.duration_head import check_duration_head, duration_head, duration_head_json
 from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json
 from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json, towers_json
