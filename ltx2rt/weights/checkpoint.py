@@ -27,7 +27,7 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, parse_json, version_tuple
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, cut, open_tensors
 from ltx2rt.weights.lora import open_lora
-from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, gemma_to_canonical, to_official
+from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, fused_of, gemma_to_canonical, to_official
 
 T = TypeVar("T")
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
@@ -594,6 +594,9 @@ def open_official(
         upsampler=None,
         video_vae_version=version_tuple(video_file.metadata.get("model_version")),
     )
+    if diffusion is not None:
+        decoder = configs.official_diffusion_decoder(section("vae", "diffusion_decoder"))
+        config = replace(config, diffusion_decoder=decoder)
     if "duration_head" in sources:
         head = keys["duration_head"]
         head = head.inner("duration_head") if "duration_head" in head else Keys({}, head.where)
@@ -760,24 +763,21 @@ def open_diffusers(
         assert folder is not None
         tensors = open_tensors(folder)
         source = renamed(tensors, folder, lambda name, c=component: to_official(c, name, stages))
-        sources[component] = _joined_attention(source) if component == "duration_head" else source
+        sources[component] = _joined_rows(component, source)
+    if "diffusion_decoder" in folders:
+        config = replace(config, diffusion_decoder=configs.diffusers_diffusion_decoder(keys("diffusion_decoder")))
     if "duration_head" in folders:
         head = _duration_head(keys("duration_head"), sources["duration_head"], "diffusers")
         config = replace(config, duration_head=head)
     return config, sources
 
 
-def _joined_attention(source: RenamedSource) -> RenamedSource:
-    """The official duration head has the projections of its attention in one matrix."""
-    pooler = "duration_head.attention_pooler."
-    joined = {
-        f"{pooler}cross_attn.in_proj_{leaf}": tuple(f"{pooler}to_{part}.{leaf}" for part in "qkv")
-        for leaf in ("weight", "bias")
-    }
-    names = set(source.names())
-    if missing := sorted({part for parts in joined.values() for part in parts} - names):
-        raise InputError(f"{source.where}: no {missing[0]}; pass a complete duration head with --duration-head")
-    return renamed(JoinedRows(source, joined), source.where, lambda name: name)
+def _joined_rows(component: str, source: RenamedSource) -> RenamedSource:
+    """With tensors that are one in the official layout joined. Raises InputError where one of three is missing."""
+    joined, names = fused_of(component, source.names()), set(source.names())
+    if missing := [part for parts in joined.values() for part in parts if part not in names]:
+        raise InputError(f"{source.where}: no {missing[0]}; pass a complete folder")
+    return renamed(JoinedRows(source, joined), source.where, lambda name: name) if joined else source
 
 
 # ---- audit ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -339,6 +340,7 @@ PARTS = {  # of the released repository: its folders
     "transformer": "diffusion_models",
     "text-encoder": "text_encoders",
     "video-vae-conv": "vae",
+    "video-vae": "vae",
     "audio-vae": "vae",
     "spatial-upsampler-x2": "latent_upscale_models",
     "temporal-upsampler-x2": "latent_upscale_models",
@@ -346,7 +348,7 @@ PARTS = {  # of the released repository: its folders
     "duration-head": "model_patches",
 }
 FOUND = {"transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler", "temporal_upsampler"}
-FOUND |= {"duration_head"}
+FOUND |= {"duration_head", "diffusion_decoder"}
 
 
 def part(folder: Path, name: str) -> Path:
@@ -392,7 +394,7 @@ def test_every_part_may_be_named_by_its_flag(parts, tmp_path):
     main = alone / "x.safetensors"
     part(parts, "transformer").rename(main)
     given = {flag: part(parts, name) for flag, name in flags.items()}
-    assert open_checkpoint(main, **given).sources.keys() == FOUND
+    assert open_checkpoint(main, **given).sources.keys() == FOUND - {"diffusion_decoder"}
     for flag, says in [
         ("text_encoder", "no text encoder was found; pass one with --text-encoder"),
         ("video_vae", "no video VAE was found; pass one with --video-vae"),
@@ -434,7 +436,12 @@ def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path)
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(keys))
     checkpoint = open_checkpoint(tmp_path / "whole")
-    assert checkpoint.sources.keys() == FOUND - {"upsampler", "temporal_upsampler", "duration_head"}
+    assert checkpoint.sources.keys() == FOUND - {
+        "upsampler",
+        "temporal_upsampler",
+        "duration_head",
+        "diffusion_decoder",
+    }
     assert checkpoint.source("video_vae").where == tmp_path / "whole" / "model.safetensors"
     named = open_checkpoint(tmp_path / "whole", video_vae=part(parts, "video-vae-conv"))
     assert named.source("video_vae").where == part(parts, "video-vae-conv")
@@ -514,3 +521,21 @@ def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is
     (folder / "model_index.json").unlink()
     with pytest.raises(InputError, match="2 candidates for the transformer"):
         open_checkpoint(folder)
+
+
+def test_either_video_vae_will_do_and_the_decoder_is_chosen(parts):
+    """Both files hold the same encoder; the diffusion one has no convolutional decoder."""
+    both = open_checkpoint(parts)
+    assert [both.video_decoder(asked) for asked in (None, "conv", "diffusion")] == ["conv", "conv", "diffusion"]
+    part(parts, "video-vae-conv").unlink()
+    alone = open_checkpoint(parts)
+    assert replace(alone.config.video_vae, decoder=both.config.video_vae.decoder) == both.config.video_vae
+    assert alone.config.image_crf == 18 and alone.video_decoder(None) == "diffusion"
+    with pytest.raises(InputError, match=r"--video-decoder: conv, but no video VAE with that decoder.*--video-vae"):
+        alone.video_decoder("conv")
+    key = "vae.encoder.conv_in.conv.weight"
+    np.testing.assert_array_equal(alone.source("video_vae").read(key), both.source("video_vae").read(key))
+    for checkpoint in (both, alone):
+        shapes = networks(both.config)["diffusion_decoder"]
+        parameters = {name: TensorInfo(shape, F32) for name, shape in shapes.items()}
+        audit(parameters, checkpoint.source("diffusion_decoder"), "x")

@@ -47,6 +47,7 @@ from ltx2rt.weights.configs.video_vae import (
     diffusers_video_vae,
     diffusers_video_vae_json,
     official_diffusion_vae,
+    official_diffusion_vae_json,
     official_video_vae,
     official_video_vae_json,
 )
