@@ -43,8 +43,8 @@ def test_every_flag_arrives():
     text = (
         "--negative-prompt n --pipeline one-stage --text-encoder g --upsampler u --temporal-upsampler v"
         " --distilled-lora d:0.5 --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial"
-        " --width 64 --height 96 --num-frames 9 --fps 23.976 --steps 2 --seed 5 --num-videos 2"
-        " --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2"
+        " --width 64 --height 96 --num-frames 9 --fps 23.976 --steps 2"
+        " --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2"
         " --video-stg 3 --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7"
         " --audio-rescale 8 --stg-blocks 1,2"
         " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"

@@ -45,6 +45,7 @@ class Network:
     rules: str
     branches: Callable[[Any], int] | None = None
     dtype: str | None = None
+    partial: Callable[[Any], str] = lambda sizes: ""
 
 
 def _trace_text(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
@@ -110,6 +111,10 @@ def _forward(c: ModelConfig, g: Geometry, branches: int) -> transformer.ForwardS
     )
 
 
+def _streams(sizes: guided_step.StepShape | transformer.ForwardShape) -> str:
+    return "" if len(sizes.streams) == 2 else sizes.streams[0]
+
+
 def _pixels(c: ModelConfig, g: Geometry, branches: int) -> tuple[int, ...]:
     return (1, 3, pixel_frames(g.frames, g.time_factor), *g.size_px)
 
@@ -120,11 +125,11 @@ CATALOG = {
         Network("text-encoder", ("gemma", "text"), _trace_text, lambda *_: (2, PROMPT_TOKENS), "text-encoder"),
         Network(
             "transformer", ("transformer",), lambda c, s, dtype: transformer.trace(c.transformer, s, dtype), _forward,
-            "transformer", lambda s: s.batch,
+            "transformer", lambda s: s.batch, partial=_streams,
         ),
         Network(
             "guided-step", ("transformer",), lambda c, s, dtype: guided_step.trace(c.transformer, s, dtype), _step,
-            "transformer", lambda s: len(s.branches.names),
+            "transformer", lambda s: len(s.branches.names), partial=_streams,
         ),
         Network(
             "video-encoder", ("video_vae",), _trace_vae(video_vae.trace_encoder), _pixels, "video-encoder"
@@ -150,6 +155,11 @@ CATALOG = {
             lambda c, s, dtype: diffusion_decoder.trace(diffusion(c), s, dtype),
             lambda c, g, branches: diffusion_decoder.whole(diffusion(c), 1, (g.frames, g.rows, g.columns)),
             "diffusion-decoder",
+        ),
+        Network(
+            "audio-encoder", ("audio_vae",),
+            lambda c, s, dtype: audio_vae.trace_encoder(c.audio_vae, s[0], s[2], dtype),
+            lambda c, g, branches: g.mel_shape(c.audio_vae), "audio-encoder",
         ),
         Network(
             "audio-decoder", ("audio_vae",),

@@ -90,7 +90,7 @@ class WeightStore:
         Returns what every LoRA of the call will merge. Raises InputError.
         """
         source = self.source(call)
-        audit(graph.parameters(), source, source.where)
+        audit(graph.parameters(), source, source.where, bool(call.row.partial(call.sizes)))
         return list(self.source(call, call.loras).merges) if call.loras else []
 
     def of(self, call: Call, graph: Graph) -> Any:

@@ -788,10 +788,11 @@ class Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def audit(parameters: Mapping[str, Shaped], source: TensorSource, where: str | Path) -> None:
+def audit(parameters: Mapping[str, Shaped], source: TensorSource, where: str | Path, partial: bool = False) -> None:
     """Every parameter has exactly one tensor of its shape; every tensor is a parameter or known to be unused.
 
-    Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to is not looked at.
+    Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to is not looked at. partial: the
+    parameters are those of a part of the network, whose other tensors are not looked at.
     """
     names = set(source.names())
     missing = [name for name in parameters if name not in names]
@@ -814,7 +815,7 @@ def audit(parameters: Mapping[str, Shaped], source: TensorSource, where: str | P
     if misshapen:
         more = f" and {len(misshapen) - 4} more" if len(misshapen) > 4 else ""
         problems.append(f"{len(misshapen)} tensors have another shape: {'; '.join(misshapen[:4])}{more}")
-    if unexpected:
+    if unexpected and not partial:
         problems.append(f"{len(unexpected)} tensors are used by no network: {collapse(unexpected)}")
     if problems:
         raise InputError(f"{where}: {'; '.join(problems)}; pass the checkpoint that its config describes")

@@ -67,6 +67,11 @@ def test_names_that_nobody_knows(refused, tmp_path):
     assert "known backends: cuda, tpu" in refused(backend="metal")
     assert "--model: /nowhere does not exist" in refused("--model", "/nowhere")
     assert "the folder" in refused(output=tmp_path / "gone" / "out.mp4")
+    assert "is not named *.mp4" in refused(output=tmp_path / "out.avi")
+    assert "number them" in refused(output=tmp_path / "out.png")
+    assert "is a sound file" in refused(output=tmp_path / "out.wav")
+    (tmp_path / "00007.png").touch()
+    assert "00007.png is there already" in refused(output=tmp_path / "%05d.png")
 
 
 def test_files_that_are_no_checkpoint(refused, model, tmp_path):

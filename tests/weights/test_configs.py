@@ -182,6 +182,17 @@ def test_an_unsupported_value_is_named(part, key, value):
         read(Keys(data, part))
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [("stft", "filter_length", 512), ("stft", "win_length", 400), ("mel", "mel_fmin", 20), ("mel", "mel_fmax", 7600)],
+)
+def test_another_mel_front_end_is_refused(part, key, value):
+    data = official("tiny-2.3")["audio_vae"]
+    data["preprocessing"][part][key] = value
+    with pytest.raises(InputError, match=f"{part}: {key} = {value} is not supported"):
+        configs.official_audio_vae(Keys(data, "audio_vae"))
+
+
 def test_a_layer_count_without_a_stage_is_refused():
     vae = configs.diffusers_video_vae_json(preset("tiny-2.3").config.video_vae)
     for layers in (vae["layers_per_block"][:-1], [*vae["layers_per_block"], 2]):

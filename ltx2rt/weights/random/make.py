@@ -22,6 +22,7 @@ import numpy as np
 from ltx2rt import __version__
 from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.models.mel import mel_basis
 from ltx2rt.weights import configs
 from ltx2rt.weights.checkpoint import STATISTICS
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
@@ -522,7 +523,7 @@ def _fixed(name: str, shape: Iterable[int]) -> np.ndarray | None:
     if name.endswith("upsample.filter") or name.endswith("downsample.lowpass.filter"):
         return filters.antialias_taps(shape[-1])
     if name.endswith("mel_basis"):
-        return filters.mel_basis(shape[0], 2 * (shape[1] - 1), 16000)
+        return mel_basis(shape[0], 2 * (shape[1] - 1), 16000)
     if name.endswith(("forward_basis", "inverse_basis")):
         return filters.stft_basis(shape[-1])
     if name.endswith("blur_down.kernel"):
