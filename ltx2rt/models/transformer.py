@@ -308,7 +308,8 @@ def transformer(
         x[s.name] = o.linear(o.cast(latents[s.name], dtype=o.dtype), f"{p}patchify_proj", {axis: s.width})
         if keyframes is not None and s.name == "video":
             vector = o.param("keyframes_abs_pos_embedding", one=1, **{axis: s.width})
-            x[s.name] += o.cast(keyframes, dtype=o.dtype) * o.at(vector, axis="one", index=0)
+            marked = o.expand(o.cast(keyframes, dtype=o.dtype), axis=axis, size=s.width)
+            x[s.name] += marked * o.at(vector, axis="one", index=0)
         own = levels[s.name]
         modulation, embedded[s.name] = adaln(
             o.under(f"{p}adaln_single"), scaled(own), s.width, 3 * len(_own_parts(config)), axis
