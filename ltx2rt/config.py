@@ -297,9 +297,9 @@ class ModelConfig:
     vocoder: VocoderConfig
     upsampler: UpsamplerConfig | None
     temporal_upsampler: UpsamplerConfig | None = None
+    diffusion_decoder: DiffusionDecoderConfig | None = None  # 2.5, if its file was found
     duration_head: DurationHeadConfig | None = None
     video_vae_version: tuple[int, ...] = field(default=(), compare=False)  # of the file that the video VAE is in
-    diffusion_decoder: DiffusionDecoderConfig | None = None  # 2.5, if its file was found
 
     @property
     def generation(self) -> str:

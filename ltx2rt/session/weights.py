@@ -18,7 +18,7 @@ from ltx2rt.graph.ir import numbered
 from ltx2rt.session.call import Call, WeightsKey
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.weights.checkpoint import Checkpoint, audit
-from ltx2rt.weights.lora import Merge, MergedSource, open_lora
+from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class WeightStore:
         if not loras:
             return source
         opened = [open_lora(lora.path, lora.strength) for lora in loras]
+        for lora in opened:
+            check_lora(lora, self.checkpoint.config.version)
         return MergedSource(
             source, opened, self.dtype, self.backend.merge, allow_partial=self.options.lora_allow_partial
         )

@@ -27,7 +27,7 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, parse_json, version_tuple
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, cut, open_tensors
 from ltx2rt.weights.lora import open_lora
-from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, gemma_to_canonical, to_official
+from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, fused_of, gemma_to_canonical, to_official
 
 T = TypeVar("T")
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
@@ -437,6 +437,8 @@ def open_checkpoint(
     if main is not None:
         layout = "official"
         files = {part: pick(part) for part in ("audio_vae", "duration_head")} | video_files(video_vae, parts)
+        own = official_sources(main).keys()
+        files = {part: path for part, path in files.items() if part not in own or given[part]}
         config, components = open_official(main, files, gemma_path, gemma_config, parts.unreadable)
     else:
         layout = "diffusers"
@@ -550,13 +552,13 @@ def open_official(
     gemma: GemmaConfig | Gemma4Config | None,
     unreadable: Iterable[str],
 ) -> tuple[ModelConfig, dict[str, RenamedSource]]:
-    """Without upsamplers. paths: by part, of files beside the main one; a file with the whole model needs none of them.
+    """Without upsamplers. paths: by part, of files beside the main one, which take the place of what that one holds.
 
     Raises InputError for what is missing, and for a text encoder of another release.
     """
     sources = official_sources(main)
-    whole = {part for part in ("video_vae", "audio_vae") if part in sources}
-    files = {part: TensorFile(path) for part, path in paths.items() if path and part not in whole}
+    conv = "video_vae" in sources or paths.get("video_vae") is not None
+    files = {part: TensorFile(path) for part, path in paths.items() if path}
     keys = {part: official_metadata(file) for part, file in files.items()}
     for part, file in files.items():
         sources |= component_sources(part, file)
@@ -574,7 +576,7 @@ def open_official(
         check_gemma_version(main, version, gemma_keys(gemma_path), gemma_path)
     transformer, audio = section("transformer", ""), configs.official_audio_vae(section("audio_vae", "audio_vae"))
     sources["text"], width = _text_source(main, sources.get("text"), gemma_path)
-    conv, diffusion = "video_vae" in files or "video_vae" in whole, files.get("diffusion_decoder")
+    diffusion = files.get("diffusion_decoder")
     if conv or diffusion is None:
         video = configs.official_video_vae(section("vae", "video_vae"))
     else:
@@ -592,6 +594,9 @@ def open_official(
         upsampler=None,
         video_vae_version=version_tuple(video_file.metadata.get("model_version")),
     )
+    if diffusion is not None:
+        decoder = configs.official_diffusion_decoder(section("vae", "diffusion_decoder"))
+        config = replace(config, diffusion_decoder=decoder)
     if "duration_head" in sources:
         head = keys["duration_head"]
         head = head.inner("duration_head") if "duration_head" in head else Keys({}, head.where)
@@ -758,24 +763,21 @@ def open_diffusers(
         assert folder is not None
         tensors = open_tensors(folder)
         source = renamed(tensors, folder, lambda name, c=component: to_official(c, name, stages))
-        sources[component] = _joined_attention(source) if component == "duration_head" else source
+        sources[component] = _joined_rows(component, source)
+    if "diffusion_decoder" in folders:
+        config = replace(config, diffusion_decoder=configs.diffusers_diffusion_decoder(keys("diffusion_decoder")))
     if "duration_head" in folders:
         head = _duration_head(keys("duration_head"), sources["duration_head"], "diffusers")
         config = replace(config, duration_head=head)
     return config, sources
 
 
-def _joined_attention(source: RenamedSource) -> RenamedSource:
-    """The official duration head has the projections of its attention in one matrix."""
-    pooler = "duration_head.attention_pooler."
-    joined = {
-        f"{pooler}cross_attn.in_proj_{leaf}": tuple(f"{pooler}to_{part}.{leaf}" for part in "qkv")
-        for leaf in ("weight", "bias")
-    }
-    names = set(source.names())
-    if missing := sorted({part for parts in joined.values() for part in parts} - names):
-        raise InputError(f"{source.where}: no {missing[0]}; pass a complete duration head with --duration-head")
-    return renamed(JoinedRows(source, joined), source.where, lambda name: name)
+def _joined_rows(component: str, source: RenamedSource) -> RenamedSource:
+    """With tensors that are one in the official layout joined. Raises InputError where one of three is missing."""
+    joined, names = fused_of(component, source.names()), set(source.names())
+    if missing := [part for parts in joined.values() for part in parts if part not in names]:
+        raise InputError(f"{source.where}: no {missing[0]}; pass a complete folder")
+    return renamed(JoinedRows(source, joined), source.where, lambda name: name) if joined else source
 
 
 # ---- audit ----------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def _lora(path: Path) -> dict[str, Any]:
 def _gemma(path: Path) -> dict[str, Any]:
     config, source = open_gemma(path)
     return {
-        "kind": WORDS["gemma"],
+        "kind": "Gemma folder" if path.is_dir() else WORDS["gemma"],
         "family": "Gemma 4" if isinstance(config, Gemma4Config) else "Gemma 3",
         "sizes": {"hidden": config.hidden_size, "layers": config.num_layers, "vocabulary": config.vocab_size},
         "components": {"gemma": _tensors(source)} | _beside(path),

@@ -87,6 +87,12 @@ def test_diffusers_json_round_trips(name):
         configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "diffusers"), "u"), config.upsampler.rational)
         == config.upsampler
     )
+    if config.duration_head:
+        head = config.duration_head
+        data = configs.duration_head_json(head, "diffusers")
+        assert configs.duration_head(Keys(data, "d"), "diffusers", head.video_width, head.audio_width) == head
+        assert configs.gemma(Keys(configs.gemma4_json(config.gemma, {}), "g")) == config.gemma
+        return
     gemma = configs.gemma(Keys(configs.gemma_json(config.gemma, {}), "g"))
     assert replace(gemma, query_scale=0) == replace(config.gemma, query_scale=0)
     assert gemma.query_scale == pytest.approx(config.gemma.query_scale, rel=1e-15)
@@ -156,7 +162,7 @@ def test_an_absent_key_is_named(name, key):
         ("transformer", "num_layers", True),
         ("transformer", "dropout", 0.1),
         ("transformer", "caption_proj_input_norm", True),
-        ("transformer", "use_keyframes_abs_pos_embedding", True),
+        ("transformer", "use_keyframes_abs_pos_embedding", 1),
         ("transformer", "cross_attention_dim", 100),
         ("transformer", "positional_embedding_max_pos", [20]),
         ("transformer", "audio_num_attention_heads", 2),
@@ -234,8 +240,8 @@ def test_a_gemma_of_another_size_or_kind_is_refused():
     small, text = preset("tiny-2.3").config.gemma, preset("ltx-2.3").config.text
     with pytest.raises(InputError, match=r"hidden size 64 with 6 layers.*3840 with 48 layers.*--text-encoder"):
         configs.check_gemma(small, text, "gemma")
-    with pytest.raises(InputError, match="gemma4"):
-        configs.gemma(Keys({"model_type": "gemma4_unified"}, "g"))
+    with pytest.raises(InputError, match="gemma2"):
+        configs.gemma(Keys({"model_type": "gemma2"}, "g"))
 
 
 def test_other_upsamplers_are_refused():

@@ -29,7 +29,7 @@ from ltx2rt.weights.configs.diffusion_decoder import (
 )
 from ltx2rt.weights.configs.duration_head import check_duration_head, duration_head, duration_head_json
 from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json
-from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json
+from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json, towers_json
 from ltx2rt.weights.configs.keys import Keys, parse_json
 from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json, upsampler_kind
 from ltx2rt.weights.configs.transformer import (
@@ -47,6 +47,7 @@ from ltx2rt.weights.configs.video_vae import (
     diffusers_video_vae,
     diffusers_video_vae_json,
     official_diffusion_vae,
+    official_diffusion_vae_json,
     official_video_vae,
     official_video_vae_json,
 )

@@ -92,6 +92,18 @@ def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str
     }
 
 
+def towers_json(g: Gemma4Config) -> dict[str, Any]:
+    """Configs of the image and sound embedders that come with it, which no network of ours reads; small ones for a
+    small Gemma."""
+    patch, positions, sound = (16, 1120, 640) if g.hidden_size == 3840 else (1, 4, 8)
+    vision = {"patch_size": patch, "pooling_kernel_size": 3, "mm_embed_dim": g.hidden_size}
+    vision |= {"mm_posemb_size": positions, "output_proj_dims": g.hidden_size}
+    return {
+        "vision_config": {"model_type": "gemma4_unified_vision", **vision},
+        "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": sound},
+    }
+
+
 def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
     """The Gemma4UnifiedForConditionalGeneration form. towers: its vision_config and audio_config."""
     tokens = {key: getattr(g, key) for key in TOKENS}

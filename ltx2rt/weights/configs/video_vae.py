@@ -76,6 +76,19 @@ def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConf
     )
 
 
+def official_diffusion_vae_json(v: VideoVaeConfig, decoder: dict[str, Any]) -> dict[str, Any]:
+    """decoder: what `official_diffusion_decoder_json` gives."""
+    encoder = {
+        "blocks": official_video_vae_json(v)["encoder_blocks"],
+        "out_channels": v.latent_channels,
+        "dims": 3,
+        "latent_log_var": "constant",
+        "norm_layer": "pixel_norm",
+        "spatial_padding_mode": v.encoder_padding,
+    }
+    return decoder | {"encoder": encoder}
+
+
 def _encoder(keys: Keys, key: str, channels: int) -> list[VaeStage]:
     encoder = []
     for name, block in _blocks(keys, key):

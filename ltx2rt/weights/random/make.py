@@ -27,13 +27,14 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.checkpoint import STATISTICS
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
 from ltx2rt.weights.manifest import Shapes, networks
-from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, component_of, to_diffusers
+from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, component_of, rows_of, to_diffusers
 from ltx2rt.weights.random import filters
 from ltx2rt.weights.random.presets import Preset, preset
 
 BF16, F32, U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.uint8)
 TABLE = re.compile(r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$")  # float32 in the released files, all else bf16
 FORWARD_BASIS, INVERSE_BASIS = (f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse"))
+TYPE_EMBEDDING = "vae.decoder.type_emb"  # of decoding with keyframes, which no network of ours does
 SINGLE_FILE = ("transformer", "text", "video_vae", "audio_vae", "vocoder")
 DIFFUSERS_FOLDERS = {
     "transformer": "transformer",
@@ -43,6 +44,7 @@ DIFFUSERS_FOLDERS = {
     "vocoder": "vocoder",
     "upsampler": "latent_upsampler",
     "temporal_upsampler": "latent_upsampler_temporal",
+    "diffusion_decoder": "diffusion_decoder",
     "duration_head": "duration_head",
 }
 DELTA = 0.2  # standard deviation of a LoRA's change, in units of the weight's
@@ -50,6 +52,7 @@ DELTA = 0.2  # standard deviation of a LoRA's change, in units of the weight's
 # samples in a hundred pass 1, so that clamping is exercised and does not dominate. Measured at the tiny sizes.
 GAINS = {
     "vae.decoder.conv_out.conv.": 0.65,
+    "vae.decoder.conv_out.weight": 0.4,  # of the diffusion decoder
     "vocoder.conv_post.": 3.0,
     "vocoder.vocoder.conv_post.": 0.05,
     "vocoder.bwe_generator.conv_post.": 0.02,
@@ -166,6 +169,8 @@ def stored(config: ModelConfig) -> Shapes:
     for name in STATISTICS:  # the upsamplers' graphs read the autoencoder's
         for part in ("upsampler", "temporal_upsampler"):
             shapes.get(part, {}).pop(name, None)
+    if config.diffusion_decoder:
+        shapes["diffusion_decoder"][TYPE_EMBEDDING] = (config.diffusion_decoder.latent_channels,)
     if config.transformer.keyframe_vector:
         shapes["transformer"][configs.KEYFRAME_VECTOR] = (1, config.transformer.width)
     if FORWARD_BASIS in shapes["vocoder"]:
@@ -238,7 +243,7 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
     gemma_dir = "gemma-3" if layout == "official" else "text_encoder"
     if isinstance(config.gemma, Gemma4Config):
         folder = gemma4_tensors(config.gemma, shapes["gemma"], "model.language_model.", HF_TOWERS)
-        gemma_json = configs.gemma4_json(config.gemma, {})
+        gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma))
     else:
         vision = _vision(config.gemma)
         folder = tensors("gemma") | tensors_of(vision_shapes(vision, config.gemma.hidden_size))
@@ -270,12 +275,16 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
     }
     if config.temporal_upsampler:
         texts["temporal_upsampler"] = configs.upsampler_json(config.temporal_upsampler, "diffusers")
+    if config.diffusion_decoder:
+        texts["diffusion_decoder"] = configs.diffusers_diffusion_decoder_json(config.diffusion_decoder)
     if config.duration_head:
         texts["duration_head"] = configs.duration_head_json(config.duration_head, "diffusers")
     for component, folder in DIFFUSERS_FOLDERS.items():
         if component not in texts:
             continue
-        theirs = {to_diffusers(component, key, stages): tensor for key, tensor in split_rows(tensors(component))}
+        theirs = {
+            to_diffusers(component, key, stages): tensor for key, tensor in split_rows(component, tensors(component))
+        }
         plan.add(f"{folder}/diffusion_pytorch_model.safetensors", theirs, {"format": "pt"})
         plan.add_json(f"{folder}/config.json", texts[component])
     plan.add_json("scheduler/scheduler_config.json", SCHEDULER_CONFIG)
@@ -289,7 +298,7 @@ def plan_component_files(
     """The official layout of LTX-2.5: a file for each part, the text encoder's with its tokenizer."""
     config, plan = made.config, Plan()
     assert isinstance(config.gemma, Gemma4Config) and config.upsampler and config.temporal_upsampler
-    assert config.duration_head
+    assert config.duration_head and config.diffusion_decoder
     whole, text = configs.official_json(config), tensors_of(shapes["text"])
     projection = {key: tensor for key, tensor in text.items() if key.startswith(TEXT_PROJECTION)}
     connectors = {key: tensor for key, tensor in text.items() if key not in projection}
@@ -302,11 +311,16 @@ def plan_component_files(
     sections = {"transformer": whole["transformer"], "vae": None, "audio_vae": None, "vocoder": None}
     add("transformer", tensors_of(shapes["transformer"]) | connectors, sections, gemma_source_checkpoint=source)
     language = gemma4_tensors(config.gemma, shapes["gemma"], "model.", FLAT_TOWERS)
-    gemma_json = configs.gemma4_json(config.gemma, {}) | {"gemma_version": gemma_version}
+    gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma)) | {"gemma_version": gemma_version}
     metadata = {"format": "pt", "gemma_config": json.dumps(gemma_json)}
     plan.add(f"{name}-text-encoder.safetensors", language | projection | assets(config.gemma), metadata)
     video = {key.removeprefix("vae."): tensor for key, tensor in tensors_of(shapes["video_vae"]).items()}
     add("video-vae-conv", video, {"vae": whole["vae"]})
+    encoder = {key: tensor for key, tensor in video.items() if key.startswith("encoder.")}
+    decoder = tensors_of(shapes["diffusion_decoder"])
+    both = encoder | {key.removeprefix("vae."): tensor for key, tensor in decoder.items()}
+    section = configs.official_diffusion_decoder_json(config.diffusion_decoder)
+    add("video-vae", both, {"vae": configs.official_diffusion_vae_json(config.video_vae, section)})
     sound = tensors_of(shapes["audio_vae"]) | tensors_of(shapes["vocoder"])
     add("audio-vae", sound, {key: whole[key] for key in ("audio_vae", "vocoder")})
     for part, upsampler in (("upsampler", config.upsampler), ("temporal_upsampler", config.temporal_upsampler)):
@@ -327,26 +341,20 @@ def gemma4_tensors(
     gemma: Gemma4Config, shapes: Mapping[str, tuple[int, ...]], prefix: str, towers: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Of the text branch under `prefix`, and the image and sound towers that no network reads."""
-    width, patch, positions = (
-        gemma.hidden_size,
-        (6912, 16)[gemma.hidden_size < 3840],
-        (1120, 4)[gemma.hidden_size < 3840],
-    )
-    tower = {
+    vision, sound = configs.towers_json(gemma).values()
+    width, patch = gemma.hidden_size, 3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2
+    tower: dict[str, tuple[int, ...]] = {
         f"vision_model.{name}.{leaf}": (patch if name == "patch_ln1" else width,)
         for name in ("patch_ln1", "patch_dense", "patch_ln2", "pos_norm")
         for leaf in ("weight", "bias")
     }
-    shapes = (
-        {name.replace(GEMMA, "model."): shape for name, shape in shapes.items()}
-        | tower
-        | {
-            "vision_model.patch_dense.weight": (width, patch),
-            "vision_model.pos_embedding": (positions, 2, width),
-            "multi_modal_projector.embedding_projection.weight": (width, width),
-            "audio_projector.embedding_projection.weight": (width, 640 if patch == 6912 else 8),
-        }
-    )
+    tower |= {
+        "vision_model.patch_dense.weight": (width, patch),
+        "vision_model.pos_embedding": (vision["mm_posemb_size"], 2, width),
+        "multi_modal_projector.embedding_projection.weight": (width, width),
+        "audio_projector.embedding_projection.weight": (width, sound["audio_embed_dim"]),
+    }
+    shapes = {name.replace(GEMMA, "model."): shape for name, shape in shapes.items()} | tower
 
     def renamed(name: str) -> str:
         first, _, rest = name.partition(".")
@@ -368,15 +376,14 @@ def assets(gemma: Gemma4Config) -> dict[str, Tensor]:
     return {name: Tensor(name, TensorInfo((len(data),), U8), data=data) for name, data in found.items()}
 
 
-def split_rows(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """diffusers has the projections of the duration head's attention apart."""
+def split_rows(component: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """diffusers has the projections of some attentions apart."""
     for name, tensor in tensors.items():
-        path, joined, leaf = name.partition("cross_attn.in_proj_")
-        for i, part in enumerate("qkv" if joined else ""):
-            rows, *rest = tensor.info.shape
-            info = TensorInfo((rows // 3, *rest), tensor.info.dtype)
-            yield f"{path}to_{part}.{leaf}", Tensor(tensor.name, info, part=(i, 3))
-        if not joined:
+        parts = rows_of(component, name)
+        rows, *rest = tensor.info.shape or (0,)
+        info = TensorInfo((rows // 3, *rest), tensor.info.dtype)
+        yield from ((part, Tensor(tensor.name, info, part=(i, len(parts)))) for i, part in enumerate(parts))
+        if not parts and name != TYPE_EMBEDDING:  # which diffusers does not know
             yield name, tensor
 
 

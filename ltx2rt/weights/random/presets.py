@@ -12,6 +12,7 @@ from fractions import Fraction
 from ltx2rt.config import (
     AudioVaeConfig,
     ConnectorConfig,
+    DiffusionDecoderConfig,
     DurationHeadConfig,
     Gemma4Config,
     GemmaConfig,
@@ -138,6 +139,18 @@ SIZES |= {
 }
 
 
+DIFFUSION_DECODERS = {
+    "ltx-2.5": DiffusionDecoderConfig(
+        128, 4, 64, (2048, 1024, 512, 512, 256), (4, 6, 4, 2, 8),
+        ((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)), (SPACE, TIME, BOTH, BOTH), 384, 1000.0,
+    ),
+    "tiny-2.5": DiffusionDecoderConfig(
+        128, 4, 16, (64, 32, 32, 32, 16), (1, 1, 1, 1, 2),
+        ((3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3), (5, 3, 3)), (SPACE, TIME, BOTH, BOTH), 32, 1000.0,
+    ),
+}  # fmt: skip
+
+
 # Scale and whether rational, by kind; None: as the generation's.
 UPSAMPLERS = {"x2": (Fraction(2), None), "x1.5": (Fraction(3, 2), True), "temporal": (Fraction(1), False)}
 
@@ -168,7 +181,8 @@ def preset(name: str, upsampler: str = "x2") -> Preset:
         temporal = UpsamplerConfig(128, mid, sizes.upsampler_blocks, Fraction(1), rational=False)
         widths = transformer.width, transformer.audio_width
         head = DurationHeadConfig(2 * sizes.head_dim, 1, 4, 2 * sizes.head_dim, *widths)
-        config = replace(config, temporal_upsampler=temporal, duration_head=head)
+        decoder = DIFFUSION_DECODERS[name]
+        config = replace(config, temporal_upsampler=temporal, duration_head=head, diffusion_decoder=decoder)
     return Preset(config, sizes.lora_rank)
 
 
