@@ -221,7 +221,12 @@ def durations(path: Path) -> Durations:
 def _seconds(stream: Any) -> float:
     if stream.duration is not None:
         return float(stream.duration * (stream.time_base or 0))
-    hours, minutes, seconds = map(float, stream.metadata.get("DURATION", "0:0:0").split(":"))
+    return float(tagged_s(stream.metadata.get("DURATION", "0:0:0")))
+
+
+def tagged_s(duration: str) -> Fraction:
+    """Seconds of Matroska's tag DURATION, such as 00:00:01.250000000."""
+    hours, minutes, seconds = map(Fraction, duration.split(":"))
     return 3600 * hours + 60 * minutes + seconds
 
 

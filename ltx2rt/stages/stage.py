@@ -34,6 +34,7 @@ class State:
     audio: np.ndarray | None = None
     sound: np.ndarray | None = None
     given: dict[str, list[Any]] = field(default_factory=dict)
+    source: dict[str, np.ndarray] = field(default_factory=dict)
     waveforms: np.ndarray | None = None
     frames: Iterator[Iterator[np.ndarray]] = field(default_factory=lambda: iter(()))
     record: dict[str, np.ndarray] = field(default_factory=dict)
