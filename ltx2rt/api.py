@@ -106,11 +106,11 @@ class Session:
         session.require_memory(plan.stages)
         state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)
         chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
-        size = (plan.request.height, plan.request.width, 3)
+        size = (*plan.request.size_px, 3)
         return Clip(
             frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),
             waveform=None if state.waveforms is None else state.waveforms[0],
-            sample_rate=session.config.vocoder.sample_rate,
+            sample_rate=command.sample_rate(session, state),
             fps=plan.request.fps,
             seed=plan.request.seeds[0],
             settings=plan.request.settings(),

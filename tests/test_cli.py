@@ -49,12 +49,14 @@ def test_every_flag_arrives():
         " --audio-rescale 8 --stg-blocks 1,2"
         " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
         " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
+        " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
         " --weights-dtype float8 --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
     )
     options = ModelOptions(
         "cuda", Path("m"), Path("g"), Path("u"), Path("v"), LoraSpec(Path("d"), 0.5),
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
         True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True, 3.5,
+        video_vae=Path("vv"), audio_vae=Path("av"), duration_head=Path("dh"), video_decoder="diffusion",
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
     request = OneStage(

@@ -14,6 +14,7 @@ from torch import Tensor
 from ltx2rt.graph.fused import grouped, pairs, rows_per_token, snake_windows
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt_cuda.attention import attention as attend
+from ltx2rt_cuda.neighbourhood import neighbourhood_attention
 
 DTYPES = {
     "float32": torch.float32,
@@ -283,6 +284,24 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, view) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = cos.reshape(view), sin.reshape(view)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+op(neighbourhood_attention)
+
+
+@op
+def axial_rope(x: Tensor, frequencies: Tensor, sizes, first) -> Tensor:
+    y, start = torch.empty_like(x), 0
+    for dim, (size, begin) in enumerate(zip(sizes, first, strict=True), 1):
+        positions = torch.arange(begin, begin + x.shape[dim], dtype=torch.float32, device=x.device)
+        angles = positions[:, None] * frequencies[start // 2 : (start + size) // 2]
+        view = [x.shape[dim] if i == dim else 1 for i in range(x.ndim - 1)]
+        cos, sin = angles.cos().reshape(*view, -1), angles.sin().reshape(*view, -1)
+        a, b = x[..., start : start + size : 2].float(), x[..., start + 1 : start + size : 2].float()
+        y[..., start : start + size : 2] = a * cos - b * sin
+        y[..., start + 1 : start + size : 2] = a * sin + b * cos
+        start += size
+    return y
 
 
 @op

@@ -221,7 +221,7 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
         videos = state.frames if has_video else repeat(iter(()), len(outputs))
         for i, (output, frames) in enumerate(zip(outputs, videos, strict=True)):
             waveform = None if state.waveforms is None else state.waveforms[i]
-            save(session, plan.request, i, output, frames, waveform, files.metadata)
+            save(session, plan.request, i, output, frames, waveform, sample_rate(session, state), files.metadata)
             undo.callback(remove_clip, output)
         if files.latents_out:
             write_arrays(files.latents_out, state.record)
@@ -236,14 +236,20 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
 def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     """Bytes that the run's large files are expected to take."""
     request = plan.request
-    pixels, seconds = request.width * request.height * request.num_frames, float(request.num_frames / request.fps)
+    pixels, seconds = prod(request.size_px) * request.num_frames, float(request.num_frames / request.fps)
     per_pixel = PNG_BYTES_PER_PIXEL if files.output.suffix.lower() == ".png" else BYTES_PER_PIXEL
     clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8)
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
-    if files.latents_out:  # noise and start, then every step's latents and x0
-        draws = [(stage.steps(), stage.draws(session.config).values()) for stage in plan.stages]
-        sizes[files.latents_out] = sum(4 * prod(shape) * (2 + 2 * steps) for steps, shapes in draws for shape in shapes)
+    if files.latents_out:  # noise and start, then every step's latents and x0, and the noise that samplers draw
+        draws = [(s.steps(), name, shape) for s in plan.stages for name, shape in s.draws(session.config).items()]
+        copies = [(2 + 2 * steps if name.count(".") == 1 else 1, shape) for steps, name, shape in draws]
+        sizes[files.latents_out] = sum(4 * prod(shape) * count for count, shape in copies)
     return sizes
+
+
+def sample_rate(session: Session, state: State) -> int:
+    """Of the state's waveforms in Hz, or of those that the model would make."""
+    return state.sample_rate or session.config.vocoder.sample_rate
 
 
 def save(
@@ -253,6 +259,7 @@ def save(
     output: Path,
     frames: Iterator[np.ndarray],
     waveform: np.ndarray | None,
+    rate: int,
     metadata: bool = True,
 ) -> None:
     """Write one video of a request in the form that its name says."""
@@ -262,7 +269,7 @@ def save(
         num_frames=request.num_frames,
         fps=request.fps,
         waveform=waveform,
-        sample_rate=session.config.vocoder.sample_rate,
+        sample_rate=rate,
         comment=comment(session, request, video) if metadata else None,
     )
 

@@ -16,7 +16,7 @@ from ltx2rt.graph.show import FORMATS, show
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.one_stage import OneStage
-from ltx2rt.pipelines.request import Request, check_step, default_steps
+from ltx2rt.pipelines.request import VideoRequest, check_step, default_steps
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.options import ModelOptions
@@ -40,7 +40,7 @@ class Asked:
 def component_graph(
     config: ModelConfig,
     name: str,
-    clip: Request | None = None,
+    clip: VideoRequest | None = None,
     branches: int = 4,
     profile: str | None = None,
     mesh: Mapping[str, int] | None = None,
@@ -59,7 +59,7 @@ def component_graph(
     row = CATALOG["guided-step" if name == LOOP else name]
     if "gemma" in row.parts and config.gemma is None:
         raise InputError("no Gemma folder was found; pass one with --text-encoder")
-    for part in {"upsampler", "temporal_upsampler"} & set(row.parts):
+    for part in {"upsampler", "temporal_upsampler", "duration_head"} & set(row.parts):
         if getattr(config, part) is None:
             raise InputError(f"no {WORDS[part]} was found; pass one with {FLAGS[part]}")
     geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)

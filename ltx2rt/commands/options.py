@@ -17,7 +17,7 @@ from ltx2rt.ranks.start import start
 from ltx2rt.session.open import with_mesh
 from ltx2rt.session.options import ModelOptions
 
-PRESETS = ("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3")
+PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 PLACED = ("profile", "mesh", "weights_dtype")
 SIZED = ("width", "height", "num_frames")
 

@@ -146,8 +146,10 @@ def to_text(found: Estimate) -> str:
     weights, rates = ", weights in float8" * float8, f", in float8 / {kind.float8_flops_per_s / 1e12:g} T/s" * float8
     mesh = session.backend.mesh
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
+    height, width = clip.size_px
+    size = f"{width}x{height}, " if width else ""
     lines = [
-        f"{clip.name}, {clip.width}x{clip.height}, {clip.num_frames} frames, {session.dtype}{weights}, "
+        f"{clip.name}, {size}{clip.num_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); per device, estimated:",
         "",
         f"{'stage':<14} {'steps':>5} {'weights':>9} {'activations':>11} {'TFLOP/step':>10} {'time/step':>10}"

@@ -22,6 +22,7 @@ import numpy as np
 from ltx2rt.atomic_file import replacing
 
 AAC_FRAME = 1024  # samples
+AAC_RATES = (7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)  # ISO 14496-3
 AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000
 MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
 ENCODER_THREADS = 8

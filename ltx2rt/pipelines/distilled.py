@@ -10,18 +10,16 @@ from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.flags import flag
-from ltx2rt.pipelines.request import NEUTRAL, Loras, Request
+from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.frames import Frames, tiling
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
-from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.text import Text
 from ltx2rt.stages.upsample import Upsample
 
 
 @dataclass(frozen=True)
-class Distilled(Request):
+class Distilled(VideoRequest):
     name: ClassVar[str] = "distilled"
     summary: ClassVar[str] = "8 distilled steps at half size, then 3 at full size; no guidance"
     scale: ClassVar[int] = 2
@@ -43,8 +41,7 @@ class Distilled(Request):
             *steps("stage1", half, DISTILLED_SIGMAS),
             Upsample(half, self.num_videos),
             *steps("stage2", full, STAGE2_SIGMAS),
-            *([Sound(full, self.num_videos)] if self.audio else []),
-            Frames(full, tiling(full, model, options.vae_tiling), self.num_videos),
+            *self.decoded(full, model, options),
         ]
 
 

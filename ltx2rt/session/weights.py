@@ -14,6 +14,7 @@ from typing import Any
 
 from ltx2rt.backend import Backend
 from ltx2rt.graph import Graph
+from ltx2rt.graph.ir import numbered
 from ltx2rt.session.call import Call, WeightsKey
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.weights.checkpoint import Checkpoint, audit
@@ -34,7 +35,7 @@ class Held:
             if name in self.weights:  # stacked over layers
                 found[id(self.weights[name])] = value.type.nbytes * count
             else:
-                each = (self.weights[name.replace("*", str(i))] for i in range(count))
+                each = (self.weights[numbered(name, i)] for i in range(count))
                 found |= {id(tensor): value.type.nbytes for tensor in each}
         return found
 
@@ -87,7 +88,7 @@ class WeightStore:
         Returns what every LoRA of the call will merge. Raises InputError.
         """
         source = self.source(call)
-        audit(graph.parameters(), source, source.where)
+        audit(graph.parameters(), source, source.where, bool(call.row.partial(call.sizes)))
         return list(self.source(call, call.loras).merges) if call.loras else []
 
     def of(self, call: Call, graph: Graph) -> Any:

@@ -41,6 +41,15 @@ WORDS = {  # component -> official word: diffusers word
         "per_channel_statistics.std-of-means": "latents_std",
         "res_blocks": "resnets",
     },
+    "diffusion_decoder": {  # and a fused `attn.qkv`, which diffusers has in parts (QKV)
+        "per_channel_statistics.mean-of-means": "latents_mean",
+        "per_channel_statistics.std-of-means": "latents_std",
+        "t_embedder.mlp.0": "t_embedder.timestep_embedder.linear_1",
+        "t_embedder.mlp.2": "t_embedder.timestep_embedder.linear_2",
+        "attn.proj": "attn.to_out.0",
+        "q_norm": "norm_q",
+        "k_norm": "norm_k",
+    },
     "audio_vae": {
         "per_channel_statistics.mean-of-means": "latents_mean",
         "per_channel_statistics.std-of-means": "latents_std",
@@ -54,15 +63,21 @@ WORDS = {  # component -> official word: diffusers word
         "downsample.lowpass": "downsample",
     },
     "upsampler": {},
+    "temporal_upsampler": {},
+    "duration_head": {"cross_attn.out_proj": "to_out"},
 }
 PREFIXES = {  # of the official single file; "text" lives under two, both spelled out above
     "transformer": "model.diffusion_model.",
     "text": "",
     "video_vae": "vae.",
+    "diffusion_decoder": "vae.",
     "audio_vae": "audio_vae.",
     "vocoder": "vocoder.",
     "upsampler": "",
+    "temporal_upsampler": "",
+    "duration_head": "duration_head.",
 }
+QKV = ("to_q", "to_k", "to_v")  # of diffusers, for the rows of the diffusion decoder's official `qkv` in this order
 CONNECTORS = ("model.diffusion_model.video_embeddings_connector.", "model.diffusion_model.audio_embeddings_connector.")
 TEXT_PROJECTION = "text_embedding_projection."
 GEMMA = "language_model.model."

@@ -7,10 +7,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from ltx2rt.media.sound import resample
+from ltx2rt.models.mel import log_mel
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-4  # contract, float32; most reach 1e-6
 T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text tokens, samples
@@ -197,10 +200,16 @@ def test_decoders_encoder_and_upsampler_equal_diffusers(generation, probe, tiny)
         packed = torch.from_numpy(sound).transpose(1, 2).flatten(2) * audio_vae.latents_std + audio_vae.latents_mean
         mel = audio_vae.decode(packed.unflatten(2, (8, 16)).transpose(1, 2), return_dict=False)[0]
         expected["audio-decoder"] = ({"latent": sound}, {"mel": mel, "waveform": vocoder(mel)})
+        heard = {"waveform": draw(1, 2, 7001, seed=3), "sample_rate": np.int32([24000])}
+        spectrum = log_mel(resample(heard["waveform"], 24000, 16000), preset(f"tiny-{generation}").config.audio_vae)
+        z = audio_vae.encode(torch.from_numpy(spectrum)).latent_dist.mode()
+        packed = (z.transpose(1, 2).flatten(2) - audio_vae.latents_mean) / audio_vae.latents_std
+        encoded = packed.unflatten(2, (8, 16)).transpose(1, 2)
+        expected["audio-encoder"] = (heard, {"mel": spectrum, "latent": encoded})
     for component, (inputs, outputs) in expected.items():
         found = probe(generation, component, inputs)
         if component == "audio-decoder":
-            assert mel.shape == (1, 2, 25, 64)
+            assert mel.shape == (1, 2, 25, 64) and encoded.shape == (1, 8, 8, 16)
             np.testing.assert_array_equal(found.pop("sample_rate"), [48000 if generation == "2.3" else 24000])
         assert found.keys() == outputs.keys()
         for name, value in outputs.items():
@@ -274,6 +283,7 @@ def test_schedule_and_tokenizer(probe, tiny, command, tmp_path):
         ("video-decoder", {"latent": draw(1, 128, 2, 2, 3)}),
         ("video-encoder", {"frames": draw(1, 3, 9, 64, 32)}),
         ("audio-decoder", {"latent": draw(1, 8, 5, 16)}),
+        ("audio-encoder", {"waveform": draw(1, 2, 2000), "sample_rate": np.int32([44100])}),
         ("upsampler", {"latent": draw(1, 128, 2, 2, 3)}),
         ("guided-step", step_inputs("2.0")),
     ],
@@ -313,6 +323,9 @@ def test_flags_of_generate_reach_the_probe(probe, tiny):
         ("guided-step", {"stg_blocks": draw(4)}, "stg_blocks has shape [4]"),
         ("video-encoder", {"frames": draw(1, 3, 8, 64, 64)}, "8k+1 frames"),
         ("video-decoder", {"latent": draw(1, 64, 2, 2, 2)}, "latent has shape [1, 64, 2, 2, 2]"),
+        ("audio-encoder", {"waveform": draw(1, 1, 9), "sample_rate": np.int32([8000])}, "has shape [1, 1, 9]"),
+        ("audio-encoder", {"waveform": draw(1, 2, 256), "sample_rate": np.int32([8000])}, "expected more than 512"),
+        ("audio-encoder", {"waveform": draw(1, 2, 9999), "sample_rate": np.int32([0])}, "a sample rate of 0 Hz"),
         ("schedule", {"steps": np.int32([0])}, "steps is 0"),
         ("text-encoder", {"mask": np.ones((B, S + 1), np.int64)}, "mask has shape"),
         (

@@ -61,7 +61,7 @@ def rewrite(path: Path, rename=lambda name: name, drop=(), metadata=None, extra=
 def test_a_file_finds_its_parts_beside_it(official):
     checkpoint = open_checkpoint(official / MAIN)
     assert {"gemma", "upsampler"} <= checkpoint.sources.keys()
-    assert checkpoint.tokenizer_path == official / "gemma-3" / "tokenizer.json"
+    assert checkpoint.tokenizer == official / "gemma-3" / "tokenizer.json"
     assert checkpoint.loras_found == (official / LORA,)
     assert checkpoint.config.version == (2, 3, 0)
 
@@ -163,7 +163,7 @@ def test_stripped_metadata_and_later_generations_are_refused(official):
         ({"config": "{"}, "not valid JSON"),
         ({"config": "[]"}, "expected a JSON object"),
         ({"config": "{}"}, "required key transformer is absent|required key audio_vae is absent"),
-        (original | {"gemma_source_checkpoint": "{}"}, "LTX-2.5"),
+        (original | {"gemma_source_checkpoint": "{}"}, "required key gemma_version is absent"),
     ]:
         rewrite(official / MAIN, metadata=metadata)
         with pytest.raises(InputError, match=says):

@@ -2,9 +2,12 @@
 
 import contextlib
 import copy
+import json
 from dataclasses import replace
 
 import pytest
+import torch
+from diffusers import LTX2VideoDiffusionDecoderModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,6 +176,17 @@ def test_an_unsupported_value_is_named(part, key, value):
         read(Keys(data, part))
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [("stft", "filter_length", 512), ("stft", "win_length", 400), ("mel", "mel_fmin", 20), ("mel", "mel_fmax", 7600)],
+)
+def test_another_mel_front_end_is_refused(part, key, value):
+    data = official("tiny-2.3")["audio_vae"]
+    data["preprocessing"][part][key] = value
+    with pytest.raises(InputError, match=f"{part}: {key} = {value} is not supported"):
+        configs.official_audio_vae(Keys(data, "audio_vae"))
+
+
 def test_a_layer_count_without_a_stage_is_refused():
     vae = configs.diffusers_video_vae_json(preset("tiny-2.3").config.video_vae)
     for layers in (vae["layers_per_block"][:-1], [*vae["layers_per_block"], 2]):
@@ -287,6 +301,56 @@ def test_the_first_released_diffusers_configs_have_fewer_keys():
     assert configs.diffusers_transformer(Keys(t, "t")) == config.transformer
 
 
+# The header of the released diffusion decoder.
+DIFFUSION = {
+    "_class_name": "CausalDiffusionVAE",
+    "model_output_type": "x0",
+    "decoder": {
+        "_class_name": "NADiffusionDecoder",
+        "in_channels": 128,
+        "out_channels": 3,
+        "patch_size": 4,
+        "head_dim": 64,
+        "stage_channels": [2048, 1024, 512, 512, 256],
+        "stage_depths": [4, 6, 4, 2, 8],
+        "stage_kernels": [[3, 7, 7], [3, 7, 7], [3, 5, 5], [3, 5, 5], [11, 11, 11]],
+        "upsamples": [[[1, 2, 2], 2], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 2]],
+        "stage5_kernel": [11, 11, 11],
+        "timestep_scale_multiplier": 1000.0,
+        "default_num_inference_steps": 1,
+        "resampler_kind": "linear",
+        "spatial_padding_mode": "zeros",
+    },
+}
+
+
+def test_the_diffusion_decoders_header_is_read_and_written():
+    config = configs.official_diffusion_decoder(Keys(DIFFUSION, "vae"))
+    assert (config.time_factor, config.space_factor, config.timestep_width) == (8, 32, 384)
+    assert configs.official_diffusion_decoder_json(config) == DIFFUSION
+    diffusers = configs.diffusers_diffusion_decoder_json(config)
+    assert configs.diffusers_diffusion_decoder(Keys(diffusers, "d")) == config
+    with torch.device("meta"):
+        defaults = json.loads(LTX2VideoDiffusionDecoderModel().to_json_string())
+    assert diffusers == {key: value for key, value in defaults.items() if key != "_diffusers_version"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"default_num_inference_steps": 2}, "default_num_inference_steps = 2 is not supported, expected 1"),
+        ({"stage_depths": [4, 6, 4, 2]}, r"lists are of \[5, 4, 5, 5, 5\] stages, expected 5 in each"),
+        ({"stage_channels": [2048, 1024, 512, 256, 256]}, "do not shrink by the factors"),
+        ({"head_dim": 48}, "2048 channels, expected a multiple of a head's 48"),
+        ({"stage5_kernel": [11, 11]}, "expected triples"),
+        ({"upsamples": [[1, 2, 2], 2]}, r"expected a list of \[stride, channel factor\]"),
+    ],
+)
+def test_a_diffusion_decoder_that_no_release_has_is_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        configs.official_diffusion_decoder(Keys({**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}, "vae"))
+
+
 def readers():
     """name -> (JSON data, function that reads it)"""
     c = preset("tiny-2.3").config
@@ -307,6 +371,7 @@ def readers():
         "d.vocoder": (configs.diffusers_vocoder_json(c.vocoder), configs.diffusers_vocoder),
         "upsampler": (configs.upsampler_json(c.upsampler, "official"), lambda keys: configs.upsampler(keys, False)),
         "gemma": (configs.gemma_json(c.gemma, {}), configs.gemma),
+        "diffusion": (DIFFUSION, configs.official_diffusion_decoder),
     }
 
 
