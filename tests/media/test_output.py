@@ -66,6 +66,13 @@ def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, video, a
     assert np.corrcoef(heard, given)[0, 1] > 0.99  # aligned: a tenth of a period off is 0.8
 
 
+def test_sound_of_a_rate_that_opus_lacks_is_converted(tmp_path):
+    write(tmp_path / "a.webm", waveform=tone(1, 44100), sample_rate=44100)
+    _, sound, rate = decoded(tmp_path / "a.webm")
+    assert (rate, sound.shape[1]) == (48000, round(17 / NTSC * 48000))
+    assert np.corrcoef(sound[0, 3000:15000], tone(1, 48000)[0, 3000:15000])[0, 1] > 0.99
+
+
 def test_webm_is_the_same_bytes_each_time(tmp_path):
     for name in ("a.webm", "b.webm"):
         write(tmp_path / name)

@@ -12,7 +12,7 @@ from ltx2rt.media.images import fit
 from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.source import SourceVideo, span_frames, usable_frames
+from ltx2rt.stages.source_video import SourceVideo, span_frames, usable_frames
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.tiling import Tiling, plan_encoder_tiles, space_spans, time_spans
 from ltx2rt.testing import relative_l2
