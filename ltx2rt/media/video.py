@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.images import fit
 from ltx2rt.media.mp4 import opened, tagged_s
 
 SOUND_LONGER_S = 1  # than the picture, of a whole file
@@ -140,3 +141,28 @@ def _reading(path: Path, flag: str) -> Iterator[tuple[Any, Any]]:
 def _quarter_turns(frame: Any) -> int:
     """Counter-clockwise, from the display matrix; mirrored frames stay as they are."""
     return round(frame.rotation / 90) % 4
+
+
+def read_mask(
+    path: Path, flag: str, num_frames: int, size_px: tuple[int, int], grid: tuple[int, int, int]
+) -> np.ndarray:
+    """How much each token of a reference counts: the brightness of a video, f32[frames, rows, columns] in [0, 1].
+
+    The first `num_frames` frames, resized to cover size_px (height, width) and cropped, averaged over colours and over
+    the pixels of each cell of `grid`; its first frame is the mask's first, each other one the mean of as many frames.
+    Raises InputError if these do not divide.
+    """
+    frames, rows, columns = grid
+    height, width = size_px
+    count = min(num_frames, video_info(path, flag, num_frames).num_frames)
+    if (count - 1) % max(frames - 1, 1) or count < frames:
+        raise InputError(
+            f"{flag}: {path} has {count} frames, expected {frames} or more, of which all but the first divide by "
+            f"{frames - 1}; give it as many as the reference"
+        )
+    cells = np.empty((count, rows, columns), np.float32)
+    for cell, pixels in zip(cells, read_frames(path, flag, count), strict=True):
+        grey = ((fit(pixels, width, height).mean(0) + 1) / 2).clip(0, 1)
+        cell[:] = grey.reshape(rows, height // rows, columns, width // columns).mean((1, 3))
+    later = cells[1:].reshape(frames - 1, -1, rows, columns).mean(1) if frames > 1 else cells[:0]
+    return np.concatenate([cells[:1], later])

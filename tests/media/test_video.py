@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.video import VideoInfo, read_frames, require_constant_rate, video_info
+from ltx2rt.media.video import VideoInfo, read_frames, read_mask, require_constant_rate, video_info
 
 FLAG = "--video-path"
 TICKS = Fraction(1, 240)  # of the timestamps that are written
@@ -174,3 +174,24 @@ def test_a_playlist_fetches_nothing(tmp_path):
     (tmp_path / "list.m3u8").write_text(f"#EXTM3U\n#EXTINF:1,\n{tmp_path}/a.mp4\n#EXT-X-ENDLIST\n")
     with pytest.raises(InputError, match="no readable video"):
         video_info(tmp_path / "list.m3u8", FLAG)
+
+
+def test_a_mask_is_the_mean_brightness_of_each_token(tmp_path):
+    """As torch's area interpolation and mean give it; size 48 x 32 as in the file, cells of 16 px."""
+    import torch
+
+    frames = write(tmp_path / "a.mov", codec="png")
+    found = read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (3, 2, 3))
+    grey = torch.from_numpy(frames).double().mean(-1)[:, None] / 255
+    cells = torch.nn.functional.interpolate(grey, size=(2, 3), mode="area")[:, 0]
+    expected = torch.cat([cells[:1], cells[1:].unflatten(0, (2, 8)).mean(1)])
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+    np.testing.assert_array_equal(read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (1, 2, 3)), found[:1])
+
+
+@pytest.mark.parametrize(("count", "frames"), [(1, 2), (12, 3), (5, 9)])
+def test_a_mask_that_does_not_divide_is_refused(tmp_path, count, frames):
+    write(tmp_path / "a.mov", range(0, 10 * count, 10), codec="png")
+    with pytest.raises(InputError, match=rf"a\.mov has {count} frames, expected {frames} or more"):
+        read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (frames, 2, 3))
