@@ -153,6 +153,15 @@ def test_sound_that_outlasts_the_picture_is_no_truncation(tmp_path):
         assert video_info(tmp_path / name, FLAG).num_frames == 17
 
 
+def test_tags_that_are_no_text_do_not_matter(tmp_path):
+    """Such as Latin-1 of old cameras."""
+    write(tmp_path / "a.mkv")
+    data = (tmp_path / "a.mkv").read_bytes()
+    assert b"Lavf" in data and b"00:00:00." in data
+    (tmp_path / "a.mkv").write_bytes(data.replace(b"Lavf", b"La\xe9f").replace(b"00:00:00.", b"00:00:xx."))
+    assert video_info(tmp_path / "a.mkv", FLAG).num_frames == 17
+
+
 def test_what_is_no_video_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")  # opening it would wait for ever
     (tmp_path / "text.mp4").write_text("hello")
