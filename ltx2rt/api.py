@@ -62,7 +62,7 @@ class Clip:
         write_clip(
             files.output,
             [self.frames],
-            num_frames=len(self.frames),
+            num_frames=len(self.frames) or self.settings["num_frames"],
             fps=self.fps,
             waveform=self.waveform,
             sample_rate=self.sample_rate,

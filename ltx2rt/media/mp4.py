@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -204,13 +205,16 @@ def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """A container for reading. FFmpeg gets the open file and no protocol, so it fetches nothing that a path or a
-    playlist names. Raises OSError for what is no file.
+    playlist names. Tags that are no text are mended. Raises OSError for what is no file.
     """
     import av
 
     if not path.is_file():
         raise OSError("not a file")
-    with path.open("rb") as file, av.open(file, options={"protocol_whitelist": "none"}) as container:
+    with (
+        path.open("rb") as file,
+        av.open(file, options={"protocol_whitelist": "none"}, metadata_errors="replace") as container,
+    ):
         yield container
 
 
@@ -224,8 +228,15 @@ def durations(path: Path) -> Durations:
 def _seconds(stream: Any) -> float:
     if stream.duration is not None:
         return float(stream.duration * (stream.time_base or 0))
-    hours, minutes, seconds = map(float, stream.metadata.get("DURATION", "0:0:0").split(":"))
-    return 3600 * hours + 60 * minutes + seconds
+    return float(tagged_s(stream) or 0)
+
+
+def tagged_s(stream: Any) -> Fraction | None:
+    """Seconds of Matroska's tag DURATION, such as 00:00:01.250000000."""
+    if found := re.fullmatch(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", "")):
+        hours, minutes, seconds = map(Fraction, found.groups())
+        return 3600 * hours + 60 * minutes + seconds
+    return None
 
 
 def _movie_timescale(fps: Fraction, sample_rate: int) -> int:

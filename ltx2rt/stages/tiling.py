@@ -1,4 +1,5 @@
-"""Decode a video latent in overlapping tiles and hand out its frames as soon as no later tile touches them.
+"""Decode a video latent in overlapping tiles and hand out its frames as soon as no later tile touches them; and
+encode frames in the same tiles, which then blend in latents.
 
 Decides which latents form a tile, how tiles blend, and in which order frames leave. Leaves to the caller how a tile
 is decoded, and where. Tiles of equal shape share one program there.
@@ -78,6 +79,23 @@ def plan_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -
         time_spans(frames, sizes[0], OVERLAP_FRAMES // config.time_factor, config.time_factor),
         space_spans(rows, sizes[1], overlap, config.space_factor),
         space_spans(columns, sizes[2], overlap, config.space_factor),
+    )
+
+
+def plan_encoder_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
+    """Tiles that frames are encoded in, of the largest size along every axis; `Span.weights` are those of latents.
+
+    shape: latent frames, rows, columns. mode: "auto", or "off" for one tile.
+    """
+    if mode not in ("auto", "off"):
+        raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
+    side = TILE_PX // config.space_factor
+    sizes = shape if mode == "off" else (TILE_FRAMES // config.time_factor, side, side)
+    overlap = OVERLAP_PX // config.space_factor
+    return Tiling(
+        time_spans(shape[0], sizes[0], OVERLAP_FRAMES // config.time_factor, 1),
+        space_spans(shape[1], sizes[1], overlap, 1),
+        space_spans(shape[2], sizes[2], overlap, 1),
     )
 
 
