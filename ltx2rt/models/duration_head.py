@@ -43,16 +43,17 @@ def duration_head(o: Ops, config: DurationHeadConfig, batch: int, tokens: int) -
 
 def attend(o: Ops, queries: Term, x: Term, config: DurationHeadConfig) -> Term:
     """Multi-head attention, the three projections rows of one matrix. Returns the queries' type."""
-    rows = config.width
-    heads = {"heads": config.num_heads, "head_dim": rows // config.num_heads}
-    weight, bias = o.param("in_proj_weight", rows=3 * rows, P=rows), o.param("in_proj_bias", rows=3 * rows)
+    heads = {"heads": config.num_heads, "head_dim": config.width // config.num_heads}
+    rows = {"rows": 3 * config.width}
+    weight, bias = o.param("in_proj_weight", **rows, P=config.width), o.param("in_proj_bias", **rows)
 
-    def project(x: Term, part: int) -> Term:
-        w, b = (o.slice(p, axis="rows", start=part * rows, stop=(part + 1) * rows) for p in (weight, bias))
-        return o.emit("linear", x, w, b, contract=("P",), out=heads)
+    def project(x: Term) -> list[Term]:
+        y = o.emit("linear", x, weight, bias, contract=("P",), out={"parts": 3, **heads})
+        return [o.at(y, axis="parts", index=part) for part in range(3)]
 
-    y = o.attention(project(queries, 0), project(x, 1), project(x, 2), scale=heads["head_dim"] ** -0.5)
-    return o.linear(y, "out_proj", {"P": rows}, contract=("heads", "head_dim"))
+    (q, _, _), (_, k, v) = project(queries), project(x)
+    y = o.attention(q, k, v, scale=heads["head_dim"] ** -0.5)
+    return o.linear(y, "out_proj", {"P": config.width}, contract=("heads", "head_dim"))
 
 
 def frames_of(

@@ -18,6 +18,7 @@ from ltx2rt.weights.random.presets import preset
 CLOSE = 1e-4  # contract, float32; most reach 1e-6
 T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text tokens, samples
 WIDTH = {"2.0": {"video": 64, "audio": 64}, "2.3": {"video": 128, "audio": 64}}  # of the text contexts
+WIDTH["2.5"] = WIDTH["2.3"]
 GENERATIONS = ["2.0", "2.3"]
 
 
@@ -83,11 +84,13 @@ def diffusers_part(cls, folder: Path, **changes):
     return cls.from_pretrained(folder, **changes).eval()
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", [*GENERATIONS, "2.5"])
 def test_transformer_equals_diffusers(generation, probe, tiny):
     from diffusers import LTX2VideoTransformer3DModel
 
     x = transformer_inputs(generation)
+    if generation == "2.5":
+        x["video_keyframes_mask"] = np.broadcast_to(np.arange(T)[:, None] < 3, (B, T, 1)).astype(np.float32)
     found = probe(generation, "transformer", x, "--cross-timestep-rule", "B")
     assert found.keys() == {"video_velocity", "audio_velocity"}
     model = diffusers_part(LTX2VideoTransformer3DModel, tiny(f"tiny-{generation}", "diffusers") / "transformer")
@@ -110,6 +113,7 @@ def test_transformer_equals_diffusers(generation, probe, tiny):
             audio_num_frames=TA,
             use_cross_timestep=True,
             return_dict=False,
+            **({"video_keyframes_mask": t["video_keyframes_mask"]} if generation == "2.5" else {}),
         )
     assert relative_l2(found["video_velocity"], video) <= CLOSE
     assert relative_l2(found["audio_velocity"], audio) <= CLOSE
@@ -149,15 +153,16 @@ def text_inputs():
     return {"token_ids": ids, "mask": mask}
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", [*GENERATIONS, "2.5"])
 def test_text_encoder_equals_diffusers(generation, probe, tiny):
     from diffusers.pipelines.ltx2 import LTX2TextConnectors
-    from transformers import Gemma3ForConditionalGeneration
+    from transformers import Gemma3ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration
 
     x, folder = text_inputs(), tiny(f"tiny-{generation}", "diffusers")
     found = probe(generation, "text-encoder", x)
     assert found.keys() == {"hidden_states", "video_context", "audio_context"}
-    gemma = Gemma3ForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=torch.float32).eval()
+    reference = Gemma4UnifiedForConditionalGeneration if generation == "2.5" else Gemma3ForConditionalGeneration
+    gemma = reference.from_pretrained(folder / "text_encoder", dtype=torch.float32).eval()
     connectors = diffusers_part(LTX2TextConnectors, folder / "connectors")
     ids, mask = torch.from_numpy(x["token_ids"]), torch.from_numpy(x["mask"])
     with torch.no_grad():
@@ -273,6 +278,46 @@ def test_schedule_and_tokenizer(probe, tiny, command, tmp_path):
     assert tokens["token_ids"].dtype == tokens["mask"].dtype == np.int32
     np.testing.assert_array_equal(tokens["token_ids"], reference["input_ids"])
     np.testing.assert_array_equal(tokens["mask"], reference["attention_mask"])
+
+
+def test_the_tokenizer_in_a_text_encoder_file_adds_no_bos_and_prompts_have_one(tiny, command, tmp_path):
+    """Gemma 4's tokenizer leaves it out, unlike Gemma 3's; without it the text means something else."""
+    from tokenizers import Tokenizer
+
+    (file,) = tiny("tiny-2.5", "official").glob("*text-encoder*")
+    raw = Tokenizer.from_buffer(TensorFile(file).read("tokenizer_json").tobytes())
+    bos, prompt = raw.token_to_id("<bos>"), "a robot dancing"
+    own = raw.encode(prompt).ids
+    assert bos == 2 and own[0] != bos
+    out = tmp_path / "tokens.safetensors"
+    words = ["probe", "--backend", "cuda", "--device", "cpu", "--model", file.parent, "--component", "tokenizer"]
+    assert command(*words, "--outputs", out, "--prompt", prompt, "", "rain " * 2000)[0] == 0
+    ids, mask = (load_file(out)[name] for name in ("token_ids", "mask"))
+    assert ids[0, mask[0] == 1].tolist() == [bos, *own] and ids[1, mask[1] == 1].tolist() == [bos]
+    assert mask[2].all() and ids[2].tolist() == [bos, *raw.encode(("rain " * 2000).strip()).ids[:1023]]
+
+
+@pytest.mark.parametrize("layout", ["official", "diffusers"])
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_the_duration_head_equals_diffusers(layout, backend, tiny, command, tmp_path):
+    from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
+
+    x = {f"{m}_context": draw(B, S, width) for m, width in WIDTH["2.5"].items()}
+    save_file(x, tmp_path / "in.safetensors")
+    words = ["probe", "--backend", backend, "--device", "cpu", "--model", tiny("tiny-2.5", layout)]
+    words += ["--component", "duration-head", "--inputs", tmp_path / "in.safetensors"]
+    status, _, stderr = command(*words, "--outputs", tmp_path / "out.safetensors")
+    assert status == 0, stderr
+    reference = diffusers_part(LTX2DurationHead, tiny("tiny-2.5", "diffusers") / "duration_head", dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(*(torch.from_numpy(x[f"{m}_context"]) for m in ("video", "audio")))
+    assert relative_l2(load_file(tmp_path / "out.safetensors")["seconds"], expected) <= 1e-5
+
+
+def test_a_model_without_a_duration_head_says_so(probe):
+    x = {f"{m}_context": draw(B, S, width) for m, width in WIDTH["2.3"].items()}
+    status, stderr = probe("2.3", "duration-head", x)
+    assert status == 2 and "no duration head was found; pass one with --duration-head" in stderr
 
 
 @pytest.mark.parametrize(
