@@ -37,6 +37,7 @@ from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.denoise import RECORDED, noise_name
+from ltx2rt.stages.frames import STREAM
 from ltx2rt.stages.stage import Stage, State
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile, digest, write_arrays
@@ -231,9 +232,13 @@ def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     pixels, seconds = request.width * request.height * request.num_frames, float(request.num_frames / request.fps)
     clip = int(pixels * BYTES_PER_PIXEL + seconds * AAC_BITS_PER_S / 8)
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
-    if files.latents_out:  # noise and start, then every step's latents and x0
-        draws = [(stage.steps(), stage.draws(session.config).values()) for stage in plan.stages]
-        sizes[files.latents_out] = sum(4 * prod(shape) * (2 + 2 * steps) for steps, shapes in draws for shape in shapes)
+    if files.latents_out:  # noise and start, then every step's latents and x0; of the decoder its noise
+        draws = [(stage.steps(), stage.draws(session.config).items()) for stage in plan.stages]
+        sizes[files.latents_out] = sum(
+            4 * prod(shape) * (1 if stream == STREAM else 2 + 2 * steps)
+            for steps, drawn in draws
+            for stream, shape in drawn
+        )
     return sizes
 
 
