@@ -50,7 +50,8 @@ def test_every_flag_arrives():
         " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
         " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
         " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
-        " --weights-dtype float8 --auto-duration 2 3 --num-generated-keyframes 3 --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
+        " --weights-dtype float8 --auto-duration 2 3 --num-generated-keyframes 3"
+        " --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
     )
     options = ModelOptions(
         "cuda", Path("m"), Path("g"), Path("u"), Path("v"), LoraSpec(Path("d"), 0.5),

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import opened
+from ltx2rt.media.mp4 import fit_audio, opened
 
 LEVELS = {"u8": (128, 2**7), "s16": (0, 2**15), "s32": (0, 2**31), "flt": (0, 1), "dbl": (0, 1)}  # of 0, of 1
 MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
