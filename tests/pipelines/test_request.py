@@ -119,7 +119,7 @@ def test_bad_files_are_refused(tmp_path):
         return str(error.value)
 
     assert "does not exist" in refused(model=tmp_path / "gone")
-    assert "--text-encoder" in refused(text_encoder=file)
+    assert "--text-encoder" in refused(text_encoder=tmp_path / "gone")
     assert "--upsampler" in refused(upsampler=tmp_path / "gone")
     assert "--lora" in refused(loras=(LoraSpec(tmp_path / "gone"),))
     assert "is a folder" in refused(loras=(LoraSpec(tmp_path),))
