@@ -62,7 +62,7 @@ class Clip:
         write_clip(
             files.output,
             [self.frames],
-            num_frames=len(self.frames),
+            num_frames=len(self.frames) or self.settings["num_frames"],
             fps=self.fps,
             waveform=self.waveform,
             sample_rate=self.sample_rate,
@@ -104,6 +104,7 @@ class Session:
             raise InputError("seed: none, but several processes make this clip; give all of them the same")
         plan = command.make_plan(session, request)
         session.require_memory(plan.stages)
+        plan = command.timed(session, plan)
         state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)
         chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
         size = (*plan.request.size_px, 3)

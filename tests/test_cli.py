@@ -50,7 +50,8 @@ def test_every_flag_arrives():
         " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
         " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
         " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
-        " --weights-dtype float8 --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
+        " --weights-dtype float8 --auto-duration 2 3 --num-generated-keyframes 3"
+        " --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
     )
     options = ModelOptions(
         "cuda", Path("m"), Path("g"), Path("u"), Path("v"), LoraSpec(Path("d"), 0.5),
@@ -60,7 +61,7 @@ def test_every_flag_arrives():
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
     request = OneStage(
-        "a cat", 64, 96, 9, Fraction(24000, 1001), 5, 2, images, 0, Path("ni"), False,
+        "a cat", 9, Fraction(24000, 1001), 5, 2, Path("ni"), (2.0, 3.0), 64, 96, images, 0, False, 3,
         "n", 2, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2), "stage1",
     )  # fmt: skip
     files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)

@@ -286,9 +286,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, view) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-op(neighbourhood_attention)
-
-
 @op
 def axial_rope(x: Tensor, frequencies: Tensor, sizes, first) -> Tensor:
     y, start = torch.empty_like(x), 0
@@ -324,6 +321,9 @@ def fused(plain):
         return function(*operands, **plan)
 
     return op(run)
+
+
+fused(neighbourhood_attention)
 
 
 def _take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:

@@ -39,6 +39,7 @@ from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.denoise import RECORDED, noise_name
+from ltx2rt.stages.duration import Duration
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage, State
@@ -135,6 +136,24 @@ def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> 
         session.leave(stage)
 
 
+def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
+    """The plan for as many frames as the model chooses for the prompt, where it is to; it was made for the longest.
+
+    What encodes the prompt has run then, and the session remembers it.
+    """
+    if plan.request.auto_duration is None:
+        return plan
+    state, watch = State(), Stopwatch(stream, synchronize=session.backend.synchronize)
+    last = next(i for i, stage in enumerate(plan.stages) if isinstance(stage, Duration))
+    run_stages(session, replace(plan, stages=plan.stages[: last + 1]), watch, state)
+    assert state.num_frames, "the duration stage says how many"
+    if session.backend.is_main:
+        fps = plan.request.fps
+        clip_s = float(state.num_frames / fps)
+        note(f"the prompt asks for {state.seconds:.2f} s: {state.num_frames} frames, {clip_s:.2f} s")
+    return make_plan(session, replace(plan.request, num_frames=state.num_frames, auto_duration=None))
+
+
 def warm_up(session: Session, plan: Plan) -> None:
     """Compile and load everything: the same run with one step a stage, its result thrown away."""
     state, silent = State(max_steps=1), Stopwatch(synchronize=session.backend.synchronize)
@@ -200,16 +219,18 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
     check_streams(files.output, has_video, any(isinstance(stage, Sound) for stage in plan.stages))
     session.require_memory(plan.stages, warm=files.warmup)
     main = session.backend.is_main
+    stream = sys.stderr if main and not files.quiet else None
     if main:
         require_space(_sizes(session, plan, files))
         files.announce(plan.request.seeds)
         _announce(session, plan)
+    plan = timed(session, plan, stream)
     state, watch, report = produce(
         session,
         plan,
         keep=main and files.latents_out is not None,
         warmup=files.warmup,
-        stream=sys.stderr if main and not files.quiet else None,
+        stream=stream,
         verbose=files.verbose,
     )
     if not main:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ltx2rt.commands.options import PLACED, SIZED, model_or_preset, planned_options
@@ -16,7 +16,7 @@ from ltx2rt.graph.show import FORMATS, show
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.one_stage import OneStage
-from ltx2rt.pipelines.request import VideoRequest, check_step, default_steps
+from ltx2rt.pipelines.request import DEFAULT_FRAMES, VideoRequest, check_step, default_steps
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.options import ModelOptions
@@ -50,6 +50,7 @@ def component_graph(
     """clip: whose size it has; None: the default one. Raises InputError if there is no such component, or the clip's
     size is not legal."""
     clip = clip or OneStage("")
+    clip = replace(clip, num_frames=clip.num_frames or DEFAULT_FRAMES)
     vae, mesh = config.video_vae, mesh or {}
     check_step("--width", clip.width, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
     check_step("--height", clip.height, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")

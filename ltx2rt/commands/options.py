@@ -45,7 +45,7 @@ def planned_flags(to: Any, *models: str, clip: Sequence[str] = SIZED) -> None:
     model_or_preset(to)
     to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"{', '.join(pipelines())} (default: {FIRST})")
     add_flags(to, ModelOptions, only=(*models, *PLACED), dtype="bfloat16")
-    add_flags(to, pipelines()[FIRST], only=clip)
+    add_flags(to, *pipelines().values(), only=clip)
 
 
 def start_ranks(args: argparse.Namespace, options: ModelOptions, outputs: Sequence[Path]) -> int | None:

@@ -148,6 +148,7 @@ def to_text(found: Estimate) -> str:
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     height, width = clip.size_px
     size = f"{width}x{height}, " if width else ""
+    size += "at most " if clip.auto_duration else ""
     lines = [
         f"{clip.name}, {size}{clip.num_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); per device, estimated:",
@@ -184,7 +185,7 @@ def flags(to: Any) -> None:
     add_flags(to, Devices)
     parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "dtype")
     how = ("stage_weights", "text_encoder_offload", "vae_tiling")
-    planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio"))
+    planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio", "audio_path"))
     to.add_argument("--json", action="store_true")
 
 

@@ -19,7 +19,9 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.media.sound import check_rate
-from ltx2rt.models import guided_step, text_encoder, transformer
+from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, transformer
+from ltx2rt.models.catalog import diffusion
+from ltx2rt.models.diffusion_decoder import BORDERS
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file
@@ -36,6 +38,7 @@ COMPONENTS = (
     "text-encoder",
     "tokenizer",
     "video-decoder",
+    "diffusion-decoder",
     "video-encoder",
     "audio-decoder",
     "audio-encoder",
@@ -54,6 +57,7 @@ class ProbeRequest:
     outputs: Path = flag(MISSING, "safetensors, float32", Path, metavar="FILE")
     inputs: Path | None = flag(None, "safetensors", Path, metavar="FILE")
     prompts: tuple[str, ...] = flag((), "for the tokenizer", name="--prompt", metavar="TEXT", repeat=True)
+    border_mode: str = flag(BORDERS[0], "of the diffusion decoder", choices=BORDERS)
 
     def check(self) -> None:
         """Raises InputError; reads no file."""
@@ -164,6 +168,7 @@ def components(config: ModelConfig) -> dict[str, Component]:
         "text-encoder": Component({"token_ids": ("B", "S"), "mask": ("B", "S")}, _text_encoder),
         "tokenizer": Component({}, _tokenizer),
         "video-decoder": Component({"latent": video_latent}, _network("latent")),
+        "diffusion-decoder": Component({"latent": video_latent, "noise": ("B", 3, "F", "H", "W")}, _diffusion_decoder),
         "video-encoder": Component({"frames": ("B", 3, "F", "H", "W")}, _video_encoder),
         "audio-decoder": Component(
             {"latent": ("B", sound.latent_channels, "n", sound.latent_mel_bins)}, _audio_decoder
@@ -267,6 +272,19 @@ def _text_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
 def _tokenizer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
     ids, mask = tokenize(session.checkpoint.require_tokenizer(), request.prompts)
     return {"token_ids": ids, "mask": mask}
+
+
+def _diffusion_decoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    config = diffusion(session.config)
+    batch, _, *sizes = x["latent"].shape
+    grid = (sizes[0], sizes[1], sizes[2])
+    shape = diffusion_decoder.whole(config, batch, grid, request.border_mode)
+    if x["noise"].shape != (expected := (batch, 3, *shape.pixels(config))):
+        found = list(x["noise"].shape)
+        raise InputError(f"{request.inputs}: noise has shape {found}, expected {list(expected)} for this latent")
+    features = audited(session, Call("diffusion-features", x["latent"].shape), {"latent": x["latent"]})
+    frames = audited(session, Call("diffusion-decoder", shape), features | {"noise": x["noise"]})["frames"]
+    return {"frames": frames[(slice(None), slice(None), *diffusion_decoder.inside(config, grid))]}
 
 
 def _video_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ from ltx2rt.atomic_file import replacing
 
 AAC_FRAME = 1024  # samples
 AAC_RATES = (7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)  # ISO 14496-3
+OPUS_RATES = (8000, 12000, 16000, 24000, 48000)  # RFC 6716
 AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000
 MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
 ENCODER_THREADS = 8
@@ -46,6 +48,7 @@ class Container:
     audio: str
     audio_options: dict[str, str]
     audio_bits_per_s: int
+    audio_rates: tuple[int, ...]
 
     def options(self, fps: Fraction, sample_rate: int) -> dict[str, str]:
         if self.format == "webm":
@@ -53,9 +56,9 @@ class Container:
         return {"movflags": "+faststart", "movie_timescale": str(_movie_timescale(fps, sample_rate))}
 
 
-MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S)
+MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S, AAC_RATES)
 MOV = replace(MP4, format="mov")
-WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER_S)
+WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER_S, OPUS_RATES)
 
 
 @dataclass(frozen=True)
@@ -202,13 +205,16 @@ def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """A container for reading. FFmpeg gets the open file and no protocol, so it fetches nothing that a path or a
-    playlist names. Raises OSError for what is no file.
+    playlist names. Tags that are no text are mended. Raises OSError for what is no file.
     """
     import av
 
     if not path.is_file():
         raise OSError("not a file")
-    with path.open("rb") as file, av.open(file, options={"protocol_whitelist": "none"}) as container:
+    with (
+        path.open("rb") as file,
+        av.open(file, options={"protocol_whitelist": "none"}, metadata_errors="replace") as container,
+    ):
         yield container
 
 
@@ -222,8 +228,15 @@ def durations(path: Path) -> Durations:
 def _seconds(stream: Any) -> float:
     if stream.duration is not None:
         return float(stream.duration * (stream.time_base or 0))
-    hours, minutes, seconds = map(float, stream.metadata.get("DURATION", "0:0:0").split(":"))
-    return 3600 * hours + 60 * minutes + seconds
+    return float(tagged_s(stream) or 0)
+
+
+def tagged_s(stream: Any) -> Fraction | None:
+    """Seconds of Matroska's tag DURATION, such as 00:00:01.250000000."""
+    if found := re.fullmatch(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", "")):
+        hours, minutes, seconds = map(Fraction, found.groups())
+        return 3600 * hours + 60 * minutes + seconds
+    return None
 
 
 def _movie_timescale(fps: Fraction, sample_rate: int) -> int:

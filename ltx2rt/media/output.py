@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -22,12 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.atomic_file import partial_path, remove_partial, replacing
+from ltx2rt.atomic_file import partial_path, remove_partial
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import MOV, MP4, WEBM, fit_audio, to_rgb8, write_mp4
+from ltx2rt.media.sound import resample, write_wav
+from ltx2rt.notes import note
 
 CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
 SUFFIXES = (*CONTAINERS, ".png", ".wav")
+USUAL_RATE = 48000  # Hz; of sound whose own rate a container does not have
 NUMBER = re.compile(r"%0?[1-9]?d")
 PNG_LEVEL = 3  # of zlib: a third of the time of its usual 6, files a twentieth larger
 PNG_THREADS = 8
@@ -79,6 +81,9 @@ def write_clip(
     if waveform is not None and num_frames:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
     if container := CONTAINERS.get(suffix):
+        if waveform is not None and sample_rate not in container.audio_rates:
+            note(f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to {USUAL_RATE} Hz")
+            waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
         clip = {"num_frames": num_frames, "fps": fps, "waveform": waveform, "sample_rate": sample_rate}
         write_mp4(path, chunks, **clip, comment=comment, container=container)
     elif suffix == ".wav":
@@ -106,22 +111,6 @@ def remove_clip(path: Path) -> None:
 def sound_beside(path: Path) -> Path:
     """The WAV of numbered frames: `fox-%05d.png` has `fox.wav`, `%05d.png` has `sound.wav`."""
     return path.with_name((re.sub(rf"[-_.]?{NUMBER.pattern}", "", path.stem) or "sound") + ".wav")
-
-
-def write_wav(path: Path, waveform: np.ndarray, sample_rate: int, comment: dict[str, Any] | None = None) -> None:
-    """f32[channels, N] in [-1, 1] (clamped) as 16-bit PCM, 1 being 32767; the comment as the tag ICMT."""
-
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return name + struct.pack("<I", len(body)) + body + b"\0" * (len(body) % 2)
-
-    samples = np.round(waveform.T.clip(-1, 1) * 32767).astype("<i2").tobytes()
-    frame_bytes = 2 * len(waveform)
-    pcm = (1, len(waveform), sample_rate, sample_rate * frame_bytes, frame_bytes, 16)
-    body = chunk(b"fmt ", struct.pack("<HHIIHH", *pcm))
-    if comment is not None:
-        body += chunk(b"LIST", b"INFO" + chunk(b"ICMT", json.dumps(comment, ensure_ascii=False).encode() + b"\0"))
-    with replacing(path) as partial:
-        partial.write_bytes(chunk(b"RIFF", b"WAVE" + body + chunk(b"data", samples)))
 
 
 def _write_frames(

@@ -1,4 +1,4 @@
-"""Sound of any file, at any rate, and WAV files.
+"""Sound of any file, at any rate.
 
 Decides how samples become numbers, where a clip is cut, and how rates are converted. Leaves what the sound is for, and
 what becomes of too little of it, to the stages.
@@ -6,11 +6,13 @@ what becomes of too little of it, to the stages.
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 import sys
-import wave
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -106,14 +108,21 @@ def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
     return np.asarray(out, np.float32)
 
 
-def write_wav(path: Path, waveform: np.ndarray, sample_rate: int) -> None:
-    """f32[2, N] in [-1, 1], clamped, as 16-bit PCM; the whole file or none.
+def write_wav(path: Path, waveform: np.ndarray, sample_rate: int, comment: dict[str, Any] | None = None) -> None:
+    """f32[2, N] in [-1, 1], clamped, as 16-bit PCM; the whole file or none. comment: stored as JSON, in the tag ICMT.
 
     Raises ValueError for misshapen or non-finite data.
     """
     waveform = fit_audio(waveform, waveform.shape[-1], Fraction(sample_rate), sample_rate)
-    with replacing(path) as partial, wave.open(str(partial), "wb") as file:
-        file.setnchannels(2)
-        file.setsampwidth(2)
-        file.setframerate(sample_rate)
-        file.writeframes(np.rint(waveform.T * np.float32(2**15 - 1)).astype("<i2").tobytes())
+    samples = np.rint(waveform.T * np.float32(2**15 - 1)).astype("<i2").tobytes()
+    body = _chunk(b"fmt ", struct.pack("<HHIIHH", 1, 2, sample_rate, 4 * sample_rate, 4, 16))  # PCM, channels, ...
+    if comment is not None:
+        text = json.dumps(comment, ensure_ascii=False).encode() + b"\0"
+        body += _chunk(b"LIST", b"INFO" + _chunk(b"ICMT", text))
+    with replacing(path) as partial:
+        partial.write_bytes(_chunk(b"RIFF", b"WAVE" + body + _chunk(b"data", samples)))
+
+
+def _chunk(name: bytes, body: bytes) -> bytes:
+    """Of a RIFF file: its name, its size, itself, up to an even number of bytes."""
+    return name + struct.pack("<I", len(body)) + body + b"\0" * (len(body) % 2)

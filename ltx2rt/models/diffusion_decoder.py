@@ -21,6 +21,7 @@ from ltx2rt.config import DiffusionDecoderConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
+from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.video_vae import depth_to_space, patchify, unnormalise, unpatchify
 
 GRID = ("frames", "rows", "columns")
@@ -73,6 +74,14 @@ def padding(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple
     missing = [max(0, n - size) for n, size in zip(least, grid, strict=True)]
     before = (0, missing[1] // 2, missing[2] // 2)
     return tuple((b, n - b) for b, n in zip(before, missing, strict=True))
+
+
+def inside(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[slice, slice, slice]:
+    """Which frames, rows and columns of what is decoded are the latent's own, without its padding."""
+    sizes = (pixel_frames(grid[0], config.time_factor), *(n * config.space_factor for n in grid[1:]))
+    starts = [before * config.space_factor for before, _ in padding(config, grid)]  # no frame comes before
+    frames, rows, columns = (slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
+    return frames, rows, columns
 
 
 def cells(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -13,7 +13,6 @@ from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.text import Text
 from ltx2rt.stages.upsample import Upsample
 
 STEPS = 15
@@ -55,7 +54,7 @@ class HQ(TwoStage):
         fine = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
         sigmas = shifted_sigmas(self.steps, half.num_video_tokens)
         return [
-            Text(self.prompts),
+            *self.text,
             *self.denoise("stage1", half, options, sigmas, first, sampler="res2s", **guided),
             Upsample(half, self.num_videos),
             *self.denoise("stage2", full, options, STAGE2_SIGMAS, second, sampler="res2s", **fine),

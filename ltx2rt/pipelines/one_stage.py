@@ -11,7 +11,6 @@ from ltx2rt.pipelines.request import Guided, Loras
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.text import Text
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class OneStage(Guided):
         full = self.geometry(model)
         guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "sound": True}
         return [
-            Text(self.prompts),
+            *self.text,
             *self.denoise("stage1", full, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided),
             *self.decoded(full, model, options),
         ]

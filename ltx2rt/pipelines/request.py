@@ -20,26 +20,33 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, spelling
+from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file, parse_number, plain
-from ltx2rt.stages.conditioning import Conditioning, Image, ImageSpec
+from ltx2rt.stages.conditioning import Conditioning, Image, ImageSpec, Slot, slot_frames
 from ltx2rt.stages.denoise import Denoise, Noise
+from ltx2rt.stages.duration import Duration
 from ltx2rt.stages.frames import Frames, tiling
 from ltx2rt.stages.given import Given
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
+from ltx2rt.stages.text import Text
 
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 MAX_FPS, MIN_FPS = 240, 1
 MAX_SIDE_PX = 16384  # H.264's
 MAX_STEPS = 10_000
+DEFAULT_FRAMES = 121
+MAX_KEYFRAMES = 64
+MAX_FRAMES = 10**6  # of a clip whose length is not known yet
 NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional branch alone
 
 R = TypeVar("R", bound="Request")
 
-# The default of the LTX-2.0 and 2.3 family, as published with the models and in diffusers (Apache-2.0).
+# The default of LTX-2.0 and 2.3, as published with the models and in diffusers (Apache-2.0), and what 2.5 adds.
+NEGATIVE_25 = "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
 DEFAULT_NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, grainy"
     " texture, poor lighting, flickering, motion blur, distorted proportions, unnatural skin tones, deformed "
@@ -116,11 +123,15 @@ class Request:
     distilled: ClassVar[str] = "unused"
 
     prompt: str = flag(MISSING, metavar="TEXT")
-    num_frames: int = flag(121, "8k+1, at most 20 s", int)
+    num_frames: int = flag(None, "8k+1, at most 20 s (default: 121; 2.5: what the prompt asks for)", int)
     fps: Fraction = flag(Fraction(24), "23.976, 29.97 and 59.94 mean x*1000/1001", parse_fps)
     seed: int | None = flag(None, "default: drawn, and reported", int, metavar="N")
     num_videos: int = flag(1, "videos of seeds N, N+1, ... in one batch, each in FILE-SEED.mp4", int, metavar="N")
     noise_in: Path | None = flag(None, "safetensors with the noise to use", Path, metavar="FILE")
+    auto_duration: tuple[float, ...] | None = flag(
+        None, "2.5, without --num-frames: the seconds between which the clip's length is chosen (default: 1 20)",
+        float, metavar="MIN MAX", repeat=True,
+    )  # fmt: skip
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """What the pipeline does, in order. The request is resolved."""
@@ -140,6 +151,11 @@ class Request:
             raise InputError(f"--num-videos: {self.num_videos}, expected at least 1")
         if self.seed is not None and not 0 <= self.seed <= SEED_LIMIT - self.num_videos:
             raise InputError(f"--seed: {self.seed}, expected 0 or more and below 2^63, --num-videos included")
+        window = self.auto_duration
+        if window is not None and not (len(window) == 2 and 0 < window[0] <= window[1]):
+            raise InputError(
+                f"--auto-duration: {' '.join(f'{s:g}' for s in window)}, expected two numbers of seconds, MIN MAX"
+            )
         if self.fps <= 0:
             raise InputError(f"--fps: {self.fps}, expected more than 0")
         if not MIN_FPS <= self.fps <= MAX_FPS:
@@ -168,7 +184,7 @@ class Request:
     def resolved(self: R, model: ModelConfig) -> R:
         """Check the request against the model and fill every default, the seed included. Raises InputError."""
         self.check()
-        step = model.video_vae.time_factor
+        self, step = self._lasting(model), model.video_vae.time_factor
         limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
         if (self.num_frames - 1) / self.fps > limit_s:
             longest = int(limit_s * self.fps) // step * step + 1
@@ -178,6 +194,25 @@ class Request:
                 f"limit is {limit_s} s; at most {longest} frames at this rate"
             )
         return replace(self, seed=draw_seed() if self.seed is None else self.seed)
+
+    def _lasting(self: R, model: ModelConfig) -> R:
+        """With a number of frames: the longest, and a window, where the model's duration head is to choose.
+
+        Of a request that has that number and a window already, the same. Raises InputError.
+        """
+        low, high = self.auto_duration or DEFAULT_WINDOW_S
+        window = (low, high)
+        longest = frames_of(1e9, self.fps, window, model.video_vae.time_factor)
+        if self.num_frames is not None:
+            chosen = self.auto_duration is not None and self.num_frames == longest
+            return replace(self, auto_duration=window if chosen else None)
+        if model.duration_head is not None:
+            return replace(self, num_frames=longest, auto_duration=window)
+        if self.auto_duration is None and model.generation != "2.5":
+            return replace(self, num_frames=DEFAULT_FRAMES)
+        raise InputError(
+            "--num-frames: none, and the checkpoint has no duration head; give one of both (--duration-head)"
+        )
 
     # --- what stages are made from ------------------------------------------------------------------------------
 
@@ -191,6 +226,11 @@ class Request:
     def prompts(self) -> tuple[str, ...]:
         """What the text encoder reads, in one batch: the prompt, then the negative one if a branch uses it."""
         return (self.prompt,)
+
+    @property
+    def text(self) -> list[Stage]:
+        """What reads the prompts, and chooses the clip's length where the model is to."""
+        return [Text(self.prompts), *([Duration(self.auto_duration, self.fps)] if self.auto_duration else [])]
 
     @property
     def noise(self) -> Noise:
@@ -235,6 +275,7 @@ class VideoRequest(Request):
     )
     image_crf: int | None = flag(None, "H.264 recompression of images, 0 = off (default: 33)", int, metavar="N")
     audio: bool = flag(True, "write the video only", bool, name="--no-audio")
+    num_generated_keyframes: int = flag(0, "2.5: keyframes that stage 1 generates beside the clip", int, metavar="K")
 
     def check(self) -> None:
         super().check()
@@ -244,11 +285,15 @@ class VideoRequest(Request):
         if self.image_crf is not None and not 0 <= self.image_crf <= 51:
             raise InputError(f"--image-crf: {self.image_crf}, expected 0 (off) to 51")
         for image in self.images:
-            if not 0 <= image.frame < self.num_frames:
-                last = self.num_frames - 1
+            if not 0 <= image.frame < (self.num_frames or MAX_FRAMES):
+                last = (self.num_frames or MAX_FRAMES) - 1
                 raise InputError(f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}")
             if not 0 <= image.strength <= 1:
                 raise InputError(f"--image: strength {image.strength} of {image.path}, expected 0 to 1")
+        if not 0 <= self.num_generated_keyframes <= MAX_KEYFRAMES:
+            raise InputError(
+                f"--num-generated-keyframes: {self.num_generated_keyframes}, expected 0 to {MAX_KEYFRAMES}"
+            )
         frames = [image.frame for image in self.images]
         if twice := [frame for frame in frames if frames.count(frame) > 1]:
             raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
@@ -263,9 +308,13 @@ class VideoRequest(Request):
         for side, value in (("--width", self.width), ("--height", self.height)):
             check_step(side, value, unit, 0, "px", f"divisible by {unit} ({self.name})")
         full = super().resolved(model)
-        check_step("--num-frames", self.num_frames, step, 1, "frames", f"{step}*k + 1")
-        crf = 18 if model.version >= (2, 4) else 33  # as the images that the model was trained on were compressed
-        return replace(full, image_crf=crf if self.image_crf is None else self.image_crf)
+        if self.num_generated_keyframes and not model.transformer.keyframe_vector:
+            raise InputError(
+                f"--num-generated-keyframes: {self.num_generated_keyframes}, but LTX-{model.generation} has no vector "
+                "for keyframes; leave it out, or pass a model of LTX-2.5"
+            )
+        check_step("--num-frames", full.num_frames, step, 1, "frames", f"{step}*k + 1")
+        return replace(full, image_crf=model.image_crf if self.image_crf is None else self.image_crf)
 
     @property
     def files(self) -> list[Path]:
@@ -285,7 +334,8 @@ class VideoRequest(Request):
     ) -> list[Stage]:  # fmt: skip
         """One denoising stage, after the encoding of the images at its size, and of what else is given, if any."""
         images = [Image(spec, geometry, self.image_crf or 0, self.append_images) for spec in self.images]
-        given, rule = (*images, *given), options.cross_timestep_rule
+        slots = slot_frames(self.num_frames, self.num_generated_keyframes) if name == "stage1" else ()
+        given, rule = (*images, *(Slot(frame, geometry) for frame in slots), *given), options.cross_timestep_rule
         before: list[Stage] = [Given(name, given)] if given else []
         return [*before, Denoise(name, geometry, sigmas, loras, self.noise, given=given, rule=rule, **more)]
 
@@ -325,7 +375,7 @@ class Guided(VideoRequest):
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         full = super().resolved(model)
-        negative = DEFAULT_NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt
+        negative = negative_prompt(model) if self.negative_prompt is None else self.negative_prompt
         steps = self.steps or self.default_steps(model)
         blocks = stg_blocks(model, self.stg_blocks, bool(self.video_stg or self.audio_stg))
         return replace(full, negative_prompt=negative, steps=steps, stg_blocks=blocks)
@@ -348,6 +398,11 @@ def stg_blocks(model: ModelConfig, given: tuple[int, ...] | None, used: bool) ->
         if not 0 <= block < num_layers:
             raise InputError(f"--stg-blocks: block {block}, but the model has blocks 0 to {num_layers - 1}")
     return given
+
+
+def negative_prompt(model: ModelConfig) -> str:
+    """The default of the model's generation."""
+    return NEGATIVE_25 * (model.generation == "2.5") + DEFAULT_NEGATIVE_PROMPT
 
 
 def default_steps(model: ModelConfig) -> int:

@@ -12,13 +12,12 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
-from ltx2rt.pipelines.request import DEFAULT_NEGATIVE_PROMPT, Loras, Request, default_steps, parse_blocks, stg_blocks
+from ltx2rt.pipelines.request import Loras, Request, default_steps, negative_prompt, parse_blocks, stg_blocks
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.text import Text
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class TextToAudio(Request):
 
     def check(self) -> None:
         super().check()
-        if self.num_frames < 1:
+        if self.num_frames is not None and self.num_frames < 1:
             raise InputError(f"--num-frames: {self.num_frames}, expected at least 1")
         if self.duration is not None and self.duration < 0.04:
             raise InputError(f"--duration: {self.duration:g} s, expected at least 0.04")
@@ -57,7 +56,7 @@ class TextToAudio(Request):
         full = super().resolved(model)
         return replace(
             full,
-            negative_prompt=DEFAULT_NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt,
+            negative_prompt=negative_prompt(model) if self.negative_prompt is None else self.negative_prompt,
             steps=self.steps or default_steps(model),
             stg_blocks=stg_blocks(model, self.stg_blocks, bool(self.audio_stg)),
         )
@@ -69,7 +68,7 @@ class TextToAudio(Request):
             "stage1", sound, shifted_sigmas(self.steps), loras.of("stage1"), self.noise, self.guidance,
             self.stg_blocks, sound=True, streams=("audio",),
         )  # fmt: skip
-        return [Text(self.prompts), stage, Sound(sound, self.num_videos)]
+        return [*self.text, stage, Sound(sound, self.num_videos)]
 
 
 PIPELINE = TextToAudio

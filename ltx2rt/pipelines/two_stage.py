@@ -11,7 +11,6 @@ from ltx2rt.pipelines.request import NEUTRAL, Guided, Loras
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.text import Text
 from ltx2rt.stages.upsample import Upsample
 
 
@@ -40,7 +39,7 @@ class TwoStage(Guided):
         guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "sound": self.audio_from == "stage1"}
         fine = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
         return [
-            Text(self.prompts),
+            *self.text,
             *self.denoise("stage1", half, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided),
             Upsample(half, self.num_videos),
             *self.denoise("stage2", full, options, STAGE2_SIGMAS, (*loras.of("stage2"), loras.distilled), **fine),

@@ -108,6 +108,33 @@ def image_tokens(geometry: Geometry, latent: np.ndarray, frame: int, strength: f
 
 
 @dataclass(frozen=True)
+class Slot:
+    """A keyframe that is generated beside the clip: the tokens of one pixel frame, nothing of which is given (2.5)."""
+
+    frame: int
+    geometry: Geometry
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def check(self) -> list[str]:
+        return []
+
+    def blank(self) -> Tokens:
+        g = self.geometry
+        clean = np.zeros((1, g.rows * g.columns, g.video_channels), np.float32)
+        return Tokens(clean, np.float32(1), keyframe_positions(g, self.frame), keyframes=True)
+
+    def encode(self, session: Session) -> Tokens:
+        return self.blank()
+
+
+def slot_frames(num_frames: int, count: int) -> tuple[int, ...]:
+    """The pixel frames of `count` keyframes spread over a clip, its ends left out; halves are rounded to even."""
+    return tuple(round(x) for x in np.linspace(0, num_frames - 1, count + 2)[1:-1].tolist())
+
+
+@dataclass(frozen=True)
 class ModalityState:
     """Tokens of one modality: the targets first, then the appended conditioning tokens.
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from ltx2rt.config import AudioVaeConfig, ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import AAC_RATES
 from ltx2rt.media.sound import read_sound, resample
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.models.mel import WINDOW, log_mel
@@ -20,8 +19,6 @@ from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import Stage, State, finite
-
-USUAL_RATE = 48000  # Hz; of sound whose own rate an MP4 cannot have
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,6 @@ class SourceSound(Stage):
                     "frames, or fill up with silence by --audio-fit pad"
                 )
             said.append(f"{lasts}; silence follows up to {self.clip_s:.4f} s")
-        if self.sound and rate not in AAC_RATES:
-            said.append(f"{self.path}: an MP4 holds no sound of {rate} Hz; the clip's has {USUAL_RATE} Hz")
         if session.backend.is_main:
             for sentence in said:
                 note(sentence)
@@ -101,9 +96,8 @@ class SourceSound(Stage):
         state.source["audio"] = latent
         state.put("audio_input", latent)
         if self.sound:
-            state.sample_rate = rate if rate in AAC_RATES else USUAL_RATE
-            state.waveforms = np.repeat(resample(waveform, rate, state.sample_rate), self.num_videos, axis=0)
-            state.put("waveform", state.waveforms if self.num_videos > 1 else state.waveforms[0])
+            state.waveforms, state.sample_rate = np.repeat(waveform, self.num_videos, axis=0), rate
+            state.put("waveform", state.waveforms if self.num_videos > 1 else waveform[0])
 
 
 def spectrogram(waveform: np.ndarray, rate: int, config: AudioVaeConfig) -> np.ndarray:

@@ -1,5 +1,6 @@
 """`ltx2rt probe` through the command line: exactly the tensors of the contract, equal to diffusers on both backends."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,15 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from ltx2rt.commands import probe as commands_probe
+from ltx2rt.config import DiffusionDecoderConfig
 from ltx2rt.media.sound import resample
+from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.mel import log_mel
+from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.testing import relative_l2
+from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
+from ltx2rt.weights.checkpoint import RenamedSource
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.random.make import make_checkpoint
 from ltx2rt.weights.random.presets import preset
@@ -242,6 +248,56 @@ def test_an_upsampler_of_any_kind_equals_diffusers(kind, grid, probe, tiny, tmp_
         assert relative_l2(found, expected) <= CLOSE
 
 
+DIFFUSION = DiffusionDecoderConfig(
+    latent_channels=128,
+    patch_size=4,
+    head_dim=8,
+    channels=(32, 16, 16, 16, 8),
+    depths=(1, 1, 1, 1, 1),
+    windows=((3, 3, 3),) * 5,
+    strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)),
+    timestep_width=16,
+    timestep_scale=1000.0,
+)
+
+
+@pytest.fixture
+def diffusion_params(monkeypatch):
+    """Parameters of a small diffusion decoder, which every checkpoint then has."""
+    shape = diffusion_decoder.whole(DIFFUSION, 1, (3, 3, 3))
+    params = random_params(diffusion_decoder.trace_features(DIFFUSION, 1, 3, 3, 3, "float32"), seed=1)
+    params |= random_params(diffusion_decoder.trace(DIFFUSION, shape, "float32"), seed=2)
+
+    def opened(options):
+        found, source = opened_checkpoint(options), ArraySource(params)
+        part = RenamedSource(found.path, {name: (source, name) for name in params})
+        config = replace(found.config, diffusion_decoder=DIFFUSION)
+        return replace(found, config=config, sources={**found.sources, "diffusion_decoder": part})
+
+    monkeypatch.setattr(commands_probe, "opened_checkpoint", opened)
+    return params
+
+
+@pytest.mark.parametrize(("backend", "border"), [("cuda", "plain"), ("cuda", "chunked"), ("tpu", None)])
+def test_diffusion_decoder_is_both_networks_cut_to_the_clip(backend, border, probe, diffusion_params):
+    latent, noise = draw(1, 128, 2, 3, 3), draw(1, 3, 17, 96, 96)
+    flags = ("--border-mode", border) if border else ()
+    found = probe("2.3", "diffusion-decoder", {"latent": latent, "noise": noise}, *flags, backend=backend)
+    graph = diffusion_decoder.trace_features(DIFFUSION, 1, 2, 3, 3, "float32")
+    x = run_graph("cuda", graph, diffusion_params, {"latent": latent})
+    shape = diffusion_decoder.whole(DIFFUSION, 1, (2, 3, 3), border or "chunked")
+    graph = diffusion_decoder.trace(DIFFUSION, shape, "float32")
+    whole = run_graph("cuda", graph, diffusion_params, x | {"noise": noise})
+    assert found.keys() == {"frames"} and found["frames"].shape == (1, 3, 9, 96, 96)
+    assert relative_l2(found["frames"], whole["frames"][:, :, :9]) <= 1e-5  # summation order
+
+
+def test_the_diffusion_decoders_noise_has_the_size_of_what_it_makes(probe, diffusion_params):
+    x = {"latent": draw(1, 128, 2, 3, 3), "noise": draw(1, 3, 9, 96, 96)}
+    status, stderr = probe("2.3", "diffusion-decoder", x)
+    assert status == 2 and "noise has shape [1, 3, 9, 96, 96], expected [1, 3, 17, 96, 96] for this latent" in stderr
+
+
 def test_guided_step_is_a_step_of_the_transformer(probe):
     """Neutral guidance: x + v * mask-aware Euler of the transformer's own velocity."""
     x = step_inputs("2.3")
@@ -371,6 +427,11 @@ def test_flags_of_generate_reach_the_probe(probe, tiny):
         ("audio-encoder", {"waveform": draw(1, 1, 9), "sample_rate": np.int32([8000])}, "has shape [1, 1, 9]"),
         ("audio-encoder", {"waveform": draw(1, 2, 256), "sample_rate": np.int32([8000])}, "expected more than 512"),
         ("audio-encoder", {"waveform": draw(1, 2, 9999), "sample_rate": np.int32([0])}, "a sample rate of 0 Hz"),
+        (
+            "diffusion-decoder",
+            {"latent": draw(1, 128, 3, 7, 7), "noise": draw(1, 3, 17, 224, 224)},
+            "the model has no diffusion decoder",
+        ),
         ("schedule", {"steps": np.int32([0])}, "steps is 0"),
         ("text-encoder", {"mask": np.ones((B, S + 1), np.int64)}, "mask has shape"),
         (

@@ -66,6 +66,15 @@ def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, video, a
     assert np.corrcoef(heard, given)[0, 1] > 0.99  # aligned: a tenth of a period off is 0.8
 
 
+@pytest.mark.parametrize(("name", "rate"), [("a.webm", 44100), ("a.mp4", 50000)])
+def test_sound_of_a_rate_that_a_container_lacks_is_resampled(tmp_path, capsys, name, rate):
+    write(tmp_path / name, waveform=tone(1, rate), sample_rate=rate)
+    assert capsys.readouterr().err.endswith(f"has no {rate} Hz; the sound is resampled to 48000 Hz\n")
+    _, sound, found = decoded(tmp_path / name)
+    assert found == 48000
+    assert np.corrcoef(sound[0, 2000:30000], tone(1, 48000)[0, 2000:30000])[0, 1] > 0.99  # coded
+
+
 def test_webm_is_the_same_bytes_each_time(tmp_path):
     for name in ("a.webm", "b.webm"):
         write(tmp_path / name)

@@ -2,7 +2,6 @@
 
 import math
 import os
-import wave
 from fractions import Fraction
 
 import av
@@ -11,7 +10,7 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
-from ltx2rt.media.sound import read_sound, resample, write_wav
+from ltx2rt.media.sound import read_sound, resample
 
 RATE = 12000
 SAMPLES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "flt": np.float32, "dbl": np.float64}
@@ -157,20 +156,3 @@ def test_resampling_is_its_formula(rate, new, size):
     expected = x @ (np.sinc(clamped) * np.cos(clamped * np.pi / 12) ** 2 * cutoff / rate)
     np.testing.assert_allclose(resample(x, rate, new), expected, rtol=0, atol=1e-6)  # float32 of values up to 4
     assert resample(x, rate, rate) is x
-
-
-def test_wav_files_are_whole_or_absent(tmp_path):
-    path, sound = tmp_path / "a.wav", 1.1 * signal(24000, 2501)
-    sound[0, :2] = (2, -2)
-    write_wav(path, sound, 24000)
-    with wave.open(str(path)) as file:
-        assert file.getparams()[:4] == (2, 2, 24000, 2501)
-        stored = np.frombuffer(file.readframes(2501), "<i2").reshape(-1, 2).T
-    np.testing.assert_array_equal(stored, np.rint(sound.clip(-1, 1) * np.float32(32767)))
-    found, rate = read_sound(path)
-    assert rate == 24000 and np.array_equal(found, stored / np.float32(2**15))
-    before = path.read_bytes()
-    for wrong in (np.zeros((1, 9), np.float32), np.full((2, 9), np.nan, np.float32)):
-        with pytest.raises(ValueError, match="waveform"):
-            write_wav(path, wrong, 24000)
-    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.wav"]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.commands.generate import make_plan, produce
+from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import parse_image
 from ltx2rt.session.open import open_session
@@ -60,6 +61,13 @@ def test_keyframes_append_every_image(sessions, images):
     assert found["stage1.video.steps"].shape == (2, (3 + 2) * 2, 128)  # three latent frames and two images of two
     np.testing.assert_array_equal(found["audio_latent"].transpose(0, 2, 1, 3).reshape(1, -1, 128)[0],
                                   found["stage2.audio.steps"][-1])  # fmt: skip
+
+
+def test_audio_to_video(sessions, tmp_path):
+    sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 40000)).astype(np.float32)
+    write_wav(tmp_path / "noise.wav", sound, 44100)
+    found = assert_agree(sessions, "a2v", audio_path=tmp_path / "noise.wav", **SMALL)
+    assert found["audio_input"].shape == (1, 8, 18, 16) and found["waveform"].shape == (2, 31238)
 
 
 def test_text_to_audio_computes_no_video(sessions):

@@ -89,15 +89,6 @@ def test_one_channel_is_doubled_and_said(sessions, tmp_path, capsys):
     np.testing.assert_array_equal(silent.source["audio"], two.source["audio"])
 
 
-def test_a_rate_that_no_mp4_has_becomes_a_usual_one(sessions, tmp_path, capsys):
-    session, samples = sessions("cuda"), recording(tmp_path / "a.wav", 50000, rate=50000)
-    state = run(session, stage(session, tmp_path / "a.wav"))
-    assert capsys.readouterr().err.endswith("holds no sound of 50000 Hz; the clip's has 48000 Hz\n")
-    kept = samples[:, : round(FRAMES / FPS * 50000)]
-    np.testing.assert_array_equal(state.waveforms[0], resample(kept, 50000, 48000))
-    assert state.sample_rate == 48000
-
-
 def test_sound_too_short_is_refused_or_filled_up(sessions, tmp_path, capsys):
     """The last latent is centred at 17 / 25 s; a file of that length is whole, one of two samples less is short."""
     session, enough = sessions("cuda"), round(17 / 25 * RATE)
