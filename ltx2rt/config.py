@@ -95,6 +95,7 @@ class Gemma4Config:
     pad_token_id: int
     eos_token_id: int
     bos_token_id: int
+    placeholder_ids: tuple[int, ...]  # of images, videos and sound; without these they embed as padding
 
     @property
     def period(self) -> int:

@@ -86,11 +86,13 @@ def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Ge
 
 
 def feeds(config: Gemma4Config, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """The graph's inputs as `gemma.feeds` has them. Raises InputError as `token_feeds` does.
+    """The graph's inputs as `gemma.feeds` has them; tokens that stand for an image or sound, of which there is none,
+    become padding's, and are still attended to. Raises InputError as `token_feeds` does.
 
     Of a full layer's pairs only the first are rotated, by angles of the whole head's exponents.
     """
     tokens = np.shape(token_ids)[-1]
+    token_ids = np.where(np.isin(token_ids, config.placeholder_ids), config.pad_token_id, token_ids)
     full = rope_tables("full", tokens, config.full_head_dim, config.rope_theta, 1.0)
     rotated = int(config.rope_fraction * config.full_head_dim // 2)
     full["full_cos"][:, rotated:], full["full_sin"][:, rotated:] = 1, 0

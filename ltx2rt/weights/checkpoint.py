@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -384,8 +384,10 @@ def open_checkpoint(
         "audio_vae": audio_vae,
         "duration_head": duration_head,
     }
+    folder = path if path.is_dir() else path.parent
     if path.is_dir() and folder_kind(path) == "transformer":
-        parts, main = scan(path.parent), None
+        folder, main = path.parent, None
+        parts = scan(folder)
         parts.diffusers["transformer"] = [path]
     elif path.is_dir():
         parts = scan(path)
@@ -398,9 +400,10 @@ def open_checkpoint(
             raise InputError(
                 f"{path}: no LTX-2 checkpoint ({_contents(main)}); pass the main file or a folder with --model"
             )
-        parts = scan(path.parent)
-        if "video_vae" not in official_sources(main) and not (parts.video_vae or parts.diffusion_decoder):
-            parts = scan(path.parent.parent, deep=True)
+        parts = scan(folder)
+        alone = "video_vae" not in official_sources(main) and not (parts.video_vae or parts.diffusion_decoder)
+        if alone and os.access(folder.parent, os.R_OK):
+            parts = scan(folder.parent, deep=True)
     if main is not None and "transformer" in parts.diffusers and path.is_dir():
         raise InputError(
             f"{path}: both a single file ({main.path.name}) and a diffusers transformer; pass one as --model"
@@ -412,7 +415,7 @@ def open_checkpoint(
             f"{path}: no checkpoint: neither an official single file nor a diffusers transformer "
             f"({_contents_of_folder(path, parts)}); pass one with --model"
         )
-    index = model_index(path if path.is_dir() else path.parent)
+    index = model_index(folder)
 
     def pick(part: str) -> Path | None:
         return Path(chosen) if (chosen := given[part]) else only(part, listed(getattr(parts, part), index))
@@ -436,12 +439,14 @@ def open_checkpoint(
 
     if main is not None:
         layout = "official"
-        files = {part: pick(part) for part in ("audio_vae", "duration_head")} | video_files(video_vae, parts)
         own = official_sources(main).keys()
-        files = {part: path for part, path in files.items() if part not in own or given[part]}
+        files = {part: pick(part) for part in ("audio_vae", "duration_head") if part not in own or given[part]}
+        files |= video_files(video_vae, parts, own)
         config, components = open_official(main, files, gemma_path, gemma_config, parts.unreadable)
     else:
         layout = "diffusers"
+        if named := [FLAGS[part] for part in ("video_vae", "audio_vae", "duration_head") if given[part]]:
+            raise InputError(f"{named[0]}: {path} is a diffusers folder, which has its own; leave the flag out")
         folders = {part: only(part, listed(found, index)) for part, found in parts.diffusers.items()}
         config, components = open_diffusers(path, folders, gemma_config, parts.unreadable)
     sources |= components
@@ -502,11 +507,12 @@ def listed(found: list[Path], index: frozenset[str]) -> list[Path]:
     return named if len(found) > 1 and named else found
 
 
-def video_files(chosen: str | Path | None, parts: Parts) -> dict[str, Path | None]:
-    """The files with either decoder: the one that was chosen, of whichever kind, or what was found of each."""
+def video_files(chosen: str | Path | None, parts: Parts, own: Container[str]) -> dict[str, Path | None]:
+    """The files with either decoder: the one that was chosen, of whichever kind, or what was found of each that the
+    main file has not of its own."""
     kinds = ("video_vae", "diffusion_decoder")
     if chosen is None:
-        return {kind: only(kind, getattr(parts, kind)) for kind in kinds}
+        return {kind: only(kind, getattr(parts, kind)) for kind in kinds if kind not in own}
     kind = file_kind(file := TensorFile(chosen))
     if kind not in kinds:
         raise InputError(f"{chosen}: no video VAE ({_contents(file)}); pass one with --video-vae")

@@ -1,11 +1,14 @@
 """Model text becomes a typed graph, or an error that speaks axis names before any weight is read."""
 
+import numpy as np
 import pytest
 
 from ltx2rt.errors import GraphError
 from ltx2rt.graph import ParamSpec, trace
+from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ops import OPS
 from ltx2rt.graph.show import show
+from ltx2rt.passes.unroll import unroll
 
 
 def graph_of(model, dtype="float32"):
@@ -209,3 +212,26 @@ def test_a_number_everywhere_needs_no_operand():
     graph = graph_of(lambda o: {"y": o.full(0.5, B=2, D=3), "i": o.full(7, "int32", B=2)}, "bfloat16")
     assert [str(v.type) for v in graph.outputs.values()] == ["bf16[B=2, D=3]", "i32[B=2]"]
     assert "%0 = full(value=0.5, dtype=bfloat16, B=2, D=3): bf16[B=2, D=3]" in show(graph)
+
+
+def test_a_body_of_several_layers_names_each_by_its_place():
+    def model(o):
+        def pair(o, carry, invariant, data):
+            x = carry["x"]
+            for place in range(2):
+                x = o.linear(x, f"layers.2*+{place}.proj", {"D": 3}, bias=False)
+            return {"x": x}, {}
+
+        return o.repeat(pair, 3, {"x": o.input("x", B=1, D=3)}, prefix="net.")[0]
+
+    graph = trace("m", model, "float32")
+    names = [f"net.layers.{layer}.proj.weight" for layer in range(6)]
+    assert sorted(graph.parameters()) == sorted(unroll(graph).parameters()) == names
+    rng = np.random.default_rng(0)
+    params = {name: rng.standard_normal((3, 3), np.float32) for name in names}
+    x = rng.standard_normal((1, 3), np.float32)
+    expected = x
+    for name in names:
+        expected = expected @ params[name].T
+    for same in (graph, unroll(graph)):
+        np.testing.assert_allclose(interpret(same, params, {"x": x})["x"], expected, rtol=1e-4)

@@ -141,7 +141,7 @@ def test_each_known_mistake_shows_in_this_model(expected, mistake):
 
 RELEASED = Gemma4Config(
     262144, 3840, 48, 16, 8, 256, 1, 512, 15360, tuple(i % 6 != 5 for i in range(48)), 1024, 1e6, 0.25, 1e4, 1e-6,
-    0, 1, 2,
+    0, 1, 2, (258880, 258881, 258884),
 )  # fmt: skip
 
 
@@ -184,3 +184,18 @@ def test_what_is_no_dense_gemma_4_is_refused(model):
 def test_its_config_is_read_as_it_was_written():
     config = replace(RELEASED, num_layers=2, layer_is_sliding=(True, False), full_num_kv_heads=2)
     assert configs.gemma(configs.Keys(configs.gemma4_json(config, {}), "config.json")) == config
+
+
+def test_layers_written_out_give_the_same(model, expected):
+    config = config_of(model)
+    graph = gemma4.trace(config, BATCH, TOKENS, "float32")
+    feeds = gemma4.feeds(config, IDS, MASK)
+    states = run_graph("cuda", graph, params_of(model), feeds, layers="unrolled")["hidden_states"]
+    assert relative_l2(states[MASK == 1], expected[MASK == 1]) < 1e-5
+
+
+def test_placeholders_of_what_a_prompt_cannot_hold_embed_as_padding():
+    """As the multimodal class does: a prompt that spells one out."""
+    feeds = gemma4.feeds(RELEASED, np.array([[2, 258880, 7, 258884, 258881]]), np.ones((1, 5), np.int32))
+    assert feeds["token_ids"].tolist() == [[2, 0, 7, 0, 0]]
+    assert (feeds["full_bias"][0, 4] == 0).all()

@@ -518,6 +518,8 @@ def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is
     full = open_checkpoint(folder / "transformer_full")
     assert full.source("transformer").where == folder / "transformer_full"
     assert full.sources.keys() == checkpoint.sources.keys() == FOUND
+    with pytest.raises(InputError, match=r"--video-vae: .* is a diffusers folder, which has its own"):
+        open_checkpoint(folder, video_vae=folder / "vae")
     (folder / "model_index.json").unlink()
     with pytest.raises(InputError, match="2 candidates for the transformer"):
         open_checkpoint(folder)

@@ -30,6 +30,7 @@ USUAL = {
     "enable_moe_block": False,
 }
 KINDS = {"sliding_attention": True, "full_attention": False}
+PLACEHOLDERS = {"image_token_id": 258880, "audio_token_id": 258881, "video_token_id": 258884}
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
@@ -71,7 +72,15 @@ def gemma4(outer: Keys) -> Gemma4Config:
         rope_fraction=fraction,
         rope_local_theta=local.number("rope_theta", float),
         **{key: token(key, default) for key, default in TOKENS.items()},
+        placeholder_ids=_placeholders(outer) if "text_config" in outer else (),
     )
+
+
+def _placeholders(keys: Keys) -> tuple[int, ...]:
+    found = [keys.get(key, default) for key, default in PLACEHOLDERS.items()]
+    if any(value is not None and type(value) is not int for value in found):
+        raise InputError(f"{keys.where}: {', '.join(PLACEHOLDERS)} = {found}, expected token ids")
+    return tuple(value for value in found if value is not None)
 
 
 def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str, int]:
@@ -130,6 +139,7 @@ def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": "bfloat16",
         "text_config": text,
         **towers,
+        **dict(zip(PLACEHOLDERS, g.placeholder_ids, strict=True)),
         "tie_word_embeddings": True,
         **tokens,
     }

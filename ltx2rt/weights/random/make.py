@@ -142,9 +142,13 @@ def make_checkpoint(
     for path in (*plan.tensors, *plan.texts):
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
     for path, tensors in plan.tensors.items():
+        metadata = plan.metadata[path]
+        if empty:  # files among the tensors have to be whole; as metadata they are read as well
+            files = {name: tensor.data.decode() for name, tensor in tensors.items() if tensor.data is not None}
+            metadata, tensors = metadata | files, {n: tensor for n, tensor in tensors.items() if n not in files}
         infos = {stored: tensor.info for stored, tensor in tensors.items()}
         produce = None if empty else lambda name, file=tensors: values(file[name], seed)
-        write_tensors(directory / path, infos, produce, plan.metadata[path])
+        write_tensors(directory / path, infos, produce, metadata)
     for path, text in plan.texts.items():
         (directory / path).write_text(text)
     return "\n".join(f"{directory / line}" if not line.startswith(" ") else line for line in plan.summary())
@@ -252,7 +256,8 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
     plan.add_json(f"{gemma_dir}/config.json", gemma_json)
     tokenizer_dir = gemma_dir if layout == "official" else "tokenizer"
     plan.texts[f"{tokenizer_dir}/tokenizer.json"] = tokenizer_json(config.gemma)
-    plan.add_json(f"{tokenizer_dir}/tokenizer_config.json", TOKENIZER_CONFIG)
+    adds_bos = isinstance(config.gemma, GemmaConfig)
+    plan.add_json(f"{tokenizer_dir}/tokenizer_config.json", TOKENIZER_CONFIG | {"add_bos_token": adds_bos})
     lora = {"lora_rank": str(made.lora_rank), "lora_alpha": str(made.lora_rank)} | version
     plan.add(f"{name}-distilled-lora.safetensors", lora_tensors(config, shapes, made.lora_rank), lora)
 

@@ -106,6 +106,7 @@ def gemma4(
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=2,
+        placeholder_ids=(258880, 258881, 258884),
     )
 
 

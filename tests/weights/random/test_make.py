@@ -245,3 +245,10 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, mon
     with pytest.raises(InputError, match=r"needs 79\.1 GB, 0\.0 GB are free"):
         make_checkpoint("ltx-2.3", "official", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_an_empty_checkpoint_has_headers_and_a_tokenizer(tmp_path):
+    make_checkpoint("tiny-2.5", "official", tmp_path, empty=True)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config == preset("tiny-2.5").config
+    assert tokenize(checkpoint.require_tokenizer(), ["a robot"], 8)[1].sum() > 1
