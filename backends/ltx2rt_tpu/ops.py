@@ -323,28 +323,34 @@ NEIGHBOURS = 8  # queries along each axis that are multiplied with one box of ke
 
 @op
 def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: float) -> Array:
-    """A loop over blocks of queries, each with the box of keys that its windows reach: one block's scores at once."""
+    """A loop over blocks of queries, each with the box of keys that its windows reach: one block's scores at once.
+
+    Heads come first, and queries and keys of a block are one axis each: a TPU pads the last two axes to whole tiles.
+    """
     plans = [window_blocks(*sizes, NEIGHBOURS) for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)]
     begins, boxes, masks = zip(*plans, strict=True)
     block, box = ([mask.shape[i] for mask in masks] for i in (1, 2))
     counts = [len(begin) for begin in begins]
     begins, boxes, masks = ([jnp.asarray(x) for x in found] for found in (begins, boxes, masks))
+    q, k, v = (jnp.moveaxis(x, 4, 1) for x in (q, k, v))
+    lead, dim = q.shape[:2], q.shape[5]
 
     def attend(number, y):
         place = jnp.unravel_index(number, counts)
-        here, there = ((0, *(x[i] for x, i in zip(start, place, strict=True)), 0, 0) for start in (begins, boxes))
-        queries = lax.dynamic_slice(q, here, (q.shape[0], *block, *q.shape[4:]))
-        keys, values = (lax.dynamic_slice(x, there, (k.shape[0], *box, *k.shape[4:])) for x in (k, v))
+        here, there = ((0, 0, *(x[i] for x, i in zip(start, place, strict=True)), 0) for start in (begins, boxes))
+        queries = lax.dynamic_slice(q, here, (*lead, *block, dim)).reshape(*lead, -1, dim)
+        keys, values = (lax.dynamic_slice(x, there, (*lead, *box, dim)).reshape(*lead, -1, dim) for x in (k, v))
         scores = jnp.einsum(
-            "btrcnd,bTRCnd->bntrcTRC", queries, keys, precision=_precision(q), preferred_element_type=jnp.float32
+            "bnqd,bnkd->bnqk", queries, keys, precision=_precision(q), preferred_element_type=jnp.float32
         )
         t, r, c = (mask[i] for mask, i in zip(masks, place, strict=True))
         seen = t[:, None, None, :, None, None] & r[:, None, None, :, None] & c[:, None, None, :]
-        weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=(5, 6, 7)).astype(v.dtype)
-        found = jnp.einsum("bntrcTRC,bTRCnd->btrcnd", weights, values, precision=_precision(v))
-        return lax.dynamic_update_slice(y, found.astype(y.dtype), here)
+        scores = jnp.where(seen.reshape(scores.shape[2:]), scores * scale, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        found = jnp.einsum("bnqk,bnkd->bnqd", weights, values, precision=_precision(v))
+        return lax.dynamic_update_slice(y, found.astype(y.dtype).reshape(*lead, *block, dim), here)
 
-    return lax.fori_loop(0, math.prod(counts), attend, jnp.zeros_like(q))
+    return jnp.moveaxis(lax.fori_loop(0, math.prod(counts), attend, jnp.zeros_like(q)), 1, 4)
 
 
 @op

@@ -104,7 +104,7 @@ def normal(*shape: int, seed: int = 7) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoder_is_diffusers(kind):
     latent, noise = normal(1, 16, 3, 3, 5), normal(1, 3, 17, 48, 80, seed=8)
-    # Summation order only: 2e-6 was reached.
+    # Summation order only: 3e-6 was reached.
     assert relative_l2(decode(kind, latent, noise, "plain"), expected(latent, noise)) <= 1e-5
 
 
@@ -171,7 +171,7 @@ def test_released_sizes():
     assert sum(math.prod(s.shape) for s in specs.values()) - 256 == 417_133_616  # diffusers' module has as many
 
 
-@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
     latent, noise = normal(1, 16, 3, 3, 3), normal(1, 3, 17, 48, 48, seed=8)
     exact = expected(latent, noise)
