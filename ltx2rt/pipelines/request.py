@@ -27,7 +27,7 @@ from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_fil
 from ltx2rt.stages.conditioning import Conditioning, Image, ImageSpec, Slot, slot_frames
 from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.duration import Duration
-from ltx2rt.stages.frames import Frames, tiling
+from ltx2rt.stages.frames import decoding, video_decoder
 from ltx2rt.stages.given import Given
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
@@ -40,7 +40,6 @@ MAX_SIDE_PX = 16384  # H.264's
 MAX_STEPS = 10_000
 DEFAULT_FRAMES = 121
 MAX_KEYFRAMES = 64
-MAX_FRAMES = 10**6  # of a clip whose length is not known yet
 NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional branch alone
 
 R = TypeVar("R", bound="Request")
@@ -285,9 +284,6 @@ class VideoRequest(Request):
         if self.image_crf is not None and not 0 <= self.image_crf <= 51:
             raise InputError(f"--image-crf: {self.image_crf}, expected 0 (off) to 51")
         for image in self.images:
-            if not 0 <= image.frame < (self.num_frames or MAX_FRAMES):
-                last = (self.num_frames or MAX_FRAMES) - 1
-                raise InputError(f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}")
             if not 0 <= image.strength <= 1:
                 raise InputError(f"--image: strength {image.strength} of {image.path}, expected 0 to 1")
         if not 0 <= self.num_generated_keyframes <= MAX_KEYFRAMES:
@@ -308,6 +304,10 @@ class VideoRequest(Request):
         for side, value in (("--width", self.width), ("--height", self.height)):
             check_step(side, value, unit, 0, "px", f"divisible by {unit} ({self.name})")
         full = super().resolved(model)
+        for image in self.images:
+            if not 0 <= image.frame < full.num_frames:
+                last = full.num_frames - 1
+                raise InputError(f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}")
         if self.num_generated_keyframes and not model.transformer.keyframe_vector:
             raise InputError(
                 f"--num-generated-keyframes: {self.num_generated_keyframes}, but LTX-{model.generation} has no vector "
@@ -342,7 +342,8 @@ class VideoRequest(Request):
     def decoded(self, geometry: Geometry, model: ModelConfig, options: ModelOptions) -> list[Stage]:
         """What makes the clip of the last latents, and of the sound that a stage kept."""
         sound: list[Stage] = [Sound(geometry, self.num_videos)] if self.audio else []
-        return [*sound, Frames(geometry, tiling(geometry, model, options.vae_tiling), self.num_videos)]
+        decoder = video_decoder(model, options.video_decoder)
+        return [*sound, decoding(decoder, geometry, model, options.vae_tiling, self.noise)]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ltx2rt.config import DiffusionDecoderConfig, ModelConfig
+from ltx2rt.errors import InputError
 from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.catalog import diffusion
 from ltx2rt.models.diffusion_decoder import BORDERS, TileShape
@@ -32,6 +33,21 @@ Calls = Iterator[tuple[Call, dict[str, np.ndarray]]]
 def tiling(geometry: Geometry, model: ModelConfig, mode: str) -> Tiling:
     """The tiles of a clip. mode: "auto", or "off" for one tile."""
     return plan_tiles(mode, (geometry.frames, geometry.rows, geometry.columns), model.video_vae)
+
+
+def video_decoder(model: ModelConfig, asked: str | None) -> str:
+    """One of DECODERS: what is asked for, else the convolutional one if the model has it.
+
+    Raises InputError if what is asked for was not found.
+    """
+    found = {"conv": bool(model.video_vae.decoder), "diffusion": model.diffusion_decoder is not None}
+    if asked is None:
+        return "conv" if found["conv"] or not found["diffusion"] else "diffusion"
+    if not found[asked]:
+        raise InputError(
+            f"--video-decoder: {asked}, but no video VAE with that decoder was found; pass its file with --video-vae"
+        )
+    return asked
 
 
 def decoding(decoder: str, geometry: Geometry, model: ModelConfig, mode: str, noise: Noise) -> Frames:

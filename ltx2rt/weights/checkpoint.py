@@ -223,22 +223,6 @@ class Checkpoint:
             )
         return self.tokenizer
 
-    def video_decoder(self, asked: str | None) -> str:
-        """ "conv" or "diffusion": the one that is asked for, else the convolutional one if there is one.
-
-        Raises InputError if what is asked for was not found.
-        """
-        found = {"conv": bool(self.config.video_vae.decoder), "diffusion": "diffusion_decoder" in self.sources}
-        if asked is None:
-            return "conv" if found["conv"] or not found["diffusion"] else "diffusion"
-        if not found[asked]:
-            part = "video_vae" if asked == "conv" else "diffusion_decoder"
-            raise InputError(
-                f"--video-decoder: {asked}, but no {WORDS[part]} with that decoder was found; pass its file with "
-                "--video-vae"
-            )
-        return asked
-
 
 def absent(part: str, path: Path, unreadable: Iterable[str] = ()) -> InputError:
     flag = FLAGS.get(part, "--model")

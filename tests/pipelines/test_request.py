@@ -56,12 +56,14 @@ def test_the_negative_prompt_is_the_published_one():
 
 
 def test_given_values_are_kept():
-    given = replace(REQUEST, steps=1, seed=0, negative_prompt="", image_crf=0, stg_blocks=(0, 2), audio_from="stage2")
+    given = replace(
+        REQUEST, num_frames=9, steps=1, seed=0, negative_prompt="", image_crf=0, stg_blocks=(0, 2), audio_from="stage2"
+    )
     assert given.resolved(model(num_layers=3)) == given
 
 
 def test_newer_models_and_distilled_have_their_own_defaults():
-    assert REQUEST.resolved(model(version=(2, 4))).image_crf == 18
+    assert REQUEST.resolved(model()).num_frames == 121
     assert Distilled("a cat").resolved(model()).audio_from == "stage2"
 
 

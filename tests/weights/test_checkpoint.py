@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
+from ltx2rt.stages.frames import video_decoder
 from ltx2rt.weights.checkpoint import Asset, audit, open_checkpoint
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays, write_tensors
 from ltx2rt.weights.lora import check_lora, open_lora
@@ -366,7 +367,7 @@ def test_parts_in_files_of_their_own_are_told_by_their_headers(parts):
         path.rename(parts / f"{i}.safetensors")
     checkpoint = open_checkpoint(parts)
     assert checkpoint.config == expected and checkpoint.sources.keys() == FOUND
-    assert checkpoint.config.generation == "2.5" and checkpoint.video_decoder(None) == "conv"
+    assert checkpoint.config.generation == "2.5" and video_decoder(checkpoint.config, None) == "conv"
     assert checkpoint.distilled_lora() in checkpoint.loras_found
     assert isinstance(checkpoint.tokenizer, Asset) and b"<bos>" in checkpoint.tokenizer.read_bytes()
     assert len(list(checkpoint.source("text").names())) == 66 + 4
@@ -409,7 +410,7 @@ def test_every_part_may_be_named_by_its_flag(parts, tmp_path):
     with pytest.raises(InputError, match=r"no video VAE \(it is a duration head\); pass one with --video-vae"):
         open_checkpoint(main, **given | {"video_vae": given["duration_head"]})
     with pytest.raises(InputError, match="--video-decoder: diffusion, but no diffusion video decoder"):
-        open_checkpoint(main, **given).video_decoder("diffusion")
+        video_decoder(open_checkpoint(main, **given).config, "diffusion")
 
 
 def test_prefixed_keys_of_the_video_vae_are_read_as_well(parts):
@@ -528,13 +529,13 @@ def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is
 def test_either_video_vae_will_do_and_the_decoder_is_chosen(parts):
     """Both files hold the same encoder; the diffusion one has no convolutional decoder."""
     both = open_checkpoint(parts)
-    assert [both.video_decoder(asked) for asked in (None, "conv", "diffusion")] == ["conv", "conv", "diffusion"]
+    assert [video_decoder(both.config, asked) for asked in (None, "conv", "diffusion")] == ["conv", "conv", "diffusion"]
     part(parts, "video-vae-conv").unlink()
     alone = open_checkpoint(parts)
     assert replace(alone.config.video_vae, decoder=both.config.video_vae.decoder) == both.config.video_vae
-    assert alone.config.image_crf == 18 and alone.video_decoder(None) == "diffusion"
+    assert alone.config.image_crf == 18 and video_decoder(alone.config, None) == "diffusion"
     with pytest.raises(InputError, match=r"--video-decoder: conv, but no video VAE with that decoder.*--video-vae"):
-        alone.video_decoder("conv")
+        video_decoder(alone.config, "conv")
     key = "vae.encoder.conv_in.conv.weight"
     np.testing.assert_array_equal(alone.source("video_vae").read(key), both.source("video_vae").read(key))
     for checkpoint in (both, alone):
