@@ -20,11 +20,13 @@ def make_flags(to: Any) -> None:
     to.add_argument("--preset", choices=PRESETS, required=True)
     to.add_argument("--layout", choices=("official", "diffusers"), required=True)
     to.add_argument("--seed", type=int, default=0)
+    to.add_argument("--fp8", action="store_true", help="most blocks in float8 with scales (official layout)")
     to.add_argument("--dry-run", action="store_true", help="print the manifest, write nothing")
 
 
 def make(args: argparse.Namespace) -> None:
-    print(make_checkpoint(args.preset, args.layout, args.directory, seed=args.seed, dry_run=args.dry_run))
+    made = make_checkpoint(args.preset, args.layout, args.directory, args.seed, args.dry_run, fp8=args.fp8)
+    print(made)
 
 
 def inspect_flags(to: Any) -> None:

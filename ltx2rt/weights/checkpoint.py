@@ -25,9 +25,10 @@ from ltx2rt.weights.configs import Keys, parse_json, version_tuple
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource, open_tensors
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, gemma_to_canonical, to_official
+from ltx2rt.weights.quantised import Float8, dequantised, stored_float8
 
 T = TypeVar("T")
-FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+ENCODED = [np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, np.uint8)]
 COMPONENTS = ("transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler")
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 DIFFUSERS_CLASSES = {
@@ -71,6 +72,10 @@ class RenamedSource:
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         source, stored = self._home[name]
         return source.read(stored, *cuts)
+
+    def float8(self, name: str, *cuts: Cut) -> Float8 | None:
+        source, stored = self._home[name]
+        return stored_float8(source, stored, *cuts)
 
     def joined(self, other: RenamedSource, names: Iterable[str]) -> RenamedSource:
         return RenamedSource(self.where, self._home | {name: other._home[name] for name in names})
@@ -286,6 +291,7 @@ def open_checkpoint(
         upsampler_config, sources["upsampler"] = open_upsampler(upsampler_path)
 
     if main is not None:
+        main = dequantised(main)
         layout, config = "official", official_config(main, gemma_config, upsampler_config)
         sources |= official_sources(main)
     else:
@@ -304,17 +310,20 @@ def open_checkpoint(
             )
         sources["upsampler"] = sources["upsampler"].joined(sources["video_vae"], STATISTICS)
     for source in sources.values():
-        _refuse_float8(source)
+        _refuse_encoded(source)
     tokenizer = _tokenizer(gemma_dir, parts.tokenizer)
     return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), tuple(parts.unreadable))
 
 
-def _refuse_float8(source: RenamedSource) -> None:
-    """Their scales are spelled in several ways, and some files have none."""
-    if encoded := [name for name in source.names() if source.info(name).dtype in FLOAT8]:
+def _refuse_encoded(source: RenamedSource) -> None:
+    """Raises InputError for quantised tensors without the companions of `quantised`: scales are spelled in several
+    ways, and some files have none."""
+    names = [name for name in source.names() if name.endswith("weight")]
+    if encoded := [name for name in names if source.info(name).dtype in ENCODED]:
+        dtypes = ", ".join(sorted({str(source.info(name).dtype) for name in encoded}))
         raise InputError(
-            f"{source.where}: {len(encoded)} tensors are float8 (first {encoded[0]}), and no float8 file is read; "
-            "pass the bfloat16 one and, for float8 on the device, --weights-dtype float8"
+            f"{source.where}: {len(encoded)} tensors are {dtypes} without the scales of a known format (first "
+            f"{encoded[0]}); pass the bfloat16 file and, for float8 on the device, --weights-dtype float8"
         )
 
 
@@ -410,6 +419,7 @@ def open_upsampler(path: Path) -> tuple[Any, RenamedSource]:
 
 def renamed(tensors: TensorFile | TensorFolder, where: Path, canonical: Callable[[str], str]) -> RenamedSource:
     home: dict[str, tuple[TensorSource, str]] = {}
+    tensors = dequantised(tensors)
     for stored in tensors.names():
         name = canonical(stored)
         if name in home:

@@ -153,7 +153,7 @@ def _tensors(source: TensorSource) -> dict[str, Any]:
         "tensors": len(infos),
         "elements": sum(prod(info.shape) for info in infos.values()),
         "bytes": sum(info.nbytes for info in infos.values()),
-        "dtypes": dict(Counter(DTYPE_NAMES[info.dtype] for info in infos.values())),
+        "dtypes": dict(Counter(getattr(info, "format", None) or DTYPE_NAMES[info.dtype] for info in infos.values())),
         "names": sorted(infos),
     }
 

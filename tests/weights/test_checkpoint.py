@@ -191,16 +191,16 @@ def test_connectors_of_another_generation_are_refused(tiny, tmp_path, name, othe
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("scales", [False, True])
-def test_a_float8_file_is_refused_when_it_is_opened(official, scales):
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "U8"])
+def test_a_quantised_file_without_known_scales_is_refused_when_it_is_opened(official, dtype):
     file = TensorFile(official / MAIN)
     infos = {name: file.info(name) for name in file.names()}
     name = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
-    infos[name] = TensorInfo(infos[name].shape, DTYPES["F8_E4M3"])
-    if scales:
+    infos[name] = TensorInfo(infos[name].shape, DTYPES[dtype])
+    if dtype in ("F8_E5M2", "U8"):
         infos[name + "_scale"] = TensorInfo((), F32)
     write_tensors(official / MAIN, infos, None, file.metadata)
-    with pytest.raises(InputError, match=r"1 tensors are float8.*bfloat16 one.*--weights-dtype float8"):
+    with pytest.raises(InputError, match=r"1 tensors are .* without the scales.*bfloat16 file.*--weights-dtype float8"):
         open_checkpoint(official)
 
 

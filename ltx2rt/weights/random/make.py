@@ -22,6 +22,7 @@ import numpy as np
 from ltx2rt import __version__
 from ltx2rt.config import GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.graph.ops import quantise_rows
 from ltx2rt.weights import configs
 from ltx2rt.weights.checkpoint import STATISTICS
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
@@ -30,8 +31,9 @@ from ltx2rt.weights.names import component_of, to_diffusers
 from ltx2rt.weights.random import filters
 from ltx2rt.weights.random.presets import Preset, preset
 
-BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+BF16, F32, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(ml_dtypes.float8_e4m3fn)
 TABLE = re.compile(r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$")  # float32 in the released files, all else bf16
+BLOCK_WEIGHT = re.compile(r"model\.diffusion_model\.transformer_blocks\.(\d+)\..*\.weight")
 FORWARD_BASIS, INVERSE_BASIS = (f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse"))
 SINGLE_FILE = ("transformer", "text", "video_vae", "audio_vae", "vocoder")
 DIFFUSERS_FOLDERS = {
@@ -65,6 +67,7 @@ class Tensor:
 
     name: str  # canonical; decides the values
     info: TensorInfo
+    quantised: TensorInfo | None = None  # this is the float8 form of such a tensor, or its scale
 
 
 @dataclass
@@ -104,18 +107,27 @@ class Plan:
 
 
 def make_checkpoint(
-    name: str, layout: str, directory: str | Path, seed: int = 0, dry_run: bool = False, empty: bool = False
+    name: str,
+    layout: str,
+    directory: str | Path,
+    seed: int = 0,
+    dry_run: bool = False,
+    empty: bool = False,
+    fp8: bool = False,
 ) -> str:
     """Write a checkpoint into `directory` (created if need be, which must not hold one of its files already).
 
     Returns what a person wants to see: the manifest of a dry run, else the files written.
     Peak memory: the largest tensor. empty: all zeros in sparse files, for those who need the headers alone.
+    fp8: most blocks' linears in float8 with scales, as the released fp8 files have them.
     """
     if layout not in ("official", "diffusers"):
         raise InputError(f"unknown layout {layout!r}, known are official, diffusers")
     if seed < 0:
         raise InputError(f"seed {seed} is negative; pass one from 0 on")
-    plan = plan_checkpoint(preset(name), name, layout)
+    if fp8 and layout != "official":
+        raise InputError(f"--fp8: such files are of the official layout, not {layout}; leave one out")
+    plan = plan_checkpoint(preset(name), name, layout, fp8)
     if dry_run:
         return plan.manifest()
     directory = Path(directory)
@@ -177,6 +189,20 @@ def lora_tensors(
     return out
 
 
+def in_float8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The linears of the blocks 1 to 42 of 48, as in LTX-2.0's released fp8 file; of fewer, at least of block 1."""
+    blocks, out = range(1, max(2, config.transformer.num_layers - 5)), {}
+    for key, tensor in tensors.items():
+        match = BLOCK_WEIGHT.fullmatch(key)
+        if not match or int(match[1]) not in blocks or len(tensor.info.shape) != 2:
+            out[key] = tensor
+            continue
+        out[key] = Tensor(key, TensorInfo(tensor.info.shape, E4M3), tensor.info)
+        for scale in ("weight_scale", "input_scale"):
+            out[key.removesuffix("weight") + scale] = Tensor(key, TensorInfo((), F32), tensor.info)
+    return out
+
+
 def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple[int, ...]]:
     """The image tower that a Gemma 3 folder carries and a text encoder does not read (Siglip, no head)."""
     width, ff, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
@@ -202,7 +228,7 @@ def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple
 # ---- which files ----------------------------------------------------------------------------------------------------
 
 
-def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
+def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> Plan:
     config, plan = made.config, Plan()
     assert config.gemma is not None and config.upsampler is not None
     shapes = stored(config)
@@ -228,7 +254,7 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
     if layout == "official":
         whole = {key: tensor for component in SINGLE_FILE for key, tensor in tensors(component).items()}
         metadata = {"config": json.dumps(configs.official_json(config))} | version
-        plan.add(f"{name}.safetensors", whole, metadata)
+        plan.add(f"{name}.safetensors", in_float8(whole, config) if fp8 else whole, metadata)
         flat = {"config": json.dumps(configs.upsampler_json(config.upsampler, "official"))}
         plan.add(f"{name}-spatial-upsampler-x2.safetensors", tensors("upsampler"), flat)
         return plan
@@ -336,6 +362,9 @@ def tokenizer_json(config: GemmaConfig) -> str:
 def values(tensor: Tensor, seed: int) -> np.ndarray:
     """Matrices and convolutions N(0, 1/fan_in); gains near neutral; tables and registers 0.3 N; biases 0.05 N."""
     name, shape = tensor.name, tensor.info.shape
+    if tensor.quantised:
+        float8, scale = quantise_rows(values(Tensor(name, tensor.quantised), seed).reshape(1, -1))
+        return scale.reshape(()) if tensor.info.dtype == F32 else float8.reshape(shape)
     fixed = _fixed(name, shape)
     if fixed is not None:
         return np.broadcast_to(fixed, shape).astype(np.float32).astype(tensor.info.dtype)
