@@ -29,7 +29,7 @@ from ltx2rt.flags import keywords
 from ltx2rt.media.mp4 import to_rgb8, write_mp4
 from ltx2rt.pipelines import FIRST, pipeline
 from ltx2rt.pipelines.request import Request
-from ltx2rt.session.open import open_session, with_mesh
+from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
 from ltx2rt.session.stopwatch import Progress
@@ -139,7 +139,7 @@ class Session:
 
 def open(model: str | Path, *, backend: str, **options: Any) -> Session:
     """Open a checkpoint on a backend. options: the model flags of `generate`. Raises InputError."""
-    given = with_mesh(ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions)))
+    given = located(with_mesh(ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions))))
     given.check()
     return Session(open_session(given))
 

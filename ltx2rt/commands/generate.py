@@ -25,14 +25,14 @@ import ltx2rt
 from ltx2rt.atomic_file import require_space
 from ltx2rt.backend import Backend, get_factory, keep_compiled
 from ltx2rt.commands.files import Files, video_files, write_report
-from ltx2rt.commands.options import model_options, start_ranks
+from ltx2rt.commands.options import model_options, start_ranks, wanted_files
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
 from ltx2rt.media.mp4 import AAC_BITS_PER_S, write_mp4
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, draw_seed
-from ltx2rt.session.open import open_session, opened_checkpoint
+from ltx2rt.session.open import located, open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
@@ -325,6 +325,8 @@ def main(args: argparse.Namespace) -> int | None:
     if request.seed is None:  # ranks that this one starts need the same
         request = replace(request, seed=draw_seed())
         args.argv = [*args.argv, "--seed", str(request.seed)]
+    request.check()
+    options = located(options, wanted_files(type(request)))
     checkpoint, request = prepared(options, request, written)  # torch and jax take seconds to import
     if (status := start_ranks(args, options, written.all(request.seeds))) is not None:
         return status

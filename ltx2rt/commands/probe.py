@@ -20,7 +20,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.models import guided_step, text_encoder, transformer
 from ltx2rt.session.call import Call
-from ltx2rt.session.open import open_session, opened_checkpoint
+from ltx2rt.session.open import located, open_session, opened_checkpoint
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file
 from ltx2rt.session.session import Session
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -284,6 +284,7 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 def main(args: argparse.Namespace) -> int | None:
     options, request = asked(args)
+    options = located(options)
     options.check()
     request.check()
     if (status := start_ranks(args, options, [request.outputs])) is not None:

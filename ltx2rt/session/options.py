@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
@@ -86,7 +85,9 @@ class ModelOptions:
     """The model flags of `generate`."""
 
     backend: str = flag(MISSING, "cuda (PyTorch) or tpu (JAX); both run on a CPU too")
-    model: Path = flag(MISSING, "a checkpoint: a file or a folder", Path, metavar="PATH")
+    model: Path = flag(
+        MISSING, "a checkpoint: a file, a folder or a repository of the hub", Path, metavar="PATH|ORG/NAME[@REVISION]"
+    )
     text_encoder: Path | None = flag(None, "the Gemma 3 folder (default: found near --model)", Path, metavar="DIR")
     upsampler: Path | None = flag(None, "the x2 upsampler (default: found near --model)", Path, metavar="FILE")
     distilled_lora: LoraSpec | None = flag(
@@ -127,6 +128,7 @@ class ModelOptions:
     mesh: Mapping[str, int] = flag({}, "devices along each mesh axis, such as tensor=4", parse_mesh, metavar="AXIS=N")
     num_gpus: int | None = flag(None, "devices in all; starts a process for each (torch)", int, metavar="N")
     tp_size: int | None = flag(None, "the same as --mesh tensor=N (default: all devices)", int, metavar="N")
+    offline: bool = flag(False, "of the hub's repositories use what is in its cache alone", bool)
 
     def compute_dtype(self, default: str) -> str:
         """The dtype asked for; weights of another one than float32 are multiplied in bfloat16."""
@@ -154,11 +156,6 @@ class ModelOptions:
 
     def check(self) -> None:
         """Refuse options that no model could satisfy. Raises InputError; reads no file."""
-        if re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", str(self.model)) and not self.model.exists():
-            raise InputError(
-                f"--model: {self.model} does not exist; if it is a repository of the Hugging Face hub, run "
-                f"`hf download {self.model} --local-dir FOLDER` and pass FOLDER"
-            )
         existing("--model", self.model)
         if snapshots := sorted(self.model.glob("snapshots/*")):
             raise InputError(f"--model: {self.model} is a cache of the hub; pass its snapshot, such as {snapshots[-1]}")

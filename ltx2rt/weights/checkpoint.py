@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,7 @@ FLAGS = {"gemma": "--text-encoder", "upsampler": "--upsampler", "lora": "--disti
 WORDS = {"gemma": "Gemma folder", "upsampler": "x2 spatial upsampler", "main": "checkpoint", "lora": "LoRA"}
 LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight$|\.alpha$")
 BLOCK_MATRIX = re.compile(r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$")
+INDEX = "model_index.json"  # passed as the model, it means the diffusers folders beside it
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
 KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
     r"(?:audio_)?vae\.per_channel_statistics\.(?:channel|mean-of-stds|mean-of-stds_over_std-of-means)",
@@ -158,12 +159,20 @@ def absent(part: str, path: Path, unreadable: Iterable[str] = ()) -> InputError:
     return InputError(f"{path}: no {WORDS.get(part, part)} was found; pass one with {flag}{notes}")
 
 
-def only(part: str, candidates: list[T], describe: Callable[[T], str] = str) -> T | None:
-    if len(candidates) > 1:
-        listed = ", ".join(map(describe, candidates))
-        flag = FLAGS.get(part, "--model")
-        raise InputError(f"{len(candidates)} candidates for the {WORDS.get(part, part)}: {listed}; choose with {flag}")
+def only(part: str, candidates: list[T]) -> T | None:
+    refuse_ambiguous(**{part: candidates})
     return candidates[0] if candidates else None
+
+
+def refuse_ambiguous(**found: Sequence[Any]) -> None:
+    """Raise one InputError for all parts that have several candidates, listing them and the flags that choose."""
+    said = []
+    for part, candidates in found.items():
+        if len(candidates) > 1:
+            listed, flag = ", ".join(map(str, candidates)), FLAGS.get(part, "--model")
+            said.append(f"{len(candidates)} candidates for the {WORDS.get(part, part)}: {listed}; choose with {flag}")
+    if said:
+        raise InputError(". ".join(said))
 
 
 # ---- recognising parts ----------------------------------------------------------------------------------------------
@@ -182,7 +191,7 @@ class Parts:
     unreadable: list[str] = field(default_factory=list)
 
 
-def file_kind(file: TensorFile) -> str | None:
+def file_kind(file: Any) -> str | None:
     """ "main", "upsampler" (x2 spatial), "lora" or None, from the names and shapes in the header."""
     names = set(file.names())
     if any(name.startswith(MAIN_KEY) for name in names):
@@ -258,9 +267,15 @@ def open_checkpoint(
     path = Path(model)
     if not path.exists():
         raise InputError(f"{path}: no such file or folder; pass a checkpoint with --model")
-    if path.is_dir():
+    mains: list[Any] = []
+    if path.name == INDEX:
+        path = path.parent
+        parts, main = scan(path), None
+    elif path.is_dir():
         parts = scan(path)
-        main = only("main", parts.main, lambda file: str(file.path))
+        mains = [file.path for file in parts.main]
+        mains += [path / INDEX] if "transformer" in parts.diffusers else []
+        main = parts.main[0] if parts.main else None
     else:
         main = TensorFile(path)
         if file_kind(main) != "main":
@@ -268,10 +283,9 @@ def open_checkpoint(
                 f"{path}: no LTX-2 checkpoint ({_contents(main)}); pass the main file or a folder with --model"
             )
         parts = scan(path.parent)
-    if main is not None and "transformer" in parts.diffusers and path.is_dir():
-        raise InputError(
-            f"{path}: both a single file ({main.path.name}) and a diffusers transformer; pass one as --model"
-        )
+    parts.upsampler = [each for each in parts.upsampler if each.is_dir() == (main is None)] or parts.upsampler
+    upsamplers = [] if upsampler else parts.upsampler
+    refuse_ambiguous(main=mains, gemma=[] if text_encoder else parts.gemma, upsampler=upsamplers)
     if main is None and "transformer" not in parts.diffusers:
         if parts.unreadable:
             raise InputError(parts.unreadable[0])

@@ -17,6 +17,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.weights.checkpoint import (
     COMPONENTS,
     FLAGS,
+    INDEX,
     WORDS,
     Checkpoint,
     audit,
@@ -38,7 +39,10 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
     Raises InputError only for what cannot be read at all or holds nothing of LTX-2.
     """
     path = Path(path)
-    kind = (folder_kind(path) or "checkpoint") if path.is_dir() else file_kind(TensorFile(path))
+    if path.name == INDEX:
+        kind = "checkpoint"
+    else:
+        kind = (folder_kind(path) or "checkpoint") if path.is_dir() else file_kind(TensorFile(path))
     describe = {
         "main": _checkpoint,
         "checkpoint": _checkpoint,
@@ -54,7 +58,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     try:
         checkpoint = open_checkpoint(path)
     except InputError as error:
-        if path.is_dir():
+        if path.is_dir() or path.name == INDEX:
             raise
         found = {component: _tensors(source) for component, source in official_sources(TensorFile(path)).items()}
         return {"kind": "checkpoint", "layout": "official", "components": found, "problems": [str(error)]}

@@ -1,6 +1,7 @@
 """Through the real command line: bad input exits with 2 and one line, reads no weight and leaves no file."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -181,7 +182,11 @@ def test_probe_and_merge_replace_no_input(model, tmp_path, command):
 
 
 def test_names_and_caches_of_the_hub(refused, tmp_path):
-    assert "run `hf download Lightricks/LTX-2.3" in refused("--model", "Lightricks/LTX-2.3")
+    absent = (
+        r"Lightricks/LTX-2.3: neither a path nor in the hub's cache .*offline; run `ltx2rt weights fetch Lightricks"
+    )
+    assert re.search(absent, refused("--model", "Lightricks/LTX-2.3", "--offline"))
+    assert re.search("no/lora: neither a path", refused("--lora", "no/lora/style.safetensors:0.5", "--offline"))
     snapshot = tmp_path / "models--X--Y" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     assert f"pass its snapshot, such as {snapshot}" in refused("--model", tmp_path / "models--X--Y")

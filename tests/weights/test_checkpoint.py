@@ -178,8 +178,21 @@ def test_a_diffusers_folder_is_read_by_config_not_by_name(diffusers):
 
 def test_both_layouts_in_one_folder_are_ambiguous(official, diffusers):
     (diffusers / MAIN).symlink_to(official / MAIN)
-    with pytest.raises(InputError, match="both a single file"):
+    with pytest.raises(
+        InputError, match=r"2 candidates for the checkpoint: .*tiny-2\.3\.safetensors, .*model_index\.json;"
+    ):
         open_checkpoint(diffusers)
+    assert open_checkpoint(diffusers / MAIN).layout == "official"
+    assert open_checkpoint(diffusers / "model_index.json").layout == "diffusers"
+
+
+def test_all_parts_that_are_ambiguous_are_said_at_once(official):
+    for part in (MAIN, UP):
+        (official / f"second-{part}").symlink_to(official / part)
+    (official / "gemma-4").symlink_to(official / "gemma-3")
+    says = r"2 cand.* checkpoint: .*--model\. 2 cand.* Gemma folder: .*--text-encoder\. 2 cand.*: .*--upsampler$"
+    with pytest.raises(InputError, match=says):
+        open_checkpoint(official)
 
 
 @pytest.mark.parametrize(("name", "other"), [("tiny-2.3", "tiny-2.0"), ("tiny-2.0", "tiny-2.3")])
