@@ -233,7 +233,9 @@ def scan(folder: Path) -> Parts:
         try:
             if path.is_dir():
                 kind = folder_kind(path)
-                if kind in ("gemma", "upsampler"):
+                if kind and not any(path.glob("*.safetensors*")):  # as a download of other parts leaves it
+                    parts.unreadable.append(f"{path}: a config without weights")
+                elif kind in ("gemma", "upsampler"):
                     getattr(parts, kind).append(path)
                 elif kind:
                     parts.diffusers.setdefault(kind, []).append(path)
