@@ -100,7 +100,7 @@ class Session:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
         if request.seed is None and get_factory(session.backend.name).rank_and_size(os.environ)[1] > 1:
             raise InputError("seed: none, but several processes make this clip; give all of them the same")
-        plan = command.make_plan(session, request)
+        plan = command.make_enhanced_plan(session, request)
         session.require_memory(plan.stages)
         state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)
         chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]

@@ -49,15 +49,17 @@ def test_every_flag_arrives():
         " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
         " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
         " --weights-dtype float8 --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
+        " --enhance-prompt --enhance-seed 6 --enhanced-prompt t --offline"
     )
     options = ModelOptions(
         "cuda", Path("m"), Path("g"), Path("u"), LoraSpec(Path("d"), 0.5),
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
         True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True, 3.5,
+        offline=True,
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
     request = OneStage(
-        "a cat", 64, 96, 9, Fraction(24000, 1001), 5, 2, images, 0, Path("ni"), False,
+        "a cat", 64, 96, 9, Fraction(24000, 1001), 5, 2, images, 0, Path("ni"), False, True, 6, "t",
         "n", 2, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2), "stage1",
     )  # fmt: skip
     files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)

@@ -37,6 +37,8 @@ from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.denoise import RECORDED, noise_name
+from ltx2rt.stages.enhance import check as check_enhancer
+from ltx2rt.stages.enhance import enhance
 from ltx2rt.stages.stage import Stage, State
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile, digest, write_arrays
@@ -82,6 +84,7 @@ def prepared(options: ModelOptions, request: Request, files: Files) -> tuple[Che
     files.check(request.seeds, [*options.files, *request.files])
     checkpoint = opened_checkpoint(options)
     files.check(request.seeds, checkpoint.files)
+    _check_enhancing(request, checkpoint)
     return checkpoint, request.resolved(checkpoint.config)
 
 
@@ -97,6 +100,43 @@ def make_plan(session: Session, request: Request) -> Plan:
     merges = session.audit(stages)
     _check_noise(request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()])
     return Plan(request, stages, loras, merges)
+
+
+def make_enhanced_plan(session: Session, request: Request) -> Plan:
+    """As `make_plan`, with the prompt written out if that is asked for, once nothing but memory can be refused."""
+    _check_enhancing(request, session.checkpoint)
+    plan = make_plan(session, request)
+    enhanced = with_enhanced_prompt(plan.request, session.checkpoint, session.options)
+    return plan if enhanced is plan.request else make_plan(session, enhanced)
+
+
+def with_enhanced_prompt(request: Request, checkpoint: Checkpoint, options: ModelOptions) -> Request:
+    """The request with its `enhanced_prompt`, if it asks for one and has none yet. Its seed is known."""
+    if not _to_enhance(request):
+        return request
+    seed = request.seed if request.enhance_seed is None else request.enhance_seed
+    assert seed is not None, "the request is not resolved"
+    note("Gemma 3 writes the prompt out ...", prefix="")
+    on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
+    text = enhance(checkpoint, request.prompt, _first_image(request), seed, options.dtype or "auto", on_gpu)
+    note(f"enhanced prompt: {text}", prefix="")
+    return replace(request, enhanced_prompt=text)
+
+
+def _to_enhance(request: Request) -> bool:
+    return request.enhance_prompt and request.enhanced_prompt is None
+
+
+def _first_image(request: Request) -> Path | None:
+    return request.images[0].path if request.images else None
+
+
+def _check_enhancing(request: Request, checkpoint: Checkpoint) -> None:
+    """Raises InputError, from headers alone."""
+    if request.enhance_seed is not None and not 0 <= request.enhance_seed < 2**63:
+        raise InputError(f"--enhance-seed: {request.enhance_seed}, expected 0 or more and below 2^63")
+    if _to_enhance(request):
+        check_enhancer(checkpoint, _first_image(request))
 
 
 def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:
@@ -190,7 +230,7 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
     """Generate the clip's files and say where they are. What the user can mend raises InputError before any weight is
     read. request, checkpoint: as `prepared` gives them."""
     session = open_session(options, checkpoint=checkpoint)
-    plan = make_plan(session, request)
+    plan = make_enhanced_plan(session, request)
     session.require_memory(plan.stages, warm=files.warmup)
     main = session.backend.is_main
     if main:
@@ -328,6 +368,15 @@ def main(args: argparse.Namespace) -> int | None:
     request.check()
     options = located(options, wanted_files(type(request)))
     checkpoint, request = prepared(options, request, written)  # torch and jax take seconds to import
+    factory = get_factory(options.backend)
+    if _to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:
+        raise InputError(
+            "--enhance-prompt: several processes would write several texts; start them by --num-gpus, or give all of "
+            "them one by --enhanced-prompt"
+        )
+    if _to_enhance(request) and factory.process_per_device and prod(options.mesh.values()) > 1:
+        request = with_enhanced_prompt(request, checkpoint, options)  # once for the ranks that this one starts
+        args.argv = [*args.argv, "--enhanced-prompt", str(request.enhanced_prompt)]
     if (status := start_ranks(args, options, written.all(request.seeds))) is not None:
         return status
     if unread := _unread(args, request):

@@ -133,6 +133,9 @@ class Request:
     image_crf: int | None = flag(None, "H.264 recompression of images, 0 = off (default: 33)", int, metavar="N")
     noise_in: Path | None = flag(None, "safetensors with the noise to use", Path, metavar="FILE")
     audio: bool = flag(True, "write the video only", bool, name="--no-audio")
+    enhance_prompt: bool = flag(False, "have the text encoder's Gemma 3 write the prompt out first", bool)
+    enhance_seed: int | None = flag(None, "of --enhance-prompt (default: the seed)", int, metavar="N")
+    enhanced_prompt: str | None = flag(None, "what --enhance-prompt wrote in an earlier run", metavar="TEXT")
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """What the pipeline does, in order. The request is resolved."""
@@ -219,7 +222,7 @@ class Request:
     @property
     def prompts(self) -> tuple[str, ...]:
         """What the text encoder reads, in one batch: the prompt, then the negative one if a branch uses it."""
-        return (self.prompt,)
+        return (self.enhanced_prompt or self.prompt,)
 
     @property
     def noise(self) -> Noise:
@@ -275,7 +278,7 @@ class Guided(Request):
     @property
     def prompts(self) -> tuple[str, ...]:
         negative = (self.negative_prompt or "",) if Branches.of(self.guidance).uncond else ()
-        return (self.prompt, *negative)
+        return (self.enhanced_prompt or self.prompt, *negative)
 
     def check(self) -> None:
         super().check()
