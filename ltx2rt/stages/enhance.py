@@ -32,7 +32,9 @@ WITH_IMAGE = """
 The picture is the first frame of the video. Take from it how things look, do not describe it at length, and tell what
 changes from it on. Where idea and picture contradict each other, the video starts as in the picture and moves towards
 the idea."""
-PLAIN = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "\u00a0": " ", "′": "'", "−": "-"})
+PLAIN = str.maketrans(  # quotes, dashes, space, prime, minus
+    "\u2018\u2019\u201c\u201d\u2013\u2014\u00a0\u2032\u2212", "''\"\"-- '-"
+)
 
 
 def check(checkpoint: Checkpoint, image: Path | None = None) -> None:
@@ -94,11 +96,9 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
 
     transformers.logging.disable_progress_bar()
     text_only = read_json(folder / "config.json").get("model_type", None) == "gemma3_text"
-    type_ = transformers.Gemma3ForCausalLM if text_only else transformers.Gemma3ForConditionalGeneration
-    where = {"device_map": "auto"} if on_gpu else {}
-    model, found = type_.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, output_loading_info=True, **where
-    )  # fmt: skip
+    type_: Any = transformers.Gemma3ForCausalLM if text_only else transformers.Gemma3ForConditionalGeneration
+    more: dict[str, Any] = {"device_map": "auto"} if on_gpu else {}
+    model, found = type_.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True, **more)
     if missing := sorted(name for name in found["missing_keys"] if "vision" not in name and "multi_modal" not in name):
         raise InputError(
             f"{folder}: {len(missing)} tensors of Gemma 3 are missing, first {missing[0]}; download it again"
@@ -115,10 +115,8 @@ def feeds(tokenizer: Any, config: Any, prompt: str, pixels: np.ndarray | None) -
     if pixels is not None:
         soft = "<image_soft_token>" * config.mm_tokens_per_image
         picture = f"\n\n<start_of_image>{soft}<end_of_image>\n\n"
-    task = TASK + (WITH_IMAGE if picture else "")
-    text = (
-        f"<bos><start_of_turn>user\n{task}\n\n{picture}The idea: {prompt.strip()}<end_of_turn>\n<start_of_turn>model\n"
-    )
+    turn = f"{TASK}{WITH_IMAGE if picture else ''}\n\n{picture}The idea: {prompt.strip()}"
+    text = f"<bos><start_of_turn>user\n{turn}<end_of_turn>\n<start_of_turn>model\n"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     padding = [0] * (-len(ids) % MULTIPLE)
     arrays = {"input_ids": [[*padding, *ids]], "attention_mask": [[*padding, *[1] * len(ids)]]}
@@ -131,12 +129,13 @@ def feeds(tokenizer: Any, config: Any, prompt: str, pixels: np.ndarray | None) -
 
 
 def picture_feed(pixels: np.ndarray, config: Any) -> np.ndarray:
-    """uint8[H, W, 3] -> f32[1, 3, S, S] in [-1, 1]: the longer side to S first, then both, as the official code does."""
+    """uint8[H, W, 3] -> f32[1, 3, S, S] in [-1, 1]: the longer side to S, then both, as the official code does."""
     from PIL import Image
 
     size, (height, width) = config.vision_config.image_size, pixels.shape[:2]
     scale = size / max(height, width)
-    fitted = Image.fromarray(pixels).resize((round(width * scale), round(height * scale)), Image.Resampling.BILINEAR)
+    sides = max(1, round(width * scale)), max(1, round(height * scale))
+    fitted = Image.fromarray(pixels).resize(sides, Image.Resampling.BILINEAR)
     square = np.asarray(fitted.resize((size, size), Image.Resampling.BILINEAR), np.float32)
     return (square / np.float32(127.5) - 1).transpose(2, 0, 1)[None]
 

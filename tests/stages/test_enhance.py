@@ -112,7 +112,10 @@ def test_sampling_is_a_draw_from_the_largest_logits():
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        ("“A fox’s den” — at dusk–dawn\u00a0now, 5′ −3", "A fox's den\" - at dusk-dawn now, 5' -3"),
+        (
+            "\u201cA fox\u2019s den\u201d \u2014 at dusk\u2013dawn\u00a0now, 5\u2032 \u22123",
+            "A fox's den\" - at dusk-dawn now, 5' -3",
+        ),
         ("** 1. Étude in blue", "Étude in blue"),
         ("  plain text. \n", "plain text."),
         ("… 123 — ", ""),
