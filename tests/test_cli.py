@@ -156,3 +156,21 @@ def test_no_command_is_bad_input():
 def test_an_unknown_flag_refers_to_the_help_of_its_command():
     assert "see `ltx2rt generate --help`" in run("generate", *MINIMAL[1:], "--bad").stderr
     assert "see `ltx2rt weights inspect --help`" in run("weights", "inspect", "x", "--bad").stderr
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line():
+    """Of the first 0.3 s: the import of the command line's own modules."""
+    source = """
+import sys
+import ltx2rt.__main__
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "ltx2rt.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+sys.exit(ltx2rt.__main__.main())
+"""
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "ltx2rt: error: interrupted\n")

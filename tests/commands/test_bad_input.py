@@ -97,6 +97,27 @@ def test_a_gemma_of_the_wrong_size(refused, model, tmp_path):
     assert str(gemma) in refused("--text-encoder", gemma)
 
 
+def test_a_tokenizer_of_another_model_is_refused_before_weights(refused, model, tmp_path):
+    gemma = tmp_path / "gemma"
+    shutil.copytree(model / "gemma-3", gemma)
+    words = json.loads((gemma / "tokenizer.json").read_text())
+    words["model"]["vocab"]["other"] = 5000
+    (gemma / "tokenizer.json").write_text(json.dumps(words))
+    assert "ids reach" in refused("--text-encoder", gemma)
+
+
+def test_what_cannot_be_enhanced(refused, monkeypatch):
+    assert "--enhance-seed: -1" in refused("--enhance-seed", -1)
+    with monkeypatch.context() as patch:
+        patch.setattr("ltx2rt.stages.enhance.find_spec", lambda name: None if name == "accelerate" else name)
+        assert "--enhance-prompt: needs accelerate; install ltx2rt[enhance]" in refused("--enhance-prompt")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    # Joining the other rank comes first: what this one would say is asked for without it.
+    monkeypatch.setattr("ltx2rt.cli._join", lambda args: None)
+    assert "several processes would write several texts" in refused("--enhance-prompt")
+
+
 def test_loras_and_upsamplers_of_something_else(refused, model, tmp_path):
     zeros = np.zeros((4, 4), np.float32)
     names = [f"diffusion_model.elsewhere.lora_{side}.weight" for side in "AB"]
