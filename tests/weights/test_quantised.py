@@ -18,7 +18,8 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.quantised import dequantised, rotation
-from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.weights.random.make import make_checkpoint, plan_checkpoint
+from ltx2rt.weights.random.presets import preset
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 Q = "model.diffusion_model.transformer_blocks.1.attn1.to_q."
@@ -237,3 +238,10 @@ def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path,
     last = [run.latents[max(n for n in run.latents if n.endswith("video") or ".video" in n)] for run in runs]
     np.testing.assert_array_equal(last[0], last[1])
     assert not np.array_equal(last[0], last[2]) and np.isfinite(last[2]).all()
+
+
+def test_a_full_size_float8_file_has_the_released_number_of_scales():
+    """28 linears in each of the blocks 1 to 42 of LTX-2.0; 34 of 2.3 in as many, gates included."""
+    for name, each in (("ltx-2.0", 28), ("ltx-2.3", 34)):
+        tensors = plan_checkpoint(preset(name), name, "official", fp8=True).tensors[f"{name}.safetensors"]
+        assert sum(key.endswith(".weight_scale") for key in tensors) == each * 42
