@@ -30,7 +30,7 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import write_clip
 from ltx2rt.pipelines import FIRST, pipeline
 from ltx2rt.pipelines.request import Request
-from ltx2rt.session.open import open_session, with_mesh
+from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
 from ltx2rt.session.stopwatch import Progress
@@ -102,7 +102,7 @@ class Session:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
         if request.seed is None and get_factory(session.backend.name).rank_and_size(os.environ)[1] > 1:
             raise InputError("seed: none, but several processes make this clip; give all of them the same")
-        plan = command.make_plan(session, request)
+        plan = command.make_enhanced_plan(session, request)
         session.require_memory(plan.stages)
         plan = command.timed(session, plan)
         state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)
@@ -142,7 +142,7 @@ class Session:
 
 def open(model: str | Path, *, backend: str, **options: Any) -> Session:
     """Open a checkpoint on a backend. options: the model flags of `generate`. Raises InputError."""
-    given = with_mesh(ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions)))
+    given = located(with_mesh(ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions))))
     given.check()
     return Session(open_session(given))
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "probe": "run one network on given tensors",
     "weights make": "write a random checkpoint in a real layout",
     "weights inspect": "say what a file or folder is",
+    "weights fetch": "download a model of the hub",
     "weights merge": "write tensors with LoRAs merged",
     "compare": "measure how close two clips are",
     "graph": "print the graph of a network, placed on a mesh if asked",

@@ -52,16 +52,17 @@ def test_every_flag_arrives():
         " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
         " --weights-dtype float8 --auto-duration 2 3 --num-generated-keyframes 3"
         " --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
+        " --enhance-prompt --enhance-seed 6 --enhanced-prompt t --offline"
     )
     options = ModelOptions(
         "cuda", Path("m"), Path("g"), Path("u"), Path("v"), LoraSpec(Path("d"), 0.5),
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
         True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True, 3.5,
-        video_vae=Path("vv"), audio_vae=Path("av"), duration_head=Path("dh"), video_decoder="diffusion",
+        video_vae=Path("vv"), audio_vae=Path("av"), duration_head=Path("dh"), video_decoder="diffusion", offline=True,
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
     request = OneStage(
-        "a cat", 9, Fraction(24000, 1001), 5, 2, Path("ni"), (2.0, 3.0), 64, 96, images, 0, False, 3,
+        "a cat", 9, Fraction(24000, 1001), 5, 2, Path("ni"), (2.0, 3.0), True, 6, "t", 64, 96, images, 0, False, 3,
         "n", 2, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2), "stage1",
     )  # fmt: skip
     files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)
@@ -158,3 +159,21 @@ def test_no_command_is_bad_input():
 def test_an_unknown_flag_refers_to_the_help_of_its_command():
     assert "see `ltx2rt generate --help`" in run("generate", *MINIMAL[1:], "--bad").stderr
     assert "see `ltx2rt weights inspect --help`" in run("weights", "inspect", "x", "--bad").stderr
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line():
+    """Of the first 0.3 s: the import of the command line's own modules."""
+    source = """
+import sys
+import ltx2rt.__main__
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "ltx2rt.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+sys.exit(ltx2rt.__main__.main())
+"""
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "ltx2rt: error: interrupted\n")

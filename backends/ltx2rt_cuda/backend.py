@@ -118,7 +118,8 @@ class CudaBackend:
     def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> torch.Tensor:
         device, dtype = self.torch_device, torch.bfloat16 if rounded else torch.float32
         wide = [[to_torch(x).to(device, dtype).float() for x in halves] for *halves, _ in factors]
-        merged = torch.empty(weight.shape, dtype=dtype, device=device)
+        kept = torch.float32 if weight.dtype == np.float32 else dtype
+        merged = torch.empty(weight.shape, dtype=kept, device=device)
         for rows in row_chunks(len(weight)):
             delta = None
             for (up, down), (*_, scale) in zip(wide, factors, strict=True):

@@ -34,6 +34,8 @@ def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         if array.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == ml_dtypes.float8_e4m3fn:
+            return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
         return torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray gives a scalar an axis
 
 

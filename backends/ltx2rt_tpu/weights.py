@@ -166,14 +166,14 @@ def _cast(out: np.ndarray, array: np.ndarray) -> None:
 def merged(weight: np.ndarray, factors: Sequence[Factors], rounded: bool, device: Any) -> np.ndarray:
     """`weights.lora.merge` on the device, and back."""
     dtype = BF16 if rounded else F32
-    result = np.empty(weight.shape, dtype)
+    result = np.empty(weight.shape, F32 if weight.dtype == F32 else dtype)
     downs = [jax.device_put(down, device) for _, down, _ in factors]
     for rows in row_chunks(len(weight)):
         delta = None
         for (up, _, scale), down in zip(factors, downs, strict=True):
             change = _change(jax.device_put(up[rows], device), down, np.float32(scale), dtype, delta is None)
             delta = change if delta is None else _sum(delta, change, dtype)
-        result[rows] = _sum(delta, jax.device_put(weight[rows], device), dtype)
+        result[rows] = _sum(delta, jax.device_put(weight[rows], device), result.dtype)
     return result
 
 

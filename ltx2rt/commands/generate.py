@@ -26,7 +26,7 @@ import ltx2rt
 from ltx2rt.atomic_file import require_space
 from ltx2rt.backend import Backend, get_factory, keep_compiled
 from ltx2rt.commands.files import Files, video_files, write_report
-from ltx2rt.commands.options import model_options, start_ranks
+from ltx2rt.commands.options import model_options, start_ranks, wanted_files
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
@@ -34,12 +34,14 @@ from ltx2rt.media.output import check_streams, remove_clip, write_clip
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, draw_seed
-from ltx2rt.session.open import open_session, opened_checkpoint
+from ltx2rt.session.open import located, open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.denoise import RECORDED, noise_name
 from ltx2rt.stages.duration import Duration
+from ltx2rt.stages.enhance import check as check_enhancer
+from ltx2rt.stages.enhance import enhance
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage, State
@@ -88,6 +90,7 @@ def prepared(options: ModelOptions, request: Request, files: Files) -> tuple[Che
     files.check(request.seeds, [*options.files, *request.files])
     checkpoint = opened_checkpoint(options)
     files.check(request.seeds, checkpoint.files)
+    _check_enhancing(request, checkpoint)
     return checkpoint, request.resolved(checkpoint.config)
 
 
@@ -103,6 +106,39 @@ def make_plan(session: Session, request: Request) -> Plan:
     merges = session.audit(stages)
     _check_noise(request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()])
     return Plan(request, stages, loras, merges)
+
+
+def make_enhanced_plan(session: Session, request: Request) -> Plan:
+    """As `make_plan`, with the prompt written out if that is asked for, once nothing but memory can be refused."""
+    _check_enhancing(request, session.checkpoint)
+    plan = make_plan(session, request)
+    enhanced = with_enhanced_prompt(plan.request, session.checkpoint, session.options)
+    return plan if enhanced is plan.request else make_plan(session, enhanced)
+
+
+def with_enhanced_prompt(request: Request, checkpoint: Checkpoint, options: ModelOptions) -> Request:
+    """The request with its `enhanced_prompt`, if it asks for one and has none yet. Its seed is known."""
+    if not _to_enhance(request):
+        return request
+    seed = request.seed if request.enhance_seed is None else request.enhance_seed
+    assert seed is not None, "the request is not resolved"
+    note("Gemma 3 writes the prompt out ...", prefix="")
+    on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
+    text = enhance(checkpoint, request.prompt, request.first_image, seed, options.dtype or "auto", on_gpu)
+    note(f"enhanced prompt: {text}", prefix="")
+    return replace(request, enhanced_prompt=text)
+
+
+def _to_enhance(request: Request) -> bool:
+    return request.enhance_prompt and request.enhanced_prompt is None
+
+
+def _check_enhancing(request: Request, checkpoint: Checkpoint) -> None:
+    """Raises InputError, from headers alone."""
+    if request.enhance_seed is not None and not 0 <= request.enhance_seed < 2**63:
+        raise InputError(f"--enhance-seed: {request.enhance_seed}, expected 0 or more and below 2^63")
+    if _to_enhance(request):
+        check_enhancer(checkpoint, request.first_image)
 
 
 def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:
@@ -214,7 +250,7 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
     """Generate the clip's files and say where they are. What the user can mend raises InputError before any weight is
     read. request, checkpoint: as `prepared` gives them."""
     session = open_session(options, checkpoint=checkpoint)
-    plan = make_plan(session, request)
+    plan = make_enhanced_plan(session, request)
     has_video = any(isinstance(stage, Frames) for stage in plan.stages)
     check_streams(files.output, has_video, any(isinstance(stage, Sound) for stage in plan.stages))
     session.require_memory(plan.stages, warm=files.warmup)
@@ -362,7 +398,18 @@ def main(args: argparse.Namespace) -> int | None:
     if request.seed is None:  # ranks that this one starts need the same
         request = replace(request, seed=draw_seed())
         args.argv = [*args.argv, "--seed", str(request.seed)]
+    request.check()
+    options = located(options, wanted_files(type(request)))
     checkpoint, request = prepared(options, request, written)  # torch and jax take seconds to import
+    factory = get_factory(options.backend)
+    if _to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:
+        raise InputError(
+            "--enhance-prompt: several processes would write several texts; start them by --num-gpus, or give all of "
+            "them one by --enhanced-prompt"
+        )
+    if _to_enhance(request) and factory.process_per_device and prod(options.mesh.values()) > 1:
+        request = with_enhanced_prompt(request, checkpoint, options)  # once for the ranks that this one starts
+        args.argv = [*args.argv, "--enhanced-prompt", str(request.enhanced_prompt)]
     if (status := start_ranks(args, options, written.all(request.seeds))) is not None:
         return status
     if unread := _unread(args, request):

@@ -13,8 +13,9 @@ from typing import Any
 from ltx2rt.backend import get_factory
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.pipelines import FIRST, pipelines
+from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
-from ltx2rt.session.open import with_mesh
+from ltx2rt.session.open import located, with_mesh
 from ltx2rt.session.options import ModelOptions
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
@@ -28,10 +29,18 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def planned_options(args: argparse.Namespace) -> ModelOptions:
-    """Of a command that runs nothing: the backend is the device kind's, or none. Raises InputError."""
+    """Of a command that runs nothing: the backend is the device kind's, or none; nothing is downloaded for it.
+
+    Raises InputError.
+    """
     given = given_flags(args, ModelOptions) | {"backend": "", "model": args.model or Path()}
     options = ModelOptions(**given)
-    return replace(options, mesh=options.on_mesh(1), tp_size=None)
+    return located(replace(options, mesh=options.on_mesh(1), tp_size=None, offline=True))
+
+
+def wanted_files(pipeline: type[Request]) -> list[str]:
+    """The optional files of a checkpoint that the pipeline reads."""
+    return ["upsampler"] * (pipeline.scale > 1) + ["lora"] * (pipeline.distilled == "needed")
 
 
 def model_or_preset(to: Any) -> None:

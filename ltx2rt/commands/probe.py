@@ -23,7 +23,7 @@ from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, transfor
 from ltx2rt.models.catalog import diffusion
 from ltx2rt.models.diffusion_decoder import BORDERS
 from ltx2rt.session.call import Call
-from ltx2rt.session.open import open_session, opened_checkpoint
+from ltx2rt.session.open import located, open_session, opened_checkpoint
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file
 from ltx2rt.session.session import Session
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -342,6 +342,7 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 def main(args: argparse.Namespace) -> int | None:
     options, request = asked(args)
+    options = located(options)
     options.check()
     request.check()
     if (status := start_ranks(args, options, [request.outputs])) is not None:

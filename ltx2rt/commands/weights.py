@@ -1,4 +1,4 @@
-"""`ltx2rt weights make`, `inspect` and `merge`."""
+"""`ltx2rt weights make`, `inspect`, `fetch` and `merge`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.commands.options import PRESETS
+from ltx2rt.commands.options import PRESETS, wanted_files
+from ltx2rt.errors import InputError
+from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.session.options import parse_lora
+from ltx2rt.weights import hub
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.lora import merge_to_file, open_lora
@@ -22,11 +25,12 @@ def make_flags(to: Any) -> None:
     to.add_argument("--layout", choices=("official", "diffusers"), required=True)
     to.add_argument("--seed", type=int, default=0)
     to.add_argument("--upsampler", choices=tuple(UPSAMPLERS), default="x2", help="its kind (default: x2)")
+    to.add_argument("--fp8", action="store_true", help="most blocks in float8 with scales (official layout)")
     to.add_argument("--dry-run", action="store_true", help="print the manifest, write nothing")
 
 
 def make(args: argparse.Namespace) -> None:
-    more = {"seed": args.seed, "dry_run": args.dry_run, "upsampler": args.upsampler}
+    more = {"seed": args.seed, "dry_run": args.dry_run, "upsampler": args.upsampler, "fp8": args.fp8}
     print(make_checkpoint(args.preset, args.layout, args.directory, **more))
 
 
@@ -38,6 +42,21 @@ def inspect_flags(to: Any) -> None:
 def inspect(args: argparse.Namespace) -> None:
     found = inspect_path(args.path)
     print(json.dumps(found, indent=1) if args.json else format_inspection(found))
+
+
+def fetch_flags(to: Any) -> None:
+    to.add_argument("repository", type=Path, metavar="ORG/NAME[/FILE]")
+    names = ", ".join(pipelines())
+    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"whose files: {names} (default: {FIRST})")
+    to.add_argument("--revision", metavar="R", help="a branch, a tag or a commit (default: main)")
+
+
+def fetch(args: argparse.Namespace) -> None:
+    wanted = ("gemma", *wanted_files(pipeline(args.pipeline)))
+    repo = hub.parse_repo(Path(f"{args.repository}@{args.revision}" if args.revision else args.repository))
+    if repo is None:
+        raise InputError(f"{args.repository}: expected ORG/NAME or ORG/NAME/FILE of the hub, not a path")
+    print(hub.fetch(repo, wanted=wanted))
 
 
 def merge_flags(to: Any) -> None:

@@ -112,12 +112,13 @@ class Loras:
 class Request:
     """The clip flags of every pipeline. After `resolved`, no field that shapes the clip is None.
 
-    name: of the pipeline; summary: what `--help` says. distilled: "needed", "optional" or "unused", whether a distilled
-    LoRA is merged.
+    name: of the pipeline; summary: what `--help` says. scale: width and height of the first stage are those of the clip
+    divided by it. distilled: "needed", "optional" or "unused", whether a distilled LoRA is merged.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    scale: ClassVar[int] = 1
     num_stages: ClassVar[int] = 1
     distilled: ClassVar[str] = "unused"
 
@@ -131,6 +132,9 @@ class Request:
         None, "2.5, without --num-frames: the seconds between which the clip's length is chosen (default: 1 20)",
         float, metavar="MIN MAX", repeat=True,
     )  # fmt: skip
+    enhance_prompt: bool = flag(False, "have the text encoder's Gemma 3 write the prompt out first", bool)
+    enhance_seed: int | None = flag(None, "of --enhance-prompt (default: the seed)", int, metavar="N")
+    enhanced_prompt: str | None = flag(None, "what --enhance-prompt wrote in an earlier run", metavar="TEXT")
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """What the pipeline does, in order. The request is resolved."""
@@ -224,7 +228,7 @@ class Request:
     @property
     def prompts(self) -> tuple[str, ...]:
         """What the text encoder reads, in one batch: the prompt, then the negative one if a branch uses it."""
-        return (self.prompt,)
+        return (self.enhanced_prompt or self.prompt,)
 
     @property
     def text(self) -> list[Stage]:
@@ -245,6 +249,11 @@ class Request:
         """Height and width of the clip; 0 of one that has sound alone."""
         return 0, 0
 
+    @property
+    def first_image(self) -> Path | None:
+        """What a prompt is written out by, besides itself."""
+        return None
+
     def settings(self, path: Any = str) -> dict[str, Any]:
         """Every setting as JSON-able values: what the MP4's metadata and the report carry."""
         return {"pipeline": self.name} | {f.name: plain(getattr(self, f.name), path) for f in fields(self)}
@@ -254,11 +263,10 @@ class Request:
 class VideoRequest(Request):
     """The clip flags of pipelines that make pictures.
 
-    scale: width and height of the first stage are those of the clip divided by it. append_images: whether an image at
-    frame 0 is a guide beside the first frame, as every later one is, and not the first frame itself.
+    append_images: whether an image at frame 0 is a guide beside the first frame, as every later one is, and not the
+    first frame itself.
     """
 
-    scale: ClassVar[int] = 1
     append_images: ClassVar[bool] = False
 
     width: int = flag(768, "of the output, in pixels", int)
@@ -324,6 +332,10 @@ class VideoRequest(Request):
     def size_px(self) -> tuple[int, int]:
         return self.height, self.width
 
+    @property
+    def first_image(self) -> Path | None:
+        return self.images[0].path if self.images else None
+
     def geometry(self, model: ModelConfig, scale: int = 1) -> Geometry:
         """The latent grid of the clip at 1/scale of its width and height."""
         return Geometry.of(model, self.width // scale, self.height // scale, self.num_frames, self.fps)
@@ -372,7 +384,7 @@ class Guided(VideoRequest):
     @property
     def prompts(self) -> tuple[str, ...]:
         negative = (self.negative_prompt or "",) if Branches.of(self.guidance).uncond else ()
-        return (self.prompt, *negative)
+        return (self.enhanced_prompt or self.prompt, *negative)
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         full = super().resolved(model)

@@ -40,7 +40,7 @@ class TextToAudio(Request):
     @property
     def prompts(self) -> tuple[str, ...]:
         negative = (self.negative_prompt or "",) if Branches.of(self.guidance).uncond else ()
-        return (self.prompt, *negative)
+        return (self.enhanced_prompt or self.prompt, *negative)
 
     def check(self) -> None:
         super().check()

@@ -121,7 +121,7 @@ class Crew:
         """End every rank because of an exception on this one, unless another rank's end is what caused it."""
         if not bad_input:
             time.sleep(EXPLAIN_S)  # the watching thread ends this process first if it finds the cause
-        self.end(f"rank {self.rank}: {message}", status)
+        self.end(f"{message} (rank {self.rank})" if bad_input else f"rank {self.rank}: {message}", status)
 
     def end(self, message: str, status: int, by_signal: bool = False) -> NoReturn:
         """Leave at once, from any thread, with a line on stderr if this rank is the first to end.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 from ltx2rt.backend import Backend, DeviceInfo, get_backend, get_factory
 from ltx2rt.notes import note
 from ltx2rt.placement.profiles import resolve
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
+from ltx2rt.weights.hub import OPTIONAL, fetch, parse_repo
 
 
 def open_session(options: ModelOptions, dtype: str | None = None, checkpoint: Checkpoint | None = None) -> Session:
@@ -28,6 +30,30 @@ def opened_checkpoint(options: ModelOptions) -> Checkpoint:
     o = options
     parts = {"video_vae": o.video_vae, "audio_vae": o.audio_vae, "duration_head": o.duration_head}
     return open_checkpoint(o.model, o.text_encoder, o.upsampler, o.temporal_upsampler, **parts)
+
+
+def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelOptions:
+    """The options with repositories of the hub replaced by files in its cache, which are downloaded if need be.
+
+    wanted: kinds of files that come with the checkpoint where no flag names them. Raises InputError.
+    """
+
+    def local(path: Path, part: str, wanted: tuple[str, ...] = ()) -> Path:
+        repo = parse_repo(path)
+        return fetch(repo, part, wanted, options.offline) if repo else path
+
+    def lora(spec: LoraSpec) -> LoraSpec:
+        return spec if spec == NO_LORA else replace(spec, path=local(spec.path, "lora"))
+
+    given = {"upsampler": options.upsampler, "lora": options.distilled_lora, "gemma": options.text_encoder}
+    return replace(
+        options,
+        model=local(options.model, "main", tuple(k for k, v in given.items() if v is None and k in (*wanted, "gemma"))),
+        text_encoder=options.text_encoder and local(options.text_encoder, "gemma"),
+        upsampler=options.upsampler and local(options.upsampler, "upsampler"),
+        distilled_lora=options.distilled_lora and lora(options.distilled_lora),
+        loras=tuple(map(lora, options.loras)),
+    )
 
 
 def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
@@ -86,7 +85,9 @@ class ModelOptions:
     """The model flags of `generate`."""
 
     backend: str = flag(MISSING, "cuda (PyTorch) or tpu (JAX); both run on a CPU too")
-    model: Path = flag(MISSING, "a checkpoint: a file or a folder", Path, metavar="PATH")
+    model: Path = flag(
+        MISSING, "a checkpoint: a file, a folder or a repository of the hub", Path, metavar="PATH|ORG/NAME[@REVISION]"
+    )
     text_encoder: Path | None = flag(
         None, "the Gemma folder, or 2.5's text-encoder file (default: found near --model)", Path, metavar="PATH"
     )
@@ -138,6 +139,7 @@ class ModelOptions:
     video_decoder: str | None = flag(
         None, "2.5 has both (default: conv, if it was found)", choices=("conv", "diffusion")
     )
+    offline: bool = flag(False, "of the hub's repositories use what is in its cache alone", bool)
 
     def compute_dtype(self, default: str) -> str:
         """The dtype asked for; weights of another one than float32 are multiplied in bfloat16."""
@@ -165,11 +167,6 @@ class ModelOptions:
 
     def check(self) -> None:
         """Refuse options that no model could satisfy. Raises InputError; reads no file."""
-        if re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", str(self.model)) and not self.model.exists():
-            raise InputError(
-                f"--model: {self.model} does not exist; if it is a repository of the Hugging Face hub, run "
-                f"`hf download {self.model} --local-dir FOLDER` and pass FOLDER"
-            )
         existing("--model", self.model)
         if snapshots := sorted(self.model.glob("snapshots/*")):
             raise InputError(f"--model: {self.model} is a cache of the hub; pass its snapshot, such as {snapshots[-1]}")

@@ -19,6 +19,7 @@ from ltx2rt.session.call import Call, WeightsKey
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.weights.checkpoint import Checkpoint, audit
 from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
+from ltx2rt.weights.quantised import stored_float8
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Counted:
         tensor = self.source.read(name, *cuts)
         self.bytes += tensor.nbytes
         return tensor
+
+    def float8(self, name: str, *cuts: Any) -> Any:
+        kept = stored_float8(self.source, name, *cuts)
+        self.bytes += kept[0].nbytes if kept else 0
+        return kept
 
 
 class WeightStore:

@@ -12,7 +12,7 @@ from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import MODALITIES, Stage, State
-from ltx2rt.stages.tokenizer import count_tokens, tokenize
+from ltx2rt.stages.tokenizer import check_vocabulary, count_tokens, tokenize
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Text(Stage):
 
     def check(self, session: Session) -> None:
         tokenizer = session.checkpoint.require_tokenizer()
+        if session.config.gemma is not None:
+            check_vocabulary(tokenizer, session.config.gemma.vocab_size)
         for prompt in self.prompts:
             if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS and session.backend.is_main:
                 said = f"the prompt has {count} tokens, the model reads the first {PROMPT_TOKENS}"

@@ -57,6 +57,14 @@ def tokenize(
     return ids, mask
 
 
+def check_vocabulary(tokenizer_json: Path | Asset, size: int) -> None:
+    """Refuse a tokenizer whose ids reach beyond an embedding of `size` rows: another model's. Raises InputError."""
+    if (most := max(_tokenizer(tokenizer_json).get_vocab().values(), default=0)) >= size:
+        raise InputError(
+            f"{tokenizer_json}: its ids reach {most}, the text encoder has {size} tokens; restore the Gemma folder"
+        )
+
+
 def count_tokens(tokenizer_json: Path | Asset, prompt: str) -> int:
     """How many tokens the prompt has before any is cut off, BOS included. Raises InputError as `tokenize` does."""
     tokenizer = _tokenizer(tokenizer_json)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -28,9 +28,10 @@ from ltx2rt.weights.configs import Keys, parse_json, version_tuple
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, cut, open_tensors
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, fused_of, gemma_to_canonical, to_official
+from ltx2rt.weights.quantised import Float8, dequantised, stored_float8
 
 T = TypeVar("T")
-FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+ENCODED = [np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, np.uint8)]
 COMPONENTS = ("transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler", "temporal_upsampler")
 COMPONENTS += ("diffusion_decoder", "duration_head")
 OPTIONAL = ("temporal_upsampler", "diffusion_decoder", "duration_head")  # not every generation has them
@@ -76,6 +77,7 @@ UPSAMPLERS = {  # kind by the upsampling convolution's dimensions, and output ch
 }
 LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight$|\.alpha$")
 BLOCK_MATRIX = re.compile(r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$")
+INDEX = "model_index.json"  # passed as the model, it means the diffusers folders beside it
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
 TEXT_ENCODER_KEY = "model.layers.0.post_feedforward_layernorm.weight"
 TOKENIZER_ASSET = "tokenizer_json"
@@ -111,6 +113,10 @@ class RenamedSource:
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         source, stored = self._home[name]
         return source.read(stored, *cuts)
+
+    def float8(self, name: str, *cuts: Cut) -> Float8 | None:
+        source, stored = self._home[name]
+        return stored_float8(source, stored, *cuts)
 
     def joined(self, other: RenamedSource, names: Iterable[str]) -> RenamedSource:
         return RenamedSource(self.where, self._home | {name: other._home[name] for name in names})
@@ -230,12 +236,20 @@ def absent(part: str, path: Path, unreadable: Iterable[str] = ()) -> InputError:
     return InputError(f"{path}: no {WORDS.get(part, part)} was found; pass one with {flag}{notes}")
 
 
-def only(part: str, candidates: list[T], describe: Callable[[T], str] = str) -> T | None:
-    if len(candidates) > 1:
-        listed = ", ".join(map(describe, candidates))
-        flag = FLAGS.get(part, "--model")
-        raise InputError(f"{len(candidates)} candidates for the {WORDS.get(part, part)}: {listed}; choose with {flag}")
+def only(part: str, candidates: list[T]) -> T | None:
+    refuse_ambiguous(**{part: candidates})
     return candidates[0] if candidates else None
+
+
+def refuse_ambiguous(**found: Sequence[Any]) -> None:
+    """Raise one InputError for all parts that have several candidates, listing them and the flags that choose."""
+    said = []
+    for part, candidates in found.items():
+        if len(candidates) > 1:
+            listed, flag = ", ".join(map(str, candidates)), FLAGS.get(part, "--model")
+            said.append(f"{len(candidates)} candidates for the {WORDS.get(part, part)}: {listed}; choose with {flag}")
+    if said:
+        raise InputError(". ".join(said))
 
 
 # ---- recognising parts ----------------------------------------------------------------------------------------------
@@ -260,7 +274,7 @@ class Parts:
     unreadable: list[str] = field(default_factory=list)
 
 
-def file_kind(file: TensorFile) -> str | None:
+def file_kind(file: Any) -> str | None:
     """ "main", "lora", one of `UPSAMPLERS`, another part that has a file of its own, or None, from the names and shapes
     in the header."""
     names = set(file.names())
@@ -317,7 +331,9 @@ def scan(folder: Path, deep: bool = False) -> Parts:
         try:
             if path.is_dir():
                 kind = folder_kind(path)
-                if kind in ("gemma", *UPSAMPLERS.values()):
+                if kind and not any(path.glob("*.safetensors*")):  # as a download of other parts leaves it
+                    parts.unreadable.append(f"{path}: a config without weights")
+                elif kind in ("gemma", *UPSAMPLERS.values()):
                     getattr(parts, kind).append(path)
                 elif kind:
                     parts.diffusers.setdefault(kind, []).append(path)
@@ -368,8 +384,12 @@ def open_checkpoint(
         "audio_vae": audio_vae,
         "duration_head": duration_head,
     }
+    mains: list[Any] = []
     folder = path if path.is_dir() else path.parent
-    if path.is_dir() and folder_kind(path) == "transformer":
+    if path.name == INDEX:
+        path, main = path.parent, None
+        parts = scan(folder)
+    elif path.is_dir() and folder_kind(path) == "transformer":
         folder, main = path.parent, None
         parts = scan(folder)
         parts.diffusers["transformer"] = [path]
@@ -377,7 +397,9 @@ def open_checkpoint(
         parts = scan(path)
         if not parts.main and "transformer" not in parts.diffusers:
             parts = scan(path, deep=True)
-        main = only("main", parts.main, lambda file: str(file.path))
+        mains = [file.path for file in parts.main]
+        mains += [path / INDEX] if "transformer" in parts.diffusers else []
+        main = parts.main[0] if parts.main else None
     else:
         main = TensorFile(path)
         if file_kind(main) != "main":
@@ -388,10 +410,10 @@ def open_checkpoint(
         alone = "video_vae" not in official_sources(main) and not (parts.video_vae or parts.diffusion_decoder)
         if alone and os.access(folder.parent, os.R_OK):
             parts = scan(folder.parent, deep=True)
-    if main is not None and "transformer" in parts.diffusers and path.is_dir():
-        raise InputError(
-            f"{path}: both a single file ({main.path.name}) and a diffusers transformer; pass one as --model"
-        )
+    parts.upsampler = [each for each in parts.upsampler if each.is_dir() == (main is None)] or parts.upsampler
+    index = model_index(folder)
+    sought = {part: listed(getattr(parts, part), index) for part in ("gemma", "upsampler") if not given[part]}
+    refuse_ambiguous(main=mains, **sought)
     if main is None and "transformer" not in parts.diffusers:
         if parts.unreadable:
             raise InputError(parts.unreadable[0])
@@ -399,7 +421,6 @@ def open_checkpoint(
             f"{path}: no checkpoint: neither an official single file nor a diffusers transformer "
             f"({_contents_of_folder(path, parts)}); pass one with --model"
         )
-    index = model_index(folder)
 
     def pick(part: str) -> Path | None:
         return Path(chosen) if (chosen := given[part]) else only(part, listed(getattr(parts, part), index))
@@ -422,6 +443,7 @@ def open_checkpoint(
         )
 
     if main is not None:
+        main = dequantised(main)
         layout = "official"
         own = official_sources(main).keys()
         files = {part: pick(part) for part in ("audio_vae", "duration_head") if part not in own or given[part]}
@@ -449,17 +471,20 @@ def open_checkpoint(
             )
         sources[part] = sources[part].joined(sources["video_vae"], STATISTICS)
     for source in sources.values():
-        _refuse_float8(source)
+        _refuse_encoded(source)
     tokenizer = _tokenizer(gemma_path, parts.tokenizer)
     return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), tuple(parts.unreadable))
 
 
-def _refuse_float8(source: RenamedSource) -> None:
-    """Their scales are spelled in several ways, and some files have none."""
-    if encoded := [name for name in source.names() if source.info(name).dtype in FLOAT8]:
+def _refuse_encoded(source: RenamedSource) -> None:
+    """Raises InputError for quantised tensors without the companions of `quantised`: scales are spelled in several
+    ways, and some files have none."""
+    names = [name for name in source.names() if name.endswith("weight")]
+    if encoded := [name for name in names if source.info(name).dtype in ENCODED]:
+        dtypes = ", ".join(sorted({str(source.info(name).dtype) for name in encoded}))
         raise InputError(
-            f"{source.where}: {len(encoded)} tensors are float8 (first {encoded[0]}), and no float8 file is read; "
-            "pass the bfloat16 one and, for float8 on the device, --weights-dtype float8"
+            f"{source.where}: {len(encoded)} tensors are {dtypes} without the scales of a known format (first "
+            f"{encoded[0]}); pass the bfloat16 file and, for float8 on the device, --weights-dtype float8"
         )
 
 
@@ -712,6 +737,7 @@ def open_upsampler(path: Path, flag: str = "--upsampler") -> tuple[UpsamplerConf
 def renamed(tensors: TensorSource, where: Path, canonical: Callable[[str], str | None]) -> RenamedSource:
     """canonical: a tensor's name, None leaves it out. Raises InputError for two of one name."""
     home: dict[str, tuple[TensorSource, str]] = {}
+    tensors = dequantised(tensors)
     for stored in tensors.names():
         name = canonical(stored)
         if name is None:

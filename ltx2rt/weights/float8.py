@@ -7,6 +7,7 @@ from typing import Any
 
 from ltx2rt.backend import TensorSource
 from ltx2rt.graph.ir import Cut
+from ltx2rt.weights.quantised import stored_float8
 
 Piece = tuple[str, *tuple[Cut, ...]]  # of a tensor, as `Layout.pieces` names it
 
@@ -27,5 +28,16 @@ class EncodedSource:
             return self.source.read(*piece)
         if encoding == "scale" and piece in self.scales:
             return self.scales[piece]
-        values, self.scales[piece] = self.quantise(self.source.read(*piece))
+        values, self.scales[piece] = self._float8(piece)
         return self.scales[piece] if encoding == "scale" else values
+
+    def _float8(self, piece: Piece) -> tuple[Any, Any]:
+        """What is stored in float8 is kept, and stays with one scale where LoRAs have changed it."""
+        kept = stored_float8(self.source, *piece)
+        if kept is None:
+            return self.quantise(self.source.read(*piece))
+        array, scale = kept
+        if scale is None:
+            values, whole = self.quantise(array.reshape(1, -1))
+            return values.reshape(array.shape), whole[[0] * len(array)]
+        return array, scale

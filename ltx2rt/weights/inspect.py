@@ -18,6 +18,7 @@ from ltx2rt.weights.checkpoint import (
     ASSETS,
     COMPONENTS,
     FLAGS,
+    INDEX,
     OPTIONAL,
     TOKENIZER_ASSET,
     UPSAMPLERS,
@@ -45,7 +46,10 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
     Raises InputError only for what cannot be read at all or holds nothing of LTX-2.
     """
     path = Path(path)
-    kind = (folder_kind(path) or "checkpoint") if path.is_dir() else file_kind(TensorFile(path))
+    if path.name == INDEX:
+        kind = "checkpoint"
+    else:
+        kind = (folder_kind(path) or "checkpoint") if path.is_dir() else file_kind(TensorFile(path))
     describe = {
         "main": _checkpoint,
         "checkpoint": _checkpoint,
@@ -62,7 +66,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     try:
         checkpoint = open_checkpoint(path)
     except InputError as error:
-        if path.is_dir():
+        if path.is_dir() or path.name == INDEX:
             raise
         found = {component: _tensors(source) for component, source in official_sources(TensorFile(path)).items()}
         return {"kind": "checkpoint", "layout": "official", "components": found, "problems": [str(error)]}
@@ -195,7 +199,7 @@ def _tensors(source: TensorSource) -> dict[str, Any]:
         "tensors": len(infos),
         "elements": sum(prod(info.shape) for info in infos.values()),
         "bytes": sum(info.nbytes for info in infos.values()),
-        "dtypes": dict(Counter(DTYPE_NAMES[info.dtype] for info in infos.values())),
+        "dtypes": dict(Counter(getattr(info, "format", None) or DTYPE_NAMES[info.dtype] for info in infos.values())),
         "names": sorted(infos),
     }
 

@@ -22,6 +22,7 @@ from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.configs import version_tuple
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
 from ltx2rt.weights.names import collapse, component_of, to_official
+from ltx2rt.weights.quantised import Float8, stored_float8
 
 if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Checkpoint
@@ -147,10 +148,11 @@ def merge(weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.n
     """W' = W[out, in] + the sum of all s * (B @ A), every product accumulated in float32: the definition.
 
     rounded: as the official code in bfloat16, the first Delta = bf16(bf16(B*s) @ A), each further
-    Delta = bf16(Delta + s*(B @ A)), and W' = bf16(Delta + W). Otherwise float32 throughout.
+    Delta = bf16(Delta + s*(B @ A)), and W' = bf16(Delta + W), which stays float32 if W is (it was dequantised, and its
+    reader rounds). Otherwise float32 throughout.
     """
     wide = [(_floats(up, rounded), _floats(down, rounded), np.float32(scale)) for up, down, scale in factors]
-    merged = np.empty(weight.shape, BF16 if rounded else F32)
+    merged = np.empty(weight.shape, F32 if weight.dtype == F32 or not rounded else BF16)
     for rows in row_chunks(len(weight)):
         delta = None  # f32, holding bf16 values where rounded
         for up, down, scale in wide:
@@ -236,7 +238,12 @@ class MergedSource:
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
-        return TensorInfo(info.shape, self._dtype) if name in self._pairs else info
+        return TensorInfo(info.shape, F32 if info.dtype == F32 else self._dtype) if name in self._pairs else info
+
+    def float8(self, name: str, *cuts: Cut) -> Float8 | None:
+        """As it is stored, or merged and to be quantised anew: None for what is not stored in float8."""
+        kept = stored_float8(self._source, name, *cuts)
+        return (self.read(name, *cuts), None) if kept and name in self._pairs else kept
 
     def read(self, name: str, *cuts: Cut) -> Any:
         """The merged tensor, or a slice of it, for which only the slices of the LoRAs that reach it are multiplied.

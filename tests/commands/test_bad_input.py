@@ -1,6 +1,7 @@
 """Through the real command line: bad input exits with 2 and one line, reads no weight and leaves no file."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,27 @@ def test_a_gemma_of_the_wrong_size(refused, model, tmp_path):
     assert str(gemma) in refused("--text-encoder", gemma)
 
 
+def test_a_tokenizer_of_another_model_is_refused_before_weights(refused, model, tmp_path):
+    gemma = tmp_path / "gemma"
+    shutil.copytree(model / "gemma-3", gemma)
+    words = json.loads((gemma / "tokenizer.json").read_text())
+    words["model"]["vocab"]["other"] = 5000
+    (gemma / "tokenizer.json").write_text(json.dumps(words))
+    assert "ids reach" in refused("--text-encoder", gemma)
+
+
+def test_what_cannot_be_enhanced(refused, monkeypatch):
+    assert "--enhance-seed: -1" in refused("--enhance-seed", -1)
+    with monkeypatch.context() as patch:
+        patch.setattr("ltx2rt.stages.enhance.find_spec", lambda name: None if name == "accelerate" else name)
+        assert "--enhance-prompt: needs accelerate; install ltx2rt[enhance]" in refused("--enhance-prompt")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    # Joining the other rank comes first: what this one would say is asked for without it.
+    monkeypatch.setattr("ltx2rt.cli._join", lambda args: None)
+    assert "several processes would write several texts" in refused("--enhance-prompt")
+
+
 def test_loras_and_upsamplers_of_something_else(refused, model, tmp_path):
     zeros = np.zeros((4, 4), np.float32)
     names = [f"diffusion_model.elsewhere.lora_{side}.weight" for side in "AB"]
@@ -194,7 +216,11 @@ def test_probe_and_merge_replace_no_input(model, tmp_path, command):
 
 
 def test_names_and_caches_of_the_hub(refused, tmp_path):
-    assert "run `hf download Lightricks/LTX-2.3" in refused("--model", "Lightricks/LTX-2.3")
+    absent = (
+        r"Lightricks/LTX-2.3: neither a path nor in the hub's cache .*offline; run `ltx2rt weights fetch Lightricks"
+    )
+    assert re.search(absent, refused("--model", "Lightricks/LTX-2.3", "--offline"))
+    assert re.search("no/lora: neither a path", refused("--lora", "no/lora/style.safetensors:0.5", "--offline"))
     snapshot = tmp_path / "models--X--Y" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     assert f"pass its snapshot, such as {snapshot}" in refused("--model", tmp_path / "models--X--Y")

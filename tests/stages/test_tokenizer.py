@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
-from ltx2rt.stages.tokenizer import tokenize
+from ltx2rt.stages.tokenizer import check_vocabulary, tokenize
 
 WORDS = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "cat", "sings", "loudly"]
 
@@ -61,3 +61,9 @@ def test_a_broken_or_foreign_file_is_refused(tmp_path):
     Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(path))
     with pytest.raises(InputError, match="no <bos>"):
         tokenize(path, ["a"])
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tokenizer_json):
+    check_vocabulary(tokenizer_json, len(WORDS))
+    with pytest.raises(InputError, match=r"tokenizer\.json: its ids reach 7, the text encoder has 7 tokens"):
+        check_vocabulary(tokenizer_json, len(WORDS) - 1)

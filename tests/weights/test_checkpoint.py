@@ -209,8 +209,21 @@ def test_a_diffusers_folder_is_read_by_config_not_by_name(diffusers):
 
 def test_both_layouts_in_one_folder_are_ambiguous(official, diffusers):
     (diffusers / MAIN).symlink_to(official / MAIN)
-    with pytest.raises(InputError, match="both a single file"):
+    with pytest.raises(
+        InputError, match=r"2 candidates for the checkpoint: .*tiny-2\.3\.safetensors, .*model_index\.json;"
+    ):
         open_checkpoint(diffusers)
+    assert open_checkpoint(diffusers / MAIN).layout == "official"
+    assert open_checkpoint(diffusers / "model_index.json").layout == "diffusers"
+
+
+def test_all_parts_that_are_ambiguous_are_said_at_once(official):
+    for part in (MAIN, UP):
+        (official / f"second-{part}").symlink_to(official / part)
+    (official / "gemma-4").symlink_to(official / "gemma-3")
+    says = r"2 cand.* checkpoint: .*--model\. 2 cand.* Gemma folder: .*--text-encoder\. 2 cand.*: .*--upsampler$"
+    with pytest.raises(InputError, match=says):
+        open_checkpoint(official)
 
 
 @pytest.mark.parametrize(("name", "other"), [("tiny-2.3", "tiny-2.0"), ("tiny-2.0", "tiny-2.3")])
@@ -222,16 +235,16 @@ def test_connectors_of_another_generation_are_refused(tiny, tmp_path, name, othe
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("scales", [False, True])
-def test_a_float8_file_is_refused_when_it_is_opened(official, scales):
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "U8"])
+def test_a_quantised_file_without_known_scales_is_refused_when_it_is_opened(official, dtype):
     file = TensorFile(official / MAIN)
     infos = {name: file.info(name) for name in file.names()}
     name = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
-    infos[name] = TensorInfo(infos[name].shape, DTYPES["F8_E4M3"])
-    if scales:
+    infos[name] = TensorInfo(infos[name].shape, DTYPES[dtype])
+    if dtype in ("F8_E5M2", "U8"):
         infos[name + "_scale"] = TensorInfo((), F32)
     write_tensors(official / MAIN, infos, None, file.metadata)
-    with pytest.raises(InputError, match=r"1 tensors are float8.*bfloat16 one.*--weights-dtype float8"):
+    with pytest.raises(InputError, match=r"1 tensors are .* without the scales.*bfloat16 file.*--weights-dtype float8"):
         open_checkpoint(official)
 
 

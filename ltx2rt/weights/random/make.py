@@ -22,6 +22,7 @@ import numpy as np
 from ltx2rt import __version__
 from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.graph.ops import quantise_rows
 from ltx2rt.models.mel import mel_basis
 from ltx2rt.weights import configs
 from ltx2rt.weights.checkpoint import STATISTICS
@@ -32,7 +33,9 @@ from ltx2rt.weights.random import filters
 from ltx2rt.weights.random.presets import Preset, preset
 
 BF16, F32, U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.uint8)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 TABLE = re.compile(r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$")  # float32 in the released files, all else bf16
+BLOCK_WEIGHT = re.compile(r"model\.diffusion_model\.transformer_blocks\.(\d+)\..*\.weight")
 FORWARD_BASIS, INVERSE_BASIS = (f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse"))
 TYPE_EMBEDDING = "vae.decoder.type_emb"  # of decoding with keyframes, which no network of ours does
 SINGLE_FILE = ("transformer", "text", "video_vae", "audio_vae", "vocoder")
@@ -74,6 +77,7 @@ class Tensor:
     info: TensorInfo
     part: tuple[int, int] | None = None  # this one, and of how many, of the equal parts of that tensor's rows
     data: bytes | None = None  # a file's, in place of values
+    quantised: TensorInfo | None = None  # this is the float8 form of such a tensor, or its scale
 
 
 @dataclass
@@ -120,18 +124,22 @@ def make_checkpoint(
     dry_run: bool = False,
     empty: bool = False,
     upsampler: str = "x2",
+    fp8: bool = False,
 ) -> str:
     """Write a checkpoint into `directory` (created if need be, which must not hold one of its files already).
 
     Returns what a person wants to see: the manifest of a dry run, else the files written.
     Peak memory: the largest tensor. empty: all zeros in sparse files, for those who need the headers alone.
     upsampler: its kind, one of `UPSAMPLERS`.
+    fp8: most blocks' linears in float8 with scales, as the released fp8 files have them.
     """
     if layout not in ("official", "diffusers"):
         raise InputError(f"unknown layout {layout!r}, known are official, diffusers")
     if seed < 0:
         raise InputError(f"seed {seed} is negative; pass one from 0 on")
-    plan = plan_checkpoint(preset(name, upsampler), name, layout)
+    if fp8 and layout != "official":
+        raise InputError(f"--fp8: such files are of the official layout, not {layout}; leave one out")
+    plan = plan_checkpoint(preset(name, upsampler), name, layout, fp8)
     if dry_run:
         return plan.manifest()
     directory = Path(directory)
@@ -202,6 +210,20 @@ def lora_tensors(
     return out
 
 
+def in_float8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The linears of the blocks 1 to 42 of 48, as in LTX-2.0's released fp8 file; of fewer, at least of block 1."""
+    blocks, out = range(1, max(2, config.transformer.num_layers - 5)), {}
+    for key, tensor in tensors.items():
+        match = BLOCK_WEIGHT.fullmatch(key)
+        if not match or int(match[1]) not in blocks or len(tensor.info.shape) != 2:
+            out[key] = tensor
+            continue
+        out[key] = Tensor(key, TensorInfo(tensor.info.shape, E4M3), quantised=tensor.info)
+        for scale in ("weight_scale", "input_scale"):
+            out[key.removesuffix("weight") + scale] = Tensor(key, TensorInfo((), F32), quantised=tensor.info)
+    return out
+
+
 def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple[int, ...]]:
     """The image tower that a Gemma 3 folder carries and a text encoder does not read (Siglip, no head)."""
     width, ff, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
@@ -233,7 +255,7 @@ def tensors_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     }
 
 
-def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
+def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> Plan:
     config, plan = made.config, Plan()
     assert config.gemma is not None and config.upsampler is not None
     shapes = stored(config)
@@ -264,7 +286,7 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
     if layout == "official":
         whole = {key: tensor for component in SINGLE_FILE for key, tensor in tensors(component).items()}
         metadata = {"config": json.dumps(configs.official_json(config))} | version
-        plan.add(f"{name}.safetensors", whole, metadata)
+        plan.add(f"{name}.safetensors", in_float8(whole, config) if fp8 else whole, metadata)
         flat = {"config": json.dumps(configs.upsampler_json(config.upsampler, "official"))}
         scale, kind = config.upsampler.kind.split()
         plan.add(f"{name}-{kind}-upsampler-{scale}.safetensors", tensors("upsampler"), flat)
@@ -493,6 +515,9 @@ def values(tensor: Tensor, seed: int) -> np.ndarray:
         i, count = tensor.part
         whole = values(Tensor(name, TensorInfo((count * shape[0], *shape[1:]), tensor.info.dtype)), seed)
         return whole[i * shape[0] : (i + 1) * shape[0]]
+    if tensor.quantised:
+        float8, scale = quantise_rows(values(Tensor(name, tensor.quantised), seed).reshape(1, -1))
+        return scale.reshape(()) if tensor.info.dtype == F32 else float8.reshape(shape)
     fixed = _fixed(name, shape)
     if fixed is not None:
         return np.broadcast_to(fixed, shape).astype(np.float32).astype(tensor.info.dtype)

@@ -1,0 +1,210 @@
+"""Quantised files: a stored matrix and its companions, read as the float32 matrix that they stand for.
+
+| format | `X.weight` | companions |
+|---|---|---|
+| float8 | e4m3 [out, in] | `X.weight_scale` f32: one number, or [out, 1] |
+| int8   | int8 [out, in], rotated if `comfy_quant` says so | `X.weight_scale` as above, `X.comfy_quant` uint8: JSON |
+| nvfp4  | uint8 [out, in/2], two e2m1 numbers each, the high half first | `X.weight_scale` e4m3 for each 16 inputs, in the tiles of `swizzled`; `X.weight_scale_2` f32: one number |
+
+Each may have `X.input_scale`, of activations that are quantised by a fixed scale, which is not used. Which matrices are
+stored so is discovered from the header, never assumed: releases differ in it.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, reduce
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Cut
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource
+
+E4M3, F32 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float32)
+COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale", "comfy_quant")
+BLOCK = 16  # inputs that share a scale in nvfp4
+HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
+Float8 = tuple[Any, Any]  # e4m3 [rows, n] and its scale f32[rows, 1]; or numbers [rows, n] and None: to be quantised
+
+
+@dataclass(frozen=True)
+class Packed(TensorInfo):
+    """shape, dtype: of what reading gives. nbytes: of what is stored. group: inputs that are decoded together."""
+
+    format: str
+    stored_bytes: int
+    group: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored_bytes
+
+
+class Dequantised:
+    """A file (or the files of a folder) whose quantised matrices are read as float32; companions have no name."""
+
+    def __init__(self, file: TensorFile | TensorFolder):
+        """Raises InputError for companions that do not fit their matrix."""
+        self.file, self.path, self.metadata = file, file.path, file.metadata
+        names = set(file.names())
+        self._packed = {name: packed for name in names if (packed := _packed(file, name, names))}
+        self._hidden = {name[: -len("weight")] + companion for name in self._packed for companion in COMPANIONS}
+
+    def names(self) -> Iterable[str]:
+        return (name for name in self.file.names() if name not in self._hidden)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._packed.get(name) or self.file.info(name)
+
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
+        """The matrix, or a slice of it, for which only what is stored for it is read."""
+        packed = self._packed.get(name)
+        if packed is None:
+            return self.file.read(name, *cuts)
+        rows, columns = (_range(size, dim, cuts) for dim, size in enumerate(packed.shape))
+        start = columns.start // packed.group * packed.group
+        stop = -(-columns.stop // packed.group) * packed.group
+        decode = _nvfp4 if packed.format == "nvfp4" else _scaled
+        array = decode(self.file, name, packed, (0, rows.start, rows.stop), (start, stop))
+        return array[:, columns.start - start : columns.stop - start]
+
+    def float8(self, name: str, *cuts: Cut) -> Float8 | None:
+        """Values and scale as they are stored; None for what is not stored in float8."""
+        if name not in self._packed or self._packed[name].format != "float8":
+            return None
+        values = self.file.read(name, *cuts)
+        return values, _scale(self.file, name, len(values), cuts)
+
+
+def dequantised(file: Any) -> Any:
+    """The file itself, or as `Dequantised` if it holds what one can be read of."""
+    found = Dequantised(file)
+    return found if found._packed else file
+
+
+def stored_float8(source: TensorSource, name: str, *cuts: Cut) -> Float8 | None:
+    """`source.float8`, for the sources that have it."""
+    read = getattr(source, "float8", None)
+    return read(name, *cuts) if read else None
+
+
+# ---- recognising ----------------------------------------------------------------------------------------------------
+
+
+def _packed(file: TensorFile | TensorFolder, name: str, names: set[str]) -> Packed | None:
+    """What is known of a quantised matrix from the header (and its JSON); None for any other tensor."""
+    stem = name[: -len("weight")]
+    if not name.endswith(".weight") or f"{stem}weight_scale" not in names or len(file.info(name).shape) != 2:
+        return None
+    (rows, columns), dtype = file.info(name).shape, file.info(name).dtype
+    size = sum(file.info(stem + part).nbytes for part in ("weight", *COMPANIONS) if stem + part in names)
+    if dtype == np.uint8 and f"{stem}weight_scale_2" in names:
+        shape = (rows, 2 * columns)
+        expected = -(-rows // 128) * 128 * -(-shape[1] // BLOCK // 4) * 4
+        _expect(file, f"{stem}weight_scale", prod(file.info(f"{stem}weight_scale").shape) == expected,
+                f"{expected} scales, for each {BLOCK} inputs in tiles of 128x4")  # fmt: skip
+        _expect(file, f"{stem}weight_scale_2", prod(file.info(f"{stem}weight_scale_2").shape) == 1, "one number")
+        _expect(file, name, shape[1] % BLOCK == 0, f"a multiple of {BLOCK // 2} bytes in each row")
+        return Packed(shape, F32, "nvfp4", size, BLOCK)
+    if dtype not in (E4M3, np.int8):
+        return None
+    fits = file.info(f"{stem}weight_scale").shape in ((), (1,), (rows, 1))
+    _expect(file, f"{stem}weight_scale", fits, f"one number or [{rows}, 1]")
+    group = _rotation(file, f"{stem}comfy_quant") if f"{stem}comfy_quant" in names and dtype == np.int8 else 1
+    _expect(file, name, columns % group == 0, f"rows of groups of {group}")
+    return Packed((rows, columns), F32, "float8" if dtype == E4M3 else "int8", size, group)
+
+
+def _rotation(file: TensorFile | TensorFolder, name: str) -> int:
+    """Inputs that were rotated together, 1: none."""
+    try:
+        said = json.loads(file.read(name).tobytes())
+        group = said["convrot_groupsize"] if said.get("convrot") else 1
+    except (ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"{file.path}: {name} is no JSON of this format ({error}); download the file again") from None
+    known = said.get("format") == "int8_tensorwise" and group in (4**power for power in range(7))
+    _expect(file, name, known, f'"int8_tensorwise" in groups of a power of 4, it says {json.dumps(said)[:120]}')
+    return group
+
+
+def _expect(file: TensorFile | TensorFolder, name: str, fits: bool, expected: str) -> None:
+    if not fits:
+        info = file.info(name)
+        raise InputError(
+            f"{file.path}: {name} is {info.dtype} {list(info.shape)}, expected {expected}; pass the bfloat16 file"
+        )
+
+
+def _range(size: int, dim: int, cuts: Iterable[Cut]) -> range:
+    found = range(size)
+    for at, start, stop in cuts:
+        found = found[start:stop] if at == dim else found
+    return found
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+
+def _scale(file: TensorSource, name: str, num_rows: int, cuts: Iterable[Cut]) -> np.ndarray:
+    """f32[num_rows, 1], those of the rows that are read."""
+    scale = file.read(f"{name}_scale").astype(np.float32)
+    if scale.size == 1:
+        return np.full((num_rows, 1), scale.reshape(()))
+    rows = _range(len(scale), 0, cuts)
+    return scale[rows.start : rows.stop]
+
+
+def _scaled(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: tuple[int, int]) -> np.ndarray:
+    """Integers are rotated before they are scaled: their sums are exact, so that one rounding is all."""
+    values = file.read(name, rows, (1, *columns))
+    float8 = packed.format == "float8"
+    array = e4m3_numbers()[values.view(np.uint8)] if float8 else values.astype(np.float32)
+    if packed.group > 1:
+        array = (array.reshape(-1, packed.group) @ rotation(packed.group)).reshape(array.shape)
+    array *= _scale(file, name, len(array), [rows])
+    return array
+
+
+def _nvfp4(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: tuple[int, int]) -> np.ndarray:
+    start, stop = columns
+    halves = file.read(name, rows, (1, start // 2, stop // 2))
+    array = np.empty((*halves.shape, 2), np.float32)
+    array[..., 0], array[..., 1] = e2m1_numbers()[halves >> 4], e2m1_numbers()[halves & 15]
+    scales = swizzled(file.read(f"{name}_scale").view(E4M3), packed.shape[0], packed.shape[1] // BLOCK)
+    scales = e4m3_numbers()[scales[rows[1] : rows[2], start // BLOCK : stop // BLOCK].view(np.uint8)]
+    array = array.reshape(len(halves), -1, BLOCK) * scales[:, :, None]  # exact: 2 bits by 4
+    return (array * file.read(f"{name}_scale_2").astype(np.float32).reshape(())).reshape(len(halves), -1)
+
+
+def swizzled(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """[rows, columns] of a matrix in tiles of 128 x 4, each of which lies as [32, 4, 4]: row mod 32, row div 32, column
+    mod 4; both sizes are padded to whole tiles. Source: cuBLAS, "1D block scaling factors layout".
+    """
+    down, right = -(-rows // 128), -(-columns // 4)
+    tiles = stored.reshape(down, right, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    return tiles.reshape(128 * down, 4 * right)[:rows, :columns]
+
+
+@cache
+def rotation(size: int) -> np.ndarray:
+    """The regular Hadamard matrix of a power of 4 as f32[size, size]: symmetric, its own inverse."""
+    power = next(power for power in range(1, 7) if 4**power == size)
+    return reduce(np.kron, [HADAMARD / 2] * power)
+
+
+@cache
+def e4m3_numbers() -> np.ndarray:
+    """f32[256]: what each byte stands for."""
+    return np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+
+
+@cache
+def e2m1_numbers() -> np.ndarray:
+    """f32[16]: what each half of a byte stands for; the highest bit is the sign."""
+    return np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

@@ -1,0 +1,240 @@
+"""Repositories of the hub, served by a stand-in of its HTTP interface on the loopback: what is fetched, what is not."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from ltx2rt.weights.hub import Repo, parse_repo
+from ltx2rt.weights.random.make import make_checkpoint
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub:
+    """repositories: folders by name. gated: names whose files need a login. cut: a file whose first whole answer ends
+    in the middle. got: (method, path, range) of every request."""
+
+    def __init__(self):
+        self.repositories: dict[str, Path] = {}
+        self.gated: dict[str, int] = {}
+        self.cut, self.got, hub = None, [], self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                hub.answer(self)
+
+            do_HEAD = do_GET
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def files(self, name: str) -> dict[str, int]:
+        folder = self.repositories[name]
+        return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+    def answer(self, to) -> None:
+        path, asked = to.path.partition("?")[0], to.headers.get("Range")
+        self.got.append((to.command, path, asked))
+        api, words = path.startswith("/api/models/"), path.removeprefix("/api/models").split("/")
+        name = "/".join(words[1:3])
+        if name not in self.repositories:
+            return self.send(to, 401, {"X-Error-Code": "RepoNotFound"})
+        revision = words[4] if len(words) > 4 else "main"
+        if revision not in ("main", COMMIT):
+            return self.send(to, 404, {"X-Error-Code": "RevisionNotFound"})
+        if api:
+            tree = [{"type": "file", "path": p, "size": n, "oid": p} for p, n in self.files(name).items()]
+            siblings = [{"rfilename": file["path"], "size": file["size"]} for file in tree]
+            found = tree if words[3:4] == ["tree"] else {"id": name, "sha": COMMIT, "siblings": siblings}
+            return self.send(to, 200, {"Content-Type": "application/json"}, json.dumps(found).encode())
+        if name in self.gated:
+            return self.send(to, self.gated[name], {"X-Error-Code": "GatedRepo"})
+        file = self.repositories[name] / "/".join(words[5:])
+        if not file.is_file():
+            return self.send(to, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        data, status = file.read_bytes(), 200
+        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if asked:
+            first, last = asked.removeprefix("bytes=").split("-")
+            start, stop = int(first), min(int(last or len(data)), len(data) - 1) + 1
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+            data, status = data[start:stop], 206
+        if self.cut == words[-1] and to.command == "GET" and not asked:
+            self.cut = None
+            to.send_response(200)
+            for key, value in headers.items():
+                to.send_header(key, value)
+            to.send_header("Content-Length", str(len(data)))
+            to.end_headers()
+            to.wfile.write(data[: len(data) // 2])
+            to.wfile.flush()
+            return to.connection.close()
+        return self.send(to, status, headers, data)
+
+    def send(self, to, status, headers, data=b"") -> None:
+        to.send_response(status)
+        for key, value in ({"Content-Length": str(len(data))} | headers).items():
+            to.send_header(key, value)
+        to.end_headers()
+        if to.command != "HEAD":
+            to.wfile.write(data)
+
+    def fetched(self) -> Counter:
+        """How often files were asked for by name, their headers alone not counted."""
+        whole = [
+            path for method, path, asked in self.got if method == "GET" and not re.match(r"bytes=[08]-", asked or "")
+        ]
+        return Counter(path.split("/", 5)[-1] for path in whole if "/resolve/" in path)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A repository as Lightricks publishes 2.0, both layouts, two checkpoints and two upsamplers; and what is in it."""
+    folder = tmp_path_factory.mktemp("hub")
+    make_checkpoint("tiny-2.3", "official", folder / "made")
+    made = folder / "made"
+    plain = folder / "plain"
+    plain.mkdir()
+    for name in ("tiny-2.3.safetensors", "tiny-2.3-spatial-upsampler-x2.safetensors",
+                 "tiny-2.3-distilled-lora.safetensors"):  # fmt: skip
+        (plain / name).symlink_to(made / name)
+    (plain / "README.md").write_text("a picture of a cat")
+    (plain / "strange.safetensors").symlink_to(made / "gemma-3" / "model.safetensors")
+    mixed = folder / "mixed"
+    make_checkpoint("tiny-2.3", "diffusers", mixed)
+    (mixed / "tiny-2.3-distilled-lora.safetensors").unlink()
+    for path in plain.glob("tiny*"):
+        (mixed / path.name).symlink_to(path.resolve())
+        if "lora" not in path.name:
+            (mixed / f"second-{path.name}").symlink_to(path.resolve())
+    hub = Hub()
+    hub.repositories = {"lab/plain": plain, "lab/mixed": mixed, "lab/gemma": made / "gemma-3", "lab/gated": plain}
+    hub.gated = {"lab/gated": 403}
+    yield hub
+    hub.server.shutdown()
+    hub.server.server_close()
+
+
+@pytest.fixture
+def run(served, tmp_path):
+    """run(*words) -> (status, stdout, stderr) of `ltx2rt words` with an empty cache of its own."""
+    served.got.clear()
+    offline = ("HF_HUB_OFFLINE", "HF_TOKEN")
+    env = {name: value for name, value in os.environ.items() if name not in offline}
+    env |= {"HF_ENDPOINT": served.endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+    def call(*words, **more):
+        argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]
+        ran = subprocess.run(argv, env=env | more, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        return ran.returncode, ran.stdout, ran.stderr
+
+    return call
+
+
+def one_line(result) -> str:
+    status, out, err = result
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("ltx2rt: error: "), result
+    return err
+
+
+def test_names_of_repositories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse_repo(Path("lab/plain")) == Repo("lab/plain")
+    assert parse_repo(Path("lab/plain@refs/pr/1")) == Repo("lab/plain", None, "refs/pr/1")
+    assert parse_repo(Path("lab/plain/a.safetensors@v1")) == Repo("lab/plain", "a.safetensors", "v1")
+    assert parse_repo(Path("lab/plain/model_index.json")) == Repo("lab/plain", "model_index.json")
+    for path in ("plain", "lab/plain/folder", "./lab/plain", "../lab", "/lab/plain", "lab/plain@", "."):
+        assert parse_repo(Path(path)) is None or path == "./lab/plain", path  # a Path drops "./"
+    (tmp_path / "lab" / "plain").mkdir(parents=True)
+    assert parse_repo(Path("lab/plain")) is None  # what exists is no repository
+
+
+def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
+    size = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1, "--seed", 1, "--no-audio", "--prompt", "x")
+    where = ("--backend", "cuda", "--device", "cpu", "--model", "lab/plain@main", "--text-encoder", "lab/gemma")
+    words = ("generate", *where, *size, "--output", "a.mp4", "--pipeline", "one-stage")
+    assert "--height: 65536" in one_line(run(*words, "--height", 65536)) and not served.got
+    status, _, err = run(*words)
+    assert status == 0 and "lab/plain: 1 files" in err, err
+    gemma = {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert served.fetched() == dict.fromkeys({"tiny-2.3.safetensors", *gemma}, 1)
+    served.got.clear()
+    status, _, err = run(*words, "--offline")
+    assert status == 0 and not served.got, err
+    one_line(run(*words[:-1], "two-stage", HF_HUB_OFFLINE="1"))  # what it needs more was not fetched
+    assert not served.got
+    assert run("weights", "fetch", "lab/plain", "--pipeline", "one-stage")[0] == 0
+    assert served.got and not served.fetched()
+
+
+def test_fetch_takes_all_that_two_stages_need_and_goes_on_where_it_was_cut(run, served):
+    served.cut = "tiny-2.3.safetensors"
+    status, out, err = run("weights", "fetch", "lab/plain")
+    assert status == 0, err
+    names = {f"tiny-2.3{end}.safetensors" for end in ("", "-spatial-upsampler-x2", "-distilled-lora")}
+    assert served.fetched().keys() == names and served.fetched()["tiny-2.3.safetensors"] == 2
+    asked = [r for method, path, r in served.got if method == "GET" and path.endswith("/tiny-2.3.safetensors")]
+    assert int(re.fullmatch(r"bytes=(\d+)-", asked[-1])[1]) >= 10_000_000  # of 36 MB, cut in the middle
+    path = Path(out.strip())
+    assert path.read_bytes() == (served.repositories["lab/plain"] / "tiny-2.3.safetensors").read_bytes()
+
+
+def test_all_that_is_ambiguous_is_said_in_one_line(run, served):
+    error = one_line(run("weights", "fetch", "lab/mixed"))
+    for name in ("second-tiny-2.3.safetensors", "tiny-2.3.safetensors", "model_index.json"):
+        assert f"lab/mixed/{name}" in error
+    assert "3 candidates for the checkpoint" in error and "choose with --model" in error
+    assert "2 candidates for the x2 spatial upsampler" in error and "choose with --upsampler" in error
+    assert not any(name.endswith(".safetensors") for name in served.fetched())
+
+
+def test_one_of_several_is_chosen_by_its_file(run, served):
+    status, out, _ = run("weights", "fetch", "lab/mixed/model_index.json", "--pipeline", "one-stage")
+    assert status == 0 and out.strip().endswith("model_index.json")
+    found = {
+        name.partition("/")[0] for name in served.fetched() if name.endswith("diffusion_pytorch_model.safetensors")
+    }
+    assert found == {"transformer", "connectors", "vae", "audio_vae", "vocoder"}
+    assert {"text_encoder/model.safetensors", "tokenizer/tokenizer.json"} <= served.fetched().keys()
+    status, out, err = run("weights", "inspect", out.strip())
+    assert status == 0 and "diffusers checkpoint" in out and "missing: x2 spatial upsampler" in out, err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("lab/gated",), "lab/gated is gated: accept its terms on its page of the hub, then log in"),
+        (("lab/none",), "lab/none is neither a path nor a repository of the hub .*log in"),
+        (("lab/plain", "--revision", "v9"), "lab/plain has no revision v9"),
+        (("lab/plain/no.safetensors",), r"no.safetensors is no checkpoint in it; found: tiny-2.3.safetensors"),
+        (("lab/gemma",), "no checkpoint of LTX-2 in it"),
+        (("nothing",), "expected ORG/NAME"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(run, words, says):
+    assert re.search(says, one_line(run("weights", "fetch", *words)))
+
+
+def test_a_hub_that_does_not_answer_is_one_line(run):
+    error = one_line(run("weights", "fetch", "lab/plain", HF_ENDPOINT="http://127.0.0.1:9"))
+    assert "lab/plain could not be fetched from the hub" in error

@@ -1,0 +1,247 @@
+"""Quantised files: each format is read as the number-for-number definition of it says, in slices too, and loaded once.
+
+The references decode one number at a time, from the description of the format, in float64.
+"""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from ltx2rt.backend import get_backend
+from ltx2rt.errors import InputError
+from ltx2rt.graph import trace
+from ltx2rt.passes.quantise import quantise
+from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.lora import MergedSource, merge, open_lora
+from ltx2rt.weights.quantised import dequantised, rotation
+from ltx2rt.weights.random.make import make_checkpoint, plan_checkpoint
+from ltx2rt.weights.random.presets import preset
+
+E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
+Q = "model.diffusion_model.transformer_blocks.1.attn1.to_q."
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+RNG = np.random.default_rng(5)
+
+
+def said(**changes) -> np.ndarray:
+    text = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16} | changes
+    return np.frombuffer(json.dumps(text).encode(), np.uint8)
+
+
+def stored(kind: str, rows: int, columns: int) -> dict[str, np.ndarray]:
+    """What a file of this kind holds for one random matrix."""
+    scale = (0.01 + RNG.random((rows, 1), np.float32)).astype(np.float32)
+    if kind.startswith("float8"):
+        values = (100 * RNG.standard_normal((rows, columns))).astype(E4M3)
+        one = {"weight_scale": scale[0].reshape(() if kind == "float8" else 1), "input_scale": scale[1].reshape(())}
+        return {"weight": values} | ({"weight_scale": scale} if kind == "float8 by rows" else one)
+    if kind.startswith("int8"):
+        values = RNG.integers(-127, 128, (rows, columns)).astype(np.int8)
+        return {"weight": values, "weight_scale": scale} | ({"comfy_quant": said()} if kind == "int8 rotated" else {})
+    tiles = (-(-rows // 128) * 128, -(-columns // 64) * 4)
+    scales = (1 + 50 * RNG.random(tiles)).astype(E4M3)
+    values = RNG.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
+    return {"weight": values, "weight_scale": scales, "weight_scale_2": np.float32(0.0123).reshape(())}
+
+
+def meant(kind: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """float64, number by number."""
+    values, scale = arrays["weight"], np.asarray(arrays["weight_scale"]).astype(np.float64)
+    if not kind.startswith("nvfp4"):
+        exact = values.astype(np.float64)
+        if kind == "int8 rotated":
+            h4 = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+            r = np.kron(h4, h4) / 4
+            exact = np.concatenate([exact[:, i : i + 16] @ r for i in range(0, exact.shape[1], 16)], axis=1)
+        return exact * scale
+    rows, columns = values.shape[0], 2 * values.shape[1]
+    exact, flat, tiles_right = np.zeros((rows, columns)), scale.ravel(), -(-columns // 64)
+    for row in range(rows):
+        for column in range(columns):
+            byte = int(values[row, column // 2])
+            half = byte >> 4 if column % 2 == 0 else byte & 15
+            group = column // 16
+            tile = (row // 128) * tiles_right + group // 4
+            block = flat[512 * tile + (row % 32) * 16 + (row % 128) // 32 * 4 + group % 4]
+            exact[row, column] = (-1 if half & 8 else 1) * E2M1[half & 7] * block * float(arrays["weight_scale_2"])
+    return exact
+
+
+KINDS = ("float8", "float8 of one", "float8 by rows", "int8", "int8 rotated", "nvfp4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
+    """All products but the last are exact: one rounding to float32 is what may differ, so nothing may."""
+    rows, columns = (131, 80) if kind == "nvfp4" else (7, 48)
+    arrays = stored(kind, rows, columns)
+    write_arrays(tmp_path / "m.safetensors", {f"x.{name}": a for name, a in arrays.items()} | {"y": np.ones(2, BF16)})
+    source = dequantised(TensorFile(tmp_path / "m.safetensors"))
+    assert set(source.names()) == {"x.weight", "y"} and source.info("x.weight").shape == (rows, columns)
+    assert source.info("x.weight").nbytes == sum(array.nbytes for array in arrays.values())
+    expected = meant(kind, arrays).astype(np.float32)
+    np.testing.assert_array_equal(source.read("x.weight"), expected)
+    for rows_cut, columns_cut in (((2, 5), (0, columns)), ((0, rows), (17, 33)), ((1, 6), (5, 6)), ((3, 4), (16, 48))):
+        part = source.read("x.weight", (0, *rows_cut), (1, *columns_cut))
+        np.testing.assert_array_equal(part, expected[slice(*rows_cut), slice(*columns_cut)])
+    np.testing.assert_array_equal(source.read("x.weight", (0, 1, 7), (0, 2, 4)), expected[3:5])
+    assert source.read("y").dtype == BF16
+
+
+def test_the_rotation_is_its_own_inverse():
+    for size in (4, 16, 64, 256):
+        r = rotation(size)
+        np.testing.assert_array_equal(r, r.T)
+        np.testing.assert_array_equal(r @ r, np.eye(size))
+    assert set(np.abs(rotation(256)).ravel()) == {1 / 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("float8", {"weight_scale": np.ones(3, np.float32)}, r"weight_scale is float32 \[3\], expected one number or"),
+        ("int8", {"weight_scale": np.ones((4, 1), np.float32)}, r"expected one number or \[7, 1\]"),
+        ("int8 rotated", {"comfy_quant": said(convrot_groupsize=24)}, r"comfy_quant .*groups of a power of 4.* 24"),
+        ("int8 rotated", {"comfy_quant": said(convrot_groupsize=64)}, "expected rows of groups of 64"),
+        ("int8 rotated", {"comfy_quant": said(format="int8_blockwise")}, "int8_blockwise"),
+        ("int8 rotated", {"comfy_quant": np.frombuffer(b"[1", np.uint8)}, "comfy_quant is no JSON"),
+        ("nvfp4", {"weight_scale": np.ones((7, 3), E4M3)}, r"expected 512 scales, for each 16 inputs"),
+        ("nvfp4", {"weight_scale_2": np.ones(2, np.float32)}, "weight_scale_2 .* expected one number"),
+    ],
+)
+def test_companions_that_do_not_fit_are_refused(tmp_path, kind, change, says):
+    arrays = stored(kind, 7, 48) | change
+    write_arrays(tmp_path / "m.safetensors", {f"x.{name}": array for name, array in arrays.items()})
+    with pytest.raises(InputError, match=rf"m\.safetensors: x\..*{says}"):
+        dequantised(TensorFile(tmp_path / "m.safetensors"))
+
+
+# ---- whole checkpoints ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def float8(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    make_checkpoint("tiny-2.3", "official", folder, fp8=True)
+    return folder
+
+
+def test_a_made_float8_file_is_of_one_block_with_its_gates_and_reads_as_weight_times_scale(float8):
+    file, source = TensorFile(float8 / "tiny-2.3.safetensors"), open_checkpoint(float8).source("transformer")
+    quantised = [name for name in file.names() if file.info(name).dtype == E4M3]
+    assert len(quantised) == 34 and all(".transformer_blocks.1." in name for name in quantised)
+    assert sum("to_gate_logits" in name for name in quantised) == 6
+    for name in quantised:
+        scale = file.read(f"{name}_scale")
+        assert scale.shape == file.read(f"{name.removesuffix('weight')}input_scale").shape == ()
+        np.testing.assert_array_equal(source.read(name), file.read(name).astype(np.float32) * scale)
+        assert np.abs(file.read(name).astype(np.float32)).max() == 448
+
+
+def test_made_files_of_the_other_layout_are_refused(command, tmp_path):
+    flags = ("--preset", "tiny-2.3", "--layout", "diffusers", "--fp8")
+    status, _, err = command("weights", "make", tmp_path / "m", *flags)
+    assert status == 2 and "--fp8: such files are of the official layout" in err
+
+
+def test_inspect_knows_the_formats(command, float8):
+    status, out, _ = command("weights", "inspect", float8)
+    assert status == 0 and "34 float8" in out and "problem" not in out
+
+
+def as_bytes(weight) -> np.ndarray:
+    return (weight.view(torch.uint8).numpy() if isinstance(weight, torch.Tensor) else np.asarray(weight)).view(np.uint8)
+
+
+def blocks_graph():
+    def model(o):
+        block = lambda o, c, i, d: ({"x": o.linear(c["x"], "attn1.to_q", {"D": 32}, bias=False)}, {})  # noqa: E731
+        prefix = "model.diffusion_model.transformer_blocks.*."
+        return {"x": o.repeat(block, 3, {"x": o.input("x", B=2, D=32)}, prefix=prefix)[0]["x"]}
+
+    return trace("blocks", model, "bfloat16")
+
+
+@pytest.fixture
+def three_blocks(tmp_path):
+    """(source, arrays) of a stack whose blocks 0 and 1 are float8 in the file."""
+    kinds = ("float8", "float8", "plain")
+    arrays = {}
+    for i, kind in enumerate(kinds):
+        own = stored(kind, 32, 32) if kind == "float8" else {"weight": RNG.standard_normal((32, 32)).astype(BF16)}
+        arrays |= {f"{Q.replace('.1.', f'.{i}.')}{name}": array for name, array in own.items()}
+    write_arrays(tmp_path / "m.safetensors", arrays)
+    return dequantised(TensorFile(tmp_path / "m.safetensors")), arrays
+
+
+@pytest.mark.parametrize("kind", ("cuda", "tpu"))
+def test_float8_is_kept_where_asked_for_and_dequantised_elsewhere(kind, three_blocks):
+    """The pass leaves the first block in bfloat16, whatever the file has there."""
+    source, arrays = three_blocks
+    weights = get_backend(kind, "cpu").load([quantise(blocks_graph())], source)
+    name = f"{Q.replace('.1.', '.1+*.')}weight"
+    name = name.replace("*", "0") if kind == "cuda" else name
+    assert np.array_equal(as_bytes(weights[name]).ravel(), arrays[f"{Q}weight"].view(np.uint8).ravel())
+    scale = np.asarray(weights[f"{name} scale"]).ravel()
+    np.testing.assert_array_equal(scale, np.full(32, arrays[f"{Q}weight_scale"]))
+    first = f"{Q.replace('.1.', '.0.')}weight"
+    exact = arrays[first].astype(np.float32) * arrays[f"{first}_scale"]
+    found = get_backend(kind, "cpu").to_host(weights[first])
+    np.testing.assert_array_equal(found.reshape(32, 32), exact.astype(BF16).astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ("cuda", "tpu"))
+def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blocks, tmp_path):
+    """Kept in float8: one scale max|W| / 448. In bfloat16: one rounding of delta + weight x scale."""
+    source, arrays = three_blocks
+    down, up = (RNG.standard_normal(shape).astype(BF16) for shape in ((2, 32), (32, 2)))
+    write_arrays(tmp_path / "l.safetensors", {f"{Q[6:]}lora_A.weight": down, f"{Q[6:]}lora_B.weight": up})
+    backend = get_backend(kind, "cpu")
+    merged = MergedSource(source, [open_lora(tmp_path / "l.safetensors", 8.0)], "bfloat16", backend.merge)
+    weight = arrays[f"{Q}weight"].astype(np.float32) * arrays[f"{Q}weight_scale"]
+    exact = merge(weight, [(up, down, 8.0)], True)
+    delta = merge(np.zeros((32, 32), BF16), [(up, down, 8.0)], True)
+    np.testing.assert_array_equal(exact, weight + delta.astype(np.float32))
+
+    name = f"{Q.replace('.1.', '.1+*.')}weight"
+    name = name.replace("*", "0") if kind == "cuda" else name
+    weights = backend.load([quantise(blocks_graph())], merged)
+    scale = np.asarray(weights[f"{name} scale"]).ravel()
+    # A product with 1/448 for the division: one rounding more.
+    np.testing.assert_allclose(scale, np.full(32, np.abs(exact).max() / 448), rtol=2.0**-23)
+    expected = (exact / scale[0]).astype(E4M3)
+    assert np.array_equal(as_bytes(weights[name]).ravel(), expected.view(np.uint8).ravel())
+
+    plain = f"{Q.replace('.1.', '.*.')}weight"
+    weights = backend.load([blocks_graph()], merged)
+    found = weights[f"{Q}weight"] if kind == "cuda" else weights[plain][1]
+    np.testing.assert_array_equal(backend.to_host(found), exact.astype(BF16).astype(np.float32))
+
+
+def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path, generate, command):
+    """Bit for bit; and kept as float8, to a clip that is another one."""
+    checkpoint, file = open_checkpoint(float8), TensorFile(float8 / "tiny-2.3.safetensors")
+    whole = {name: source.read(name) for part in ("transformer", "text", "video_vae", "audio_vae", "vocoder")
+             for source in [checkpoint.source(part)] for name in source.names()}  # fmt: skip
+    for path in float8.iterdir():
+        if path.name != "tiny-2.3.safetensors":
+            (tmp_path / path.name).symlink_to(path)
+    write_arrays(tmp_path / "tiny-2.3.safetensors", whole, file.metadata)
+    flags = ("--pipeline", "one-stage", "--num-frames", 9, "--width", 64, "--steps", 2, "--seed", 3, "--no-audio")
+    runs = [generate("cuda", folder, *flags) for folder in (float8, tmp_path)]
+    runs.append(generate("cuda", float8, *flags, "--weights-dtype", "float8"))
+    assert [run.status for run in runs] == [0, 0, 0], runs
+    last = [run.latents[max(n for n in run.latents if n.endswith("video") or ".video" in n)] for run in runs]
+    np.testing.assert_array_equal(last[0], last[1])
+    assert not np.array_equal(last[0], last[2]) and np.isfinite(last[2]).all()
+
+
+def test_a_full_size_float8_file_has_the_released_number_of_scales():
+    """28 linears in each of the blocks 1 to 42 of LTX-2.0; 34 of 2.3 in as many, gates included."""
+    for name, each in (("ltx-2.0", 28), ("ltx-2.3", 34)):
+        tensors = plan_checkpoint(preset(name), name, "official", fp8=True).tensors[f"{name}.safetensors"]
+        assert sum(key.endswith(".weight_scale") for key in tensors) == each * 42
