@@ -83,7 +83,9 @@ class Dequantised:
 
 
 def dequantised(file: Any) -> Any:
-    """The file itself, or as `Dequantised` if it holds what one can be read of."""
+    """The file (or another source) itself, or as `Dequantised` if it holds what one can be read of."""
+    if not isinstance(file, (TensorFile, TensorFolder)):
+        return file
     found = Dequantised(file)
     return found if found._packed else file
 

@@ -221,7 +221,7 @@ def test_all_parts_that_are_ambiguous_are_said_at_once(official):
     for part in (MAIN, UP):
         (official / f"second-{part}").symlink_to(official / part)
     (official / "gemma-4").symlink_to(official / "gemma-3")
-    says = r"2 cand.* checkpoint: .*--model\. 2 cand.* Gemma folder: .*--text-encoder\. 2 cand.*: .*--upsampler$"
+    says = r"2 cand.* checkpoint: .*--model\. 2 cand.* text encoder: .*--text-encoder\. 2 cand.*: .*--upsampler$"
     with pytest.raises(InputError, match=says):
         open_checkpoint(official)
 
@@ -422,7 +422,7 @@ def test_every_part_may_be_named_by_its_flag(parts, tmp_path):
             checkpoint.source(flag)
     with pytest.raises(InputError, match=r"no video VAE \(it is a duration head\); pass one with --video-vae"):
         open_checkpoint(main, **given | {"video_vae": given["duration_head"]})
-    with pytest.raises(InputError, match="--video-decoder: diffusion, but no diffusion video decoder"):
+    with pytest.raises(InputError, match="--video-decoder: diffusion, but no video VAE with that decoder"):
         video_decoder(open_checkpoint(main, **given).config, "diffusion")
 
 
