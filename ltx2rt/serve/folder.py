@@ -43,9 +43,9 @@ class Folder:
     def queue(self) -> Path:
         return self.root / "jobs.db"
 
-    def keep_input(self, data: bytes, suffix: str) -> str:
+    def keep_input(self, data: bytes) -> str:
         """The name of a file with these bytes among the inputs."""
-        name = hashlib.sha256(data).hexdigest() + suffix
+        name = hashlib.sha256(data).hexdigest()
         if not (self.inputs / name).exists():
             partial = self.inputs / f".{name}.{os.urandom(4).hex()}"
             partial.write_bytes(data)

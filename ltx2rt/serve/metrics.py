@@ -18,7 +18,7 @@ class Metrics:
 
     def __init__(self, sizes: frozenset[str] = frozenset()):
         self.sizes, self.registry = sizes, CollectorRegistry()
-        of = {"registry": self.registry}
+        of: dict[str, Any] = {"registry": self.registry}
         self.jobs = Gauge("ltx2rt_jobs", "jobs by status", ["status"], **of)
         self.waited = Histogram("ltx2rt_queue_wait_seconds", "from arrival to start", buckets=SECONDS, **of)
         self.took = Histogram("ltx2rt_job_seconds", "of a completed run", ["pipeline", "size"], buckets=SECONDS, **of)
