@@ -60,7 +60,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-OPEN = ("/healthz", "/readyz", "/login", "/page.css")  # to everybody
+OPEN = ("/healthz", "/readyz", "/login", "/", "/index.html", "/page.js", "/page.css")  # to everybody
 COOKIE = "ltx2rt_token"
 NOT_HERE = "extending, editing and characters are not supported here; send a new prompt with images instead"
 

@@ -11,16 +11,17 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 Progress = Mapping[str, Any]  # stage, step, of, fraction, eta_s: `session.stopwatch.Progress` as JSON has it
 
 
 def log(event: str, **facts: Any) -> None:
-    """One JSON line on stderr."""
+    """One JSON line on stderr, if that can be written."""
     line = {"time": round(time.time(), 3), "event": event, **facts}
-    print(json.dumps(line), file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(json.dumps(line), file=sys.stderr, flush=True)
 
 
 class Watcher:

@@ -40,7 +40,12 @@ class Server:
                 [sys.executable, *script, *map(str, words)], stderr=log, stdout=log, start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(env),
             )  # fmt: skip
-        self.url = self._url()
+        try:
+            self.url = self._url()
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def _url(self):
