@@ -276,7 +276,8 @@ def schema(f: Field) -> dict[str, Any]:
     """As JSON schema has it."""
     how = f.metadata["flag"]
     types = {int: "integer", float: "number", bool: "boolean", parse_fps: "number", parse_blocks: "array"}
-    found = {"type": types.get(how.parse, "string"), "description": how.help}
+    negated = how.name is not None and how.name.startswith("--no-")
+    found = {"type": types.get(how.parse, "string"), "description": "" if negated else how.help}
     if how.choices:
         found["enum"] = list(how.choices)
     if f.default not in (MISSING, None):

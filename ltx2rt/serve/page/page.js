@@ -86,6 +86,11 @@ function usePreset() {
   check();
 }
 
+function matchPreset() {
+  const size = `${$("#width").value}x${$("#height").value}`;
+  $("#preset").value = [...$("#preset").options].some((option) => option.value === size) ? size : "";
+}
+
 function problem() {
   if (!$("#prompt").value.trim()) return ["#prompt", "Say what the clip shows."];
   const unit = limits.pipelines[$("#pipeline").value].multiple_of_px;
@@ -181,7 +186,7 @@ function useSettings(video) {
   const [over, under = 1] = clip.fps.split("/").map(Number);
   $("#fps").value = over / under;
   $("#seconds").value = (clip.num_frames / $("#fps").value).toFixed(3);
-  $("#preset").value = [...$("#preset").options].some((o) => o.value === `${clip.width}x${clip.height}`) ? `${clip.width}x${clip.height}` : "";
+  matchPreset();
   for (const input of document.querySelectorAll("#more [data-field]")) input.value = clip[input.dataset.field] ?? "";
   for (const use of document.querySelectorAll("[data-use]")) {
     const lora = loras.find((one) => one.name === use.dataset.use);
@@ -374,7 +379,7 @@ $("#order").addEventListener("submit", send);
 $("#order").addEventListener("input", () => check());
 $("#pipeline").addEventListener("change", fillMore);
 $("#preset").addEventListener("change", usePreset);
-for (const side of ["width", "height"]) $(`#${side}`).addEventListener("input", () => { $("#preset").value = ""; });
+for (const side of ["width", "height"]) $(`#${side}`).addEventListener("input", matchPreset);
 $("#die").addEventListener("click", () => { $("#seed").value = crypto.getRandomValues(new Uint32Array(1))[0]; check(); });
 $("#picture").addEventListener("change", (event) => { addPicture(event.target.files[0]); event.target.value = ""; });
 $("#pictures").addEventListener("dragover", (event) => event.preventDefault());
