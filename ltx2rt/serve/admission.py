@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,7 @@ from ltx2rt.session.session import Session
 OFFERED = (int, float, str, bool, parse_fps, parse_blocks)  # parsers of flags that name no file
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 OURS = ("model", "pipeline", "size", "seconds", "images", "loras", "priority", "metadata", "user")
+MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # of a device that no replica has told of yet
 SHA = re.compile(r"[0-9a-f]{64}")
 
@@ -96,6 +98,7 @@ class Admission:
     @device.setter
     def device(self, info: DeviceInfo) -> None:
         self._session = Session(self.checkpoint, Elsewhere(self.options, info), self.options)
+        self._work: OrderedDict[str, float] = OrderedDict()  # TFLOP by all that decides it
 
     def check_warm(self) -> None:
         """Refuse what a replica could not warm up for, before it is started. Raises InputError."""
@@ -137,10 +140,19 @@ class Admission:
         pictures = [(self.inputs / file, frame, strength) for file, frame, strength in images]
         specs = [LoraSpec((self.lora_folder or Path()) / file, *rest) for file, *rest in loras]
         self._session.use_loras((*self.options.loras, *specs))
-        plan = make_plan(self._session, make_request(name, **clip, images=pictures))
-        self._session.require_memory(plan.stages)
-        work = sum(cost.steps * cost.flops for cost in self._session.costs(plan.stages)) / 1e12
-        resolved = {f: plain(getattr(plan.request, f)) for f in offered(type(plan.request))}
+        request = make_request(name, **clip, images=pictures)
+        request.check_options(self._session.options)
+        request = request.resolved(self.checkpoint.config)
+        texts = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
+        shape = repr((replace(request, seed=0, **texts), [(lora, lora.path.stat().st_mtime_ns) for lora in specs]))
+        if images or shape not in self._work:  # what is planned once holds for every prompt and seed
+            plan = make_plan(self._session, request)
+            self._session.require_memory(plan.stages)
+            while len(self._work) >= MAX_SHAPES:
+                self._work.popitem(last=False)
+            self._work[shape] = sum(cost.steps * cost.flops for cost in self._session.costs(plan.stages)) / 1e12
+        work = self._work[shape]
+        resolved = {f: plain(getattr(request, f)) for f in offered(type(request))}
         job = {"pipeline": name, "clip": resolved, "images": images, "loras": loras}
         digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
         return Admitted(given, job, work, json.dumps(loras) if loras else "", digest)
