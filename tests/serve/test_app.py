@@ -4,6 +4,8 @@ import asyncio
 import base64
 import io
 import json
+import os
+import random
 import socket
 import time
 import warnings
@@ -458,3 +460,55 @@ def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_
     assert status == 2 and "--width: 65" in err
     status, _, err = command(*common, "--keep", "7 moons")
     assert status == 2
+
+
+# --- fuzzed requests --------------------------------------------------------------------------------------------
+
+ODD = (
+    *(None, True, -1, 0, 1.5, 2**63, 10**400, [], [[]], {}, {"a": None}, [1, "2"]),
+    *("", " ", "NaN", "1e999", "\0", "\ud800", "../../etc/passwd", "<b>", "x" * 5000, "[1", "{}", "9" * 400, "\u0663"),
+)
+
+
+def fuzz(server, count, seed):
+    """Requests of odd fields, bodies, methods and paths: none fails the server; each refusal has its four fields."""
+    chance = random.Random(seed)
+    post = server.http.get("/openapi.json").json()["paths"]["/v1/videos"]["post"]
+    known = post["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    fields = [*known, "input_reference", "images[][file]", "a[b]", "__proto__"]
+    pipelines = list(server.http.get("/v1/limits").json()["pipelines"])
+    for number in range(count):
+        given = {"prompt": "1:0", **SMALL, "pipeline": chance.choice(pipelines)}
+        given |= {chance.choice(fields): chance.choice(ODD) for _ in range(chance.randint(1, 3))}
+        kind = chance.random()
+        if kind < 0.55:
+            body = {"content": json.dumps(given).encode(), "headers": {"content-type": "application/json"}}
+        elif kind < 0.8:
+            form = {name: (None, str(value).encode("utf-8", "replace")) for name, value in given.items()}
+            body = {"files": form}
+        else:
+            raw = bytearray(json.dumps(given).encode())
+            for _ in range(chance.randint(1, 4)):
+                raw[chance.randrange(len(raw))] = chance.randrange(256)
+            type_ = chance.choice(("application/json", "multipart/form-data; boundary=x", "text/plain", ""))
+            body = {"content": bytes(raw), "headers": {"content-type": type_}}
+        method = "POST" if chance.random() < 0.9 else chance.choice(("GET", "PUT", "DELETE", "HEAD", "OPTIONS"))
+        path = "/v1/videos" + (
+            "" if chance.random() < 0.85 else f"/{chance.choice(('video_x', '%00', '..', 'x/remix'))}"
+        )
+        answer = server.http.request(method, f"/v1/videos{below}", **body)
+        assert answer.status_code < 500, (seed, number, given, answer.text)
+        if answer.status_code >= 400 and method != "HEAD":
+            error_of(answer, answer.status_code)
+        elif method == "POST" and number % 40:
+            server.http.post(f"/v1/videos/{answer.json()['id']}/cancel")
+    assert not server.lines("error")
+
+
+def test_odd_requests_are_answered(server):
+    fuzz(server, 250, int(os.environ.get("LTX2RT_TEST_SEED", "11")))
+
+
+@pytest.mark.slow
+def test_five_thousand_odd_requests_are_answered(server):
+    fuzz(server, 5000, int(os.environ.get("LTX2RT_TEST_SEED", "12")))
