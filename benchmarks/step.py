@@ -44,6 +44,7 @@ from ltx2rt.commands.generate import make_plan
 from ltx2rt.flags import given_flags
 from ltx2rt.models import transformer
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
+from ltx2rt.models.samplers import trajectory
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import flops
 from ltx2rt.session.call import Call
@@ -191,6 +192,7 @@ class Guided:
         self.device, self.dtype = session.backend.torch_device, DTYPES[session.dtype]  # type: ignore[attr-defined]
         self.sigmas = stage.sigmas[: steps + 1]
         self.steps = len(self.sigmas) - 1
+        self.pairs = trajectory("euler", self.sigmas).sigmas
         shape, feeds = step_shape(session.config, stage.blank, stage.branches)
         self.call = Call("guided-step", shape, steps=self.steps)  # no LoRA: both stages share weights
         self.graph = session.graph(replace(self.call, steps=None))
@@ -205,7 +207,7 @@ class Guided:
         start = {f"{m}_latent": x for m, x in self.start.items()}
 
         def run() -> dict[str, torch.Tensor]:
-            *_, last = self.session.denoise(self.call, self.feeds | start, self.sigmas)
+            *_, last = self.session.denoise(self.call, self.feeds | start, {"sigmas": self.pairs})
             self.session.backend.synchronize()
             return {m: last[f"{m}_latent"] for m in self.start}
 

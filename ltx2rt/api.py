@@ -26,7 +26,8 @@ from ltx2rt.commands import plan as planning
 from ltx2rt.commands.files import Files
 from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
-from ltx2rt.media.mp4 import to_rgb8, write_mp4
+from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.media.output import write_clip
 from ltx2rt.pipelines import FIRST, make_request
 from ltx2rt.session.open import open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
@@ -53,13 +54,14 @@ class Clip:
     metadata: dict[str, Any]
 
     def save(self, path: str | Path) -> None:
-        """Write an MP4 (H.264, AAC) with the settings in its metadata. Raises InputError if it cannot be written."""
+        """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *%05d.png or *.wav, with the settings in its
+        metadata. Raises InputError if it cannot be written."""
         files = Files(Path(path))
         files.check()
-        write_mp4(
+        write_clip(
             files.output,
             [self.frames],
-            num_frames=len(self.frames),
+            num_frames=len(self.frames) or self.settings["num_frames"],
             fps=self.fps,
             waveform=self.waveform,
             sample_rate=self.sample_rate,
@@ -101,13 +103,14 @@ class Session:
             raise InputError("seed: none, but several processes make this clip; give all of them the same")
         plan = command.make_plan(session, request)
         session.require_memory(plan.stages)
+        plan = command.timed(session, plan)
         state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)
         chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
-        size = (plan.request.height, plan.request.width, 3)
+        size = (*plan.request.size_px, 3)
         return Clip(
             frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),
             waveform=None if state.waveforms is None else state.waveforms[0],
-            sample_rate=session.config.vocoder.sample_rate,
+            sample_rate=command.sample_rate(session, state),
             fps=plan.request.fps,
             seed=plan.request.seeds[0],
             settings=plan.request.settings(),

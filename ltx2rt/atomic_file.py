@@ -22,6 +22,15 @@ def partial_path(path: Path, pid: int) -> Path:
     return path.with_name(f".{path.name}.{pid}.partial")
 
 
+def remove_partial(path: Path, pid: int) -> None:
+    """What process `pid` left unfinished of `path`, a file or a folder of files."""
+    partial = partial_path(path, pid)
+    if partial.is_dir() and not partial.is_symlink():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        partial.unlink(missing_ok=True)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path`, renamed to it on success and deleted on any failure.

@@ -6,8 +6,11 @@ No field that shapes a network has a default: an absent key in a checkpoint is t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil, prod
+
+V25 = (2, 4)  # from this model version on the rules of LTX-2.5 hold
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class TransformerConfig:
     prompt_adaln: bool  # 2.3: the prompt's scale/shift depend on sigma
     ff_bias: bool
     audio_ff_bias: bool
+    keyframe_vector: bool  # 2.5: added to the tokens of the first latent frame and of generated keyframes
     rope_theta: float
     rope_max_pos: tuple[int, int, int]  # seconds, pixels, pixels
     audio_rope_max_pos: int  # seconds
@@ -66,6 +70,39 @@ class GemmaConfig:
     pad_token_id: int
     eos_token_id: int
     bos_token_id: int
+
+
+@dataclass(frozen=True)
+class Gemma4Config:
+    """The text branch of Gemma 4, dense. Full-attention layers have heads of their own sizes and no value projection:
+    their values are their keys before norm and rotation."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int  # of both kinds of layers
+    num_kv_heads: int  # sliding layers
+    head_dim: int  # sliding layers
+    full_num_kv_heads: int
+    full_head_dim: int
+    intermediate_size: int
+    layer_is_sliding: tuple[bool, ...]
+    sliding_window: int
+    rope_theta: float  # full-attention layers
+    rope_fraction: float  # full-attention layers: of their pairs, the share that is rotated
+    rope_local_theta: float  # sliding layers
+    norm_eps: float
+    pad_token_id: int
+    eos_token_id: int
+    bos_token_id: int
+
+    @property
+    def period(self) -> int:
+        """How many layers of both kinds repeat."""
+        kinds = self.layer_is_sliding
+        return next(
+            n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0 and kinds == kinds[:n] * (len(kinds) // n)
+        )
 
 
 @dataclass(frozen=True)
@@ -137,6 +174,29 @@ class VideoVaeConfig:
 
 
 @dataclass(frozen=True)
+class DiffusionDecoderConfig:
+    """LTX-2.5's second video decoder: stages that upsample, then one that makes patches of pixels out of noise."""
+
+    latent_channels: int
+    patch_size: int
+    head_dim: int
+    channels: tuple[int, ...]  # of each stage
+    depths: tuple[int, ...]
+    windows: tuple[tuple[int, int, int], ...]  # frames, rows and columns that attention of a stage sees
+    strides: tuple[tuple[int, int, int], ...]  # of the upsampling after each stage but the last
+    timestep_width: int
+    timestep_scale: float  # the timestep, 1, is multiplied by this
+
+    @property
+    def time_factor(self) -> int:
+        return prod(stride[0] for stride in self.strides)
+
+    @property
+    def space_factor(self) -> int:
+        return self.patch_size * prod(stride[1] for stride in self.strides)
+
+
+@dataclass(frozen=True)
 class AudioVaeConfig:
     base_channels: int
     channel_multipliers: tuple[int, ...]
@@ -189,30 +249,69 @@ class VocoderConfig:
 
 @dataclass(frozen=True)
 class UpsamplerConfig:
-    """The x2 spatial latent upsampler."""
+    """A latent upsampler: of rows and columns by `scale`, or of time where that is 1."""
 
     in_channels: int
     mid_channels: int
     num_blocks: int  # per stage
-    rational: bool  # 2.0: the convolution is `upsampler.conv` and a blur buffer follows; else `upsampler.0`
+    scale: Fraction  # 2, 3/2, or 1: the temporal one
+    rational: bool  # 2.0 and x1.5: the convolution is `upsampler.conv` and a blur kernel follows; else `upsampler.0`
+
+    @property
+    def temporal(self) -> bool:
+        return self.scale == 1
+
+    @property
+    def kind(self) -> str:
+        return "x2 temporal" if self.temporal else f"x{float(self.scale):g} spatial"
+
+    def output_grid(self, frames: int, rows: int, columns: int) -> tuple[int, int, int]:
+        """Latent frames, rows and columns of the output: f to 2f - 1 in time, odd sizes at x1.5 rounded up."""
+        if self.temporal:
+            return 2 * frames - 1, rows, columns
+        return frames, ceil(rows * self.scale), ceil(columns * self.scale)
+
+
+@dataclass(frozen=True)
+class DurationHeadConfig:
+    """2.5: text contexts to the seconds of a clip."""
+
+    width: int  # of the pooling attention
+    num_queries: int
+    num_heads: int
+    mlp_hidden: int
+    video_width: int  # of the contexts
+    audio_width: int
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A checkpoint: its generation decides defaults only, never an architecture."""
 
-    version: tuple[int, ...]  # of the `model_version` metadata; () if absent
+    version: tuple[int, ...]  # of the `model_version` metadata; () if absent. Of several files: of the transformer's
     transformer: TransformerConfig
     text: TextConfig
-    gemma: GemmaConfig | None  # None: no Gemma folder was found
+    gemma: GemmaConfig | Gemma4Config | None  # None: none was found
     video_vae: VideoVaeConfig
     audio_vae: AudioVaeConfig
     vocoder: VocoderConfig
     upsampler: UpsamplerConfig | None
+    temporal_upsampler: UpsamplerConfig | None = None
+    diffusion_decoder: DiffusionDecoderConfig | None = None  # 2.5, if its file was found
+    duration_head: DurationHeadConfig | None = None
+    video_vae_version: tuple[int, ...] = field(default=(), compare=False)  # of the file that the video VAE is in
 
     @property
     def generation(self) -> str:
-        """ "2.3" or "2.0": by model version if the file states one, else by the keys only 2.3 has."""
+        """ "2.5", "2.3" or "2.0": by model version if the file states one, else by the keys only later ones have."""
         if self.version:
-            return "2.3" if self.version >= (2, 3) else "2.0"
+            return "2.5" if self.version >= V25 else "2.3" if self.version >= (2, 3) else "2.0"
+        if self.transformer.keyframe_vector:
+            return "2.5"
         return "2.3" if self.transformer.text_modulation else "2.0"
+
+    @property
+    def image_crf(self) -> int:
+        """The default of the compression that a given image goes through: a matter of the video VAE's file."""
+        known = self.video_vae_version or self.version
+        return 18 if (known >= V25 if known else self.generation == "2.5") else 33

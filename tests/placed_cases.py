@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from ltx2rt.config import ConnectorConfig, GemmaConfig, TextConfig, TransformerConfig
+from ltx2rt.config import ConnectorConfig, Gemma4Config, GemmaConfig, TextConfig, TransformerConfig
 from ltx2rt.graph import Graph
 from ltx2rt.models import guided_step, text_encoder, transformer
 from ltx2rt.placement.placement import Placement
@@ -50,13 +50,17 @@ def transformer_config(generation: str) -> TransformerConfig:
     )  # fmt: skip
 
 
-def text_configs(generation: str) -> tuple[GemmaConfig, TextConfig]:
-    config, new = preset(f"tiny-{generation}").config, generation == "2.3"
+def text_configs(generation: str) -> tuple[GemmaConfig | Gemma4Config, TextConfig]:
+    """2.5: one key head in full layers, which every device holds."""
+    new = generation != "2.0"
+    config = preset("tiny-2.3" if new else "tiny-2.0").config
     gemma = replace(
         config.gemma,
         vocab_size=50, hidden_size=120, num_layers=2, num_heads=12, num_kv_heads=6, head_dim=8, intermediate_size=96,
         layer_is_sliding=(True, False), sliding_window=3, query_scale=8**-0.5,
     )  # fmt: skip
+    if generation == "2.5":
+        gemma = Gemma4Config(50, 120, 2, 12, 6, 8, 1, 12, 96, (True, False), 3, 1e6, 0.25, 1e4, 1e-6, 0, 1, 2)
     video, audio = ((12, 8), (12, 4)) if new else ((30, 4), (30, 4))
     text = replace(
         config.text,
@@ -129,7 +133,7 @@ def text(generation: str, dtype: str) -> Case:
 
 
 BUILDERS: dict[str, Callable[[str, str], Case]] = {"guided": guided, "forward": forward, "text": text}
-NAMES = tuple(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3"))
+NAMES = (*(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")), "text-2.5")
 
 
 @cache

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ltx2rt.atomic_file import check_outputs, replacing, require_space
+from ltx2rt.atomic_file import check_outputs, partial_path, remove_partial, replacing, require_space
 from ltx2rt.errors import InputError
 
 
@@ -33,3 +33,15 @@ def test_a_check_leaves_nothing_and_follows_links(tmp_path):
         check_outputs([("--a", tmp_path / "link")], [tmp_path / "in"])
     with pytest.raises(InputError, match="null byte"):
         check_outputs([("--a", tmp_path / "a\0b")], [])
+
+
+def test_what_a_process_left_unfinished_is_removed(tmp_path):
+    for name in ("a.mp4", "%05d.png", "gone.mp4"):
+        partial = partial_path(tmp_path / name, 7)
+        if name == "a.mp4":
+            partial.touch()
+        elif name == "%05d.png":  # frames are made in a folder
+            partial.mkdir()
+            (partial / "00000.png").touch()
+        remove_partial(tmp_path / name, 7)
+    assert list(tmp_path.iterdir()) == []

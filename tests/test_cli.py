@@ -41,23 +41,27 @@ def test_a_request_without_flags_has_only_defaults():
 
 def test_every_flag_arrives():
     text = (
-        "--negative-prompt n --pipeline one-stage --text-encoder g --upsampler u --distilled-lora d:0.5"
-        " --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial --width 64 --height 96 --num-frames 9 --fps 23.976"
-        " --steps 2 --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2"
+        "--negative-prompt n --pipeline one-stage --text-encoder g --upsampler u --temporal-upsampler v"
+        " --distilled-lora d:0.5 --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial"
+        " --width 64 --height 96 --num-frames 9 --fps 23.976 --steps 2"
+        " --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2"
         " --video-stg 3 --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7"
         " --audio-rescale 8 --stg-blocks 1,2"
         " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
         " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
-        " --weights-dtype float8 --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
+        " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
+        " --weights-dtype float8 --auto-duration 2 3 --num-generated-keyframes 3"
+        " --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
     )
     options = ModelOptions(
-        "cuda", Path("m"), Path("g"), Path("u"), LoraSpec(Path("d"), 0.5),
+        "cuda", Path("m"), Path("g"), Path("u"), Path("v"), LoraSpec(Path("d"), 0.5),
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
         True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True, 3.5,
+        video_vae=Path("vv"), audio_vae=Path("av"), duration_head=Path("dh"), video_decoder="diffusion",
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
     request = OneStage(
-        "a cat", 64, 96, 9, Fraction(24000, 1001), 5, 2, images, 0, Path("ni"), False,
+        "a cat", 9, Fraction(24000, 1001), 5, 2, Path("ni"), (2.0, 3.0), 64, 96, images, 0, False, 3,
         "n", 2, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2), "stage1",
     )  # fmt: skip
     files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)

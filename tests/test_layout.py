@@ -13,6 +13,7 @@ WHOLE = {
     "commands/test_num_videos.py",
     "commands/test_ranks_agree.py",
     "passes/test_sequence.py",
+    "pipelines/test_agree.py",
     "ranks/test_hosts.py",
     "session/test_ranks.py",
 }

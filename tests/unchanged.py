@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).with_name("golden_graphs.json")
-NETWORKS = ("text-encoder", "video-encoder", "video-decoder", "audio-decoder", "vocoder", "upsampler")
+NETWORKS = (
+    "text-encoder", "video-encoder", "video-decoder", "audio-encoder", "audio-decoder", "vocoder", "upsampler",
+)  # fmt: skip
 TRANSFORMERS = ("transformer", "guided-step", "denoise")
 MESHES = ("", "tensor=2", "tensor=4")
 MORE_MESHES = ("sequence=2,tensor=2", "guidance=2,tensor=2", "fsdp=2,tensor=2", "guidance=2,sequence=2")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph, Type
+from ltx2rt.graph.ir import Graph, Type, numbered
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.devices import gpu_reserve_bytes
@@ -67,7 +67,7 @@ class CudaBackend:
             layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
             for declared, (value, count) in graph.all_params().items():
                 for layer in range(count):
-                    name = declared.replace("*", str(layer))
+                    name = numbered(declared, layer)
                     if name not in weights:
                         pieces = list(layouts[declared].pieces(position.coordinates, layer))
                         if base is not None and name in base and changed.isdisjoint(piece for piece, *_ in pieces):

@@ -14,6 +14,7 @@ from torch import Tensor
 from ltx2rt.graph.fused import grouped, pairs, rows_per_token, snake_windows
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt_cuda.attention import attention as attend
+from ltx2rt_cuda.neighbourhood import neighbourhood_attention
 
 DTYPES = {
     "float32": torch.float32,
@@ -286,6 +287,21 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, view) -> Tensor:
 
 
 @op
+def axial_rope(x: Tensor, frequencies: Tensor, sizes, first) -> Tensor:
+    y, start = torch.empty_like(x), 0
+    for dim, (size, begin) in enumerate(zip(sizes, first, strict=True), 1):
+        positions = torch.arange(begin, begin + x.shape[dim], dtype=torch.float32, device=x.device)
+        angles = positions[:, None] * frequencies[start // 2 : (start + size) // 2]
+        view = [x.shape[dim] if i == dim else 1 for i in range(x.ndim - 1)]
+        cos, sin = angles.cos().reshape(*view, -1), angles.sin().reshape(*view, -1)
+        a, b = x[..., start : start + size : 2].float(), x[..., start + 1 : start + size : 2].float()
+        y[..., start : start + size : 2] = a * cos - b * sin
+        y[..., start + 1 : start + size : 2] = a * sin + b * cos
+        start += size
+    return y
+
+
+@op
 def sinusoid(t: Tensor, frequencies: Tensor) -> Tensor:
     angles = t.unsqueeze(-1) * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -305,6 +321,9 @@ def fused(plain):
         return function(*operands, **plan)
 
     return op(run)
+
+
+fused(neighbourhood_attention)
 
 
 def _take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ltx2rt.backend import overlapped
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.loop import LoopParts
 from ltx2rt_cuda.distributed import Position, recorded_event
 from ltx2rt_cuda.lower import lower
@@ -68,7 +68,7 @@ class Program:
 
     def arguments(self, weights: Weights) -> list:
         return [
-            [weights[name.replace("*", str(i))] for i in range(count)] if "*" in name else weights[name]
+            [weights[numbered(name, i)] for i in range(count)] if "*" in name else weights[name]
             for name, (_, count) in self.graph.all_params().items()
         ]
 

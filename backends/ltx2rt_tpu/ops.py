@@ -5,6 +5,7 @@ float32 operands are multiplied in float32 (precision HIGHEST): a TPU's default 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
@@ -15,7 +16,7 @@ from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
 
 from ltx2rt.graph.fused import snake_windows
-from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
+from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY, window_blocks
 
 
 def _binary(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -315,6 +316,49 @@ def rope(x: Array, cos: Array, sin: Array, view) -> Array:
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos.reshape(view), sin.reshape(view)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+NEIGHBOURS = 8  # queries along each axis that are multiplied with one box of keys
+
+
+@op
+def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: float) -> Array:
+    """A loop over blocks of queries, each with the box of keys that its windows reach: one block's scores at once."""
+    plans = [window_blocks(*sizes, NEIGHBOURS) for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)]
+    begins, boxes, masks = zip(*plans, strict=True)
+    block, box = ([mask.shape[i] for mask in masks] for i in (1, 2))
+    counts = [len(begin) for begin in begins]
+    begins, boxes, masks = ([jnp.asarray(x) for x in found] for found in (begins, boxes, masks))
+
+    def attend(number, y):
+        place = jnp.unravel_index(number, counts)
+        here, there = ((0, *(x[i] for x, i in zip(start, place, strict=True)), 0, 0) for start in (begins, boxes))
+        queries = lax.dynamic_slice(q, here, (q.shape[0], *block, *q.shape[4:]))
+        keys, values = (lax.dynamic_slice(x, there, (k.shape[0], *box, *k.shape[4:])) for x in (k, v))
+        scores = jnp.einsum(
+            "btrcnd,bTRCnd->bntrcTRC", queries, keys, precision=_precision(q), preferred_element_type=jnp.float32
+        )
+        t, r, c = (mask[i] for mask, i in zip(masks, place, strict=True))
+        seen = t[:, None, None, :, None, None] & r[:, None, None, :, None] & c[:, None, None, :]
+        weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=(5, 6, 7)).astype(v.dtype)
+        found = jnp.einsum("bntrcTRC,bTRCnd->btrcnd", weights, values, precision=_precision(v))
+        return lax.dynamic_update_slice(y, found.astype(y.dtype), here)
+
+    return lax.fori_loop(0, math.prod(counts), attend, jnp.zeros_like(q))
+
+
+@op
+def axial_rope(x: Array, frequencies, sizes, first) -> Array:
+    parts, start = [], 0
+    for dim, (size, begin) in enumerate(zip(sizes, first, strict=True), 1):
+        positions = jnp.arange(begin, begin + x.shape[dim], dtype=jnp.float32)
+        angles = positions[:, None] * frequencies[start // 2 : (start + size) // 2]
+        view = [x.shape[dim] if i == dim else 1 for i in range(x.ndim - 1)]
+        cos, sin = (f(angles).reshape(*view, -1) for f in (jnp.cos, jnp.sin))
+        a, b = (x[..., start + i : start + size : 2].astype(jnp.float32) for i in (0, 1))
+        parts.append(jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(*x.shape[:-1], size))
+        start += size
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
 
 @op

@@ -24,6 +24,7 @@ FOLDERS = {
     "pixel_norm_silu": "pixel_norm_silu",
     "snake_beta": "snake_beta",
     "quantise_rows": "quantise_rows",
+    "neighbourhood_attention": "neighbourhood_attention",
 }
 
 

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from ltx2rt.stages.denoise import Denoise
 PARTS = {"denoise-before": "before", "denoise-step": "step"}  # components that are a part of the denoise loop
 COMPILED = (
     "text-encoder", "video-encoder", "denoise-before", "denoise-step", "upsampler", "audio-decoder", "vocoder",
-    "video-decoder",
+    "video-decoder", "diffusion-features", "diffusion-decoder",
 )  # fmt: skip
 
 
@@ -108,7 +107,8 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
     for stage in stages:
         calls = list({call.program: call for call in stage.needs(session.config)}.values())
         if any(call.each for call in calls):
-            calls = [max(calls, key=lambda call: prod(call.sizes))]
+            largest = max((c for c in calls if c.each), key=lambda c: session.graph(c).outputs["frames"].type.nbytes)
+            calls = [*(call for call in calls if not call.each), largest]
         number = next((i for i in (1, 2) if stage.name.startswith(f"stage{i}")), None)
         if number is not None and target.stage not in (None, number):
             continue
@@ -135,7 +135,9 @@ def _size(session: Session, call: Call) -> str:
     vae = session.config.video_vae
     if call.network == "video-encoder":
         frames, rows, columns = call.sizes[2:]
-    elif call.network in ("video-decoder", "upsampler"):
+    elif call.network == "diffusion-decoder":
+        frames, rows, columns = session.graph(call).outputs["frames"].type.shape[2:]
+    elif call.network in ("video-decoder", "diffusion-features", "upsampler"):
         frames, rows, columns = call.sizes[2:]
         frames, rows, columns = (
             pixel_frames(frames, vae.time_factor),

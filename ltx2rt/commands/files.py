@@ -11,6 +11,7 @@ from typing import Any
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
+from ltx2rt.media.output import check_output
 from ltx2rt.notes import note
 
 
@@ -18,7 +19,7 @@ from ltx2rt.notes import note
 class Files:
     """What `generate` writes, and what goes into it."""
 
-    output: Path = flag(MISSING, "", Path, metavar="FILE.mp4")
+    output: Path = flag(MISSING, "*.mp4, *.mov, *.webm, frames as *%%05d.png, or sound as *.wav", Path, metavar="FILE")
     warmup: bool = flag(False, "run each stage's step once before timing", bool)
     latents_out: Path | None = flag(None, "safetensors with every latent of the run", Path, metavar="FILE")
     report: Path | None = flag(None, "JSON with times, memory and versions", Path, metavar="FILE")
@@ -39,8 +40,8 @@ class Files:
         """Raises InputError for a file that cannot be written, or that would replace another one or an input."""
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
-        if self.output.suffix.lower() != ".mp4":
-            raise InputError(f"--output: {self.output} is not named *.mp4, the only format written; rename it")
+        for output in video_files(self.output, seeds):
+            check_output(output)
         check_outputs(self._named(seeds), inputs)
 
     def announce(self, seeds: Sequence[int]) -> None:

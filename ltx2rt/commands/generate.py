@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,7 +29,8 @@ from ltx2rt.commands.files import Files, video_files, write_report
 from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
-from ltx2rt.media.mp4 import AAC_BITS_PER_S, write_mp4
+from ltx2rt.media.mp4 import AAC_BITS_PER_S
+from ltx2rt.media.output import check_streams, remove_clip, write_clip
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, draw_seed
@@ -37,12 +39,16 @@ from ltx2rt.session.options import ModelOptions, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.denoise import RECORDED, noise_name
+from ltx2rt.stages.duration import Duration
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage, State
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile, digest, write_arrays
 from ltx2rt.weights.lora import STORED, Merge
 
 BYTES_PER_PIXEL = 1 / 8  # of H.264 at this quality: more than film takes, less than noise
+PNG_BYTES_PER_PIXEL = 2  # likewise
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,24 @@ def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> 
         session.leave(stage)
 
 
+def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
+    """The plan for as many frames as the model chooses for the prompt, where it is to; it was made for the longest.
+
+    What encodes the prompt has run then, and the session remembers it.
+    """
+    if plan.request.auto_duration is None:
+        return plan
+    state, watch = State(), Stopwatch(stream, synchronize=session.backend.synchronize)
+    last = next(i for i, stage in enumerate(plan.stages) if isinstance(stage, Duration))
+    run_stages(session, replace(plan, stages=plan.stages[: last + 1]), watch, state)
+    assert state.num_frames, "the duration stage says how many"
+    if session.backend.is_main:
+        fps = plan.request.fps
+        clip_s = float(state.num_frames / fps)
+        note(f"the prompt asks for {state.seconds:.2f} s: {state.num_frames} frames, {clip_s:.2f} s")
+    return make_plan(session, replace(plan.request, num_frames=state.num_frames, auto_duration=None))
+
+
 def warm_up(session: Session, plan: Plan) -> None:
     """Compile and load everything: the same run with one step a stage, its result thrown away."""
     state, silent = State(max_steps=1), Stopwatch(synchronize=session.backend.synchronize)
@@ -191,18 +215,22 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
     read. request, checkpoint: as `prepared` gives them."""
     session = open_session(options, checkpoint=checkpoint)
     plan = make_plan(session, request)
+    has_video = any(isinstance(stage, Frames) for stage in plan.stages)
+    check_streams(files.output, has_video, any(isinstance(stage, Sound) for stage in plan.stages))
     session.require_memory(plan.stages, warm=files.warmup)
     main = session.backend.is_main
+    stream = sys.stderr if main and not files.quiet else None
     if main:
         require_space(_sizes(session, plan, files))
         files.announce(plan.request.seeds)
         _announce(session, plan)
+    plan = timed(session, plan, stream)
     state, watch, report = produce(
         session,
         plan,
         keep=main and files.latents_out is not None,
         warmup=files.warmup,
-        stream=sys.stderr if main and not files.quiet else None,
+        stream=stream,
         verbose=files.verbose,
     )
     if not main:
@@ -211,10 +239,11 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
         return
     outputs = video_files(files.output, plan.request.seeds)
     with ExitStack() as undo:  # a failed run leaves none of its files
-        for i, (output, frames) in enumerate(zip(outputs, state.frames, strict=True)):
+        videos = state.frames if has_video else repeat(iter(()), len(outputs))
+        for i, (output, frames) in enumerate(zip(outputs, videos, strict=True)):
             waveform = None if state.waveforms is None else state.waveforms[i]
-            save(session, plan.request, i, output, frames, waveform, files.metadata)
-            undo.callback(output.unlink, missing_ok=True)
+            save(session, plan.request, i, output, frames, waveform, sample_rate(session, state), files.metadata)
+            undo.callback(remove_clip, output)
         if files.latents_out:
             write_arrays(files.latents_out, state.record)
             undo.callback(files.latents_out.unlink, missing_ok=True)
@@ -228,13 +257,20 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
 def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     """Bytes that the run's large files are expected to take."""
     request = plan.request
-    pixels, seconds = request.width * request.height * request.num_frames, float(request.num_frames / request.fps)
-    clip = int(pixels * BYTES_PER_PIXEL + seconds * AAC_BITS_PER_S / 8)
+    pixels, seconds = prod(request.size_px) * request.num_frames, float(request.num_frames / request.fps)
+    per_pixel = PNG_BYTES_PER_PIXEL if files.output.suffix.lower() == ".png" else BYTES_PER_PIXEL
+    clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8)
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
-    if files.latents_out:  # noise and start, then every step's latents and x0
-        draws = [(stage.steps(), stage.draws(session.config).values()) for stage in plan.stages]
-        sizes[files.latents_out] = sum(4 * prod(shape) * (2 + 2 * steps) for steps, shapes in draws for shape in shapes)
+    if files.latents_out:  # noise and start, then every step's latents and x0, and the noise that samplers draw
+        draws = [(s.steps(), name, shape) for s in plan.stages for name, shape in s.draws(session.config).items()]
+        copies = [(2 + 2 * steps if name.count(".") == 1 else 1, shape) for steps, name, shape in draws]
+        sizes[files.latents_out] = sum(4 * prod(shape) * count for count, shape in copies)
     return sizes
+
+
+def sample_rate(session: Session, state: State) -> int:
+    """Of the state's waveforms in Hz, or of those that the model would make."""
+    return state.sample_rate or session.config.vocoder.sample_rate
 
 
 def save(
@@ -244,16 +280,17 @@ def save(
     output: Path,
     frames: Iterator[np.ndarray],
     waveform: np.ndarray | None,
+    rate: int,
     metadata: bool = True,
 ) -> None:
-    """Write one video of a request as MP4."""
-    write_mp4(
+    """Write one video of a request in the form that its name says."""
+    write_clip(
         output,
         frames,
         num_frames=request.num_frames,
         fps=request.fps,
         waveform=waveform,
-        sample_rate=session.config.vocoder.sample_rate,
+        sample_rate=rate,
         comment=comment(session, request, video) if metadata else None,
     )
 

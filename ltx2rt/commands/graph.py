@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ltx2rt.commands.options import PLACED, SIZED, model_or_preset, planned_options
@@ -16,11 +16,11 @@ from ltx2rt.graph.show import FORMATS, show
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.one_stage import OneStage
-from ltx2rt.pipelines.request import Request, check_step, default_steps
+from ltx2rt.pipelines.request import DEFAULT_FRAMES, VideoRequest, check_step, default_steps
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.checkpoint import FLAGS, WORDS, open_checkpoint
 from ltx2rt.weights.random.presets import preset
 
 DEFAULT_KIND = "h100-80gb"  # whose profile is taken if none is named
@@ -40,7 +40,7 @@ class Asked:
 def component_graph(
     config: ModelConfig,
     name: str,
-    clip: Request | None = None,
+    clip: VideoRequest | None = None,
     branches: int = 4,
     profile: str | None = None,
     mesh: Mapping[str, int] | None = None,
@@ -50,6 +50,7 @@ def component_graph(
     """clip: whose size it has; None: the default one. Raises InputError if there is no such component, or the clip's
     size is not legal."""
     clip = clip or OneStage("")
+    clip = replace(clip, num_frames=clip.num_frames or DEFAULT_FRAMES)
     vae, mesh = config.video_vae, mesh or {}
     check_step("--width", clip.width, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
     check_step("--height", clip.height, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
@@ -59,8 +60,9 @@ def component_graph(
     row = CATALOG["guided-step" if name == LOOP else name]
     if "gemma" in row.parts and config.gemma is None:
         raise InputError("no Gemma folder was found; pass one with --text-encoder")
-    if "upsampler" in row.parts and config.upsampler is None:
-        raise InputError("no latent upsampler was found; pass one with --upsampler")
+    for part in {"upsampler", "temporal_upsampler", "duration_head"} & set(row.parts):
+        if getattr(config, part) is None:
+            raise InputError(f"no {WORDS[part]} was found; pass one with {FLAGS[part]}")
     geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)
     graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)
     placement = Placement(profile_of(profile, DEFAULT_KIND, mesh), mesh, weights_dtype)

@@ -17,7 +17,7 @@ from ltx2rt.ranks.start import start
 from ltx2rt.session.open import with_mesh
 from ltx2rt.session.options import ModelOptions
 
-PRESETS = ("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3")
+PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 PLACED = ("profile", "mesh", "weights_dtype")
 SIZED = ("width", "height", "num_frames")
 
@@ -45,7 +45,7 @@ def planned_flags(to: Any, *models: str, clip: Sequence[str] = SIZED) -> None:
     model_or_preset(to)
     to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"{', '.join(pipelines())} (default: {FIRST})")
     add_flags(to, ModelOptions, only=(*models, *PLACED), dtype="bfloat16")
-    add_flags(to, pipelines()[FIRST], only=clip)
+    add_flags(to, *pipelines().values(), only=clip)
 
 
 def start_ranks(args: argparse.Namespace, options: ModelOptions, outputs: Sequence[Path]) -> int | None:

@@ -27,9 +27,9 @@ from ltx2rt.placement.cost import Traffic, weight_bytes
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind, device_kind
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
+from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
-from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.random.make import make_checkpoint
 
 
@@ -90,8 +90,7 @@ def datasheet_session(options: ModelOptions, preset: str | None, kind: DeviceKin
             make_checkpoint(preset, "official", folder, empty=True)
             options = replace(options, model=Path(folder))
         options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
-        checkpoint = open_checkpoint(options.model, options.text_encoder, options.upsampler)
-        yield Session(checkpoint, DatasheetBackend(kind, mesh), options)
+        yield Session(opened_checkpoint(options), DatasheetBackend(kind, mesh), options)
 
 
 def estimate(options: ModelOptions, request: Request, devices: Devices, preset: str | None = None) -> Estimate:
@@ -147,8 +146,11 @@ def to_text(found: Estimate) -> str:
     weights, rates = ", weights in float8" * float8, f", in float8 / {kind.float8_flops_per_s / 1e12:g} T/s" * float8
     mesh = session.backend.mesh
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
+    height, width = clip.size_px
+    size = f"{width}x{height}, " if width else ""
+    size += "at most " if clip.auto_duration else ""
     lines = [
-        f"{clip.name}, {clip.width}x{clip.height}, {clip.num_frames} frames, {session.dtype}{weights}, "
+        f"{clip.name}, {size}{clip.num_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); per device, estimated:",
         "",
         f"{'stage':<14} {'steps':>5} {'weights':>9} {'activations':>11} {'TFLOP/step':>10} {'time/step':>10}"
@@ -181,9 +183,9 @@ def _traffic(collectives: Mapping[str, Traffic]) -> str:
 
 def flags(to: Any) -> None:
     add_flags(to, Devices)
-    parts = ("text_encoder", "upsampler", "distilled_lora", "dtype")
+    parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "dtype")
     how = ("stage_weights", "text_encoder_offload", "vae_tiling")
-    planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio"))
+    planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio", "audio_path"))
     to.add_argument("--json", action="store_true")
 
 

@@ -18,13 +18,17 @@ from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
-from ltx2rt.models import guided_step, text_encoder, transformer
+from ltx2rt.media.sound import check_rate
+from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, transformer
+from ltx2rt.models.catalog import diffusion
+from ltx2rt.models.diffusion_decoder import BORDERS
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file
 from ltx2rt.session.session import Session
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import decode_sound
+from ltx2rt.stages.source_sound import spectrogram
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.weights.files import TensorFile, write_arrays
 
@@ -34,9 +38,12 @@ COMPONENTS = (
     "text-encoder",
     "tokenizer",
     "video-decoder",
+    "diffusion-decoder",
     "video-encoder",
     "audio-decoder",
+    "audio-encoder",
     "upsampler",
+    "duration-head",
     "guided-step",
     "schedule",
 )
@@ -50,6 +57,7 @@ class ProbeRequest:
     outputs: Path = flag(MISSING, "safetensors, float32", Path, metavar="FILE")
     inputs: Path | None = flag(None, "safetensors", Path, metavar="FILE")
     prompts: tuple[str, ...] = flag((), "for the tokenizer", name="--prompt", metavar="TEXT", repeat=True)
+    border_mode: str = flag(BORDERS[0], "of the diffusion decoder", choices=BORDERS)
 
     def check(self) -> None:
         """Raises InputError; reads no file."""
@@ -66,11 +74,13 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class Component:
-    """One row of the table. inputs, optional: name -> axes; an int is a size, a word takes the first size it meets."""
+    """One row of the table. inputs, optional: name -> axes; an int is a size, a word takes the first size it meets.
+    together: inputs whose names begin so are all there or all absent."""
 
     inputs: Mapping[str, tuple[str | int, ...]]
     run: Callable[[Session, ProbeRequest, Arrays], Arrays]
     optional: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    together: str | None = None
 
 
 def run(options: ModelOptions, request: ProbeRequest) -> None:
@@ -100,7 +110,8 @@ def read_inputs(path: Path, name: str, component: Component) -> Arrays:
     found = set(file.names())
     if unknown := sorted(found - known.keys()):
         raise InputError(f"{path}: probe {name} has no input {', '.join(unknown)}; it reads {', '.join(known)}")
-    if missing := [n for n in component.inputs if n not in found]:
+    absent = component.together if not any(n.startswith(component.together or "\0") for n in found) else None
+    if missing := [n for n in component.inputs if n not in found and not (absent and n.startswith(absent))]:
         raise InputError(f"{path}: probe {name} misses {', '.join(missing)}; it reads {', '.join(component.inputs)}")
     sizes: dict[str, int] = {}
     for tensor, axes in known.items():
@@ -146,18 +157,26 @@ def components(config: ModelConfig) -> dict[str, Component]:
         "transformer": Component(
             forward,
             _transformer,
-            {n: ("B", t.num_layers) for n in keeps} | {"video_attention_mask": ("B", "T", "T")},
+            {n: ("B", t.num_layers) for n in keeps}
+            | {"video_attention_mask": ("B", "T", "T")}
+            | ({"video_keyframes_mask": ("B", "T", 1)} if t.keyframe_vector else {}),
+            together="video_",
         ),
-        "guided-step": Component(step, _guided_step),
+        "guided-step": Component(
+            step, _guided_step, {"video_keyframes_mask": (1, "T", 1)} if t.keyframe_vector else {}
+        ),
         "text-encoder": Component({"token_ids": ("B", "S"), "mask": ("B", "S")}, _text_encoder),
         "tokenizer": Component({}, _tokenizer),
         "video-decoder": Component({"latent": video_latent}, _network("latent")),
+        "diffusion-decoder": Component({"latent": video_latent, "noise": ("B", 3, "F", "H", "W")}, _diffusion_decoder),
         "video-encoder": Component({"frames": ("B", 3, "F", "H", "W")}, _video_encoder),
         "audio-decoder": Component(
             {"latent": ("B", sound.latent_channels, "n", sound.latent_mel_bins)}, _audio_decoder
         ),
+        "audio-encoder": Component({"waveform": ("B", sound.out_channels, "N"), "sample_rate": (1,)}, _audio_encoder),
         "upsampler": Component({"latent": video_latent}, _network("latent")),
         "schedule": Component({"steps": (1,)}, _schedule),
+        "duration-head": Component({f"{m}_context": ("B", "S", widths[m]) for m in widths}, _duration_head),
     }
 
 
@@ -166,32 +185,46 @@ def _network(name: str) -> Callable[[Session, ProbeRequest, Arrays], Arrays]:
     return lambda session, request, x: audited(session, Call(request.component, x[name].shape), x)
 
 
+def _duration_head(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    return audited(session, Call("duration-head", x["video_context"].shape[:2]), x)
+
+
 def _transformer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
     config = session.config.transformer
-    feeds = transformer.position_feeds(config, x["video_positions"], x["audio_positions"])
-    for m in ("video", "audio"):
+    present = [m for m in ("video", "audio") if f"{m}_latent" in x]
+    feeds = transformer.position_feeds(config, x.get("video_positions"), x["audio_positions"])
+    for m in present:
         feeds |= transformer.level_feeds(m, x[f"{m}_timesteps"][:, :, 0])
         feeds |= {name: x[name] for name in (f"{m}_latent", f"{m}_sigma", f"{m}_context")}
-    batch, video_tokens = x["video_latent"].shape[:2]
+    batch, audio_tokens = x["audio_latent"].shape[:2]
+    video_tokens = x["video_latent"].shape[1] if "video" in present else 0
+    names = transformer.keep_names(present)
     keeps = {n: a for n, a in x.items() if n.endswith("_keep")}
+    if unread := sorted(keeps.keys() - set(names)):
+        raise InputError(
+            f"{request.inputs}: {', '.join(unread)} needs both streams; leave it out, or give the video_ inputs"
+        )
     if keeps:
         full = np.ones((batch, config.num_layers), np.float32)
-        names = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
         feeds |= {name: keeps.get(name, full).T for name in names}
     if "video_attention_mask" in x:
         feeds["video_attention_mask"] = x["video_attention_mask"]
+    if config.keyframe_vector and "video" in present:
+        blank = np.zeros((batch, video_tokens, 1), np.float32)
+        feeds["video_keyframes_mask"] = (x.get("video_keyframes_mask", blank)[:, :, 0] > 0).astype(np.float32)
     structure = transformer.ForwardShape(
         batch=batch,
         video_tokens=video_tokens,
-        audio_tokens=x["audio_latent"].shape[1],
-        text_tokens=x["video_context"].shape[1],
+        audio_tokens=audio_tokens,
+        text_tokens=x["audio_context"].shape[1],
         coordinates=transformer.coordinate_counts(feeds),
-        video_levels=feeds["video_levels"].shape[1],
+        video_levels=feeds["video_levels"].shape[1] if "video" in present else 1,
         audio_levels=feeds["audio_levels"].shape[1],
         batched_positions=True,
         perturbed=bool(keeps),
         masked="video_attention_mask" in x,
         rule=session.options.cross_timestep_rule,
+        streams=tuple(present),
     )
     return audited(session, Call("transformer", structure, loras=_loras(session)), feeds)
 
@@ -211,6 +244,8 @@ def _guided_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
         feeds |= guided_step.mask_feeds(m, x[f"{m}_mask"][0, :, 0])
         feeds |= {f"{m}_clean": x[f"{m}_clean"][0], f"{m}_context": contexts, f"{m}_latent": x[f"{m}_latent"]}
     feeds |= {"guidance": x["guidance"], "stg_blocks": x["stg_blocks"]}
+    if config.keyframe_vector:
+        feeds["video_keyframes_mask"] = x.get("video_keyframes_mask", np.zeros_like(x["video_mask"]))[0, :, 0]
     structure = guided_step.StepShape(
         branches=branches,
         video_tokens=x["video_latent"].shape[1],
@@ -223,7 +258,7 @@ def _guided_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
     )
     call = Call("guided-step", structure, steps=1, loras=_loras(session))
     session.weights.audit(call, session.graph(call))
-    (step,) = session.denoise(call, feeds, x["sigmas"])
+    (step,) = session.denoise(call, feeds, {"sigmas": x["sigmas"][None]})
     return {name: session.backend.to_host(value) for name, value in step.items()}
 
 
@@ -237,6 +272,19 @@ def _text_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
 def _tokenizer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
     ids, mask = tokenize(session.checkpoint.require_tokenizer(), request.prompts)
     return {"token_ids": ids, "mask": mask}
+
+
+def _diffusion_decoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    config = diffusion(session.config)
+    batch, _, *sizes = x["latent"].shape
+    grid = (sizes[0], sizes[1], sizes[2])
+    shape = diffusion_decoder.whole(config, batch, grid, request.border_mode)
+    if x["noise"].shape != (expected := (batch, 3, *shape.pixels(config))):
+        found = list(x["noise"].shape)
+        raise InputError(f"{request.inputs}: noise has shape {found}, expected {list(expected)} for this latent")
+    features = audited(session, Call("diffusion-features", x["latent"].shape), {"latent": x["latent"]})
+    frames = audited(session, Call("diffusion-decoder", shape), features | {"noise": x["noise"]})["frames"]
+    return {"frames": frames[(slice(None), slice(None), *diffusion_decoder.inside(config, grid))]}
 
 
 def _video_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
@@ -257,6 +305,16 @@ def _audio_decoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays
         session.weights.audit(network, session.graph(network))
     mel, waveform = decode_sound(session, x["latent"])
     return {"mel": mel, "waveform": waveform, "sample_rate": np.array([session.config.vocoder.sample_rate], np.int32)}
+
+
+def _audio_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    rate = int(x["sample_rate"][0])
+    check_rate(request.inputs or Path(), rate)
+    try:
+        mel = spectrogram(x["waveform"], rate, session.config.audio_vae)
+    except ValueError as error:
+        raise InputError(f"{request.inputs}: {error}") from error
+    return {"mel": mel} | audited(session, Call("audio-encoder", mel.shape), {"mel": mel})
 
 
 def _schedule(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:

@@ -13,6 +13,7 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.lora import merge_to_file, open_lora
 from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.weights.random.presets import UPSAMPLERS
 
 
 def make_flags(to: Any) -> None:
@@ -20,11 +21,13 @@ def make_flags(to: Any) -> None:
     to.add_argument("--preset", choices=PRESETS, required=True)
     to.add_argument("--layout", choices=("official", "diffusers"), required=True)
     to.add_argument("--seed", type=int, default=0)
+    to.add_argument("--upsampler", choices=tuple(UPSAMPLERS), default="x2", help="its kind (default: x2)")
     to.add_argument("--dry-run", action="store_true", help="print the manifest, write nothing")
 
 
 def make(args: argparse.Namespace) -> None:
-    print(make_checkpoint(args.preset, args.layout, args.directory, seed=args.seed, dry_run=args.dry_run))
+    more = {"seed": args.seed, "dry_run": args.dry_run, "upsampler": args.upsampler}
+    print(make_checkpoint(args.preset, args.layout, args.directory, **more))
 
 
 def inspect_flags(to: Any) -> None:

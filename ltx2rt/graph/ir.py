@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -17,6 +18,14 @@ T = TypeVar("T")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1}
 SHORT = {"float32": "f32", "bfloat16": "bf16", "int32": "i32", "float8_e4m3fn": "f8"}
 Cut = tuple[int, int, int]  # (dim, start, stop): a slice of a tensor along one dimension
+
+
+_NUMBERED = re.compile(r"(?:(\d+)\*\+(\d+))|\*")
+
+
+def numbered(name: str, iteration: int) -> str:
+    """A parameter's own name in one iteration of a repeat: `*` is the iteration, `6*+5` six times it and five."""
+    return _NUMBERED.sub(lambda m: str(int(m[1] or 1) * iteration + int(m[2] or 0)), name)
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,8 @@ class Repeat:
 
     The node's inputs are carries, then invariants, then per-iteration data (the axis `axis` first); the body's
     inputs are the same without that axis. The body's outputs are the carries, then per-iteration outputs, which
-    the node stacks along `axis`. A parameter of the body itself with `*` in its name has one tensor per iteration.
+    the node stacks along `axis`. A parameter of the body itself with `*` in its name has one tensor per iteration, of
+    the name that `numbered` gives.
     """
 
     body: Graph
@@ -145,7 +155,7 @@ class Layout:
 
     def names(self, layer: int) -> Iterator[str]:
         """Concrete names of the tensors that iteration `layer` of a repeat reads."""
-        return (name.replace("*", str(self.first + layer)) for name, _ in self.parts)
+        return (numbered(name, self.first + layer) for name, _ in self.parts)
 
     def pieces(self, coordinates: Mapping[str, int], layer: int) -> Iterator[tuple[str, *tuple[Cut, ...]]]:
         """What the device at `coordinates` (by mesh axis) reads: concrete tensor names, each with its cuts."""

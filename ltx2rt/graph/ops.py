@@ -516,6 +516,96 @@ def rope(x: Type, cos: Type, sin: Type):
     return x, {"view": _view(cos, (*x.axes[:-1], "pairs"), "rope table")}
 
 
+def window_starts(queries: int, keys: int, window: int, first: int) -> np.ndarray:
+    """int[queries]: where on an axis of `keys` positions the window of each query begins. Query i lies at first + i;
+    its window is centred on it, and shifted inwards where it would reach over a border."""
+    return np.clip(first + np.arange(queries) - window // 2, 0, keys - window)
+
+
+def window_blocks(
+    queries: int, keys: int, window: int, first: int, block: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """An axis of `neighbourhood_attention` in blocks: where each begins int[n], where the box of keys that it sees
+    begins int[n], and which of these each of its queries sees bool[n, block, box].
+
+    All blocks have one size, and so have their boxes: the last block begins earlier rather than being shorter.
+    """
+    block = min(block, queries)
+    box = min(block + window - 1, keys)
+    begins = np.minimum(np.arange(0, queries, block), queries - block)
+    boxes = np.clip(first + begins - window // 2, 0, keys - box)
+    starts = window_starts(queries, keys, window, first)[begins[:, None] + np.arange(block)]
+    behind = boxes[:, None, None] + np.arange(box) - starts[:, :, None]
+    return begins, boxes, (behind >= 0) & (behind < window)
+
+
+def _numpy_neighbourhood_attention(q, k, v, *, window, first, scale):
+    starts = [window_starts(*sizes) for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)]
+    columns = starts[2][:, None] + np.arange(window[2])
+    y = np.empty_like(q)
+    for t, frame in enumerate(starts[0]):
+        for r, row in enumerate(starts[1]):
+            box = (slice(None), slice(frame, frame + window[0]), slice(row, row + window[1]), columns)
+            scores = np.einsum("bwnd,bfrwcnd->bwnfrc", q[:, t, r], k[box]) * np.float32(scale)
+            weights = np.exp(scores - scores.max(axis=(3, 4, 5), keepdims=True))
+            weights /= weights.sum(axis=(3, 4, 5), keepdims=True)
+            y[:, t, r] = np.einsum("bwnfrc,bfrwcnd->bwnd", weights, v[box])
+    return y
+
+
+@op(_numpy_neighbourhood_attention)
+def neighbourhood_attention(
+    q: Type, k: Type, v: Type, *, window: tuple[int, int, int], first: tuple[int, int, int], scale: float
+):
+    """softmax(q k^T scale) v in which a query sees the window of keys around it, on a grid of three axes.
+
+    q, k, v (B, frames, rows, columns, heads, head_dim); k and v may have more positions than q. Query i of an axis lies
+    at position first + i of the keys; it sees `window` keys, centred on it, or shifted inwards at a border, so that
+    there are always as many (`window_starts`). Softmax in float32. Source: neighbourhood attention (NATTEN).
+    """
+    _same_dtype(q, k, v)
+    _expect(len(q.axes) == 6 and q.axes == k.axes and k == v, f"neighbourhood_attention: q {q}, k {k}, v {v}")
+    _expect(
+        q.shape[0] == k.shape[0] and q.shape[4:] == k.shape[4:], f"neighbourhood_attention: q {q} does not fit k {k}"
+    )
+    for axis, n, m, w, f in zip(q.axes[1:], q.shape[1:], k.shape[1:], window, first, strict=False):
+        _expect(w <= m, f"neighbourhood_attention: a window of {w} {axis}, but there are {m}")
+        _expect(0 <= f <= m - n, f"neighbourhood_attention: {n} {axis} from {f} on, but there are {m}")
+    return q, {"window": tuple(window), "first": tuple(first), "scale": float(scale)}
+
+
+def axial_frequencies(sizes: tuple[int, ...], theta: float) -> np.ndarray:
+    """f32[sum of sizes / 2]: theta^(-2j / size) of every part, computed in float64."""
+    return np.concatenate([1.0 / theta ** (np.arange(0, n, 2) / n) for n in sizes]).astype(np.float32)
+
+
+def _numpy_axial_rope(x, *, sizes, first, frequencies):
+    y, start = np.empty_like(x), 0
+    for dim, (size, begin) in enumerate(zip(sizes, first, strict=True), 1):
+        positions = np.arange(begin, begin + x.shape[dim], dtype=np.float32)
+        angles = positions[:, None] * frequencies[start // 2 : (start + size) // 2]
+        view = tuple(x.shape[dim] if i == dim else 1 for i in range(x.ndim - 1))
+        cos, sin = np.cos(angles).reshape(*view, -1), np.sin(angles).reshape(*view, -1)
+        even, odd = slice(start, start + size, 2), slice(start + 1, start + size, 2)
+        a, b = x[..., even], x[..., odd]
+        y[..., even], y[..., odd] = a * cos - b * sin, a * sin + b * cos
+        start += size
+    return y
+
+
+@op(_numpy_axial_rope)
+def axial_rope(x: Type, *, sizes: tuple[int, int, int], first: tuple[int, int, int], theta: float):
+    """Rotate pairs (2j, 2j + 1) of x (B, frames, rows, columns, heads, head_dim), in float32.
+
+    The first sizes[0] numbers of head_dim turn with the frame, the next sizes[1] with the row, the rest with the
+    column, each counted from `first` on.
+    """
+    _expect(len(x.axes) == 6, f"axial_rope: {x} has {len(x.axes)} axes, expected 6")
+    fits = sum(sizes) == x.shape[-1] and not any(n % 2 for n in sizes)
+    _expect(fits, f"axial_rope: {x.axes[-1]}={x.shape[-1]} in parts of {tuple(sizes)}")
+    return x, {"sizes": tuple(sizes), "first": tuple(first), "frequencies": axial_frequencies(sizes, theta)}
+
+
 def sinusoid_frequencies(size: int) -> np.ndarray:
     """exp(-ln(10000) i / (size/2)), i = 0..size/2-1, float32: the timestep embedding of diffusion transformers."""
     half = size // 2

@@ -184,7 +184,7 @@ class Ops:
 
         body(o, carry, invariant, data) -> (carry, outputs). data has the leading axis "layers" of size count here
         and lacks it inside; outputs gain it. Parameters of the body are declared under `prefix`, in which `*` is
-        the iteration. Returns the final carry and the stacked outputs.
+        the iteration (see `numbered`). Returns the final carry and the stacked outputs.
         """
         invariant, data = invariant or {}, data or {}
         inner = Graph(f"{self.graph.name}.{prefix.rstrip('.') or 'body'}")

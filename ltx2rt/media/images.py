@@ -29,8 +29,12 @@ def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np
 
     crf: H.264 quality of the recompression, 0 = none. Raises InputError if the file is no readable image.
     """
-    pixels = recompress(read_rgb(path), crf)
-    return (cover(pixels, width, height) / np.float32(127.5) - 1).transpose(2, 0, 1)[None, :, None]
+    return fit(recompress(read_rgb(path), crf), width, height)[None, :, None]
+
+
+def fit(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+    """u8[H, W, 3] as the video encoder reads it: covered, cropped, f32[3, height, width] in [-1, 1]."""
+    return (cover(pixels, width, height) / np.float32(127.5) - 1).transpose(2, 0, 1)
 
 
 def notes(path: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """The audio autoencoder: latents to log-mel spectrograms and back, as one graph each.
 
 Decides the two networks and the un-normalisation (statistics per channel and mel bin, in float32). Leaves the mel
-front end to `ltx2rt.media` and the waveform to `ltx2rt.models.vocoder`.
+front end to `ltx2rt.models.mel` and the waveform to `ltx2rt.models.vocoder`.
 
 Layout (B, channels, time, mel). Time is causal with zeros, mel symmetric: n latents are 4n - 3 mel frames.
 """

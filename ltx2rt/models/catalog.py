@@ -10,10 +10,20 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from ltx2rt.config import ModelConfig
+from ltx2rt.config import DiffusionDecoderConfig, ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
-from ltx2rt.models import audio_vae, guided_step, text_encoder, transformer, upsampler, video_vae, vocoder
+from ltx2rt.models import (
+    audio_vae,
+    diffusion_decoder,
+    duration_head,
+    guided_step,
+    text_encoder,
+    transformer,
+    upsampler,
+    video_vae,
+    vocoder,
+)
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 
 PROMPT_TOKENS = 1024  # the length every released pipeline pads to
@@ -35,6 +45,7 @@ class Network:
     rules: str
     branches: Callable[[Any], int] | None = None
     dtype: str | None = None
+    partial: Callable[[Any], str] = lambda sizes: ""
 
 
 def _trace_text(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
@@ -42,10 +53,31 @@ def _trace_text(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
     return text_encoder.trace(c.gemma, c.text, *sizes, dtype)
 
 
-def _trace_upsampler(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
-    assert c.upsampler is not None, "no upsampler"
-    batch, _, *grid = latent
-    return upsampler.trace(c.upsampler, batch, *grid, dtype)  # pyright: ignore[reportCallIssue]
+def _trace_duration(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
+    assert c.duration_head is not None, "no duration head"
+    return duration_head.trace(c.duration_head, *sizes, dtype)
+
+
+def _trace_upsampler(part: str) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
+    def trace(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
+        config = getattr(c, part)
+        assert config is not None, f"no {part}"
+        batch, _, *grid = latent
+        return upsampler.trace(config, batch, *grid, dtype)  # pyright: ignore[reportCallIssue]
+
+    return trace
+
+
+def diffusion(c: ModelConfig) -> DiffusionDecoderConfig:
+    """Raises InputError if the model has no diffusion decoder."""
+    if c.diffusion_decoder is None:
+        raise InputError("the model has no diffusion decoder; pass one of LTX-2.5 that has its file")
+    return c.diffusion_decoder
+
+
+def _trace_features(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
+    batch, _, frames, rows, columns = latent
+    return diffusion_decoder.trace_features(diffusion(c), batch, frames, rows, columns, dtype)
 
 
 def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
@@ -79,6 +111,10 @@ def _forward(c: ModelConfig, g: Geometry, branches: int) -> transformer.ForwardS
     )
 
 
+def _streams(sizes: guided_step.StepShape | transformer.ForwardShape) -> str:
+    return "" if len(sizes.streams) == 2 else sizes.streams[0]
+
+
 def _pixels(c: ModelConfig, g: Geometry, branches: int) -> tuple[int, ...]:
     return (1, 3, pixel_frames(g.frames, g.time_factor), *g.size_px)
 
@@ -89,11 +125,11 @@ CATALOG = {
         Network("text-encoder", ("gemma", "text"), _trace_text, lambda *_: (2, PROMPT_TOKENS), "text-encoder"),
         Network(
             "transformer", ("transformer",), lambda c, s, dtype: transformer.trace(c.transformer, s, dtype), _forward,
-            "transformer", lambda s: s.batch,
+            "transformer", lambda s: s.batch, partial=_streams,
         ),
         Network(
             "guided-step", ("transformer",), lambda c, s, dtype: guided_step.trace(c.transformer, s, dtype), _step,
-            "transformer", lambda s: len(s.branches.names),
+            "transformer", lambda s: len(s.branches.names), partial=_streams,
         ),
         Network(
             "video-encoder", ("video_vae",), _trace_vae(video_vae.trace_encoder), _pixels, "video-encoder"
@@ -103,7 +139,27 @@ CATALOG = {
             lambda c, g, branches: g.video_shape, "video-decoder",
         ),
         Network(
-            "upsampler", ("upsampler",), _trace_upsampler, lambda c, g, branches: g.video_shape, "upsampler"
+            "upsampler", ("upsampler",), _trace_upsampler("upsampler"),
+            lambda c, g, branches: g.video_shape, "upsampler",
+        ),
+        Network(
+            "temporal-upsampler", ("temporal_upsampler",), _trace_upsampler("temporal_upsampler"),
+            lambda c, g, branches: g.video_shape, "temporal-upsampler",
+        ),
+        Network(
+            "diffusion-features", ("diffusion_decoder",), _trace_features,
+            lambda c, g, branches: g.video_shape, "diffusion-features",
+        ),
+        Network(
+            "diffusion-decoder", ("diffusion_decoder",),
+            lambda c, s, dtype: diffusion_decoder.trace(diffusion(c), s, dtype),
+            lambda c, g, branches: diffusion_decoder.whole(diffusion(c), 1, (g.frames, g.rows, g.columns)),
+            "diffusion-decoder",
+        ),
+        Network(
+            "audio-encoder", ("audio_vae",),
+            lambda c, s, dtype: audio_vae.trace_encoder(c.audio_vae, s[0], s[2], dtype),
+            lambda c, g, branches: g.mel_shape(c.audio_vae), "audio-encoder",
         ),
         Network(
             "audio-decoder", ("audio_vae",),
@@ -113,6 +169,10 @@ CATALOG = {
         Network(  # bfloat16 is audible in the vocoder
             "vocoder", ("vocoder",), lambda c, s, dtype: vocoder.trace(c.vocoder, s[0], s[2], dtype),
             lambda c, g, branches: g.mel_shape(c.audio_vae), "vocoder", dtype="float32",
+        ),
+        Network(  # of the positive prompt's contexts
+            "duration-head", ("duration_head",), _trace_duration, lambda *_: (1, PROMPT_TOKENS), "duration-head",
+            dtype="float32",
         ),
     )
 }  # fmt: skip

@@ -11,7 +11,7 @@ import math
 import ml_dtypes
 import numpy as np
 
-from ltx2rt.config import GemmaConfig
+from ltx2rt.config import Gemma4Config, GemmaConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
@@ -79,13 +79,13 @@ def attention(o: Ops, x: Term, here: dict[str, Term], config: GemmaConfig) -> Te
     return o.linear(y, "o_proj", {"D": config.hidden_size}, contract=("heads", "head_dim"), bias=False)
 
 
-def mlp(o: Ops, x: Term, config: GemmaConfig) -> Term:
+def mlp(o: Ops, x: Term, config: GemmaConfig | Gemma4Config) -> Term:
     ff = {"ff": config.intermediate_size}
     gate, up = o.linear(x, "gate_proj", ff, bias=False), o.linear(x, "up_proj", ff, bias=False)
     return o.linear(o.gelu(gate) * up, "down_proj", {"D": config.hidden_size}, bias=False)
 
 
-def embedding_scale(config: GemmaConfig, dtype: str) -> float:
+def embedding_scale(config: GemmaConfig | Gemma4Config, dtype: str) -> float:
     """sqrt(D) rounded to the graph's dtype, as the reference does: 62.0 for D = 3840 in bfloat16."""
     return float(np.dtype(getattr(ml_dtypes, dtype, dtype)).type(math.sqrt(config.hidden_size)))
 
@@ -93,8 +93,22 @@ def embedding_scale(config: GemmaConfig, dtype: str) -> float:
 def feeds(config: GemmaConfig, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
     """The graph's inputs for token_ids (B, text) and mask (B, text), 1 for a token and 0 for padding on either side.
 
-    Positions count padding: the i-th column is position i. Raises InputError for ids outside the vocabulary, a mask
-    that is not of zeros and ones, and a prompt without a token.
+    Positions count padding: the i-th column is position i. Raises InputError as `token_feeds` does.
+    """
+    tokens = np.shape(token_ids)[-1]
+    return {
+        **token_feeds(config, token_ids, mask),
+        "is_sliding": np.array(config.layer_is_sliding, np.int32),
+        **rope_tables("full", tokens, config.head_dim, config.rope_theta, config.rope_scaling_factor),
+        **rope_tables("sliding", tokens, config.head_dim, config.rope_local_theta, 1.0),
+    }
+
+
+def token_feeds(config: GemmaConfig | Gemma4Config, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """token_ids int32 and the attention bias of both kinds of layers, float32 (B, text, context).
+
+    Raises InputError for ids outside the vocabulary, a mask that is not of zeros and ones, and a prompt without a
+    token.
     """
     token_ids, mask = np.asarray(token_ids), np.asarray(mask)
     if token_ids.ndim != 2 or mask.shape != token_ids.shape:
@@ -110,11 +124,8 @@ def feeds(config: GemmaConfig, token_ids: np.ndarray, mask: np.ndarray) -> dict[
     seen = (back >= 0) & (mask[:, None, :] != 0)
     return {
         "token_ids": token_ids.astype(np.int32),
-        "is_sliding": np.array(config.layer_is_sliding, np.int32),
         "full_bias": additive(seen),
         "sliding_bias": additive(seen & (back < config.sliding_window)),
-        **rope_tables("full", tokens, config.head_dim, config.rope_theta, config.rope_scaling_factor),
-        **rope_tables("sliding", tokens, config.head_dim, config.rope_local_theta, 1.0),
     }
 
 

@@ -1,4 +1,4 @@
-"""One guided denoise step as a graph: the active branches through the transformer in one batch, guidance, Euler.
+"""One guided denoise step as a graph: the active branches through the transformer in one batch, guidance, a sampler.
 
 Which branches exist is structure; guidance scales, sigmas and the STG block list are inputs, so changing them among
 non-neutral values compiles nothing. Everything after the transformer is float32.
@@ -7,7 +7,10 @@ non-neutral values compiles nothing. Everything after the transformer is float32
     pred = c + (cfg-1)(c-u) + stg (c-p) + (modality-1)(c-q)            c cond, u uncond, p perturbed, q isolated
     pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std unbiased, over tokens and channels
     x0   = pred * mask + clean * (1 - mask)
-    x'   = x + (x - x0) / sigma * (sigma' - sigma)
+    x'   = the sampler's next latents                                  `models.samplers`
+
+A frozen stream is given whole: its latents are the clean ones at sigma 0 in every step, it has no x0 and no noise, and
+reads its positive context in every branch. A stream that the clip does not have is not computed.
 
 Several videos of one prompt go through in one batch: the transformer's B is branches x videos, a branch's videos
 together. They differ in their noise only.
@@ -24,18 +27,19 @@ from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.modulation import Levels
+from ltx2rt.models.samplers import CARRIED, COEFFICIENTS, advance
 from ltx2rt.models.transformer import (
     ForwardShape,
     declare_context,
+    declare_keyframes,
     declare_levels,
     declare_tables,
+    mask_bias,
     streams,
     transformer,
 )
 
 CFG, STG, MODALITY, RESCALE = range(4)  # columns of the input `guidance` (modalities, scales)
-STATE = ("video_latent", "audio_latent")  # inputs that the outputs of the same names replace from step to step
-PER_STEP = ("sigmas",)  # inputs of which every step has its own
 MIN_STD = 1e-5  # survives float16, unlike 1e-8
 
 
@@ -66,7 +70,11 @@ class Branches:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What shapes a guided-step graph besides its config: the key under which programs are kept."""
+    """What shapes a guided-step graph besides its config: the key under which programs are kept.
+
+    streams: what the clip has, of video and audio; frozen: those of them that are given. A stream that is absent has 0
+    tokens. masked: video self-attention is weighted by an input.
+    """
 
     branches: Branches
     video_tokens: int
@@ -77,6 +85,10 @@ class StepShape:
     audio_levels: int = 1
     rule: str = "C"
     videos: int = 1
+    sampler: str = "euler"
+    streams: tuple[str, ...] = ("video", "audio")
+    frozen: tuple[str, ...] = ()
+    masked: bool = False
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -109,9 +121,10 @@ def _guide(o: Ops, x0: Term, names: tuple[str, ...], scales: list[Term], tokens:
 
 
 def _keeps(
-    o: Ops, config: TransformerConfig, names: tuple[str, ...], scales: dict[str, list[Term]], videos: int
+    o: Ops, config: TransformerConfig, names: tuple[str, ...], scales: dict[str, list[Term]], s: StepShape
 ) -> dict[str, Term]:
     """Keep masks (layers, B): STG's value pass-through in `stg_blocks`, cross-attention off in the isolated branch."""
+    videos = s.videos
     if "perturbed" not in names and "isolated" not in names:
         return {}
     n = config.num_layers
@@ -123,27 +136,33 @@ def _keeps(
         return o.merge(o.expand(keep, axis="videos", size=videos), axes=("branches", "videos"), into="B")
 
     keeps = {}
-    for s in ("video", "audio"):
-        active = o.select(scales[s][STG], blocks, zeros)  # a modality whose own stg is 0 is not perturbed
-        keeps[f"{s}_self_keep"] = columns("perturbed", 1 - active)
-    cross = columns("isolated", zeros)
-    return keeps | {"a2v_keep": cross, "v2a_keep": cross}
+    for name in scales:
+        active = o.select(scales[name][STG], blocks, zeros)  # a modality whose own stg is 0 is not perturbed
+        keeps[f"{name}_self_keep"] = columns("perturbed", 1 - active)
+    if len(s.streams) > 1:
+        cross = columns("isolated", zeros)
+        keeps |= {"a2v_keep": cross, "v2a_keep": cross}
+    return keeps
 
 
 def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
-    """Inputs, for a modality m of video and audio, all float32 unless said:
+    """Inputs, for a modality m of the clip's, all float32 unless said:
 
     m_latent (videos, tokens, C); m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and, if K > 1,
-    m_level_index int32 (tokens); m_context (1 or 2, text, C'): positive, then negative if the uncond branch runs;
+    m_level_index int32 (tokens); m_context (1 or 2, text, C'): positive, then negative if the uncond branch runs; of a
+    frozen modality m_clean and the positive context alone; the RoPE tables.
     sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale (if any branch runs
     besides cond);
-    stg_blocks (layers): 1 = perturbed (if such a branch runs); the RoPE tables.
-    Outputs: video_latent, audio_latent, video_x0, audio_x0 (videos, tokens, C).
+    stg_blocks (layers): 1 = perturbed (if such a branch runs); video_attention_mask (tokens, keys) in [0, 1], if
+    masked; video_keyframes_mask (tokens): 1 = a keyframe, if the model has its vector.
+    Of a sampler that wants them, coefficients (n), m_noise, m_anchor and m_kept (videos, tokens, C).
+    Outputs, of the modalities that are not frozen: m_latent, m_x0, m_anchor, m_kept (videos, tokens, C).
     """
 
     def model(o: Ops) -> dict[str, Term]:
         names = s.branches.names
-        video, audio = pair = streams(config)
+        present = [stream for stream in streams(config) if stream.name in s.streams]
+        made = [stream for stream in present if stream.name not in s.frozen]
 
         def branched(x: Term) -> Term:
             """Every branch starts from the same."""
@@ -160,48 +179,73 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             return o.expand(x, axis="B", size=len(names) * s.videos, before=x.type.axes[0] if x.type.axes else None)
 
         pairs = o.input("sigmas", "float32", ends=2)
-        sigma, target = (o.at(pairs, axis="ends", index=i) for i in range(2))
+        ends = [o.at(pairs, axis="ends", index=i) for i in range(2 if s.sampler == "euler" else 1)]
+        sigma = ends[0]
         scales: dict[str, list[Term]] = {}
         if len(names) > 1:
             guidance = o.input("guidance", "float32", modalities=2, scales=4)
-            for i, stream in enumerate(pair):
-                row = o.at(guidance, axis="modalities", index=i)
+            for stream in made:
+                row = o.at(guidance, axis="modalities", index=("video", "audio").index(stream.name))
                 scales[stream.name] = [o.at(row, axis="scales", index=j) for j in range(4)]
         x, clean, mask, levels, contexts = {}, {}, {}, {}, {}
-        for stream, size, count in ((video, s.video_tokens, s.video_levels), (audio, s.audio_tokens, s.audio_levels)):
-            n, axes = stream.name, {stream.tokens: size}
-            x[n] = o.input(f"{n}_latent", "float32", videos=s.videos, **axes, C=stream.channels)
+        for stream in present:
+            n, video, frozen = stream.name, stream.name == "video", stream not in made
+            axes = {stream.tokens: s.video_tokens if video else s.audio_tokens}
+            if not frozen:
+                x[n] = o.input(f"{n}_latent", "float32", videos=s.videos, **axes, C=stream.channels)
             clean[n] = o.input(f"{n}_clean", "float32", **axes, C=stream.channels)
-            mask[n] = o.input(f"{n}_mask", "float32", **axes)
-            own = declare_levels(o, n, count, **axes)
-            levels[n] = Levels(everywhere(own.values * sigma), own.index)
-            context = declare_context(o, config, stream, contexts=2 if s.branches.uncond else 1, text=s.text_tokens)
+            if frozen:
+                x[n] = o.expand(clean[n], axis="videos", size=s.videos, before=stream.tokens)
+                levels[n] = Levels(everywhere(o.full(0.0, "float32", levels=1)), None)
+            else:
+                mask[n] = o.input(f"{n}_mask", "float32", **axes)
+                own = declare_levels(o, n, s.video_levels if video else s.audio_levels, **axes)
+                levels[n] = Levels(everywhere(own.values * sigma), own.index)
+            count = 2 if s.branches.uncond and not frozen else 1
+            context = declare_context(o, config, stream, contexts=count, text=s.text_tokens)
             context = o.rename(context, names={"contexts": "branches"})
-            chosen = [int(name == "uncond") for name in names]
+            chosen = [int(name == "uncond") if count == 2 else 0 for name in names]
             rows = [o.slice(context, axis="branches", start=i, stop=i + 1) for i in chosen]
             contexts[n] = batched(o.concat(*rows, axis="branches"))
-        shape = (len(names) * s.videos, s.video_tokens, s.audio_tokens, s.text_tokens, s.coordinates)
-        tables = declare_tables(o, config, ForwardShape(*shape))
+        batch = len(names) * s.videos
+        tables = declare_tables(
+            o,
+            config,
+            ForwardShape(batch, s.video_tokens, s.audio_tokens, s.text_tokens, s.coordinates, streams=s.streams),
+        )
+        bias = None
+        if s.masked:
+            weights = o.input("video_attention_mask", "float32", tokens=s.video_tokens, keys=s.video_tokens)
+            bias = o.expand(mask_bias(o, weights), axis="B", size=batch, before="tokens")
+        keyframes = declare_keyframes(o, config, s.streams, tokens=s.video_tokens)
         velocity = transformer(
             o, config,
             latents={n: batched(branched(x[n])) for n in x},
             levels=levels,
-            sigmas={n: everywhere(sigma) for n in x},
+            sigmas={n: everywhere(o.full(0.0, "float32") if n in s.frozen else sigma) for n in x},
             contexts=contexts,
             tables=tables,
-            keeps=_keeps(o, config, names, scales, s.videos),
-            bias=None,
+            keeps=_keeps(o, config, names, scales, s),
+            bias=bias,
+            keyframes=keyframes,
             rule=s.rule,
         )  # fmt: skip
-        outputs = {}
-        for stream in pair:
+        count = COEFFICIENTS[s.sampler]
+        row = o.input("coefficients", "float32", terms=count) if count else None
+        coefficients = [o.at(row, axis="terms", index=i) for i in range(count)] if row is not None else []
+        latents, x0s = {}, {}
+        for stream in made:
             n, tokens = stream.name, stream.tokens
             v = o.split(velocity[n], axis="B", into={"branches": len(names), "videos": s.videos})
             x0 = branched(x[n]) - v * (mask[n] * sigma)
             x0 = _guide(o, x0, names, scales[n], tokens) if len(names) > 1 else o.at(x0, axis="branches", index=0)
             x0 = x0 * mask[n] + clean[n] * (1 - mask[n])
-            outputs[f"{n}_latent"] = x[n] + (x[n] - x0) / sigma * (target - sigma)
-            outputs[f"{n}_x0"] = x0
-        return {k: outputs[k] for k in ("video_latent", "audio_latent", "video_x0", "audio_x0")}
+            more = [*CARRIED[s.sampler], *(["noise"] if count else [])]
+            given = {name: o.input(f"{n}_{name}", "float32", **x[n].type.sizes) for name in more}
+            noise = given.pop("noise", None)
+            found = advance(o, s.sampler, x[n], x0, clean[n], mask[n], ends, coefficients, noise, given)
+            latents |= {f"{n}_{name}": value for name, value in found.items()}
+            x0s[f"{n}_x0"] = x0
+        return latents | x0s
 
     return trace_graph("guided-step", model, dtype)

@@ -10,6 +10,7 @@ They agree when every token of both streams has the same timestep.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,8 +32,9 @@ TABLES = ("video_time", "video_rows", "video_columns", "video_cross", "audio_tim
 class ForwardShape:
     """What shapes a transformer graph besides its config. Hashable: the key under which programs are kept.
 
-    coordinates: distinct coordinates per table of TABLES. batched_positions: positions differ between samples.
-    perturbed: per-layer, per-sample keep masks are inputs. masked: a video self-attention mask is an input.
+    coordinates: distinct coordinates per table of TABLES, 0 of those that are not read. batched_positions: positions
+    differ between samples. perturbed: per-layer, per-sample keep masks are inputs. masked: a video self-attention mask
+    is an input. streams: those that are computed; an absent one has 0 tokens.
     """
 
     batch: int
@@ -46,6 +48,7 @@ class ForwardShape:
     perturbed: bool = False
     masked: bool = False
     rule: str = "C"
+    streams: tuple[str, ...] = ("video", "audio")
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,16 @@ def streams(config: TransformerConfig) -> tuple[Stream, Stream]:
 # --- host side: positions to tables, timesteps to levels --------------------------------------------------------
 
 
-def position_feeds(config: TransformerConfig, video: np.ndarray, audio: np.ndarray) -> dict[str, np.ndarray]:
-    """RoPE inputs of video positions [(B,) 3, T, 2] (s, px, px; start, end) and audio positions [(B,) 1, Ta, 2] (s)."""
+def table_names(streams: Sequence[str]) -> list[str]:
+    """The tables of TABLES that attentions within and between these streams read."""
+    return [n for n in TABLES if n.split("_")[0] in streams and (len(streams) > 1 or not n.endswith("cross"))]
+
+
+def position_feeds(
+    config: TransformerConfig, video: np.ndarray | None, audio: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """RoPE inputs of video positions [(B,) 3, T, 2] (s, px, px; start, end) and audio positions [(B,) 1, Ta, 2] (s);
+    None where a stream is absent."""
     c = config
     f64 = c.rope_float64_grid
     grid = frequency_grid(c.width, 3, c.rope_theta, f64)
@@ -87,16 +98,20 @@ def position_feeds(config: TransformerConfig, video: np.ndarray, audio: np.ndarr
     cross_max = max(c.rope_max_pos[0], c.audio_rope_max_pos)
     cross_grid = frequency_grid(c.audio_num_heads * c.audio_head_dim, 1, c.rope_theta, f64)
     feeds = {}
-    for i, name in enumerate(TABLES[:3]):
-        feeds |= coordinate_table(name, video[..., i, :, :], c.rope_max_pos[i], grid)
-    feeds |= coordinate_table("video_cross", video[..., 0, :, :], cross_max, cross_grid)
-    feeds |= coordinate_table("audio_time", audio[..., 0, :, :], c.audio_rope_max_pos, audio_grid)
-    feeds |= coordinate_table("audio_cross", audio[..., 0, :, :], cross_max, cross_grid)
+    if video is not None:
+        for i, name in enumerate(TABLES[:3]):
+            feeds |= coordinate_table(name, video[..., i, :, :], c.rope_max_pos[i], grid)
+        if audio is not None:
+            feeds |= coordinate_table("video_cross", video[..., 0, :, :], cross_max, cross_grid)
+    if audio is not None:
+        feeds |= coordinate_table("audio_time", audio[..., 0, :, :], c.audio_rope_max_pos, audio_grid)
+        if video is not None:
+            feeds |= coordinate_table("audio_cross", audio[..., 0, :, :], cross_max, cross_grid)
     return feeds
 
 
 def coordinate_counts(feeds: dict[str, np.ndarray]) -> tuple[int, ...]:
-    return tuple(feeds[f"{name}_cos"].shape[0] for name in TABLES)
+    return tuple(len(feeds.get(f"{name}_cos", ())) for name in TABLES)
 
 
 def level_feeds(name: str, timesteps: np.ndarray) -> dict[str, np.ndarray]:
@@ -110,15 +125,23 @@ def level_feeds(name: str, timesteps: np.ndarray) -> dict[str, np.ndarray]:
     return feeds
 
 
+def keep_names(streams: Sequence[str]) -> list[str]:
+    """The masks that take attention out of layers."""
+    return [f"{name}_self_keep" for name in streams] + (["a2v_keep", "v2a_keep"] if len(streams) > 1 else [])
+
+
 # --- graph side -------------------------------------------------------------------------------------------------
 
 
 def declare_tables(o: Ops, config: TransformerConfig, s: ForwardShape) -> dict[str, dict[str, Term]]:
-    """The RoPE inputs: per table of TABLES its cos and sin (coordinates, frequencies) and index ((B,) tokens)."""
+    """The RoPE inputs: per table that is read its cos and sin (coordinates, frequencies) and index ((B,) tokens)."""
     video, cross = config.width // 6, config.audio_width // 2
     frequencies = (video, video, video, cross, cross, cross)
     tables = {}
+    read = table_names(s.streams)
     for name, count, n in zip(TABLES, s.coordinates, frequencies, strict=True):
+        if name not in read:
+            continue
         sizes = {"B": s.batch} if s.batched_positions else {}
         sizes |= {"tokens": s.video_tokens} if name.startswith("video") else {"audio_tokens": s.audio_tokens}
         tables[name] = {
@@ -130,11 +153,13 @@ def declare_tables(o: Ops, config: TransformerConfig, s: ForwardShape) -> dict[s
 
 
 def rope_tables(o: Ops, config: TransformerConfig, tables: dict[str, dict[str, Term]]) -> dict[str, Term]:
-    """cos and sin of the four attentions that rotate, as named values."""
-    video = gather_tables(o, [tables[name] for name in TABLES[:3]], config.num_heads, config.head_dim)
-    found = {"video": video}
+    """cos and sin of the attentions that rotate, as named values."""
+    found = {}
+    if "video_time" in tables:
+        found["video"] = gather_tables(o, [tables[n] for n in TABLES[:3]], config.num_heads, config.head_dim)
     for name, table in (("video_cross", "video_cross"), ("audio", "audio_time"), ("audio_cross", "audio_cross")):
-        found[name] = gather_tables(o, [tables[table]], config.audio_num_heads, config.audio_head_dim)
+        if table in tables:
+            found[name] = gather_tables(o, [tables[table]], config.audio_num_heads, config.audio_head_dim)
     return {f"{name}_{kind}": x for name, pair in found.items() for kind, x in zip(("cos", "sin"), pair, strict=True)}
 
 
@@ -159,9 +184,11 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
         x += gate attention(m(n(x)), m(c))          2.0: x += attention(n(x), c)
         x += gate attention(m(n(x)), m(n(y)))       both streams at once
         x += gate feed_forward(m(n(x)))
+
+    A stream that is alone has no third line.
     """
-    video, audio = pair = streams(config)
     x = dict(carry)
+    pair = [s for s in streams(config) if s.name in x]
 
     def norm(s: Stream) -> Term:
         return o.rms_norm(x[s.name], over=(s.axis,), eps=config.norm_eps)
@@ -188,16 +215,18 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
             x[s.name] += attend(f"{s.prefix}attn2", h, context, s) * gate
         else:
             x[s.name] += attend(f"{s.prefix}attn2", h, context, s)
-    normed = {s.name: norm(s) for s in pair}
-    cross, gates = _cross_rows(o, invariant, pair)
-    deltas = {}
-    for name, s, other in (("audio_to_video_attn", video, audio), ("video_to_audio_attn", audio, video)):
-        h, context = (modulated(normed[t.name], cross[t.name][name]) for t in (s, other))
-        ropes = {"rope": rope(f"{s.name}_cross"), "context_rope": rope(f"{other.name}_cross")}
-        deltas[s.name] = attend(name, h, context, audio, **ropes)
-    for s, keep in ((video, "a2v_keep"), (audio, "v2a_keep")):
-        y = deltas[s.name] * gates[s.name]
-        x[s.name] += y * o.cast(data[keep], dtype=o.dtype) if keep in data else y
+    if len(pair) == 2:
+        video, audio = pair
+        normed = {s.name: norm(s) for s in pair}
+        cross, gates = _cross_rows(o, invariant, pair)
+        deltas = {}
+        for name, s, other in (("audio_to_video_attn", video, audio), ("video_to_audio_attn", audio, video)):
+            h, context = (modulated(normed[t.name], cross[t.name][name]) for t in (s, other))
+            ropes = {"rope": rope(f"{s.name}_cross"), "context_rope": rope(f"{other.name}_cross")}
+            deltas[s.name] = attend(name, h, context, audio, **ropes)
+        for s, keep in ((video, "a2v_keep"), (audio, "v2a_keep")):
+            y = deltas[s.name] * gates[s.name]
+            x[s.name] += y * o.cast(data[keep], dtype=o.dtype) if keep in data else y
     for s in pair:
         rows, gate = own[s.name]["ff"]
         x[s.name] += feed_forward(o.under(f"{s.prefix}ff"), modulated(norm(s), rows), s.ff_bias) * gate
@@ -222,7 +251,7 @@ def _own_rows(o: Ops, config: TransformerConfig, invariant, s: Stream) -> dict[s
     return {part: (Rows(shift, scale), gate) for part, shift, scale, gate in zip(parts, rows, rows, rows, strict=True)}
 
 
-def _cross_rows(o: Ops, invariant, pair: tuple[Stream, ...]) -> tuple[dict[str, dict[str, Rows]], dict[str, Term]]:
+def _cross_rows(o: Ops, invariant, pair: list[Stream]) -> tuple[dict[str, dict[str, Rows]], dict[str, Term]]:
     """By stream: its rows in either cross-attention, and its gate. These tables are scale first."""
     rows, gates = {}, {}
     for s in pair:
@@ -255,14 +284,16 @@ def transformer(
     keeps: dict[str, Term],
     bias: Term | None,
     rule: str,
+    keyframes: Term | None = None,
 ) -> dict[str, Term]:
-    """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32.
+    """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32, of the streams that there are.
 
-    latents: (B, tokens, C). levels: timesteps in [0,1]. sigmas (B). contexts (B, text, C').
-    keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep (layers, B). bias: video self-attention.
+    latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas (B). contexts (B, text,
+    C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep (layers, B). bias: video self-attention.
+    keyframes: ((B,) tokens), 1 where a video token is a keyframe's.
     """
     o = o.under(PREFIX.rstrip("."))
-    video, audio = pair = streams(config)
+    pair = [s for s in streams(config) if s.name in latents]
     x, invariant, embedded = {}, {}, {}
 
     def scaled(level: Levels, factor: float = 1.0) -> Levels:
@@ -272,9 +303,13 @@ def transformer(
     scalar = {s.name: Levels(o.expand(sigmas[s.name], axis="levels", size=1), None) for s in pair}
     cross_rows = {"A": ("own", "own"), "B": ("other", "other"), "C": ("own", "other")}[rule]
     gate_factor = config.av_gate_scale / config.timestep_scale
-    for s, other in ((video, audio), (audio, video)):
+    for s, other in zip(pair, reversed(pair), strict=True):
         p, axis = s.prefix, s.axis
         x[s.name] = o.linear(o.cast(latents[s.name], dtype=o.dtype), f"{p}patchify_proj", {axis: s.width})
+        if keyframes is not None and s.name == "video":
+            vector = o.param("keyframes_abs_pos_embedding", one=1, **{axis: s.width})
+            marked = o.expand(o.cast(keyframes, dtype=o.dtype), axis=axis, size=s.width)
+            x[s.name] += marked * o.at(vector, axis="one", index=0)
         own = levels[s.name]
         modulation, embedded[s.name] = adaln(
             o.under(f"{p}adaln_single"), scaled(own), s.width, 3 * len(_own_parts(config)), axis
@@ -282,14 +317,15 @@ def transformer(
         invariant[f"{s.name}_mod"] = modulation.rows
         if own.index is not None:
             invariant[f"{s.name}_index"] = own.index
-        sources = {"own": own, "other": scalar[other.name]}
-        cross, _ = adaln(
-            o.under(f"av_ca_{s.name}_scale_shift_adaln_single"), scaled(sources[cross_rows[0]]), s.width, 4, axis
-        )
-        invariant[f"{s.name}_cross_mod"] = cross.rows
-        gate_name = "av_ca_a2v_gate_adaln_single" if s is video else "av_ca_v2a_gate_adaln_single"
-        gate, _ = adaln(o.under(gate_name), scaled(sources[cross_rows[1]], gate_factor), s.width, 1, axis)
-        invariant[f"{s.name}_gate_mod"] = gate.rows
+        if len(pair) == 2:
+            sources = {"own": own, "other": scalar[other.name]}
+            cross, _ = adaln(
+                o.under(f"av_ca_{s.name}_scale_shift_adaln_single"), scaled(sources[cross_rows[0]]), s.width, 4, axis
+            )
+            invariant[f"{s.name}_cross_mod"] = cross.rows
+            gate_name = "av_ca_a2v_gate_adaln_single" if s.name == "video" else "av_ca_v2a_gate_adaln_single"
+            gate, _ = adaln(o.under(gate_name), scaled(sources[cross_rows[1]], gate_factor), s.width, 1, axis)
+            invariant[f"{s.name}_gate_mod"] = gate.rows
         if config.text_modulation and config.prompt_adaln:
             prompt, _ = adaln(o.under(f"{p}prompt_adaln_single"), scaled(scalar[s.name]), s.width, 2, axis)
             invariant[f"{s.name}_prompt_mod"] = prompt.rows
@@ -328,6 +364,13 @@ def declare_levels(o: Ops, name: str, levels: int, **axes: int) -> Levels:
     return Levels(values, o.input(f"{name}_level_index", "int32", **axes) if levels > 1 else None)
 
 
+def declare_keyframes(o: Ops, config: TransformerConfig, streams: Sequence[str], **axes: int) -> Term | None:
+    """Input `video_keyframes_mask` (*axes) if the model has a vector for keyframes, and the clip has video."""
+    if not config.keyframe_vector or "video" not in streams:
+        return None
+    return o.input("video_keyframes_mask", "float32", **axes)
+
+
 def declare_context(o: Ops, config: TransformerConfig, s: Stream, **axes: int) -> Term:
     """Input `{stream}_context` (*axes, width of the connector's output)."""
     width = {"caption": config.caption_channels} if config.caption_projection else {s.axis: s.width}
@@ -335,15 +378,17 @@ def declare_context(o: Ops, config: TransformerConfig, s: Stream, **axes: int) -
 
 
 def trace(config: TransformerConfig, s: ForwardShape, dtype: str) -> Graph:
-    """One forward. Inputs per stream: *_latent, *_levels, *_level_index, *_sigma, *_context; tables, keeps, mask.
+    """One forward. Inputs per stream: *_latent, *_levels, *_level_index, *_sigma, *_context; tables, keeps, masks.
 
     Outputs: video_velocity, audio_velocity.
     """
 
     def model(o: Ops) -> dict[str, Term]:
-        video, audio = streams(config)
         latents, levels, sigmas, contexts = {}, {}, {}, {}
-        for stream, size, k in ((video, s.video_tokens, s.video_levels), (audio, s.audio_tokens, s.audio_levels)):
+        sizes = ((s.video_tokens, s.video_levels), (s.audio_tokens, s.audio_levels))
+        for stream, (size, k) in zip(streams(config), sizes, strict=True):
+            if stream.name not in s.streams:
+                continue
             n, axes = stream.name, {"B": s.batch, stream.tokens: size}
             latents[n] = o.input(f"{n}_latent", "float32", **axes, C=stream.channels)
             levels[n] = declare_levels(o, n, k, **axes)
@@ -351,16 +396,17 @@ def trace(config: TransformerConfig, s: ForwardShape, dtype: str) -> Graph:
             contexts[n] = declare_context(o, config, stream, B=s.batch, text=s.text_tokens)
         keeps, bias = {}, None
         if s.perturbed:
-            names = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
+            names = keep_names(s.streams)
             keeps = {n: o.input(n, "float32", layers=config.num_layers, B=s.batch) for n in names}
         if s.masked:
             mask = o.input("video_attention_mask", "float32", B=s.batch, tokens=s.video_tokens, keys=s.video_tokens)
             bias = mask_bias(o, mask)
+        keyframes = declare_keyframes(o, config, s.streams, B=s.batch, tokens=s.video_tokens)
         tables = declare_tables(o, config, s)
         v = transformer(
             o, config, latents=latents, levels=levels, sigmas=sigmas, contexts=contexts, tables=tables, keeps=keeps,
-            bias=bias, rule=s.rule,
+            bias=bias, rule=s.rule, keyframes=keyframes,
         )  # fmt: skip
-        return {"video_velocity": v["video"], "audio_velocity": v["audio"]}
+        return {f"{name}_velocity": velocity for name, velocity in v.items()}
 
     return trace_graph("transformer", model, dtype)

@@ -1,4 +1,4 @@
-"""The x2 spatial latent upsampler.
+"""The latent upsamplers: rows and columns by 2 or 1.5, or frames f to 2f - 1.
 
 Decides the network and the un-normalisation around it: normalised latents in, normalised latents out, the statistics
 of the video VAE in float32. Group statistics span the whole clip, so it is never tiled.
@@ -12,10 +12,11 @@ from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.video_vae import depth_to_space, normalise, unnormalise
 
 NORM_GROUPS, NORM_EPS = 32, 1e-5
+BLUR_SIZE = 5  # binomial
 
 
 def trace(config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: int, dtype: str) -> Graph:
-    """Input `latent` float32 (B, channels, frames, rows, columns); output `latent` with twice the rows and columns."""
+    """Input `latent` float32 (B, channels, frames, rows, columns); output `latent` on `config.output_grid`."""
     return trace_graph("upsampler", upsampler, dtype, config, batch, frames, rows, columns)
 
 
@@ -27,16 +28,42 @@ def upsampler(o: Ops, config: UpsamplerConfig, batch: int, frames: int, rows: in
     x = o.cast(unnormalise(o, latent), dtype=o.dtype)
     x = o.silu(group_norm(o, conv(o, x, "initial_conv", config.mid_channels), "initial_norm"))
     x = res_blocks(o, x, "res_blocks", config.num_blocks)
-    # A convolution per frame, then the pixel shuffle. The 2.0 file's blur has stride 1 here, which is the identity.
-    x = o.merge(o.transpose(x, axes=("B", "frames", "channels", "rows", "columns")), axes=("B", "frames"), into="B")
-    x = o.pad(x, rows=(1, 1), columns=(1, 1))
-    x = o.conv(x, "upsampler.conv" if config.rational else "upsampler.0", 4 * config.mid_channels, (3, 3))
-    x = depth_to_space(o, x, (2, 2), ("rows", "columns"), ("dy", "dx"))
-    x = o.split(x, axis="B", into={"B": batch, "frames": frames})
-    x = o.transpose(x, axes=("B", "channels", "frames", "rows", "columns"))
+    x = (more_frames if config.temporal else more_pixels)(o, x, config)
     x = res_blocks(o, x, "post_upsample_res_blocks", config.num_blocks)
     x = conv(o, x, "final_conv", config.in_channels)
     return {"latent": normalise(o, o.cast(x, dtype="float32"))}
+
+
+def more_frames(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
+    """Two frames of each, less the first: one frame stays one."""
+    x = depth_to_space(o, conv(o, x, "upsampler.0", 2 * config.mid_channels), (2, 1, 1))
+    return o.slice(x, axis="frames", start=1)
+
+
+def more_pixels(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
+    """A convolution per frame, then the pixel shuffle by the scale's numerator, then the blur that strides over its
+    denominator; that of x2 has stride 1 in every file, and is the identity."""
+    batch, frames = x.type.size("B"), x.type.size("frames")
+    times, stride = config.scale.numerator, config.scale.denominator
+    x = o.merge(o.transpose(x, axes=("B", "frames", "channels", "rows", "columns")), axes=("B", "frames"), into="B")
+    x = o.pad(x, rows=(1, 1), columns=(1, 1))
+    x = o.conv(x, "upsampler.conv" if config.rational else "upsampler.0", times**2 * config.mid_channels, (3, 3))
+    x = depth_to_space(o, x, (times, times), ("rows", "columns"), ("dy", "dx"))
+    if stride > 1:
+        x = blur(o, x, stride)
+    x = o.split(x, axis="B", into={"B": batch, "frames": frames})
+    return o.transpose(x, axes=("B", "channels", "frames", "rows", "columns"))
+
+
+def blur(o: Ops, x: Term, stride: int) -> Term:
+    """Every channel's (B, channels, rows, columns) with the file's one 5x5 kernel, zeros outside, every `stride`-th."""
+    kernel = o.param("upsampler.blur_down.kernel", out=1, **{"in": 1}, k0=BLUR_SIZE, k1=BLUR_SIZE)
+    batch, channels, edge = x.type.size("B"), x.type.size("channels"), BLUR_SIZE // 2
+    x = o.split(o.merge(x, axes=("B", "channels"), into="B"), axis="B", into={"B": batch * channels, "channels": 1})
+    x = o.pad(x, rows=(edge, edge), columns=(edge, edge))
+    x = o.emit("conv", x, kernel, stride=(stride, stride), dilation=(1, 1))
+    x = o.merge(x, axes=("B", "channels"), into="B")
+    return o.split(x, axis="B", into={"B": batch, "channels": channels})
 
 
 def conv(o: Ops, x: Term, name: str, out_channels: int) -> Term:

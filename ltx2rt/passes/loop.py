@@ -21,12 +21,14 @@ def step_slots(num_steps: int) -> int:
     return -(-num_steps // STEP_SLOTS) * STEP_SLOTS
 
 
-def looped(step: Graph, name: str, count: int, state: Sequence[str], data: Sequence[str]) -> Graph:
-    """`count` runs of `step`.
+def looped(step: Graph, name: str, count: int, per_step: Sequence[str]) -> Graph:
+    """`count` runs of `step`; outputs replace the inputs of the same names from one to the next: the state.
 
-    state: inputs that the outputs of the same names replace; data: inputs of which every step has its own, with the
-    leading axis "steps" in the result's inputs. Outputs: the last state, and of everything else all steps' results.
+    per_step: inputs of which every step has its own, if there; they have the leading axis "steps" in the result's
+    inputs. Outputs: the last state, and of everything else all steps' results.
     """
+    state = [n for n in step.outputs if n in step.inputs]
+    data = [n for n in per_step if n in step.inputs]
     rest = [n for n in step.inputs if n not in state and n not in data]
     results = [*state, *(n for n in step.outputs if n not in state)]
     body = replace(

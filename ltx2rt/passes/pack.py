@@ -48,6 +48,8 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
         if node.op not in ("linear", "linear_float8") or any(readers[id(v)] > 1 for v in node.inputs[1:]):
             continue
         x, weight, *others = node.inputs
+        if weight.name not in layouts:
+            continue  # computed, such as some rows of a parameter
         splits = layouts[weight.name].splits
         if any(dim != 0 for dim, _, _ in splits):
             continue  # contracted slices: partial sums, each with its own communication

@@ -45,6 +45,11 @@ class Placed:
     splits: Mapping[str, str] = field(default_factory=dict)
 
 
+def shared_key_head(axis: str, size: int) -> bool:
+    """The one key head of all query heads: every device holds it whole, whatever query heads it has."""
+    return axis == "kv_heads" and size == 1
+
+
 def place(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False) -> Graph:
     """rules: axis -> mesh axis; the order of `mesh` is that of the devices, the last axis fastest. A graph in which no
     rule meets an axis of several devices is returned as it is.
@@ -92,7 +97,7 @@ class _Placer:
                 continue
             for axis, size in node.attrs["out"].items():
                 parts = self._parts(axis)
-                if size % parts:
+                if size % parts and not shared_key_head(axis, size):
                     if self.strict:
                         raise InputError(
                             f"{graph.name}: {axis}={size} does not divide over {self.rules[axis]}={parts}; "
@@ -227,7 +232,8 @@ class _Placer:
             heads = p.splits.get(axis)
             if heads is not None:
                 q, k, v = (
-                    self.cut(t, a, heads) for t, a in zip((q, k, v), (head_axes[0], *head_axes[1:] * 2), strict=True)
+                    t if shared_key_head(a, t.value.type.size(a)) else self.cut(t, a, heads)
+                    for t, a in zip((q, k, v), (head_axes[0], *head_axes[1:] * 2), strict=True)
                 )
         queries, keys = q.value.type.axes[1], k.value.type.axes[1]
         mesh_axis = k.splits.get(keys)

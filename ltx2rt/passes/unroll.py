@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Repeat, Value
+from ltx2rt.graph.ir import Graph, Repeat, Value, numbered
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -26,7 +26,7 @@ def unroll(graph: Graph) -> Graph:
 def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> None:
     """Append to `out` what `graph`, as iteration `layer` of a repeat, computes; `env` gains its values by identity."""
     for name, v in graph.params.items():
-        concrete = name.replace("*", str(layer))
+        concrete = numbered(name, layer)
         env[id(v)] = out.params.setdefault(concrete, Value(concrete, v.type))
         if name in graph.layouts:
             layout = graph.layouts[name]

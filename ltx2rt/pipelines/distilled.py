@@ -1,27 +1,26 @@
 """distilled: 8 distilled steps at half the size, then 3 at full size; no guidance.
 
-The weights are a distilled checkpoint's as they are, or any other's with the distilled LoRA merged in both stages.
+The weights are a distilled checkpoint's as they are, or any other's with the distilled LoRA merged in both stages. With
+LTX-2.5 the steps of stage 1 add fresh noise (ancestral).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.pipelines.request import NEUTRAL, Loras, Request
+from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.frames import Frames, tiling
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
-from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.text import Text
 from ltx2rt.stages.upsample import Upsample
 
 
 @dataclass(frozen=True)
-class Distilled(Request):
+class Distilled(VideoRequest):
     name: ClassVar[str] = "distilled"
     summary: ClassVar[str] = "8 distilled steps at half size, then 3 at full size; no guidance"
     scale: ClassVar[int] = 2
@@ -29,22 +28,30 @@ class Distilled(Request):
     distilled: ClassVar[str] = "optional"
 
     audio_from: str = flag("stage2", "which stage's sound is kept", choices=("stage1", "stage2"))
+    stage2_sampler: str = flag("euler", "2.5: ancestral adds noise in stage 2, too", choices=("euler", "ancestral"))
+
+    def resolved(self, model: ModelConfig) -> Any:
+        if self.stage2_sampler != "euler" and model.generation != "2.5":
+            raise InputError(f"--stage2-sampler: {self.stage2_sampler}, but LTX-{model.generation} takes euler")
+        return super().resolved(model)
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         half, full = self.geometry(model, 2), self.geometry(model)
         extra = (loras.distilled,) if loras.distilled else ()
 
-        def steps(name, geometry, sigmas) -> list[Stage]:
+        def steps(name, geometry, sigmas, sampler) -> list[Stage]:
             merged, kept = (*loras.of(name), *extra), self.audio_from == name
-            return self.denoise(name, geometry, options, sigmas, merged, guidance=NEUTRAL, sound=kept)
+            more = {"guidance": NEUTRAL, "sound": kept, "sampler": sampler}
+            return self.denoise(name, geometry, options, sigmas, merged, **more)
+
+        first = "ancestral" if model.generation == "2.5" else "euler"
 
         return [
-            Text(self.prompts),
-            *steps("stage1", half, DISTILLED_SIGMAS),
+            *self.text,
+            *steps("stage1", half, DISTILLED_SIGMAS, first),
             Upsample(half, self.num_videos),
-            *steps("stage2", full, STAGE2_SIGMAS),
-            *([Sound(full, self.num_videos)] if self.audio else []),
-            Frames(full, tiling(full, model, options.vae_tiling), self.num_videos),
+            *steps("stage2", full, STAGE2_SIGMAS, self.stage2_sampler),
+            *self.decoded(full, model, options),
         ]
 
 

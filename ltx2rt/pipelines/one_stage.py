@@ -9,11 +9,8 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.flags import flag
 from ltx2rt.pipelines.request import Guided, Loras
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.frames import Frames, tiling
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.text import Text
 
 
 @dataclass(frozen=True)
@@ -28,10 +25,9 @@ class OneStage(Guided):
         full = self.geometry(model)
         guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "sound": True}
         return [
-            Text(self.prompts),
+            *self.text,
             *self.denoise("stage1", full, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided),
-            *([Sound(full, self.num_videos)] if self.audio else []),
-            Frames(full, tiling(full, model, options.vae_tiling), self.num_videos),
+            *self.decoded(full, model, options),
         ]
 
 

@@ -20,24 +20,33 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, spelling
+from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file, parse_number, plain
-from ltx2rt.stages.conditioning import Image, ImageSpec
+from ltx2rt.stages.conditioning import Conditioning, Image, ImageSpec, Slot, slot_frames
 from ltx2rt.stages.denoise import Denoise, Noise
+from ltx2rt.stages.duration import Duration
+from ltx2rt.stages.frames import Frames, tiling
 from ltx2rt.stages.given import Given
+from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
+from ltx2rt.stages.text import Text
 
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 MAX_FPS, MIN_FPS = 240, 1
 MAX_SIDE_PX = 16384  # H.264's
 MAX_STEPS = 10_000
+DEFAULT_FRAMES = 121
+MAX_KEYFRAMES = 64
+MAX_FRAMES = 10**6  # of a clip whose length is not known yet
 NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional branch alone
 
 R = TypeVar("R", bound="Request")
 
-# The default of the LTX-2.0 and 2.3 family, as published with the models and in diffusers (Apache-2.0).
+# The default of LTX-2.0 and 2.3, as published with the models and in diffusers (Apache-2.0), and what 2.5 adds.
+NEGATIVE_25 = "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
 DEFAULT_NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, grainy"
     " texture, poor lighting, flickering, motion blur, distorted proportions, unnatural skin tones, deformed "
@@ -104,35 +113,25 @@ class Loras:
 class Request:
     """The clip flags of every pipeline. After `resolved`, no field that shapes the clip is None.
 
-    name: of the pipeline; summary: what `--help` says. scale: width and height of the first stage are those of the clip
-    divided by it. distilled: "needed", "optional" or "unused", whether a distilled LoRA is merged.
+    name: of the pipeline; summary: what `--help` says. distilled: "needed", "optional" or "unused", whether a distilled
+    LoRA is merged.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    scale: ClassVar[int] = 1
     num_stages: ClassVar[int] = 1
     distilled: ClassVar[str] = "unused"
 
     prompt: str = flag(MISSING, metavar="TEXT")
-    width: int = flag(768, "of the output, in pixels", int)
-    height: int = flag(512, "of the output, in pixels", int)
-    num_frames: int = flag(121, "8k+1, at most 20 s", int)
+    num_frames: int = flag(None, "8k+1, at most 20 s (default: 121; 2.5: what the prompt asks for)", int)
     fps: Fraction = flag(Fraction(24), "23.976, 29.97 and 59.94 mean x*1000/1001", parse_fps)
     seed: int | None = flag(None, "default: drawn, and reported", int, metavar="N")
     num_videos: int = flag(1, "videos of seeds N, N+1, ... in one batch, each in FILE-SEED.mp4", int, metavar="N")
-    images: tuple[ImageSpec, ...] = flag(
-        (),
-        "condition a pixel frame on an image, strength 1.0",
-        parse_image,
-        name="--image",
-        metavar="FILE:FRAME[:STRENGTH]",
-        repeat=True,
-        keyword="image",
-    )
-    image_crf: int | None = flag(None, "H.264 recompression of images, 0 = off (default: 33)", int, metavar="N")
     noise_in: Path | None = flag(None, "safetensors with the noise to use", Path, metavar="FILE")
-    audio: bool = flag(True, "write the video only", bool, name="--no-audio")
+    auto_duration: tuple[float, ...] | None = flag(
+        None, "2.5, without --num-frames: the seconds between which the clip's length is chosen (default: 1 20)",
+        float, metavar="MIN MAX", repeat=True,
+    )  # fmt: skip
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """What the pipeline does, in order. The request is resolved."""
@@ -152,29 +151,25 @@ class Request:
             raise InputError(f"--num-videos: {self.num_videos}, expected at least 1")
         if self.seed is not None and not 0 <= self.seed <= SEED_LIMIT - self.num_videos:
             raise InputError(f"--seed: {self.seed}, expected 0 or more and below 2^63, --num-videos included")
-        for side, value in (("--width", self.width), ("--height", self.height)):
-            if value > MAX_SIDE_PX:
-                raise InputError(f"{side}: {value}, expected at most {MAX_SIDE_PX} px, the most that H.264 holds")
+        window = self.auto_duration
+        if window is not None and not (len(window) == 2 and 0 < window[0] <= window[1]):
+            raise InputError(
+                f"--auto-duration: {' '.join(f'{s:g}' for s in window)}, expected two numbers of seconds, MIN MAX"
+            )
         if self.fps <= 0:
             raise InputError(f"--fps: {self.fps}, expected more than 0")
         if not MIN_FPS <= self.fps <= MAX_FPS:
             raise InputError(f"--fps: {float(self.fps):g}, expected {MIN_FPS} to {MAX_FPS}")
-        if self.image_crf is not None and not 0 <= self.image_crf <= 51:
-            raise InputError(f"--image-crf: {self.image_crf}, expected 0 (off) to 51")
-        for image in self.images:
-            if not 0 <= image.frame < self.num_frames:
-                last = self.num_frames - 1
-                raise InputError(f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}")
-            if not 0 <= image.strength <= 1:
-                raise InputError(f"--image: strength {image.strength} of {image.path}, expected 0 to 1")
-        frames = [image.frame for image in self.images]
-        if twice := [frame for frame in frames if frames.count(frame) > 1]:
-            raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
+        steps = getattr(self, "steps", None)
+        if steps is not None and not 1 <= steps <= MAX_STEPS:
+            raise InputError(f"--steps: {steps}, expected at least 1 and at most {MAX_STEPS}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not abs(value) < 1e6:
+                raise InputError(f"{spelling(f)}: {value:g}, expected a finite number below 1e6")
 
     def check_files(self) -> None:
         """Refuse named files that are not there. Raises InputError."""
-        for image in self.images:
-            existing_file("--image", image.path)
         if self.noise_in:
             existing_file("--noise-in", self.noise_in)
 
@@ -189,9 +184,7 @@ class Request:
     def resolved(self: R, model: ModelConfig) -> R:
         """Check the request against the model and fill every default, the seed included. Raises InputError."""
         self.check()
-        unit, step = model.video_vae.space_factor * self.scale, model.video_vae.time_factor
-        for side, value in (("--width", self.width), ("--height", self.height)):
-            check_step(side, value, unit, 0, "px", f"divisible by {unit} ({self.name})")
+        self, step = self._lasting(model), model.video_vae.time_factor
         limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
         if (self.num_frames - 1) / self.fps > limit_s:
             longest = int(limit_s * self.fps) // step * step + 1
@@ -200,12 +193,25 @@ class Request:
                 f"--num-frames: {self.num_frames} frames at {float(self.fps):g} fps are {length_s:.2f} s, the model's "
                 f"limit is {limit_s} s; at most {longest} frames at this rate"
             )
-        check_step("--num-frames", self.num_frames, step, 1, "frames", f"{step}*k + 1")
-        crf = 18 if model.version >= (2, 4) else 33  # as the images that the model was trained on were compressed
-        return replace(
-            self,
-            seed=draw_seed() if self.seed is None else self.seed,
-            image_crf=crf if self.image_crf is None else self.image_crf,
+        return replace(self, seed=draw_seed() if self.seed is None else self.seed)
+
+    def _lasting(self: R, model: ModelConfig) -> R:
+        """With a number of frames: the longest, and a window, where the model's duration head is to choose.
+
+        Of a request that has that number and a window already, the same. Raises InputError.
+        """
+        low, high = self.auto_duration or DEFAULT_WINDOW_S
+        window = (low, high)
+        longest = frames_of(1e9, self.fps, window, model.video_vae.time_factor)
+        if self.num_frames is not None:
+            chosen = self.auto_duration is not None and self.num_frames == longest
+            return replace(self, auto_duration=window if chosen else None)
+        if model.duration_head is not None:
+            return replace(self, num_frames=longest, auto_duration=window)
+        if self.auto_duration is None and model.generation != "2.5":
+            return replace(self, num_frames=DEFAULT_FRAMES)
+        raise InputError(
+            "--num-frames: none, and the checkpoint has no duration head; give one of both (--duration-head)"
         )
 
     # --- what stages are made from ------------------------------------------------------------------------------
@@ -222,27 +228,23 @@ class Request:
         return (self.prompt,)
 
     @property
+    def text(self) -> list[Stage]:
+        """What reads the prompts, and chooses the clip's length where the model is to."""
+        return [Text(self.prompts), *([Duration(self.auto_duration, self.fps)] if self.auto_duration else [])]
+
+    @property
     def noise(self) -> Noise:
         return Noise(tuple(self.seeds), self.noise_in)
 
     @property
     def files(self) -> list[Path]:
         """The files that it names."""
-        return [image.path for image in self.images] + [path for path in (self.noise_in,) if path]
+        return [path for path in (self.noise_in,) if path]
 
-    def geometry(self, model: ModelConfig, scale: int = 1) -> Geometry:
-        """The latent grid of the clip at 1/scale of its width and height."""
-        return Geometry.of(model, self.width // scale, self.height // scale, self.num_frames, self.fps)
-
-    def denoise(
-        self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray, loras: tuple[LoraSpec, ...],
-        **more: Any,
-    ) -> list[Stage]:  # fmt: skip
-        """One denoising stage, after the encoding of the images at its size if there are any."""
-        images = tuple(Image(spec, geometry, self.image_crf or 0) for spec in self.images)
-        given: list[Stage] = [Given(name, images)] if images else []
-        rule = options.cross_timestep_rule
-        return [*given, Denoise(name, geometry, sigmas, loras, self.noise, given=images, rule=rule, **more)]
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """Height and width of the clip; 0 of one that has sound alone."""
+        return 0, 0
 
     def settings(self, path: Any = str) -> dict[str, Any]:
         """Every setting as JSON-able values: what the MP4's metadata and the report carry."""
@@ -250,7 +252,101 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Guided(Request):
+class VideoRequest(Request):
+    """The clip flags of pipelines that make pictures.
+
+    scale: width and height of the first stage are those of the clip divided by it. append_images: whether an image at
+    frame 0 is a guide beside the first frame, as every later one is, and not the first frame itself.
+    """
+
+    scale: ClassVar[int] = 1
+    append_images: ClassVar[bool] = False
+
+    width: int = flag(768, "of the output, in pixels", int)
+    height: int = flag(512, "of the output, in pixels", int)
+    images: tuple[ImageSpec, ...] = flag(
+        (),
+        "condition a pixel frame on an image, strength 1.0",
+        parse_image,
+        name="--image",
+        metavar="FILE:FRAME[:STRENGTH]",
+        repeat=True,
+        keyword="image",
+    )
+    image_crf: int | None = flag(None, "H.264 recompression of images, 0 = off (default: 33)", int, metavar="N")
+    audio: bool = flag(True, "write the video only", bool, name="--no-audio")
+    num_generated_keyframes: int = flag(0, "2.5: keyframes that stage 1 generates beside the clip", int, metavar="K")
+
+    def check(self) -> None:
+        super().check()
+        for side, value in (("--width", self.width), ("--height", self.height)):
+            if value > MAX_SIDE_PX:
+                raise InputError(f"{side}: {value}, expected at most {MAX_SIDE_PX} px, the most that H.264 holds")
+        if self.image_crf is not None and not 0 <= self.image_crf <= 51:
+            raise InputError(f"--image-crf: {self.image_crf}, expected 0 (off) to 51")
+        for image in self.images:
+            if not 0 <= image.frame < (self.num_frames or MAX_FRAMES):
+                last = (self.num_frames or MAX_FRAMES) - 1
+                raise InputError(f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}")
+            if not 0 <= image.strength <= 1:
+                raise InputError(f"--image: strength {image.strength} of {image.path}, expected 0 to 1")
+        if not 0 <= self.num_generated_keyframes <= MAX_KEYFRAMES:
+            raise InputError(
+                f"--num-generated-keyframes: {self.num_generated_keyframes}, expected 0 to {MAX_KEYFRAMES}"
+            )
+        frames = [image.frame for image in self.images]
+        if twice := [frame for frame in frames if frames.count(frame) > 1]:
+            raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
+
+    def check_files(self) -> None:
+        super().check_files()
+        for image in self.images:
+            existing_file("--image", image.path)
+
+    def resolved(self: Any, model: ModelConfig) -> Any:
+        unit, step = model.video_vae.space_factor * self.scale, model.video_vae.time_factor
+        for side, value in (("--width", self.width), ("--height", self.height)):
+            check_step(side, value, unit, 0, "px", f"divisible by {unit} ({self.name})")
+        full = super().resolved(model)
+        if self.num_generated_keyframes and not model.transformer.keyframe_vector:
+            raise InputError(
+                f"--num-generated-keyframes: {self.num_generated_keyframes}, but LTX-{model.generation} has no vector "
+                "for keyframes; leave it out, or pass a model of LTX-2.5"
+            )
+        check_step("--num-frames", full.num_frames, step, 1, "frames", f"{step}*k + 1")
+        return replace(full, image_crf=model.image_crf if self.image_crf is None else self.image_crf)
+
+    @property
+    def files(self) -> list[Path]:
+        return [image.path for image in self.images] + super().files
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        return self.height, self.width
+
+    def geometry(self, model: ModelConfig, scale: int = 1) -> Geometry:
+        """The latent grid of the clip at 1/scale of its width and height."""
+        return Geometry.of(model, self.width // scale, self.height // scale, self.num_frames, self.fps)
+
+    def denoise(
+        self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray, loras: tuple[LoraSpec, ...],
+        given: Sequence[Conditioning] = (), **more: Any,
+    ) -> list[Stage]:  # fmt: skip
+        """One denoising stage, after the encoding of the images at its size, and of what else is given, if any."""
+        images = [Image(spec, geometry, self.image_crf or 0, self.append_images) for spec in self.images]
+        slots = slot_frames(self.num_frames, self.num_generated_keyframes) if name == "stage1" else ()
+        given, rule = (*images, *(Slot(frame, geometry) for frame in slots), *given), options.cross_timestep_rule
+        before: list[Stage] = [Given(name, given)] if given else []
+        return [*before, Denoise(name, geometry, sigmas, loras, self.noise, given=given, rule=rule, **more)]
+
+    def decoded(self, geometry: Geometry, model: ModelConfig, options: ModelOptions) -> list[Stage]:
+        """What makes the clip of the last latents, and of the sound that a stage kept."""
+        sound: list[Stage] = [Sound(geometry, self.num_videos)] if self.audio else []
+        return [*sound, Frames(geometry, tiling(geometry, model, options.vae_tiling), self.num_videos)]
+
+
+@dataclass(frozen=True)
+class Guided(VideoRequest):
     """The flags of pipelines with a guided stage."""
 
     negative_prompt: str | None = flag(None, "default: the model's", metavar="TEXT")
@@ -277,33 +373,36 @@ class Guided(Request):
         negative = (self.negative_prompt or "",) if Branches.of(self.guidance).uncond else ()
         return (self.prompt, *negative)
 
-    def check(self) -> None:
-        super().check()
-        if self.steps is not None and not 1 <= self.steps <= MAX_STEPS:
-            raise InputError(f"--steps: {self.steps}, expected at least 1 and at most {MAX_STEPS}")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, float) and not abs(value) < 1e6:
-                raise InputError(f"{spelling(f)}: {value:g}, expected a finite number below 1e6")
-
     def resolved(self: Any, model: ModelConfig) -> Any:
         full = super().resolved(model)
-        negative = DEFAULT_NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt
-        return replace(
-            full, negative_prompt=negative, steps=self.steps or default_steps(model), stg_blocks=self._blocks(model)
-        )
+        negative = negative_prompt(model) if self.negative_prompt is None else self.negative_prompt
+        steps = self.steps or self.default_steps(model)
+        blocks = stg_blocks(model, self.stg_blocks, bool(self.video_stg or self.audio_stg))
+        return replace(full, negative_prompt=negative, steps=steps, stg_blocks=blocks)
 
-    def _blocks(self, model: ModelConfig) -> tuple[int, ...]:
-        """28 for LTX-2.3 and 29 for 2.0, of 48 blocks; the block at the same depth of a model with another number."""
-        num_layers = model.transformer.num_layers
-        if self.stg_blocks is None:
-            return (29,) if num_layers == 48 and model.generation == "2.0" else (28 * num_layers // 48,)
-        if self.stg_blocks == () and (self.video_stg or self.audio_stg):
-            raise InputError("--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0")
-        for block in self.stg_blocks:
-            if not 0 <= block < num_layers:
-                raise InputError(f"--stg-blocks: block {block}, but the model has blocks 0 to {num_layers - 1}")
-        return self.stg_blocks
+    def default_steps(self, model: ModelConfig) -> int:
+        return default_steps(model)
+
+
+def stg_blocks(model: ModelConfig, given: tuple[int, ...] | None, used: bool) -> tuple[int, ...]:
+    """28 for LTX-2.3 and 29 for 2.0, of 48 blocks; the block at the same depth of a model with another number.
+
+    used: whether any scale needs them. Raises InputError.
+    """
+    num_layers = model.transformer.num_layers
+    if given is None:
+        return (29,) if num_layers == 48 and model.generation == "2.0" else (28 * num_layers // 48,)
+    if given == () and used:
+        raise InputError("--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0")
+    for block in given:
+        if not 0 <= block < num_layers:
+            raise InputError(f"--stg-blocks: block {block}, but the model has blocks 0 to {num_layers - 1}")
+    return given
+
+
+def negative_prompt(model: ModelConfig) -> str:
+    """The default of the model's generation."""
+    return NEGATIVE_25 * (model.generation == "2.5") + DEFAULT_NEGATIVE_PROMPT
 
 
 def default_steps(model: ModelConfig) -> int:

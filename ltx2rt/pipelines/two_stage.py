@@ -9,11 +9,8 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.flags import flag
 from ltx2rt.pipelines.request import NEUTRAL, Guided, Loras
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.frames import Frames, tiling
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
-from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.text import Text
 from ltx2rt.stages.upsample import Upsample
 
 
@@ -24,15 +21,16 @@ class TwoStage(Guided):
     scale: ClassVar[int] = 2
     num_stages: ClassVar[int] = 2
     distilled: ClassVar[str] = "needed"
+    sound_of: ClassVar[str] = "stage1"
 
     audio_from: str | None = flag(
         None,
-        "which stage's sound is kept (default: stage1; distilled: stage2)",
+        "which stage's sound is kept (default: stage1; distilled, keyframes: stage2)",
         choices=("stage1", "stage2"),
     )
 
     def resolved(self, model: ModelConfig) -> Any:
-        return replace(super().resolved(model), audio_from=self.audio_from or "stage1")
+        return replace(super().resolved(model), audio_from=self.audio_from or self.sound_of)
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in the order given, the distilled one last."""
@@ -41,12 +39,11 @@ class TwoStage(Guided):
         guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "sound": self.audio_from == "stage1"}
         fine = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
         return [
-            Text(self.prompts),
+            *self.text,
             *self.denoise("stage1", half, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided),
             Upsample(half, self.num_videos),
             *self.denoise("stage2", full, options, STAGE2_SIGMAS, (*loras.of("stage2"), loras.distilled), **fine),
-            *([Sound(full, self.num_videos)] if self.audio else []),
-            Frames(full, tiling(full, model, options.vae_tiling), self.num_videos),
+            *self.decoded(full, model, options),
         ]
 
 

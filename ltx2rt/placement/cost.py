@@ -123,4 +123,6 @@ def node_flops(node: Node) -> int:
     if node.op in ("attention", "attention_part"):
         q, k = node.inputs[0].type, node.inputs[1].type
         return 4 * q.num_elements * k.shape[1]
+    if node.op == "neighbourhood_attention":
+        return 4 * node.inputs[0].type.num_elements * math.prod(node.attrs["window"])
     return 0

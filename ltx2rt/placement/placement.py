@@ -11,7 +11,7 @@ from functools import reduce
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
-from ltx2rt.models.guided_step import PER_STEP, STATE
+from ltx2rt.models.samplers import PER_STEP
 from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.data_parallel import data_parallel
 from ltx2rt.passes.fsdp import gather_weights
@@ -86,7 +86,7 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     _quantised,
     # After place, which knows the videos of one device only; before the loop, whose state is that of all.
     lambda g, on, net, steps: data_parallel(g, "videos", "data", on.mesh.get("data", 1)) if steps else g,
-    lambda g, on, net, steps: looped(g, "denoise", step_slots(steps), STATE, PER_STEP) if steps else g,
+    lambda g, on, net, steps: looped(g, "denoise", step_slots(steps), PER_STEP) if steps else g,
     # Before pack: a linear that leaves the loop must not take along those that stay.
     lambda g, on, net, steps: hoist(g) if steps else g,
     lambda g, on, net, steps: pack(g),

@@ -66,7 +66,7 @@ def cost(work: Work) -> StageCost:
     for graph, times in work.calls:
         for name, found in traffic(graph).items():
             collectives[name] = collectives.get(name, Traffic()) + found * times
-    alive = max(activation_bytes(graph) for graph, _ in work.calls)
+    alive = max((activation_bytes(graph) for graph, _ in work.calls), default=0)
     if work.before is not None:
         kept = sum(v.type.nbytes for v in work.before.outputs.values())
         alive = max(activation_bytes(work.before), kept + alive)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
+from ltx2rt.passes.place import shared_key_head
 from ltx2rt.placement.devices import DEVICE_KINDS
 from ltx2rt.placement.mesh import FSDP, MESH_AXES, canonical
 
@@ -138,6 +139,6 @@ def undivided(graph: Graph, rules: Rules, mesh: Mapping[str, int]) -> Iterator[t
             yield from undivided(node.repeat.body, rules, mesh)
         elif node.op in ("linear", "split"):  # a packed linear's axes are those of the split after it
             sizes = node.attrs["out" if node.op == "linear" else "into"]
-            found |= {a: n for a, n in sizes.items() if n % mesh.get(rules.get(a, ""), 1)}
+            found |= {a: n for a, n in sizes.items() if n % mesh.get(rules.get(a, ""), 1) and not shared_key_head(a, n)}
     for axis, size in found.items():
         yield graph.name, axis, size

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from ltx2rt.atomic_file import partial_path
+from ltx2rt.atomic_file import remove_partial
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED
 
@@ -134,7 +134,7 @@ class Crew:
                 below = "\n" * by_signal  # of a progress bar that nobody closes
                 print(f"{below}ltx2rt: error: {message}", file=sys.stderr, flush=True)
             for output in self._outputs if self._main_pid else ():
-                partial_path(output, self._main_pid or 0).unlink(missing_ok=True)
+                remove_partial(output, self._main_pid or 0)
             with suppress(RuntimeError):  # the store may be what went down
                 self._watched.set(f"ended/{self.rank}", "")
                 if self.rank == 0:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ltx2rt.atomic_file import partial_path
+from ltx2rt.atomic_file import remove_partial
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED, SLEEPING, STORE, TOKEN
 
@@ -43,7 +43,7 @@ def start(argv: Sequence[str], count: int, outputs: Sequence[Path], most: int) -
     finally:
         _end(ranks)
         for output in outputs if ranks else ():
-            partial_path(output, ranks[0].pid).unlink(missing_ok=True)
+            remove_partial(output, ranks[0].pid)
 
 
 def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen]) -> None:

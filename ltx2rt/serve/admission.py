@@ -23,7 +23,7 @@ from ltx2rt.commands.plan import DatasheetBackend
 from ltx2rt.errors import InputError
 from ltx2rt.flags import convert, flagged
 from ltx2rt.pipelines import make_request, pipelines
-from ltx2rt.pipelines.request import MAX_FPS, MIN_FPS, Request, parse_blocks, parse_fps
+from ltx2rt.pipelines.request import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Request, VideoRequest, parse_blocks, parse_fps
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.session.open import opened_checkpoint
@@ -84,7 +84,7 @@ class Admission:
             warm,
         )
         self.checkpoint = opened_checkpoint(options)
-        self.served = {name: type_ for name, type_ in pipelines().items() if not _files_needed(type_)}
+        self.served = {name: type_ for name, type_ in pipelines().items() if served(type_)}
         if default not in self.served:
             raise InputError(f"--pipeline: {default!r}, expected one of {', '.join(self.served)}")
         kind = "cpu" if options.device == "cpu" else "unknown"
@@ -128,7 +128,7 @@ class Admission:
                 raise InputError(f"--prompt: {len(clip['prompt'])} characters, expected at most {MAX_PROMPT}")
             if "prompt" not in clip:
                 raise InputError("--prompt: there is none; say what the clip shows")
-            clip |= self._size(given, clip)
+            clip = {"num_frames": DEFAULT_FRAMES} | self._size(given, clip) | clip
             images, loras = self._images(given.get("images", ())), self._loras(given.get("loras", ()))
             return self._planned(name, dict(given), clip, images, loras)
         except InputError as error:
@@ -252,16 +252,18 @@ class Admission:
         }
 
 
-def _files_needed(type_: type[Request]) -> bool:
-    """Whether requests of this pipeline must name a file."""
-    return any(f.default is MISSING and f.metadata["flag"].parse not in OFFERED for f in flagged(type_).values())
+def served(type_: type[Request]) -> bool:
+    """Whether a pipeline makes pictures from text and images; one with a flag for another file is not served."""
+    others = (f for name, f in flagged(type_).items() if name not in ("images", "noise_in"))
+    return issubclass(type_, VideoRequest) and all(f.metadata["flag"].parse in OFFERED for f in others)
 
 
 @cache
 def offered(type_: type[Request]) -> dict[str, Field]:
     """The clip flags that requests may set: those that name no file. Several videos are several jobs."""
     found = {f.name: f for f in fields(type_) if "flag" in f.metadata}
-    return {name: f for name, f in found.items() if f.metadata["flag"].parse in OFFERED and name != "num_videos"}
+    several = {name for name, f in found.items() if f.metadata["flag"].repeat or name == "num_videos"}
+    return {name: f for name, f in found.items() if f.metadata["flag"].parse in OFFERED and name not in several}
 
 
 def value(f: Field, given: Any) -> Any:

@@ -85,7 +85,7 @@ def publish(
     stem: Path, write: Callable[[Path], None], thumbnail: Callable[[Path], None], report: Callable[[], Any]
 ) -> dict:
     """Make the clip's files; the clip itself comes last, whole and on the disk. Returns the job's result."""
-    partial = stem.with_name(f".{stem.name}.partial")
+    partial = stem.with_name(f".{stem.name}.partial{CLIP}")
     write(partial)
     thumbnail(stem.with_name(stem.name + THUMBNAIL))
     stem.with_name(stem.name + REPORT).write_text(json.dumps(report()))

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ltx2rt.commands.generate import make_plan, produce, save, warm_up
+from ltx2rt.commands.generate import make_plan, produce, sample_rate, save, warm_up
 from ltx2rt.errors import Cancelled, InputError
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import make_request
@@ -131,7 +131,7 @@ def run(
     frames = next(state.frames)
     return publish(
         Path(job["stem"]),
-        lambda path: save(session, plan.request, 0, path, noted(frames), waveform),
+        lambda path: save(session, plan.request, 0, path, noted(frames), waveform, sample_rate(session, state)),
         lambda path: thumbnail(first[0], path),
         report,
     )

@@ -10,7 +10,7 @@ from ltx2rt.models.catalog import Network, network
 from ltx2rt.passes.loop import step_slots
 from ltx2rt.session.options import LoraSpec
 
-WeightsKey = tuple[str, tuple[LoraSpec, ...]]  # a network's name, and what is merged into it
+WeightsKey = tuple[str, tuple[LoraSpec, ...]]  # a network's name (and its part), and what is merged into it
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Call:
 
     @property
     def weights(self) -> WeightsKey:
-        return self.row.rules, self.loras
+        return " ".join(filter(None, (self.row.rules, self.row.partial(self.sizes)))), self.loras
 
     @property
     def program(self) -> Hashable:

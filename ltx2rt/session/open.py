@@ -25,7 +25,9 @@ def open_session(options: ModelOptions, dtype: str | None = None, checkpoint: Ch
 
 def opened_checkpoint(options: ModelOptions) -> Checkpoint:
     """The checkpoint that the options name. Raises InputError."""
-    return open_checkpoint(options.model, options.text_encoder, options.upsampler)
+    o = options
+    parts = {"video_vae": o.video_vae, "audio_vae": o.audio_vae, "duration_head": o.duration_head}
+    return open_checkpoint(o.model, o.text_encoder, o.upsampler, o.temporal_upsampler, **parts)
 
 
 def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:

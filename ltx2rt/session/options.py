@@ -87,8 +87,13 @@ class ModelOptions:
 
     backend: str = flag(MISSING, "cuda (PyTorch) or tpu (JAX); both run on a CPU too")
     model: Path = flag(MISSING, "a checkpoint: a file or a folder", Path, metavar="PATH")
-    text_encoder: Path | None = flag(None, "the Gemma 3 folder (default: found near --model)", Path, metavar="DIR")
-    upsampler: Path | None = flag(None, "the x2 upsampler (default: found near --model)", Path, metavar="FILE")
+    text_encoder: Path | None = flag(
+        None, "the Gemma folder, or 2.5's text-encoder file (default: found near --model)", Path, metavar="PATH"
+    )
+    upsampler: Path | None = flag(
+        None, "the spatial upsampler, x2 or x1.5 (default: the x2 one found near --model)", Path, metavar="FILE"
+    )
+    temporal_upsampler: Path | None = flag(None, "default: found near --model", Path, metavar="FILE")
     distilled_lora: LoraSpec | None = flag(
         None,
         "strength 1.0; none: the weights as they are (default: two-stage finds it near --model)",
@@ -127,6 +132,12 @@ class ModelOptions:
     mesh: Mapping[str, int] = flag({}, "devices along each mesh axis, such as tensor=4", parse_mesh, metavar="AXIS=N")
     num_gpus: int | None = flag(None, "devices in all; starts a process for each (torch)", int, metavar="N")
     tp_size: int | None = flag(None, "the same as --mesh tensor=N (default: all devices)", int, metavar="N")
+    video_vae: Path | None = flag(None, "2.5, either kind (default: found near --model)", Path, metavar="FILE")
+    audio_vae: Path | None = flag(None, "2.5 (default: found near --model)", Path, metavar="FILE")
+    duration_head: Path | None = flag(None, "2.5 (default: found near --model)", Path, metavar="FILE")
+    video_decoder: str | None = flag(
+        None, "2.5 has both (default: conv, if it was found)", choices=("conv", "diffusion")
+    )
 
     def compute_dtype(self, default: str) -> str:
         """The dtype asked for; weights of another one than float32 are multiplied in bfloat16."""
@@ -164,10 +175,15 @@ class ModelOptions:
             raise InputError(f"--model: {self.model} is a cache of the hub; pass its snapshot, such as {snapshots[-1]}")
         if self.text_encoder:
             existing("--text-encoder", self.text_encoder)
-        if self.text_encoder and not self.text_encoder.is_dir():
-            raise InputError(f"--text-encoder: {self.text_encoder} is not a folder; give the Gemma 3 folder")
         if self.upsampler:
             existing("--upsampler", self.upsampler)
+        if self.temporal_upsampler:
+            existing("--temporal-upsampler", self.temporal_upsampler)
+        for name, path in (("video-vae", self.video_vae), ("audio-vae", self.audio_vae)):
+            if path:
+                existing_file(f"--{name}", path)
+        if self.duration_head:
+            existing_file("--duration-head", self.duration_head)
         if self.distilled_lora and self.distilled_lora != NO_LORA:
             existing_file("--distilled-lora", self.distilled_lora.path)
             if self.distilled_lora.stage:
@@ -184,7 +200,8 @@ class ModelOptions:
     @property
     def files(self) -> list[Path]:
         """The files and folders that it names."""
-        given = [self.model, self.text_encoder, self.upsampler]
+        given = [self.model, self.text_encoder, self.upsampler, self.temporal_upsampler]
+        given += [self.video_vae, self.audio_vae, self.duration_head]
         loras = [lora.path for lora in (*self.loras, self.distilled_lora) if lora and lora != NO_LORA]
         return [path for path in given if path] + loras
 

@@ -108,18 +108,20 @@ class Session:
         return self.backend.each(((self.program(call), self.load(call), feeds) for call, feeds in calls), output)
 
     def denoise(
-        self, call: Call, feeds: Mapping[str, Any], sigmas: np.ndarray, num_steps: int | None = None
+        self, call: Call, feeds: Mapping[str, Any], per_step: Mapping[str, np.ndarray], num_steps: int | None = None
     ) -> Iterator[dict[str, Any]]:
-        """{m}_latent and {m}_x0 (videos, tokens, C) as device arrays after every step that the device has finished.
+        """The step's outputs (videos, tokens, C) as device arrays after every step that the device has finished.
 
-        feeds: the step's inputs but sigmas. sigmas f32[steps + 1]. num_steps: how many of the steps run, None: all.
+        feeds: the step's inputs but those of which every step has its own; per_step: these, [steps, ...] each.
+        num_steps: how many of the steps run, None: all.
         """
-        steps = len(sigmas) - 1
+        steps = len(per_step["sigmas"])
         loop, weights = self.program(call), self.load(call)
-        pairs = np.stack([sigmas[:-1], sigmas[1:]], axis=1)
         slots = loop.graph.inputs["sigmas"].type.shape[0]
-        inputs = {**feeds, "sigmas": np.pad(pairs, ((0, slots - steps), (0, 0)), mode="edge")}
-        return loop(weights, inputs, min(steps, num_steps or steps))
+        filled = {
+            n: np.pad(x, ((0, slots - steps), *[(0, 0)] * (x.ndim - 1)), mode="edge") for n, x in per_step.items()
+        }
+        return loop(weights, {**feeds, **filled}, min(steps, num_steps or steps))
 
     def remember(self, prompts: Hashable, encode: Callable[[], T]) -> T:
         """What `encode` gives for these prompts, encoded once."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from ltx2rt.errors import Cancelled
+from ltx2rt.media.output import files_of
 
 T = TypeVar("T")
 
@@ -174,7 +175,7 @@ class Stopwatch:
     def closing_line(self, output: Path, seed: int) -> str:
         times = [f"{stage.name} {stage.time_s:.1f}" for stage in self.stages]
         times += [f"{name} {seconds:.1f}" for name, seconds in self.apart_s.items()]
-        size = output.stat().st_size / 1e6
+        size = sum(path.stat().st_size for path in files_of(output)) / 1e6
         return f"{output}: {size:.2f} MB, seed {seed}, {self.total_s:.1f} s ({', '.join(times)})"
 
     def report(self, **facts: Any) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any
 
 from ltx2rt.backend import Backend
 from ltx2rt.graph import Graph
+from ltx2rt.graph.ir import numbered
 from ltx2rt.session.call import Call, WeightsKey
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.weights.checkpoint import Checkpoint, audit
-from ltx2rt.weights.lora import Merge, MergedSource, open_lora
+from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Held:
             if name in self.weights:  # stacked over layers
                 found[id(self.weights[name])] = value.type.nbytes * count
             else:
-                each = (self.weights[name.replace("*", str(i))] for i in range(count))
+                each = (self.weights[numbered(name, i)] for i in range(count))
                 found |= {id(tensor): value.type.nbytes for tensor in each}
         return found
 
@@ -77,6 +78,8 @@ class WeightStore:
         if not loras:
             return source
         opened = [open_lora(lora.path, lora.strength) for lora in loras]
+        for lora in opened:
+            check_lora(lora, self.checkpoint.config.version)
         return MergedSource(
             source, opened, self.dtype, self.backend.merge, allow_partial=self.options.lora_allow_partial
         )
@@ -87,7 +90,7 @@ class WeightStore:
         Returns what every LoRA of the call will merge. Raises InputError.
         """
         source = self.source(call)
-        audit(graph.parameters(), source, source.where)
+        audit(graph.parameters(), source, source.where, bool(call.row.partial(call.sizes)))
         return list(self.source(call, call.loras).merges) if call.loras else []
 
     def of(self, call: Call, graph: Graph) -> Any:

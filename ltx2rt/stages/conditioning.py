@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.media.images import load_conditioning_image, notes, read_rgb
-from ltx2rt.models.geometry import Geometry, audio_positions, keyframe_positions, pack_video, video_positions
+from ltx2rt.models.geometry import (
+    Geometry,
+    audio_positions,
+    keyframe_positions,
+    pack_audio,
+    pack_video,
+    video_positions,
+)
 from ltx2rt.session.session import Call, Session
 
 
@@ -28,55 +36,142 @@ class ImageSpec:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """What one conditioning gives a stage.
+
+    clean: f32[1, T, C]. mask: of all of them, 1 = generate, 0 = keep. positions: f32[3, T, 2] of tokens that are
+    appended, None: they take the place of the first latent frame. attention: f32[T] in [0, 1], how much they and the
+    target see of each other; None: all. keyframes: whether they count as keyframes (2.5).
+    """
+
+    clean: np.ndarray
+    mask: np.float32
+    positions: np.ndarray | None = None
+    attention: np.ndarray | None = None
+    keyframes: bool = False
+
+
+class Conditioning(Protocol):
+    """Something that a stage is given besides text, at the size of that stage."""
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]: ...
+
+    def check(self) -> list[str]:
+        """What of a file is left out, in sentences. Raises InputError if it cannot be read."""
+        ...
+
+    def blank(self) -> Tokens:
+        """As encoded, but for the clean latents."""
+        ...
+
+    def encode(self, session: Session) -> Tokens: ...
+
+
+@dataclass(frozen=True)
 class Image:
-    """An image file at the size of one stage. crf: of its H.264 recompression, 0 for none."""
+    """An image file at the size of one stage. crf: of its H.264 recompression, 0 for none. append: at frame 0, too."""
 
     spec: ImageSpec
     geometry: Geometry
     crf: int = 0
+    append: bool = False
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("video-encoder", (1, 3, 1, *self.geometry.size_px))
 
     def check(self) -> list[str]:
-        """What of the file is left out, in sentences. Raises InputError if it cannot be read."""
         read_rgb(self.spec.path)
         return notes(self.spec.path)
 
-    def blank(self) -> ImageLatent:
-        """As encoded, but for the pixels."""
+    def blank(self) -> Tokens:
         g = self.geometry
-        latent = np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32)
-        return ImageLatent(latent, self.spec.frame, self.spec.strength)
+        return self._tokens(np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32))
 
-    def encode(self, session: Session) -> ImageLatent:
+    def encode(self, session: Session) -> Tokens:
         height, width = self.geometry.size_px
         frames = load_conditioning_image(self.spec.path, width, height, self.crf)
         (call,) = self.needs(session.config)
-        latent = session.backend.to_host(session.run(call, {"frames": frames})["latent"])
-        return ImageLatent(latent, self.spec.frame, self.spec.strength)
+        return self._tokens(session.backend.to_host(session.run(call, {"frames": frames})["latent"]))
+
+    def _tokens(self, latent: np.ndarray) -> Tokens:
+        return image_tokens(self.geometry, latent, self.spec.frame, self.spec.strength, self.append)
+
+
+def image_tokens(geometry: Geometry, latent: np.ndarray, frame: int, strength: float, append: bool = False) -> Tokens:
+    """latent: [1, C, 1, h, w], normalised. strength: 1 keeps the image exactly, 0 ignores it. At frame 0 it takes the
+    place of the first latent frame, unless `append`. ValueError if the shape is not the geometry's."""
+    expected = (1, geometry.video_channels, 1, geometry.rows, geometry.columns)
+    if latent.shape != expected:
+        raise ValueError(f"image latent: shape {list(latent.shape)}, expected {list(expected)}")
+    positions = keyframe_positions(geometry, frame) if frame or append else None
+    return Tokens(pack_video(latent.astype(np.float32)), np.float32(1) - np.float32(strength), positions)
 
 
 @dataclass(frozen=True)
-class ImageLatent:
-    """One encoded conditioning image of a stage."""
+class Slot:
+    """A keyframe that is generated beside the clip: the tokens of one pixel frame, nothing of which is given (2.5)."""
 
-    latent: np.ndarray  # [1, C, 1, h, w], normalised
-    frame: int  # pixel frame
-    strength: float  # 1 keeps the image exactly, 0 ignores it
+    frame: int
+    geometry: Geometry
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def check(self) -> list[str]:
+        return []
+
+    def blank(self) -> Tokens:
+        g = self.geometry
+        clean = np.zeros((1, g.rows * g.columns, g.video_channels), np.float32)
+        return Tokens(clean, np.float32(1), keyframe_positions(g, self.frame), keyframes=True)
+
+    def encode(self, session: Session) -> Tokens:
+        return self.blank()
+
+
+def slot_frames(num_frames: int, count: int) -> tuple[int, ...]:
+    """The pixel frames of `count` keyframes spread over a clip, its ends left out; halves are rounded to even."""
+    return tuple(round(x) for x in np.linspace(0, num_frames - 1, count + 2)[1:-1].tolist())
 
 
 @dataclass(frozen=True)
 class ModalityState:
     """Tokens of one modality: the targets first, then the appended conditioning tokens.
 
-    clean f32[1, T, C]; mask f32[1, T, 1], 1 = generate, 0 = keep clean; positions f32[axes, T, 2].
+    clean f32[1, T, C]; mask f32[1, T, 1], 1 = generate, 0 = keep clean; positions f32[axes, T, 2]. keyframes: f32[T], 1
+    where a token is a keyframe's. weights: of the appended conditionings in order, their tokens' attention weights
+    (None: 1), if any has some.
     """
 
     clean: np.ndarray
     mask: np.ndarray
     positions: np.ndarray
     num_target_tokens: int
+    keyframes: np.ndarray | None = None
+    weights: tuple[tuple[int, np.ndarray | None], ...] = ()
+
+    @property
+    def masked(self) -> bool:
+        return any(weight is not None for _, weight in self.weights)
+
+    def attention(self) -> np.ndarray:
+        """f32[T, T] in [0, 1]: how much every token sees of every other.
+
+        Conditionings up to the first that has weights see one another; every later one sees itself and the targets, by
+        its weights, alone.
+        """
+        count = self.shape[1]
+        seen = np.ones((count, count), np.float32)
+        start, weighted = self.num_target_tokens, False
+        for size, weight in self.weights:
+            stop, weighted = start + size, weighted or weight is not None
+            if weighted:
+                seen[start:stop, :start] = seen[:start, start:stop] = 0
+                factor = np.ones(size, np.float32) if weight is None else weight
+                seen[: self.num_target_tokens, start:stop] = factor
+                seen[start:stop, : self.num_target_tokens] = factor[:, None]
+            start = stop
+        return seen
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -101,30 +196,48 @@ class ModalityState:
         return tokens[..., : self.num_target_tokens, :]
 
 
-def video_state(geometry: Geometry, images: Sequence[ImageLatent] = ()) -> ModalityState:
-    """Apply the images in order: frame 0 overwrites the first latent frame, a later frame appends its own tokens."""
-    targets, channels = geometry.num_video_tokens, geometry.video_channels
-    clean = [np.zeros((1, targets, channels), np.float32)]
-    mask = [np.ones((1, targets, 1), np.float32)]
-    positions = [video_positions(geometry)]
-    expected = (1, channels, 1, geometry.rows, geometry.columns)
-    for image in images:
-        if image.latent.shape != expected:
-            raise ValueError(f"image latent: shape {list(image.latent.shape)}, expected {list(expected)}")
-        tokens = pack_video(image.latent.astype(np.float32))
-        keep = np.float32(1) - np.float32(image.strength)
-        if image.frame == 0:
-            clean[0][:, : tokens.shape[1]] = tokens
-            mask[0][:, : tokens.shape[1]] = keep
-        else:
-            clean.append(tokens)
-            mask.append(np.full((1, tokens.shape[1], 1), keep, np.float32))
-            positions.append(keyframe_positions(geometry, image.frame))
-    return ModalityState(np.concatenate(clean, 1), np.concatenate(mask, 1), np.concatenate(positions, 1), targets)
+def video_state(
+    geometry: Geometry,
+    given: Sequence[Tokens] = (),
+    mask: np.ndarray | None = None,
+    source: np.ndarray | None = None,
+) -> ModalityState:
+    """Apply the conditionings in order: those without positions overwrite the first latent frame, others are appended.
+
+    mask: f32[targets] and source: [1, C, f, h, w] where the clip is partly given, else all of it is generated.
+    """
+    targets = geometry.num_video_tokens
+    clean, masks = _target(targets, geometry.video_channels, mask, None if source is None else pack_video(source))
+    positions, keyframes = [video_positions(geometry)], [np.zeros(targets, np.float32)]
+    keyframes[0][: targets // geometry.frames] = 1
+    weights = []
+    for item in given:
+        count = item.clean.shape[1]
+        if item.positions is None:
+            clean[0][:, :count] = item.clean
+            masks[0][:, :count] = item.mask
+            continue
+        clean.append(item.clean)
+        masks.append(np.full((1, count, 1), item.mask, np.float32))
+        positions.append(item.positions)
+        keyframes.append(np.full(count, item.keyframes, np.float32))
+        weights.append((count, item.attention))
+    together = np.concatenate(clean, 1), np.concatenate(masks, 1), np.concatenate(positions, 1)
+    return ModalityState(*together, targets, np.concatenate(keyframes), tuple(weights))
 
 
-def audio_state(geometry: Geometry) -> ModalityState:
-    """Audio is always generated whole."""
+def audio_state(geometry: Geometry, mask: np.ndarray | None = None, source: np.ndarray | None = None) -> ModalityState:
+    """mask: f32[targets] and source: [1, 8, n, 16] where the sound is partly given, else all of it is generated."""
     targets, channels = geometry.audio_latents, geometry.audio_channels * geometry.audio_mel
-    clean, mask = np.zeros((1, targets, channels), np.float32), np.ones((1, targets, 1), np.float32)
-    return ModalityState(clean, mask, audio_positions(geometry), targets)
+    clean, masks = _target(targets, channels, mask, None if source is None else pack_audio(source))
+    return ModalityState(clean[0], masks[0], audio_positions(geometry), targets)
+
+
+def _target(
+    count: int, channels: int, mask: np.ndarray | None, source: np.ndarray | None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Clean latents and mask of the target tokens, in lists that conditionings are appended to."""
+    clean = np.zeros((1, count, channels), np.float32) if source is None else source.astype(np.float32)
+    if clean.shape != (1, count, channels):
+        raise ValueError(f"source latents: {list(clean.shape)} tokens, expected {[1, count, channels]}")
+    return [clean], [np.ones((1, count, 1), np.float32) if mask is None else mask.astype(np.float32).reshape(1, -1, 1)]

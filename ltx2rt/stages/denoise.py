@@ -1,14 +1,14 @@
 """One denoising stage: noise, mix with the start and the conditionings, step along the sigmas.
 
 start = (1 - m) clean + m ((1 - sigma_0) latents + sigma_0 noise)      m: 1 = generate, 0 = keep
-x     = one guided Euler step after the other                          `models.guided_step`
+x     = one guided step after the other                                `models.guided_step`, `models.samplers`
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,16 +19,20 @@ from ltx2rt.models import guided_step, transformer
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, pack_audio, pack_video, unpack_audio, unpack_video
 from ltx2rt.models.guided_step import Branches
+from ltx2rt.models.samplers import CARRIED, Trajectory, trajectory
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.conditioning import Image, ModalityState, audio_state, video_state
+from ltx2rt.stages.conditioning import Conditioning, ModalityState, Tokens, audio_state, video_state
 from ltx2rt.stages.noise import standard_normal
-from ltx2rt.stages.stage import Stage, State, finite
+from ltx2rt.stages.stage import MODALITIES, Stage, State, finite
 from ltx2rt.weights.files import TensorFile
 
 # What `--latents-out` writes, all of which a later run may be given by `--noise-in`.
-RECORDED = re.compile(r"\w+\.(?:video|audio)\.(?:noise|start|steps|x0)|video_latent|audio_latent|upsampled|waveform")
+RECORDED = re.compile(
+    r"\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
+    r"|video_latent|audio_latent|audio_input|upsampled|waveform"
+)
 
 
 def noise_name(file: TensorFile, stream: str) -> str | None:
@@ -60,6 +64,10 @@ class Denoise(Stage):
     cfg, stg, modality, rescale; neutral scales run the conditional branch alone. given: what `Given` of this stage
     encodes. sound: whether its audio latents are the clip's. The first stage starts from zeros, a later one from the
     state's latents.
+
+    sampler: of `models.samplers`, eta its share of fresh noise. streams: the modalities that the clip has; frozen:
+    those of them that are kept whole. masks: by modality f32[targets], 1 = generate, where a part is kept. What is kept
+    is the state's source, or where there is none its latents.
     """
 
     name: str
@@ -69,92 +77,190 @@ class Denoise(Stage):
     noise: Noise
     guidance: np.ndarray
     stg_blocks: tuple[int, ...] = ()
-    given: tuple[Image, ...] = ()
+    given: tuple[Conditioning, ...] = ()
     rule: str = "C"
     sound: bool = False
+    sampler: str = "euler"
+    eta: float = 1.0
+    streams: tuple[str, ...] = MODALITIES
+    frozen: tuple[str, ...] = ()
+    masks: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def branches(self) -> Branches:
-        return Branches.of(self.guidance)
+        made = [row for m, row in zip(MODALITIES, self.guidance, strict=True) if m in self.streams]
+        found = Branches.of(np.array(made))
+        return found if len(self.streams) > 1 else replace(found, isolated=False)
 
     @property
     def num_videos(self) -> int:
         return len(self.noise.seeds)
 
+    @cached_property
+    def trajectory(self) -> Trajectory:
+        return trajectory(self.sampler, self.sigmas, self.eta)
+
     def steps(self) -> int:
-        return len(self.sigmas) - 1
+        return len(self.trajectory)
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        return tuple(m for m in self.streams if m not in self.frozen)
+
+    def _states(self, given: Sequence[Tokens], source: Mapping[str, np.ndarray]) -> dict[str, ModalityState]:
+        of = {
+            "video": lambda *kept: video_state(self.geometry, given, *kept),
+            "audio": lambda *kept: audio_state(self.geometry, *kept),
+        }
+        return {m: of[m](self.masks.get(m), source.get(m)) for m in self.streams}
 
     @cached_property
     def blank(self) -> dict[str, ModalityState]:
         """The states before anything is encoded: their sizes, masks and positions are the real ones."""
-        images = [conditioning.blank() for conditioning in self.given]
-        return {"video": video_state(self.geometry, images), "audio": audio_state(self.geometry)}
+        return self._states([conditioning.blank() for conditioning in self.given], {})
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        shape, _ = step_shape(model, self.blank, self.branches, self.num_videos, self.rule)
+        shape, _ = self.shape(model, self.blank)
         yield Call("guided-step", shape, steps=self.steps(), loras=self.loras)
 
+    def shape(
+        self, model: ModelConfig, states: Mapping[str, ModalityState]
+    ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
+        """What shapes its guided step, and the feeds that positions, masks and clean latents decide."""
+        shape, feeds = step_shape(model, states, self.branches, self.num_videos, self.rule, self.frozen)
+        return replace(shape, sampler=self.sampler), feeds
+
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        return {f"{self.name}.{m}": (self.num_videos, *x.shape[1:]) for m, x in self.blank.items()}
+        found: dict[str, tuple[int, ...]] = {}
+        for m in self.made:
+            tokens = self.blank[m].shape[1:]
+            found[f"{self.name}.{m}"] = (self.num_videos, *tokens)
+            for stream, rows in self.trajectory.streams.items():
+                found[f"{self.name}.{m}.{stream}"] = (
+                    *([self.num_videos] if self.num_videos > 1 else []),
+                    rows,
+                    *tokens,
+                )
+        return found
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        images = state.given.get(self.name, [])
-        states = {"video": video_state(self.geometry, images), "audio": self.blank["audio"]}
+        latents = {"video": state.video, "audio": state.audio}
+        kept = {m: state.source.get(m, latents[m]) for m in (*self.frozen, *self.masks)}
+        states = self._states(state.given.get(self.name, []), {m: x for m, x in kept.items() if x is not None})
         (call,) = self.needs(session.config)
-        _, feeds = step_shape(session.config, states, self.branches, self.num_videos, self.rule)
-        start = {
-            "video": None if state.video is None else pack_video(state.video),
-            "audio": None if state.audio is None else pack_audio(state.audio),
-        }
-        for m, x in states.items():
+        _, feeds = self.shape(session.config, states)
+        packing = {"video": pack_video, "audio": pack_audio}
+        uncond = self.branches.uncond
+        for m in self.streams:
+            feeds[f"{m}_context"] = state.contexts[m][: 2 if uncond and m in self.made else 1]
+        for m in self.made:
+            x, start = states[m], latents[m]
             noise = self.noise.draw(f"{self.name}.{m}", x.shape[1:])
-            feeds[f"{m}_latent"] = x.initial(noise, float(self.sigmas[0]), start[m])
-            feeds[f"{m}_context"] = state.contexts[m][: 2 if self.branches.uncond else 1]
+            start = None if start is None or m in self.masks else packing[m](start)
+            feeds[f"{m}_latent"] = x.initial(noise, float(self.sigmas[0]), start)
+            feeds |= {f"{m}_{name}": np.zeros_like(noise) for name in CARRIED[self.sampler]}
             state.put(f"{self.name}.{m}.noise", noise)
             state.put(f"{self.name}.{m}.start", feeds[f"{m}_latent"])
         blocks = np.zeros(session.config.transformer.num_layers, np.float32)
         blocks[list(self.stg_blocks)] = 1
         feeds |= {"guidance": self.guidance, "stg_blocks": blocks}
+        per_step = self._per_step(state)
         session.load(call)
         trail: dict[str, list[np.ndarray]] = {}
         last: dict = {}
         with watch.stage(self.name, min(self.steps(), state.max_steps or self.steps())) as done:
-            for last in session.denoise(call, feeds, self.sigmas, state.max_steps):
+            for last in session.denoise(call, feeds, per_step, state.max_steps):
                 if state.keep:
-                    for m in states:
+                    for m in self.made:
                         trail.setdefault(f"{m}.steps", []).append(session.backend.to_host(last[f"{m}_latent"]))
                         trail.setdefault(f"{m}.x0", []).append(session.backend.to_host(last[f"{m}_x0"]))
                 done()
                 watch.check()
-            video, audio = (states[m].clear(session.backend.to_host(last[f"{m}_latent"])) for m in states)
-        finite(self.name, video_latents=video, audio_latents=audio)
-        for name, values in trail.items():  # [steps,T,C] of one video, [videos,steps,T,C] of several
+            found = {m: states[m].clear(session.backend.to_host(last[f"{m}_latent"])) for m in self.made}
+        finite(self.name, **{f"{m}_latents": x for m, x in found.items()})
+        for name, values in self._recorded(trail):  # [steps,T,C] of one video, [videos,steps,T,C] of several
             steps = np.stack(values, axis=1)
             state.put(f"{self.name}.{name}", steps if self.num_videos > 1 else steps[0])
-        state.video, state.audio = unpack_video(video, self.geometry), unpack_audio(audio, self.geometry)
+        if "video" in found:
+            state.video = unpack_video(found["video"], self.geometry)
+        if "audio" in found:
+            state.audio = unpack_audio(found["audio"], self.geometry)
         if self.sound:
             state.sound = state.audio
             state.put("audio_latent", state.sound)
 
+    def _per_step(self, state: State) -> dict[str, np.ndarray]:
+        """The inputs of which every evaluation has its own: [evaluations, ...]."""
+        plan = self.trajectory
+        found = {"sigmas": plan.sigmas}
+        if plan.coefficients is None:
+            return found
+        found["coefficients"] = plan.coefficients
+        for m in self.made:
+            tokens = self.blank[m].shape[1:]
+            noise = np.zeros((len(plan), self.num_videos, *tokens), np.float32)
+            drawn = {s: self.noise.draw(f"{self.name}.{m}.{s}", (n, *tokens)) for s, n in plan.streams.items()}
+            for i, draw in enumerate(plan.draws):
+                if draw is not None:
+                    noise[i] = drawn[draw.name].reshape(self.num_videos, -1, *tokens)[:, draw.row]
+                    if self.sampler == "res2s":
+                        noise[i] = np.stack([standardised(one) for one in noise[i]])
+            found[f"{m}_noise"] = noise
+            for stream, values in drawn.items():
+                state.put(f"{self.name}.{m}.{stream}", values if self.num_videos > 1 else values[0])
+        return found
+
+    def _recorded(self, trail: Mapping[str, list[np.ndarray]]) -> Iterator[tuple[str, list[np.ndarray]]]:
+        """What `--latents-out` is to hold of all evaluations, by name."""
+        for name, values in trail.items():
+            if self.sampler != "res2s":
+                yield name, values
+                continue
+            m, kind = name.split(".")  # a step's two points; what is evaluated at the end is the stage's result
+            middle = {"steps": "mid", "x0": "x0_mid"}[kind]
+            odd, even = values[1::2], values[: len(values) // 2 * 2 : 2]
+            yield from ((name, odd), (f"{m}.mid", even)) if kind == "steps" else ((name, even), (f"{m}.{middle}", odd))
+
+
+def standardised(noise: np.ndarray) -> np.ndarray:
+    """With mean 0 and an unbiased standard deviation of 1 over everything, as res2s takes it; float32."""
+    x = noise.astype(np.float64)
+    return ((x - x.mean()) / x.std(ddof=1)).astype(np.float32)
+
 
 def step_shape(
-    model: ModelConfig, states: dict[str, ModalityState], branches: Branches, videos: int = 1, rule: str = "C"
+    model: ModelConfig,
+    states: Mapping[str, ModalityState],
+    branches: Branches,
+    videos: int = 1,
+    rule: str = "C",
+    frozen: tuple[str, ...] = (),
 ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
     """What shapes the guided step of these states, and the feeds that positions, masks and clean latents decide."""
-    video, audio = states["video"], states["audio"]
-    feeds = transformer.position_feeds(model.transformer, video.positions, audio.positions)
+    video, audio = states.get("video"), states.get("audio")
+    feeds = transformer.position_feeds(model.transformer, *(x.positions if x else None for x in (video, audio)))
     for name, state in states.items():
-        feeds |= guided_step.mask_feeds(name, state.mask[0, :, 0])
         feeds[f"{name}_clean"] = state.clean[0]
+        if name not in frozen:
+            feeds |= guided_step.mask_feeds(name, state.mask[0, :, 0])
+    if video and model.transformer.keyframe_vector:
+        assert video.keyframes is not None
+        feeds["video_keyframes_mask"] = video.keyframes
+    masked = bool(video and video.masked)
+    if video and masked:
+        feeds["video_attention_mask"] = video.attention()
     structure = guided_step.StepShape(
         branches=branches,
-        video_tokens=video.shape[1],
-        audio_tokens=audio.shape[1],
+        video_tokens=video.shape[1] if video else 0,
+        audio_tokens=audio.shape[1] if audio else 0,
         text_tokens=PROMPT_TOKENS,
         coordinates=transformer.coordinate_counts(feeds),
-        video_levels=len(feeds["video_levels"]),
-        audio_levels=len(feeds["audio_levels"]),
+        video_levels=len(feeds.get("video_levels", [0])),
+        audio_levels=len(feeds.get("audio_levels", [0])),
         rule=rule,
         videos=videos,
+        streams=tuple(states),
+        frozen=frozen,
+        masked=masked,
     )
     return structure, feeds

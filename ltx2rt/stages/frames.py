@@ -5,21 +5,44 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ltx2rt.config import ModelConfig
+from ltx2rt.config import DiffusionDecoderConfig, ModelConfig
+from ltx2rt.models import diffusion_decoder
+from ltx2rt.models.catalog import diffusion
+from ltx2rt.models.diffusion_decoder import BORDERS, TileShape
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.denoise import Noise, noise_name
+from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.stage import Stage, State, finite, videos_of
-from ltx2rt.stages.tiling import Tiling, blend_tiles, plan_tiles, tile_latents
+from ltx2rt.stages.tiling import Span, Tiling, blend_tiles, plan_feature_tiles, plan_tiles, tile_latents
+from ltx2rt.weights.files import TensorFile
+
+DECODERS = ("conv", "diffusion")
+STREAM = "decoder"  # of the diffusion decoder's noise, [videos, 3, F, H, W] in --noise-in
+DRAWING_THREADS = 8  # frames of noise at once
+Calls = Iterator[tuple[Call, dict[str, np.ndarray]]]
 
 
 def tiling(geometry: Geometry, model: ModelConfig, mode: str) -> Tiling:
     """The tiles of a clip. mode: "auto", or "off" for one tile."""
     return plan_tiles(mode, (geometry.frames, geometry.rows, geometry.columns), model.video_vae)
+
+
+def decoding(decoder: str, geometry: Geometry, model: ModelConfig, mode: str, noise: Noise) -> Frames:
+    """The stage that makes a clip's frames. decoder: one of DECODERS; mode: of tiling, "auto" or "off".
+
+    Raises InputError if the model has no such decoder.
+    """
+    if decoder == "conv":
+        return Frames(geometry, tiling(geometry, model, mode), len(noise.seeds))
+    cells = diffusion_decoder.cells(diffusion(model), (geometry.frames, geometry.rows, geometry.columns))
+    return DiffusionFrames(geometry, plan_feature_tiles(mode, cells, diffusion(model)), len(noise.seeds), noise=noise)
 
 
 @dataclass(frozen=True)
@@ -46,10 +69,19 @@ class Frames(Stage):
         state.put("video_latent", state.video)
         state.frames = self._frames(session, state.video, watch)
 
+    def _calls(self, session: Session, number: int, video: np.ndarray) -> Calls:
+        """The decoder's call for each tile of a video [1, C, f, h, w], in the order of `blend_tiles`."""
+        for latent in tile_latents(video, self.tiling):
+            yield Call("video-decoder", latent.shape), {"latent": latent}
+
+    def _clip(self, model: ModelConfig, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """The frames of a video out of those of its tiles."""
+        return chunks
+
     def _frames(self, session: Session, latents: np.ndarray, watch: Stopwatch) -> Iterator[Iterator[np.ndarray]]:
         backend, videos = session.backend, videos_of(latents)
-        tiles = itertools.chain.from_iterable(tile_latents(video, self.tiling) for video in videos)
-        decoded = session.each(decoding(map(watch.checked, tiles)), "frames")
+        calls = itertools.chain.from_iterable(self._calls(session, i, video) for i, video in enumerate(videos))
+        decoded = session.each(map(watch.checked, calls), "frames")
         num_frames = pixel_frames(self.geometry.frames, session.config.video_vae.time_factor)
         if not backend.is_main:
             with watch.stage(self.name):
@@ -59,14 +91,94 @@ class Frames(Stage):
         def chunks(video: int) -> Iterator[np.ndarray]:
             name = self.name if len(videos) == 1 else f"{self.name} {video + 1}"
             with watch.stage(name, num_frames, "frames") as done:
-                for chunk in blend_tiles(decoded, self.tiling, backend.to_host):
+                for chunk in self._clip(session.config, blend_tiles(decoded, self.tiling, backend.to_host)):
                     done(chunk.shape[1])
                     yield chunk
 
         yield from map(chunks, range(len(videos)))
 
 
-def decoding(latents: Iterator[np.ndarray]) -> Iterator[tuple[Call, dict[str, np.ndarray]]]:
-    """The decoder's call for each latent."""
-    for latent in latents:
-        yield Call("video-decoder", latent.shape), {"latent": latent}
+@dataclass(frozen=True)
+class DiffusionFrames(Frames):
+    """By the diffusion decoder. tiling: of the features, which are made of a whole video at once.
+
+    Every frame has its own stream of noise, so that it does not depend on the tiles. border: beyond the left and right
+    one of a tile, one of BORDERS.
+    """
+
+    noise: Noise = field(kw_only=True)
+    border: str = BORDERS[0]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.geometry.frames, self.geometry.rows, self.geometry.columns
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        config = diffusion(model)
+        for _ in range(self.num_videos):
+            yield Call("diffusion-features", self.geometry.video_shape)
+            for frames, rows, columns in itertools.product(self.tiling.frames, self.tiling.rows, self.tiling.columns):
+                yield Call("diffusion-decoder", self._shape(config, frames, rows, columns), each=True)
+
+    def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        return {STREAM: (self.num_videos, 3, *self._pixels(diffusion(model)))}
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        if state.keep:
+            frames, *size = self._pixels(diffusion(session.config))
+            drawn = [self._drawn(number, range(frames), *size) for number in range(self.num_videos)]
+            state.put(f"{STREAM}.noise", np.concatenate(drawn))
+        super().run(session, state, watch)
+
+    def _pixels(self, config: DiffusionDecoderConfig) -> tuple[int, int, int]:
+        """Frames, rows and columns that all tiles make, before what was padded is cut off."""
+        return diffusion_decoder.whole(config, 1, self.grid).pixels(config)
+
+    def _shape(self, config: DiffusionDecoderConfig, frames: Span, rows: Span, columns: Span) -> TileShape:
+        shape = diffusion_decoder.whole(config, 1, self.grid, self.border)
+        first, last = frames is self.tiling.frames[0], frames is self.tiling.frames[-1]
+        return replace(
+            shape,
+            frames=(shape.frames if last else frames.stop) - frames.start,
+            rows=rows.stop - rows.start,
+            columns=columns.stop - columns.start,
+            first=first,
+            last=last,
+        )
+
+    def _calls(self, session: Session, number: int, video: np.ndarray) -> Calls:
+        config = diffusion(session.config)
+        _, height, width = self._pixels(config)
+        features = session.backend.to_host(
+            session.run(Call("diffusion-features", video.shape), {"latent": video})["features"]
+        )
+        for t in self.tiling.frames:
+            noise = self._drawn(number, range(t.first, t.end), height, width)
+            for r, c in itertools.product(self.tiling.rows, self.tiling.columns):
+                shape = self._shape(config, t, r, c)
+                frames = slice(t.start, t.start + shape.frames)
+                feeds = {
+                    "features": features[:, frames, r.latents, c.latents],
+                    "noise": noise[..., r.positions, c.positions],
+                }
+                yield Call("diffusion-decoder", shape), feeds
+
+    def _drawn(self, number: int, frames: range, height: int, width: int) -> np.ndarray:
+        """f32[1, 3, frames, height, width]: the noise of these frames of a video."""
+        if self.noise.file is not None:
+            file = TensorFile(self.noise.file)
+            name = noise_name(file, STREAM)
+            assert name is not None, f"{self.noise.file} has no {STREAM}, which the plan was to find out"
+            return file.read(name, (0, number, number + 1), (2, frames.start, frames.stop)).astype(np.float32)
+        seed = self.noise.seeds[number]
+        with ThreadPoolExecutor(DRAWING_THREADS, thread_name_prefix="noise") as pool:
+            drawn = pool.map(lambda i: standard_normal(seed, f"{STREAM}.{i}", (3, height, width)), frames)
+            return np.stack(list(drawn), axis=1)[None]
+
+    def _clip(self, model: ModelConfig, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        frames, rows, columns = diffusion_decoder.inside(diffusion(model), self.grid)
+        left = frames.stop
+        for chunk in chunks:
+            if left > 0:
+                yield chunk[:, :left, rows, columns]
+            left -= chunk.shape[1]

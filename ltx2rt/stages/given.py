@@ -9,7 +9,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.conditioning import Image
+from ltx2rt.stages.conditioning import Conditioning
 from ltx2rt.stages.stage import Stage, State
 
 
@@ -18,7 +18,7 @@ class Given(Stage):
     """stage: the denoising stage that it is for."""
 
     stage: str
-    given: tuple[Image, ...]
+    given: tuple[Conditioning, ...]
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ class Sound(Stage):
         assert state.sound is not None, "no stage kept its sound"
         with watch.stage(self.name):
             state.waveforms = np.concatenate([decode_sound(session, x)[1] for x in videos_of(state.sound)])
+        state.sample_rate = session.config.vocoder.sample_rate
         finite(self.name, waveforms=state.waveforms)
         state.put("waveform", state.waveforms if self.num_videos > 1 else state.waveforms[0])
 

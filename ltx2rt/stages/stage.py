@@ -23,21 +23,27 @@ class State:
     """What stages hand on.
 
     contexts: by modality [prompts, text, D]. video [videos, C, f, h, w] and audio [videos, 8, n, 16]: the latest
-    latents, normalised. sound: the audio latents that are decoded. given: by stage what its conditionings were encoded
-    to. waveforms [videos, 2, N]; frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a
-    process that is not the main one, nothing. record: what `--latents-out` writes, if `keep`. max_steps: how many steps
-    of each denoising stage run, None: all.
+    latents, normalised. source: by modality the latents of a given file, normalised. sound: the audio latents that are
+    decoded. given: by stage what its conditionings were encoded to. waveforms [videos, 2, N] at sample_rate in Hz;
+    frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a process that is not the main one,
+    nothing. record: what `--latents-out` writes, if `keep`. seconds, num_frames: the length that the model chose.
+    max_steps: how many steps of each denoising stage run, None: all.
     """
 
     contexts: Mapping[str, np.ndarray] = field(default_factory=dict)
     video: np.ndarray | None = None
     audio: np.ndarray | None = None
+    source: dict[str, np.ndarray] = field(default_factory=dict)
     sound: np.ndarray | None = None
     given: dict[str, list[Any]] = field(default_factory=dict)
+    source: dict[str, np.ndarray] = field(default_factory=dict)
     waveforms: np.ndarray | None = None
+    sample_rate: int | None = None
     frames: Iterator[Iterator[np.ndarray]] = field(default_factory=lambda: iter(()))
     record: dict[str, np.ndarray] = field(default_factory=dict)
     keep: bool = False
+    seconds: float | None = None
+    num_frames: int | None = None
     max_steps: int | None = None
 
     def put(self, name: str, value: Any) -> None:

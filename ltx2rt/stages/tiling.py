@@ -1,4 +1,5 @@
-"""Decode a video latent in overlapping tiles and hand out its frames as soon as no later tile touches them.
+"""Decode a video latent in overlapping tiles and hand out its frames as soon as no later tile touches them; and
+encode frames in the same tiles, which then blend in latents.
 
 Decides which latents form a tile, how tiles blend, and in which order frames leave. Leaves to the caller how a tile
 is decoded, and where. Tiles of equal shape share one program there.
@@ -13,6 +14,7 @@ one frame, not to `time_factor`; so it starts one latent early, and that first f
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,12 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.config import VideoVaeConfig
+from ltx2rt.config import DiffusionDecoderConfig, VideoVaeConfig
 from ltx2rt.errors import InputError
 
 # The official automatic layout.
 TILE_PX, MIN_TILE_PX, OVERLAP_PX = 768, 96, 64  # the long side; the short one follows the aspect ratio
 TILE_FRAMES, OVERLAP_FRAMES = 80, 24
+# Of the diffusion decoder's features: a clip of 121 frames at 768x512 is one tile of 375 000 cells and needs 20 GB.
+TILE_CELLS = 400_000
 BLEND_THREADS = 8  # frames at once
 
 
@@ -81,6 +85,23 @@ def plan_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -
     )
 
 
+def plan_encoder_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
+    """Tiles that frames are encoded in, of the largest size along every axis; `Span.weights` are those of latents.
+
+    shape: latent frames, rows, columns. mode: "auto", or "off" for one tile.
+    """
+    if mode not in ("auto", "off"):
+        raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
+    side = TILE_PX // config.space_factor
+    sizes = shape if mode == "off" else (TILE_FRAMES // config.time_factor, side, side)
+    overlap = OVERLAP_PX // config.space_factor
+    return Tiling(
+        time_spans(shape[0], sizes[0], OVERLAP_FRAMES // config.time_factor, 1),
+        space_spans(shape[1], sizes[1], overlap, 1),
+        space_spans(shape[2], sizes[2], overlap, 1),
+    )
+
+
 def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
     """[start, stop) of tiles of `size` latents that share `overlap` with the next; the last ends at `length`."""
     if length <= size:
@@ -88,18 +109,59 @@ def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length - overlap, size - overlap)]
 
 
-def space_spans(length: int, size: int, overlap: int, factor: int) -> tuple[Span, ...]:
-    """Latent i covers positions [factor i, factor (i + 1)); weights rise and fall over the overlap, never to 0."""
+def plan_feature_tiles(mode: str, cells: tuple[int, int, int], config: DiffusionDecoderConfig) -> Tiling:
+    """The tiles of the diffusion decoder's features of (frames, rows, columns). mode: "auto", or "off" for one tile.
+
+    Tiles overlap by as much as either of the last two stages sees in all its blocks. Of the layouts of at most
+    TILE_CELLS in a tile the one with the least work. Cells [a, b) of a factor 2 become frames [2a - 1, 2b - 1), frame
+    -1 left out. Source of overlaps and frames: the official decoder, which takes tiles as large as fit its memory.
+    """
+    if mode not in ("auto", "off"):
+        raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
+    time, *space = config.strides[-1]
+    reach = [
+        [depth * (window[i] // 2) for depth, window in zip(config.depths[-2:], config.windows[-2:], strict=True)]
+        for i in range(3)
+    ]
+    overlap = [max(fourth, -(-fifth // s)) for (fourth, fifth), s in zip(reach, config.strides[-1], strict=True)]
+
+    def splits(n: int, shared: int) -> list[tuple[int, int]]:
+        """(size of a tile, cells of all tiles) in one tile, two, three, ... of more than twice the overlap."""
+        sizes = [-(-(n + (count - 1) * shared) // count) for count in range(1, n + 1)]
+        return [(size, n + i * shared) for i, size in enumerate(sizes) if i == 0 or size > 2 * shared]
+
+    def tile_and_work(layout: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+        tile, work = (math.prod(column) for column in zip(*layout, strict=True))
+        return max(TILE_CELLS, tile), work
+
+    sizes = list(cells)
+    if mode == "auto":
+        layouts = itertools.product(*(splits(n, shared) for n, shared in zip(cells, overlap, strict=True)))
+        sizes = [size for size, _ in min(layouts, key=tile_and_work)]
+    pixels = [n * config.patch_size for n in space]
+    return Tiling(
+        space_spans(cells[0], sizes[0], overlap[0], time, time - 1),
+        space_spans(cells[1], sizes[1], overlap[1], pixels[0]),
+        space_spans(cells[2], sizes[2], overlap[2], pixels[1]),
+    )
+
+
+def space_spans(length: int, size: int, overlap: int, factor: int, early: int = 0) -> tuple[Span, ...]:
+    """Latent i covers positions [factor i, factor (i + 1)); weights rise and fall over the overlap, never to 0.
+
+    early: all positions are so many less, and those below 0 left out.
+    """
     tiles, ramp = intervals(length, size, overlap), overlap * factor
     rise = np.arange(1, ramp + 1) / (ramp + 1)
     spans = []
     for start, stop in tiles:
-        weights = np.ones((stop - start) * factor)
+        first = max(0, start * factor - early)
+        weights = np.ones(stop * factor - early - first)
         if start > 0:
             weights[:ramp] *= rise
         if stop < length:
             weights[-ramp:] *= rise[::-1]
-        spans.append(Span(start, stop, start * factor, weights))
+        spans.append(Span(start, stop, first, weights))
     return _normalised(spans)
 
 

@@ -18,24 +18,26 @@ from ltx2rt.models.catalog import PROMPT_TOKENS
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from ltx2rt.weights.checkpoint import Asset
+
 
 @lru_cache(maxsize=1)  # Gemma's is tens of megabytes of JSON; a warm-up and the run behind it read it once
-def _tokenizer(path: Path) -> Tokenizer:
+def _tokenizer(path: Path | Asset) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception for every fault of the file
         raise InputError(f"{path}: not a readable tokenizer.json ({error}); restore the Gemma folder") from error
 
 
 def tokenize(
-    tokenizer_json: Path, prompts: Sequence[str], length: int = PROMPT_TOKENS
+    tokenizer_json: Path | Asset, prompts: Sequence[str], length: int = PROMPT_TOKENS
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and mask (1 = token, 0 = padding), both int32[B, length], padded on the left.
 
-    The prompt is stripped, BOS comes first whether or not the tokenizer adds it, there is no EOS, and a prompt longer
-    than `length` loses its end. Padding is `<pad>`, or `<eos>` where the vocabulary has none.
+    The prompt is stripped, BOS comes first whether the tokenizer adds it (Gemma 3's does) or not (Gemma 4's), there is
+    no EOS, and a prompt longer than `length` loses its end. Padding is `<pad>`, or `<eos>` where there is none.
     Raises InputError if the file is no Gemma tokenizer.
     """
     tokenizer = _tokenizer(tokenizer_json)
@@ -55,7 +57,7 @@ def tokenize(
     return ids, mask
 
 
-def count_tokens(tokenizer_json: Path, prompt: str) -> int:
+def count_tokens(tokenizer_json: Path | Asset, prompt: str) -> int:
     """How many tokens the prompt has before any is cut off, BOS included. Raises InputError as `tokenize` does."""
     tokenizer = _tokenizer(tokenizer_json)
     tokenizer.no_padding()

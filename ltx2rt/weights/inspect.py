@@ -12,24 +12,31 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.config import ModelConfig
+from ltx2rt.config import Gemma4Config, ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights.checkpoint import (
+    ASSETS,
     COMPONENTS,
     FLAGS,
+    OPTIONAL,
+    TOKENIZER_ASSET,
+    UPSAMPLERS,
     WORDS,
     Checkpoint,
     audit,
+    component_sources,
     file_kind,
     folder_kind,
     official_sources,
     open_checkpoint,
     open_gemma,
     open_upsampler,
+    renamed,
 )
 from ltx2rt.weights.files import DTYPE_NAMES, TensorFile, TensorInfo, TensorSource, open_tensors
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.manifest import networks
+from ltx2rt.weights.names import TEXT_PROJECTION
 
 
 def inspect_path(path: str | Path) -> dict[str, Any]:
@@ -44,7 +51,8 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
         "checkpoint": _checkpoint,
         "lora": _lora,
         "gemma": _gemma,
-        "upsampler": _upsampler,
+        **dict.fromkeys(("video_vae", "diffusion_decoder", "audio_vae", "duration_head"), _part),
+        **dict.fromkeys(UPSAMPLERS.values(), _upsampler),
     }.get(kind or "", _other)
     return {"path": str(path), "missing": [], "problems": []} | describe(path)
 
@@ -58,8 +66,9 @@ def _checkpoint(path: Path) -> dict[str, Any]:
             raise
         found = {component: _tensors(source) for component, source in official_sources(TensorFile(path)).items()}
         return {"kind": "checkpoint", "layout": "official", "components": found, "problems": [str(error)]}
-    missing = [f"{WORDS.get(c, c)} ({FLAGS.get(c, '--model')})" for c in COMPONENTS if c not in checkpoint.sources]
-    if checkpoint.tokenizer_path is None:
+    expected = (c for c in COMPONENTS if c not in (*checkpoint.sources, *OPTIONAL))
+    missing = [f"{WORDS.get(c, c)} ({FLAGS.get(c, '--model')})" for c in expected]
+    if checkpoint.tokenizer is None:
         missing.append("tokenizer.json (--text-encoder)")
     return {
         "kind": "checkpoint",
@@ -123,19 +132,52 @@ def _lora(path: Path) -> dict[str, Any]:
 def _gemma(path: Path) -> dict[str, Any]:
     config, source = open_gemma(path)
     return {
-        "kind": WORDS["gemma"],
-        "family": "Gemma 3",
+        "kind": "Gemma folder" if path.is_dir() else WORDS["gemma"],
+        "family": "Gemma 4" if isinstance(config, Gemma4Config) else "Gemma 3",
         "sizes": {"hidden": config.hidden_size, "layers": config.num_layers, "vocabulary": config.vocab_size},
-        "components": {"gemma": _tensors(source)},
-        "missing": [] if (path / "tokenizer.json").is_file() else ["tokenizer.json"],
+        "components": {"gemma": _tensors(source)} | _beside(path),
+        "missing": [] if _has_tokenizer(path) else ["tokenizer.json"],
     }
+
+
+def _beside(path: Path) -> dict[str, Any]:
+    """What a text-encoder file of LTX-2.5 holds besides the language model."""
+    if path.is_dir():
+        return {}
+    file = TensorFile(path)
+    parts = {"text": TEXT_PROJECTION, "assets": ASSETS}
+    found = {
+        part: renamed(file, path, lambda n, p=prefix: n if n.startswith(p) else None) for part, prefix in parts.items()
+    }
+    return {part: _tensors(source) for part, source in found.items()}
+
+
+def _has_tokenizer(path: Path) -> bool:
+    if path.is_dir():
+        return (path / "tokenizer.json").is_file()
+    file = TensorFile(path)
+    return TOKENIZER_ASSET in (*file.names(), *file.metadata)
+
+
+def _part(path: Path) -> dict[str, Any]:
+    """A file of LTX-2.5 with a part of the model; a diffusers folder of one is no more than that."""
+    if path.is_dir():
+        return _other(path)
+    file = TensorFile(path)
+    kind = str(file_kind(file))
+    version = file.metadata.get("model_version")
+    found = {component: _tensors(source) for component, source in component_sources(kind, file).items()}
+    return {"kind": WORDS[kind], "version": version, "components": found}
 
 
 def _upsampler(path: Path) -> dict[str, Any]:
     config, source = open_upsampler(path)
+    version = None if path.is_dir() else TensorFile(path).metadata.get("model_version")
+    old = config.rational and config.scale == 2
     return {
-        "kind": WORDS["upsampler"],
-        "family": "LTX-2.0" if config.rational else "LTX-2.3",
+        "kind": f"{config.kind} upsampler",
+        "family": None if config.temporal or version else "LTX-2.0" if old else "LTX-2.3",
+        "version": version,
         "sizes": {"in_channels": config.in_channels, "mid_channels": config.mid_channels},
         "components": {"upsampler": _tensors(source)},
     }

@@ -16,8 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.atomic_file import check_outputs
+from ltx2rt.config import V25
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
+from ltx2rt.weights.configs import version_tuple
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
 from ltx2rt.weights.names import collapse, component_of, to_official
 
@@ -114,6 +116,14 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
             raise InputError(f"{path}: {pairs[target].down} and {down[module]} both belong to {target}")
         pairs[target] = Pair(down[module], up[module], scale)
     return Lora(Path(path), strength, file, pairs, tuple(skipped), tuple(unknown))
+
+
+def check_lora(lora: Lora, version: tuple[int, ...]) -> None:
+    """Raises InputError for a LoRA of an earlier release on LTX-2.5, or the other way round, if both state theirs."""
+    own = version_tuple(lora.file.metadata.get("model_version"))
+    if own and version and (own >= V25) != (version >= V25):
+        words = [".".join(map(str, found)) for found in (own, version)]
+        raise InputError(f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of its release")
 
 
 def _rank(file: TensorFile, down: str, up: str) -> int:
@@ -249,6 +259,8 @@ def merge_to_file(
 ) -> list[Merge]:
     """Write the named tensors, merged, under their official names as `dtype`; returns what was merged."""
     check_outputs([("--output", Path(output))], [*checkpoint.files, *(lora.path for lora in loras)])
+    for lora in loras:
+        check_lora(lora, checkpoint.config.version)
     merged = MergedSource(checkpoint.source("transformer"), loras, dtype)
 
     def home(name: str) -> TensorSource:

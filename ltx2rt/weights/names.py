@@ -41,6 +41,15 @@ WORDS = {  # component -> official word: diffusers word
         "per_channel_statistics.std-of-means": "latents_std",
         "res_blocks": "resnets",
     },
+    "diffusion_decoder": {  # and a fused `attn.qkv`, which diffusers has in parts (QKV)
+        "per_channel_statistics.mean-of-means": "latents_mean",
+        "per_channel_statistics.std-of-means": "latents_std",
+        "t_embedder.mlp.0": "t_embedder.timestep_embedder.linear_1",
+        "t_embedder.mlp.2": "t_embedder.timestep_embedder.linear_2",
+        "attn.proj": "attn.to_out.0",
+        "q_norm": "norm_q",
+        "k_norm": "norm_k",
+    },
     "audio_vae": {
         "per_channel_statistics.mean-of-means": "latents_mean",
         "per_channel_statistics.std-of-means": "latents_std",
@@ -54,15 +63,22 @@ WORDS = {  # component -> official word: diffusers word
         "downsample.lowpass": "downsample",
     },
     "upsampler": {},
+    "temporal_upsampler": {},
+    "duration_head": {"cross_attn.out_proj": "to_out"},
 }
 PREFIXES = {  # of the official single file; "text" lives under two, both spelled out above
     "transformer": "model.diffusion_model.",
     "text": "",
     "video_vae": "vae.",
+    "diffusion_decoder": "vae.",
     "audio_vae": "audio_vae.",
     "vocoder": "vocoder.",
     "upsampler": "",
+    "temporal_upsampler": "",
+    "duration_head": "duration_head.",
 }
+QKV = ("to_q", "to_k", "to_v")  # of diffusers, for the rows of one official tensor in this order:
+FUSED = {"diffusion_decoder": ("attn.qkv.", "attn.{}."), "duration_head": ("cross_attn.in_proj_", "{}.")}
 CONNECTORS = ("model.diffusion_model.video_embeddings_connector.", "model.diffusion_model.audio_embeddings_connector.")
 TEXT_PROJECTION = "text_embedding_projection."
 GEMMA = "language_model.model."
@@ -84,6 +100,23 @@ def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> 
     if component == "video_vae":
         name = re.sub(r"^(en|de)coder\.(down|up)_blocks\.(\d+)\.", lambda m: _stage(m, num_encoder_stages), name)
     return name
+
+
+def rows_of(component: str, official: str) -> tuple[str, ...]:
+    """What diffusers calls the three parts of an official tensor's rows, but for other renaming; () if it is one."""
+    if component not in FUSED or (pattern := FUSED[component])[0] not in official:
+        return ()
+    return tuple(official.replace(pattern[0], pattern[1].format(part)) for part in QKV)
+
+
+def fused_of(component: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Official names of tensors that lie among `names` in three parts, and those parts."""
+    if component not in FUSED:
+        return {}
+    joined, part = FUSED[component]
+    firsts = [name for name in names if f".{part.format(QKV[0])}" in name]
+    official = [name.replace(f".{part.format(QKV[0])}", f".{joined}") for name in firsts]
+    return {name: rows_of(component, name) for name in official}
 
 
 def _stage(match: re.Match[str], num_encoder_stages: int) -> str:

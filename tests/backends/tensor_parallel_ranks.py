@@ -59,7 +59,7 @@ RUNS = {
             for dtype in ("float32", "bfloat16")
         ),
     ],
-    "tpu": [Run("guided-2.3"), Run("text-2.0")],  # JAX takes seconds to compile one
+    "tpu": [Run("guided-2.3"), Run("text-2.0"), Run("text-2.5")],  # JAX takes seconds to compile one
 }
 
 

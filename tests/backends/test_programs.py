@@ -26,7 +26,8 @@ LAYERS, AUDIO_TOKENS, TEXT = 3, 5, 4
 CONFIG = TransformerConfig(
     num_layers=LAYERS, video_channels=4, audio_channels=8, num_heads=3, head_dim=8, audio_num_heads=3,
     audio_head_dim=4, caption_channels=20, caption_projection=False, gated_attention=True, text_modulation=True,
-    prompt_adaln=True, ff_bias=True, audio_ff_bias=True, rope_theta=10000.0, rope_max_pos=(20, 2048, 2048),
+    prompt_adaln=True, ff_bias=True, audio_ff_bias=True, keyframe_vector=False, rope_theta=10000.0,
+    rope_max_pos=(20, 2048, 2048),
     audio_rope_max_pos=20, rope_float64_grid=True, timestep_scale=1000.0, av_gate_scale=1000.0, norm_eps=1e-6,
 )  # fmt: skip
 GUIDANCE = np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]], np.float32)

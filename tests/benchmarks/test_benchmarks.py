@@ -154,7 +154,8 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     facts = kernels.main(
         [*TINY_SIZE, "--rounds", "1", "--contestants", "kernel", "eager", *FLOAT8, "--output", str(written)]
     )
-    assert {case["op"] for case in facts["cases"]} == set(FOLDERS) - {"sum_squares", "qk_scale_rope"}  # one device
+    elsewhere = {"sum_squares", "qk_scale_rope", "neighbourhood_attention"}  # on several devices; in LTX-2.5
+    assert {case["op"] for case in facts["cases"]} == set(FOLDERS) - elsewhere
     assert {case["why_not"] for case in facts["cases"]} == {"the operands are on cpu, the kernel runs on cuda"}
     assert facts["total_us"].keys() == {"stage1", "stage2", "decode", "audio"}
     floor = sum(case["floor_us"] * case["calls"]["decode"] for case in facts["cases"] if "decode" in case["calls"])

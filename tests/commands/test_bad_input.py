@@ -67,6 +67,11 @@ def test_names_that_nobody_knows(refused, tmp_path):
     assert "known backends: cuda, tpu" in refused(backend="metal")
     assert "--model: /nowhere does not exist" in refused("--model", "/nowhere")
     assert "the folder" in refused(output=tmp_path / "gone" / "out.mp4")
+    assert "is not named *.mp4" in refused(output=tmp_path / "out.avi")
+    assert "number them" in refused(output=tmp_path / "out.png")
+    assert "is a sound file" in refused(output=tmp_path / "out.wav")
+    (tmp_path / "00007.png").touch()
+    assert "00007.png is there already" in refused(output=tmp_path / "%05d.png")
 
 
 def test_files_that_are_no_checkpoint(refused, model, tmp_path):
@@ -103,6 +108,14 @@ def test_loras_and_upsamplers_of_something_else(refused, model, tmp_path):
     assert "another model" in refused("--lora", tmp_path / "other.safetensors")
     assert "no LoRA" in refused("--lora", main_file(model))
     assert "--upsampler" in refused("--upsampler", main_file(model))
+
+
+@pytest.mark.parametrize(("kind", "said"), [("x1.5", "x1.5 spatial"), ("temporal", "x2 temporal")])
+def test_an_upsampler_of_another_kind(refused, model, tmp_path, kind, said):
+    make_checkpoint("tiny-2.3", "official", tmp_path, upsampler=kind)
+    (file,) = tmp_path.glob("*upsampler*")
+    assert f"--upsampler: it is a {said} one, a x2 spatial one is expected" in refused("--upsampler", file)
+    assert "--temporal-upsampler" in refused("--temporal-upsampler", main_file(model))
 
 
 def test_images_and_noise_that_cannot_be_used(refused, tmp_path):

@@ -36,7 +36,9 @@ def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Job:
 def test_a_run_is_compiled_as_generate_would_run_it():
     job = plan()
     assert job.mesh == {"tensor": 2, "sequence": 4}
-    assert list(dict.fromkeys(cell.component for cell in job.cells)) == list(COMPILED)
+    assert list(dict.fromkeys(cell.component for cell in job.cells)) == [
+        name for name in COMPILED if not name.startswith("diffusion")
+    ]
     first, second = (cell for cell in job.cells if cell.component == "denoise-step")
     assert (first.stage, first.branches, second.stage, second.branches) == (1, 4, 2, 1)
     assert first.graph.inputs["video_latent"].type.sizes["tokens"] == 1536

@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import av
 import numpy as np
 import pytest
 from ltx2rt_cuda import CudaBackend
 
+from ltx2rt.media.compare import compare
+from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.session.session import Session
 from ltx2rt.stages import frames as decode
 from ltx2rt.stages import sound
@@ -138,6 +141,21 @@ def test_no_metadata_and_no_audio_leave_both_out(run, base):
     assert comment is None and sound is None and video == 17 / 48
     assert "waveform" not in silent.latents
     assert_bitwise(silent, base)
+
+
+def test_frames_and_sound_of_their_own_files(run, base, tmp_path):
+    from PIL import Image
+
+    found = run("--output", tmp_path / "fox-%05d.png", sound=True)
+    assert "fox-%05d.png: " in found.stdout and not found.clip.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*(f"fox-{i:05}.png" for i in range(17)), "fox.wav"]
+    frames = np.stack([np.asarray(Image.open(tmp_path / f"fox-{i:05}.png")) for i in range(17)])
+    write_mp4(tmp_path / "again.mp4", [frames], num_frames=17, fps=Fraction(48))
+    assert compare(base.clip, tmp_path / "again.mp4")["identical"]  # the frames of the clip, before its encoder
+    assert json.loads(Image.open(tmp_path / "fox-00000.png").text["Comment"])["seed"] == 7
+    with av.open(str(tmp_path / "fox.wav")) as container:
+        stream = container.streams.audio[0]
+        assert (stream.rate, stream.duration) == (48000, 17 * 1000) and "comment" in container.metadata
 
 
 def test_ntsc_rate_is_exact_and_sound_lasts_as_long(run):

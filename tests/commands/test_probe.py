@@ -1,5 +1,6 @@
 """`ltx2rt probe` through the command line: exactly the tensors of the contract, equal to diffusers on both backends."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,13 +8,23 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from ltx2rt.commands import probe as commands_probe
+from ltx2rt.config import DiffusionDecoderConfig
+from ltx2rt.media.sound import resample
+from ltx2rt.models import diffusion_decoder
+from ltx2rt.models.mel import log_mel
+from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.testing import relative_l2
+from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
+from ltx2rt.weights.checkpoint import RenamedSource
 from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-4  # contract, float32; most reach 1e-6
 T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text tokens, samples
 WIDTH = {"2.0": {"video": 64, "audio": 64}, "2.3": {"video": 128, "audio": 64}}  # of the text contexts
+WIDTH["2.5"] = WIDTH["2.3"]
 GENERATIONS = ["2.0", "2.3"]
 
 
@@ -79,11 +90,13 @@ def diffusers_part(cls, folder: Path, **changes):
     return cls.from_pretrained(folder, **changes).eval()
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", [*GENERATIONS, "2.5"])
 def test_transformer_equals_diffusers(generation, probe, tiny):
     from diffusers import LTX2VideoTransformer3DModel
 
     x = transformer_inputs(generation)
+    if generation == "2.5":
+        x["video_keyframes_mask"] = np.broadcast_to(np.arange(T)[:, None] < 3, (B, T, 1)).astype(np.float32)
     found = probe(generation, "transformer", x, "--cross-timestep-rule", "B")
     assert found.keys() == {"video_velocity", "audio_velocity"}
     model = diffusers_part(LTX2VideoTransformer3DModel, tiny(f"tiny-{generation}", "diffusers") / "transformer")
@@ -106,6 +119,7 @@ def test_transformer_equals_diffusers(generation, probe, tiny):
             audio_num_frames=TA,
             use_cross_timestep=True,
             return_dict=False,
+            **({"video_keyframes_mask": t["video_keyframes_mask"]} if generation == "2.5" else {}),
         )
     assert relative_l2(found["video_velocity"], video) <= CLOSE
     assert relative_l2(found["audio_velocity"], audio) <= CLOSE
@@ -145,15 +159,16 @@ def text_inputs():
     return {"token_ids": ids, "mask": mask}
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", [*GENERATIONS, "2.5"])
 def test_text_encoder_equals_diffusers(generation, probe, tiny):
     from diffusers.pipelines.ltx2 import LTX2TextConnectors
-    from transformers import Gemma3ForConditionalGeneration
+    from transformers import Gemma3ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration
 
     x, folder = text_inputs(), tiny(f"tiny-{generation}", "diffusers")
     found = probe(generation, "text-encoder", x)
     assert found.keys() == {"hidden_states", "video_context", "audio_context"}
-    gemma = Gemma3ForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=torch.float32).eval()
+    reference = Gemma4UnifiedForConditionalGeneration if generation == "2.5" else Gemma3ForConditionalGeneration
+    gemma = reference.from_pretrained(folder / "text_encoder", dtype=torch.float32).eval()
     connectors = diffusers_part(LTX2TextConnectors, folder / "connectors")
     ids, mask = torch.from_numpy(x["token_ids"]), torch.from_numpy(x["mask"])
     with torch.no_grad():
@@ -196,14 +211,91 @@ def test_decoders_encoder_and_upsampler_equal_diffusers(generation, probe, tiny)
         packed = torch.from_numpy(sound).transpose(1, 2).flatten(2) * audio_vae.latents_std + audio_vae.latents_mean
         mel = audio_vae.decode(packed.unflatten(2, (8, 16)).transpose(1, 2), return_dict=False)[0]
         expected["audio-decoder"] = ({"latent": sound}, {"mel": mel, "waveform": vocoder(mel)})
+        heard = {"waveform": draw(1, 2, 7001, seed=3), "sample_rate": np.int32([24000])}
+        spectrum = log_mel(resample(heard["waveform"], 24000, 16000), preset(f"tiny-{generation}").config.audio_vae)
+        z = audio_vae.encode(torch.from_numpy(spectrum)).latent_dist.mode()
+        packed = (z.transpose(1, 2).flatten(2) - audio_vae.latents_mean) / audio_vae.latents_std
+        encoded = packed.unflatten(2, (8, 16)).transpose(1, 2)
+        expected["audio-encoder"] = (heard, {"mel": spectrum, "latent": encoded})
     for component, (inputs, outputs) in expected.items():
         found = probe(generation, component, inputs)
         if component == "audio-decoder":
-            assert mel.shape == (1, 2, 25, 64)
+            assert mel.shape == (1, 2, 25, 64) and encoded.shape == (1, 8, 8, 16)
             np.testing.assert_array_equal(found.pop("sample_rate"), [48000 if generation == "2.3" else 24000])
         assert found.keys() == outputs.keys()
         for name, value in outputs.items():
             assert relative_l2(found[name], value) <= CLOSE, f"{component} {name}"
+
+
+@pytest.mark.parametrize(("kind", "grid"), [("x1.5", (3, 5, 8)), ("temporal", (5, 3, 5))])
+def test_an_upsampler_of_any_kind_equals_diffusers(kind, grid, probe, tiny, tmp_path):
+    from diffusers import AutoencoderKLLTX2Video
+    from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+
+    make_checkpoint("tiny-2.3", "official", tmp_path / kind, upsampler=kind)
+    make_checkpoint("tiny-2.3", "diffusers", tmp_path / f"{kind}-diffusers", upsampler=kind)
+    (file,) = (tmp_path / kind).glob("*upsampler*")
+    folder = tmp_path / f"{kind}-diffusers" / "latent_upsampler"
+    vae = diffusers_part(AutoencoderKLLTX2Video, tiny("tiny-2.3", "diffusers") / "vae")
+    mean, std = (x.view(1, -1, 1, 1, 1) for x in (vae.latents_mean, vae.latents_std))
+    latent = draw(1, 128, 3, 3, 5)
+    with torch.no_grad():
+        reference = diffusers_part(LTX2LatentUpsamplerModel, folder)
+        expected = (reference(torch.from_numpy(latent) * std + mean) - mean) / std
+    assert expected.shape[2:] == grid
+    for path in (file, folder):
+        found = probe("2.3", "upsampler", {"latent": latent}, "--upsampler", path)["latent"]
+        assert relative_l2(found, expected) <= CLOSE
+
+
+DIFFUSION = DiffusionDecoderConfig(
+    latent_channels=128,
+    patch_size=4,
+    head_dim=8,
+    channels=(32, 16, 16, 16, 8),
+    depths=(1, 1, 1, 1, 1),
+    windows=((3, 3, 3),) * 5,
+    strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)),
+    timestep_width=16,
+    timestep_scale=1000.0,
+)
+
+
+@pytest.fixture
+def diffusion_params(monkeypatch):
+    """Parameters of a small diffusion decoder, which every checkpoint then has."""
+    shape = diffusion_decoder.whole(DIFFUSION, 1, (3, 3, 3))
+    params = random_params(diffusion_decoder.trace_features(DIFFUSION, 1, 3, 3, 3, "float32"), seed=1)
+    params |= random_params(diffusion_decoder.trace(DIFFUSION, shape, "float32"), seed=2)
+
+    def opened(options):
+        found, source = opened_checkpoint(options), ArraySource(params)
+        part = RenamedSource(found.path, {name: (source, name) for name in params})
+        config = replace(found.config, diffusion_decoder=DIFFUSION)
+        return replace(found, config=config, sources={**found.sources, "diffusion_decoder": part})
+
+    monkeypatch.setattr(commands_probe, "opened_checkpoint", opened)
+    return params
+
+
+@pytest.mark.parametrize(("backend", "border"), [("cuda", "plain"), ("cuda", "chunked"), ("tpu", None)])
+def test_diffusion_decoder_is_both_networks_cut_to_the_clip(backend, border, probe, diffusion_params):
+    latent, noise = draw(1, 128, 2, 3, 3), draw(1, 3, 17, 96, 96)
+    flags = ("--border-mode", border) if border else ()
+    found = probe("2.3", "diffusion-decoder", {"latent": latent, "noise": noise}, *flags, backend=backend)
+    graph = diffusion_decoder.trace_features(DIFFUSION, 1, 2, 3, 3, "float32")
+    x = run_graph("cuda", graph, diffusion_params, {"latent": latent})
+    shape = diffusion_decoder.whole(DIFFUSION, 1, (2, 3, 3), border or "chunked")
+    graph = diffusion_decoder.trace(DIFFUSION, shape, "float32")
+    whole = run_graph("cuda", graph, diffusion_params, x | {"noise": noise})
+    assert found.keys() == {"frames"} and found["frames"].shape == (1, 3, 9, 96, 96)
+    assert relative_l2(found["frames"], whole["frames"][:, :, :9]) <= 1e-5  # summation order
+
+
+def test_the_diffusion_decoders_noise_has_the_size_of_what_it_makes(probe, diffusion_params):
+    x = {"latent": draw(1, 128, 2, 3, 3), "noise": draw(1, 3, 9, 96, 96)}
+    status, stderr = probe("2.3", "diffusion-decoder", x)
+    assert status == 2 and "noise has shape [1, 3, 9, 96, 96], expected [1, 3, 17, 96, 96] for this latent" in stderr
 
 
 def test_guided_step_is_a_step_of_the_transformer(probe):
@@ -244,6 +336,46 @@ def test_schedule_and_tokenizer(probe, tiny, command, tmp_path):
     np.testing.assert_array_equal(tokens["mask"], reference["attention_mask"])
 
 
+def test_the_tokenizer_in_a_text_encoder_file_adds_no_bos_and_prompts_have_one(tiny, command, tmp_path):
+    """Gemma 4's tokenizer leaves it out, unlike Gemma 3's; without it the text means something else."""
+    from tokenizers import Tokenizer
+
+    (file,) = tiny("tiny-2.5", "official").glob("*text-encoder*")
+    raw = Tokenizer.from_buffer(TensorFile(file).read("tokenizer_json").tobytes())
+    bos, prompt = raw.token_to_id("<bos>"), "a robot dancing"
+    own = raw.encode(prompt).ids
+    assert bos == 2 and own[0] != bos
+    out = tmp_path / "tokens.safetensors"
+    words = ["probe", "--backend", "cuda", "--device", "cpu", "--model", file.parent, "--component", "tokenizer"]
+    assert command(*words, "--outputs", out, "--prompt", prompt, "", "rain " * 2000)[0] == 0
+    ids, mask = (load_file(out)[name] for name in ("token_ids", "mask"))
+    assert ids[0, mask[0] == 1].tolist() == [bos, *own] and ids[1, mask[1] == 1].tolist() == [bos]
+    assert mask[2].all() and ids[2].tolist() == [bos, *raw.encode(("rain " * 2000).strip()).ids[:1023]]
+
+
+@pytest.mark.parametrize("layout", ["official", "diffusers"])
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_the_duration_head_equals_diffusers(layout, backend, tiny, command, tmp_path):
+    from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
+
+    x = {f"{m}_context": draw(B, S, width) for m, width in WIDTH["2.5"].items()}
+    save_file(x, tmp_path / "in.safetensors")
+    words = ["probe", "--backend", backend, "--device", "cpu", "--model", tiny("tiny-2.5", layout)]
+    words += ["--component", "duration-head", "--inputs", tmp_path / "in.safetensors"]
+    status, _, stderr = command(*words, "--outputs", tmp_path / "out.safetensors")
+    assert status == 0, stderr
+    reference = diffusers_part(LTX2DurationHead, tiny("tiny-2.5", "diffusers") / "duration_head", dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(*(torch.from_numpy(x[f"{m}_context"]) for m in ("video", "audio")))
+    assert relative_l2(load_file(tmp_path / "out.safetensors")["seconds"], expected) <= 1e-5
+
+
+def test_a_model_without_a_duration_head_says_so(probe):
+    x = {f"{m}_context": draw(B, S, width) for m, width in WIDTH["2.3"].items()}
+    status, stderr = probe("2.3", "duration-head", x)
+    assert status == 2 and "no duration head was found; pass one with --duration-head" in stderr
+
+
 @pytest.mark.parametrize(
     "component,inputs",
     [
@@ -252,6 +384,7 @@ def test_schedule_and_tokenizer(probe, tiny, command, tmp_path):
         ("video-decoder", {"latent": draw(1, 128, 2, 2, 3)}),
         ("video-encoder", {"frames": draw(1, 3, 9, 64, 32)}),
         ("audio-decoder", {"latent": draw(1, 8, 5, 16)}),
+        ("audio-encoder", {"waveform": draw(1, 2, 2000), "sample_rate": np.int32([44100])}),
         ("upsampler", {"latent": draw(1, 128, 2, 2, 3)}),
         ("guided-step", step_inputs("2.0")),
     ],
@@ -291,6 +424,14 @@ def test_flags_of_generate_reach_the_probe(probe, tiny):
         ("guided-step", {"stg_blocks": draw(4)}, "stg_blocks has shape [4]"),
         ("video-encoder", {"frames": draw(1, 3, 8, 64, 64)}, "8k+1 frames"),
         ("video-decoder", {"latent": draw(1, 64, 2, 2, 2)}, "latent has shape [1, 64, 2, 2, 2]"),
+        ("audio-encoder", {"waveform": draw(1, 1, 9), "sample_rate": np.int32([8000])}, "has shape [1, 1, 9]"),
+        ("audio-encoder", {"waveform": draw(1, 2, 256), "sample_rate": np.int32([8000])}, "expected more than 512"),
+        ("audio-encoder", {"waveform": draw(1, 2, 9999), "sample_rate": np.int32([0])}, "a sample rate of 0 Hz"),
+        (
+            "diffusion-decoder",
+            {"latent": draw(1, 128, 3, 7, 7), "noise": draw(1, 3, 17, 224, 224)},
+            "the model has no diffusion decoder",
+        ),
         ("schedule", {"steps": np.int32([0])}, "steps is 0"),
         ("text-encoder", {"mask": np.ones((B, S + 1), np.int64)}, "mask has shape"),
         (

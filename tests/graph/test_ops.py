@@ -1,11 +1,18 @@
 """Every op: both lowerings equal the numpy definition on fresh random inputs."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import ltx2rt_cuda.ops
 import ltx2rt_tpu.ops
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ltx2rt.errors import GraphError
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import GROUP_OPS
 from ltx2rt.graph.ops import OPS
@@ -21,6 +28,13 @@ def _x(o, name="x", **sizes):
 def _conv(o, spatial, kernel, **kw):
     x = o.input("x", B=2, channels=4, **dict(zip(("frames", "rows", "columns"), spatial, strict=False)))
     return o.conv(x, "c", 6, kernel, **kw)
+
+
+def _neighbourhood(o, window=(3, 3, 5), first=(0, 1, 2), queries=(11, 9, 17), keys=(11, 11, 21)):
+    """More than one block of queries along every axis, of odd sizes; keys begin before the first of them."""
+    sizes = [dict(zip(("frames", "rows", "columns"), n, strict=True)) for n in (queries, keys, keys)]
+    q, k, v = (o.input(name, B=2, **n, heads=2, head_dim=8) for name, n in zip("qkv", sizes, strict=True))
+    return o.neighbourhood_attention(q, k, v, window=window, first=first, scale=0.3)
 
 
 def _rows(o, count):
@@ -149,6 +163,13 @@ CASES = {
         *(o.param(name, channels=3) for name in ("alpha", "beta")),
         eps=1e-9,
     ),
+    "neighbourhood_attention": _neighbourhood,
+    "axial_rope": lambda o: o.axial_rope(
+        o.input("x", B=2, frames=3, rows=4, columns=5, heads=2, head_dim=16),
+        sizes=(4, 6, 6),
+        first=(0, 2, -5),
+        theta=10000.0,
+    ),
     "sinusoid": lambda o: o.sinusoid(o.input("t", B=2, levels=3), size=16),
 }
 
@@ -214,3 +235,65 @@ def test_attention_in_parts_is_as_exact_as_in_one_whatever_the_scores(kind):
     assert relative_l2(run_graph(kind, float32, {}, inputs)["joined"], exact["whole"]) <= 1e-4  # an ulp of 300 is 3e-5
     # Both round their result; the parts are rounded once before it.
     assert relative_l2(found["joined"], exact["whole"]) <= 2 * relative_l2(found["whole"], exact["whole"])
+
+
+def test_neighbourhood_attention_is_attention_masked_to_windows():
+    """Windows of diffusers' rule: centred, or shifted inwards at a border, never cut or padded."""
+    sizes, window = (4, 5, 7), (3, 5, 3)
+    grid = dict(zip(("frames", "rows", "columns"), sizes, strict=True))
+
+    def both(o):
+        q, k, v = (o.input(name, B=1, **grid, heads=2, head_dim=8) for name in "qkv")
+        flat = [o.merge(x, axes=tuple(grid), into="tokens") for x in (q, k, v)]
+        flat[1:] = (o.rename(x, names={"tokens": "keys"}) for x in flat[1:])
+        mask = o.input("mask", tokens=140, keys=140)
+        near = o.neighbourhood_attention(q, k, v, window=window, first=(0, 0, 0), scale=0.3)
+        return {"near": o.merge(near, axes=tuple(grid), into="tokens"), "all": o.attention(*flat, mask, scale=0.3)}
+
+    graph = trace("both", both, "float32")
+    places = np.indices(sizes).reshape(3, -1)
+    seen = np.ones((140, 140), bool)
+    for at, n, w in zip(places, sizes, window, strict=True):
+        start = np.minimum(np.maximum(at - w // 2, 0), n - w)
+        seen &= (at >= start[:, None]) & (at < start[:, None] + w)
+    inputs = _inputs(graph) | {"mask": np.where(seen, 0, -1e30)}
+    found = run_graph("numpy", graph, {}, inputs)
+    assert relative_l2(found["near"], found["all"]) <= 1e-6  # sums in another order
+
+
+def test_a_window_larger_than_its_axis_is_refused():
+    with pytest.raises(GraphError, match="a window of 12 frames, but there are 11"):
+        trace("wide", lambda o: {"y": _neighbourhood(o, window=(12, 3, 5))}, "float32")
+    with pytest.raises(GraphError, match="17 columns from 5 on, but there are 21"):
+        trace("far", lambda o: {"y": _neighbourhood(o, first=(0, 0, 5))}, "float32")
+
+
+# A clip of 768x512, 121 frames: 3 million tokens, the scores of which would be 35 TB a head.
+CLIP = {"B": 1, "frames": 121, "rows": 128, "columns": 192, "heads": 4, "head_dim": 64}
+CLIP_PLAN = {"window": (11, 11, 11), "first": (0, 0, 0), "scale": 1.0}
+
+
+def test_torch_holds_a_line_of_blocks_of_neighbourhood_attention():
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            found = result if isinstance(result, (tuple, list)) else (result,)
+            largest = max(largest, *(x.numel() for x in found if isinstance(x, torch.Tensor)))
+            return result
+
+    q = torch.empty(tuple(CLIP.values()), dtype=torch.bfloat16, device="meta")
+    with Watch():
+        ltx2rt_cuda.ops.OPS["neighbourhood_attention"](q, q, q, **CLIP_PLAN)
+    assert largest == q.numel()  # 24 masks of 512 queries by 18^3 keys are a tenth of it
+
+
+def test_xla_holds_one_block_of_neighbourhood_attention():
+    q = jax.ShapeDtypeStruct(tuple(CLIP.values()), jnp.float32)  # a CPU would hold all bfloat16 operands as float32
+    run = jax.jit(partial(ltx2rt_tpu.ops.OPS["neighbourhood_attention"], **CLIP_PLAN))
+    memory = run.lower(q, q, q).compile().memory_analysis()
+    assert (
+        memory is not None and memory.temp_size_in_bytes <= 2**28
+    )  # scores of 4 heads, 512 queries and 18^3 keys are 48 MB

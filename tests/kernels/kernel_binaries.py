@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 from ltx2rt_kernels.head_gate import cuda as head_gate
+from ltx2rt_kernels.neighbourhood_attention import cuda as neighbourhood
 from ltx2rt_kernels.norm_modulate import cuda as norm_modulate
 from ltx2rt_kernels.pixel_norm_silu import cuda as pixel_norm_silu
 from ltx2rt_kernels.qk_norm_rope import cuda as qk_norm_rope
@@ -74,7 +75,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def main() -> None:
     recorders = {}
-    for module in (norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu, snake_beta, quantise_rows):
+    for module in (norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu, snake_beta, quantise_rows, neighbourhood):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 recorders[name] = Recorder(kernel)
@@ -152,6 +153,14 @@ def main() -> None:
     for width in (2048, 4096, 16384):
         name = f"quantise_rows {width}"
         compiled(name, "quantise_rows_kernel", quantise_rows.quantise_rows, meta(4 * tokens, width))
+    for sizes, width, window in (((121, 128, 192), 256, (11, 11, 11)), ((18, 16, 24), 2048, (3, 7, 7))):
+        packed = meta(1, *sizes, 3 * width).unflatten(4, (3, width // 64, 64))
+        plan = {"window": window, "first": (0, 0, 0), "scale": 0.125}
+        compiled(
+            f"neighbourhood_attention {window[2]}", "neighbourhood_attention_kernel",
+            neighbourhood.neighbourhood_attention, meta(*packed.shape[:4], *packed.shape[5:]),
+            *(packed[:, :, :, :, i] for i in (1, 2)), **plan,
+        )  # fmt: skip
     print(json.dumps(found))
 
 

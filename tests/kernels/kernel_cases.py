@@ -140,6 +140,14 @@ def quantise_rows(x: Operands, width: int) -> Case:
     return "quantise_rows", [rows], {}, {}
 
 
+def neighbourhood(x: Operands, sizes: tuple[int, ...], window: tuple[int, ...], beyond: int = 0, dim: int = 10) -> Case:
+    """q, k and v as slices of a packed projection; beyond: columns of keys on either side of the queries'."""
+    keys = (*sizes[:2], sizes[2] + 2 * beyond)
+    q, k, v = (x.inside(2, *n, 3, dim, pad=2) for n in (sizes, keys, keys))
+    plan = {"window": window, "first": (0, 0, beyond), "scale": 0.5}
+    return "neighbourhood_attention", [q, k, v], plan, plan
+
+
 CASES: dict[str, Callable[[Operands], Case]] = {
     "norm_modulate": partial(norm_modulate, pairs=1),
     "norm_modulate two pairs": partial(norm_modulate, pairs=2),
@@ -180,6 +188,11 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "pixel_norm_silu more channels than a tile": partial(pixel_norm_silu, channels=300, last=False),
     "quantise_rows": partial(quantise_rows, width=1030),
     "quantise_rows one number": partial(quantise_rows, width=1),
+    "neighbourhood_attention": partial(neighbourhood, sizes=(5, 6, 11), window=(3, 5, 3)),
+    "neighbourhood_attention centred windows": partial(neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2),
+    "neighbourhood_attention windows as large as the grid": partial(
+        neighbourhood, sizes=(3, 4, 5), window=(3, 4, 5), dim=32
+    ),
 }
 
 
@@ -219,8 +232,24 @@ def float8_as_a_gpu_rounds(convert: Callable[..., np.ndarray]) -> Callable[..., 
     return run
 
 
+def bfloat16_as_numbers(dot: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter keeps bfloat16 as 16-bit integers, and would multiply these."""
+
+    def run(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        def numbers(x: Any) -> Any:
+            if str(x.dtype.scalar) != "bf16":
+                return x
+            wide = x.data.view(ml_dtypes.bfloat16).astype(np.float32)
+            return interpreter.TensorHandle(wide, interpreter.tl.float32)
+
+        return dot(self, numbers(a), numbers(b), *others)
+
+    return run
+
+
 def main(device: str) -> None:
     interpreter._convert_float = float8_as_a_gpu_rounds(interpreter._convert_float)
+    interpreter.InterpreterBuilder.create_dot = bfloat16_as_numbers(interpreter.InterpreterBuilder.create_dot)
     torch.empty, torch.empty_like = poisoned_empty(torch.empty), poisoned_empty(torch.empty_like)
     torch.manual_seed(np.random.SeedSequence().entropy % 2**63)
     found = {

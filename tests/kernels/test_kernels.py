@@ -109,6 +109,8 @@ def test_reason_why_not_is_told():
         ("quantise_rows", lambda x: x.mT, "strided"),
         ("quantise_rows", lambda x: x[0], "1 axes"),
         ("quantise_rows", lambda x: x.repeat(1, 20), "20600 numbers"),
+        ("neighbourhood_attention", lambda x: x.repeat(1, 1, 1, 1, 1, 7), "heads of 70"),
+        ("neighbourhood_attention", lambda x: x.half(), "float16"),
         ("pixel_norm_silu channels first", lambda x: x.repeat(1, 200, 1, 1, 1), "2400 channels"),
     ],
 )
@@ -197,6 +199,7 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
         "head_gate": ([heads, (1, 6144, 32)], 2 * size + 6144 * 32 * 2),
         "quantise_rows": ([(6144, 4096)], size + size // 2 + sums),
         "pixel_norm_silu": ([(1, 128, 3, 5, 7)], 2 * 2 * 128 * 105),
+        "neighbourhood_attention": ([(1, 12, 16, 24, 4, 64)] * 3, 4 * 2 * 12 * 16 * 24 * 256),
     }
     for op, (shapes, expected) in minimum.items():
         found = bytes_moved(op.split()[0], shapes, "bfloat16")

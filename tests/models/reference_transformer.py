@@ -28,7 +28,8 @@ def config_of(generation: str, **changes) -> TransformerConfig:
     sizes = dict(
         num_layers=3, video_channels=16, audio_channels=32, num_heads=3, head_dim=8, audio_num_heads=3,
         audio_head_dim=4, caption_channels=20, caption_projection=not new, gated_attention=new, text_modulation=new,
-        prompt_adaln=new, ff_bias=True, audio_ff_bias=True, rope_theta=10000.0, rope_max_pos=(20, 2048, 2048),
+        prompt_adaln=new, ff_bias=True, audio_ff_bias=True, keyframe_vector=False, rope_theta=10000.0,
+        rope_max_pos=(20, 2048, 2048),
         audio_rope_max_pos=20, rope_float64_grid=True, timestep_scale=1000.0, av_gate_scale=1000.0, norm_eps=1e-6,
     )  # fmt: skip
     return TransformerConfig(**(sizes | changes))

@@ -87,11 +87,12 @@ def test_decoder_is_diffusers(kind, latents):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_encoder_is_diffusers(kind):
+@pytest.mark.parametrize("frames, latents", [(1, 1), (6, 2), (37, 10)])
+def test_encoder_is_diffusers(kind, frames, latents):
     model, params = reference()
-    mel = normal(2, 2, 37, 64)
-    latent = run_graph(kind, audio_vae.trace_encoder(CONFIG, 2, 37, "float32"), params, {"mel": mel})["latent"]
-    assert latent.shape == (2, 8, 10, 16)
+    mel = normal(2, 2, frames, 64)
+    latent = run_graph(kind, audio_vae.trace_encoder(CONFIG, 2, frames, "float32"), params, {"mel": mel})["latent"]
+    assert latent.shape == (2, 8, latents, 16)
     # Summation order only: 2e-6 was reached.
     assert relative_l2(latent, encode(model, params, mel)) <= 1e-5
 

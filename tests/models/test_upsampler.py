@@ -2,6 +2,8 @@
 
 import copy
 import math
+from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 
 import numpy as np
@@ -12,26 +14,35 @@ from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from ltx2rt.config import UpsamplerConfig
 from ltx2rt.models import upsampler
 from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.weights.configs import upsampler_json
+from ltx2rt.weights.random.filters import blur_kernel
 from ltx2rt.weights.random.presets import preset
 
 KINDS = ["numpy", "cuda", "tpu"]
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 
 
-def config(rational: bool) -> UpsamplerConfig:
-    return UpsamplerConfig(in_channels=16, mid_channels=64, num_blocks=2, rational=rational)
+KERNEL = "upsampler.blur_down.kernel"
+UPSAMPLERS = {
+    "x2": UpsamplerConfig(16, 64, 2, Fraction(2), rational=False),
+    "x2, rational": UpsamplerConfig(16, 64, 2, Fraction(2), rational=True),
+    "x1.5": UpsamplerConfig(16, 64, 2, Fraction(3, 2), rational=True),
+    "temporal": UpsamplerConfig(16, 64, 2, Fraction(1), rational=False),
+}
 
 
 @cache
-def reference(rational: bool) -> tuple[LTX2LatentUpsamplerModel, dict[str, np.ndarray]]:
-    model = LTX2LatentUpsamplerModel(
-        in_channels=16, mid_channels=64, num_blocks_per_stage=2, use_rational_resampler=rational
-    ).eval()
-    params = random_params(upsampler.trace(config(rational), 1, 1, 2, 2, "float32"))
+def reference(name: str) -> tuple[LTX2LatentUpsamplerModel, dict[str, np.ndarray]]:
+    config = UPSAMPLERS[name]
+    model = LTX2LatentUpsamplerModel.from_config(upsampler_json(config, "diffusers")).eval()
+    params = random_params(upsampler.trace(config, 1, 1, 2, 2, "float32"))
     params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])
+    if KERNEL in params:
+        params[KERNEL] = blur_kernel().astype(np.float32)
+        np.testing.assert_array_equal(params[KERNEL], model.state_dict()[KERNEL].numpy())
     state = {k: torch.from_numpy(v) for k, v in params.items() if k not in STATISTICS}
-    blur = {k: v for k, v in model.state_dict().items() if k.endswith("blur_down.kernel")}  # unused at stride 1
-    assert len(blur) == rational
+    blur = {k: v for k, v in model.state_dict().items() if k == KERNEL}  # at x2 it has stride 1, and no graph reads it
+    assert (len(blur), KERNEL in params) == (config.rational, name == "x1.5")
     model.load_state_dict(state | blur, strict=True)
     return model, params
 
@@ -48,26 +59,36 @@ def normal(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rational", [True, False])
-def test_upsampler_is_diffusers(rational, kind):
-    model, params = reference(rational)
-    latent = normal(2, 16, 3, 3, 5)
+@pytest.mark.parametrize(
+    ("name", "frames", "out"),
+    [
+        ("x2", 3, (3, 6, 10)),
+        ("x2, rational", 3, (3, 6, 10)),
+        ("x1.5", 3, (3, 5, 8)),  # odd sizes are rounded up
+        ("temporal", 3, (5, 3, 5)),
+        ("temporal", 1, (1, 3, 5)),
+    ],
+)
+def test_upsampler_is_diffusers(name, frames, out, kind):
+    model, params = reference(name)
+    latent = normal(2, 16, frames, 3, 5)
     # Sample 1 is small and off centre: the eps of the group norms and the cancellation in their variance show.
     latent[1] = 0.02 * latent[1] + 3
-    graph = upsampler.trace(config(rational), 2, 3, 3, 5, "float32")
-    out = run_graph(kind, graph, params, {"latent": latent})["latent"]
-    assert out.shape == (2, 16, 3, 6, 10)
-    for mine, reference_sample in zip(out, expected(model, params, latent), strict=True):
+    graph = upsampler.trace(UPSAMPLERS[name], 2, frames, 3, 5, "float32")
+    found = run_graph(kind, graph, params, {"latent": latent})["latent"]
+    assert found.shape[2:] == out == UPSAMPLERS[name].output_grid(frames, 3, 5)
+    for mine, reference_sample in zip(found, expected(model, params, latent), strict=True):
         # Summation order only.
         assert relative_l2(mine, reference_sample) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
-def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
-    model, params = reference(False)
+@pytest.mark.parametrize("name", ["x2", "x1.5"])
+def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(name, kind):
+    model, params = reference(name)
     latent = normal(1, 16, 2, 3, 2)
     exact, theirs = expected(model, params, latent), expected(copy.deepcopy(model).bfloat16(), params, latent)
-    graph = upsampler.trace(config(False), 1, 2, 3, 2, "bfloat16")
+    graph = upsampler.trace(UPSAMPLERS[name], 1, 2, 3, 2, "bfloat16")
     assert relative_l2(run_graph(kind, graph, params, {"latent": latent})["latent"], exact) <= 2 * relative_l2(
         theirs, exact
     )
@@ -78,3 +99,12 @@ def test_released_size_declares_the_files_tensors(version):
     specs = upsampler.trace(preset(f"ltx-{version}").config.upsampler, 1, 2, 4, 6, "bfloat16").parameters()
     # From the released files: 72 tensors, besides the blur of the rational one; here also the two statistics.
     assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == (72 + 2, 497_867_904 + 256)
+
+
+@pytest.mark.parametrize(("kind", "mid", "size_mb"), [("x1.5", 1024, 1090), ("temporal", 512, 262)])
+def test_released_sizes_of_the_other_upsamplers(kind, mid, size_mb):
+    """In bfloat16: 262 MB is the temporal file's; the x1.5 one's mid channels are those of x2."""
+    config = replace(preset("ltx-2.3", kind).config.upsampler, mid_channels=mid)
+    specs = upsampler.trace(config, 1, 2, 4, 6, "bfloat16").parameters()
+    assert len(specs) == 72 + 2 + config.rational
+    assert round(sum(math.prod(s.shape) for s in specs.values()) * 2 / 1e6) == size_mb

@@ -8,7 +8,7 @@ from placed_cases import case
 
 from ltx2rt.commands.graph import component_graph
 from ltx2rt.graph import trace
-from ltx2rt.models.guided_step import PER_STEP, STATE
+from ltx2rt.models.samplers import PER_STEP
 from ltx2rt.passes.hoist import hoist
 from ltx2rt.passes.loop import looped, taken_apart
 from ltx2rt.passes.pack import pack
@@ -18,6 +18,7 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.random.presets import preset
 
+STATE = ("video_latent", "audio_latent")
 SIGMAS = np.array([[1, 0.8], [0.8, 0.5], [0.5, 0.2]], np.float32)
 CLOSE = 1e-5  # three float32 steps: matrix products in other batches
 
@@ -32,7 +33,7 @@ def step_by_step(one) -> dict[str, np.ndarray]:
 
 
 def all_steps(one):
-    return looped(one.graph, "denoise", len(SIGMAS), STATE, PER_STEP)
+    return looped(one.graph, "denoise", len(SIGMAS), PER_STEP)
 
 
 def in_loop(graph) -> Counter:
@@ -96,7 +97,7 @@ def test_a_body_that_depends_on_its_state_alone_keeps_everything():
         x = o.input("x", D=4)
         return {"x": o.linear(x, "proj", {"D": 4})}
 
-    graph = looped(trace("step", step, "float32"), "steps", 3, ("x",), ())
+    graph = looped(trace("step", step, "float32"), "steps", 3, ())
     assert [node.op for node in hoist(graph).nodes] == ["repeat"]
 
 
@@ -106,7 +107,7 @@ def test_rows_of_all_steps_are_one_product():
         row = o.linear(o.cast(o.sinusoid(t, size=8), dtype="float32"), "rows", {"D": 4})
         return {"x": o.add(x, o.at(o.silu(row), axis="levels", index=1))}
 
-    graph = looped(trace("step", step, "float32"), "steps", 3, ("x",), ("t",))
+    graph = looped(trace("step", step, "float32"), "steps", 3, ("t",))
     moved = hoist(graph)
     (product,) = [node for node in moved.nodes if node.op == "linear"]
     assert product.outputs[0].type.axes == ("steps", "levels", "D")

@@ -14,13 +14,13 @@ LATENT = '''
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ltx2rt.pipelines.request import NEUTRAL, Request
+from ltx2rt.pipelines.request import NEUTRAL, VideoRequest
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.text import Text
 
 
 @dataclass(frozen=True)
-class TextToLatent(Request):
+class TextToLatent(VideoRequest):
     name: ClassVar[str] = "text-to-latent"
     summary: ClassVar[str] = "latents alone"
 
@@ -44,7 +44,7 @@ def third(tmp_path, monkeypatch):
 
 
 def test_the_default_comes_first_and_is_what_two_stage_says():
-    assert list(pipelines.pipelines()) == ["two-stage", "distilled", "one-stage"]
+    assert list(pipelines.pipelines())[:3] == ["two-stage", "a2v", "distilled"]
 
 
 def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):

@@ -26,7 +26,11 @@ def model(generation="2.3", num_layers=48, version=()):
     return SimpleNamespace(
         generation=generation,
         version=version or tuple(int(part) for part in generation.split(".")),
-        transformer=SimpleNamespace(num_layers=num_layers, rope_max_pos=(20, 2048, 2048), audio_rope_max_pos=20),
+        duration_head=None,
+        image_crf=33,
+        transformer=SimpleNamespace(
+            keyframe_vector=False, num_layers=num_layers, rope_max_pos=(20, 2048, 2048), audio_rope_max_pos=20
+        ),
         video_vae=SimpleNamespace(space_factor=32, time_factor=8),
     )
 

@@ -61,6 +61,12 @@ def test_multiplications_and_additions_count_two():
                 *(o.input(name, B=2, text=7, heads=2, head_dim=8) for name in "kv"), scale=1.0,
             ), 2 * 2 * (2 * 4 * 3 * 7 * 8)
         ),
+        "neighbourhood_attention": (
+            lambda o: o.neighbourhood_attention(
+                *(o.input(name, B=2, frames=3, rows=4, columns=5, heads=2, head_dim=8) for name in "qkv"),
+                window=(1, 3, 3), first=(0, 0, 0), scale=1.0,
+            ), 2 * 2 * (2 * 3 * 4 * 5 * 2 * 8) * 9
+        ),
         "square": (lambda o: o.square(o.input("x", **x)), 0),
     }  # fmt: skip
     for name, (model, expected) in models.items():

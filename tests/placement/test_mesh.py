@@ -5,7 +5,6 @@ import pytest
 from placed_cases import case
 
 from ltx2rt.graph.interpret import Grid, interpret
-from ltx2rt.models.guided_step import STATE
 from ltx2rt.placement.mesh import canonical, stage_mesh, text_mesh
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
@@ -48,7 +47,7 @@ def test_videos_branches_and_weights_are_split_at_once():
     """Two videos on two devices, each with half of the branches on another, and half of the weights on a third."""
     one, count = case("guided-2.3"), 8
     steps = {"sigmas": np.linspace(1, 0.5, 2 * count, dtype=np.float32).reshape(count, 2)}
-    latents = {name: np.concatenate([one.inputs[name], -one.inputs[name]]) for name in STATE}
+    latents = {name: np.concatenate([one.inputs[name], -one.inputs[name]]) for name in ("video_latent", "audio_latent")}
     whole = Placement(PROFILES["trillium"], {"data": 2, "guidance": 2, "fsdp": 2}).loop(one.graph, count)
     found = interpret(whole, one.params, {**one.inputs, **steps, **latents})
     alone = Placement(PROFILES["single"], {}).loop(one.graph, count)

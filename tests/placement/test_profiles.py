@@ -99,7 +99,7 @@ def whole(graph) -> bool:
     return not graph.mesh and not any(splits) and not any(node.op in COLLECTIVES for node, _ in graph.walk())
 
 
-@pytest.mark.parametrize("network", ("video-decoder", "video-encoder", "audio-decoder", "upsampler"))
+@pytest.mark.parametrize("network", ("video-decoder", "video-encoder", "audio-encoder", "audio-decoder", "upsampler"))
 def test_network_that_a_profile_does_not_name_is_replicated(network):
     assert whole(Placement(PROFILES["hopper"], MESH).local(case("text-2.3").graph, network))
 

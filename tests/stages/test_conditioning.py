@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, video_positions
-from ltx2rt.stages.conditioning import ImageLatent, audio_state, video_state
+from ltx2rt.stages.conditioning import audio_state, image_tokens, video_state
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
 
@@ -19,7 +19,7 @@ def random(*shape, seed=0):
 
 def test_a_later_image_appends_tokens_and_the_first_frame_is_replaced():
     first, later = random(1, 16, 1, 2, 3, seed=1), random(1, 16, 1, 2, 3, seed=2)
-    state = video_state(G, [ImageLatent(later, 9, 0.25), ImageLatent(first, 0, 1.0)])
+    state = video_state(G, [image_tokens(G, later, 9, 0.25), image_tokens(G, first, 0, 1.0)])
     assert state.shape == (1, 18 + 6, 16) and state.num_target_tokens == 18
     np.testing.assert_array_equal(state.clean[:, :6], pack_video(first))
     np.testing.assert_array_equal(state.clean[:, 18:], pack_video(later))
@@ -32,7 +32,7 @@ def test_a_later_image_appends_tokens_and_the_first_frame_is_replaced():
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_the_initial_latent_blends_clean_start_and_noise(strength, scale):
     image = random(1, 16, 1, 2, 3)
-    state = video_state(G, [ImageLatent(image, 0, strength), ImageLatent(image, 8, strength)])
+    state = video_state(G, [image_tokens(G, image, 0, strength), image_tokens(G, image, 8, strength)])
     noise, start = random(1, 24, 16, seed=3), random(1, 18, 16, seed=4)
     x = state.initial(noise, scale, start)
     m = state.mask.astype(np.float64)
@@ -45,7 +45,7 @@ def test_the_initial_latent_blends_clean_start_and_noise(strength, scale):
 
 def test_a_kept_token_is_exact_and_pure_noise_is_exact():
     image = random(1, 16, 1, 2, 3)
-    state, noise = video_state(G, [ImageLatent(image, 0, 1.0)]), random(1, 18, 16, seed=5)
+    state, noise = video_state(G, [image_tokens(G, image, 0, 1.0)]), random(1, 18, 16, seed=5)
     x = state.initial(noise, 1.0)
     np.testing.assert_array_equal(x[:, :6], pack_video(image))
     np.testing.assert_array_equal(x[:, 6:], noise[:, 6:])
@@ -59,6 +59,6 @@ def test_audio_is_generated_whole():
 
 def test_misshapen_images_and_noise_are_refused():
     with pytest.raises(ValueError, match=r"image latent: shape \[1, 16, 1, 3, 2\]"):
-        video_state(G, [ImageLatent(random(1, 16, 1, 3, 2), 0, 1.0)])
+        video_state(G, [image_tokens(G, random(1, 16, 1, 3, 2), 0, 1.0)])
     with pytest.raises(ValueError, match="noise"):
         audio_state(G).initial(random(1, 6, 128), 1.0)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
-from ltx2rt.weights.checkpoint import audit, open_checkpoint
+from ltx2rt.weights.checkpoint import Asset, audit, open_checkpoint
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays, write_tensors
+from ltx2rt.weights.lora import check_lora, open_lora
+from ltx2rt.weights.manifest import networks
+from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.weights.random.presets import preset
 
 MAIN, UP, LORA = (
     "tiny-2.3.safetensors",
@@ -59,9 +64,34 @@ def rewrite(path: Path, rename=lambda name: name, drop=(), metadata=None, extra=
 def test_a_file_finds_its_parts_beside_it(official):
     checkpoint = open_checkpoint(official / MAIN)
     assert {"gemma", "upsampler"} <= checkpoint.sources.keys()
-    assert checkpoint.tokenizer_path == official / "gemma-3" / "tokenizer.json"
+    assert checkpoint.tokenizer == official / "gemma-3" / "tokenizer.json"
     assert checkpoint.loras_found == (official / LORA,)
     assert checkpoint.config.version == (2, 3, 0)
+
+
+@pytest.mark.parametrize("layout", ["official", "diffusers"])
+def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
+    """An x1.5 one beside the x2 one is no second candidate: it is used where it is named, since sizes depend on it."""
+    folder = link(tiny("tiny-2.3", layout), tmp_path / layout)
+    for kind in ("x1.5", "temporal"):
+        make_checkpoint("tiny-2.3", layout, tmp_path / kind, upsampler=kind)
+        made = next((tmp_path / kind).glob("latent_upsampler" if layout == "diffusers" else "*upsampler*"))
+        (folder / f"{kind}.safetensors").symlink_to(made)
+    x15, temporal = (folder / f"{kind}.safetensors" for kind in ("x1.5", "temporal"))
+    found = open_checkpoint(folder)
+    assert (found.config.upsampler.kind, found.config.temporal_upsampler.kind) == ("x2 spatial", "x2 temporal")
+    assert open_checkpoint(folder, upsampler=x15).config.upsampler.kind == "x1.5 spatial"
+    assert open_checkpoint(folder, upsampler=temporal).config.upsampler.temporal  # a stage refuses it, `probe` runs it
+    for checkpoint in (found, open_checkpoint(folder, upsampler=x15)):
+        shapes = networks(checkpoint.config)
+        for part in ("upsampler", "temporal_upsampler"):
+            parameters = {name: TensorInfo(shape, F32) for name, shape in shapes[part].items()}
+            audit(parameters, checkpoint.source(part), part)
+    with pytest.raises(InputError, match=r"--temporal-upsampler: .*x1\.5 spatial.*expected a temporal one"):
+        open_checkpoint(folder, temporal_upsampler=x15)
+    (folder / "again.safetensors").symlink_to(temporal)
+    with pytest.raises(InputError, match=r"2 candidates for the x2 temporal upsampler.*--temporal-upsampler"):
+        open_checkpoint(folder)
 
 
 def test_names_of_files_do_not_matter(official):
@@ -122,7 +152,7 @@ def test_what_is_no_checkpoint_is_refused(official, tmp_path):
             open_checkpoint(path)
     for arguments, says in [
         ({"text_encoder": official}, "no Gemma folder"),
-        ({"upsampler": official / LORA}, "no x2 spatial latent upsampler"),
+        ({"upsampler": official / LORA}, "no latent upsampler"),
         ({"upsampler": official / "gemma-3"}, "no latent upsampler folder"),
     ]:
         with pytest.raises(InputError, match=says):
@@ -136,7 +166,7 @@ def test_stripped_metadata_and_later_generations_are_refused(official):
         ({"config": "{"}, "not valid JSON"),
         ({"config": "[]"}, "expected a JSON object"),
         ({"config": "{}"}, "required key transformer is absent|required key audio_vae is absent"),
-        (original | {"gemma_source_checkpoint": "{}"}, "LTX-2.5"),
+        (original | {"gemma_source_checkpoint": "{}"}, "required key gemma_version is absent"),
     ]:
         rewrite(official / MAIN, metadata=metadata)
         with pytest.raises(InputError, match=says):
@@ -172,7 +202,7 @@ def test_a_diffusers_folder_is_read_by_config_not_by_name(diffusers):
     (diffusers / "model_index.json").unlink()
     assert open_checkpoint(diffusers).layout == "diffusers"
     (diffusers / "vae" / "config.json").unlink()
-    with pytest.raises(InputError, match="video_vae was found"):
+    with pytest.raises(InputError, match="video VAE was found"):
         open_checkpoint(diffusers)
 
 
@@ -302,3 +332,210 @@ def test_an_upsampler_for_other_latents_is_refused(official):
     write_arrays(official / "other.safetensors", arrays, {"config": json.dumps(config)})
     with pytest.raises(InputError, match=r"16 channels.*128"):
         open_checkpoint(official, upsampler=official / "other.safetensors")
+
+
+# ---- LTX-2.5: a file for each part ----------------------------------------------------------------------------------
+
+PARTS = {  # of the released repository: its folders
+    "transformer": "diffusion_models",
+    "text-encoder": "text_encoders",
+    "video-vae-conv": "vae",
+    "video-vae": "vae",
+    "audio-vae": "vae",
+    "spatial-upsampler-x2": "latent_upscale_models",
+    "temporal-upsampler-x2": "latent_upscale_models",
+    "distilled-lora": "loras",
+    "duration-head": "model_patches",
+}
+FOUND = {"transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler", "temporal_upsampler"}
+FOUND |= {"duration_head", "diffusion_decoder"}
+
+
+def part(folder: Path, name: str) -> Path:
+    return folder / f"tiny-2.5-{name}.safetensors"
+
+
+@pytest.fixture
+def parts(tiny, tmp_path):
+    return link(tiny("tiny-2.5", "official"), tmp_path / "parts")
+
+
+def test_parts_in_files_of_their_own_are_told_by_their_headers(parts):
+    expected = preset("tiny-2.5").config
+    for i, path in enumerate(sorted(parts.iterdir())):
+        path.rename(parts / f"{i}.safetensors")
+    checkpoint = open_checkpoint(parts)
+    assert checkpoint.config == expected and checkpoint.sources.keys() == FOUND
+    assert checkpoint.config.generation == "2.5" and checkpoint.video_decoder(None) == "conv"
+    assert checkpoint.distilled_lora() in checkpoint.loras_found
+    assert isinstance(checkpoint.tokenizer, Asset) and b"<bos>" in checkpoint.tokenizer.read_bytes()
+    assert len(list(checkpoint.source("text").names())) == 66 + 4
+
+
+def test_the_released_folders_open_by_their_root_or_by_the_transformer(parts):
+    for name, folder in PARTS.items():
+        (parts / folder).mkdir(exist_ok=True)
+        part(parts, name).rename(parts / folder / part(parts, name).name)
+    main = part(parts / "diffusion_models", "transformer")
+    for path in (parts, main):
+        assert open_checkpoint(path).sources.keys() == FOUND
+    (main.parent / "dev.safetensors").symlink_to(main.resolve())
+    with pytest.raises(InputError, match=r"2 candidates for the checkpoint.*--model"):
+        open_checkpoint(parts)
+    assert open_checkpoint(main).sources.keys() == FOUND
+
+
+def test_every_part_may_be_named_by_its_flag(parts, tmp_path):
+    flags = {"text_encoder": "text-encoder", "video_vae": "video-vae-conv", "audio_vae": "audio-vae"}
+    flags |= {"upsampler": "spatial-upsampler-x2", "temporal_upsampler": "temporal-upsampler-x2"}
+    flags |= {"duration_head": "duration-head"}
+    alone = tmp_path / "alone" / "deep"
+    alone.mkdir(parents=True)
+    main = alone / "x.safetensors"
+    part(parts, "transformer").rename(main)
+    given = {flag: part(parts, name) for flag, name in flags.items()}
+    assert open_checkpoint(main, **given).sources.keys() == FOUND - {"diffusion_decoder"}
+    for flag, says in [
+        ("text_encoder", "no text encoder was found; pass one with --text-encoder"),
+        ("video_vae", "no video VAE was found; pass one with --video-vae"),
+        ("audio_vae", "no audio VAE was found; pass one with --audio-vae"),
+    ]:
+        with pytest.raises(InputError, match=says):
+            open_checkpoint(main, **{name: path for name, path in given.items() if name != flag})
+    for flag in ("upsampler", "temporal_upsampler", "duration_head"):
+        checkpoint = open_checkpoint(main, **{name: path for name, path in given.items() if name != flag})
+        with pytest.raises(InputError, match=f"--{flag.replace('_', '-')}"):
+            checkpoint.source(flag)
+    with pytest.raises(InputError, match=r"no video VAE \(it is a duration head\); pass one with --video-vae"):
+        open_checkpoint(main, **given | {"video_vae": given["duration_head"]})
+    with pytest.raises(InputError, match="--video-decoder: diffusion, but no diffusion video decoder"):
+        open_checkpoint(main, **given).video_decoder("diffusion")
+
+
+def test_prefixed_keys_of_the_video_vae_are_read_as_well(parts):
+    before = set(open_checkpoint(parts).source("video_vae").names())
+    rewrite(part(parts, "video-vae-conv"), rename=lambda name: f"vae.{name}")
+    assert set(open_checkpoint(parts).source("video_vae").names()) == before
+
+
+def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path):
+    """As older releases come; a video VAE that is named takes the place of its own."""
+    files = [TensorFile(part(parts, name)) for name in ("transformer", "video-vae-conv", "audio-vae", "text-encoder")]
+    config, arrays = {}, {}
+    for file in files:
+        config |= {k: v for k, v in json.loads(file.metadata.get("config", "{}")).items() if v is not None}
+        prefix = "vae." if "encoder.conv_in.conv.weight" in file.names() else ""
+        names = [n for n in file.names() if file is not files[3] or n.startswith("text_embedding_projection.")]
+        arrays |= {prefix + name: file.read(name) for name in names}
+    folder = link(tiny("tiny-2.5", "diffusers") / "text_encoder", tmp_path / "whole" / "gemma")
+    metadata = files[0].metadata | {"config": json.dumps(config)}
+    write_arrays(tmp_path / "whole" / "model.safetensors", arrays, metadata)
+    with pytest.raises(InputError, match=r"gemma_version None.*'gemma4-tiny-2\.5'.*--text-encoder"):
+        open_checkpoint(tmp_path / "whole")
+    keys = json.loads((folder / "config.json").read_text()) | {"gemma_version": "gemma4-tiny-2.5"}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(keys))
+    checkpoint = open_checkpoint(tmp_path / "whole")
+    assert checkpoint.sources.keys() == FOUND - {
+        "upsampler",
+        "temporal_upsampler",
+        "duration_head",
+        "diffusion_decoder",
+    }
+    assert checkpoint.source("video_vae").where == tmp_path / "whole" / "model.safetensors"
+    named = open_checkpoint(tmp_path / "whole", video_vae=part(parts, "video-vae-conv"))
+    assert named.source("video_vae").where == part(parts, "video-vae-conv")
+
+
+@pytest.mark.parametrize(
+    ("source", "own", "says"),
+    [
+        ("gemma4-other", "gemma4-tiny-2.5", r"gemma_version 'gemma4-tiny-2\.5'.*'gemma4-other'.*--text-encoder"),
+        ("gemma4-tiny-2.5", None, r"gemma_version None.*'gemma4-tiny-2\.5'"),
+        (None, "gemma4-tiny-2.5", "names none; pass the original files of one release"),
+        (None, None, None),
+    ],
+)
+def test_a_text_encoder_of_another_release_is_refused(parts, capsys, source, own, says):
+    main, text = TensorFile(part(parts, "transformer")), TensorFile(part(parts, "text-encoder"))
+    metadata = {k: v for k, v in main.metadata.items() if k != "gemma_source_checkpoint"}
+    if source:
+        metadata["gemma_source_checkpoint"] = json.dumps({"ltx_version": "2.5.0", "gemma_version": source})
+    rewrite(main.path, metadata=metadata)
+    config = json.loads(text.metadata["gemma_config"])
+    del config["gemma_version"]
+    config |= {"gemma_version": own} if own else {}
+    rewrite(text.path, metadata=text.metadata | {"gemma_config": json.dumps(config)})
+    if says is None:
+        open_checkpoint(parts)
+        assert "whether they fit is not known" in capsys.readouterr().err
+        return
+    with pytest.raises(InputError, match=says):
+        open_checkpoint(parts)
+
+
+def test_gemma_4_is_refused_where_it_does_not_belong(parts, official, tiny):
+    stock = tiny("tiny-2.5", "diffusers") / "text_encoder"
+    path = part(parts, "transformer")
+    metadata = {k: v for k, v in TensorFile(path).metadata.items() if k != "gemma_source_checkpoint"}
+    rewrite(path, metadata=metadata)
+    with pytest.raises(InputError, match=r"without LTX-2\.5's text projection.*--text-encoder"):
+        open_checkpoint(parts, text_encoder=stock)
+    with pytest.raises(InputError, match=r"model_type 'gemma4_unified', but LTX-2\.3\.0 was trained with Gemma 3"):
+        open_checkpoint(official, text_encoder=stock)
+    rewrite(part(parts, "text-encoder"), metadata={})
+    with pytest.raises(InputError, match="has no `gemma_config`"):
+        open_checkpoint(parts)
+
+
+def test_files_of_another_release_are_refused(parts, official):
+    with pytest.raises(InputError, match=r"states no model_version beside LTX-2\.5\.0.*--upsampler"):
+        open_checkpoint(parts, upsampler=official / UP)
+    with pytest.raises(InputError, match=r"of LTX-2\.5\.0 beside LTX-2\.3\.0.*--upsampler"):
+        open_checkpoint(official, upsampler=part(parts, "spatial-upsampler-x2"))
+    for lora, model, says in [
+        (official / LORA, parts, r"a LoRA of LTX-2\.3\.0, the model is LTX-2\.5\.0"),
+        (part(parts, "distilled-lora"), official, r"a LoRA of LTX-2\.5\.0, the model is LTX-2\.3\.0"),
+    ]:
+        with pytest.raises(InputError, match=says):
+            check_lora(open_lora(lora), open_checkpoint(model).config.version)
+
+
+def test_the_version_that_decides_is_the_transformers_and_of_images_the_video_vaes(parts):
+    assert open_checkpoint(parts).config.image_crf == 18
+    file = TensorFile(part(parts, "video-vae-conv"))
+    rewrite(file.path, metadata=file.metadata | {"model_version": "2.3.0"})
+    config = open_checkpoint(parts).config
+    assert config.version == (2, 5, 0) and config.image_crf == 33
+
+
+def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is_named(tiny, tmp_path):
+    folder = link(tiny("tiny-2.5", "diffusers"), tmp_path / "diffusers")
+    link(folder / "transformer", folder / "transformer_full")
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.source("transformer").where == folder / "transformer"
+    assert checkpoint.config.generation == "2.5" and checkpoint.config.image_crf == 18
+    full = open_checkpoint(folder / "transformer_full")
+    assert full.source("transformer").where == folder / "transformer_full"
+    assert full.sources.keys() == checkpoint.sources.keys() == FOUND
+    (folder / "model_index.json").unlink()
+    with pytest.raises(InputError, match="2 candidates for the transformer"):
+        open_checkpoint(folder)
+
+
+def test_either_video_vae_will_do_and_the_decoder_is_chosen(parts):
+    """Both files hold the same encoder; the diffusion one has no convolutional decoder."""
+    both = open_checkpoint(parts)
+    assert [both.video_decoder(asked) for asked in (None, "conv", "diffusion")] == ["conv", "conv", "diffusion"]
+    part(parts, "video-vae-conv").unlink()
+    alone = open_checkpoint(parts)
+    assert replace(alone.config.video_vae, decoder=both.config.video_vae.decoder) == both.config.video_vae
+    assert alone.config.image_crf == 18 and alone.video_decoder(None) == "diffusion"
+    with pytest.raises(InputError, match=r"--video-decoder: conv, but no video VAE with that decoder.*--video-vae"):
+        alone.video_decoder("conv")
+    key = "vae.encoder.conv_in.conv.weight"
+    np.testing.assert_array_equal(alone.source("video_vae").read(key), both.source("video_vae").read(key))
+    for checkpoint in (both, alone):
+        shapes = networks(both.config)["diffusion_decoder"]
+        parameters = {name: TensorInfo(shape, F32) for name, shape in shapes.items()}
+        audit(parameters, checkpoint.source("diffusion_decoder"), "x")

@@ -2,9 +2,12 @@
 
 import contextlib
 import copy
+import json
 from dataclasses import replace
 
 import pytest
+import torch
+from diffusers import LTX2VideoDiffusionDecoderModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +87,12 @@ def test_diffusers_json_round_trips(name):
         configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "diffusers"), "u"), config.upsampler.rational)
         == config.upsampler
     )
+    if config.duration_head:
+        head = config.duration_head
+        data = configs.duration_head_json(head, "diffusers")
+        assert configs.duration_head(Keys(data, "d"), "diffusers", head.video_width, head.audio_width) == head
+        assert configs.gemma(Keys(configs.gemma4_json(config.gemma, {}), "g")) == config.gemma
+        return
     gemma = configs.gemma(Keys(configs.gemma_json(config.gemma, {}), "g"))
     assert replace(gemma, query_scale=0) == replace(config.gemma, query_scale=0)
     assert gemma.query_scale == pytest.approx(config.gemma.query_scale, rel=1e-15)
@@ -153,7 +162,7 @@ def test_an_absent_key_is_named(name, key):
         ("transformer", "num_layers", True),
         ("transformer", "dropout", 0.1),
         ("transformer", "caption_proj_input_norm", True),
-        ("transformer", "use_keyframes_abs_pos_embedding", True),
+        ("transformer", "use_keyframes_abs_pos_embedding", 1),
         ("transformer", "cross_attention_dim", 100),
         ("transformer", "positional_embedding_max_pos", [20]),
         ("transformer", "audio_num_attention_heads", 2),
@@ -171,6 +180,17 @@ def test_an_unsupported_value_is_named(part, key, value):
     read = configs.official_transformer if part == "transformer" else configs.official_video_vae
     with pytest.raises(InputError, match=key):
         read(Keys(data, part))
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [("stft", "filter_length", 512), ("stft", "win_length", 400), ("mel", "mel_fmin", 20), ("mel", "mel_fmax", 7600)],
+)
+def test_another_mel_front_end_is_refused(part, key, value):
+    data = official("tiny-2.3")["audio_vae"]
+    data["preprocessing"][part][key] = value
+    with pytest.raises(InputError, match=f"{part}: {key} = {value} is not supported"):
+        configs.official_audio_vae(Keys(data, "audio_vae"))
 
 
 def test_a_layer_count_without_a_stage_is_refused():
@@ -220,15 +240,39 @@ def test_a_gemma_of_another_size_or_kind_is_refused():
     small, text = preset("tiny-2.3").config.gemma, preset("ltx-2.3").config.text
     with pytest.raises(InputError, match=r"hidden size 64 with 6 layers.*3840 with 48 layers.*--text-encoder"):
         configs.check_gemma(small, text, "gemma")
-    with pytest.raises(InputError, match="gemma4"):
-        configs.gemma(Keys({"model_type": "gemma4_unified"}, "g"))
+    with pytest.raises(InputError, match="gemma2"):
+        configs.gemma(Keys({"model_type": "gemma2"}, "g"))
 
 
 def test_other_upsamplers_are_refused():
-    for change in ({"temporal_upsample": True}, {"spatial_scale": 1.5}, {"rational_resampler": False}):
+    both = {"spatial_upsample": True, "temporal_upsample": True}
+    for change in (both, {"spatial_upsample": False}, {"spatial_scale": 4.0}, {"rational_resampler": False}):
         data = configs.upsampler_json(preset("tiny-2.0").config.upsampler, "official") | change
         with pytest.raises(InputError, match=next(iter(change))):
             configs.upsampler(Keys(data, "u"), rational=True)
+
+
+@pytest.mark.parametrize("layout", ["official", "diffusers"])
+@pytest.mark.parametrize("kind", ["x2", "x1.5", "temporal"])
+def test_every_upsamplers_config_is_read_as_it_was_written(kind, layout):
+    config = preset("tiny-2.3", kind).config.upsampler
+    data = configs.upsampler_json(config, layout)
+    assert configs.upsampler(Keys(data, "u"), config.rational) == config
+    if layout == "diffusers":
+        from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+
+        LTX2LatentUpsamplerModel.from_config(data)
+
+
+def test_the_temporal_upsampler_is_told_before_the_rational_one():
+    """The header of LTX-2.5's temporal file."""
+    released = {
+        "_class_name": "LatentUpsampler", "in_channels": 128, "mid_channels": 512, "num_blocks_per_stage": 4,
+        "dims": 3, "spatial_upsample": False, "temporal_upsample": True, "spatial_scale": 1.0,
+        "rational_resampler": True,
+    }  # fmt: skip
+    found = configs.upsampler(Keys(released, "u"), rational=False)
+    assert found.temporal and found.mid_channels == 512 and found.output_grid(5, 3, 7) == (9, 3, 7)
 
 
 def test_versions_are_their_leading_integers():
@@ -263,6 +307,56 @@ def test_the_first_released_diffusers_configs_have_fewer_keys():
     assert configs.diffusers_transformer(Keys(t, "t")) == config.transformer
 
 
+# The header of the released diffusion decoder.
+DIFFUSION = {
+    "_class_name": "CausalDiffusionVAE",
+    "model_output_type": "x0",
+    "decoder": {
+        "_class_name": "NADiffusionDecoder",
+        "in_channels": 128,
+        "out_channels": 3,
+        "patch_size": 4,
+        "head_dim": 64,
+        "stage_channels": [2048, 1024, 512, 512, 256],
+        "stage_depths": [4, 6, 4, 2, 8],
+        "stage_kernels": [[3, 7, 7], [3, 7, 7], [3, 5, 5], [3, 5, 5], [11, 11, 11]],
+        "upsamples": [[[1, 2, 2], 2], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 2]],
+        "stage5_kernel": [11, 11, 11],
+        "timestep_scale_multiplier": 1000.0,
+        "default_num_inference_steps": 1,
+        "resampler_kind": "linear",
+        "spatial_padding_mode": "zeros",
+    },
+}
+
+
+def test_the_diffusion_decoders_header_is_read_and_written():
+    config = configs.official_diffusion_decoder(Keys(DIFFUSION, "vae"))
+    assert (config.time_factor, config.space_factor, config.timestep_width) == (8, 32, 384)
+    assert configs.official_diffusion_decoder_json(config) == DIFFUSION
+    diffusers = configs.diffusers_diffusion_decoder_json(config)
+    assert configs.diffusers_diffusion_decoder(Keys(diffusers, "d")) == config
+    with torch.device("meta"):
+        defaults = json.loads(LTX2VideoDiffusionDecoderModel().to_json_string())
+    assert diffusers == {key: value for key, value in defaults.items() if key != "_diffusers_version"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"default_num_inference_steps": 2}, "default_num_inference_steps = 2 is not supported, expected 1"),
+        ({"stage_depths": [4, 6, 4, 2]}, r"lists are of \[5, 4, 5, 5, 5\] stages, expected 5 in each"),
+        ({"stage_channels": [2048, 1024, 512, 256, 256]}, "do not shrink by the factors"),
+        ({"head_dim": 48}, "2048 channels, expected a multiple of a head's 48"),
+        ({"stage5_kernel": [11, 11]}, "expected triples"),
+        ({"upsamples": [[1, 2, 2], 2]}, r"expected a list of \[stride, channel factor\]"),
+    ],
+)
+def test_a_diffusion_decoder_that_no_release_has_is_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        configs.official_diffusion_decoder(Keys({**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}, "vae"))
+
+
 def readers():
     """name -> (JSON data, function that reads it)"""
     c = preset("tiny-2.3").config
@@ -283,6 +377,7 @@ def readers():
         "d.vocoder": (configs.diffusers_vocoder_json(c.vocoder), configs.diffusers_vocoder),
         "upsampler": (configs.upsampler_json(c.upsampler, "official"), lambda keys: configs.upsampler(keys, False)),
         "gemma": (configs.gemma_json(c.gemma, {}), configs.gemma),
+        "diffusion": (DIFFUSION, configs.official_diffusion_decoder),
     }
 
 

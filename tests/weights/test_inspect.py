@@ -34,6 +34,23 @@ def test_parts_are_told_apart(tiny):
         "tiny-2.0-spatial-upsampler-x2.safetensors": "x2 spatial upsampler",
         "tiny-2.0-distilled-lora.safetensors": "LoRA",
     }
+    assert inspect_path(tiny("tiny-2.0", "diffusers") / "latent_upsampler")["kind"] == "x2 spatial upsampler"
+    newest = tiny("tiny-2.5", "official")
+    parts = {path.name: inspect_path(path) for path in newest.iterdir()}
+    assert {name.removeprefix("tiny-2.5-"): found["kind"] for name, found in parts.items()} == {
+        "transformer.safetensors": "checkpoint",
+        "text-encoder.safetensors": "text encoder",
+        "video-vae.safetensors": "diffusion video decoder",
+        "video-vae-conv.safetensors": "video VAE",
+        "audio-vae.safetensors": "audio VAE",
+        "spatial-upsampler-x2.safetensors": "x2 spatial upsampler",
+        "temporal-upsampler-x2.safetensors": "x2 temporal upsampler",
+        "duration-head.safetensors": "duration head",
+        "distilled-lora.safetensors": "LoRA",
+    }
+    counts = {name: part["tensors"] for name, part in parts["tiny-2.5-text-encoder.safetensors"]["components"].items()}
+    assert counts == {"gemma": 95, "text": 4, "assets": 5}
+    assert inspect_path(newest)["family"] == "LTX-2.5" and inspect_path(newest)["missing"] == []
     lora = inspect_path(folder / "tiny-2.0-distilled-lora.safetensors")
     assert "110 modules: 110 of rank 8; 1 of the text projection" in format_inspection(lora)
     assert lora["modules"] == 110 and lora["ranks"] == {"8": 110} and len(lora["skipped"]) == 1

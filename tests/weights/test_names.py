@@ -54,6 +54,18 @@ PAIRS = [
         "vae.decoder.up_blocks.8.res_blocks.0.conv1.conv.bias",
         "decoder.up_blocks.3.resnets.0.conv1.conv.bias",
     ),
+    ("diffusion_decoder", "vae.per_channel_statistics.std-of-means", "latents_std"),
+    (
+        "diffusion_decoder",
+        "vae.decoder.det_stages.3.1.attn.proj.weight",
+        "decoder.det_stages.3.1.attn.to_out.0.weight",
+    ),
+    ("diffusion_decoder", "vae.decoder.upsamples.3.proj.bias", "decoder.upsamples.3.proj.bias"),
+    (
+        "diffusion_decoder",
+        "vae.decoder.t_embedder.mlp.2.bias",
+        "decoder.t_embedder.timestep_embedder.linear_2.bias",
+    ),
     ("audio_vae", "audio_vae.decoder.up.2.upsample.conv.conv.weight", "decoder.up.2.upsample.conv.conv.weight"),
     ("audio_vae", "audio_vae.per_channel_statistics.std-of-means", "latents_std"),
     ("vocoder", "vocoder.conv_pre.weight", "conv_in.weight"),

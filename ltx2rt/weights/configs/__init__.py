@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ltx2rt.config import ModelConfig
+from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.weights.configs.audio import (
     diffusers_audio_vae,
     diffusers_audio_vae_json,
@@ -21,10 +21,19 @@ from ltx2rt.weights.configs.audio import (
     official_vocoder,
     official_vocoder_json,
 )
-from ltx2rt.weights.configs.gemma3 import check_gemma, gemma, gemma_json
+from ltx2rt.weights.configs.diffusion_decoder import (
+    diffusers_diffusion_decoder,
+    diffusers_diffusion_decoder_json,
+    official_diffusion_decoder,
+    official_diffusion_decoder_json,
+)
+from ltx2rt.weights.configs.duration_head import check_duration_head, duration_head, duration_head_json
+from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json
+from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json, towers_json
 from ltx2rt.weights.configs.keys import Keys, parse_json
-from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json
+from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json, upsampler_kind
 from ltx2rt.weights.configs.transformer import (
+    KEYFRAME_VECTOR,
     check_connectors,
     diffusers_text,
     diffusers_text_json,
@@ -37,6 +46,8 @@ from ltx2rt.weights.configs.transformer import (
 from ltx2rt.weights.configs.video_vae import (
     diffusers_video_vae,
     diffusers_video_vae_json,
+    official_diffusion_vae,
+    official_diffusion_vae_json,
     official_video_vae,
     official_video_vae_json,
 )
@@ -52,6 +63,11 @@ def official_json(config: ModelConfig) -> dict[str, Any]:
         "audio_vae": official_audio_vae_json(config.audio_vae),
         "vocoder": official_vocoder_json(config.vocoder),
     }
+
+
+def gemma(keys: Keys) -> GemmaConfig | Gemma4Config:
+    """config.json of a Gemma folder, or the `gemma_config` of a text-encoder file."""
+    return gemma4(keys) if keys.get("model_type", None) in MODEL_TYPES else gemma3(keys)
 
 
 def version_tuple(text: str | None) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ltx2rt.config import AudioVaeConfig, GeneratorConfig, VocoderConfig
 from ltx2rt.errors import InputError
+from ltx2rt.models.mel import WINDOW
 from ltx2rt.weights.configs.keys import Keys, Row, read_diffusers, read_official, write_diffusers, write_official
 
 STEREO = 2
@@ -47,11 +48,14 @@ def official_audio_vae(keys: Keys) -> AudioVaeConfig:
     dd.must(**VAE_FIXED)
     dd.may(**VAE_USUAL)
     _refuse_attention(dd)
-    rates = {
-        "sampling_rate": params.need("sampling_rate"),
-        "hop_length": keys.inner("preprocessing").inner("stft").need("hop_length"),
-    }
-    return AudioVaeConfig(**read_official(DDCONFIG, dd), **read_official(RATES, Keys(rates, keys.where)))
+    front = keys.inner("preprocessing")
+    stft = front.inner("stft")
+    stft.may(filter_length=WINDOW, win_length=WINDOW)
+    rates = {"sampling_rate": params.need("sampling_rate"), "hop_length": stft.need("hop_length")}
+    audio = AudioVaeConfig(**read_official(DDCONFIG, dd), **read_official(RATES, Keys(rates, keys.where)))
+    if "mel" in front:
+        front.inner("mel").may(mel_fmin=0, mel_fmax=audio.sample_rate // 2)
+    return audio
 
 
 def _refuse_attention(keys: Keys) -> None:
@@ -64,7 +68,7 @@ def _refuse_attention(keys: Keys) -> None:
 def official_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
     ddconfig = VAE_FIXED | VAE_USUAL | write_official(DDCONFIG, a)
     ddconfig |= {"resolution": 256, "downsample_time": False, "attn_resolutions": []}
-    stft = {"filter_length": 1024, "hop_length": a.mel_hop, "win_length": 1024, "causal": True}
+    stft = {"filter_length": WINDOW, "hop_length": a.mel_hop, "win_length": WINDOW, "causal": True}
     audio = {"sampling_rate": a.sample_rate, "max_wav_value": 32768.0, "duration": 5.12, "stereo": True}
     mel = {"n_mel_channels": a.mel_bins, "mel_fmin": 0, "mel_fmax": a.sample_rate // 2}
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ltx2rt.config import GemmaConfig, TextConfig
+from ltx2rt.config import Gemma4Config, GemmaConfig, TextConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights.configs.keys import Keys, Row, read_official, write_official
 
@@ -24,7 +24,7 @@ ROWS = [
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
-def gemma(outer: Keys) -> GemmaConfig:
+def gemma3(outer: Keys) -> GemmaConfig:
     """config.json of a Gemma 3 folder: with `text_config` or text only, RoPE spelled the old or the new way."""
     outer.choice("model_type", {"gemma3": 0, "gemma3_text": 0})
     keys = outer.inner("text_config") if "text_config" in outer else outer
@@ -111,7 +111,7 @@ def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_gemma(config: GemmaConfig, text: TextConfig, where: str) -> None:
+def check_gemma(config: GemmaConfig | Gemma4Config, text: TextConfig, where: str) -> None:
     found = (config.hidden_size, config.num_layers + 1)
     if found != (text.gemma_hidden, text.num_states):
         raise InputError(

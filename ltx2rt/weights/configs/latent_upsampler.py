@@ -1,7 +1,8 @@
-"""Configs of the latent upsampler, in both layouts; only the x2 spatial one is known."""
+"""Configs of the latent upsamplers, in both layouts: spatial by 2 or 1.5, and temporal by 2."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from ltx2rt.config import UpsamplerConfig
@@ -13,22 +14,46 @@ ROWS = [
     Row("mid_channels", "mid_channels", "mid_channels", "int"),
     Row("num_blocks", "num_blocks_per_stage", "num_blocks_per_stage", "count"),
 ]
-FIXED = {"dims": 3, "spatial_upsample": True, "temporal_upsample": False}
+SCALES = {2.0: Fraction(2), 1.5: Fraction(3, 2)}
 
 
 def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
-    """rational: the file's upsampling convolution is `upsampler.conv`. A config that says otherwise is refused."""
-    keys.may(**FIXED, rational_resampler=rational, use_rational_resampler=rational)
-    if rational:
-        keys.may(spatial_scale=2.0, rational_spatial_scale=2.0)
-    return UpsamplerConfig(**read_official(ROWS, keys), rational=rational)
+    """rational: the file's upsampling convolution is `upsampler.conv`. A config that says otherwise is refused.
+
+    Whether it is the temporal one is asked first: its released headers say rational, at scale 1.
+    """
+    keys.may(dims=3)
+    sizes = read_official(ROWS, keys)
+    if is_temporal(keys):
+        keys.must(spatial_upsample=False)
+        return UpsamplerConfig(**sizes, scale=Fraction(1), rational=False)
+    keys.may(spatial_upsample=True, rational_resampler=rational, use_rational_resampler=rational)
+    return UpsamplerConfig(**sizes, scale=spatial_scale(keys) if rational else Fraction(2), rational=rational)
+
+
+def upsampler_kind(keys: Keys) -> str:
+    """Of a diffusers folder, as `ltx2rt.weights.checkpoint` names the kinds."""
+    if is_temporal(keys):
+        return "temporal_upsampler"
+    x15 = keys.get("use_rational_resampler", True) and keys.get("rational_spatial_scale", 2.0) == 1.5
+    return "x15_upsampler" if x15 else "upsampler"
+
+
+def is_temporal(keys: Keys) -> bool:
+    return keys.flag("temporal_upsample", default=False)
+
+
+def spatial_scale(keys: Keys) -> Fraction:
+    """Of a rational one."""
+    return keys.choice("spatial_scale" if "spatial_scale" in keys else "rational_spatial_scale", SCALES, default=2.0)
 
 
 def upsampler_json(u: UpsamplerConfig, layout: str) -> dict[str, Any]:
-    shared = write_official(ROWS, u) | FIXED
+    shared = write_official(ROWS, u) | {"dims": 3, "spatial_upsample": not u.temporal, "temporal_upsample": u.temporal}
+    scale, rational = float(u.scale), u.rational or u.temporal  # as the released temporal one says
     if layout == "official":
-        return {"_class_name": "LatentUpsampler", **shared, "spatial_scale": 2.0, "rational_resampler": u.rational}
+        return {"_class_name": "LatentUpsampler", **shared, "spatial_scale": scale, "rational_resampler": rational}
     if layout == "diffusers":
-        scale = {"rational_spatial_scale": 2.0, "use_rational_resampler": u.rational}
-        return {"_class_name": "LTX2LatentUpsamplerModel", **shared, **scale}
+        rule = {"rational_spatial_scale": scale, "use_rational_resampler": rational}
+        return {"_class_name": "LTX2LatentUpsamplerModel", **shared, **rule}
     raise InputError(f"unknown layout {layout!r}, known are official, diffusers")

@@ -8,6 +8,8 @@ from ltx2rt.config import ConnectorConfig, TextConfig, TransformerConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights.configs.keys import Keys, Row, read_diffusers, read_official, write_diffusers, write_official
 
+KEYFRAMES = "use_keyframes_abs_pos_embedding"
+KEYFRAME_VECTOR = "model.diffusion_model.keyframes_abs_pos_embedding"  # [1, D]
 ROWS = [
     Row("num_layers", "num_layers", "num_layers", "count"),
     Row("video_channels", "in_channels", "in_channels", "int"),
@@ -21,6 +23,7 @@ ROWS = [
     Row("text_modulation", "cross_attention_adaln", "cross_attn_mod", "flag", False, False),
     Row("ff_bias", "ff_bias", "ff_bias", "flag", True, True),
     Row("audio_ff_bias", "audio_ff_bias", "audio_ff_bias", "flag", True, True),
+    Row("keyframe_vector", KEYFRAMES, KEYFRAMES, "flag", False, False),
     Row("rope_theta", "positional_embedding_theta", "rope_theta", "float"),
     Row("timestep_scale", "timestep_scale_multiplier", "timestep_scale_multiplier", "float"),
     Row("av_gate_scale", "av_ca_timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier", "float"),
@@ -33,7 +36,7 @@ CONNECTOR = [  # read as diffusers has them; official files leave out what both 
     Row("num_registers", "connector_num_learnable_registers", "connector_num_learnable_registers", "count"),
     Row("gated_attention", "connector_apply_gated_attention", "gated_attn", "flag", diffusers_default=False),
 ]
-SWITCHES = {"ff_bias", "audio_ff_bias", "apply_gated_attention", "cross_attention_adaln"}  # official: absent if usual
+SWITCHES = {"ff_bias", "audio_ff_bias", "apply_gated_attention", "cross_attention_adaln", KEYFRAMES}  # absent if usual
 CAPTION_KEYS = {  # all four: the 2.3 feature extractor; none: the 2.0 one
     "caption_proj_before_connector": True,
     "caption_projection_first_linear": False,
@@ -81,7 +84,6 @@ PRECISIONS = {"float64": True, "float32": False}
 
 
 def official_transformer(keys: Keys) -> TransformerConfig:
-    _refuse_25(keys)
     keys.must(**OFFICIAL_FIXED)
     keys.may(**OFFICIAL_USUAL)
     fields = read_official(ROWS, keys)
@@ -97,13 +99,6 @@ def official_transformer(keys: Keys) -> TransformerConfig:
     keys.may(audio_in_channels=config.audio_channels)
     keys.must(cross_attention_dim=config.width, audio_cross_attention_dim=config.audio_width)
     return config
-
-
-def _refuse_25(keys: Keys) -> None:
-    if keys.get("use_keyframes_abs_pos_embedding", False):
-        raise InputError(
-            f"{keys.where}: use_keyframes_abs_pos_embedding: LTX-2.5 is not supported, pass LTX-2.0 or 2.3"
-        )
 
 
 def _caption_before_connector(keys: Keys) -> bool:
@@ -187,12 +182,12 @@ def official_transformer_json(transformer: TransformerConfig, text: TextConfig) 
         "audio_ff_bias": t.audio_ff_bias,
         "connector_ff_bias": video.ff_bias,
     }
+    out |= {KEYFRAMES: True} if t.keyframe_vector else {}
     return out | {key: value for key, value in switches.items() if not value}
 
 
 def diffusers_transformer(keys: Keys) -> TransformerConfig:
     """`perturbed_attn` is ignored: it says whether diffusers runs STG, which every checkpoint supports."""
-    _refuse_25(keys)
     keys.must(**DIFFUSERS_FIXED)
     keys.may(**DIFFUSERS_USUAL)
     fields = read_diffusers(ROWS, keys)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 from ltx2rt.config import VaeStage, VideoVaeConfig
@@ -31,16 +31,9 @@ OFFICIAL_VAE_USUAL = {
 
 def official_video_vae(keys: Keys) -> VideoVaeConfig:
     """Encoder blocks apply in the order listed, decoder blocks in the reverse order."""
-    if keys.get("_class_name", None) == "CausalDiffusionVAE":
-        raise InputError(f"{keys.where}: the diffusion VAE of LTX-2.5 is not supported, pass a convolutional one")
     keys.must(**OFFICIAL_VAE_FIXED)
     keys.may(**OFFICIAL_VAE_USUAL)
-    channels = keys.number("encoder_base_channels")
-    encoder = []
-    for name, block in _blocks(keys, "encoder_blocks"):
-        stage = _official_stage(name, block, "_res", channels, encode=True)
-        encoder.append(stage)
-        channels = stage.out_channels
+    encoder = _encoder(keys, "encoder_blocks", keys.number("encoder_base_channels"))
     blocks = _blocks(keys, "decoder_blocks")[::-1]
     factors = [block.number("multiplier", default=1) for name, block in blocks if name != "res_x"]
     channels = keys.number("decoder_base_channels") * prod(factors)
@@ -60,6 +53,49 @@ def official_video_vae(keys: Keys) -> VideoVaeConfig:
         encoder_causal=True,
         decoder_causal=False,
     )
+
+
+def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConfig:
+    """What the file of the diffusion decoder says of its encoder, which is that of the convolutional file; there is no
+    decoder in it. conv_in: shape of the encoder's first convolution, which says what the config does not."""
+    keys.must(_class_name="CausalDiffusionVAE")
+    inner = keys.inner("encoder")
+    inner.may(dims=3, norm_layer="pixel_norm")
+    patch_size = isqrt(conv_in[1] // 3)
+    if len(conv_in) != 5 or 3 * patch_size**2 != conv_in[1]:
+        raise InputError(f"{keys.where}: its encoder's first convolution is {list(conv_in)}, expected patches of RGB")
+    return VideoVaeConfig(
+        latent_channels=inner.number("out_channels"),
+        patch_size=patch_size,
+        encoder=tuple(_encoder(inner, "blocks", conv_in[0])),
+        decoder=(),
+        encoder_padding=inner.choice("spatial_padding_mode", PADDINGS, "zeros"),
+        decoder_padding="zeros",
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+
+
+def official_diffusion_vae_json(v: VideoVaeConfig, decoder: dict[str, Any]) -> dict[str, Any]:
+    """decoder: what `official_diffusion_decoder_json` gives."""
+    encoder = {
+        "blocks": official_video_vae_json(v)["encoder_blocks"],
+        "out_channels": v.latent_channels,
+        "dims": 3,
+        "latent_log_var": "constant",
+        "norm_layer": "pixel_norm",
+        "spatial_padding_mode": v.encoder_padding,
+    }
+    return decoder | {"encoder": encoder}
+
+
+def _encoder(keys: Keys, key: str, channels: int) -> list[VaeStage]:
+    encoder = []
+    for name, block in _blocks(keys, key):
+        stage = _official_stage(name, block, "_res", channels, encode=True)
+        encoder.append(stage)
+        channels = stage.out_channels
+    return encoder
 
 
 def _blocks(keys: Keys, key: str) -> list[tuple[str, Keys]]:

@@ -1,6 +1,7 @@
-"""The fixed filters that checkpoints store as tensors: anti-aliasing taps, STFT and mel bases, the blur kernel.
+"""The fixed filters that checkpoints store as tensors: anti-aliasing taps, STFT bases, the blur kernel.
 
-They are computed here only to write checkpoints; a loaded checkpoint's own values are used as they are.
+They are computed here only to write checkpoints; a loaded checkpoint's own values are used as they are. The mel bases
+are those of `ltx2rt.models.mel`.
 """
 
 from __future__ import annotations
@@ -22,21 +23,6 @@ def stft_basis(size: int) -> np.ndarray:
     window = np.sin(np.pi * time / size) ** 2
     angle = 2 * np.pi * bins * time / size
     return np.concatenate([np.cos(angle), -np.sin(angle)])[:, None] * window
-
-
-def mel_basis(num_mels: int, size: int, sample_rate: int) -> np.ndarray:
-    """Triangles on Slaney's mel scale (linear below 1 kHz), each of area 1, f64[num_mels, size/2 + 1]."""
-    step = np.log(6.4) / 27  # Slaney: 27 logarithmic steps from 1 kHz to 6.4 kHz, 200/3 Hz per mel below
-
-    def to_mel(hz: float) -> float:
-        return hz * 3 / 200 if hz < 1000 else 15 + np.log(hz / 1000) / step
-
-    mels = np.linspace(0, to_mel(sample_rate / 2), num_mels + 2)
-    edges = np.where(mels < 15, mels * 200 / 3, 1000 * np.exp(step * (mels - 15)))[:, None]
-    bins = np.linspace(0, sample_rate / 2, size // 2 + 1)
-    rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
-    falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
-    return np.maximum(0, np.minimum(rising, falling)) * 2 / (edges[2:] - edges[:-2])
 
 
 def blur_kernel() -> np.ndarray:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -20,19 +20,21 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt import __version__
-from ltx2rt.config import GemmaConfig, ModelConfig
+from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.models.mel import mel_basis
 from ltx2rt.weights import configs
 from ltx2rt.weights.checkpoint import STATISTICS
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
 from ltx2rt.weights.manifest import Shapes, networks
-from ltx2rt.weights.names import component_of, to_diffusers
+from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, component_of, rows_of, to_diffusers
 from ltx2rt.weights.random import filters
 from ltx2rt.weights.random.presets import Preset, preset
 
-BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+BF16, F32, U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.uint8)
 TABLE = re.compile(r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$")  # float32 in the released files, all else bf16
 FORWARD_BASIS, INVERSE_BASIS = (f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse"))
+TYPE_EMBEDDING = "vae.decoder.type_emb"  # of decoding with keyframes, which no network of ours does
 SINGLE_FILE = ("transformer", "text", "video_vae", "audio_vae", "vocoder")
 DIFFUSERS_FOLDERS = {
     "transformer": "transformer",
@@ -41,15 +43,20 @@ DIFFUSERS_FOLDERS = {
     "audio_vae": "audio_vae",
     "vocoder": "vocoder",
     "upsampler": "latent_upsampler",
+    "temporal_upsampler": "latent_upsampler_temporal",
+    "diffusion_decoder": "diffusion_decoder",
+    "duration_head": "duration_head",
 }
 DELTA = 0.2  # standard deviation of a LoRA's change, in units of the weight's
 # Gains of the last convolutions. With them pixels have a standard deviation near 0.4, and of the waveforms a few
 # samples in a hundred pass 1, so that clamping is exercised and does not dominate. Measured at the tiny sizes.
 GAINS = {
     "vae.decoder.conv_out.conv.": 0.65,
+    "vae.decoder.conv_out.weight": 0.4,  # of the diffusion decoder
     "vocoder.conv_post.": 3.0,
     "vocoder.vocoder.conv_post.": 0.05,
     "vocoder.bwe_generator.conv_post.": 0.02,
+    "duration_head.mlp_out.": 0.3,  # prompts of one to two seconds
 }
 CORPUS = [
     "a robot dancing in the rain while a red fox walks through a snowy forest at dawn",
@@ -65,6 +72,8 @@ class Tensor:
 
     name: str  # canonical; decides the values
     info: TensorInfo
+    part: tuple[int, int] | None = None  # this one, and of how many, of the equal parts of that tensor's rows
+    data: bytes | None = None  # a file's, in place of values
 
 
 @dataclass
@@ -99,23 +108,30 @@ class Plan:
             lines.append(f"{path}: {len(tensors)} tensors" + (f", {modules} modules" if modules else ""))
             kinds = [component_of(tensor.name) for tensor in tensors.values()]
             if len(set(kinds)) > 1 and not modules:
-                lines += [f"  {kind}: {kinds.count(kind)} tensors" for kind in SINGLE_FILE]
+                lines += [f"  {kind}: {kinds.count(kind)} tensors" for kind in SINGLE_FILE if kind in kinds]
         return lines
 
 
 def make_checkpoint(
-    name: str, layout: str, directory: str | Path, seed: int = 0, dry_run: bool = False, empty: bool = False
+    name: str,
+    layout: str,
+    directory: str | Path,
+    seed: int = 0,
+    dry_run: bool = False,
+    empty: bool = False,
+    upsampler: str = "x2",
 ) -> str:
     """Write a checkpoint into `directory` (created if need be, which must not hold one of its files already).
 
     Returns what a person wants to see: the manifest of a dry run, else the files written.
     Peak memory: the largest tensor. empty: all zeros in sparse files, for those who need the headers alone.
+    upsampler: its kind, one of `UPSAMPLERS`.
     """
     if layout not in ("official", "diffusers"):
         raise InputError(f"unknown layout {layout!r}, known are official, diffusers")
     if seed < 0:
         raise InputError(f"seed {seed} is negative; pass one from 0 on")
-    plan = plan_checkpoint(preset(name), name, layout)
+    plan = plan_checkpoint(preset(name, upsampler), name, layout)
     if dry_run:
         return plan.manifest()
     directory = Path(directory)
@@ -150,11 +166,16 @@ def _check_room(directory: Path, needed: int) -> None:
 def stored(config: ModelConfig) -> Shapes:
     """What the files hold: each tensor once, and those that are carried along unread."""
     shapes = networks(config)
-    for name in STATISTICS:  # the upsampler's graph reads the autoencoder's
-        shapes.get("upsampler", {}).pop(name, None)
+    for name in STATISTICS:  # the upsamplers' graphs read the autoencoder's
+        for part in ("upsampler", "temporal_upsampler"):
+            shapes.get(part, {}).pop(name, None)
+    if config.diffusion_decoder:
+        shapes["diffusion_decoder"][TYPE_EMBEDDING] = (config.diffusion_decoder.latent_channels,)
+    if config.transformer.keyframe_vector:
+        shapes["transformer"][configs.KEYFRAME_VECTOR] = (1, config.transformer.width)
     if FORWARD_BASIS in shapes["vocoder"]:
         shapes["vocoder"][INVERSE_BASIS] = shapes["vocoder"][FORWARD_BASIS]
-    if config.upsampler and config.upsampler.rational:  # at x2 it blurs nothing
+    if config.upsampler and config.upsampler.rational:  # at x2 it blurs nothing, and no graph reads it
         shapes["upsampler"]["upsampler.blur_down.kernel"] = (1, 1, 5, 5)
     return shapes
 
@@ -202,6 +223,12 @@ def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple
 # ---- which files ----------------------------------------------------------------------------------------------------
 
 
+def tensors_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {
+        name: Tensor(name, TensorInfo(shape, F32 if TABLE.search(name) else BF16)) for name, shape in shapes.items()
+    }
+
+
 def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
     config, plan = made.config, Plan()
     assert config.gemma is not None and config.upsampler is not None
@@ -209,16 +236,20 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
     version = {"model_version": ".".join(map(str, config.version))}
 
     def tensors(component: str) -> dict[str, Tensor]:
-        return {
-            name: Tensor(name, TensorInfo(shape, F32 if TABLE.search(name) else BF16))
-            for name, shape in shapes[component].items()
-        }
+        return tensors_of(shapes[component])
 
+    if isinstance(config.gemma, Gemma4Config) and layout == "official":
+        return plan_component_files(made, name, shapes, version)
     gemma_dir = "gemma-3" if layout == "official" else "text_encoder"
-    vision = _vision(config.gemma)
-    shapes["gemma"] |= vision_shapes(vision, config.gemma.hidden_size)
-    plan.add(f"{gemma_dir}/model.safetensors", tensors("gemma"), {"format": "pt"})
-    plan.add_json(f"{gemma_dir}/config.json", configs.gemma_json(config.gemma, vision))
+    if isinstance(config.gemma, Gemma4Config):
+        folder = gemma4_tensors(config.gemma, shapes["gemma"], "model.language_model.", HF_TOWERS)
+        gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma))
+    else:
+        vision = _vision(config.gemma)
+        folder = tensors("gemma") | tensors_of(vision_shapes(vision, config.gemma.hidden_size))
+        gemma_json = configs.gemma_json(config.gemma, vision)
+    plan.add(f"{gemma_dir}/model.safetensors", folder, {"format": "pt"})
+    plan.add_json(f"{gemma_dir}/config.json", gemma_json)
     tokenizer_dir = gemma_dir if layout == "official" else "tokenizer"
     plan.texts[f"{tokenizer_dir}/tokenizer.json"] = tokenizer_json(config.gemma)
     plan.add_json(f"{tokenizer_dir}/tokenizer_config.json", TOKENIZER_CONFIG)
@@ -230,7 +261,8 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
         metadata = {"config": json.dumps(configs.official_json(config))} | version
         plan.add(f"{name}.safetensors", whole, metadata)
         flat = {"config": json.dumps(configs.upsampler_json(config.upsampler, "official"))}
-        plan.add(f"{name}-spatial-upsampler-x2.safetensors", tensors("upsampler"), flat)
+        scale, kind = config.upsampler.kind.split()
+        plan.add(f"{name}-{kind}-upsampler-{scale}.safetensors", tensors("upsampler"), flat)
         return plan
     stages = len(config.video_vae.encoder)
     texts = {
@@ -241,13 +273,122 @@ def plan_checkpoint(made: Preset, name: str, layout: str) -> Plan:
         "vocoder": configs.diffusers_vocoder_json(config.vocoder),
         "upsampler": configs.upsampler_json(config.upsampler, "diffusers"),
     }
+    if config.temporal_upsampler:
+        texts["temporal_upsampler"] = configs.upsampler_json(config.temporal_upsampler, "diffusers")
+    if config.diffusion_decoder:
+        texts["diffusion_decoder"] = configs.diffusers_diffusion_decoder_json(config.diffusion_decoder)
+    if config.duration_head:
+        texts["duration_head"] = configs.duration_head_json(config.duration_head, "diffusers")
     for component, folder in DIFFUSERS_FOLDERS.items():
-        theirs = {to_diffusers(component, key, stages): tensor for key, tensor in tensors(component).items()}
+        if component not in texts:
+            continue
+        theirs = {
+            to_diffusers(component, key, stages): tensor for key, tensor in split_rows(component, tensors(component))
+        }
         plan.add(f"{folder}/diffusion_pytorch_model.safetensors", theirs, {"format": "pt"})
         plan.add_json(f"{folder}/config.json", texts[component])
     plan.add_json("scheduler/scheduler_config.json", SCHEDULER_CONFIG)
-    plan.add_json("model_index.json", model_index(texts["vocoder"]["_class_name"]))
+    plan.add_json("model_index.json", model_index(texts["vocoder"]["_class_name"], config))
     return plan
+
+
+def plan_component_files(
+    made: Preset, name: str, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], version: Mapping[str, str]
+) -> Plan:
+    """The official layout of LTX-2.5: a file for each part, the text encoder's with its tokenizer."""
+    config, plan = made.config, Plan()
+    assert isinstance(config.gemma, Gemma4Config) and config.upsampler and config.temporal_upsampler
+    assert config.duration_head and config.diffusion_decoder
+    whole, text = configs.official_json(config), tensors_of(shapes["text"])
+    projection = {key: tensor for key, tensor in text.items() if key.startswith(TEXT_PROJECTION)}
+    connectors = {key: tensor for key, tensor in text.items() if key not in projection}
+
+    def add(part: str, tensors: Mapping[str, Tensor], section: Mapping[str, Any], **more: str) -> None:
+        plan.add(f"{name}-{part}.safetensors", tensors, {"config": json.dumps(section), **version, **more})
+
+    gemma_version = f"gemma4-{name}"
+    source = json.dumps({"ltx_version": version["model_version"], "gemma_version": gemma_version})
+    sections = {"transformer": whole["transformer"], "vae": None, "audio_vae": None, "vocoder": None}
+    add("transformer", tensors_of(shapes["transformer"]) | connectors, sections, gemma_source_checkpoint=source)
+    language = gemma4_tensors(config.gemma, shapes["gemma"], "model.", FLAT_TOWERS)
+    gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma)) | {"gemma_version": gemma_version}
+    metadata = {"format": "pt", "gemma_config": json.dumps(gemma_json)}
+    plan.add(f"{name}-text-encoder.safetensors", language | projection | assets(config.gemma), metadata)
+    video = {key.removeprefix("vae."): tensor for key, tensor in tensors_of(shapes["video_vae"]).items()}
+    add("video-vae-conv", video, {"vae": whole["vae"]})
+    encoder = {key: tensor for key, tensor in video.items() if key.startswith("encoder.")}
+    decoder = tensors_of(shapes["diffusion_decoder"])
+    both = encoder | {key.removeprefix("vae."): tensor for key, tensor in decoder.items()}
+    section = configs.official_diffusion_decoder_json(config.diffusion_decoder)
+    add("video-vae", both, {"vae": configs.official_diffusion_vae_json(config.video_vae, section)})
+    sound = tensors_of(shapes["audio_vae"]) | tensors_of(shapes["vocoder"])
+    add("audio-vae", sound, {key: whole[key] for key in ("audio_vae", "vocoder")})
+    for part, upsampler in (("upsampler", config.upsampler), ("temporal_upsampler", config.temporal_upsampler)):
+        scale, kind = upsampler.kind.split()
+        tensors = tensors_of(shapes[part])
+        add(f"{kind}-upsampler-{scale}", tensors, configs.upsampler_json(upsampler, "official"))
+    add(
+        "duration-head",
+        tensors_of(shapes["duration_head"]),
+        configs.duration_head_json(config.duration_head, "official"),
+    )
+    rank = {"lora_rank": str(made.lora_rank), "lora_alpha": str(made.lora_rank)}
+    plan.add(f"{name}-distilled-lora.safetensors", lora_tensors(config, shapes, made.lora_rank), {**rank, **version})
+    return plan
+
+
+def gemma4_tensors(
+    gemma: Gemma4Config, shapes: Mapping[str, tuple[int, ...]], prefix: str, towers: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Of the text branch under `prefix`, and the image and sound towers that no network reads."""
+    vision, sound = configs.towers_json(gemma).values()
+    width, patch = gemma.hidden_size, 3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2
+    tower: dict[str, tuple[int, ...]] = {
+        f"vision_model.{name}.{leaf}": (patch if name == "patch_ln1" else width,)
+        for name in ("patch_ln1", "patch_dense", "patch_ln2", "pos_norm")
+        for leaf in ("weight", "bias")
+    }
+    tower |= {
+        "vision_model.patch_dense.weight": (width, patch),
+        "vision_model.pos_embedding": (vision["mm_posemb_size"], 2, width),
+        "multi_modal_projector.embedding_projection.weight": (width, width),
+        "audio_projector.embedding_projection.weight": (width, sound["audio_embed_dim"]),
+    }
+    shapes = {name.replace(GEMMA, "model."): shape for name, shape in shapes.items()} | tower
+
+    def renamed(name: str) -> str:
+        first, _, rest = name.partition(".")
+        return f"{prefix if first == 'model' else towers[first]}{rest}"
+
+    return {renamed(name): tensor for name, tensor in tensors_of(shapes).items()}
+
+
+def assets(gemma: Gemma4Config) -> dict[str, Tensor]:
+    """The files that a text-encoder file carries as tensors of bytes."""
+    files = {
+        "tokenizer_json": tokenizer_json(gemma),
+        "hf_asset__tokenizer_config.json": json.dumps(TOKENIZER_CONFIG | {"add_bos_token": False}),
+        "hf_asset__processor_config.json": json.dumps({"processor_class": "Gemma4UnifiedProcessor"}),
+        "hf_asset__generation_config.json": json.dumps({"bos_token_id": gemma.bos_token_id}),
+        "hf_asset__chat_template.jinja": "{{ messages }}",
+    }
+    found = {name: text.encode() for name, text in files.items()}
+    return {name: Tensor(name, TensorInfo((len(data),), U8), data=data) for name, data in found.items()}
+
+
+def split_rows(component: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """diffusers has the projections of some attentions apart."""
+    for name, tensor in tensors.items():
+        parts = rows_of(component, name)
+        rows, *rest = tensor.info.shape or (0,)
+        info = TensorInfo((rows // 3, *rest), tensor.info.dtype)
+        yield from ((part, Tensor(tensor.name, info, part=(i, len(parts)))) for i, part in enumerate(parts))
+        if not parts and name != TYPE_EMBEDDING:  # which diffusers does not know
+            yield name, tensor
+
+
+FLAT_TOWERS = {name: f"{name}." for name in ("vision_model", "multi_modal_projector", "audio_projector")}
+HF_TOWERS = dict(zip(FLAT_TOWERS, ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."), strict=True))
 
 
 SCHEDULER_CONFIG = {  # the released one
@@ -281,19 +422,22 @@ TOKENIZER_CONFIG = {
 }
 
 
-def model_index(vocoder_class: str) -> dict[str, Any]:
+def model_index(vocoder_class: str, config: ModelConfig) -> dict[str, Any]:
+    newest = isinstance(config.gemma, Gemma4Config)
+    text_encoder = "Gemma4UnifiedForConditionalGeneration" if newest else "Gemma3ForConditionalGeneration"
+    more = {"duration_head": ["ltx2", "LTX2DurationHead"]} if newest else {}
     return {
         "_class_name": "LTX2Pipeline",
         "_ltx2rt_version": __version__,
         "audio_vae": ["diffusers", "AutoencoderKLLTX2Audio"],
         "connectors": ["ltx2", "LTX2TextConnectors"],
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "Gemma3ForConditionalGeneration"],
+        "text_encoder": ["transformers", text_encoder],
         "tokenizer": ["transformers", "GemmaTokenizer"],
         "transformer": ["diffusers", "LTX2VideoTransformer3DModel"],
         "vae": ["diffusers", "AutoencoderKLLTX2Video"],
         "vocoder": ["ltx2", vocoder_class],
-    }
+    } | more
 
 
 def _vision(config: GemmaConfig) -> dict[str, Any]:
@@ -304,8 +448,9 @@ def _vision(config: GemmaConfig) -> dict[str, Any]:
     return {"model_type": "siglip_vision_model", "vision_use_head": False, **dict(zip(keys, sizes, strict=True))}
 
 
-def tokenizer_json(config: GemmaConfig) -> str:
-    """A small Gemma-style BPE with byte fallback, trained on four sentences."""
+def tokenizer_json(config: GemmaConfig | Gemma4Config) -> str:
+    """A small Gemma-style BPE with byte fallback, trained on four sentences. As the released ones, that of Gemma 3 adds
+    BOS and that of Gemma 4 does not."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
@@ -322,9 +467,10 @@ def tokenizer_json(config: GemmaConfig) -> str:
         max_token_length=8,
     )
     tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", special.index("<bos>"))]
-    )
+    if isinstance(config, GemmaConfig):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", special.index("<bos>"))]
+        )
     data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [token for token in data["added_tokens"] if token["content"] in special]
     return json.dumps(data, ensure_ascii=False, indent=1) + "\n"
@@ -335,7 +481,13 @@ def tokenizer_json(config: GemmaConfig) -> str:
 
 def values(tensor: Tensor, seed: int) -> np.ndarray:
     """Matrices and convolutions N(0, 1/fan_in); gains near neutral; tables and registers 0.3 N; biases 0.05 N."""
+    if tensor.data is not None:
+        return np.frombuffer(tensor.data, np.uint8)
     name, shape = tensor.name, tensor.info.shape
+    if tensor.part is not None:
+        i, count = tensor.part
+        whole = values(Tensor(name, TensorInfo((count * shape[0], *shape[1:]), tensor.info.dtype)), seed)
+        return whole[i * shape[0] : (i + 1) * shape[0]]
     fixed = _fixed(name, shape)
     if fixed is not None:
         return np.broadcast_to(fixed, shape).astype(np.float32).astype(tensor.info.dtype)
@@ -349,11 +501,13 @@ def values(tensor: Tensor, seed: int) -> np.ndarray:
         array *= np.float32(0.1)
     elif leaf == "mean-of-means":
         array *= np.float32(0.2)
-    elif TABLE.search(name) or leaf == "learnable_registers":
+    elif TABLE.search(name) or leaf in ("learnable_registers", "keyframes_abs_pos_embedding"):
         array *= np.float32(0.3)
-    elif leaf == "weight" and len(shape) == 1:
-        neutral = 0 if name.startswith("language_model.") else 1  # Gemma's norms multiply by 1 + w
+    elif leaf in ("weight", "layer_scalar") and len(shape) == 1:
+        neutral = 0 if name.startswith("language_model.") else 1  # Gemma 3's norms multiply by 1 + w
         array = np.float32(neutral) + np.float32(0.1) * array
+        if name.startswith("model.layers.") and name.endswith(("q_norm.weight", "k_norm.weight")):
+            array *= np.float32(shape[0] ** -0.25)  # Gemma 4 scales no scores: the norms' weights do
     elif len(shape) == 1:
         array *= np.float32(0.05)
     elif name.endswith(".lora_B.weight"):
@@ -369,7 +523,7 @@ def _fixed(name: str, shape: Iterable[int]) -> np.ndarray | None:
     if name.endswith("upsample.filter") or name.endswith("downsample.lowpass.filter"):
         return filters.antialias_taps(shape[-1])
     if name.endswith("mel_basis"):
-        return filters.mel_basis(shape[0], 2 * (shape[1] - 1), 16000)
+        return mel_basis(shape[0], 2 * (shape[1] - 1), 16000)
     if name.endswith(("forward_basis", "inverse_basis")):
         return filters.stft_basis(shape[-1])
     if name.endswith("blur_down.kernel"):

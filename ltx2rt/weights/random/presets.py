@@ -1,4 +1,4 @@
-"""The sizes of the released models, and of two tiny ones with every feature of theirs.
+"""The sizes of the released models, and of tiny ones with every feature of theirs.
 
 Decides sizes only. Tiny models keep what the outside sees (128 latent channels, 8 x 16 audio latents, strides, rates,
 1024 text tokens) and at least three blocks, so that anything written for the released ones runs on them.
@@ -6,11 +6,15 @@ Decides sizes only. Tiny models keep what the outside sees (128 latent channels,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from ltx2rt.config import (
     AudioVaeConfig,
     ConnectorConfig,
+    DiffusionDecoderConfig,
+    DurationHeadConfig,
+    Gemma4Config,
     GemmaConfig,
     GeneratorConfig,
     ModelConfig,
@@ -40,7 +44,7 @@ class Sizes:
     heads: int
     head_dim: int
     audio_head_dim: int
-    gemma: GemmaConfig
+    gemma: GemmaConfig | Gemma4Config
     registers: int
     encoder_layers: tuple[int, ...]
     encoder_widths: tuple[int, ...]
@@ -78,9 +82,38 @@ def gemma(vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, head_
     )
 
 
+def gemma4(
+    vocab: int, hidden: int, layers: int, heads: int, sliding: tuple[int, int], full: tuple[int, int], ff: int,
+    window: int, period: int,
+):  # fmt: skip
+    """sliding, full: key heads and head size of either kind of layer; the last of `period` layers is full."""
+    return Gemma4Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=sliding[0],
+        head_dim=sliding[1],
+        full_num_kv_heads=full[0],
+        full_head_dim=full[1],
+        intermediate_size=ff,
+        layer_is_sliding=tuple((layer + 1) % period != 0 for layer in range(layers)),
+        sliding_window=window,
+        rope_theta=1e6,
+        rope_fraction=0.25,
+        rope_local_theta=1e4,
+        norm_eps=1e-6,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+
+
 FULL_GEMMA = gemma(262208, 3840, 48, 16, 8, 256, 15360, 1024)
 TINY_VOCABULARY = 480
 TINY_GEMMA = gemma(TINY_VOCABULARY, 64, 6, 4, 2, 16, 128, 16)
+FULL_GEMMA_4 = gemma4(262144, 3840, 48, 16, (8, 256), (1, 512), 15360, 1024, 6)
+TINY_GEMMA_4 = gemma4(TINY_VOCABULARY, 64, 6, 4, (2, 16), (1, 24), 128, 16, 3)
 
 SIZES = {
     "ltx-2.0": Sizes(
@@ -100,22 +133,56 @@ SIZES = {
         (2, 1, 1), 1, 128, 64, 32, 1, 2, 8,
     ),
 }  # fmt: skip
+SIZES |= {
+    "ltx-2.5": replace(SIZES["ltx-2.3"], gemma=FULL_GEMMA_4, lora_rank=450),
+    "tiny-2.5": replace(SIZES["tiny-2.3"], gemma=TINY_GEMMA_4),
+}
 
 
-def preset(name: str) -> Preset:
+DIFFUSION_DECODERS = {
+    "ltx-2.5": DiffusionDecoderConfig(
+        128, 4, 64, (2048, 1024, 512, 512, 256), (4, 6, 4, 2, 8),
+        ((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)), (SPACE, TIME, BOTH, BOTH), 384, 1000.0,
+    ),
+    "tiny-2.5": DiffusionDecoderConfig(
+        128, 4, 16, (64, 32, 32, 32, 16), (1, 1, 1, 1, 2),
+        ((3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3), (5, 3, 3)), (SPACE, TIME, BOTH, BOTH), 32, 1000.0,
+    ),
+}  # fmt: skip
+
+
+# Scale and whether rational, by kind; None: as the generation's.
+UPSAMPLERS = {"x2": (Fraction(2), None), "x1.5": (Fraction(3, 2), True), "temporal": (Fraction(1), False)}
+
+
+def preset(name: str, upsampler: str = "x2") -> Preset:
+    """upsampler: its kind, one of `UPSAMPLERS`. Raises InputError."""
     if name not in SIZES:
         raise InputError(f"unknown preset {name!r}, known are {', '.join(SIZES)}")
-    sizes, new = SIZES[name], name.endswith("2.3")
+    scale, rational = UPSAMPLERS[upsampler]
+    sizes, new, newest = SIZES[name], not name.endswith("2.0"), name.endswith("2.5")
+    version = (2, int(name[-1]), 0)
+    transformer = _transformer(sizes, new)
     config = ModelConfig(
-        version=(2, 3, 0) if new else (2, 0, 0),
-        transformer=_transformer(sizes, new),
+        version=version,
+        video_vae_version=version,
+        transformer=replace(transformer, ff_bias=False, keyframe_vector=True) if newest else transformer,
         text=_text(sizes, new),
         gemma=sizes.gemma,
         video_vae=_video_vae(sizes, new),
         audio_vae=AudioVaeConfig(128, sizes.audio_multipliers, sizes.audio_blocks, 8, 2, 64, 16000, 160),
         vocoder=_vocoder(sizes, new),
-        upsampler=UpsamplerConfig(128, sizes.upsampler_mid, sizes.upsampler_blocks, rational=not new),
+        upsampler=UpsamplerConfig(
+            128, sizes.upsampler_mid, sizes.upsampler_blocks, scale, not new if rational is None else rational
+        ),
     )
+    if newest:
+        mid = max(32, sizes.upsampler_mid // 2)
+        temporal = UpsamplerConfig(128, mid, sizes.upsampler_blocks, Fraction(1), rational=False)
+        widths = transformer.width, transformer.audio_width
+        head = DurationHeadConfig(2 * sizes.head_dim, 1, 4, 2 * sizes.head_dim, *widths)
+        decoder = DIFFUSION_DECODERS[name]
+        config = replace(config, temporal_upsampler=temporal, duration_head=head, diffusion_decoder=decoder)
     return Preset(config, sizes.lora_rank)
 
 
@@ -135,6 +202,7 @@ def _transformer(s: Sizes, new: bool) -> TransformerConfig:
         prompt_adaln=new,
         ff_bias=True,
         audio_ff_bias=True,
+        keyframe_vector=False,
         rope_theta=10000.0,
         rope_max_pos=(20, 2048, 2048),
         audio_rope_max_pos=20,

@@ -1,0 +1,54 @@
+"""Neighbourhood attention out of plain attention: blocks of queries, each to the box of keys that its windows reach.
+
+A query's window is masked within its block's box. One call of the attention takes a line of blocks, all columns of a
+few frames and rows, so that what exists at once are the boxes and masks of one line, whatever the length of the clip.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ltx2rt.graph.ops import window_blocks
+from ltx2rt_cuda.attention import attention
+
+BLOCK = 8  # queries along each axis: boxes are a few times a window of 11, scores still fill the matrix units
+
+
+@torch.compiler.disable  # a compiler would write the loop out, hundreds of lines for one clip
+def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scale: float) -> Tensor:
+    """q (B, frames, rows, columns, heads, head_dim); k and v the same, with as many positions or more."""
+    plans = [window_blocks(*sizes, BLOCK) for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)]
+    begins, boxes, seen = zip(*plans, strict=True)
+    sizes = [mask.shape[1:] for mask in seen]  # of an axis: a block, a box
+    block, box = ([size[i] for size in sizes] for i in (0, 1))
+    reads = [(start[2][:, None] + np.arange(size[2])).ravel() for start, size in ((begins, block), (boxes, box))]
+    once = np.unique(reads[0], return_index=True)[1]  # the last two blocks may overlap
+    columns_q, columns_k, once = (torch.from_numpy(x).to(q.device) for x in (*reads, once))
+    masks = [torch.from_numpy(mask).to(q.device) for mask in seen]
+    count = len(begins[2])
+
+    def line(x: Tensor, frame: int, row: int, size: list[int], columns: Tensor) -> Tensor:
+        """(B, frames, rows, columns, heads, head_dim) -> (B blocks, tokens of a block or box, heads, head_dim)."""
+        x = x[:, frame : frame + size[0], row : row + size[1]].index_select(3, columns)
+        x = x.unflatten(3, (count, size[2])).movedim(3, 1)
+        return x.reshape(-1, math.prod(size), *x.shape[-2:])
+
+    y = torch.empty_like(q)
+    for (t, frame), (r, row) in itertools.product(enumerate(begins[0]), enumerate(begins[1])):
+        queries = line(q, frame, row, block, columns_q)
+        keys, values = (line(x, boxes[0][t], boxes[1][r], box, columns_k) for x in (k, v))
+        mask = (
+            masks[0][t][:, None, None, :, None, None]
+            & masks[1][r][:, None, None, :, None]
+            & masks[2][:, None, None, :, None, None, :]
+        )
+        mask = mask.reshape(count, 1, queries.shape[1], keys.shape[1]).repeat(len(q), 1, 1, 1)
+        found = attention(queries, keys, values, mask, scale)
+        found = found.reshape(len(q), count, *block, *q.shape[4:]).movedim(1, 3).flatten(3, 4)
+        y[:, frame : frame + block[0], row : row + block[1]] = found.index_select(3, once)
+    return y

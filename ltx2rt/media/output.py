@@ -1,0 +1,155 @@
+"""Every form that a clip is written in, told by the name of its file.
+
+    *.mp4, *.mov      H.264 and AAC
+    *.webm            VP9 and Opus
+    *%05d.png         numbered frames from 0 on, and the sound beside them as WAV
+    *.wav             the sound alone, 16 bits
+
+Decides names and what is refused; each form appears whole or not at all, and carries the settings as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.atomic_file import partial_path, remove_partial
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import MOV, MP4, WEBM, fit_audio, to_rgb8, write_mp4
+from ltx2rt.media.sound import resample, write_wav
+from ltx2rt.notes import note
+
+CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
+SUFFIXES = (*CONTAINERS, ".png", ".wav")
+USUAL_RATE = 48000  # Hz; of sound whose own rate a container does not have
+NUMBER = re.compile(r"%0?[1-9]?d")
+PNG_LEVEL = 3  # of zlib: a third of the time of its usual 6, files a twentieth larger
+PNG_THREADS = 8
+
+
+def check_output(path: Path) -> None:
+    """Refuse a name of no known form, frames that would mix with older ones, and encoders that this build of FFmpeg
+    lacks. Raises InputError."""
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise InputError(f"--output: {path} is not named {', '.join(f'*{s}' for s in SUFFIXES)}; rename it")
+    if suffix == ".png" and not (len(NUMBER.findall(path.name)) == path.name.count("%") == 1):
+        raise InputError(f"--output: {path} is one name for all frames; number them: {path.with_name('%05d.png')}")
+    if suffix == ".png" and path.parent.is_dir() and (found := files_of(path)):
+        raise InputError(f"--output: {found[0]} is there already; choose an empty folder, so that frames do not mix")
+    if container := CONTAINERS.get(suffix):
+        import av
+
+        for encoder in (container.video, container.audio):
+            if encoder not in av.codecs_available:
+                raise InputError(
+                    f"--output: {path} needs the encoder {encoder}, which this build of FFmpeg lacks; write *.mp4"
+                )
+
+
+def check_streams(path: Path, has_video: bool, has_sound: bool) -> None:
+    """Refuse a sound file for a video, and anything else for sound alone. Raises InputError."""
+    wav = path.suffix.lower() == ".wav"
+    if wav and has_video:
+        raise InputError(f"--output: {path} is a sound file, and this pipeline makes a video; name it *.mp4")
+    if not wav and not has_video:
+        raise InputError(f"--output: {path} is no sound file, and this pipeline makes sound alone; name it *.wav")
+    if wav and not has_sound:
+        raise InputError(f"--output: {path} is a sound file, and no sound is made; leave out --no-audio")
+
+
+def write_clip(
+    path: Path,
+    chunks: Iterable[np.ndarray],
+    *,
+    num_frames: int,
+    fps: Fraction,
+    waveform: np.ndarray | None = None,
+    sample_rate: int = 0,
+    comment: dict[str, Any] | None = None,
+) -> None:
+    """Write a clip as its name says; arguments and errors are those of `write_mp4`. A WAV takes no chunk."""
+    suffix = path.suffix.lower()
+    if waveform is not None and num_frames:
+        waveform = fit_audio(waveform, num_frames, fps, sample_rate)
+    if container := CONTAINERS.get(suffix):
+        if waveform is not None and sample_rate not in container.audio_rates:
+            note(f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to {USUAL_RATE} Hz")
+            waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
+        clip = {"num_frames": num_frames, "fps": fps, "waveform": waveform, "sample_rate": sample_rate}
+        write_mp4(path, chunks, **clip, comment=comment, container=container)
+    elif suffix == ".wav":
+        if waveform is None:
+            raise ValueError(f"{path}: there is no sound to write")
+        write_wav(path, waveform, sample_rate, comment)
+    else:
+        _write_frames(path, chunks, num_frames, waveform, sample_rate, comment)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that a clip of this name consists of and that are there."""
+    if path.suffix.lower() != ".png":
+        return [path] if path.exists() else []
+    before, after = (re.escape(part) for part in NUMBER.split(path.name))
+    found = (p for p in path.parent.iterdir() if re.fullmatch(rf"{before}\d+{after}", p.name))
+    return sorted(p for p in [*found, sound_beside(path)] if p.exists())
+
+
+def remove_clip(path: Path) -> None:
+    for file in files_of(path):
+        file.unlink()
+
+
+def sound_beside(path: Path) -> Path:
+    """The WAV of numbered frames: `fox-%05d.png` has `fox.wav`, `%05d.png` has `sound.wav`."""
+    return path.with_name((re.sub(rf"[-_.]?{NUMBER.pattern}", "", path.stem) or "sound") + ".wav")
+
+
+def _write_frames(
+    path: Path,
+    chunks: Iterable[np.ndarray],
+    num_frames: int,
+    waveform: np.ndarray | None,
+    sample_rate: int,
+    comment: dict[str, Any] | None,
+) -> None:
+    """All files are made in a folder beside, and moved when they are complete."""
+    from PIL import Image, PngImagePlugin
+
+    info = PngImagePlugin.PngInfo()
+    if comment is not None:
+        info.add_itxt("Comment", json.dumps(comment, ensure_ascii=False))
+    folder = partial_path(path, os.getpid())
+
+    def write(numbered: tuple[int, np.ndarray]) -> None:
+        number, pixels = numbered
+        Image.fromarray(pixels).save(folder / (path.name % number), pnginfo=info, compress_level=PNG_LEVEL)
+
+    written, moved = 0, []
+    try:
+        folder.mkdir()
+        with ThreadPoolExecutor(PNG_THREADS, thread_name_prefix="png") as pool:
+            for chunk in chunks:
+                rgb = to_rgb8(chunk)
+                list(pool.map(write, enumerate(rgb, written)))
+                written += len(rgb)
+        if written != num_frames:
+            raise ValueError(f"frames: {written} arrived, expected {num_frames}")
+        if waveform is not None:
+            write_wav(folder / sound_beside(path).name, waveform, sample_rate, comment)
+        for file in sorted(folder.iterdir()):
+            moved.append(file.rename(path.with_name(file.name)))
+    except BaseException:
+        for file in moved:
+            file.unlink(missing_ok=True)
+        raise
+    finally:
+        remove_partial(path, os.getpid())

@@ -1,0 +1,229 @@
+"""The diffusion decoder of LTX-2.5: latents and noise to frames, in one step.
+
+Two networks. The features of a whole clip: latents through all stages of upsampling but the last. A tile's frames: the
+last stage of upsampling makes a context of its features, out of which, and of noise, the denoising stage makes pixels.
+Attention sees a window of tokens. Leaves to `stages.frames` which tiles there are and where noise comes from.
+
+Decides what lies beyond borders. Windows are shifted inwards, so that the end of a clip is moved away from them: the
+last latent frame is repeated, and what becomes of the copies is cut off. A latent that is smaller than the windows is
+padded with its edge; what becomes of that is for the caller to cut off (`padding`).
+
+The last stage's windows at the left and right border of a tile are shifted inwards as all others ("plain"), or centred,
+with copies of the border column beyond it ("chunked", which is what the official decoder does).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ltx2rt.config import DiffusionDecoderConfig
+from ltx2rt.errors import InputError
+from ltx2rt.graph import Graph, Ops, Term
+from ltx2rt.graph import trace as trace_graph
+from ltx2rt.models.geometry import pixel_frames
+from ltx2rt.models.video_vae import depth_to_space, patchify, unnormalise, unpatchify
+
+GRID = ("frames", "rows", "columns")
+LAST = ("B", *GRID, "channels")
+BORDERS = ("chunked", "plain")
+NORM_EPS, ROPE_THETA = 1e-6, 10000.0
+TIMESTEP = 1.0  # of the only step: pure noise
+NUM_ROWS = 7  # of the modulation: scale, shift and gate of attention and of the MLP, and the context's gate
+MLP_RATIO, MLP_MULTIPLE = 4, 16
+MLP_TOKENS = 2**18  # at once: of a clip of 3 million tokens the MLP's middle would be larger than all else together
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """One tile of the features, in their cells. first, last: whether it has the clip's first and last frame; the last
+    has the repeated frames, too. border: one of BORDERS."""
+
+    batch: int
+    frames: int
+    rows: int
+    columns: int
+    first: bool = True
+    last: bool = True
+    border: str = BORDERS[0]
+
+    def pixels(self, config: DiffusionDecoderConfig) -> tuple[int, int, int]:
+        """Frames, rows and columns that the tile is decoded to; its noise has as many."""
+        time, *space = config.strides[-1]
+        frames = self.frames * time - (self.first and time == 2)
+        if self.last:  # without what the repeated frames become, but never fewer than a window has
+            frames = max(frames - repeated_frames(config) * config.time_factor, config.windows[-1][0])
+        rows, columns = (n * s * config.patch_size for n, s in zip((self.rows, self.columns), space, strict=True))
+        return frames, rows, columns
+
+
+def repeated_frames(config: DiffusionDecoderConfig) -> int:
+    """How often the last latent frame is repeated."""
+    return config.windows[0][0] // 2 * 2
+
+
+def padding(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[tuple[int, int], ...]:
+    """Latents (before, after) the frames, rows and columns of `grid` until every stage has as many tokens as a window.
+
+    Frames are added at the end, rows and columns on both sides. Source: the official decoder.
+    """
+    least, scale = [1, 1, 1], [1, 1, 1]
+    for window, stride in zip(config.windows, (*config.strides, (1, 1, 1)), strict=True):
+        least = [max(n, -(-w // s)) for n, w, s in zip(least, window, scale, strict=True)]
+        scale = [n * s for n, s in zip(scale, stride, strict=True)]
+    missing = [max(0, n - size) for n, size in zip(least, grid, strict=True)]
+    before = (0, missing[1] // 2, missing[2] // 2)
+    return tuple((b, n - b) for b, n in zip(before, missing, strict=True))
+
+
+def inside(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[slice, slice, slice]:
+    """Which frames, rows and columns of what is decoded are the latent's own, without its padding."""
+    sizes = (pixel_frames(grid[0], config.time_factor), *(n * config.space_factor for n in grid[1:]))
+    starts = [before * config.space_factor for before, _ in padding(config, grid)]  # no frame comes before
+    frames, rows, columns = (slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
+    return frames, rows, columns
+
+
+def cells(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Frames, rows and columns of the features of a latent of `grid`, without the repeated frames."""
+    (first, last), *around = padding(config, grid)
+    scale = [math.prod(stride[i] for stride in config.strides[:-1]) for i in range(3)]
+    rows, columns = ((n + sum(p)) * s for n, p, s in zip(grid[1:], around, scale[1:], strict=True))
+    return (grid[0] + first + last - 1) * scale[0] + 1, rows, columns
+
+
+def whole(
+    config: DiffusionDecoderConfig, batch: int, grid: tuple[int, int, int], border: str = BORDERS[0]
+) -> TileShape:
+    """The tile that is all of a clip, a latent of `grid`."""
+    frames, rows, columns = cells(config, grid)
+    repeated = repeated_frames(config) * math.prod(stride[0] for stride in config.strides[:-1])
+    return TileShape(batch, frames + repeated, rows, columns, border=border)
+
+
+def trace_features(
+    config: DiffusionDecoderConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
+) -> Graph:
+    """Input `latent` float32 (B, channels, frames, rows, columns); output `features`, with channels last."""
+    return trace_graph("diffusion-features", features, dtype, config, batch, frames, rows, columns)
+
+
+def trace(config: DiffusionDecoderConfig, shape: TileShape, dtype: str) -> Graph:
+    """Inputs `features` (a tile of what `trace_features` gives) and `noise` float32 (B, 3, frames, rows, columns) in
+    pixels; output `frames` of the noise's shape."""
+    return trace_graph("diffusion-decoder", decoder, dtype, config, shape)
+
+
+def features(
+    o: Ops, config: DiffusionDecoderConfig, batch: int, frames: int, rows: int, columns: int
+) -> dict[str, Term]:
+    """Model text of `trace_features`."""
+    sizes = {"frames": frames, "rows": rows, "columns": columns}
+    latent = o.input("latent", "float32", B=batch, channels=config.latent_channels, **sizes)
+    (first, last), *around = padding(config, (frames, rows, columns))
+    last += repeated_frames(config)
+    x = o.pad(latent, mode="edge", frames=(first, last), rows=around[0], columns=around[1])
+    x = o.transpose(o.cast(unnormalise(o, x), dtype=o.dtype), axes=LAST)
+    o = o.under("vae.decoder")
+    x = o.linear(x, "conv_in", {"channels": config.channels[0]})
+    for i in range(len(config.strides) - 1):
+        x = upsample(o.under(f"upsamples.{i}"), blocks(o, x, config, i), config, i)
+        x = o.slice(x, axis="frames", start=1) if config.strides[i][0] == 2 else x
+    return {"features": x}
+
+
+def decoder(o: Ops, config: DiffusionDecoderConfig, shape: TileShape) -> dict[str, Term]:
+    """Model text of `trace`."""
+    if shape.border not in BORDERS:
+        raise InputError(f"border mode {shape.border!r}, expected {' or '.join(BORDERS)}")
+    last = len(config.strides) - 1
+    batch, width = shape.batch, config.channels[-1]
+    x = o.input(
+        "features", B=batch, frames=shape.frames, rows=shape.rows, columns=shape.columns, channels=config.channels[last]
+    )
+    frames, rows, columns = shape.pixels(config)
+    noise = o.input("noise", "float32", B=batch, channels=3, frames=frames, rows=rows, columns=columns)
+    o = o.under("vae.decoder")
+    x = upsample(o.under(f"upsamples.{last}"), blocks(o, x, config, last), config, last)
+    start = int(shape.first and config.strides[last][0] == 2)
+    context = o.slice(x, axis="frames", start=start, stop=start + frames)
+
+    x = o.transpose(patchify(o, o.cast(noise, dtype=o.dtype), config.patch_size), axes=LAST)
+    x = denoise(o, o.linear(x, "conv_in_x_t", {"channels": width}), context, config, shape.border)
+    x = o.rms_norm(x, "norm_out", over=("channels",), eps=NORM_EPS)
+    x = o.linear(x, "conv_out", {"channels": 3 * config.patch_size**2})
+    return {"frames": unpatchify(o, o.transpose(x, axes=("B", "channels", *GRID)), config.patch_size)}
+
+
+def upsample(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
+    """A linear to as many channels as the stride needs, then depth to space."""
+    stride = config.strides[stage]
+    x = o.linear(x, "proj", {"channels": config.channels[stage + 1] * math.prod(stride)})
+    return o.transpose(depth_to_space(o, x, stride), axes=LAST)
+
+
+def blocks(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
+    """x + attention(norm(x)), then x + mlp(norm(x)), as often as the stage is deep."""
+
+    def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
+        x = carry["x"]
+        x += attention(o.under("attn"), o.rms_norm(x, "norm1", over=("channels",), eps=NORM_EPS), config, stage)
+        return {"x": x + mlp(o, o.rms_norm(x, "norm2", over=("channels",), eps=NORM_EPS))}, {}
+
+    return o.repeat(block, config.depths[stage], {"x": x}, prefix=f"det_stages.{stage}.*.")[0]["x"]
+
+
+def denoise(o: Ops, x: Term, context: Term, config: DiffusionDecoderConfig, border: str) -> Term:
+    """The same with the context added first and both norms modulated. The gates of the modulation are not used: the
+    checkpoint's linears contain them."""
+    stage, batch, width = len(config.depths) - 1, x.type.size("B"), x.type.size("channels")
+    time = o.sinusoid(o.full(TIMESTEP * config.timestep_scale, "float32", B=batch), size=256)
+    time = o.silu(o.linear(o.cast(time, dtype=o.dtype), "t_embedder.mlp.0", {"D": config.timestep_width}))
+    time = o.silu(o.linear(time, "t_embedder.mlp.2", {"D": config.timestep_width}))
+    rows = o.linear(time, "shared_adaln.proj", {"rows": NUM_ROWS, "channels": width})
+
+    def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
+        x = carry["x"] + o.linear(invariant["context"], "context_proj", {"channels": width})
+        shaped = invariant["rows"] + o.param("scale_shift_table", rows=NUM_ROWS, channels=width)
+        scale_msa, shift_msa, scale_mlp, shift_mlp = (o.at(shaped, axis="rows", index=i) for i in (0, 1, 3, 4))
+        h = o.modulate(o.rms_norm(x, "norm1", over=("channels",), eps=NORM_EPS), scale_msa, shift_msa)
+        x += attention(o.under("attn"), h, config, stage, border)
+        h = o.modulate(o.rms_norm(x, "norm2", over=("channels",), eps=NORM_EPS), scale_mlp, shift_mlp)
+        return {"x": x + mlp(o, h)}, {}
+
+    given = {"context": context, "rows": rows}
+    return o.repeat(block, config.depths[stage], {"x": x}, given, prefix="diff_blocks.*.")[0]["x"]
+
+
+def attention(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int, border: str = "plain") -> Term:
+    """Neighbourhood self-attention with normalised, rotated queries and keys."""
+    dim, width, window = config.head_dim, x.type.size("channels"), config.windows[stage]
+    beyond = window[2] // 2 if border == "chunked" else 0
+    qkv = o.linear(x, "qkv", {"qkv": 3, "heads": width // dim, "head_dim": dim})
+    q, k, v = (o.at(qkv, axis="qkv", index=i) for i in range(3))
+    q, k = (o.rms_norm(y, name, over=("head_dim",), eps=NORM_EPS) for y, name in ((q, "q_norm"), (k, "k_norm")))
+    k, v = (o.pad(y, mode="edge", columns=(beyond, beyond)) for y in (k, v)) if beyond else (k, v)
+    rope = {"sizes": rope_sizes(dim), "theta": ROPE_THETA}
+    q, k = o.axial_rope(q, first=(0, 0, 0), **rope), o.axial_rope(k, first=(0, 0, -beyond), **rope)
+    y = o.neighbourhood_attention(q, k, v, window=window, first=(0, 0, beyond), scale=dim**-0.5)
+    return o.linear(y, "proj", {"channels": width}, contract=("heads", "head_dim"))
+
+
+def rope_sizes(dim: int) -> tuple[int, int, int]:
+    """How many numbers of a head turn with the frame, the row and the column: 16, 24 and 24 of 64."""
+    space = (dim - dim // 4 // 2 * 2) // 2
+    space += space % 2
+    return dim - 2 * space, space, space
+
+
+def mlp(o: Ops, x: Term) -> Term:
+    """w_down(silu(w_gate x) * w_up x), some frames at a time."""
+    o, width, frames = o.under("mlp"), x.type.size("channels"), x.type.size("frames")
+    inner = -(-MLP_RATIO * width // MLP_MULTIPLE) * MLP_MULTIPLE
+    at_once = max(1, MLP_TOKENS * width * frames // x.type.num_elements)
+    parts = []
+    for start in range(0, frames, at_once):
+        y = o.slice(x, axis="frames", start=start, stop=min(start + at_once, frames)) if at_once < frames else x
+        y = o.silu(o.linear(y, "w_gate", {"ff": inner}, bias=False)) * o.linear(y, "w_up", {"ff": inner}, bias=False)
+        parts.append(o.linear(y, "w_down", {"channels": width}, bias=False))
+    return o.concat(*parts, axis="frames") if len(parts) > 1 else parts[0]

@@ -1,0 +1,34 @@
+"""duration: how long the clip is, read from the prompt's contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.models.catalog import PROMPT_TOKENS
+from ltx2rt.models.duration_head import frames_of
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.stage import Stage, State
+
+
+@dataclass(frozen=True)
+class Duration(Stage):
+    """window_s: the shortest and the longest that it may be."""
+
+    window_s: tuple[float, ...]
+    fps: Fraction
+    name = "duration"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        yield Call("duration-head", (1, PROMPT_TOKENS))
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        (call,) = self.needs(session.config)
+        with watch.stage(self.name):
+            found = session.run(call, {f"{m}_context": context[:1] for m, context in state.contexts.items()})
+            state.seconds = float(session.backend.to_host(found["seconds"])[0])
+        low, high = self.window_s
+        state.num_frames = frames_of(state.seconds, self.fps, (low, high), session.config.video_vae.time_factor)

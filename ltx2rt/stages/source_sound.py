@@ -1,0 +1,106 @@
+"""source sound: a file's sound to the audio latents that a clip is made for, and to the waveform that it is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.config import AudioVaeConfig, ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.media.sound import read_sound, resample
+from ltx2rt.models.geometry import Geometry, pixel_frames
+from ltx2rt.models.mel import WINDOW, log_mel
+from ltx2rt.notes import note
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.stage import Stage, State, finite
+
+
+@dataclass(frozen=True)
+class SourceSound(Stage):
+    """path: any file with sound, of which `max_duration_s` (None: as long as the clip) from `start_s` on are used.
+
+    fit: of sound that ends before the clip's latents, "error" refuses it, "pad" appends silence to the clip's end.
+    sound: whether it is what the clip sounds like, too.
+    """
+
+    path: Path
+    geometry: Geometry
+    start_s: float = 0.0
+    max_duration_s: float | None = None
+    fit: str = "error"
+    num_videos: int = 1
+    sound: bool = True
+    name = "source sound"
+
+    @property
+    def clip_s(self) -> float:
+        g = self.geometry
+        return float(pixel_frames(g.frames, g.time_factor) / g.fps)
+
+    @cached_property
+    def read(self) -> tuple[np.ndarray, int]:
+        """What the file holds of it: f32[1 or 2, N] and the rate in Hz. Raises InputError."""
+        return read_sound(self.path, self.start_s, self.clip_s if self.max_duration_s is None else self.max_duration_s)
+
+    @property
+    def needed(self) -> int:
+        """Samples at the rate of the mel front end for all latents: the last one's first mel frame, and its mirror."""
+        g = self.geometry
+        return max((g.audio_latents - 1) * g.audio_time_factor * g.mel_hop, WINDOW // 2 + 1)
+
+    @property
+    def padding(self) -> int:
+        """Samples of silence that the file's sound lacks."""
+        waveform, rate = self.read
+        size, to = waveform.shape[1], self.geometry.mel_sample_rate
+        if -(-size * to // rate) >= self.needed:
+            return 0
+        return max(round(self.clip_s * rate), math.ceil(self.needed * rate / to)) - size
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        yield Call("audio-encoder", self.geometry.mel_shape(model.audio_vae))
+
+    def check(self, session: Session) -> None:
+        """Reads the file whole: what its header says of its length need not be true."""
+        waveform, rate = self.read
+        said = []
+        if len(waveform) == 1:
+            said.append(f"{self.path}: its one channel is played left and right")
+        if self.padding:
+            length_s, needed_s = waveform.shape[1] / rate, self.needed / self.geometry.mel_sample_rate
+            lasts = f"{self.path}: its sound lasts {length_s:.4f} s"
+            if self.fit == "error":
+                raise InputError(
+                    f"{lasts}, a clip of {self.clip_s:.4f} s needs {needed_s:.4f} s; pass a longer one, make fewer "
+                    "frames, or fill up with silence by --audio-fit pad"
+                )
+            said.append(f"{lasts}; silence follows up to {self.clip_s:.4f} s")
+        if session.backend.is_main:
+            for sentence in said:
+                note(sentence)
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        (call,) = self.needs(session.config)
+        with watch.stage(self.name):
+            waveform, rate = self.read
+            waveform = np.pad(np.broadcast_to(waveform, (2, waveform.shape[1])), ((0, 0), (0, self.padding)))[None]
+            mel = spectrogram(waveform, rate, session.config.audio_vae)[:, :, : call.sizes[2]]  # no latent hears later
+            latent = session.backend.to_host(session.run(call, {"mel": mel})["latent"])
+        finite(self.name, latents=latent)
+        state.source["audio"] = latent
+        state.put("audio_input", latent)
+        if self.sound:
+            state.waveforms, state.sample_rate = np.repeat(waveform, self.num_videos, axis=0), rate
+            state.put("waveform", state.waveforms if self.num_videos > 1 else waveform[0])
+
+
+def spectrogram(waveform: np.ndarray, rate: int, config: AudioVaeConfig) -> np.ndarray:
+    """f32[B, 2, N] at any rate -> f32[B, 2, T, mel bins], what the audio encoder reads. Raises ValueError if N is too
+    small for one mel frame."""
+    return log_mel(resample(waveform, rate, config.sample_rate), config)

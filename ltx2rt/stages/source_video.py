@@ -1,0 +1,103 @@
+"""source video: a given file to latents, in the tiles that the official pipelines encode it in.
+
+Decides which pixels a tile reads and how tiles blend; at most one span of frames is held at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.media.images import fit
+from ltx2rt.media.video import read_frames, video_info
+from ltx2rt.models.geometry import Geometry, pixel_frames
+from ltx2rt.notes import note
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.stage import Stage, State
+from ltx2rt.stages.tiling import Span, Tiling
+
+
+@dataclass(frozen=True)
+class SourceVideo(Stage):
+    """The first frames of a file, as many as the geometry has, resized to cover its size and cropped.
+
+    tiling: `plan_encoder_tiles`. flag: that names the file. stride: after the first two frames every `stride`-th.
+    """
+
+    path: Path
+    geometry: Geometry
+    tiling: Tiling
+    flag: str = "--video-path"
+    stride: int = 1
+    name = "source video"
+
+    @property
+    def num_frames(self) -> int:
+        """Of the file, up to the last one that is encoded."""
+        return span_frames(pixel_frames(self.geometry.frames, self.geometry.time_factor), self.stride)
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        """One call for each shape of a tile."""
+        tiles = itertools.product(self.tiling.frames, self.tiling.rows, self.tiling.columns)
+        for shape, times in Counter(self._shape(*spans) for spans in tiles).items():
+            yield Call("video-encoder", shape, times)
+
+    def _shape(self, t: Span, r: Span, c: Span) -> tuple[int, ...]:
+        g = self.geometry
+        rows, columns = ((span.stop - span.start) * g.space_factor for span in (r, c))
+        return (1, 3, pixel_frames(t.stop - t.start, g.time_factor), rows, columns)
+
+    def check(self, session: Session) -> None:
+        info = video_info(self.path, self.flag)
+        if info.num_frames < self.num_frames:
+            raise InputError(
+                f"{self.flag}: {self.path} has {info.num_frames} frames, {self.num_frames} are read; pass a longer one"
+            )
+        over = info.num_frames - self.num_frames
+        if over and session.backend.is_main:
+            note(f"{self.path}: the last {over} of its {info.num_frames} frames are left out")
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        with watch.stage(self.name):
+            state.source["video"] = self.encode(session, watch)
+        state.put("source.video", state.source["video"])
+
+    def encode(self, session: Session, watch: Stopwatch) -> np.ndarray:
+        """The normalised latents, f32[1, C, f, h, w]."""
+        g, latents = self.geometry, np.zeros(self.geometry.video_shape, np.float32)
+        height, width = g.size_px
+        read = enumerate(read_frames(self.path, self.flag, self.num_frames))
+        frames = (fit(pixels, width, height) for i, pixels in read if i == 0 or (i - 1) % self.stride == 0)
+        held, first = np.zeros((3, 0, height, width), np.float32), 0  # the frames from `first` on
+        for t in self.tiling.frames:
+            start, count = t.start * g.time_factor, pixel_frames(t.stop - t.start, g.time_factor)
+            kept = held[:, start - first :]
+            new = itertools.islice(frames, count - kept.shape[1])
+            held, first = np.concatenate([kept, np.stack(list(new), 1)], 1), start
+            for r, c in itertools.product(self.tiling.rows, self.tiling.columns):
+                watch.check()
+                rows, columns = (slice(s.start * g.space_factor, s.stop * g.space_factor) for s in (r, c))
+                tile = np.ascontiguousarray(held[None, :, :, rows, columns])
+                latent = session.run(Call("video-encoder", tile.shape), {"frames": tile})["latent"]
+                weights = t.weights[:, None, None] * r.weights[:, None] * c.weights
+                latents[:, :, t.positions, r.positions, c.positions] += session.backend.to_host(latent) * weights
+        return latents
+
+
+def span_frames(num_frames: int, stride: int) -> int:
+    """How many frames of a file `num_frames` are taken from: its first two, and then every `stride`-th."""
+    return 1 if num_frames == 1 else 2 + (num_frames - 2) * stride
+
+
+def usable_frames(num_frames: int, time_factor: int, stride: int = 1) -> int:
+    """How many of a file's first `num_frames` are encoded: those of the stride, less what is over time_factor*k + 1."""
+    taken = 1 + len(range(1, num_frames, stride))
+    return (taken - 1) // time_factor * time_factor + 1

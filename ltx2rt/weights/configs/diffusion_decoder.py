@@ -1,0 +1,125 @@
+"""Configs of LTX-2.5's diffusion decoder, in both layouts.
+
+What its code would do by default is not what the released file says, so every key that matters has to be there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ltx2rt.config import DiffusionDecoderConfig
+from ltx2rt.errors import InputError
+from ltx2rt.weights.configs.keys import MAX_COUNT, Keys
+
+NUM_STAGES = 5
+TIMESTEP_WIDTH = 384  # the official header does not state it
+OFFICIAL_FIXED = {"_class_name": "NADiffusionDecoder", "out_channels": 3, "default_num_inference_steps": 1}
+OFFICIAL_USUAL = {"resampler_kind": "linear", "spatial_padding_mode": "zeros"}
+DIFFUSERS_FIXED = {"out_channels": 3, "decoder_model_output_type": "x0", "decoder_num_inference_steps": 1}
+
+
+def official_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
+    """keys: the section `vae` of a CausalDiffusionVAE."""
+    keys.must(_class_name="CausalDiffusionVAE", model_output_type="x0")
+    inner = keys.inner("decoder")
+    inner.must(**OFFICIAL_FIXED)
+    inner.may(**OFFICIAL_USUAL)
+    pairs = inner.need("upsamples")
+    listed = isinstance(pairs, list) and len(pairs) <= MAX_COUNT
+    if not listed or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise InputError(f"{inner.where}: upsamples = {pairs!r:.100}, expected a list of [stride, channel factor]")
+    fields: dict[str, Any] = {"strides": [stride for stride, _ in pairs], "factors": [factor for _, factor in pairs]}
+    upsamples = Keys(fields, f"{inner.where}.upsamples")
+    return _config(
+        keys.where,
+        latent_channels=inner.number("in_channels"),
+        patch_size=inner.number("patch_size"),
+        head_dim=inner.number("head_dim"),
+        channels=inner.sizes("stage_channels"),
+        depths=inner.sizes("stage_depths", most=MAX_COUNT),
+        windows=(*inner.rows("stage_kernels")[:-1], inner.sizes("stage5_kernel")),
+        strides=upsamples.rows("strides"),
+        factors=upsamples.sizes("factors"),
+        timestep_width=inner.number("t_emb_dim", default=TIMESTEP_WIDTH),
+        timestep_scale=inner.number("timestep_scale_multiplier", float),
+    )
+
+
+def diffusers_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
+    """keys: the config of an LTX2VideoDiffusionDecoderModel."""
+    keys.must(**DIFFUSERS_FIXED)
+    return _config(
+        keys.where,
+        latent_channels=keys.number("latent_channels"),
+        patch_size=keys.number("patch_size"),
+        head_dim=keys.number("decoder_head_dim"),
+        channels=keys.sizes("decoder_stage_channels"),
+        depths=keys.sizes("decoder_stage_depths", most=MAX_COUNT),
+        windows=(*keys.rows("decoder_stage_kernels"), keys.sizes("decoder_stage5_kernel")),
+        strides=keys.rows("decoder_upsample_strides"),
+        factors=keys.sizes("decoder_upsample_channel_reductions"),
+        timestep_width=keys.number("decoder_t_emb_dim"),
+        timestep_scale=keys.number("decoder_timestep_scale_multiplier", float),
+    )
+
+
+def _config(where: str, *, factors: tuple[int, ...], **fields: Any) -> DiffusionDecoderConfig:
+    """Raises InputError unless all lists are of five stages, and widths are what upsampling makes of them."""
+    c = DiffusionDecoderConfig(**fields)
+    lengths = [len(c.channels), len(c.depths), len(c.windows), len(c.strides) + 1, len(factors) + 1]
+    if set(lengths) != {NUM_STAGES}:
+        raise InputError(f"{where}: its lists are of {lengths} stages, expected {NUM_STAGES} in each")
+    if any(len(row) != 3 for row in (*c.windows, *c.strides)) or any(set(row) - {1, 2} for row in c.strides):
+        raise InputError(f"{where}: windows {c.windows} and strides {c.strides}, expected triples, strides of 1 and 2")
+    if any(a != b * n for a, b, n in zip(c.channels, c.channels[1:], factors, strict=False)):
+        raise InputError(f"{where}: channels {c.channels} do not shrink by the factors {factors} of its upsampling")
+    if wrong := [n for n in c.channels if n % c.head_dim]:
+        raise InputError(f"{where}: {wrong[0]} channels, expected a multiple of a head's {c.head_dim}")
+    if c.head_dim % 8:
+        raise InputError(f"{where}: heads of {c.head_dim}, expected a multiple of 8")
+    return c
+
+
+def _factors(c: DiffusionDecoderConfig) -> list[int]:
+    return [a // b for a, b in zip(c.channels, c.channels[1:], strict=False)]
+
+
+def official_diffusion_decoder_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
+    """What the section `vae` has for it; the encoder's keys are another's."""
+    upsamples = [[list(stride), factor] for stride, factor in zip(c.strides, _factors(c), strict=True)]
+    decoder = OFFICIAL_FIXED | OFFICIAL_USUAL
+    decoder |= {
+        "in_channels": c.latent_channels,
+        "patch_size": c.patch_size,
+        "head_dim": c.head_dim,
+        "stage_channels": list(c.channels),
+        "stage_depths": list(c.depths),
+        "stage_kernels": [list(window) for window in c.windows],
+        "stage5_kernel": list(c.windows[-1]),
+        "upsamples": upsamples,
+        "timestep_scale_multiplier": c.timestep_scale,
+    }
+    if c.timestep_width != TIMESTEP_WIDTH:
+        decoder["t_emb_dim"] = c.timestep_width
+    return {"_class_name": "CausalDiffusionVAE", "model_output_type": "x0", "decoder": decoder}
+
+
+def diffusers_diffusion_decoder_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
+    return {
+        "_class_name": "LTX2VideoDiffusionDecoderModel",
+        **DIFFUSERS_FIXED,
+        "latent_channels": c.latent_channels,
+        "patch_size": c.patch_size,
+        "scaling_factor": 1.0,
+        "decoder_head_dim": c.head_dim,
+        "decoder_stage_channels": list(c.channels),
+        "decoder_stage_depths": list(c.depths),
+        "decoder_stage_kernels": [list(window) for window in c.windows[:-1]],
+        "decoder_upsample_strides": [list(stride) for stride in c.strides],
+        "decoder_upsample_channel_reductions": _factors(c),
+        "decoder_stage5_kernel": list(c.windows[-1]),
+        "decoder_t_emb_dim": c.timestep_width,
+        "decoder_timestep_scale_multiplier": c.timestep_scale,
+        "spatial_compression_ratio": c.space_factor,
+        "temporal_compression_ratio": c.time_factor,
+    }

@@ -1,0 +1,135 @@
+"""Config of a Gemma 4: `config.json` of a folder, or the `gemma_config` of a text-encoder file of LTX-2.5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ltx2rt.config import Gemma4Config
+from ltx2rt.errors import InputError
+from ltx2rt.weights.configs.keys import Keys, Row, read_official, write_official
+
+# Defaults are Gemma4UnifiedTextConfig's own, where the released config could leave them out.
+ROWS = [
+    Row("vocab_size", "vocab_size", "vocab_size", "int", 262144),
+    Row("hidden_size", "hidden_size", "hidden_size", "int"),
+    Row("num_layers", "num_hidden_layers", "num_hidden_layers", "count"),
+    Row("num_heads", "num_attention_heads", "num_attention_heads", "int"),
+    Row("num_kv_heads", "num_key_value_heads", "num_key_value_heads", "int"),
+    Row("head_dim", "head_dim", "head_dim", "int", 256),
+    Row("intermediate_size", "intermediate_size", "intermediate_size", "int"),
+    Row("sliding_window", "sliding_window", "sliding_window", "int", 1024),
+    Row("norm_eps", "rms_norm_eps", "rms_norm_eps", "float", 1e-6),
+]
+USUAL = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": False,
+}
+KINDS = {"sliding_attention": True, "full_attention": False}
+TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+
+
+def gemma4(outer: Keys) -> Gemma4Config:
+    """With `text_config` or text only. Raises InputError for per-layer embeddings, experts and shared keys."""
+    keys = outer.inner("text_config") if "text_config" in outer else outer
+    keys.may(**USUAL)
+    keys.must(attention_k_eq_v=True)
+    keys.choice("use_bidirectional_attention", {"vision": None, None: None}, None)  # neither concerns text
+    sizes = read_official(ROWS, keys)
+    types = keys.get("layer_types", None)
+    if types is None:
+        types = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(sizes["num_layers"])]
+    if not isinstance(types, list | tuple) or len(types) != sizes["num_layers"]:
+        raise InputError(f"{keys.where}: layer_types = {types!r:.100}, expected one kind for each of num_hidden_layers")
+    both = keys.inner("rope_parameters")
+    local, full = both.inner("sliding_attention"), both.inner("full_attention")
+    local.must(rope_type="default")
+    full.must(rope_type="proportional")
+    full.may(factor=1.0)
+    fraction = full.number("partial_rotary_factor", float, 1.0)
+    if fraction > 1:
+        raise InputError(f"{full.where}: partial_rotary_factor = {fraction}, expected at most 1")
+
+    def token(key: str, default: int) -> int:
+        value = keys.get(key, None)
+        value = value[0] if isinstance(value, list) and value else value
+        value = default if value is None else value
+        if type(value) is not int:
+            raise InputError(f"{keys.where}: {key} = {value!r}, expected a token id")
+        return value
+
+    return Gemma4Config(
+        **sizes,
+        **_full_sizes(keys, sizes["num_kv_heads"], types),
+        layer_is_sliding=tuple(Keys({"layer_types": kind}, keys.where).choice("layer_types", KINDS) for kind in types),
+        rope_theta=full.number("rope_theta", float),
+        rope_fraction=fraction,
+        rope_local_theta=local.number("rope_theta", float),
+        **{key: token(key, default) for key, default in TOKENS.items()},
+    )
+
+
+def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str, int]:
+    """Sizes of full layers: under keys of their own, or layer by layer, as newer transformers save them."""
+    if "per_layer_config" in keys:
+        layers = keys.inner("per_layer_config")
+        own = [layers.inner(str(layer)) for layer, kind in enumerate(types) if kind == "full_attention"]
+        if any(one.data != own[0].data for one in own):
+            raise InputError(f"{layers.where}: full layers of unlike sizes are not supported")
+        own = own[0] if own else Keys({}, layers.where)
+        names = "head_dim", "num_key_value_heads"
+    else:
+        own, names = keys, ("global_head_dim", "num_global_key_value_heads")
+    heads = own.get(names[1], None) is None
+    return {
+        "full_head_dim": own.number(names[0], default=512),
+        "full_num_kv_heads": num_kv_heads if heads else own.number(names[1]),
+    }
+
+
+def towers_json(g: Gemma4Config) -> dict[str, Any]:
+    """Configs of the image and sound embedders that come with it, which no network of ours reads; small ones for a
+    small Gemma."""
+    patch, positions, sound = (16, 1120, 640) if g.hidden_size == 3840 else (1, 4, 8)
+    vision = {"patch_size": patch, "pooling_kernel_size": 3, "mm_embed_dim": g.hidden_size}
+    vision |= {"mm_posemb_size": positions, "output_proj_dims": g.hidden_size}
+    return {
+        "vision_config": {"model_type": "gemma4_unified_vision", **vision},
+        "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": sound},
+    }
+
+
+def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
+    """The Gemma4UnifiedForConditionalGeneration form. towers: its vision_config and audio_config."""
+    tokens = {key: getattr(g, key) for key in TOKENS}
+    sliding = {"rope_type": "default", "rope_theta": g.rope_local_theta}
+    full = {"rope_type": "proportional", "rope_theta": g.rope_theta, "partial_rotary_factor": g.rope_fraction}
+    text = {
+        "model_type": "gemma4_unified_text",
+        **write_official(ROWS, g),
+        "global_head_dim": g.full_head_dim,
+        "num_global_key_value_heads": g.full_num_kv_heads,
+        "attention_k_eq_v": True,
+        "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in g.layer_is_sliding],
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 262144,
+        "use_bidirectional_attention": "vision",
+        "tie_word_embeddings": True,
+        **USUAL,
+        **tokens,
+    }
+    return {
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "model_type": "gemma4_unified",
+        "dtype": "bfloat16",
+        "text_config": text,
+        **towers,
+        "tie_word_embeddings": True,
+        **tokens,
+    }

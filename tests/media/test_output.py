@@ -1,0 +1,164 @@
+"""A clip has the form that its name says: exact, whole or not at all, with its settings."""
+
+import json
+import wave
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from ltx2rt.errors import InputError
+from ltx2rt.media import output
+from ltx2rt.media.mp4 import durations, to_rgb8
+from ltx2rt.media.output import check_output, check_streams, files_of, write_clip
+
+NTSC = Fraction(24000, 1001)
+COMMENT = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}
+
+
+def clip(num_frames=17, height=32, width=64):
+    f, y, x = np.mgrid[:num_frames, :height, :width].astype(np.float32)
+    return np.stack([np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(np.float32)
+
+
+def tone(seconds, rate):
+    t = np.arange(round(seconds * rate)) / rate
+    return np.stack([0.5 * np.sin(880 * np.pi * t), 0.25 * np.sin(1760 * np.pi * t)]).astype(np.float32)
+
+
+def write(path, **more):
+    given = {"num_frames": 17, "fps": NTSC, "waveform": tone(0.4, 24000), "sample_rate": 24000, "comment": COMMENT}
+    write_clip(path, [clip()[:, :9], clip()[:, 9:]], **given | more)
+
+
+def decoded(path):
+    with av.open(str(path)) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    with av.open(str(path)) as container:
+        sound = [frame.to_ndarray() for frame in container.decode(audio=0)]
+        rate = container.streams.audio[0].rate
+    return frames, np.concatenate(sound, -1), rate
+
+
+@pytest.mark.parametrize("rate", [24000, 48000])
+@pytest.mark.parametrize(("name", "video", "audio"), [("a.mov", "h264", "aac"), ("a.WEBM", "vp9", "opus")])
+def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, video, audio, rate):
+    path = tmp_path / name
+    write(path, waveform=tone(1, rate), sample_rate=rate)
+    with av.open(str(path)) as container:
+        streams = container.streams
+        codec = streams.video[0].codec_context
+        assert (codec.codec.canonical_name, streams.audio[0].codec_context.codec.canonical_name) == (video, audio)
+        assert (codec.pix_fmt, codec.color_range, codec.colorspace, codec.color_trc) == ("yuv420p", 1, 1, 1)
+        assert streams.video[0].average_rate == NTSC
+        (comment,) = [value for key, value in container.metadata.items() if key.lower() == "comment"]
+        assert json.loads(comment) == COMMENT
+    frames, sound, decoded_rate = decoded(path)
+    error = frames.astype(np.float64) - to_rgb8(clip())
+    assert frames.shape == (17, 32, 64, 3) and np.sqrt((error**2).mean()) < 6  # as of the MP4: halved chroma
+    seconds = 17 / NTSC
+    late = (sound.shape[1] - round(seconds * decoded_rate)) / decoded_rate
+    assert 0 <= late < 1024 / rate  # AAC's last frame may be played to its end; Opus says where it ends
+    assert abs(durations(path).video_s - float(seconds)) < 1e-3  # WebM counts milliseconds
+    given, heard = tone(1, decoded_rate)[0, 3000:15000], sound[0, 3000:15000]
+    assert np.corrcoef(heard, given)[0, 1] > 0.99  # aligned: a tenth of a period off is 0.8
+
+
+@pytest.mark.parametrize(("name", "rate"), [("a.webm", 44100), ("a.mp4", 50000)])
+def test_sound_of_a_rate_that_a_container_lacks_is_resampled(tmp_path, capsys, name, rate):
+    write(tmp_path / name, waveform=tone(1, rate), sample_rate=rate)
+    assert capsys.readouterr().err.endswith(f"has no {rate} Hz; the sound is resampled to 48000 Hz\n")
+    _, sound, found = decoded(tmp_path / name)
+    assert found == 48000
+    assert np.corrcoef(sound[0, 2000:30000], tone(1, 48000)[0, 2000:30000])[0, 1] > 0.99  # coded
+
+
+def test_webm_is_the_same_bytes_each_time(tmp_path):
+    for name in ("a.webm", "b.webm"):
+        write(tmp_path / name)
+    assert (tmp_path / "a.webm").read_bytes() == (tmp_path / "b.webm").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "wav"), [("fox-%05d.png", "fox.wav"), ("%d.png", "sound.wav")])
+def test_frames_are_exact_and_the_sound_lies_beside(tmp_path, name, wav):
+    write(tmp_path / name)
+    pictures = [Image.open(tmp_path / (name % i)) for i in range(17)]
+    np.testing.assert_array_equal(np.stack([np.asarray(p) for p in pictures]), to_rgb8(clip()))
+    assert json.loads(pictures[3].text["Comment"]) == COMMENT
+    assert len(files_of(tmp_path / name)) == len(list(tmp_path.iterdir())) == 18
+    with wave.open(str(tmp_path / wav)) as sound:
+        assert (sound.getnchannels(), sound.getsampwidth(), sound.getframerate()) == (2, 2, 24000)
+        assert sound.getnframes() == round(17 / NTSC * 24000)
+        samples = np.frombuffer(sound.readframes(2**20), "<i2").reshape(-1, 2).T
+    kept = tone(0.4, 24000)
+    np.testing.assert_array_equal(samples[:, : kept.shape[1]], np.round(kept * 32767))
+    assert not samples[:, kept.shape[1] :].any()
+
+
+def test_a_wav_is_the_sound_alone_with_its_settings(tmp_path):
+    path = tmp_path / "a.wav"
+    loud = np.float32([[2, -2, 0.5], [0, 0, 1]])
+    write_clip(path, (), num_frames=0, fps=NTSC, waveform=loud, sample_rate=48000, comment=COMMENT)
+    with wave.open(str(path)) as sound:  # without a clip's length it is as long as it is
+        assert np.frombuffer(sound.readframes(9), "<i2").tolist() == [32767, 0, -32767, 0, 16384, 32767]
+    with av.open(str(path)) as container:
+        assert json.loads(container.metadata["comment"]) == COMMENT
+    write(path)
+    with wave.open(str(path)) as sound:
+        assert sound.getnframes() == round(17 / NTSC * 24000)
+
+
+def failing():
+    yield clip()[:, :9]
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["a.webm", "a-%05d.png"])
+@pytest.mark.parametrize(("chunks", "error"), [(lambda: [clip()[:, :9]], "9 arrived, expected 17"), (failing, None)])
+def test_a_failure_leaves_nothing(tmp_path, name, chunks, error):
+    with pytest.raises(ValueError if error else KeyboardInterrupt, match=error):
+        write_clip(tmp_path / name, chunks(), num_frames=17, fps=NTSC)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.png, \*\.wav"),
+        ("a", "not named"),
+        ("frames.png", r"one name for all frames; number them: .*%05d\.png"),
+        ("%d-%d.png", "one name"),
+        ("100%-%d.png", "one name"),
+        ("%s.png", "one name"),
+    ],
+)
+def test_names_of_no_form_are_refused(tmp_path, name, said):
+    with pytest.raises(InputError, match=said):
+        check_output(tmp_path / name)
+
+
+def test_frames_do_not_mix_with_older_ones(tmp_path):
+    for name in ("a-%05d.png", "%05d.png", "a.mp4", "gone/%05d.png"):
+        check_output(tmp_path / name)
+    (tmp_path / "a-00150.png").touch()
+    with pytest.raises(InputError, match=r"a-00150\.png is there already"):
+        check_output(tmp_path / "a-%05d.png")
+    check_output(tmp_path / "%05d.png")
+
+
+def test_an_encoder_that_the_build_lacks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(av, "codecs_available", av.codecs_available - {"libvpx-vp9"})
+    check_output(tmp_path / "a.mp4")
+    with pytest.raises(InputError, match=r"a\.webm needs the encoder libvpx-vp9, .*; write \*\.mp4"):
+        check_output(tmp_path / "a.webm")
+
+
+def test_a_form_fits_what_is_made(tmp_path):
+    for name, video, sound in (("a.wav", True, True), ("a.mp4", False, True), ("a.wav", False, False)):
+        with pytest.raises(InputError, match="--output: "):
+            check_streams(tmp_path / name, video, sound)
+    check_streams(tmp_path / "a.wav", False, True)
+    check_streams(tmp_path / "a-%d.png", True, False)
+    assert output.SUFFIXES == (".mp4", ".mov", ".webm", ".png", ".wav")

@@ -1,0 +1,158 @@
+"""What is read is what was written, at any rate and in any format; what cannot be used is refused in one line."""
+
+import math
+import os
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.sound import read_sound, resample
+
+RATE = 12000
+SAMPLES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "flt": np.float32, "dbl": np.float64}
+# torchaudio 2.11.0, functional.resample to 16 kHz in float64, channel 1 of `signal`; its float32 is up to 1e-5 away.
+AT = (0, 1, 7, 100, 222, -2, -1)
+TORCHAUDIO = {
+    48000: (0.19945289, 0.25892428, -0.01177424, -0.21206541, -0.25571171, 0.45189005, 0.46629071),
+    44100: (0.20383015, 0.25847625, -0.01177348, -0.2120658, -0.25571154, 0.46329757, 0.42539022),
+    22050: (0.25770693, 0.24921831, -0.01176257, -0.21205634, -0.25570776, 0.48300501, 0.35443283),
+    11025: (0.29852297, 0.25921202, -0.01188471, -0.21224312, -0.25584651, 0.4640133, 0.18373593),
+    8000: (0.29842952, 0.26141914, -0.01284735, -0.21203234, -0.25567184, 0.43970246, 0.25264286),
+}
+
+
+def signal(rate: int, size: int) -> np.ndarray:
+    """A chirp, and a tone with a step: f32[2, size]."""
+    t = np.arange(size) / rate
+    chirp, tone = 0.5 * np.sin(2 * np.pi * (300 * t + 9000 * t**2)), 0.3 * np.cos(2 * np.pi * 1700 * t)
+    return np.stack([chirp, tone + 0.2 * (t > 0.02)]).astype(np.float32)
+
+
+def stored(path, codec: str, samples: np.ndarray, rate: int = RATE, layout: str = "stereo", video: str = ""):
+    """Samples [channels, N] as `codec` in the container that the path's name says, after a picture if `video`."""
+    with av.open(str(path), "w") as container:
+        if video:
+            picture = container.add_stream(video, rate=1)
+            picture.width, picture.height, picture.pix_fmt = 16, 16, "rgb24"
+            frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), np.uint8), format="rgb24")
+            frame.pts, frame.time_base = 0, Fraction(1)
+        stream = container.add_stream(codec, rate=rate, layout=layout)
+        if video:
+            container.mux([*picture.encode(frame), *picture.encode()])
+        wanted = stream.codec_context.format.name
+        planar = stream.codec_context.format.is_planar
+        for start in range(0, samples.shape[1], 1000):
+            part = samples[:, start : start + 1000]
+            part = np.ascontiguousarray(part if planar else part.T.reshape(1, -1))
+            frame = av.AudioFrame.from_ndarray(part, format=wanted, layout=layout)
+            frame.sample_rate, frame.pts, frame.time_base = rate, start, Fraction(1, rate)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    "codec, kind, zero, one",
+    [
+        ("pcm_u8", "u8", 128, 2**7),
+        ("pcm_s16le", "s16", 0, 2**15),
+        ("pcm_s24le", "s32", 0, 2**31),
+        ("pcm_s32le", "s32", 0, 2**31),
+        ("pcm_f32le", "flt", 0, 1),
+        ("pcm_f64le", "dbl", 0, 1),
+    ],
+)
+def test_samples_of_every_kind_mean_the_same(tmp_path, codec, kind, zero, one):
+    exact = np.round(signal(RATE, 2501) * 2**7) / 2**7  # what 8 bits hold
+    samples = (exact * one + zero).astype(SAMPLES[kind])
+    found, rate = read_sound(stored(tmp_path / "a.wav", codec, samples))
+    assert rate == RATE and found.dtype == np.float32
+    np.testing.assert_array_equal(found, exact.astype(np.float32))
+
+
+def test_a_movie_of_one_channel(tmp_path):
+    mono = (signal(RATE, 3001)[:1] * 2**15).astype(np.int16)
+    path = stored(tmp_path / "a.mov", "pcm_s16le", mono, layout="mono", video="png")
+    found, _ = read_sound(path)
+    np.testing.assert_array_equal(found, mono / np.float32(2**15))
+
+
+@pytest.mark.parametrize("name, codec, bits", [("a.flac", "flac", 16), ("a.mka", "flac", 16), ("a.mov", "alac", 32)])
+def test_planar_and_compressed_samples(tmp_path, name, codec, bits):
+    samples = (signal(RATE, 5003) * 2**15).astype(np.int16).astype(f"int{bits}") << (bits - 16)
+    found, _ = read_sound(stored(tmp_path / name, codec, samples))
+    np.testing.assert_array_equal(found, samples / np.float32(2 ** (bits - 1)))
+
+
+def test_cuts_are_counted_in_samples(tmp_path):
+    samples = (signal(RATE, 5003) * 2**15).astype(np.int16)
+    path = stored(tmp_path / "a.mka", "flac", samples)  # whose times are milliseconds
+    for start_s, length_s in ((0.0, None), (0.0, 0.1), (0.1003, 0.05), (0.25, 9.0), (5002 / RATE, 1.0)):
+        first = round(start_s * RATE)
+        last = None if length_s is None else first + round(length_s * RATE)
+        found, _ = read_sound(path, start_s, length_s)
+        np.testing.assert_array_equal(found, samples[:, first:last] / np.float32(2**15))
+    with pytest.raises(InputError, match=r"its sound ends before 0\.5 s"):
+        read_sound(path, 0.5)
+
+
+def test_aac_is_aligned(tmp_path):
+    """What `generate` writes, read again: no priming samples are left in front."""
+    sound, frames = signal(48000, 24000), np.zeros((3, 12, 16, 16), np.float32)
+    write_mp4(tmp_path / "a.mp4", [frames], num_frames=12, fps=Fraction(24), waveform=sound, sample_rate=48000)
+    found, rate = read_sound(tmp_path / "a.mp4", 0.0, 0.5)
+    assert rate == 48000 and found.shape == (2, 24000)
+    match = [np.corrcoef(found[0, 2000 + lag : 22000 + lag], sound[0, 2000:22000])[0, 1] for lag in (-1, 0, 1)]
+    assert np.argmax(match) == 1 and match[1] > 0.99
+
+
+def test_what_holds_no_sound_is_refused_in_one_line(tmp_path):
+    write_mp4(tmp_path / "silent.mp4", [np.zeros((3, 1, 16, 16), np.float32)], num_frames=1, fps=Fraction(24))
+    whole = stored(tmp_path / "a.flac", "flac", np.zeros((2, 5000), np.int16)).read_bytes()
+    (tmp_path / "cut.flac").write_bytes(whole[:30])
+    (tmp_path / "text.wav").write_text("RIFF of no waves")
+    (tmp_path / "list.m3u8").write_text("#EXTM3U\n#EXTINF:1,\na.flac\n")
+    stored(tmp_path / "empty.wav", "pcm_s16le", np.zeros((2, 0), np.int16))
+    stored(tmp_path / "five.wav", "pcm_s16le", np.zeros((6, 9), np.int16), layout="5.1")
+    stored(tmp_path / "nan.wav", "pcm_f32le", np.full((2, 9), np.nan, np.float32))
+    stored(tmp_path / "slow.wav", "pcm_s16le", np.zeros((2, 9), np.int16), rate=100)
+    os.mkfifo(tmp_path / "pipe.wav")
+    for name, message in (
+        ("silent.mp4", "holds no sound"),
+        ("cut.flac", "no readable sound|holds no sound|is empty"),
+        ("text.wav", "no readable sound"),
+        ("list.m3u8", "no readable sound"),
+        ("empty.wav", "its sound is empty|no readable sound"),
+        ("five.wav", "6 channels, expected one or two"),
+        ("nan.wav", "NaN or infinite"),
+        ("slow.wav", "a sample rate of 100 Hz"),
+        ("pipe.wav", "not a file"),
+        ("gone.wav", "not a file"),
+        (".", "not a file"),
+    ):
+        with pytest.raises(InputError, match=message) as refused:
+            read_sound(tmp_path / name)
+        assert str(tmp_path / name) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("rate", TORCHAUDIO)
+def test_resampling_is_torchaudios(rate):
+    found = resample(signal(rate, round(0.0371 * rate)), rate, 16000)
+    assert found.shape == (2, 594) and found.dtype == np.float32
+    # Eight printed decimals, and float32 results below 1; 3e-8 was reached for all of them.
+    np.testing.assert_allclose(found[1, AT], TORCHAUDIO[rate], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("rate, new, size", [(48000, 16000, 100), (44100, 16000, 333), (8000, 16000, 51), (97, 31, 40)])
+def test_resampling_is_its_formula(rate, new, size):
+    x = np.random.default_rng(0).standard_normal((2, size)).astype(np.float32)
+    cutoff = 0.99 * min(rate, new)
+    t = cutoff * (np.arange(size)[:, None] / rate - np.arange(math.ceil(size * new / rate)) / new)
+    clamped = np.clip(t, -6, 6)
+    expected = x @ (np.sinc(clamped) * np.cos(clamped * np.pi / 12) ** 2 * cutoff / rate)
+    np.testing.assert_allclose(resample(x, rate, new), expected, rtol=0, atol=1e-6)  # float32 of values up to 4
+    assert resample(x, rate, rate) is x

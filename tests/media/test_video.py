@@ -1,0 +1,206 @@
+"""Given videos are read as the reference reads them, upright, and whatever would go wrong is said first."""
+
+import os
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.video import VideoInfo, read_frames, read_mask, require_constant_rate, video_info
+
+FLAG = "--video-path"
+TICKS = Fraction(1, 240)  # of the timestamps that are written
+
+
+def write(path, times=range(0, 170, 10), codec="libx264", sound_s=0.0, rotation=0, rate=24, size=(48, 32), **options):
+    """Frames of these times in ticks: u8[F, H, W, 3], each with its number as brightness, white at the top left."""
+    frames = np.full((len(times), size[1], size[0], 3), 20, np.uint8)
+    frames += (np.arange(len(times), dtype=np.uint8) * 10)[:, None, None, None]
+    frames[:, :8, :16] = 255
+    with av.open(str(path), "w", options=options) as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height = size
+        stream.pix_fmt = "rgb24" if codec == "png" else "yuv420p"
+        stream.codec_context.time_base = TICKS
+        if rotation:
+            stream.set_display_rotation(rotation)
+        if sound_s:
+            sound = container.add_stream("libopus" if codec == "libvpx-vp9" else "aac", rate=48000, layout="stereo")
+        for time, pixels in zip(times, frames, strict=True):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format=stream.pix_fmt)
+            frame.pts, frame.time_base = time, TICKS
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+        if sound_s:
+            samples = np.zeros((2, round(48000 * sound_s)), np.float32)
+            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
+            frame.sample_rate = 48000
+            container.mux(sound.encode(frame))
+            container.mux(sound.encode())
+    return frames
+
+
+def read(path, count):
+    return np.stack(list(read_frames(path, FLAG, count)))
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"), [("a.mp4", "libx264"), ("a.mov", "png"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")]
+)
+def test_every_container_tells_its_size_rate_count_and_sound(tmp_path, name, codec):
+    frames = write(tmp_path / name, codec=codec, sound_s=0.7)
+    info = video_info(tmp_path / name, FLAG)
+    times = info.times_s
+    assert info == VideoInfo(48, 32, 17, Fraction(24), 0, has_sound=True, times_s=times)
+    assert all(abs(time - Fraction(i, 24)) <= Fraction(1, 1000) for i, time in enumerate(times))  # WebM: milliseconds
+    require_constant_rate(tmp_path / name, FLAG, info)
+    found = read(tmp_path / name, 17)
+    assert found.shape == frames.shape and found.dtype == np.uint8
+    # PNG is lossless; H.264 and VP9 keep flat areas within a few levels
+    assert np.abs(found.astype(int) - frames)[:, 16:].max() <= (0 if codec == "png" else 6)
+
+
+def test_frames_are_bitwise_what_the_reference_reads(tmp_path):
+    write(tmp_path / "a.mp4")
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        expected = np.stack([frame.to_rgb().to_ndarray() for frame in container.decode(video=0)])
+    np.testing.assert_array_equal(read(tmp_path / "a.mp4", 17), expected)
+    np.testing.assert_array_equal(read(tmp_path / "a.mp4", 5), expected[:5])
+    assert video_info(tmp_path / "a.mp4", FLAG, 5).num_frames == 5
+
+
+def test_frames_are_decoded_as_they_are_taken(tmp_path):
+    write(tmp_path / "a.mp4")
+    stream = read_frames(tmp_path / "a.mp4", FLAG, 17)
+    assert next(stream).shape == (32, 48, 3)
+    stream.close()
+
+
+@pytest.mark.parametrize(("rotation", "corner"), [(90, (-1, 0)), (-90, (0, -1)), (180, (-1, -1))])
+def test_rotation_is_applied(tmp_path, rotation, corner):
+    """Degrees counter-clockwise, as FFmpeg tells them: the white corner of the stored frames moves."""
+    write(tmp_path / "a.mp4", rotation=rotation)
+    info = video_info(tmp_path / "a.mp4", FLAG)
+    assert (info.width, info.height) == ((48, 32) if rotation == 180 else (32, 48))
+    assert info.rotation == rotation % 360
+    found = read(tmp_path / "a.mp4", 2)
+    assert found.shape == (2, info.height, info.width, 3)
+    assert found[0, corner[0], corner[1]].min() > 240
+    assert (found[0] > 200).all(-1).sum() == pytest.approx(8 * 16, abs=20)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+def test_a_first_timestamp_that_is_not_zero(tmp_path, name):
+    """Counted from zero, the last frames would fall out of the clip."""
+    write(tmp_path / name, [50 + 10 * i for i in range(17)])
+    info = video_info(tmp_path / name, FLAG)
+    assert info.num_frames == 17 and abs(info.times_s[0] - Fraction(50, 240)) <= Fraction(1, 1000)
+    require_constant_rate(tmp_path / name, FLAG, info)
+    assert len(read(tmp_path / name, 17)) == 17
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        [0, 10, 20, 40, 50, 60, 70, 80, 90],  # a frame was dropped
+        [0, 10, 20, 25, 30, 40, 50, 60, 70],
+        [10 * i if i < 12 else 120 + 12 * (i - 12) for i in range(24)],  # slower at the end
+    ],
+)
+def test_a_variable_rate_is_refused_in_one_line(tmp_path, times):
+    write(tmp_path / "a.mp4", times)
+    info = video_info(tmp_path / "a.mp4", FLAG)
+    with pytest.raises(InputError, match=r"--video-path: .*a\.mp4 has a variable frame rate \(.* last .* ms\); "):
+        require_constant_rate(tmp_path / "a.mp4", FLAG, info)
+
+
+def test_uneven_ticks_of_one_rate_are_constant(tmp_path):
+    """30000/1001 fps in ticks of 1/240 s and, in WebM, of 1/1000 s."""
+    rate = Fraction(30000, 1001)
+    for name in ("a.mp4", "a.mkv"):
+        write(tmp_path / name, [round(i * 240 / rate) for i in range(40)], rate=rate)
+        info = video_info(tmp_path / name, FLAG)
+        assert float(info.fps) == pytest.approx(float(rate), rel=2e-3)  # MP4: frames over seconds, in those ticks
+        require_constant_rate(tmp_path / name, FLAG, info)
+
+
+def test_a_file_without_timestamps(tmp_path):
+    write(tmp_path / "a.h264")
+    info = video_info(tmp_path / "a.h264", FLAG)
+    assert info.times_s is None and len(read(tmp_path / "a.h264", 17)) == 17  # by index it can be read
+    with pytest.raises(InputError, match=r"a\.h264 has no timestamps; save it again as MP4"):
+        require_constant_rate(tmp_path / "a.h264", FLAG, info)
+
+
+@pytest.mark.parametrize(
+    ("name", "sound_s", "options"),
+    [("a.mp4", 0.0, {"movflags": "+faststart"}), ("a.mp4", 2.0, {"movflags": "+faststart"}), ("a.mkv", 0.0, {})],
+)
+def test_a_truncated_file_is_refused(tmp_path, name, sound_s, options):
+    write(tmp_path / name, range(0, 600, 10), sound_s=sound_s, size=(128, 96), **options)
+    whole = (tmp_path / name).read_bytes()
+    for part in (0.5, 0.6, 0.7):
+        (tmp_path / name).write_bytes(whole[: int(len(whole) * part)])
+        with pytest.raises(InputError, match=r"--video-path: .*(truncated|no readable video)"):
+            video_info(tmp_path / name, FLAG)
+
+
+def test_sound_that_outlasts_the_picture_is_no_truncation(tmp_path):
+    for name, codec in (("a.mp4", "libx264"), ("a.webm", "libvpx-vp9")):
+        write(tmp_path / name, codec=codec, sound_s=5.0)
+        assert video_info(tmp_path / name, FLAG).num_frames == 17
+
+
+def test_tags_that_are_no_text_do_not_matter(tmp_path):
+    """Such as Latin-1 of old cameras."""
+    write(tmp_path / "a.mkv")
+    data = (tmp_path / "a.mkv").read_bytes()
+    assert b"Lavf" in data and b"00:00:00." in data
+    (tmp_path / "a.mkv").write_bytes(data.replace(b"Lavf", b"La\xe9f").replace(b"00:00:00.", b"00:00:xx."))
+    assert video_info(tmp_path / "a.mkv", FLAG).num_frames == 17
+
+
+def test_what_is_no_video_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo")  # opening it would wait for ever
+    (tmp_path / "text.mp4").write_text("hello")
+    write(tmp_path / "whole.mp4")
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "whole.mp4").read_bytes()[:900])  # its index is at the end
+    with av.open(str(tmp_path / "sound.wav"), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+    for name in ("fifo", "text.mp4", "cut.mp4", "gone.mp4", "sound.wav", "."):
+        with pytest.raises(InputError, match=r"--video-path: .*(no readable video|has no video)") as error:
+            video_info(tmp_path / name, FLAG)
+        assert "\n" not in str(error.value) and str(tmp_path / name) in str(error.value)
+
+
+def test_a_playlist_fetches_nothing(tmp_path):
+    write(tmp_path / "a.mp4")
+    (tmp_path / "list.m3u8").write_text(f"#EXTM3U\n#EXTINF:1,\n{tmp_path}/a.mp4\n#EXT-X-ENDLIST\n")
+    with pytest.raises(InputError, match="no readable video"):
+        video_info(tmp_path / "list.m3u8", FLAG)
+
+
+def test_a_mask_is_the_mean_brightness_of_each_token(tmp_path):
+    """As torch's area interpolation and mean give it; size 48 x 32 as in the file, cells of 16 px."""
+    import torch
+
+    frames = write(tmp_path / "a.mov", codec="png")
+    found = read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (3, 2, 3))
+    grey = torch.from_numpy(frames).double().mean(-1)[:, None] / 255
+    cells = torch.nn.functional.interpolate(grey, size=(2, 3), mode="area")[:, 0]
+    expected = torch.cat([cells[:1], cells[1:].unflatten(0, (2, 8)).mean(1)])
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+    np.testing.assert_array_equal(read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (1, 2, 3)), found[:1])
+
+
+@pytest.mark.parametrize(("count", "frames"), [(1, 2), (12, 3), (5, 9)])
+def test_a_mask_that_does_not_divide_is_refused(tmp_path, count, frames):
+    write(tmp_path / "a.mov", range(0, 10 * count, 10), codec="png")
+    with pytest.raises(InputError, match=rf"a\.mov has {count} frames, expected {frames} or more"):
+        read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (frames, 2, 3))

@@ -1,0 +1,212 @@
+"""The diffusion decoder against diffusers, tiny and in float32."""
+
+import copy
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from diffusers import LTX2VideoDiffusionDecoderModel
+
+from ltx2rt.config import DiffusionDecoderConfig
+from ltx2rt.errors import InputError
+from ltx2rt.models import diffusion_decoder
+from ltx2rt.placement.cost import activation_bytes, flops
+from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
+from ltx2rt.weights.checkpoint import audit
+from ltx2rt.weights.names import QKV, to_diffusers
+
+# Of its attention diffusers' module has a slow form alone that runs on a CPU, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+KINDS = ["numpy", "cuda", "tpu"]
+# Windows, strides, widths and depths all differ from stage to stage.
+CONFIG = DiffusionDecoderConfig(
+    latent_channels=16,
+    patch_size=4,
+    head_dim=16,
+    channels=(64, 32, 32, 32, 16),
+    depths=(1, 2, 1, 2, 3),
+    windows=((3, 3, 3), (3, 3, 3), (3, 3, 5), (3, 5, 3), (5, 3, 7)),
+    strides=((1, 1, 2), (2, 1, 1), (2, 2, 1), (2, 2, 2)),
+    timestep_width=24,
+    timestep_scale=1000.0,
+)
+RELEASED = DiffusionDecoderConfig(
+    latent_channels=128,
+    patch_size=4,
+    head_dim=64,
+    channels=(2048, 1024, 512, 512, 256),
+    depths=(4, 6, 4, 2, 8),
+    windows=((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)),
+    strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)),
+    timestep_width=384,
+    timestep_scale=1000.0,
+)
+STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
+
+
+@cache
+def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
+    """diffusers' module and its parameters under official names, everything random and no bias zero."""
+    c = CONFIG
+    model = LTX2VideoDiffusionDecoderModel(
+        latent_channels=c.latent_channels,
+        patch_size=c.patch_size,
+        decoder_head_dim=c.head_dim,
+        decoder_stage_channels=c.channels,
+        decoder_stage_depths=c.depths,
+        decoder_stage_kernels=c.windows[:-1],
+        decoder_upsample_strides=c.strides,
+        decoder_upsample_channel_reductions=tuple(a // b for a, b in zip(c.channels, c.channels[1:], strict=False)),
+        decoder_stage5_kernel=c.windows[-1],
+        decoder_t_emb_dim=c.timestep_width,
+        decoder_timestep_scale_multiplier=c.timestep_scale,
+    ).eval()
+    shape = diffusion_decoder.whole(c, 1, (3, 3, 3), "plain")
+    params = random_params(diffusion_decoder.trace_features(c, 1, 3, 3, 3, "float32"), seed=1)
+    params |= random_params(diffusion_decoder.trace(c, shape, "float32"), seed=2)
+    params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])
+    state = {}
+    for name, value in params.items():
+        theirs = to_diffusers("diffusion_decoder", name)
+        parts = dict(zip(QKV, np.split(value, 3), strict=True)) if ".qkv." in theirs else {"qkv": value}
+        state |= {theirs.replace("qkv", part): torch.from_numpy(x) for part, x in parts.items()}
+    model.load_state_dict(state, strict=True)
+    return model, params
+
+
+def expected(latent: np.ndarray, noise: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:
+    model, params = reference()
+    model = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    mean, std = (torch.from_numpy(params[k]).reshape(-1, 1, 1, 1) for k in STATISTICS)
+    decoder = model.decoder
+    with torch.no_grad():
+        z = (torch.from_numpy(latent) * std + mean).to(dtype)
+        context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(z))
+        return decoder.denoise(context, torch.from_numpy(noise).to(dtype), 1).float().numpy()
+
+
+def decode(kind: str, latent: np.ndarray, noise: np.ndarray, border: str, dtype: str = "float32") -> np.ndarray:
+    _, params = reference()
+    batch, _, *grid = latent.shape
+    graph = diffusion_decoder.trace_features(CONFIG, batch, *grid, dtype)
+    features = run_graph(kind, graph, params, {"latent": latent})["features"]
+    graph = diffusion_decoder.trace(CONFIG, diffusion_decoder.whole(CONFIG, batch, tuple(grid), border), dtype)
+    return run_graph(kind, graph, params, {"features": features, "noise": noise})["frames"]
+
+
+def normal(*shape: int, seed: int = 7) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoder_is_diffusers(kind):
+    latent, noise = normal(1, 16, 3, 3, 5), normal(1, 3, 17, 48, 80, seed=8)
+    # Summation order only: 2e-6 was reached.
+    assert relative_l2(decode(kind, latent, noise, "plain"), expected(latent, noise)) <= 1e-5
+
+
+def in_slabs(x: torch.Tensor, width: int, halo: int) -> list[torch.Tensor]:
+    """x (B, frames, rows, columns, channels) as the official decoder cuts it: cores of `width` columns, each with a
+    halo of the neighbours' columns, or of copies of the border column."""
+    cores = [x[:, :, :, start : start + width] for start in range(0, x.shape[3], width)]
+    edge = [column.expand(-1, -1, -1, halo, -1) for column in (x[:, :, :, :1], x[:, :, :, -1:])]
+    left = [edge[0], *(core[:, :, :, -halo:] for core in cores[:-1])]
+    right = [*(core[:, :, :, :halo] for core in cores[1:]), edge[1]]
+    return [torch.cat(parts, dim=3) for parts in zip(left, cores, right, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunked_borders_are_slabs_with_copies_of_the_border_column(kind, monkeypatch):
+    """diffusers' blocks on the official decoder's slabs: four cores of columns, a halo of half a window."""
+    model, _ = reference()
+    block, halo = type(model.decoder.diff_blocks[0]), CONFIG.windows[-1][2] // 2
+
+    def forward(self, x, context, modulation, block_mask=None):
+        rows = [modulation[i] + self.scale_shift_table[i].view(1, 1, 1, 1, -1) for i in range(7)]
+        x = x + self.context_proj(context)
+        width = x.shape[3] // 4
+        slabs = [self.attn(self.norm1(slab) * (1 + rows[0]) + rows[1]) for slab in in_slabs(x, width, halo)]
+        x = x + torch.cat([slab[:, :, :, halo : halo + width] for slab in slabs], dim=3)
+        return x + self.mlp(self.norm2(x) * (1 + rows[3]) + rows[4])
+
+    latent, noise = normal(1, 16, 3, 3, 5), normal(1, 3, 17, 48, 80, seed=8)
+    plain = expected(latent, noise)
+    monkeypatch.setattr(block, "forward", forward)
+    chunked = expected(latent, noise)
+    assert relative_l2(decode(kind, latent, noise, "chunked"), chunked) <= 1e-5  # summation order
+    reach = 4 * CONFIG.depths[-1] * halo  # pixels from a border
+    assert relative_l2(chunked[..., reach:-reach], plain[..., reach:-reach]) <= 1e-6
+    assert relative_l2(chunked, plain) >= 1e-2  # the modes are far apart at the borders
+
+
+@pytest.mark.parametrize("grid", [(1, 3, 3), (2, 1, 3), (1, 2, 1)])
+def test_a_latent_smaller_than_the_windows_is_padded_with_its_edge(grid):
+    """Time at the end, rows and columns on both sides, the smaller half before."""
+    latent = normal(1, 16, *grid)
+    around = diffusion_decoder.padding(CONFIG, grid)
+    missing = [max(0, 3 - n) for n in grid]
+    assert around == ((0, missing[0]), *((n // 2, n - n // 2) for n in missing[1:]))
+    full = np.pad(latent, ((0, 0), (0, 0), *around), mode="edge")
+    assert full.shape == (1, 16, 3, 3, 3)
+    noise = normal(1, 3, 17, 48, 48, seed=8)
+    assert relative_l2(decode("cuda", latent, noise, "plain"), expected(full, noise)) <= 1e-5
+
+
+def test_released_sizes():
+    """From the released file: 309 tensors and the statistics; 7 latents, 224 px, are the smallest side."""
+    c = RELEASED
+    assert diffusion_decoder.padding(c, (1, 7, 6)) == ((0, 2), (0, 0), (0, 1))
+    assert diffusion_decoder.rope_sizes(64) == (16, 24, 24)
+    still = diffusion_decoder.whole(c, 1, (1, 7, 7))
+    assert still.pixels(c) == (17, 224, 224)
+    # Of a tile at the end 16 frames are cut off, but never so many that fewer than a window are left.
+    assert [replace(still, frames=n, first=False).pixels(c)[0] for n in (13, 14, 20)] == [11, 12, 24]
+    assert replace(still, frames=20, first=False, last=False).pixels(c)[0] == 40
+    features = diffusion_decoder.trace_features(c, 1, 1, 7, 7, "bfloat16")
+    specs = features.parameters() | diffusion_decoder.trace(c, still, "bfloat16").parameters()
+    assert len(specs) == 309 + 2
+    assert sum(math.prod(s.shape) for s in specs.values()) - 256 == 417_133_616  # diffusers' module has as many
+
+
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
+    latent, noise = normal(1, 16, 3, 3, 3), normal(1, 3, 17, 48, 48, seed=8)
+    exact = expected(latent, noise)
+    theirs = expected(latent, noise, torch.bfloat16)
+    ours = decode(kind, latent, noise, "plain", "bfloat16")
+    assert relative_l2(ours, exact) <= 2 * relative_l2(theirs, exact)
+
+
+def test_the_mlp_in_parts_is_the_mlp(monkeypatch):
+    latent, noise = normal(1, 16, 3, 3, 3), normal(1, 3, 17, 48, 48, seed=8)
+    whole = decode("cuda", latent, noise, "chunked")
+    monkeypatch.setattr(diffusion_decoder, "MLP_TOKENS", 1000)
+    parts = decode("cuda", latent, noise, "chunked")
+    assert relative_l2(parts, whole) <= 1e-6  # products of other shapes
+
+
+def test_full_size_costs_what_the_windows_cost():
+    """768x512, 121 frames: 105 TFLOP in all, of which windows of 11^3 keys are a third; and no scores in memory."""
+    c = RELEASED
+    grid = (16, 16, 24)
+    features = diffusion_decoder.trace_features(c, 1, *grid, "bfloat16")
+    decoder = diffusion_decoder.trace(c, diffusion_decoder.whole(c, 1, grid), "bfloat16")
+    assert flops(features) + flops(decoder) == pytest.approx(105.4e12, rel=1e-3)
+    assert max(activation_bytes(features), activation_bytes(decoder)) <= 25e9
+
+
+def test_a_file_of_both_networks_is_audited_for_each():
+    shape = diffusion_decoder.whole(CONFIG, 1, (3, 3, 3))
+    graphs = [
+        diffusion_decoder.trace_features(CONFIG, 1, 3, 3, 3, "float32"),
+        diffusion_decoder.trace(CONFIG, shape, "float32"),
+    ]
+    tensors = reference()[1] | {"vae.decoder.type_emb": np.ones(16), "vae.encoder.conv_in.conv.bias": np.ones(3)}
+    for graph in graphs:
+        audit(graph.parameters(), ArraySource(tensors), "a file")
+    stranger = {"vae.decoder.diff_blocks.0.gate_msa": np.ones(16)}
+    with pytest.raises(InputError, match=r"1 tensors are used by no network: vae\.decoder\.diff_blocks"):
+        audit(graphs[1].parameters(), ArraySource(tensors | stranger), "a file")

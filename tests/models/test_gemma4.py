@@ -1,0 +1,186 @@
+"""Gemma 4 in graph form against transformers, on the interpreter and both backends."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
+
+from ltx2rt.config import Gemma4Config
+from ltx2rt.errors import InputError
+from ltx2rt.models import gemma4
+from ltx2rt.testing import relative_l2, run_graph
+from ltx2rt.weights import configs
+from ltx2rt.weights.names import gemma_to_canonical
+
+BATCH, TOKENS, LAYERS = 4, 13, 6
+# Left padding, none, right padding, and a prompt of one token; longer than the window.
+MASK = np.ones((BATCH, TOKENS), np.int32)
+MASK[0, :4], MASK[2, 6:], MASK[3, :-1] = 0, 0, 0
+IDS = np.where(MASK, np.random.default_rng(5).integers(3, 61, MASK.shape), 0)
+
+
+def build(dtype: torch.dtype = torch.float32) -> Gemma4UnifiedTextModel:
+    """Two groups of two sliding layers (6 heads of 16 on 2) and a full one (6 heads of 24 on 1)."""
+    config = Gemma4UnifiedTextConfig(
+        vocab_size=61,
+        hidden_size=42,
+        intermediate_size=72,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=24,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        rms_norm_eps=1e-6,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    )
+    model = Gemma4UnifiedTextModel(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    named = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n.endswith("layer_scalar")}
+    for name, p in sorted(named.items()):
+        noise = torch.randn(p.shape, generator=generator)
+        p.data = (1 + 0.3 * noise if p.ndim == 1 else noise * p.shape[1] ** -0.5).bfloat16().to(dtype)
+        assert name.endswith("weight") or p.shape == (1,)
+    return model
+
+
+def config_of(model: Gemma4UnifiedTextModel) -> Gemma4Config:
+    return configs.gemma(configs.Keys(model.config.to_dict(), "config.json"))
+
+
+def params_of(model: Gemma4UnifiedTextModel) -> dict[str, np.ndarray]:
+    return {gemma_to_canonical(f"model.{n}"): tensor.float().numpy() for n, tensor in model.state_dict().items()}
+
+
+@torch.inference_mode()
+def reference(model: Gemma4UnifiedTextModel) -> np.ndarray:
+    ids, mask = torch.from_numpy(IDS), torch.from_numpy(MASK)
+    out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    return torch.stack(out.hidden_states, -1).float().numpy()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return reference(model)
+
+
+def states_of(kind: str, model: Gemma4UnifiedTextModel, config: Gemma4Config, dtype: str = "float32") -> np.ndarray:
+    graph = gemma4.trace(config, BATCH, TOKENS, dtype)
+    return run_graph(kind, graph, params_of(model), gemma4.feeds(config, IDS, MASK))["hidden_states"]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+def test_every_state_equals_transformers_on_tokens_and_padding(model, expected, kind):
+    states = states_of(kind, model, config_of(model))
+    assert states.shape == (BATCH, TOKENS, 42, LAYERS + 1)
+    for i in range(LAYERS + 1):
+        # Reached: 1e-6, float32 rounding through 6 layers.
+        assert relative_l2(states[MASK == 1][..., i], expected[MASK == 1][..., i]) < 1e-5, f"state {i}, tokens"
+        assert relative_l2(states[MASK == 0][..., i], expected[MASK == 0][..., i]) < 1e-5, f"state {i}, padding"
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+def test_bfloat16_is_at_most_twice_as_far_as_transformers_own(model, expected, kind):
+    states = states_of(kind, model, config_of(model), "bfloat16")
+    own = reference(build(torch.bfloat16))
+    for i in (3, LAYERS):
+        ours, theirs = (relative_l2(a[MASK == 1][..., i], expected[MASK == 1][..., i]) for a in (states, own))
+        assert ours < 2 * theirs, f"state {i}: {ours} against {theirs}"
+
+
+def _each(model, change) -> None:
+    for layer in model.layers:
+        change(layer)
+
+
+def _raw_keys_normed(layer) -> None:
+    """Values made of the keys behind their norm, where the layer has no value projection."""
+    own = layer.self_attn
+    if own.v_proj is None:
+        own.v_norm = torch.nn.Sequential(own.k_norm, own.v_norm)
+
+
+def _ordinary_partial_rope(model) -> None:
+    """Exponents of the rotated dimensions alone."""
+    rotary = model.rotary_emb
+    rotated = int((rotary.full_attention_inv_freq > 0).sum())
+    rotary.full_attention_inv_freq[:rotated] = 1e6 ** -(torch.arange(rotated) / rotated)
+
+
+MISTAKES = {
+    "scores over sqrt(d)": lambda m: _each(m, lambda n: setattr(n.self_attn, "scaling", n.self_attn.head_dim**-0.5)),
+    "norms times 1 + w": lambda m: [p.data.add_(1) for n, p in m.named_parameters() if p.ndim == 1],
+    "no layer scalar": lambda m: _each(m, lambda layer: layer.layer_scalar.fill_(1)),
+    "values of normed keys": lambda m: _each(m, _raw_keys_normed),
+    "no value norm": lambda m: _each(m, lambda n: setattr(n.self_attn, "v_norm", torch.nn.Identity())),
+    "rope exponents": _ordinary_partial_rope,
+    "embedding scale": lambda m: m.embed_tokens.embed_scale.mul_(1.02),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_known_mistake_shows_in_this_model(expected, mistake):
+    """The reference with the mistake built in is far from itself, a thousand times what parity allows."""
+    wrong = build()
+    MISTAKES[mistake](wrong)
+    assert relative_l2(reference(wrong)[MASK == 1], expected[MASK == 1]) > 0.01
+
+
+RELEASED = Gemma4Config(
+    262144, 3840, 48, 16, 8, 256, 1, 512, 15360, tuple(i % 6 != 5 for i in range(48)), 1024, 1e6, 0.25, 1e4, 1e-6,
+    0, 1, 2,
+)  # fmt: skip
+
+
+def test_full_size_has_666_tensors_in_stacks_of_8():
+    graph = gemma4.trace(RELEASED, 2, 1024, "bfloat16")
+    found = graph.parameters()
+    assert len(found) == 666 and RELEASED.period == 6
+    assert found["language_model.model.layers.47.self_attn.q_proj.weight"].shape == (8192, 3840)
+    assert found["language_model.model.layers.46.self_attn.k_proj.weight"].shape == (2048, 3840)
+    assert "language_model.model.layers.47.self_attn.v_proj.weight" not in found
+    assert {count for name, (_, count) in graph.all_params().items() if "*" in name} == {8}
+    assert gemma4.embedding_scale(RELEASED, "bfloat16") == 62.0
+
+
+def test_rotated_pairs_have_the_whole_heads_exponents():
+    """256 pairs of 512 dimensions: the first 64 by 1e6^(-2j/512), the others not at all."""
+    feeds = gemma4.feeds(RELEASED, np.full((1, 3), 5), np.ones((1, 3), np.int32))
+    assert feeds["full_cos"].shape == (3, 256) and feeds["sliding_cos"].shape == (3, 128)
+    np.testing.assert_allclose(feeds["full_sin"][1, :64], np.sin(1e6 ** (-np.arange(64) / 256)), rtol=1e-6)
+    assert (feeds["full_cos"][:, 64:] == 1).all() and (feeds["full_sin"][:, 64:] == 0).all()
+
+
+def test_layers_without_a_common_pattern_are_one_group():
+    assert replace(RELEASED, layer_is_sliding=(True, False, False)).period == 3
+    assert replace(RELEASED, layer_is_sliding=(False, False)).period == 1
+
+
+def test_what_is_no_dense_gemma_4_is_refused(model):
+    keys = model.config.to_dict()
+    for change, says in [
+        ({"attention_k_eq_v": False}, "attention_k_eq_v"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ]:
+        with pytest.raises(InputError, match=says):
+            configs.gemma(configs.Keys(keys | change, "config.json"))
+
+
+def test_its_config_is_read_as_it_was_written():
+    config = replace(RELEASED, num_layers=2, layer_is_sliding=(True, False), full_num_kv_heads=2)
+    assert configs.gemma(configs.Keys(configs.gemma4_json(config, {}), "config.json")) == config

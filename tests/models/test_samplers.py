@@ -1,0 +1,138 @@
+"""Whole trajectories of the samplers equal float64 references written step by step, on the x0 of the real model."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ltx2rt.commands.generate import make_plan, produce
+from ltx2rt.models.samplers import trajectory
+from ltx2rt.pipelines import pipeline
+from ltx2rt.session.call import Call
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.denoise import Denoise, standardised
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
+from ltx2rt.testing import relative_l2
+
+# float32 latents against float64 ones over 7 to 9 evaluations of a float32 model.
+CLOSE = 5e-6
+SIZE = {"width": 128, "height": 64, "num_frames": 17}
+
+
+def mixed(x, x0, sigma, target, noise):
+    """An SDE step of share 1/2: x0 is where the deterministic step of `x` to `x0` at `target` points."""
+    up = min(0.5 * target, 0.9999 * target)
+    rest = math.sqrt(target**2 - up**2)
+    scale = (1 - target) + rest
+    down = rest / scale
+    slope = (x - x0) / (sigma - target)
+    return scale * ((x - sigma * slope) + down * slope) + up * noise
+
+
+def res2s(x, sigmas, x0_of, noise, masked):
+    """As published: 100 rounds of refining the anchor, exponential integrator, noise at both points."""
+    levels = [*map(float, sigmas[:-1]), float(np.float32(0.0011))]
+    for i, (sigma, target) in enumerate(pairwise(levels)):
+        h, middle = -math.log(target / sigma), math.sqrt(sigma * target)
+        phi1 = lambda z: (math.exp(z) - 1) / z  # noqa: E731
+        a21, b2 = 0.5 * phi1(-h / 2), 2 * (math.exp(-h) - 1 + h) / h**2
+        b1 = phi1(-h) - b2
+        anchor, first = x, x0_of(x, sigma)
+        direction = {m: first[m] - anchor[m] for m in x}
+        mid = {m: anchor[m] + h * a21 * direction[m] for m in x}
+        mid = masked({m: mixed(anchor[m], mid[m], sigma, middle, noise(m, "substep", i)) for m in x})
+        if h < 0.5 and sigma > 0.03:
+            for _ in range(100):
+                anchor = {m: mid[m] - h * a21 * direction[m] for m in x}
+                direction = {m: first[m] - anchor[m] for m in x}
+        second = x0_of(mid, middle)
+        new = {m: anchor[m] + h * (b1 * direction[m] + b2 * (second[m] - anchor[m])) for m in x}
+        x = masked({m: mixed(anchor[m], new[m], sigma, target, noise(m, "step", i)) for m in x})
+    return x0_of(x, levels[-1])
+
+
+def ancestral(x, sigmas, x0_of, noise, masked, eta=1.0):
+    for i, (sigma, target) in enumerate(pairwise(map(float, sigmas))):
+        x0 = x0_of(x, sigma)
+        if target == 0:
+            x = masked(x0)
+            continue
+        down = target * (1 + (target / sigma - 1) * eta)
+        again = math.sqrt(target**2 - down**2 * (1 - target) ** 2 / (1 - down) ** 2)
+        moved = {m: down / sigma * x[m] + (1 - down / sigma) * x0[m] for m in x}
+        x = masked({m: (1 - target) / (1 - down) * moved[m] + again * noise(m, "ancestral", i) for m in x})
+    return x
+
+
+@pytest.fixture(scope="module")
+def session(tiny):
+    return open_session(ModelOptions("cuda", tiny("tiny-2.3", "official"), device="cpu"))
+
+
+def images(tmp_path):
+    from PIL import Image
+
+    Image.linear_gradient("L").resize((200, 100)).convert("RGB").save(tmp_path / "image.png")
+    return (f"{tmp_path}/image.png", 0, 0.6), (f"{tmp_path}/image.png", 9, 0.7)
+
+
+@pytest.mark.parametrize("sampler", ["res2s", "ancestral"])
+def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
+    """Guided, an image at strength 0.6 in the first frame, one of 0.7 appended."""
+    from ltx2rt.pipelines.request import parse_image
+
+    given = tuple(map(parse_image, images(tmp_path)))
+    request = pipeline("one-stage")("a fox", steps=4, seed=3, images=given, image_crf=0, **SIZE)
+    plan = make_plan(session, request)
+    (stage,) = (s for s in plan.stages if isinstance(s, Denoise))
+    sigmas = shifted_sigmas(4) if sampler == "res2s" else DISTILLED_SIGMAS
+    fields = {name: getattr(stage, name) for name in stage.__dataclass_fields__}
+    stage = Denoise(**fields | {"sampler": sampler, "sigmas": sigmas})
+    stages = tuple(stage if isinstance(s, Denoise) else s for s in plan.stages)
+    state, *_ = produce(session, type(plan)(plan.request, stages, plan.loras, plan.merges), keep=True)
+    states = stage._states(state.given["stage1"], {})
+    found = {m: state.record[f"stage1.{m}.x0" if sampler == "res2s" else f"stage1.{m}.steps"] for m in states}
+
+    euler = Denoise(**fields)
+    shape, feeds = euler.shape(session.config, states)
+    call = Call("guided-step", shape, steps=1, loras=euler.loras)
+    feeds |= {f"{m}_context": state.contexts[m] for m in states} | {"guidance": euler.guidance}
+    blocks = np.zeros(session.config.transformer.num_layers, np.float32)
+    blocks[list(euler.stg_blocks)] = 1
+
+    def x0_of(x, sigma):
+        now = {f"{m}_latent": x[m].astype(np.float32) for m in x}
+        pair = {"sigmas": np.array([[sigma, 0]], np.float32)}
+        (out,) = session.denoise(call, feeds | now | {"stg_blocks": blocks}, pair)
+        return {m: session.backend.to_host(out[f"{m}_x0"]).astype(np.float64) for m in x}
+
+    def masked(x):
+        return {m: x[m] * states[m].mask + states[m].clean * (1 - states[m].mask.astype(np.float64)) for m in x}
+
+    def noise(m, stream, row):
+        drawn = state.record[f"stage1.{m}.{stream}"][row][None]
+        return standardised(drawn).astype(np.float64) if sampler == "res2s" else drawn
+
+    start = {m: state.record[f"stage1.{m}.start"].astype(np.float64) for m in states}
+    walk = {"res2s": res2s, "ancestral": ancestral}[sampler]
+    expected = walk(start, sigmas, x0_of, noise, masked)
+    final = {"video": state.video, "audio": state.audio}
+    for m in expected:
+        last = states[m].clear(expected[m])
+        ours = final[m].reshape(1, final[m].shape[1], -1).transpose(0, 2, 1) if m == "video" else None
+        ours = final[m].transpose(0, 2, 1, 3).reshape(last.shape) if ours is None else ours
+        assert relative_l2(ours, last) <= CLOSE, m
+        assert np.isfinite(found[m]).all()
+
+
+def test_evaluations_of_a_stage():
+    """15 steps are 31 evaluations, 3 are 7; noise in the last step, too; none after it."""
+    plan = trajectory("res2s", shifted_sigmas(15))
+    assert len(plan) == 31 and plan.streams == {"substep": 15, "step": 15}
+    assert plan.sigmas[-1].tolist() == [np.float32(0.0011), 0] and plan.draws[-1] is None
+    assert trajectory("ancestral", DISTILLED_SIGMAS).streams == {"ancestral": 7}
+    plain = trajectory("ancestral", DISTILLED_SIGMAS, eta=0)
+    sigma, target = plain.sigmas[3]
+    np.testing.assert_allclose(plain.coefficients[3], [target / sigma, 1 - target / sigma, 0], atol=1e-7)

@@ -1,0 +1,153 @@
+"""a2v: every step is the formula over diffusers' transformer, with the sound at timestep 0 and never guided."""
+
+import wave
+
+import av
+import numpy as np
+import pytest
+from diffusers import LTX2VideoTransformer3DModel
+from reference_transformer import audio_is_never_perturbed, reference
+
+from ltx2rt.commands import generate
+from ltx2rt.media.sound import read_sound
+from ltx2rt.models.geometry import audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.pipelines.a2v import AudioToVideo
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
+from ltx2rt.testing import relative_l2
+from ltx2rt.weights.files import TensorFile
+
+RATE = 22050
+CLOSE = 1e-3  # the contract's for trajectories;
+SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 3, "seed": 5}
+
+
+@pytest.fixture
+def song(tmp_path):
+    """A second of a chirp in two channels."""
+    t = np.arange(RATE) / RATE
+    sound = np.stack([0.5 * np.sin(2 * np.pi * (300 + 400 * t) * t), 0.3 * np.cos(2 * np.pi * 200 * t)])
+    with wave.open(str(tmp_path / "song.wav"), "wb") as file:
+        file.setparams((2, 2, RATE, RATE, "NONE", ""))
+        file.writeframes((sound * 2**15).astype("<i2").T.tobytes())
+    return tmp_path / "song.wav"
+
+
+def expected(module, state, stage, geometry, sigmas, start, guidance=None, blocks=()):
+    """Latents and x0 of every step, f64[steps, T, C] each, from the recorded noise. guidance: the video's cfg, stg,
+    modality and rescale; None: the conditional branch alone."""
+    audio = pack_audio(state.source["audio"])
+    still = {
+        "video_positions": video_positions(geometry)[None],
+        "audio_positions": audio_positions(geometry)[None],
+        "audio_latent": audio,
+        "audio_timesteps": np.zeros(audio.shape[:2], np.float32),
+        "audio_sigma": np.zeros(1, np.float32),
+        "audio_context": state.contexts["audio"][:1],
+    }
+
+    def denoised(x, sigma, negative=0, **kwargs):
+        moving = {
+            "video_latent": x.astype(np.float32),
+            "video_sigma": np.float32([sigma]),
+            "video_timesteps": np.full(x.shape[:2], sigma, np.float32),
+            "video_context": state.contexts["video"][negative : negative + 1],
+        }
+        return x - reference(module, still | moving, "C", **kwargs)["video_velocity"] * sigma
+
+    x = state.record[f"{stage}.video.noise"].astype(np.float64) * sigmas[0] + start * (1 - sigmas[0])
+    latents, x0s = [], []
+    for sigma, after in zip(sigmas[:-1].astype(np.float64), sigmas[1:].astype(np.float64), strict=True):
+        pred = c = denoised(x, sigma)
+        if guidance is not None:
+            cfg, stg, modality, rescale = guidance
+            with audio_is_never_perturbed(module):
+                p = denoised(x, sigma, spatio_temporal_guidance_blocks=list(blocks))
+            q = denoised(x, sigma, isolate_modalities=True)
+            pred = c + (cfg - 1) * (c - denoised(x, sigma, 1)) + stg * (c - p) + (modality - 1) * (c - q)
+            pred = pred * (rescale * c.std(ddof=1) / pred.std(ddof=1) + 1 - rescale)
+        x = x + (x - pred) / sigma * (after - sigma)
+        latents.append(x[0])
+        x0s.append(pred[0])
+    return np.stack(latents), np.stack(x0s)
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_both_stages_are_the_formula_over_diffusers(generation, song, tiny):
+    """The distilled LoRA has strength 0: that it is merged in stage 2 is what two-stage proves."""
+    folder = tiny(f"tiny-{generation}", "diffusers")
+    lora = LoraSpec(folder / f"tiny-{generation}-distilled-lora.safetensors", 0.0)
+    session = open_session(ModelOptions("cuda", folder, device="cpu", dtype="float32", distilled_lora=lora))
+    plan = generate.make_plan(session, AudioToVideo("a robot dancing", audio_path=song, **SIZE))
+    assert [s.name for s in plan.stages] == ["source sound", "text", "stage1", "upsample", "stage2", "decode"]
+    state, *_ = generate.produce(session, plan, keep=True)
+    assert not any(".audio." in name for name in state.record)
+    module = LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer", perturbed_attn=True).eval()
+    request, upsampled = plan.request, pack_video(state.record["upsampled"])
+    for stage, scale, sigmas, start, guided in (
+        ("stage1", 2, shifted_sigmas(3), 0.0, (request.guidance[0].astype(np.float64), request.stg_blocks)),
+        ("stage2", 1, STAGE2_SIGMAS, upsampled, ()),
+    ):
+        geometry = request.geometry(session.config, scale)
+        latents, x0s = expected(module, state, stage, geometry, sigmas, start, *guided)
+        assert relative_l2(state.record[f"{stage}.video.steps"], latents) <= CLOSE
+        assert relative_l2(state.record[f"{stage}.video.x0"], x0s) <= CLOSE
+    session.close()
+
+
+def test_the_clip_gets_the_sound_as_it_is(song, tiny, generate):
+    """At the file's own rate, and whatever is generated."""
+    model = tiny("tiny-2.3", "official")
+    flags = ("--pipeline", "a2v", "--audio-path", song, "--audio-start-time", 0.1, "--seed", 5)
+    found = generate("cuda", model, *flags)
+    assert found.status == 0, found.stderr
+    samples, rate = read_sound(song, 0.1, 17 / 48)
+    heard, heard_rate = read_sound(found.clip, 0.0, 17 / 48)
+    assert rate == heard_rate == RATE and heard.shape == samples.shape
+    assert np.corrcoef(heard.ravel(), samples.ravel())[0, 1] > 0.99  # AAC
+    np.testing.assert_array_equal(found.latents["waveform"], samples)
+    assert found.latents["audio_input"].shape == (1, 8, 9, 16) and "audio_latent" not in found.latents
+    again = generate("cuda", model, *flags, "--noise-in", found.latents_file, "--no-audio", "--audio-cfg", 3)
+    assert "the a2v pipeline does not read --audio-cfg" in again.stderr
+    np.testing.assert_array_equal(again.latents["video_latent"], found.latents["video_latent"])
+    with av.open(str(again.clip)) as container:
+        assert not container.streams.audio
+    assert found.report["settings"]["audio_path"] == str(song)
+
+
+def test_several_videos_of_one_sound(song, tiny, generate):
+    flags = ("--pipeline", "a2v", "--audio-path", song, "--seed", 5, "--steps", 1, "--num-frames", 9)
+    found = generate("cuda", tiny("tiny-2.3", "official"), *flags, "--num-videos", 2)
+    assert found.status == 0, found.stderr
+    samples, _ = read_sound(song, 0.0, 9 / 48)
+    np.testing.assert_array_equal(found.latents["waveform"], np.stack([samples, samples]))
+    first, second = found.latents["video_latent"]
+    assert np.abs(first - second).max() > 0.1
+    for seed in (5, 6):
+        assert read_sound(found.folder / f"clip-{seed}.mp4")[1] == RATE
+
+
+def test_what_cannot_be_used_is_refused_before_weights(song, tiny, generate, monkeypatch):
+    model = tiny("tiny-2.3", "official")
+    monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
+    for flags, message in (
+        ((), "--audio-path: the a2v pipeline makes a clip for a sound, none was given"),
+        (("--audio-path", song.with_name("gone.wav")), "--audio-path: "),
+        (("--audio-path", song, "--audio-start-time", -1), "--audio-start-time: -1, expected 0 or more"),
+        (("--audio-path", song, "--audio-start-time", "nan"), "--audio-start-time: nan"),
+        (("--audio-path", song, "--audio-max-duration", 0), "--audio-max-duration: 0, expected more than 0"),
+        (("--audio-path", song, "--audio-start-time", 0.9), "--audio-fit pad"),
+        (("--audio-path", song, "--audio-start-time", 1.1), "its sound ends before 1.1 s"),
+        (("--audio-path", model / "tiny-2.3.safetensors"), "no readable sound"),
+        (("--audio-path", song, "--width", 96), "divisible by 64 (a2v)"),
+    ):
+        found = generate("cuda", model, "--pipeline", "a2v", *flags)
+        assert found.status == 2 and message in found.stderr and found.stderr.count("\n") == 1, found.stderr
+        assert not list(found.folder.iterdir())
+
+
+def test_it_is_planned(song, command):
+    words = ["plan", "--preset", "ltx-2.3", "--devices", 1, "--device-kind", "h200-141gb", "--pipeline", "a2v"]
+    status, out, err = command(*words, "--audio-path", song, "--num-frames", 9)
+    assert status == 0 and "source sound" in out, err

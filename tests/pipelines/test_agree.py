@@ -1,0 +1,114 @@
+"""Every pipeline gives the same latents on both backends, at every step. One session of each serves them all."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ltx2rt.commands.generate import make_plan, produce
+from ltx2rt.media.output import write_wav
+from ltx2rt.pipelines import pipeline
+from ltx2rt.pipelines.request import parse_image
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2
+
+# Contract: 1e-3 at every step. Float32 rounding, which two evaluations a step and guidance do not amplify beyond 1e-5.
+CLOSE = 1e-5
+SMALL = {"width": 128, "height": 64, "num_frames": 17, "steps": 2, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def sessions(tiny):
+    opened = {b: open_session(ModelOptions(b, tiny("tiny-2.3", "official"), device="cpu")) for b in ("cuda", "tpu")}
+    yield opened
+    for session in opened.values():
+        session.close()
+
+
+def latents(session, name: str, **clip) -> dict[str, np.ndarray]:
+    """What a run records up to its decoders, which other tests compare."""
+    plan = make_plan(session, pipeline(name)("a red fox", **clip))
+    stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound)))
+    return produce(session, replace(plan, stages=stages), keep=True)[0].record
+
+
+def assert_agree(sessions, name: str, **clip) -> dict[str, np.ndarray]:
+    ours, theirs = (latents(session, name, **clip) for session in sessions.values())
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        if key.endswith((".steps", ".x0", ".mid", ".x0_mid")):
+            for i, (a, b) in enumerate(zip(value, theirs[key], strict=True)):
+                assert relative_l2(b, a) <= CLOSE, f"{key} {i}"
+        else:
+            assert relative_l2(theirs[key], value) <= CLOSE, key
+    return ours
+
+
+def test_hq(sessions, images):
+    first, later = (parse_image(f"{path}:{where}") for path, where in zip(images, ("0:0.8", "9:0.9"), strict=True))
+    found = assert_agree(sessions, "hq", images=(first, later), image_crf=0, **SMALL)
+    assert found["stage1.video.steps"].shape == found["stage1.video.x0_mid"].shape == (2, 3 * 2 + 2, 128)
+    assert found["stage2.audio.substep"].shape == (3, *found["audio_latent"].shape[2:3], 128)
+
+
+def test_keyframes_append_every_image(sessions, images):
+    given = tuple(parse_image(f"{path}:{frame}") for path, frame in zip(images, (0, 16), strict=True))
+    found = assert_agree(sessions, "keyframes", images=given, image_crf=0, **SMALL)
+    assert found["stage1.video.steps"].shape == (2, (3 + 2) * 2, 128)  # three latent frames and two images of two
+    np.testing.assert_array_equal(found["audio_latent"].transpose(0, 2, 1, 3).reshape(1, -1, 128)[0],
+                                  found["stage2.audio.steps"][-1])  # fmt: skip
+
+
+def test_audio_to_video(sessions, tmp_path):
+    sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 40000)).astype(np.float32)
+    write_wav(tmp_path / "noise.wav", sound, 44100)
+    found = assert_agree(sessions, "a2v", audio_path=tmp_path / "noise.wav", **SMALL)
+    assert found["audio_input"].shape == (1, 8, 18, 16) and found["waveform"].shape == (2, 31238)
+
+
+def test_text_to_audio_computes_no_video(sessions):
+    clip = {name: SMALL[name] for name in ("num_frames", "steps", "seed")}
+    found = assert_agree(sessions, "t2a", **clip)
+    assert not any("video" in name for name in found)
+    session = sessions["cuda"]
+    plan = make_plan(session, pipeline("t2a")("rain", **clip))
+    (stage,) = (s for s in plan.stages if isinstance(s, Denoise))
+    (call,) = stage.needs(session.config)
+    graph = session.graph(call)
+    names = [*graph.inputs, *graph.parameters()]
+    assert not [n for n in names if "video" in n or (n.endswith("patchify_proj.weight") and "audio" not in n)]
+    assert not [node for node, _ in graph.walk() if "tokens" in node.outputs[0].type.axes]
+    assert len(stage.branches.names) == 3  # the isolated branch is the conditional one
+
+
+def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(tiny, command, tmp_path):
+    """The audio velocity of the whole model, cross-attention off in every block, is that of the audio stream alone."""
+    from safetensors.numpy import load_file, save_file
+
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    grid = np.indices((1, 2, 3), np.float32).reshape(3, -1)
+    positions = {"video": np.stack([grid, grid + 1], -1)[None], "audio": np.zeros((1, 1, 5, 2), np.float32)}
+    positions["audio"][0, 0] = np.stack([np.arange(5), np.arange(5) + 1], -1) * 0.04
+    inputs = {}
+    for m, tokens, width in (("video", 6, 128), ("audio", 5, 64)):
+        inputs |= {f"{m}_latent": draw(1, tokens, 128), f"{m}_timesteps": np.full((1, tokens, 1), 0.7, np.float32)}
+        inputs |= {f"{m}_sigma": np.float32([0.7]), f"{m}_positions": positions[m], f"{m}_context": draw(1, 32, width)}
+    off = {f"{name}_keep": np.zeros((1, 3), np.float32) for name in ("a2v", "v2a")}
+    found = {}
+    for name, tensors in {
+        "both": inputs | off,
+        "alone": {n: x for n, x in inputs.items() if n.startswith("audio")},
+    }.items():
+        save_file(tensors, tmp_path / "in.safetensors")
+        words = ["probe", "--backend", "cuda", "--device", "cpu", "--model", tiny("tiny-2.3", "official")]
+        files = ["--inputs", tmp_path / "in.safetensors", "--outputs", tmp_path / f"{name}.safetensors"]
+        status, _, stderr = command(*words, "--component", "transformer", *files)
+        assert status == 0, stderr
+        found[name] = load_file(tmp_path / f"{name}.safetensors")
+    assert found["alone"].keys() == {"audio_velocity"}
+    np.testing.assert_allclose(found["alone"]["audio_velocity"], found["both"]["audio_velocity"], atol=1e-6)

@@ -1,0 +1,194 @@
+"""Frames by the diffusion decoder: tiles, noise, small clips, on both backends; and what the plan knows of them."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ltx2rt.config import DiffusionDecoderConfig
+from ltx2rt.errors import InputError
+from ltx2rt.models import diffusion_decoder
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages import tiling
+from ltx2rt.stages.denoise import Noise
+from ltx2rt.stages.frames import decoding
+from ltx2rt.stages.noise import standard_normal
+from ltx2rt.stages.stage import State
+from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
+from ltx2rt.weights.checkpoint import RenamedSource, open_checkpoint
+
+# The released strides, so that cells are 2 frames by 8 px; windows small.
+CONFIG = DiffusionDecoderConfig(
+    latent_channels=128,
+    patch_size=4,
+    head_dim=8,
+    channels=(32, 16, 16, 16, 8),
+    depths=(1, 1, 1, 1, 2),
+    windows=((3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 5)),
+    strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)),
+    timestep_width=16,
+    timestep_scale=1000.0,
+)
+RELEASED = replace(
+    CONFIG,
+    head_dim=64,
+    channels=(2048, 1024, 512, 512, 256),
+    depths=(4, 6, 4, 2, 8),
+    windows=((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)),
+    timestep_width=384,
+)
+
+
+@cache
+def params() -> dict[str, np.ndarray]:
+    shape = diffusion_decoder.whole(CONFIG, 1, (3, 3, 3))
+    found = random_params(diffusion_decoder.trace_features(CONFIG, 1, 3, 3, 3, "float32"), seed=1)
+    return found | random_params(diffusion_decoder.trace(CONFIG, shape, "float32"), seed=2)
+
+
+@pytest.fixture(scope="module")
+def opened(tiny):
+    """opened(backend, weights) -> a session of a model with a diffusion decoder."""
+    checkpoint = open_checkpoint(tiny("tiny-2.3", "official"))
+
+    def session(backend: str, weights: dict[str, np.ndarray] | None = None):
+        source = ArraySource(weights or params())
+        tensors = RenamedSource(checkpoint.path, {name: (source, name) for name in source.names()})
+        made = replace(
+            checkpoint,
+            config=replace(checkpoint.config, diffusion_decoder=CONFIG),
+            sources={**checkpoint.sources, "diffusion_decoder": tensors},
+        )
+        return open_session(ModelOptions(model=checkpoint.path, backend=backend, device="cpu"), "float32", made)
+
+    return session
+
+
+def decoded(session, latents, noise: Noise, mode: str = "auto", keep: bool = False):
+    """Frames [videos, 3, F, H, W], and the state."""
+    _, _, frames, rows, columns = latents.shape
+    geometry = Geometry.of(session.config, columns * 32, rows * 32, 8 * frames - 7, Fraction(24))
+    stage = decoding("diffusion", geometry, session.config, mode, noise)
+    session.audit([stage])
+    session.require_memory([stage])
+    state = State(video=latents, keep=keep)
+    stage.run(session, state, Stopwatch())
+    return np.stack([np.concatenate(list(chunks), axis=1) for chunks in state.frames]), state
+
+
+def whole(latent: np.ndarray, noise: np.ndarray, weights: dict[str, np.ndarray] | None = None) -> np.ndarray:
+    """The same untiled and uncropped, from the graphs themselves."""
+    _, _, *grid = latent.shape
+    graph = diffusion_decoder.trace_features(CONFIG, 1, *grid, "float32")
+    features = run_graph("cuda", graph, weights or params(), {"latent": latent})["features"]
+    graph = diffusion_decoder.trace(CONFIG, diffusion_decoder.whole(CONFIG, 1, tuple(grid)), "float32")
+    return run_graph("cuda", graph, weights or params(), {"features": features, "noise": noise})["frames"]
+
+
+def normal(*shape: int, seed: int = 7) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def drawn(seed: int, frames: int, rows: int, columns: int) -> np.ndarray:
+    return np.stack([standard_normal(seed, f"decoder.{i}", (3, rows, columns)) for i in range(frames)], axis=1)[None]
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_two_videos_are_decoded_from_their_own_noise(opened, backend):
+    latents = normal(2, 128, 3, 3, 4)
+    found, state = decoded(opened(backend), latents, Noise((4, 5)), keep=True)
+    for number, seed in enumerate((4, 5)):
+        noise = drawn(seed, 17, 96, 128)
+        assert np.array_equal(state.record["decoder.noise"][number], noise[0])
+        assert relative_l2(found[number][None], whole(latents[[number]], noise)) <= 1e-5  # summation order
+
+
+def test_noise_of_a_file_is_read(opened, tmp_path):
+    latents, noise = normal(2, 128, 3, 3, 3), normal(2, 3, 17, 96, 96, seed=8)
+    save_file({"decoder": noise}, tmp_path / "noise.safetensors")
+    found, _ = decoded(opened("cuda"), latents, Noise((4, 5), tmp_path / "noise.safetensors"))
+    assert relative_l2(found[1][None], whole(latents[1:], noise[1:])) <= 1e-6
+
+
+def test_a_small_clip_is_cut_out_of_what_its_padding_makes(opened):
+    latents = normal(1, 128, 1, 2, 3)
+    found, _ = decoded(opened("cuda"), latents, Noise((4,)))
+    assert found.shape == (1, 3, 1, 64, 96)
+    padded = np.pad(latents, ((0, 0), (0, 0), (0, 2), (0, 1), (0, 0)), mode="edge")
+    assert relative_l2(found, whole(padded, drawn(4, 17, 96, 96))[:, :, :1, :64]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("backend", "cells", "tiles"),
+    [("cuda", 500, (3, 2, 2)), pytest.param("tpu", 1200, (2, 2, 1), marks=pytest.mark.slow)],
+)
+def test_tiles_that_see_no_further_than_themselves_are_the_whole(opened, backend, cells, tiles, monkeypatch):
+    """Without attention in the last two stages a tile's border changes nothing: what differs is out of place."""
+    weights = {
+        name: 0 * x if "attn.proj" in name and ("det_stages.3" in name or "diff_blocks" in name) else x
+        for name, x in params().items()
+    }
+    monkeypatch.setattr(tiling, "TILE_CELLS", cells)
+    latents, session = normal(1, 128, 5, 3, 4), opened(backend, weights)
+    plan = tiling.plan_feature_tiles("auto", diffusion_decoder.cells(CONFIG, (5, 3, 4)), CONFIG)
+    assert tuple(len(spans) for spans in (plan.frames, plan.rows, plan.columns)) == tiles
+    found, _ = decoded(session, latents, Noise((4,)))
+    assert relative_l2(found, whole(latents, drawn(4, 33, 96, 128), weights)) <= 1e-5
+
+
+def ranges(spans):
+    return [(s.start, s.stop) for s in spans]
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "rows", "columns", "work"),
+    [
+        (768, 512, [(0, 64)], [(0, 96)], 1.0),
+        (1280, 704, [(0, 88)], [(0, 67), (47, 114), (94, 160)], 1.25),
+        (1920, 1088, [(0, 78), (58, 136)], [(0, 75), (55, 130), (110, 185), (165, 240)], 1.434),
+    ],
+)  # fmt: skip
+def test_tiles_of_121_frames(width, height, rows, columns, work):
+    cells = diffusion_decoder.cells(RELEASED, (16, height // 32, width // 32))
+    found = tiling.plan_feature_tiles("auto", cells, RELEASED)
+    assert (ranges(found.frames), ranges(found.rows), ranges(found.columns)) == ([(0, 61)], rows, columns)
+    done = math.prod(sum(s.stop - s.start for s in spans) for spans in (found.frames, found.rows, found.columns))
+    assert done / math.prod(cells) == pytest.approx(work, abs=1e-3)
+    off = tiling.plan_feature_tiles("off", cells, RELEASED)
+    assert [len(spans) for spans in (off.frames, off.rows, off.columns)] == [1, 1, 1]
+
+
+def test_a_long_clip_is_cut_in_time_too_and_ramps_are_the_official_ones():
+    cells = diffusion_decoder.cells(RELEASED, (61, 16, 24))
+    found = tiling.plan_feature_tiles("auto", cells, RELEASED)
+    first, second = found.frames[:2]
+    assert first.stop - second.start == 20 and second.first == 2 * second.start - 1 and first.first == 0
+    assert found.frames[-1].end == 481
+    rise = np.arange(1, 41) / 41
+    np.testing.assert_allclose(second.weights[:40], rise, rtol=1e-6)
+    np.testing.assert_allclose(first.weights[-40:], rise[::-1], rtol=1e-6)
+    assert (first.weights[:-40] == 1).all()
+
+
+def test_the_plan_knows_every_call(opened):
+    session = opened("cuda")
+    geometry = Geometry.of(session.config, 128, 96, 33, Fraction(24))
+    stage = decoding("diffusion", geometry, session.config, "auto", Noise((1, 2)))
+    assert [call.network for call in stage.needs(session.config)] == ["diffusion-features", "diffusion-decoder"] * 2
+    assert stage.draws(session.config) == {"decoder": (2, 3, 33, 96, 128)}
+    (cost,) = session.costs([stage])
+    assert cost.flops > 0 and cost.weights_bytes == sum(4 * x.size for x in params().values())
+    conv = decoding("conv", geometry, session.config, "auto", Noise((1, 2)))
+    assert [call.network for call in conv.needs(session.config)] == ["video-decoder"] * 2 and not conv.draws(
+        session.config
+    )
+    without = replace(session.config, diffusion_decoder=None)
+    with pytest.raises(InputError, match="has no diffusion decoder"):
+        decoding("diffusion", geometry, without, "auto", Noise((1,)))

@@ -1,0 +1,109 @@
+"""A file's sound becomes the latents that diffusers' encoder gives, and stays what it is for the clip."""
+
+import wave
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from ltx2rt.commands.generate import sample_rate
+from ltx2rt.errors import InputError
+from ltx2rt.media.sound import resample
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.models.mel import log_mel
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.source_sound import SourceSound
+from ltx2rt.stages.stage import State
+from ltx2rt.testing import relative_l2
+
+RATE, FRAMES, FPS = 22050, 17, Fraction(24)  # 0.708 s, 18 latents, which need 17 / 25 s
+
+
+@pytest.fixture(scope="module")
+def sessions(tiny):
+    opened = {}
+
+    def get(backend):
+        if backend not in opened:
+            options = ModelOptions(backend, tiny("tiny-2.3", "diffusers"), device="cpu", dtype="float32")
+            opened[backend] = open_session(options)
+        return opened[backend]
+
+    yield get
+    for session in opened.values():
+        session.close()
+
+
+def recording(path, size, channels=2, rate=RATE):
+    """Noise in 16-bit PCM, and its samples f32[channels, size]."""
+    samples = np.random.default_rng(1).integers(-9000, 9000, (channels, size)).astype("<i2")
+    with wave.open(str(path), "wb") as file:
+        file.setparams((channels, 2, rate, size, "NONE", ""))
+        file.writeframes(samples.T.tobytes())
+    return samples / np.float32(2**15)
+
+
+def stage(session, path, **more):
+    return SourceSound(path, Geometry.of(session.config, 64, 64, FRAMES, FPS), **more)
+
+
+def run(session, stage):
+    state = State(keep=True)
+    stage.check(session)
+    session.audit([stage])
+    stage.run(session, state, Stopwatch())
+    return state
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_latents_are_diffusers_of_the_whole_sound(backend, sessions, tiny, tmp_path):
+    """Also of a sound with more latents than the clip: what is cut from the spectrogram is cut from the latents."""
+    from diffusers import AutoencoderKLLTX2Audio
+
+    session, samples = sessions(backend), recording(tmp_path / "a.wav", 20001)
+    state = run(session, stage(session, tmp_path / "a.wav", start_s=0.01, max_duration_s=0.8))
+    cut = samples[None, :, round(0.01 * RATE) : round(0.01 * RATE) + round(0.8 * RATE)]
+    vae = AutoencoderKLLTX2Audio.from_pretrained(tiny("tiny-2.3", "diffusers") / "audio_vae").eval()
+    with torch.no_grad():
+        mel = torch.from_numpy(log_mel(resample(cut, RATE, 16000), session.config.audio_vae))
+        z = vae.encode(mel).latent_dist.mode().transpose(1, 2).flatten(2)
+        expected = ((z - vae.latents_mean) / vae.latents_std).unflatten(2, (8, 16)).transpose(1, 2)
+    assert expected.shape == (1, 8, 21, 16)
+    assert relative_l2(state.source["audio"], expected[:, :, :18]) <= 1e-5  # float32, another order of sums
+    np.testing.assert_array_equal(state.waveforms, cut)
+    np.testing.assert_array_equal(state.record["audio_input"], state.source["audio"])
+    assert sample_rate(session, state) == RATE and sample_rate(session, State()) == 48000
+
+
+def test_one_channel_is_doubled_and_said(sessions, tmp_path, capsys):
+    session, samples = sessions("cuda"), recording(tmp_path / "mono.wav", 20000, channels=1)
+    two = run(session, stage(session, tmp_path / "mono.wav", num_videos=2))
+    kept = samples[:, : round(FRAMES / FPS * RATE)]
+    np.testing.assert_array_equal(two.waveforms, np.broadcast_to(kept, (2, 2, kept.shape[1])))
+    assert capsys.readouterr().err == f"ltx2rt: {tmp_path}/mono.wav: its one channel is played left and right\n"
+    silent = run(session, stage(session, tmp_path / "mono.wav", sound=False))
+    assert silent.waveforms is None and "waveform" not in silent.record
+    np.testing.assert_array_equal(silent.source["audio"], two.source["audio"])
+
+
+def test_sound_too_short_is_refused_or_filled_up(sessions, tmp_path, capsys):
+    """The last latent is centred at 17 / 25 s; a file of that length is whole, one of two samples less is short."""
+    session, enough = sessions("cuda"), round(17 / 25 * RATE)
+    recording(tmp_path / "enough.wav", enough)
+    stage(session, tmp_path / "enough.wav").check(session)
+    short = recording(tmp_path / "short.wav", enough - 2)
+    with pytest.raises(InputError, match=r"lasts 0\.6799 s, a clip of 0\.7083 s needs 0\.6800 s; .* --audio-fit pad"):
+        stage(session, tmp_path / "short.wav").check(session)
+    capsys.readouterr()
+    padded = run(session, stage(session, tmp_path / "short.wav", fit="pad"))
+    assert capsys.readouterr().err.endswith("silence follows up to 0.7083 s\n")
+    length = round(FRAMES / FPS * RATE)
+    np.testing.assert_array_equal(padded.waveforms[0], np.pad(short, ((0, 0), (0, length - short.shape[1]))))
+    with wave.open(str(tmp_path / "by-hand.wav"), "wb") as file:
+        file.setparams((2, 2, RATE, length, "NONE", ""))
+        file.writeframes((padded.waveforms[0] * 2**15).astype("<i2").T.tobytes())
+    by_hand = run(session, stage(session, tmp_path / "by-hand.wav"))
+    np.testing.assert_array_equal(by_hand.source["audio"], padded.source["audio"])
