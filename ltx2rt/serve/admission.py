@@ -84,7 +84,7 @@ class Admission:
             warm,
         )
         self.checkpoint = opened_checkpoint(options)
-        self.served = {name: type_ for name, type_ in pipelines().items() if served(type_)}
+        self.served = served()
         if default not in self.served:
             raise InputError(f"--pipeline: {default!r}, expected one of {', '.join(self.served)}")
         kind = "cpu" if options.device == "cpu" else "unknown"
@@ -252,10 +252,14 @@ class Admission:
         }
 
 
-def served(type_: type[Request]) -> bool:
-    """Whether a pipeline makes pictures from text and images; one with a flag for another file is not served."""
-    others = (f for name, f in flagged(type_).items() if name not in ("images", "noise_in"))
-    return issubclass(type_, VideoRequest) and all(f.metadata["flag"].parse in OFFERED for f in others)
+def served() -> dict[str, type[VideoRequest]]:
+    """The pipelines that make pictures from text and images; one with a flag for another file is not served."""
+    found = {}
+    for name, type_ in pipelines().items():
+        others = [f for field, f in flagged(type_).items() if field not in ("images", "noise_in")]
+        if issubclass(type_, VideoRequest) and all(f.metadata["flag"].parse in OFFERED for f in others):
+            found[name] = type_
+    return found
 
 
 @cache

@@ -75,7 +75,7 @@ def storm(start, num_jobs, num_kills, seed):
 
 
 def test_kills_at_random_lose_nothing_and_double_nothing(start):
-    storm(start, 40, 6, SEED)
+    storm(start, 30, 4, SEED)
 
 
 @pytest.mark.slow
