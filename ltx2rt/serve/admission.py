@@ -41,8 +41,8 @@ SHA = re.compile(r"[0-9a-f]{64}")
 class Elsewhere(DatasheetBackend):
     """The device of a replica, which plans and runs nothing."""
 
-    def __init__(self, options: ModelOptions, info: DeviceInfo):
-        self.name, self.mesh, self.info = options.backend, options.mesh, info
+    def __init__(self, options: ModelOptions, info: DeviceInfo, mesh: Mapping[str, int]):
+        self.name, self.mesh, self.info = options.backend, mesh, info
         self.device_kind, self.is_main, self.versions = info.kind, True, {}
         self.num_processes = 1
 
@@ -88,17 +88,16 @@ class Admission:
         if default not in self.served:
             raise InputError(f"--pipeline: {default!r}, expected one of {', '.join(self.served)}")
         kind = "cpu" if options.device == "cpu" else "unknown"
-        self.device = DeviceInfo(kind, "a device", UNKNOWN_BYTES, UNKNOWN_BYTES)
+        self._where: tuple[DeviceInfo, Mapping[str, int]] | None = None
+        self.plan_for(DeviceInfo(kind, "a device", UNKNOWN_BYTES, UNKNOWN_BYTES), {})
         self.model = options.model.resolve().name
 
-    @property
-    def device(self) -> DeviceInfo:
-        return self._session.backend.device()
-
-    @device.setter
-    def device(self, info: DeviceInfo) -> None:
-        self._session = Session(self.checkpoint, Elsewhere(self.options, info), self.options)
-        self._work: OrderedDict[str, float] = OrderedDict()  # TFLOP by all that decides it
+    def plan_for(self, info: DeviceInfo, mesh: Mapping[str, int]) -> None:
+        """Refuse from now on what such devices have no room for."""
+        if (info, mesh) != self._where:
+            self._where = info, mesh
+            self._session = Session(self.checkpoint, Elsewhere(self.options, info, mesh), self.options)
+            self._work: OrderedDict[str, float] = OrderedDict()  # TFLOP by all that decides it
 
     def check_warm(self) -> None:
         """Refuse what a replica could not warm up for, before it is started. Raises InputError."""

@@ -320,9 +320,9 @@ class App:
 
     def _know_device(self) -> None:
         """Plan with the memory of the replicas, once one has told of it."""
-        told = self.supervisor.device
-        if told is not None and (found := DeviceInfo(**told)) != self.admission.device:
-            self.admission.device = found
+        if self.supervisor.device is not None:
+            device, mesh = self.supervisor.device
+            self.admission.plan_for(DeviceInfo(**device), mesh)
 
     async def list(self, request: Request) -> Response:
         asked = request.query_params

@@ -104,7 +104,7 @@ class Supervisor:
         self.environments, self.lora_folder = environments, lora_folder
         self.step_timeout_s, self.back_off_s = step_timeout_s, back_off_s
         self.replicas = [Replica(n) for n in range(len(environments))]
-        self.device: dict[str, Any] | None = None  # of the replicas, once one is ready
+        self.device: tuple[dict[str, Any], dict[str, int]] | None = None  # and mesh, once a replica is ready
         self.draining = self._ended_once = False
         self._drained = math.inf
         self._work = asyncio.Event()
@@ -258,7 +258,7 @@ class Supervisor:
             message, replica.heard = json.loads(line), time.monotonic()
             event, job = message.pop("event"), replica.job
             if event == "ready":
-                self.device = message["device"]
+                self.device = message["device"], message["mesh"]
                 self.board.log(
                     "replica_ready", replica=replica.number, after_s=round(time.monotonic() - replica.since, 1)
                 )

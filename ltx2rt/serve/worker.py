@@ -1,9 +1,9 @@
 """A replica: one session that runs the jobs it is sent, one at a time.
 
 One JSON object a line. It reads `{"do": "run", "id", "epoch", "stem", "pipeline", "clip", "images", "loras"}` and
-`{"do": "cancel", "id"}`, and ends at once when there is no more to read. It writes `{"event": "ready", "device"}` when
-it is warm; of each job `progress` after every step, then `done` with its result, `cancelled`, or `failed` with code and
-message. After a failure that may have left the device in disorder it ends, to be started again.
+`{"do": "cancel", "id"}`, and ends at once when there is no more to read. It writes `{"event": "ready", "device",
+"mesh"}` when it is warm; of each job `progress` after every step, then `done` with its result, `cancelled`, or `failed`
+with code and message. After a failure that may have left the device in disorder it ends, to be started again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def work(session: Session, warm: Sequence[Shape], pipe: Pipe) -> int:
         warm_up(session, plan)
     device = asdict(session.backend.device())
     device["free_bytes"] += session.weights.held_bytes
-    pipe.tell("ready", device=device)
+    pipe.tell("ready", device=device, mesh=dict(session.backend.mesh))
     own = session.options.loras
     while True:
         job = pipe.jobs.get()

@@ -35,7 +35,7 @@ def main() -> None:
         sys.exit(2)
     memory = int(os.environ.get("FAKE_MEMORY", str(10**15)))
     tell("ready", device={"kind": "cpu", "name": "fake", "total_bytes": memory, "free_bytes": memory,
-                          "count": 1, "hosts": 1, "reserve_bytes": 0})  # fmt: skip
+                          "count": 1, "hosts": 1, "reserve_bytes": 0}, mesh={})  # fmt: skip
     while True:
         job = jobs.get()
         named = {"id": job["id"], "epoch": job["epoch"]}

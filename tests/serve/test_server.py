@@ -182,8 +182,11 @@ def test_slow_readers_and_slow_writers_hold_nothing_up(start):
     server = start()
     port = int(server.url.rpartition(":")[2])
     stuck = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
-    for one in stuck[:30]:
+    for one in stuck[:29]:
         one.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    stuck[29].sendall(
+        b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+    )
     for one in stuck[30:]:
         one.sendall(b"GET /healthz HTTP/1.1\r\nhost: local")
     ids = [server.add("20:0.01") for _ in range(4)]
@@ -192,6 +195,8 @@ def test_slow_readers_and_slow_writers_hold_nothing_up(start):
     begun = time.monotonic()
     stuck[-1].settimeout(30)
     assert stuck[-1].recv(100) == b"" and time.monotonic() - begun < 15  # HEAD_S
+    stuck[29].settimeout(30)
+    assert b" 408 " in stuck[29].recv(4000)
     for one in stuck:
         one.close()
     assert server.kill(signal.SIGTERM) == 143
