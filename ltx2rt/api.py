@@ -28,8 +28,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import write_clip
-from ltx2rt.pipelines import FIRST, pipeline
-from ltx2rt.pipelines.request import Request
+from ltx2rt.pipelines import FIRST, make_request
 from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
@@ -145,11 +144,3 @@ def open(model: str | Path, *, backend: str, **options: Any) -> Session:
     given = located(with_mesh(ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions))))
     given.check()
     return Session(open_session(given))
-
-
-def make_request(name: str, **given: Any) -> Request:
-    """The request of a pipeline from the keywords of a Python caller. Raises InputError."""
-    type_ = pipeline(name)
-    request = type_(**keywords(given, type_))
-    request.check()
-    return request

@@ -217,6 +217,13 @@ class BackendFactory(Protocol):
         """As many as can work on `device` of this host; 1 unless there is one process per device."""
         ...
 
+    def one_device(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
+        """What to change in the environment of a process that shall see one device of this host alone.
+
+        Of factories whose `most_processes` is above 1.
+        """
+        ...
+
     def rendezvous(self) -> Any:
         """A new connection to the store of the launch (`ranks.crew.Store`). Imports the framework."""
         ...

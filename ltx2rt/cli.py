@@ -26,6 +26,9 @@ from ltx2rt.ranks.crew import Crew
 
 COMMANDS = {
     "generate": "turn a prompt into one MP4 with sound",
+    "serve": "serve OpenAI's video routes and a page, with a queue that survives what dies",
+    "batch": "make the clips of a file of jobs, one a line",
+    "worker": "run the jobs of a server, which starts it",
     "probe": "run one network on given tensors",
     "weights make": "write a random checkpoint in a real layout",
     "weights inspect": "say what a file or folder is",

@@ -97,6 +97,20 @@ def given_flags(args: argparse.Namespace, *types: type) -> dict[str, Any]:
     return {name: convert(f, getattr(args, name)) for name, f in found.items()}
 
 
+def words_of(args: argparse.Namespace, *types: type) -> list[str]:
+    """The flags that were given, as words for another command."""
+    words = []
+    for name, f in flagged(*types).items():
+        if not hasattr(args, name):
+            continue
+        how, value = f.metadata["flag"], getattr(args, name)
+        if how.parse is bool:
+            words.append(spelling(f))
+        else:
+            words += [f"{spelling(f)}={one}" for one in (value if how.repeat else [value])]
+    return words
+
+
 def convert(f: Field, value: Any) -> Any:
     """A value for the field from what the command line or a Python caller gave: text is parsed, lists become tuples.
 

@@ -78,6 +78,9 @@ def test_gpus_are_counted_without_torch(tmp_path):
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
     assert num_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == num_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == 0
+    one_device = get_factory("cuda").one_device
+    assert one_device(1, {"CUDA_VISIBLE_DEVICES": "4, 7"}) == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert one_device(1, {}) == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
 @pytest.mark.parametrize("device,asked,expected", [("cpu", None, "PASSIVE"), ("cpu", "ACTIVE", "ACTIVE")])

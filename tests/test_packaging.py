@@ -44,6 +44,8 @@ def test_the_wheel_holds_four_typed_packages_and_the_licence(built):
     assert {name for name in names if name.endswith("py.typed")} == {f"{package}/py.typed" for package in PACKAGES}
     expected = {path.relative_to(ROOT) for path in (ROOT / "ltx2rt").rglob("*.py")}
     assert expected == {Path(name) for name in names if name.startswith("ltx2rt/") and name.endswith(".py")}
+    page = {path.relative_to(ROOT) for path in (ROOT / "ltx2rt/serve/page").iterdir()}
+    assert page and page <= {Path(name) for name in names}
     fields = message_from_string(metadata)
     assert fields["License-Expression"] == "Apache-2.0" and fields["Author"]
     assert "Typing :: Typed" in fields.get_all("Classifier", [])

@@ -33,6 +33,11 @@ class CudaFactory:
         gpus = 0 if device == "cpu" else num_gpus(os.environ)
         return gpus or max(os.cpu_count() or 1, CPU_PROCESSES)
 
+    def one_device(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        chosen = visible.split(",") if visible else [str(n) for n in range(number + 1)]
+        return {"CUDA_VISIBLE_DEVICES": chosen[number].strip() if number < len(chosen) else ""}
+
     def rendezvous(self) -> PrefixStore:
         let_threads_sleep("auto")
         from ltx2rt_cuda.distributed import rendezvous

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.flags import keywords
 from ltx2rt.pipelines.request import Request
 
 FIRST = "two-stage"  # the default
@@ -30,3 +32,11 @@ def pipeline(name: str) -> type[Request]:
     if name not in known:
         raise InputError(f"--pipeline: {name!r}, expected one of {', '.join(known)}")
     return known[name]
+
+
+def make_request(name: str, **given: Any) -> Request:
+    """The request of a pipeline from the keywords of a Python caller. Raises InputError."""
+    type_ = pipeline(name)
+    request = type_(**keywords(given, type_))
+    request.check()
+    return request

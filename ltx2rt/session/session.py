@@ -24,7 +24,7 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, Work, cost, peak
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.call import Call, WeightsKey
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.weights import WeightStore
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.lora import Merge
@@ -59,6 +59,10 @@ class Session:
         self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program | Loop] = OrderedDict()
         self._contexts: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def use_loras(self, loras: Sequence[LoraSpec]) -> None:
+        """The user's LoRAs of the requests to come."""
+        self.options = self.weights.options = replace(self.options, loras=tuple(loras))
 
     # --- graphs, programs, weights ------------------------------------------------------------------------------
 

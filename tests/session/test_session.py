@@ -131,8 +131,8 @@ def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user
 
 
 def _plan(resident):
-    from ltx2rt.api import make_request
     from ltx2rt.commands.generate import make_plan
+    from ltx2rt.pipelines import make_request
 
     return make_plan(resident, make_request("two-stage", prompt="a red fox", seed=3, **SMALL, **SIZES[0]))
 

@@ -1,0 +1,161 @@
+"""What a server adds to its model: per job, between jobs, per request, after a death, after a cancel.
+
+job      the same jobs by `ltx2rt serve` and by a loop over one session in this process, in turns
+gap      from the end of a job to the start of the next that waited for it
+post     from sending a request to its answer, the disk included
+cancel   of a running job, until it is over
+restart  from the death of the replica until another one takes jobs, loading and warm-up included
+
+  python -m benchmarks.serve --model MODEL_DIR --backend cuda --output benchmarks/results/serve.json
+  python -m benchmarks.serve --model demo/tiny-2.3 --device cpu --width 128 --height 64 --num-frames 17 --steps 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import numpy as np
+
+import ltx2rt
+from benchmarks.measure import Spread, interleaved, machine, ratios, record
+
+POLL_S = 0.02  # each costs the server a few milliseconds
+
+
+class Server:
+    """`ltx2rt serve` on a free port, warm."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path):
+        shape = f"{args.width}x{args.height}x{args.num_frames}:{args.pipeline}"
+        words = ["serve", "--model", args.model, "--backend", args.backend, "--device", args.device, "--data", folder]
+        words += ["--port", "0", "--warm", shape, "--max-user-queue", "1000"]
+        self.log = folder.with_suffix(".log")
+        with self.log.open("w") as log:
+            argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+        self.until(lambda: "serving at " in self.log.read_text())
+        self.url = self.log.read_text().partition("serving at ")[2].split()[0]
+        self.until(self.ready)
+
+    def until(self, condition: Any, most_s: float = 1800) -> float:
+        """Seconds until it holds."""
+        start = time.perf_counter()
+        while not condition():
+            if self.process.poll() is not None or time.perf_counter() - start > most_s:
+                raise RuntimeError(self.log.read_text()[-2000:])
+            time.sleep(POLL_S)
+        return time.perf_counter() - start
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self.url + path, data, {"content-type": "application/json"}, method=method)
+        with urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read())
+
+    def ready(self) -> bool:
+        try:
+            with urlopen(self.url + "readyz", timeout=60):
+                return True
+        except HTTPError:
+            return False
+
+    def over(self, id: str) -> bool:
+        return self.ask("GET", f"v1/videos/{id}")["status"] in ("completed", "failed")
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] in names]
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    clip = {"width": args.width, "height": args.height, "num_frames": args.num_frames, "pipeline": args.pipeline}
+    clip |= {"steps": args.steps} if args.steps else {}
+    server = Server(args, folder)
+    try:
+        with ltx2rt.open(args.model, backend=args.backend, device=args.device) as session:
+
+            def loop() -> None:
+                for n in range(args.jobs):
+                    session.generate(f"a red fox, {n}", seed=n, **clip).save(folder.with_suffix(".mp4"))
+
+            def serve() -> None:
+                for n in range(args.jobs):
+                    ids.append(server.ask("POST", "v1/videos", {"prompt": f"a red fox, {n}", "seed": n, **clip})["id"])
+                server.until(lambda: server.over(ids[-1]))
+
+            ids: list[str] = []
+            seconds = interleaved({"loop": loop, "serve": serve}, args.rounds)
+        told = [(line["event"], line["time"]) for line in server.events("started", "completed")]
+        gaps = [b - a for (before, a), (after, b) in pairwise(told) if (before, after) == ("completed", "started")]
+        gaps.sort()  # between two rounds the server had nothing to do
+        inner = gaps[: len(ids) - args.rounds - 1]
+
+        long = {**clip, "steps": 2000}
+        posts = []
+        for n in range(args.posts):
+            start = time.perf_counter()
+            ids.append(server.ask("POST", "v1/videos", {"prompt": f"later, {n}", "seed": n, **long})["id"])
+            posts.append(time.perf_counter() - start)
+        cancels = []
+        for id in ids[-args.posts :][: args.rounds]:
+            server.until(lambda id=id: (server.ask("GET", f"v1/videos/{id}")["x"]["step"] or 0) > 1)
+            server.ask("POST", f"v1/videos/{id}/cancel")
+            cancels.append(server.until(lambda id=id: server.over(id)))
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        server.until(lambda: not server.ready())
+        restart = server.until(server.ready)
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait()
+    return {
+        "job_s": {name: Spread.of([one / args.jobs for one in taken]) for name, taken in seconds.items()},
+        "serve_to_loop": ratios(seconds, "serve", "loop"),
+        "gap_s": Spread.of(inner),
+        "post_s": Spread.of(posts),
+        "post_p99_s": float(np.quantile(posts, 0.99)),
+        "cancel_s": Spread.of(cancels),
+        "restart_s": restart,
+    }
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--pipeline", default="two-stage")
+    sizes = {"width": 768, "height": 512, "num-frames": 121, "jobs": 5, "rounds": 4, "posts": 200}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(args, Path(folder) / "serve")
+    for name, value in found.items():
+        print(f"{name:<14} {value if not isinstance(value, dict) else ', '.join(f'{k} {v}' for k, v in value.items())}")
+    facts = {
+        "benchmark": "serve", **machine("starlette", "uvicorn"), "model": args.model.name, "backend": args.backend,
+        "clip": f"{args.width}x{args.height}x{args.num_frames}, {args.pipeline}, steps {args.steps or 'default'}",
+        "jobs": args.jobs, "rounds": args.rounds, **found,
+    }  # fmt: skip
+    record(args.output, facts)
+    return facts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""`ltx2rt batch`: the clips of a file of jobs, one JSON object a line; what is done already is not made again."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+from ltx2rt.commands import serve
+from ltx2rt.commands.options import model_options
+from ltx2rt.commands.worker import require_one_process
+from ltx2rt.errors import InputError
+from ltx2rt.flags import add_flags, flag, given_flags
+from ltx2rt.notes import note
+from ltx2rt.pipelines import FIRST
+from ltx2rt.session.options import ModelOptions
+
+SOME_FAILED, TERMINATED = 3, 143
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """The flags of `batch` itself."""
+
+    output_dir: Path = flag(MISSING, "of the clips, ID.mp4, and of results.jsonl", Path, metavar="DIR")
+    shard: str = flag("1/1", "make the I-th of N parts of the jobs", metavar="I/N")
+    pipeline: str = flag(FIRST, "of jobs that name none", metavar="NAME")
+    replicas: int = flag(1, "workers, each on a device of its own", int, metavar="N")
+    lora_folder: Path | None = flag(None, "LoRAs that jobs may name", Path, name="--loras", metavar="DIR")
+    limit: int | None = flag(None, "make so many jobs at most", int, metavar="N")
+    step_timeout: float = flag(120.0, "seconds without a step before a worker is replaced", float, metavar="S")
+
+
+def flags(to: argparse.ArgumentParser) -> None:
+    to.epilog = (
+        'A line: {"id": "fox-1", "prompt": "...", "size": "768x512", "images": [{"path": "fox.png", "frame": 0}]}, '
+        "with the fields of POST /v1/videos. For one of N: --shard $((SLURM_ARRAY_TASK_ID + 1))/N, or with "
+        "JOB_COMPLETION_INDEX."
+    )
+    to.add_argument("jobs", type=Path, metavar="JOBS.jsonl")
+    add_flags(to, ModelOptions, backend="")
+    add_flags(to, BatchOptions)
+
+
+def main(args: argparse.Namespace) -> int:
+    if not hasattr(args, "backend"):
+        args.backend = serve.installed_backend()
+    options, own = model_options(args), BatchOptions(**given_flags(args, BatchOptions))
+    options.check()
+    require_one_process(options)
+    if own.lora_folder and not own.lora_folder.is_dir():
+        raise InputError(f"--loras: {own.lora_folder} is no folder; create it, or leave the flag out")
+    try:
+        from ltx2rt.serve import batch
+        from ltx2rt.serve.admission import Admission
+        from ltx2rt.serve.folder import Folder
+    except ImportError as error:
+        raise InputError(f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'") from error
+
+    shard, lines = batch.parse_shard(own.shard), batch.read_lines(args.jobs)
+    if not own.output_dir.is_dir():
+        raise InputError(f"--output-dir: {own.output_dir} is no folder; create it first")
+    folder = Folder(own.output_dir / f".{Path(shard.results).stem}")
+    try:
+        folder.sweep([])
+        admission = Admission(options, folder.inputs, default=own.pipeline, lora_folder=own.lora_folder)
+        admitted = batch.admit(lines, admission, folder, args.jobs.parent)
+        done = batch.done_before(own.output_dir)
+        jobs = [(line, a) for line, a in admitted if shard.has(line.id) and done.get(line.id) != a.digest][: own.limit]
+        note(f"{len(lines)} jobs, {len(jobs)} to make here", prefix="")
+        if not jobs:
+            batch.clean(folder)
+            return 0
+        made = batch.Batch(
+            folder, own.output_dir, shard, serve.worker_command(args),
+            environments=serve.device_environments(options, own.replicas),
+            lora_folder=own.lora_folder and own.lora_folder.resolve(), step_timeout_s=own.step_timeout,
+            say=lambda text: note(text, prefix=""),
+        )  # fmt: skip
+        counts = asyncio.run(made.run(jobs))
+        if sum(counts.values()) < len(jobs):
+            return TERMINATED
+        batch.clean(folder)
+        return 0 if counts.keys() == {"completed"} else SOME_FAILED
+    finally:
+        folder.close()

@@ -1,0 +1,153 @@
+"""`ltx2rt serve`: OpenAI's video routes and a page; the model runs in workers that it starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ltx2rt.backend import backend_names, get_factory
+from ltx2rt.commands.options import model_options
+from ltx2rt.commands.worker import Warm, require_one_process
+from ltx2rt.errors import InputError
+from ltx2rt.flags import add_flags, flag, given_flags, words_of
+from ltx2rt.notes import note
+from ltx2rt.pipelines import FIRST
+from ltx2rt.session.options import ModelOptions
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_amount(text: str | float) -> float:
+    """Bytes or seconds, with a unit of `UNITS`."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([A-Za-z]*)", str(text))
+    if match is None or match[2] not in UNITS:
+        raise InputError(f"{str(text)[:80]!r}, expected a number with one of {', '.join(filter(None, UNITS))}")
+    return float(match[1]) * UNITS[match[2]]
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The flags of `serve` itself."""
+
+    data: Path = flag(
+        Path("ltx2rt-serve"), "the folder of queue and clips (default: ltx2rt-serve)", Path, metavar="DIR"
+    )
+    host: str = flag("127.0.0.1", "beyond this machine only with --token-file")
+    port: int = flag(8000, "0: any free one", int)
+    token_file: Path | None = flag(None, "a line `NAME TOKEN` for each user", Path, metavar="FILE")
+    pipeline: str = flag(FIRST, "of requests that name none", metavar="NAME")
+    replicas: int = flag(1, "workers, each on a device of its own", int, metavar="N")
+    lora_folder: Path | None = flag(None, "LoRAs that requests may name", Path, name="--loras", metavar="DIR")
+    max_queue: int = flag(1000, "jobs that may wait", int, metavar="N")
+    max_user_queue: int = flag(100, "jobs of one user that may wait", int, metavar="N")
+    max_upload: float = flag(32e6, "of one request (default: 32MB)", parse_amount, metavar="SIZE")
+    keep: float = flag(7 * 86400.0, "how long clips stay (default: 7d)", parse_amount, metavar="TIME")
+    disk: float = flag(50e9, "how much clips may take (default: 50GB)", parse_amount, metavar="SIZE")
+    step_timeout: float = flag(120.0, "seconds without a step before a worker is replaced", float, metavar="S")
+    drain: float = flag(600.0, "seconds that running jobs get when the server stops", float, metavar="S")
+    log_prompts: bool = flag(False, "write prompts to the log", bool)
+    quiet: bool = flag(False, "no log", bool)
+
+    def check(self) -> None:
+        """Raises InputError."""
+        for name, least in (("replicas", 1), ("max_queue", 1), ("max_user_queue", 1), ("port", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"--{name.replace('_', '-')}: {getattr(self, name)}, expected at least {least}")
+        if self.port > 65535:
+            raise InputError(f"--port: {self.port}, expected at most 65535")
+        if not self.step_timeout > 0 or not self.drain >= 0:
+            raise InputError("--step-timeout and --drain: expected seconds, the first above 0")
+        if self.lora_folder and not self.lora_folder.is_dir():
+            raise InputError(f"--loras: {self.lora_folder} is no folder; create it, or leave the flag out")
+
+
+def flags(to: argparse.ArgumentParser) -> None:
+    add_flags(to, ModelOptions, backend="")
+    add_flags(to, Warm, ServeOptions)
+
+
+def main(args: argparse.Namespace) -> int:
+    if not hasattr(args, "backend"):
+        args.backend = installed_backend()
+    options, own = model_options(args), ServeOptions(**given_flags(args, ServeOptions))
+    warm = Warm(**given_flags(args, Warm)).warm
+    own.check()
+    options.check()
+    require_one_process(options)
+    tokens = read_tokens(own.token_file) if own.token_file else {}
+    try:
+        from ltx2rt.serve.admission import Admission
+        from ltx2rt.serve.app import Settings
+        from ltx2rt.serve.server import Serving, serve
+    except ImportError as error:
+        raise InputError(f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'") from error
+
+    def admission(inputs: Path) -> Admission:
+        found = Admission(options, inputs, default=own.pipeline, lora_folder=own.lora_folder, warm=warm)
+        found.check_warm()
+        return found
+
+    settings = Settings(tokens, int(own.max_upload), own.keep, int(own.disk), own.log_prompts)
+    return serve(
+        Serving(
+            data=own.data,
+            host=own.host,
+            port=own.port,
+            command=worker_command(args),
+            settings=settings,
+            environments=device_environments(options, own.replicas),
+            lora_folder=own.lora_folder and own.lora_folder.resolve(),
+            max_queue=own.max_queue,
+            max_user_queue=own.max_user_queue,
+            step_timeout_s=own.step_timeout,
+            drain_s=own.drain,
+            quiet=own.quiet,
+            announce=lambda url: note(f"serving at {url}", prefix=""),
+        ),
+        admission,
+    )
+
+
+def worker_command(args: argparse.Namespace) -> list[str]:
+    return [sys.executable, "-m", "ltx2rt", "worker", *words_of(args, ModelOptions, Warm)]
+
+
+def installed_backend() -> str:
+    """The first whose packages are all there. Raises InputError if none is."""
+    for name in backend_names():
+        if all(find_spec(package) for package in get_factory(name).packages):
+            return name
+    raise InputError("--backend: none is installed; install one with: pip install 'ltx2rt[cuda]' or 'ltx2rt[tpu]'")
+
+
+def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, str]]:
+    """What each of several replicas must find in its environment to have a device of its own. Raises InputError."""
+    if replicas == 1 or options.device == "cpu":
+        return [{}] * replicas
+    factory = get_factory(options.backend)
+    if replicas > (most := factory.most_processes(options.device)):
+        raise InputError(f"--replicas: {replicas}, but {most} can have a device each here")
+    return [factory.one_device(n, os.environ) for n in range(replicas)]
+
+
+def read_tokens(path: Path) -> dict[str, str]:
+    """Users by token. Raises InputError."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--token-file: {path} cannot be read ({error})") from None
+    tokens: dict[str, str] = {}
+    for number, words in enumerate(lines, 1):
+        if len(words) != 2 or len(words[1]) < 16 or words[1] in tokens:
+            raise InputError(
+                f"--token-file: line {number} of {path} is no `NAME TOKEN` with a new token of at least 16 characters"
+            )
+        tokens[words[1]] = words[0]
+    if not tokens:
+        raise InputError(f"--token-file: {path} names no user; write a line `NAME TOKEN` for each")
+    return tokens

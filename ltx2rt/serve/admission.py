@@ -1,0 +1,330 @@
+"""From the fields of a request to a job that will run: everything that the command line refuses is refused here.
+
+The request is resolved, its seed drawn, and the run planned on a backend that has the replica's memory and runs
+nothing. No field names a file: images come as bytes, LoRAs by the names that the server gives them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.backend import DeviceInfo
+from ltx2rt.commands.generate import make_plan
+from ltx2rt.commands.plan import DatasheetBackend
+from ltx2rt.errors import InputError
+from ltx2rt.flags import convert, flagged
+from ltx2rt.pipelines import make_request, pipelines
+from ltx2rt.pipelines.request import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Request, VideoRequest, parse_blocks, parse_fps
+from ltx2rt.serve.refusal import Refusal, of_input, unknown
+from ltx2rt.serve.shapes import Shape
+from ltx2rt.session.open import opened_checkpoint
+from ltx2rt.session.options import DISTILLED_STAGES, LoraSpec, ModelOptions, plain
+from ltx2rt.session.session import Session
+
+OFFERED = (int, float, str, bool, parse_fps, parse_blocks)  # parsers of flags that name no file
+MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
+OURS = ("model", "pipeline", "size", "seconds", "images", "loras", "priority", "metadata", "user")
+MAX_SHAPES = 256  # whose plans are remembered
+UNKNOWN_BYTES = 10**15  # of a device that no replica has told of yet
+SHA = re.compile(r"[0-9a-f]{64}")
+
+
+class Elsewhere(DatasheetBackend):
+    """The device of a replica, which plans and runs nothing."""
+
+    def __init__(self, options: ModelOptions, info: DeviceInfo, mesh: Mapping[str, int]):
+        self.name, self.mesh, self.info = options.backend, mesh, info
+        self.device_kind, self.is_main, self.versions = info.kind, True, {}
+        self.num_processes = 1
+
+    def device(self) -> DeviceInfo:
+        return self.info
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """given: as the client put it; job: what a worker is sent; work: TFLOP; loras: the set, as a key; digest: of what
+    was given."""
+
+    given: dict[str, Any]
+    job: dict[str, Any]
+    work: float
+    loras: str
+    digest: str
+
+
+class Admission:
+    """Not for several threads at once. inputs: the folder of images, named by their digests; default: the pipeline of
+    requests that name none. Raises InputError."""
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        inputs: Path,
+        *,
+        default: str,
+        lora_folder: Path | None = None,
+        warm: Sequence[Shape] = (),
+    ):
+        options.check()
+        self.options, self.inputs, self.lora_folder, self.default, self.warm = (
+            options,
+            inputs,
+            lora_folder,
+            default,
+            warm,
+        )
+        self.checkpoint = opened_checkpoint(options)
+        self.served = served()
+        if default not in self.served:
+            raise InputError(f"--pipeline: {default!r}, expected one of {', '.join(self.served)}")
+        kind = "cpu" if options.device == "cpu" else "unknown"
+        self._where: tuple[DeviceInfo, Mapping[str, int]] | None = None
+        self.plan_for(DeviceInfo(kind, "a device", UNKNOWN_BYTES, UNKNOWN_BYTES), {})
+        self.model = options.model.resolve().name
+
+    def plan_for(self, info: DeviceInfo, mesh: Mapping[str, int]) -> None:
+        """Refuse from now on what such devices have no room for."""
+        if (info, mesh) != self._where:
+            self._where = info, mesh
+            self._session = Session(self.checkpoint, Elsewhere(self.options, info, mesh), self.options)
+            self._work: OrderedDict[str, float] = OrderedDict()  # TFLOP by all that decides it
+
+    def check_warm(self) -> None:
+        """Refuse what a replica could not warm up for, before it is started. Raises InputError."""
+        for shape in self.warm:
+            make_plan(self._session, make_request(shape.pipeline, prompt="a warm-up", seed=0, **shape.clip))
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def admit(self, given: Mapping[str, Any]) -> Admitted:
+        """given: fields as JSON has them, or text; images as `{"file_id", "frame", "strength"}`. Raises Refusal."""
+        given = {name: value for name, value in given.items() if value is not None}
+        name = self._text(given, "pipeline", self.default)
+        if name not in self.served:
+            raise Refusal(
+                400, "invalid_value", f"pipeline: {name[:80]!r}, expected one of {', '.join(self.served)}", "pipeline"
+            )
+        clip_fields = offered(self.served[name])
+        for field in given:
+            if field not in clip_fields and field not in OURS:
+                raise unknown(field, [*clip_fields, *OURS])
+        if self._text(given, "model", self.model) != self.model:
+            raise Refusal(400, "invalid_value", f"model: {given['model'][:80]!r}, expected {self.model!r}", "model")
+        _check_metadata(given.get("metadata", {}))
+        try:
+            clip = {field: value(clip_fields[field], given[field]) for field in clip_fields if field in given}
+            if len(clip.get("prompt", "")) > MAX_PROMPT:
+                raise InputError(f"--prompt: {len(clip['prompt'])} characters, expected at most {MAX_PROMPT}")
+            if "prompt" not in clip:
+                raise InputError("--prompt: there is none; say what the clip shows")
+            clip = {"num_frames": DEFAULT_FRAMES} | self._size(given, clip) | clip
+            images, loras = self._images(given.get("images", ())), self._loras(given.get("loras", ()))
+            return self._planned(name, dict(given), clip, images, loras)
+        except InputError as error:
+            raise of_input(InputError(self._without_folders(str(error)))) from error
+
+    def _planned(
+        self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list], loras: list[list]
+    ) -> Admitted:
+        pictures = [(self.inputs / file, frame, strength) for file, frame, strength in images]
+        specs = [LoraSpec((self.lora_folder or Path()) / file, *rest) for file, *rest in loras]
+        self._session.use_loras((*self.options.loras, *specs))
+        request = make_request(name, **clip, images=pictures)
+        request.check_options(self._session.options)
+        request = request.resolved(self.checkpoint.config)
+        texts = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
+        shape = repr((replace(request, seed=0, **texts), [(lora, lora.path.stat().st_mtime_ns) for lora in specs]))
+        if images or shape not in self._work:  # what is planned once holds for every prompt and seed
+            plan = make_plan(self._session, request)
+            self._session.require_memory(plan.stages)
+            while len(self._work) >= MAX_SHAPES:
+                self._work.popitem(last=False)
+            self._work[shape] = sum(cost.steps * cost.flops for cost in self._session.costs(plan.stages)) / 1e12
+        work = self._work[shape]
+        resolved = {f: plain(getattr(request, f)) for f in offered(type(request))}
+        job = {"pipeline": name, "clip": resolved, "images": images, "loras": loras}
+        digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+        return Admitted(given, job, work, json.dumps(loras) if loras else "", digest)
+
+    def _without_folders(self, message: str) -> str:
+        """Sentences name files; where they lie is nobody's business."""
+        for folder in (self.inputs, self.lora_folder, self.options.model, self.options.model.parent):
+            if folder is not None and str(folder) not in (".", "/"):
+                message = message.replace(f"{folder}/", "")
+        return message
+
+    @staticmethod
+    def _text(given: Mapping[str, Any], name: str, default: str) -> str:
+        if not isinstance(found := given.get(name, default), str):
+            raise Refusal(400, "invalid_value", f"{name}: {str(found)[:80]}, expected text", name)
+        return found
+
+    def _size(self, given: Mapping[str, Any], clip: Mapping[str, Any]) -> dict[str, int]:
+        """`size` and `seconds` as the flags that say the same."""
+        found = {}
+        if "size" in given:
+            match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", self._text(given, "size", ""))
+            if match is None:
+                raise Refusal(400, "invalid_value", f"size: {given['size'][:80]!r}, expected WIDTHxHEIGHT", "size")
+            if "width" in clip or "height" in clip:
+                raise Refusal(400, "invalid_value", "size says what width and height say; give one of them", "size")
+            found = {"width": int(match[1]), "height": int(match[2])}
+        if "seconds" in given and "num_frames" not in clip:
+            seconds = number(given["seconds"])
+            if seconds is None or not 0 < seconds <= 3600:
+                text = f"seconds: {str(given['seconds'])[:80]!r}, expected a number above 0"
+                raise Refusal(400, "invalid_value", text, "seconds")
+            fps, step = clip.get("fps", Fraction(24)), self.checkpoint.config.video_vae.time_factor
+            found["num_frames"] = max(0, round((float(seconds * fps) - 1) / step)) * step + 1
+        return found
+
+    def _images(self, given: Any) -> list[list]:
+        """[digest, frame, strength] of each."""
+        images = []
+        for item in _items("images", given, MAX_IMAGES, ("file_id", "frame", "strength")):
+            file = item.get("file_id")
+            if not isinstance(file, str) or not SHA.fullmatch(file) or not (self.inputs / file).is_file():
+                raise Refusal(400, "invalid_value", "images: file_id names no image that was sent here", "images")
+            frame, strength = number(item.get("frame", 0)), number(item.get("strength", 1.0))
+            if frame is None or frame != int(frame) or strength is None:
+                raise Refusal(400, "invalid_value", "images: frame is a whole number, strength a number", "images")
+            images.append([file, int(frame), strength])
+        return images
+
+    def lora_files(self) -> dict[str, str]:
+        """File names by the names that requests use."""
+        found = sorted(self.lora_folder.glob("*.safetensors")) if self.lora_folder else []
+        return {path.stem: path.name for path in found}
+
+    def _loras(self, given: Any) -> list[list]:
+        """[file, strength, stage] of each."""
+        known, loras = self.lora_files(), []
+        for item in _items("loras", given, MAX_LORAS, ("name", "strength", "stage")):
+            strength, stage = number(item.get("strength", 1.0)), item.get("stage")
+            if item.get("name") not in known:
+                names = ", ".join(known) or "none"
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    f"loras: no LoRA is named {str(item.get('name'))[:80]!r}; known: {names}",
+                    "loras",
+                )
+            if strength is None or stage not in (None, *DISTILLED_STAGES):
+                text = "loras: strength is a number, stage one of stage1 and stage2"
+                raise Refusal(400, "invalid_value", text, "loras")
+            loras.append([known[item["name"]], strength, stage])
+        return loras
+
+    # --- what can be asked for ----------------------------------------------------------------------------------
+
+    def limits(self) -> dict[str, Any]:
+        model = self.checkpoint.config
+        seconds = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
+        return {
+            "model": self.model,
+            "default_pipeline": self.default,
+            "pipelines": {
+                name: {
+                    "summary": type_.summary,
+                    "multiple_of_px": model.video_vae.space_factor * type_.scale,
+                    "fields": {f: schema(found) for f, found in offered(type_).items()},
+                }
+                for name, type_ in self.served.items()
+            },
+            "frames": {"step": model.video_vae.time_factor, "offset": 1},
+            "max_seconds": seconds,
+            "fps": {"min": MIN_FPS, "max": MAX_FPS},
+            "prompt_characters": MAX_PROMPT,
+            "images": MAX_IMAGES,
+            "loras": list(self.lora_files()),
+            "warm": [str(shape) for shape in self.warm],
+        }
+
+
+def served() -> dict[str, type[VideoRequest]]:
+    """The pipelines that make pictures from text and images; one with a flag for another file is not served."""
+    found = {}
+    for name, type_ in pipelines().items():
+        others = [f for field, f in flagged(type_).items() if field not in ("images", "noise_in")]
+        if issubclass(type_, VideoRequest) and all(f.metadata["flag"].parse in OFFERED for f in others):
+            found[name] = type_
+    return found
+
+
+@cache
+def offered(type_: type[Request]) -> dict[str, Field]:
+    """The clip flags that requests may set: those that name no file. Several videos are several jobs."""
+    found = {f.name: f for f in fields(type_) if "flag" in f.metadata}
+    several = {name for name, f in found.items() if f.metadata["flag"].repeat or name == "num_videos"}
+    return {name: f for name, f in found.items() if f.metadata["flag"].parse in OFFERED and name not in several}
+
+
+def value(f: Field, given: Any) -> Any:
+    """A field's value from JSON or from the text of a form. Raises InputError."""
+    parse, name = f.metadata["flag"].parse, f"--{f.name.replace('_', '-')}"
+    if parse is bool:
+        if str(given).lower() not in ("true", "false"):
+            raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
+        return str(given).lower() == "true"
+    plain_types = (str, int, float, list) if parse is parse_blocks else (str, int, float)
+    if isinstance(given, bool) or not isinstance(given, plain_types) or len(str(given)) > 10 * MAX_PROMPT:
+        raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
+    if parse is int and isinstance(given, str) and not re.fullmatch(r"-?\d{1,20}", given.strip()):
+        raise InputError(f"{name}: {given[:80]!r}, expected a whole number")
+    try:
+        return convert(f, given)
+    except (TypeError, OverflowError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}") from None
+
+
+def schema(f: Field) -> dict[str, Any]:
+    """As JSON schema has it."""
+    how = f.metadata["flag"]
+    types = {int: "integer", float: "number", bool: "boolean", parse_fps: "number", parse_blocks: "array"}
+    negated = how.name is not None and how.name.startswith("--no-")
+    found = {"type": types.get(how.parse, "string"), "description": "" if negated else how.help}
+    if how.choices:
+        found["enum"] = list(how.choices)
+    if f.default not in (MISSING, None):
+        found["default"] = float(f.default) if isinstance(f.default, Fraction) else f.default
+    return found
+
+
+def number(given: Any) -> float | None:
+    """A finite number, or its text."""
+    try:
+        found = None if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if found is not None and abs(found) < 1e12 else None
+
+
+def _items(name: str, given: Any, most: int, known: Sequence[str]) -> list[dict[str, Any]]:
+    if not isinstance(given, (list, tuple)) or not all(isinstance(item, dict) for item in given):
+        raise Refusal(400, "invalid_value", f"{name}: expected a list of objects with {', '.join(known)}", name)
+    if len(given) > most:
+        raise Refusal(400, "invalid_value", f"{name}: {len(given)}, expected at most {most}", name)
+    for key in (key for item in given for key in item if key not in known):
+        raise unknown(f"{name}.{key}", [f"{name}.{one}" for one in known])
+    return list(given)
+
+
+def _check_metadata(given: Any) -> None:
+    texts = isinstance(given, dict) and all(
+        isinstance(x, str) and len(x) <= 512 for pair in given.items() for x in pair
+    )
+    if not texts or len(given) > MAX_METADATA:
+        text = f"metadata: expected at most {MAX_METADATA} pairs of texts of at most 512 characters"
+        raise Refusal(400, "invalid_value", text, "metadata")

@@ -1,0 +1,587 @@
+"""The routes: OpenAI's `/v1/videos` and what it lacks, as one ASGI application.
+
+Decides who may ask what, and what a job looks like from outside. Four statuses are known to OpenAI's client, so a
+cancelled job is `failed` with the code `cancelled`; what OpenAI has no field for stands in `x`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ltx2rt.backend import DeviceInfo
+from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, OURS, Admission, number
+from ltx2rt.serve.board import Board
+from ltx2rt.serve.folder import CLIP, THUMBNAIL, Folder
+from ltx2rt.serve.form import Gone, close_unread, fields_of
+from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.queue import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    JOB_ID,
+    QUEUED,
+    RUNNING,
+    STATUSES,
+    Conflict,
+    Job,
+    QueueFull,
+)
+from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.supervisor import Store, Supervisor
+
+LOCAL = "local"  # the user where there are no tokens
+MIN_FREE_BYTES = 2 * 10**9
+KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
+DELETE_WAIT_S, RETRY_S = 30, 10
+POLL_MS = {QUEUED: 1000, RUNNING: 250}
+PAGE = Path(__file__).with_name("page")
+PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' blob:; frame-ancestors 'none'; form-action 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+OPEN = ("/healthz", "/readyz", "/login", "/", "/index.html", "/page.js", "/page.css")  # to everybody
+COOKIE = "ltx2rt_token"
+NOT_HERE = "extending, editing and characters are not supported here; send a new prompt with images instead"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """tokens: user by token; none: everybody who reaches the server is one user. keep_s: how long clips stay;
+    disk_bytes: how much they may take."""
+
+    tokens: Mapping[str, str]
+    max_upload_bytes: int = 32 * 2**20
+    keep_s: float = 7 * 86400
+    disk_bytes: int = 50 * 10**9
+    log_prompts: bool = False
+
+
+class App:
+    def __init__(
+        self,
+        settings: Settings,
+        admission: Admission,
+        store: Store,
+        folder: Folder,
+        board: Board,
+        supervisor: Supervisor,
+        metrics: Metrics,
+    ):
+        self.settings, self.admission, self.store, self.folder = settings, admission, store, folder
+        self.board, self.supervisor, self.metrics, self.queue = board, supervisor, metrics, store.queue
+        self.closing = False
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+            ("POST", "/v1/videos", self.create),
+            ("GET", "/v1/videos", self.list),
+            *(("POST", f"/v1/videos/{name}", self.not_here) for name in ("edits", "extensions", "characters")),
+            ("GET", "/v1/videos/characters/{id}", self.not_here),
+            ("GET", "/v1/videos/{id}", self.retrieve),
+            ("DELETE", "/v1/videos/{id}", self.delete),
+            ("POST", "/v1/videos/{id}/cancel", self.cancel),
+            ("POST", "/v1/videos/{id}/remix", self.remix),
+            ("GET", "/v1/videos/{id}/content", self.content),
+            ("GET", "/v1/videos/{id}/events", self.events),
+            ("GET", "/v1/events", self.events),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/loras", self.loras),
+            ("GET", "/v1/limits", self.limits),
+            ("GET", "/v1/status", self.status),
+            ("GET", "/healthz", self.health),
+            ("GET", "/readyz", self.ready),
+            ("GET", "/metrics", self.measure),
+            ("GET", "/openapi.json", self.openapi),
+            ("POST", "/login", self.login),
+            ("GET", "/", self.page),
+            ("GET", "/{name:path}", self.page),
+        ]
+        self.starlette = Starlette(
+            routes=[Route(path, call, methods=[method]) for method, path, call in routes],
+            exception_handlers={
+                Refusal: self._refused,
+                HTTPException: self._refused,
+                Gone: self._refused,
+                sqlite3.OperationalError: self._refused,
+                Exception: self._refused,
+            },
+        )
+
+    # --- around every request -----------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.starlette(scope, receive, send)
+        request, start, code = Request(scope), time.monotonic(), 500
+
+        async def answered(message: Any) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+                more = [(name.encode(), text.encode()) for name, text in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        try:
+            scope.setdefault("state", {})["user"] = self._user(request)
+        except Refusal as refusal:
+            await close_unread(self._refusal(refusal))(scope, receive, answered)
+        else:
+            try:
+                await self.starlette(scope, receive, answered)
+            except Exception as error:  # starlette has answered 500
+                self.board.log("error", error=f"{type(error).__name__}: {error}"[:500])
+        route = getattr(scope.get("route"), "path", "other")
+        self.metrics.requests.labels(route, code).inc()
+        if route not in ("/healthz", "/readyz", "/metrics"):
+            took_ms = round(1000 * (time.monotonic() - start), 1)
+            self.board.log("http", method=scope["method"], path=scope["path"][:100], code=code, ms=took_ms)
+
+    def _user(self, request: Request) -> str:
+        """Raises Refusal."""
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if not self.settings.tokens and not is_local(host):
+            raise Refusal(403, "bad_host", f"host: {host[:80]!r}, expected localhost; give the server a token file")
+        if request.method not in ("GET", "HEAD") and origin is not None and urlsplit(origin).netloc != host:
+            raise Refusal(403, "bad_origin", f"origin: {origin[:80]!r}, expected this server's own pages")
+        if not self.settings.tokens:
+            return LOCAL
+        if request.url.path in OPEN:
+            return ""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        user = self._user_of(token.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, ""))
+        if user is None:
+            raise Refusal(401, "bad_token", "no known token; send `Authorization: Bearer TOKEN`")
+        return user
+
+    def _user_of(self, given: str) -> str | None:
+        found = None
+        for token, user in self.settings.tokens.items():
+            if hmac.compare_digest(token.encode(), given.encode("utf-8", "replace")):
+                found = user
+        return found
+
+    def _refusal(self, refusal: Refusal) -> Response:
+        headers = {}
+        if refusal.retry_after_s is not None:
+            headers["retry-after"] = str(refusal.retry_after_s)
+        if refusal.status in (409, 429, 503):
+            headers["x-should-retry"] = "false" if refusal.status == 409 else "true"
+        if refusal.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse(refusal.body, refusal.status, headers)
+
+    def _refused(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            codes = {404: "not_found", 405: "method_not_allowed"}
+            error = Refusal(error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail))
+        elif isinstance(error, sqlite3.OperationalError):
+            self.board.log("queue_error", error=str(error))
+            error = Refusal(503, "disk_full", "the queue cannot be written", retry_after_s=RETRY_S)
+        elif isinstance(error, Gone):
+            error = Refusal(400, "gone", "the client has left")
+        elif not isinstance(error, Refusal):
+            error = Refusal(500, "internal", "the server failed; its log says why")
+        answer = self._refusal(error)
+        return close_unread(answer) if request.method == "POST" else answer
+
+    # --- jobs from outside --------------------------------------------------------------------------------------
+
+    async def _job(self, request: Request) -> Job:
+        """The job of the path. Raises Refusal unless it is the user's own."""
+        id = request.path_params["id"]
+        job = await self.store(self.queue.get, id) if JOB_ID.fullmatch(id) else None
+        if job is None or job.user != request.state.user:
+            raise Refusal(404, "not_found", f"no video is named {id[:80]!r}", "video_id")
+        return job
+
+    async def _video(self, job: Job) -> dict[str, Any]:
+        position = await self.store(self.queue.ahead, job) if job.status == QUEUED else None
+        return self.video(job, position)
+
+    def video(self, job: Job, position: int | None = None) -> dict[str, Any]:
+        clip, live, result = job.job["clip"], self.board.live.get(job.id), job.result or {}
+        report = result.get("report", {})
+        seconds = clip["num_frames"] / Fraction(clip["fps"]) if "num_frames" in clip else 0
+        progress = 100 if job.status == COMPLETED else min(99, max(1, int(99 * live["fraction"]))) if live else 0
+        running = live if job.status == RUNNING and live else {}
+        images = [{"file_id": i[0], "frame": i[1], "strength": i[2]} for i in job.job["images"]]
+        loras = [{"name": Path(lora[0]).stem, "strength": lora[1], "stage": lora[2]} for lora in job.job["loras"]]
+        settings = {"pipeline": job.job["pipeline"], **clip, "images": images, "loras": loras}
+        content = f"/v1/videos/{job.id}/content"
+        made = job.status == COMPLETED and result.get("file")
+        return {
+            "id": job.id,
+            "object": "video",
+            "model": self.admission.model,
+            "status": FAILED if job.status == CANCELLED else job.status,
+            "progress": progress,
+            "created_at": int(job.created),
+            "completed_at": int(job.finished) if job.finished and job.status == COMPLETED else None,
+            "expires_at": int(job.finished + self.settings.keep_s) if made and job.finished else None,
+            "seconds": f"{float(seconds):.3f}",
+            "size": f"{clip.get('width', 0)}x{clip.get('height', 0)}",
+            "prompt": clip.get("prompt"),
+            "remixed_from_video_id": job.remixed_from,
+            "error": job.error,
+            "metadata": job.given.get("metadata"),
+            "x": {
+                "stage": running.get("stage"),
+                "step": running.get("step"),
+                "steps": running.get("of"),
+                "eta_s": running.get("eta_s"),
+                "queue_position": position,
+                "seed": clip.get("seed"),
+                "settings": settings,
+                "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
+                "run_s": job.finished - job.started if job.finished and job.started else None,
+                "attempts": job.attempts,
+                "priority": job.priority,
+                "cancel_requested_at": int(job.cancel) if job.cancel else None,
+                "urls": {"video": content, "thumbnail": f"{content}?variant=thumbnail"} if made else {},
+            },
+        }
+
+    def _answer(self, video: dict[str, Any], status: int = 200) -> Response:
+        wait_ms = POLL_MS.get(video["status"])
+        return JSONResponse(video, status, {"openai-poll-after-ms": str(wait_ms)} if wait_ms else {})
+
+    # --- videos -------------------------------------------------------------------------------------------------
+
+    async def create(self, request: Request) -> Response:
+        self._require_accepting()
+        return await self._add(request, await fields_of(request, self.folder, self.settings.max_upload_bytes))
+
+    async def remix(self, request: Request) -> Response:
+        """The same settings and seed with another prompt."""
+        self._require_accepting()
+        job = await self._job(request)
+        given = await fields_of(request, self.folder, self.settings.max_upload_bytes)
+        if unknown := sorted(given.keys() - {"prompt"}):
+            raise Refusal(
+                400, "unknown_field", f"{unknown[0][:80]!r}: a remix changes the prompt alone", unknown[0][:80]
+            )
+        settings = {**job.given, "seed": job.job["clip"].get("seed"), "prompt": given.get("prompt")}
+        return await self._add(request, settings, remixed_from=job.id)
+
+    async def _add(self, request: Request, given: dict[str, Any], remixed_from: str | None = None) -> Response:
+        user, key = request.state.user, request.headers.get("idempotency-key")
+        if key is not None and not 0 < len(key) <= 255:
+            raise Refusal(400, "invalid_value", "Idempotency-Key: expected 1 to 255 characters")
+        priority = number(given.get("priority", 0))
+        if priority is None or priority not in range(MAX_PRIORITY + 1):
+            raise Refusal(400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority")
+        self._know_device()
+        admitted = await asyncio.get_running_loop().run_in_executor(self._planner, self.admission.admit, given)
+        retried = request.headers.get("x-stainless-retry-count", "0") != "0"  # the answer may have been lost
+        if retried and (known := await self.store(self.queue.repeated, user, admitted.digest)) is not None:
+            return self._answer(await self._video(known))
+        self._require_accepting()  # planning takes time
+        try:
+            job = await self.store(
+                self.queue.add, user, admitted.digest, admitted.given, admitted.job, work=admitted.work,
+                loras=admitted.loras, priority=int(priority), key=key, remixed_from=remixed_from,
+            )  # fmt: skip
+        except QueueFull as full:
+            raise Refusal(429, full.code, str(full), retry_after_s=RETRY_S) from None
+        except Conflict as error:
+            raise Refusal(409, "conflict", str(error)) from None
+        self.board.tell(
+            "queued", job.id, user, **({"prompt": given.get("prompt")} if self.settings.log_prompts else {})
+        )
+        self.supervisor.woken()
+        return self._answer(await self._video(job))
+
+    def _require_accepting(self) -> None:
+        if self.supervisor.draining:
+            raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
+        if self.folder.free_bytes() < MIN_FREE_BYTES:
+            raise Refusal(503, "disk_full", "the server's disk is full", retry_after_s=60)
+
+    def _know_device(self) -> None:
+        """Plan with the memory of the replicas, once one has told of it."""
+        if self.supervisor.device is not None:
+            device, mesh = self.supervisor.device
+            self.admission.plan_for(DeviceInfo(**device), mesh)
+
+    async def list(self, request: Request) -> Response:
+        asked = request.query_params
+        limit, order, status = asked.get("limit", "20"), asked.get("order", "desc"), asked.get("status")
+        if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= 100:
+            raise Refusal(400, "invalid_value", f"limit: {limit[:80]!r}, expected 1 to 100", "limit")
+        if order not in ("asc", "desc"):
+            raise Refusal(400, "invalid_value", f"order: {order[:80]!r}, expected asc or desc", "order")
+        if status not in (None, QUEUED, RUNNING, COMPLETED, FAILED):
+            raise Refusal(400, "invalid_value", f"status: {status[:80]!r}, expected one of OpenAI's four", "status")
+        statuses = STATUSES if status is None else (FAILED, CANCELLED) if status == FAILED else (status,)
+        try:
+            jobs, more = await self.store(
+                self.queue.page, request.state.user, after=asked.get("after") or None, limit=int(limit),
+                newest=order == "desc", statuses=statuses,
+            )  # fmt: skip
+        except KeyError:
+            raise Refusal(400, "invalid_value", "after: no such video", "after") from None
+        data = [await self._video(job) for job in jobs]
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return JSONResponse({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more})
+
+    async def retrieve(self, request: Request) -> Response:
+        return self._answer(await self._video(await self._job(request)))
+
+    async def cancel(self, request: Request) -> Response:
+        job = await self._cancelled(await self._job(request))
+        if job.status == COMPLETED:
+            raise Refusal(409, "conflict", "the video is completed; delete it instead")
+        return self._answer(await self._video(job), 202)
+
+    async def _cancelled(self, job: Job) -> Job:
+        """The job once its wish to end is on the disk; its replica is told."""
+        after = await self.store(self.queue.cancel, job.id)
+        if after is None:
+            raise Refusal(404, "not_found", "the video was deleted", "video_id")
+        if after.status == RUNNING:
+            self.supervisor.cancel(after.id)
+            self.board.tell("cancelling", after.id, after.user)
+        elif not job.over:
+            self.board.tell("failed", after.id, after.user, code="cancelled")
+        return after
+
+    async def delete(self, request: Request) -> Response:
+        job, end = await self._job(request), time.monotonic() + DELETE_WAIT_S
+        with self.board.watch(lambda id, user: id == job.id) as watcher:
+            job = await self._cancelled(job)
+            while not job.over:
+                if time.monotonic() > end:
+                    raise Refusal(
+                        409, "conflict", "the video is still being cancelled; ask again", retry_after_s=RETRY_S
+                    )
+                await watcher.take(1.0)
+                job = await self._job(request)
+        if await self.store(self.queue.delete, job.id):
+            await asyncio.to_thread(self.folder.remove, job.stem)
+            self.board.tell("deleted", job.id, job.user)
+        return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        job, variant = await self._job(request), request.query_params.get("variant", "video")
+        if variant not in ("video", "thumbnail", "report"):
+            text = f"variant: {variant[:80]!r}, expected video, thumbnail or report"
+            raise Refusal(400, "invalid_value", text, "variant")
+        if job.status != COMPLETED or job.result is None:
+            raise Refusal(409, "not_ready", f"the video is {job.status}; ask again when it is completed")
+        if variant == "report":
+            return JSONResponse(job.result.get("report", {}))
+        path = self.folder.outputs / (job.stem + (CLIP if variant == "video" else THUMBNAIL))
+        if not job.result.get("file") or not path.exists():
+            raise Refusal(410, "expired", "the file was deleted after its time; send the request again")
+        if variant == "thumbnail":
+            return FileResponse(path, media_type="image/webp")
+        noted = None
+        if request.method == "GET" and "fetched" not in job.result:
+            noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=int(time.time()))
+        return FileResponse(
+            path, media_type="video/mp4", filename=f"{job.id}.mp4", content_disposition_type="inline", background=noted
+        )
+
+    async def not_here(self, request: Request) -> Response:
+        raise Refusal(501, "not_supported", NOT_HERE)
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    async def events(self, request: Request) -> Response:
+        """Of one job until it is over, or of all of the user's."""
+        job = await self._job(request) if "id" in request.path_params else None
+        return StreamingResponse(
+            self._stream(request.state.user, job),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+
+    async def _stream(self, me: str, only: Job | None) -> AsyncIterator[str]:
+        with self.board.watch(
+            lambda id, user: (user == me and only is None) or (only is not None and id == only.id)
+        ) as news:
+            yield "retry: 1000\n\n"
+            if only is not None:
+                news.put(only.id, "state")
+            quiet_since = time.monotonic()
+            while not self.closing:
+                told = await news.take(1.0)
+                if not told and time.monotonic() - quiet_since > KEEP_ALIVE_S:
+                    quiet_since = time.monotonic()
+                    yield ": keep-alive\n\n"
+                for id, kind in told.items():
+                    job = await self.store(self.queue.get, id)
+                    video = await self._video(job) if job else {"id": id}
+                    yield f"event: {kind if job else 'deleted'}\ndata: {json.dumps(video)}\n\n"
+                    if only is not None and (job is None or job.over):
+                        return
+                if told:
+                    await asyncio.sleep(EVENT_GAP_S)
+
+    # --- the server ---------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        entry = {"id": self.admission.model, "object": "model", "created": 0, "owned_by": "local"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def loras(self, request: Request) -> Response:
+        data = [{"id": name, "object": "lora"} for name in self.admission.lora_files()]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def limits(self, request: Request) -> Response:
+        return JSONResponse({**self.admission.limits(), "upload_bytes": self.settings.max_upload_bytes})
+
+    async def status(self, request: Request) -> Response:
+        counts, now = await self.store(self.queue.counts), time.monotonic()
+        replicas = [{"state": r.state, "for_s": round(now - r.since, 1)} for r in self.supervisor.replicas]
+        return JSONResponse({
+            "replicas": replicas, "jobs": counts, "draining": self.supervisor.draining,
+            "disk_free_bytes": self.folder.free_bytes(),
+        })  # fmt: skip
+
+    async def health(self, request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def ready(self, request: Request) -> Response:
+        if self.supervisor.draining:
+            raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
+        if not self.supervisor.ready:
+            raise Refusal(503, "starting", "no replica is ready yet", retry_after_s=RETRY_S)
+        self._require_accepting()
+        return PlainTextResponse("ready\n")
+
+    async def measure(self, request: Request) -> Response:
+        for status, count in (await self.store(self.queue.counts)).items():
+            self.metrics.jobs.labels(status).set(count)
+        for replica in self.supervisor.replicas:
+            self.metrics.up.labels(replica.number).set(replica.state in ("idle", "busy"))
+            if replica.process is not None:
+                self.metrics.rss.labels(f"replica {replica.number}").set(rss_bytes(replica.process.pid))
+        self.metrics.rss.labels("server").set(rss_bytes("self"))
+        self.metrics.disk.labels("clips").set(await asyncio.to_thread(self.folder.used_bytes))
+        self.metrics.disk.labels("free").set(self.folder.free_bytes())
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi(self.admission))
+
+    # --- the page -----------------------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        """A file of the page, by its exact name; never a path that is put together."""
+        name = request.path_params.get("name", "index.html")
+        files = {path.name: path for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
+        if name not in files:
+            raise Refusal(404, "not_found", "nothing is here")
+        path = files[name]
+        return FileResponse(path, media_type=PAGE_TYPES[path.suffix], headers={"cache-control": "no-cache"})
+
+    async def login(self, request: Request) -> Response:
+        """A token as a cookie, for the page: neither <video> nor EventSource can send a header."""
+        given = await fields_of(request, self.folder, 10_000)
+        token = str(given.get("token", ""))
+        if not self.settings.tokens or self._user_of(token) is None:
+            raise Refusal(401, "bad_token", "this token is not known")
+        answer = PlainTextResponse("welcome\n")
+        secure = request.headers.get("x-forwarded-proto", request.url.scheme) == "https"
+        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=secure)
+        return answer
+
+    # --- upkeep -------------------------------------------------------------------------------------------------
+
+    async def keep_house(self) -> None:
+        """Delete clips after their time, and the oldest where they take too much room; fetched ones first."""
+        while True:
+            await self.expire()
+            await asyncio.sleep(60)
+
+    async def expire(self) -> None:
+        now = time.time()
+        jobs = await self.store(self.queue.finished)
+        excess = sum((job.result or {}).get("bytes", 0) for job in jobs) - self.settings.disk_bytes
+        for job in jobs:
+            if excess > 0 or (job.finished or now) + self.settings.keep_s < now:
+                await self.store.insist(self.queue.note, job.id, file=None)
+                await asyncio.to_thread(self.folder.remove, job.stem)
+                excess -= (job.result or {}).get("bytes", 0)
+        await self.store.insist(self.queue.forget, now - 10 * self.settings.keep_s)
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header names this machine by its loopback."""
+    name = urlsplit(f"//{host}").hostname or ""
+    return name in ("localhost", "::1") or (name.startswith("127.") and name.replace(".", "").isdecimal())
+
+
+def rss_bytes(pid: int | str) -> int:
+    """Resident memory of a process; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    except (OSError, IndexError):
+        return 0
+
+
+def openapi(admission: Admission) -> dict[str, Any]:
+    """What a client may send, from the flags themselves."""
+    properties: dict[str, Any] = {}
+    for pipeline in admission.limits()["pipelines"].values():
+        for name, found in pipeline["fields"].items():
+            properties.setdefault(name, found)
+    objects = {"type": "array", "items": {"type": "object"}}
+    ours = {name: {"type": "string"} for name in OURS} | {
+        "images": objects,
+        "loras": objects,
+        "metadata": {"type": "object"},
+        "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
+    }
+    properties |= ours | {"prompt": {"type": "string", "maxLength": MAX_PROMPT}}
+    body = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
+    file = {"input_reference": {"type": "string", "format": "binary"}}
+    form = {**body, "properties": properties | file}
+    content = {"application/json": {"schema": body}, "multipart/form-data": {"schema": form}}
+    id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": JOB_ID.pattern}}
+    answers = {"200": {"description": "done"}, "4XX": {"description": "an error object"}}
+
+    def at(**methods: Mapping[str, Any]) -> dict[str, Any]:
+        return {method: {"responses": answers, **more} for method, more in methods.items()}
+
+    one, remix = {"parameters": [id]}, {"type": "object", "properties": {"prompt": {"type": "string"}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "ltx2rt", "version": "1"},
+        "paths": {
+            "/v1/videos": at(get={}, post={"requestBody": {"required": True, "content": content}}),
+            "/v1/videos/{id}": at(get=one, delete=one),
+            "/v1/videos/{id}/cancel": at(post=one),
+            "/v1/videos/{id}/remix": at(
+                post={**one, "requestBody": {"content": {"application/json": {"schema": remix}}}}
+            ),
+            "/v1/videos/{id}/content": at(get=one),
+            "/v1/videos/{id}/events": at(get=one),
+            "/v1/events": at(get={}),
+            "/v1/models": at(get={}),
+            "/v1/loras": at(get={}),
+            "/v1/limits": at(get={}),
+        },
+    }

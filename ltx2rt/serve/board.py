@@ -1,0 +1,76 @@
+"""What runs now, and who wants to hear of it.
+
+Progress lives in memory: a reader is sent the state of a job, never its history, so that whoever comes late or reads
+slowly gets the latest one and nothing piles up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+Progress = Mapping[str, Any]  # stage, step, of, fraction, eta_s: `session.stopwatch.Progress` as JSON has it
+
+
+def log(event: str, **facts: Any) -> None:
+    """One JSON line on stderr, if that can be written."""
+    line = {"time": round(time.time(), 3), "event": event, **facts}
+    with suppress(OSError):
+        print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+class Watcher:
+    """What happened to the jobs that a reader may see since he last looked: one kind of event for each, the latest."""
+
+    def __init__(self, wants: Callable[[str, str], bool]):
+        self.wants, self.news, self._some = wants, dict[str, str](), asyncio.Event()
+
+    def put(self, id: str, kind: str) -> None:
+        self.news[id] = kind
+        self._some.set()
+
+    async def take(self, timeout_s: float) -> dict[str, str]:
+        """Kinds by job; nothing if nothing happens in time."""
+        try:
+            await asyncio.wait_for(self._some.wait(), timeout_s)
+        except TimeoutError:
+            return {}
+        self._some.clear()
+        taken, self.news = self.news, {}
+        return taken
+
+
+class Board:
+    """live: progress by job, of those that run."""
+
+    def __init__(self, log: Callable[..., None] = log):
+        self.live: dict[str, Progress] = {}
+        self.watchers: set[Watcher] = set()
+        self.log = log
+
+    @contextmanager
+    def watch(self, wants: Callable[[str, str], bool]):
+        """wants(job, user): whether the reader is told of it."""
+        watcher = Watcher(wants)
+        self.watchers.add(watcher)
+        try:
+            yield watcher
+        finally:
+            self.watchers.discard(watcher)
+
+    def tell(self, kind: str, id: str, user: str, progress: Progress | None = None, **facts: Any) -> None:
+        """kind: queued, started, stage, step, cancelling, completed, failed, deleted."""
+        if progress is not None:
+            self.live[id] = progress
+        elif kind in ("queued", "completed", "failed", "deleted"):
+            self.live.pop(id, None)
+        if kind != "step":
+            self.log(kind, job=id, **facts)
+        for watcher in self.watchers:
+            if watcher.wants(id, user):
+                watcher.put(id, kind)

@@ -1,0 +1,388 @@
+// The page of `ltx2rt serve`. The server is the only state: what is shown comes from its lists and its event stream.
+// Text of a job is set as text, never as HTML.
+
+const $ = (selector) => document.querySelector(selector);
+const jobs = new Map(); // id -> {video, row}
+const mine = new Set(); // ids that this page has sent: shown when they are done
+const pictures = []; // {file or file_id, frame, strength}
+const SIZES = ["768x512", "512x768", "1280x704", "704x1280"];
+const OWN = ["prompt", "width", "height", "num_frames", "fps", "seed"]; // fields with a place of their own in the form
+let limits;
+let oldest = null;
+
+function make(tag, props = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), props);
+  element.append(...children);
+  return element;
+}
+
+async function ask(method, path, body) {
+  const headers = typeof body === "string" ? { "content-type": "application/json" } : {};
+  const answer = await fetch(path, { method, body, headers });
+  const found = await answer.json().catch(() => ({}));
+  if (answer.status === 401 && path !== "login") showLogin();
+  if (!answer.ok) throw new Error(found.error?.message ?? `the server answered ${answer.status}`);
+  return found;
+}
+
+// --- the form -------------------------------------------------------------------------------------------------------
+
+const fields = () => limits.pipelines[$("#pipeline").value].fields;
+const numFrames = () => Math.max(0, Math.round(($("#seconds").value * $("#fps").value - 1) / limits.frames.step)) * limits.frames.step + 1;
+const warmKey = () => `${$("#width").value}x${$("#height").value}x${numFrames()}:${$("#pipeline").value}`;
+
+function fillForm() {
+  for (const [name, about] of Object.entries(limits.pipelines)) {
+    $("#pipeline").append(make("option", { value: name, textContent: name, title: about.summary }));
+  }
+  $("#pipeline").value = limits.default_pipeline;
+  const warm = limits.warm.map((shape) => shape.split(":")[0].split("x"));
+  const sizes = new Set([...warm.map(([width, height]) => `${width}x${height}`), ...SIZES]);
+  for (const size of sizes) $("#preset").append(make("option", { value: size, textContent: size.replace("x", " × ") }));
+  $("#preset").append(make("option", { value: "", textContent: "other" }));
+  if (warm.length) {
+    $("#seconds").value = (warm[0][2] / $("#fps").value).toFixed(2);
+    $("#pipeline").value = limits.warm[0].split(":")[1];
+  }
+  for (const name of limits.loras) {
+    const strength = make("input", { type: "number", step: "any", value: 1 });
+    strength.dataset.lora = name;
+    const use = make("input", { type: "checkbox" });
+    use.dataset.use = name;
+    $("#loras").append(make("div", { className: "row" },
+      make("label", {}, use, ` ${name}`), make("label", {}, `strength of ${name} `, strength)));
+  }
+  $("#loras").hidden = !limits.loras.length;
+  usePreset();
+  fillMore();
+}
+
+function fillMore() {
+  const body = $("#more div");
+  const before = Object.fromEntries([...body.querySelectorAll("[data-field]")].map((input) => [input.dataset.field, input.value]));
+  body.replaceChildren();
+  for (const [name, about] of Object.entries(fields())) {
+    if (OWN.includes(name)) continue;
+    let input;
+    if (about.enum || about.type === "boolean") {
+      input = make("select", {}, make("option", { value: "", textContent: "as usual" }));
+      for (const value of about.enum ?? ["true", "false"]) input.append(make("option", { value, textContent: value }));
+    } else if (name.endsWith("prompt")) {
+      input = make("textarea", { rows: 2 });
+    } else {
+      input = make("input", { placeholder: about.default ?? "" });
+    }
+    input.dataset.field = name;
+    input.value = before[name] ?? "";
+    body.append(make("label", {}, `${name.replaceAll("_", " ")} `, input));
+    if (about.description) body.append(make("p", { className: "hint", textContent: about.description }));
+  }
+  check();
+}
+
+function usePreset() {
+  const size = $("#preset").value;
+  if (size) [$("#width").value, $("#height").value] = size.split("x");
+  check();
+}
+
+function matchPreset() {
+  const size = `${$("#width").value}x${$("#height").value}`;
+  $("#preset").value = [...$("#preset").options].some((option) => option.value === size) ? size : "";
+}
+
+function problem() {
+  if (!$("#prompt").value.trim()) return ["#prompt", "Say what the clip shows."];
+  const unit = limits.pipelines[$("#pipeline").value].multiple_of_px;
+  for (const side of ["width", "height"]) {
+    const value = Number($(`#${side}`).value);
+    if (!Number.isInteger(value) || value < unit || value % unit) return [`#${side}`, `The ${side} must be a multiple of ${unit} pixels.`];
+  }
+  const fps = Number($("#fps").value);
+  if (!(fps >= limits.fps.min && fps <= limits.fps.max)) return ["#fps", `Frames a second: ${limits.fps.min} to ${limits.fps.max}.`];
+  if (!(Number($("#seconds").value) > 0)) return ["#seconds", "Say how many seconds."];
+  if ((numFrames() - 1) / fps > limits.max_seconds) return ["#seconds", `At most ${limits.max_seconds} seconds.`];
+  if (!/^\d*$/.test($("#seed").value)) return ["#seed", "The seed is a whole number, or nothing."];
+  return null;
+}
+
+function check() {
+  const used = $("#prompt").value.length;
+  $("#count").textContent = `${used} of ${limits.prompt_characters} characters`;
+  const last = [...jobs.values()].map((job) => job.video).find((video) => video.x.run_s && same(video));
+  const ready = limits.warm.includes(warmKey()) ? ", ready without warming up" : "";
+  const took = last ? `; the last one like it took ${last.x.run_s.toFixed(0)} s` : "";
+  $("#frames").textContent = `${numFrames()} frames${ready}${took}`;
+  const found = problem();
+  for (const input of document.querySelectorAll("#order [aria-invalid]")) input.removeAttribute("aria-invalid");
+  if (found && found[0] !== "#prompt") $(found[0]).setAttribute("aria-invalid", "true");
+  $("#problem").textContent = found && found[0] !== "#prompt" ? found[1] : "";
+}
+
+function same(video) {
+  const settings = video.x.settings;
+  return `${settings.width}x${settings.height}x${settings.num_frames}:${settings.pipeline}` === warmKey();
+}
+
+function showPictures() {
+  $("#pictures ul").replaceChildren(...pictures.map((picture, n) => {
+    const frame = make("input", { type: "number", min: 0, value: picture.frame, oninput: (e) => { picture.frame = Number(e.target.value); } });
+    const strength = make("input", { type: "number", step: "any", min: 0, max: 1, value: picture.strength, oninput: (e) => { picture.strength = Number(e.target.value); } });
+    const shown = picture.file ? make("img", { src: picture.url, alt: picture.file.name }) : make("span", { textContent: "the image of that video" });
+    const remove = make("button", { type: "button", textContent: `Remove image ${n + 1}`, onclick: () => { pictures.splice(n, 1); showPictures(); } });
+    return make("li", {}, shown, make("div", { className: "row" }, make("label", {}, "At frame ", frame), make("label", {}, "Strength ", strength)), remove);
+  }));
+}
+
+function addPicture(file) {
+  if (file && pictures.length < limits.images) pictures.push({ file, url: URL.createObjectURL(file), frame: 0, strength: 1 });
+  showPictures();
+}
+
+async function send(event) {
+  event.preventDefault();
+  const found = problem();
+  $("#problem").textContent = found ? found[1] : "";
+  if (found) return $(found[0]).focus();
+  const form = new FormData();
+  const put = (name, value) => value !== "" && form.append(name, value);
+  put("prompt", $("#prompt").value);
+  put("pipeline", $("#pipeline").value);
+  put("size", `${$("#width").value}x${$("#height").value}`);
+  put("num_frames", numFrames());
+  put("fps", $("#fps").value);
+  put("seed", $("#seed").value);
+  for (const input of document.querySelectorAll("#more [data-field]")) put(input.dataset.field, input.value);
+  const loras = [...document.querySelectorAll("[data-use]:checked")].map((use) =>
+    ({ name: use.dataset.use, strength: Number($(`[data-lora="${CSS.escape(use.dataset.use)}"]`).value) }));
+  if (loras.length) put("loras", JSON.stringify(loras));
+  if (pictures.length) {
+    put("images", JSON.stringify(pictures.map(({ file, file_id, frame, strength }, n) =>
+      ({ ...(file ? { file: `image${n}` } : { file_id }), frame, strength }))));
+    pictures.forEach(({ file }, n) => file && form.append(`image${n}`, file));
+  }
+  await order(form);
+}
+
+async function order(body) {
+  $("#send").disabled = true;
+  try {
+    const video = await ask("POST", "v1/videos", body);
+    mine.add(video.id);
+    show(video);
+    say("The video is queued.");
+  } catch (error) {
+    $("#problem").textContent = error.message;
+  } finally {
+    $("#send").disabled = false;
+  }
+}
+
+function useSettings(video) {
+  const { pipeline, images, loras, ...clip } = video.x.settings;
+  $("#pipeline").value = pipeline;
+  fillMore();
+  for (const name of ["prompt", "width", "height", "seed"]) $(`#${name}`).value = clip[name] ?? "";
+  const [over, under = 1] = clip.fps.split("/").map(Number);
+  $("#fps").value = over / under;
+  $("#seconds").value = (clip.num_frames / $("#fps").value).toFixed(3);
+  matchPreset();
+  for (const input of document.querySelectorAll("#more [data-field]")) input.value = clip[input.dataset.field] ?? "";
+  for (const use of document.querySelectorAll("[data-use]")) {
+    const lora = loras.find((one) => one.name === use.dataset.use);
+    use.checked = Boolean(lora);
+    if (lora) $(`[data-lora="${CSS.escape(lora.name)}"]`).value = lora.strength;
+  }
+  pictures.splice(0, pictures.length, ...images);
+  showPictures();
+  check();
+  $("#prompt").focus();
+}
+
+const again = (video) => order(JSON.stringify({ ...video.x.settings, seed: null }));
+
+// --- the list -------------------------------------------------------------------------------------------------------
+
+const say = (text) => { $("#news").textContent = text; };
+
+function stateOf(video) {
+  const { x, status } = video;
+  if (status === "queued") return x.queue_position ? `queued, ${x.queue_position} before it` : "queued, next";
+  if (status === "in_progress" && x.cancel_requested_at) return "is being cancelled";
+  if (status === "in_progress") {
+    const steps = x.steps ? `${x.stage}, ${x.step} of ${x.steps}` : x.stage ?? "begins";
+    return `${steps}${x.eta_s ? `, ${Math.ceil(x.eta_s)} s left` : ""}`;
+  }
+  if (status === "completed") return `${video.size}, ${video.seconds} s, seed ${x.seed}, made in ${(x.run_s ?? 0).toFixed(1)} s`;
+  return video.error?.code === "cancelled" ? "cancelled" : "failed";
+}
+
+function show(video, atEnd = false) {
+  const known = jobs.get(video.id);
+  const row = known?.row ?? make("li");
+  if (!known) {
+    row.id = video.id;
+    const after = [...jobs.values()].filter((job) => job.video.id < video.id);
+    if (atEnd || !after.length) $("#jobs").append(row);
+    else $("#jobs").insertBefore(row, after.reduce((a, b) => (a.video.id > b.video.id ? a : b)).row);
+  }
+  jobs.set(video.id, { video, row });
+  $("#none").hidden = true;
+  if (known && known.video.status === video.status && row.querySelector(".bars") && video.status === "in_progress") {
+    row.querySelector(".state").textContent = stateOf(video);
+    return bars(row.querySelector(".bars"), video);
+  }
+  const focused = row.contains(document.activeElement) ? document.activeElement.textContent : null;
+  const words = video.prompt.length > 120 ? `${video.prompt.slice(0, 120)}…` : video.prompt;
+  const button = (text, onclick) => make("button", { type: "button", textContent: text, onclick, ariaLabel: `${text}: ${words.slice(0, 40)}` });
+  const actions = make("div", { className: "actions" });
+  const tell = (action) => async () => { try { await action(); } catch (error) { say(error.message); } };
+  if (video.status === "queued" || video.status === "in_progress") {
+    actions.append(button("Cancel", tell(async () => show(await ask("POST", `v1/videos/${video.id}/cancel`)))));
+  } else {
+    if (video.x.urls.video) {
+      actions.append(button("Watch", () => watch(video)));
+      actions.append(make("a", { href: video.x.urls.video, download: `${video.id}.mp4`, textContent: "Download" }));
+    }
+    actions.append(button("Use these settings", () => useSettings(video)), button("Again, other seed", () => again(video)));
+    actions.append(button("Delete", tell(async () => { await ask("DELETE", `v1/videos/${video.id}`); forget(video.id); })));
+  }
+  row.replaceChildren(
+    video.x.urls.thumbnail ? make("img", { src: video.x.urls.thumbnail, alt: "", loading: "lazy" }) : make("span"),
+    make("p", { className: "text", textContent: words }),
+    make("p", { className: "state hint", textContent: stateOf(video) }),
+  );
+  if (video.status === "in_progress") row.append(bars(make("div", { className: "bars" }), video));
+  if (video.status === "failed" && video.error?.code !== "cancelled") {
+    row.append(make("p", { className: "error", textContent: video.error.message }));
+    const details = `${video.id}, ${video.error.code}, ${video.x.attempts} attempts`;
+    row.append(make("details", {}, make("summary", { textContent: "details" }), details));
+  }
+  row.append(actions);
+  if (focused) [...row.querySelectorAll("button, a")].find((one) => one.textContent === focused)?.focus();
+  if (known && known.video.status !== video.status) changed(video);
+}
+
+function bars(body, video) {
+  if (!body.children.length) {
+    body.append(make("progress", { max: 100, ariaLabel: "the whole video" }), make("progress", { ariaLabel: "this stage" }));
+  }
+  body.children[0].value = video.progress;
+  body.children[1].hidden = !video.x.steps;
+  body.children[1].max = video.x.steps || 1;
+  body.children[1].value = video.x.step || 0;
+  return body;
+}
+
+function changed(video) {
+  if (video.status === "completed") {
+    say("A video is completed.");
+    if (mine.delete(video.id)) watch(video);
+  } else if (video.status === "failed") {
+    say(video.error?.code === "cancelled" ? "A video is cancelled." : `A video failed: ${video.error?.message}`);
+  }
+  if (limits) check();
+}
+
+function watch(video) {
+  $("#result").hidden = false;
+  const player = $("#result video");
+  player.src = video.x.urls.video;
+  player.setAttribute("aria-label", video.prompt.slice(0, 120));
+  $("#result p").textContent = `${video.prompt.slice(0, 200)} (${stateOf(video)})`;
+}
+
+function forget(id) {
+  const job = jobs.get(id);
+  if (!job) return;
+  const next = job.row.nextElementSibling ?? job.row.previousElementSibling;
+  if (job.row.contains(document.activeElement)) next?.querySelector("button")?.focus();
+  job.row.remove();
+  jobs.delete(id);
+  if ($("#result video").src.includes(id)) { $("#result video").removeAttribute("src"); $("#result video").load(); $("#result").hidden = true; }
+  $("#none").hidden = jobs.size > 0;
+}
+
+async function list(after = null) {
+  const page = await ask("GET", `v1/videos?limit=100${after ? `&after=${after}` : ""}`);
+  if (!after) { // what the server has forgotten meanwhile
+    const there = new Set(page.data.map((video) => video.id));
+    for (const id of [...jobs.keys()]) if (!there.has(id) && !(page.has_more && id < page.last_id)) forget(id);
+  }
+  for (const video of after ? page.data : page.data.toReversed()) show(video, Boolean(after));
+  if (after || !oldest) {
+    oldest = page.last_id;
+    $("#older").hidden = !page.has_more;
+  }
+}
+
+// --- the server -----------------------------------------------------------------------------------------------------
+
+async function status() {
+  try {
+    const now = await ask("GET", "v1/status");
+    const up = now.replicas.filter((one) => ["idle", "busy"].includes(one.state)).length;
+    const starting = now.replicas.find((one) => one.state === "starting");
+    const wait = starting ? `, one starting for ${starting.for_s.toFixed(0)} s` : "";
+    $("#state").textContent = `${up} of ${now.replicas.length} replicas up${wait}; ${now.jobs.queued} queued; ` +
+      `${(now.disk_free_bytes / 1e9).toFixed(0)} GB free${now.draining ? "; about to stop" : ""}`;
+  } catch {
+    $("#state").textContent = "no connection";
+  }
+}
+
+function listen() {
+  const stream = new EventSource("v1/events");
+  stream.onopen = () => { $("#banner").hidden = true; list(); status(); };
+  stream.onerror = () => {
+    $("#banner").hidden = false;
+    if (stream.readyState === EventSource.CLOSED) setTimeout(listen, 2000);
+  };
+  for (const kind of ["queued", "started", "stage", "step", "cancelling", "completed", "failed"]) {
+    stream.addEventListener(kind, (event) => show(JSON.parse(event.data)));
+  }
+  stream.addEventListener("deleted", (event) => forget(JSON.parse(event.data).id));
+}
+
+function showLogin() {
+  $("main").hidden = true;
+  $("#login").hidden = false;
+}
+
+async function begin() {
+  try {
+    limits = await ask("GET", "v1/limits");
+  } catch (error) {
+    if ($("#login").hidden) { $("#banner").hidden = false; setTimeout(begin, 2000); }
+    return;
+  }
+  $("#banner").hidden = true;
+  $("#login").hidden = true;
+  $("main").hidden = false;
+  $("#model").textContent = limits.model;
+  $("#prompt").maxLength = limits.prompt_characters;
+  fillForm();
+  listen();
+  setInterval(status, 5000);
+}
+
+$("#login").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  try {
+    await ask("POST", "login", JSON.stringify({ token: $("#login input").value }));
+    await begin();
+  } catch (error) {
+    $("#login .error").textContent = error.message;
+  }
+});
+$("#order").addEventListener("submit", send);
+$("#order").addEventListener("input", () => check());
+$("#pipeline").addEventListener("change", fillMore);
+$("#preset").addEventListener("change", usePreset);
+for (const side of ["width", "height"]) $(`#${side}`).addEventListener("input", matchPreset);
+$("#die").addEventListener("click", () => { $("#seed").value = crypto.getRandomValues(new Uint32Array(1))[0]; check(); });
+$("#picture").addEventListener("change", (event) => { addPicture(event.target.files[0]); event.target.value = ""; });
+$("#pictures").addEventListener("dragover", (event) => event.preventDefault());
+$("#pictures").addEventListener("drop", (event) => { event.preventDefault(); addPicture(event.dataTransfer.files[0]); });
+$("#older").addEventListener("click", () => list(oldest));
+begin();

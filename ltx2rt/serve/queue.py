@@ -1,0 +1,354 @@
+"""The queue: every accepted job in one SQLite file, and how it moves.
+
+    queued -> in_progress -> completed | failed | cancelled
+       ^-----------'  its replica or the server died
+
+Decides what is durable and when: a call that returns has reached the disk (WAL, synchronous FULL). A move is one
+compare-and-set on status and epoch; each claim begins an epoch, so that whoever worked on an earlier one changes
+nothing. One process has the file open, one thread at a time uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+
+QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED = "queued", "in_progress", "completed", "failed", "cancelled"
+STATUSES = (QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED)
+MAX_DEATHS, MAX_ATTEMPTS = 3, 10  # of replicas under one job; of runs, those counted that a dying server ended
+MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
+RETRY_S = 60  # for so long a client's retry with the same body is the same job
+VERSION, APPLICATION = 1, 0x6C747832  # PRAGMA user_version; application_id, "ltx2"
+ULID = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+JOB_ID = re.compile(r"video_[0-9A-HJKMNP-TV-Z]{26}")
+JSON = ("given", "job", "error", "result")
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs(
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, user TEXT NOT NULL, key TEXT, digest TEXT NOT NULL,
+    status TEXT NOT NULL, priority INTEGER NOT NULL, work REAL NOT NULL, loras TEXT NOT NULL, given TEXT NOT NULL,
+    job TEXT NOT NULL, remixed_from TEXT, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
+    epoch INTEGER NOT NULL DEFAULT 0, cancel REAL, created REAL NOT NULL, started REAL, finished REAL, error TEXT,
+    result TEXT, UNIQUE(user, key));
+CREATE INDEX IF NOT EXISTS waiting ON jobs(status, priority, seq);
+CREATE INDEX IF NOT EXISTS recent ON jobs(user, digest);
+"""
+
+
+class QueueFull(Exception):
+    """code: `queue_full` or `user_queue_full`."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+class Conflict(Exception):
+    """The same idempotency key came with another body."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row. given: the fields as the client sent them; job: what a worker is sent, resolved. work: of the run, in any
+    unit; loras: the set that it needs loaded. cancel, created, started, finished: seconds since 1970. result: what the
+    worker told of the finished file; its `file` is None once that has expired."""
+
+    id: str
+    seq: int
+    user: str
+    status: str
+    priority: int
+    work: float
+    loras: str
+    given: dict[str, Any]
+    job: dict[str, Any]
+    remixed_from: str | None
+    attempts: int
+    deaths: int
+    epoch: int
+    cancel: float | None
+    created: float
+    started: float | None
+    finished: float | None
+    error: dict[str, str] | None
+    result: dict[str, Any] | None
+
+    @property
+    def over(self) -> bool:
+        return self.status not in (QUEUED, RUNNING)
+
+    @property
+    def stem(self) -> str:
+        """Of the files of this epoch."""
+        return f"{self.id}.{self.epoch}"
+
+
+COLUMNS = ", ".join(f.name for f in fields(Job))
+
+
+def new_id() -> str:
+    """`video_` and a ULID: milliseconds in 48 bits, 80 random ones."""
+    number = (int(time.time() * 1000) << 80) | secrets.randbits(80)
+    return "video_" + "".join(ULID[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+def failure(code: str, message: str) -> dict[str, str]:
+    return {"code": code, "message": message}
+
+
+class Queue:
+    """path: of the file, or ":memory:". most, most_of_user: jobs that may wait."""
+
+    def __init__(self, path: Path | str, most: int = 1000, most_of_user: int = 100):
+        self.most, self.most_of_user = most, most_of_user
+        self._served: dict[str, float] = {}  # work given to each user; who comes back begins at the clock
+        self._waited: set[str] = set()  # users who had jobs in the queue at the latest claim
+        self._clock = 0.0
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.row_factory = sqlite3.Row
+            found = self._db.execute("PRAGMA application_id").fetchone()[0], self._pragma("user_version")
+            if found not in ((0, 0), (APPLICATION, VERSION)) or (found == (0, 0) and self._tables()):
+                raise InputError(f"--data: {path} is no queue of this version; move it away, or name another folder")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            with self._write():
+                for statement in filter(str.strip, SCHEMA.split(";")):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA application_id={APPLICATION}")
+                self._db.execute(f"PRAGMA user_version={VERSION}")
+        except sqlite3.Error as error:
+            raise InputError(f"--data: {path} cannot be opened as a queue ({error}); name another folder") from error
+
+    def _pragma(self, name: str) -> int:
+        return self._db.execute(f"PRAGMA {name}").fetchone()[0]
+
+    def _tables(self) -> int:
+        return self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: on the disk when the body has ended, or not begun."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _jobs(self, where: str, *values: Any) -> list[Job]:
+        rows = self._db.execute(f"SELECT {COLUMNS} FROM jobs WHERE {where}", values)
+        return [
+            Job(**{name: json.loads(row[name]) if name in JSON and row[name] else row[name] for name in row.keys()})  # noqa: SIM118
+            for row in rows
+        ]
+
+    def _count(self, where: str, *values: Any) -> int:
+        return self._db.execute(f"SELECT COUNT(*) FROM jobs WHERE {where}", values).fetchone()[0]
+
+    # --- clients ------------------------------------------------------------------------------------------------
+
+    def add(
+        self, user: str, digest: str, given: Mapping[str, Any], job: Mapping[str, Any], *, work: float = 1.0,
+        loras: str = "", priority: int = 0, key: str | None = None, remixed_from: str | None = None,
+        id: str | None = None,
+    ) -> Job:  # fmt: skip
+        """A new job; with a key that the user has used for the same digest, that one.
+
+        Raises Conflict, QueueFull.
+        """
+        with self._write() as db:
+            if key and (known := self.keyed(user, key)):
+                return self._same(known, digest)
+            for code, most, count in (
+                ("queue_full", self.most, self._count("status=?", QUEUED)),
+                ("user_queue_full", self.most_of_user, self._count("status=? AND user=?", QUEUED, user)),
+            ):
+                if count >= most:
+                    raise QueueFull(code, f"{count} jobs wait, at most {most} may; try again when some are done")
+            made = id or new_id()
+            row = {
+                "id": made, "user": user, "key": key, "digest": digest, "status": QUEUED, "priority": priority,
+                "work": work, "loras": loras, "given": json.dumps(given), "job": json.dumps(job),
+                "remixed_from": remixed_from, "created": time.time(),
+            }  # fmt: skip
+            marks = ", ".join("?" * len(row))
+            db.execute(f"INSERT INTO jobs({', '.join(row)}) VALUES({marks})", tuple(row.values()))
+        return self._jobs("id=?", made)[0]
+
+    def _same(self, known: Job, digest: str) -> Job:
+        if self._count("id=? AND digest=?", known.id, digest):
+            return known
+        raise Conflict("this Idempotency-Key was used for another request; send a new one")
+
+    def keyed(self, user: str, key: str) -> Job | None:
+        return next(iter(self._jobs("user=? AND key=?", user, key)), None)
+
+    def repeated(self, user: str, digest: str) -> Job | None:
+        """The latest job with this digest that the user has sent within RETRY_S."""
+        found = self._jobs("user=? AND digest=? AND created>? ORDER BY seq DESC", user, digest, time.time() - RETRY_S)
+        return found[0] if found else None
+
+    def get(self, id: str) -> Job | None:
+        return next(iter(self._jobs("id=?", id)), None)
+
+    def page(
+        self, user: str | None, *, after: str | None = None, limit: int = 20, newest: bool = True,
+        statuses: tuple[str, ...] = STATUSES,
+    ) -> tuple[list[Job], bool]:  # fmt: skip
+        """Jobs of a user (None: of all) in the order of their arrival, and whether there are more. KeyError if there is
+        no job `after`."""
+        where, values = f"status IN ({', '.join('?' * len(statuses))})", list(statuses)
+        if user is not None:
+            where, values = f"{where} AND user=?", [*values, user]
+        if after is not None:
+            job = self.get(after)
+            if job is None or user not in (None, job.user):
+                raise KeyError(after)
+            where, values = f"{where} AND seq{'<' if newest else '>'}?", [*values, job.seq]
+        order = "DESC" if newest else "ASC"
+        found = self._jobs(f"{where} ORDER BY seq {order} LIMIT ?", *values, limit + 1)
+        return found[:limit], len(found) > limit
+
+    def ahead(self, job: Job) -> int:
+        """Queued jobs that come before it, if all are of one user."""
+        where = "status='queued' AND (priority>? OR (priority=? AND seq<?))"
+        return self._count(where, job.priority, job.priority, job.seq)
+
+    def counts(self) -> dict[str, int]:
+        rows = self._db.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status")
+        return dict.fromkeys(STATUSES, 0) | {status: count for status, count in rows}
+
+    def cancel(self, id: str) -> Job | None:
+        """A queued job is cancelled when this returns; of a running one the wish is noted."""
+        with self._write() as db:
+            now = time.time()
+            error = json.dumps(failure("cancelled", "cancelled before it began"))
+            db.execute(
+                "UPDATE jobs SET status=?, cancel=?, finished=?, error=? WHERE id=? AND status=?",
+                (CANCELLED, now, now, error, id, QUEUED),
+            )
+            db.execute("UPDATE jobs SET cancel=? WHERE id=? AND status=? AND cancel IS NULL", (now, id, RUNNING))
+        return self.get(id)
+
+    def delete(self, id: str) -> bool:
+        """Forget a job that is over."""
+        with self._write() as db:
+            return (
+                db.execute("DELETE FROM jobs WHERE id=? AND status NOT IN (?, ?)", (id, QUEUED, RUNNING)).rowcount == 1
+            )
+
+    # --- replicas -----------------------------------------------------------------------------------------------
+
+    def claim(self, loaded: str | None = None, in_a_row: int = 0) -> Job | None:
+        """The next job, in progress from now on: the highest priority, then the user who was given the least, then the
+        oldest; one whose LoRAs are `loaded` before that, MAX_SAME_SET times in a row."""
+        with self._write() as db:
+            waiting = {row[0] for row in db.execute("SELECT DISTINCT user FROM jobs WHERE status=?", (QUEUED,))}
+            for user in waiting - self._waited:
+                self._served[user] = max(self._served.get(user, 0.0), self._clock)
+            self._waited = waiting
+            rows = db.execute(
+                "SELECT user, MIN(seq) FROM jobs WHERE status=? AND priority="
+                "(SELECT MAX(priority) FROM jobs WHERE status=?) GROUP BY user", (QUEUED, QUEUED),
+            ).fetchall()  # fmt: skip
+            if not rows:
+                return None
+            user, seq = min(rows, key=lambda row: (self._served[row[0]], row[1]))
+            (job,) = self._jobs("seq=?", seq)
+            if loaded is not None and in_a_row < MAX_SAME_SET and job.loras != loaded:
+                same = "status=? AND user=? AND priority=? AND loras=? ORDER BY seq LIMIT 1"
+                job = next(iter(self._jobs(same, QUEUED, user, job.priority, loaded)), job)
+            db.execute(
+                "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=? "
+                "WHERE id=? AND status=? AND epoch=?",
+                (RUNNING, time.time(), job.id, QUEUED, job.epoch),
+            )  # fmt: skip
+            self._clock = self._served[user]
+            self._served[user] += job.work
+        return self.get(job.id)
+
+    def finish(
+        self, id: str, epoch: int, status: str, *, error: Mapping[str, str] | None = None,
+        result: Mapping[str, Any] | None = None,
+    ) -> bool:  # fmt: skip
+        """End the run of this epoch; whether it was still the job's."""
+        with self._write() as db:
+            moved = db.execute(
+                "UPDATE jobs SET status=?, finished=?, error=?, result=? WHERE id=? AND status=? AND epoch=?",
+                (status, time.time(), json.dumps(error), json.dumps(result), id, RUNNING, epoch),
+            )
+            return moved.rowcount == 1
+
+    def give_back(self, id: str, epoch: int, error: Mapping[str, str] | None = None) -> Job | None:
+        """The run of this epoch has ended without a result: queued again in its old place, cancelled if that was asked,
+        failed after too many. error: why, if the job may be to blame for it."""
+        with self._write() as db:
+            job = self.get(id)
+            if job is None or (job.status, job.epoch) != (RUNNING, epoch):
+                return job
+            deaths = job.deaths + (error is not None)
+            status, said, finished = QUEUED, None, None
+            if job.cancel is not None:
+                status, said = CANCELLED, failure("cancelled", "cancelled while it ran")
+            elif deaths >= MAX_DEATHS or job.attempts >= MAX_ATTEMPTS:
+                status, said = FAILED, error or failure("worker_died", f"ended {job.attempts} times without a result")
+            if status != QUEUED:
+                finished = time.time()
+            db.execute(
+                "UPDATE jobs SET status=?, deaths=?, finished=?, error=? WHERE id=? AND status=? AND epoch=?",
+                (status, deaths, finished, json.dumps(said), id, RUNNING, epoch),
+            )
+        return self.get(id)
+
+    # --- start and upkeep ---------------------------------------------------------------------------------------
+
+    def recover(self, published: Callable[[Job], Mapping[str, Any] | None]) -> None:
+        """After a start: a run that left its file is completed, another is queued again. published: tells of a job the
+        result of its epoch's file, None if there is none."""
+        for job in self._jobs("status=?", RUNNING):
+            if (result := published(job)) is not None:
+                self.finish(job.id, job.epoch, COMPLETED, result=result)
+            else:
+                self.give_back(job.id, job.epoch)
+
+    def waiting(self) -> list[Job]:
+        """The jobs that are not over."""
+        return self._jobs("status IN (?, ?)", QUEUED, RUNNING)
+
+    def finished(self) -> list[Job]:
+        """Completed jobs that still have a file, the oldest first, those that were fetched before the others."""
+        fetched = "json_extract(result, '$.fetched') IS NULL"
+        return self._jobs(
+            f"status=? AND json_extract(result, '$.file') IS NOT NULL ORDER BY {fetched}, finished", COMPLETED
+        )
+
+    def note(self, id: str, **facts: Any) -> None:
+        """Enter facts into the result of a completed job."""
+        with self._write() as db:
+            db.execute(
+                "UPDATE jobs SET result=json_patch(result, ?) WHERE id=? AND status=?",
+                (json.dumps(facts), id, COMPLETED),
+            )
+
+    def forget(self, before: float) -> None:
+        """Delete the rows of jobs that were over before that time and have no file."""
+        with self._write() as db:
+            db.execute(
+                "DELETE FROM jobs WHERE finished<? AND (status<>? OR json_extract(result, '$.file') IS NULL)",
+                (before, COMPLETED),
+            )

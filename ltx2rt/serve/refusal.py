@@ -1,0 +1,41 @@
+"""What a client is told when it does not get what it asked for."""
+
+from __future__ import annotations
+
+import re
+
+from ltx2rt.errors import InputError
+
+OF_FLAG = {"image": "images", "lora": "loras", "no_audio": "audio"}
+
+
+class Refusal(Exception):
+    """param: the field that is to blame; retry_after_s: when to try again."""
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, retry_after_s: int | None = None
+    ):
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def of_input(error: InputError) -> Refusal:
+    """The command line's sentence; `param` is the field of the flag that it begins with."""
+    message = str(error)
+    flag = re.match(r"--([\w-]+)", message)
+    field = flag[1].replace("-", "_") if flag else None
+    code = "too_large_for_memory" if message.startswith("no room") else "invalid_value"
+    return Refusal(400, code, message, OF_FLAG.get(field or "", field))
+
+
+def unknown(name: str, known: list[str]) -> Refusal:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    return Refusal(400, "unknown_field", f"{name[:80]!r} is no field of this request; {hint}", name[:80])

@@ -1,0 +1,163 @@
+"""One process: the socket, the application, the supervisor, and how they start and stop together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ltx2rt.errors import InputError
+from ltx2rt.serve.admission import Admission
+from ltx2rt.serve.app import App, Settings, is_local
+from ltx2rt.serve.board import Board, log
+from ltx2rt.serve.folder import Folder
+from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.queue import Queue
+from ltx2rt.serve.supervisor import Store, Supervisor
+
+HEAD_S, IDLE_S, GRACE_S = 10, 75, 2
+MAX_CONNECTIONS = 1000
+TERMINATED, INTERRUPTED = 143, 130
+
+
+@dataclass(frozen=True)
+class Serving:
+    """command: starts a worker; environments: of each replica."""
+
+    data: Path
+    host: str
+    port: int
+    command: Sequence[str]
+    settings: Settings
+    environments: Sequence[Mapping[str, str]] = ({},)
+    lora_folder: Path | None = None
+    max_queue: int = 1000
+    max_user_queue: int = 100
+    step_timeout_s: float = 120.0
+    drain_s: float = 600.0
+    quiet: bool = False
+    announce: Callable[[str], None] = field(default=lambda url: None)
+
+
+class Patient(H11Protocol):
+    """Ends a connection whose request line and headers take too long."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        if self._late is None and (self.cycle is None or self.cycle.response_complete):
+            self._expect()
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
+    def _expect(self) -> None:
+        self._late = self.loop.call_later(HEAD_S, self._check)
+
+    def _check(self) -> None:
+        self._late = None
+        if self.cycle is None or (self.cycle.response_complete and self.conn.trailing_data[0]):
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        """Ours are `serve`'s business."""
+        yield
+
+
+def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
+    """Serve until a signal; the exit status. admission: made once the folder of images is there. Raises InputError."""
+    check_address(how.host, bool(how.settings.tokens))
+    folder = Folder(how.data)
+    try:
+        sock = bind(how.host, how.port)
+        with sock:
+            return asyncio.run(_serve(how, sock, folder, admission(folder.inputs)))
+    finally:
+        folder.close()
+
+
+def check_address(host: str, has_tokens: bool) -> None:
+    """Raises InputError."""
+    if not has_tokens and not is_local(f"[{host}]" if ":" in host else host):
+        raise InputError(f"--host: {host} can be reached by others; give --token-file, or leave --host out")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=512)
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--port: {host}:{port} cannot be listened on ({error}); choose another") from None
+
+
+async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
+    queue = Queue(folder.queue, how.max_queue, how.max_user_queue)
+    store, board = Store(queue), Board((lambda *_, **__: None) if how.quiet else log)
+    queue.recover(folder.published)
+    folder.sweep([*queue.waiting(), *queue.finished()])
+    metrics = Metrics(frozenset(str(shape).partition(":")[0] for shape in admission.warm))
+    supervisor = Supervisor(
+        how.command, store, folder, board, metrics, environments=how.environments, lora_folder=how.lora_folder,
+        step_timeout_s=how.step_timeout_s,
+    )  # fmt: skip
+    app = App(how.settings, admission, store, folder, board, supervisor, metrics)
+    config = uvicorn.Config(
+        app, http=Patient, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=GRACE_S, limit_concurrency=MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=2**16, proxy_headers=False,
+    )  # fmt: skip
+    server = Server(config)
+    stopped, status, loop = asyncio.Event(), TERMINATED, asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        nonlocal status
+        status = INTERRUPTED if number == signal.SIGINT else TERMINATED
+        if stopped.is_set():
+            board.log("stopping_now")
+            supervisor.hurry()
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    answering = asyncio.create_task(server.serve([sock]))
+    replicas = asyncio.create_task(supervisor.run())
+    house = asyncio.create_task(app.keep_house())
+    stopping = asyncio.create_task(stopped.wait())
+    shown = f"[{how.host}]" if ":" in how.host else how.host
+    how.announce(f"http://{shown}:{sock.getsockname()[1]}/")
+    board.log("serving", pid=os.getpid(), port=sock.getsockname()[1])
+    try:
+        await asyncio.wait([answering, replicas, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if stopped.is_set():
+            board.log("draining", at_most_s=how.drain_s)
+            await supervisor.stop(how.drain_s)
+            board.log("stopped")
+    finally:
+        app.closing, server.should_exit = True, True
+        house.cancel()
+        stopping.cancel()
+        await supervisor.stop(0)
+        await asyncio.gather(answering, house, stopping, return_exceptions=True)
+        store.close()
+    if replicas.done() and not replicas.cancelled() and (error := replicas.exception()) is not None:
+        raise error
+    return status

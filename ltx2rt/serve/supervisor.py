@@ -1,0 +1,314 @@
+"""One process for each replica: started, fed from the queue, watched, and started again.
+
+Decides who is to blame when a run ends without a result. A replica that dies or hangs under a job counts against the
+job; a server that stops does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ltx2rt.errors import InputError
+from ltx2rt.serve.board import Board, log
+from ltx2rt.serve.folder import CLIP, Folder
+from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.queue import CANCELLED, COMPLETED, FAILED, QUEUED, Job, Queue, failure
+
+T = TypeVar("T")
+BAD_INPUT = 2  # the exit status of a worker that cannot ever start
+FIRST_STEP = 10  # times the step time-out: what may compile or load
+MAX_BACK_OFF_S, RETRY_S = 60, 2
+MAX_LINE_BYTES = 2**24
+LAST_WORDS_S = 2
+
+
+class Store:
+    """The queue in a thread of its own, so that nobody waits for the disk but who asked."""
+
+    def __init__(self, queue: Queue):
+        self.queue, self._thread = queue, ThreadPoolExecutor(1, thread_name_prefix="queue")
+
+    def __call__(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
+        """The call is made even if its caller goes away."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
+
+    async def insist(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """The same, again and again while the disk is full."""
+        while True:
+            try:
+                return await self(call, *args, **kwargs)
+            except sqlite3.OperationalError as error:
+                log("queue_error", error=str(error))
+                await asyncio.sleep(RETRY_S)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.queue.close()
+
+
+@dataclass
+class Replica:
+    """state: starting, idle, busy, down. since: when it began, by the monotonic clock."""
+
+    number: int
+    state: str = "down"
+    since: float = field(default_factory=time.monotonic)
+    restarts: int = 0
+    process: asyncio.subprocess.Process | None = None
+    claim: asyncio.Future[Job | None] | None = None  # of the job it runs, or will
+    free: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: float = 0.0
+    step: int = 0
+    loaded: str | None = None  # the LoRAs of its latest job
+    in_a_row: int = 0
+    lost: dict[str, str] | None = None  # why its job is taken from it
+
+    def become(self, state: str) -> None:
+        self.state, self.since = state, time.monotonic()
+
+    @property
+    def job(self) -> Job | None:
+        return self.claim.result() if self.claim and self.claim.done() and not self.claim.cancelled() else None
+
+
+class Supervisor:
+    """command: starts a worker; environments: what it is given besides, for each replica. resolve: a job's names of
+    files as paths. step_timeout_s: for a step that is not the first of its stage."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        store: Store,
+        folder: Folder,
+        board: Board,
+        metrics: Metrics,
+        *,
+        environments: Sequence[Mapping[str, str]] = ({},),
+        lora_folder: Path | None = None,
+        step_timeout_s: float = 120.0,
+        back_off_s: float = 1.0,
+    ):
+        self.command, self.store, self.folder, self.board, self.metrics = command, store, folder, board, metrics
+        self.environments, self.lora_folder = environments, lora_folder
+        self.step_timeout_s, self.back_off_s = step_timeout_s, back_off_s
+        self.replicas = [Replica(n) for n in range(len(environments))]
+        self.device: tuple[dict[str, Any], dict[str, int]] | None = None  # and mesh, once a replica is ready
+        self.draining = self._ended_once = False
+        self._drained = math.inf
+        self._work = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and any(replica.state in ("idle", "busy") for replica in self.replicas)
+
+    async def run(self) -> None:
+        """Keep the replicas alive until `stop`. Raises InputError if a worker refuses what it was started with."""
+        self._tasks = [asyncio.create_task(self._live(replica)) for replica in self.replicas]
+        try:
+            await asyncio.gather(*self._tasks)
+        except asyncio.CancelledError:
+            if not self.draining:
+                raise
+        finally:
+            await self._end()
+
+    async def stop(self, drain_s: float) -> None:
+        """Let running jobs end, at most so long; what still runs then is queued again."""
+        self.draining = True
+        self.woken()
+        self._drained = min(self._drained, time.monotonic() + drain_s)
+        while time.monotonic() < self._drained and any(replica.state == "busy" for replica in self.replicas):
+            await asyncio.sleep(0.05)
+        await self._end()
+
+    def hurry(self) -> None:
+        """`stop` waits no longer."""
+        self._drained = 0.0
+
+    async def _end(self) -> None:
+        """Twice is as once: a task that buries its replica is not cancelled again."""
+        self.draining = True
+        for task in [] if self._ended_once else self._tasks:
+            task.cancel()
+        self._ended_once = True
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def woken(self) -> None:
+        """There is a new job."""
+        self._work.set()
+        self._work = asyncio.Event()
+
+    def cancel(self, id: str) -> None:
+        """Tell the replica that runs the job."""
+        for replica in self.replicas:
+            if replica.job is not None and replica.job.id == id:
+                self._send(replica, do="cancel", id=id)
+
+    # --- one replica --------------------------------------------------------------------------------------------
+
+    async def _live(self, replica: Replica) -> None:
+        wait_s = self.back_off_s
+        while True:
+            environment = {**os.environ, **self.environments[replica.number]}
+            replica.become("starting")
+            replica.heard, replica.lost, replica.loaded = time.monotonic(), None, None
+            replica.process = process = await asyncio.create_subprocess_exec(
+                *self.command, stdin=-1, stdout=-1, env=environment, start_new_session=True, limit=MAX_LINE_BYTES
+            )
+            was_ready = asyncio.Event()
+            talk = [
+                asyncio.create_task(self._listen(replica, process, was_ready)),
+                asyncio.create_task(self._feed(replica, was_ready)),
+                asyncio.create_task(self._guard(replica)),
+            ]
+            try:
+                await asyncio.wait(talk, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await self._bury(replica, process, talk)
+            for task in talk:
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    self.board.log("replica_error", replica=replica.number, error=f"{type(error).__name__}: {error}")
+            if process.returncode == BAD_INPUT and not was_ready.is_set() and replica.restarts == 0:
+                raise InputError("the worker refused what it was started with, as it says above")
+            wait_s = self.back_off_s if was_ready.is_set() else min(MAX_BACK_OFF_S, 2 * wait_s)
+            replica.restarts += 1
+            self.metrics.restarts.inc()
+            self.board.log("replica_down", replica=replica.number, status=process.returncode, again_in_s=wait_s)
+            await asyncio.sleep(wait_s)
+
+    async def _bury(self, replica: Replica, process: asyncio.subprocess.Process, talk: list[asyncio.Task]) -> None:
+        """End a replica's process and give its job back."""
+        replica.become("down")
+        for task in talk:
+            task.cancel()
+        if talk[0].done() and not talk[0].cancelled():  # it has closed its pipe: let it say how it ends
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), LAST_WORDS_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.gather(*talk, return_exceptions=True)
+        status = await process.wait()
+        if replica.claim is None or (job := await replica.claim) is None:
+            return
+        replica.claim = None
+        died = failure("worker_died", f"the process that ran it ended ({ending(status)})")
+        blame = None if self.draining else replica.lost or died
+        if (result := self.folder.published(job)) is not None:  # it died after the file was whole
+            await self.store.insist(self.store.queue.finish, job.id, job.epoch, COMPLETED, result=result)
+        after = await self.store.insist(self.store.queue.give_back, job.id, job.epoch, blame)
+        if after is None:
+            return
+        if after.status == QUEUED:
+            self.metrics.retries.labels("stopped" if blame is None else blame["code"]).inc()
+            self.board.tell("queued", job.id, job.user, why=blame and blame["code"])
+            self.woken()
+        else:
+            self._over(job, after.status, after.error)
+
+    async def _feed(self, replica: Replica, was_ready: asyncio.Event) -> None:
+        await was_ready.wait()
+        queue = self.store.queue
+        while not self.draining:
+            work = self._work
+            replica.claim = asyncio.ensure_future(self.store.insist(queue.claim, replica.loaded, replica.in_a_row))
+            job = await asyncio.shield(replica.claim)
+            if job is None:
+                replica.claim = None
+                await work.wait()
+                continue
+            replica.in_a_row = replica.in_a_row + 1 if job.loras == replica.loaded else 0
+            replica.loaded, replica.step, replica.heard = job.loras, 0, time.monotonic()
+            replica.become("busy")
+            self.metrics.waited.observe(time.time() - job.created)
+            self.board.tell("started", job.id, job.user, replica=replica.number, attempt=job.attempts)
+            replica.free.clear()
+            self._send(replica, do="run", **self._message(job))
+            if (now := await self.store(queue.get, job.id)) and now.cancel is not None:  # since it was claimed
+                self.cancel(job.id)
+            await replica.free.wait()
+        await asyncio.Event().wait()  # until the others end
+
+    def _message(self, job: Job) -> dict[str, Any]:
+        """What the worker is sent of a job: names as paths."""
+        loras = [[str((self.lora_folder or Path()) / name), *rest] for name, *rest in job.job["loras"]]
+        images = [[str(self.folder.inputs / name), *rest] for name, *rest in job.job["images"]]
+        stem = str(self.folder.outputs.resolve() / job.stem)
+        return {**job.job, "id": job.id, "epoch": job.epoch, "stem": stem, "loras": loras, "images": images}
+
+    def _send(self, replica: Replica, **message: Any) -> None:
+        if replica.process is not None and replica.process.stdin is not None:
+            replica.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _listen(self, replica: Replica, process: asyncio.subprocess.Process, was_ready: asyncio.Event) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            message, replica.heard = json.loads(line), time.monotonic()
+            event, job = message.pop("event"), replica.job
+            if event == "ready":
+                self.device = message["device"], message["mesh"]
+                self.board.log(
+                    "replica_ready", replica=replica.number, after_s=round(time.monotonic() - replica.since, 1)
+                )
+                replica.become("idle")
+                was_ready.set()
+            elif job is None or (message.pop("id"), message.pop("epoch")) != (job.id, job.epoch):
+                self.board.log("replica_error", replica=replica.number, error=f"{event} of no job that it runs")
+            elif event == "progress":
+                kind = "stage" if message["step"] == 0 else "step"
+                replica.step = message["step"]
+                if kind == "step" and (known := self.board.live.get(job.id)) and known["stage"] == message["stage"]:
+                    self.metrics.step.labels(stage_label(message["stage"])).observe(replica.heard - known["at"])
+                facts = {"stage": message["stage"]} if kind == "stage" else {}
+                self.board.tell(kind, job.id, job.user, {**message, "at": replica.heard}, **facts)
+            else:
+                await self._ended(replica, job, event, message)
+
+    async def _ended(self, replica: Replica, job: Job, event: str, message: dict[str, Any]) -> None:
+        status = {"done": COMPLETED, "failed": FAILED, "cancelled": CANCELLED}[event]
+        error = failure("cancelled", "cancelled while it ran") if event == "cancelled" else None
+        if event == "failed":
+            error = failure(message["code"], message["message"])
+        result = message.get("result")
+        if await self.store.insist(self.store.queue.finish, job.id, job.epoch, status, error=error, result=result):
+            self._over(job, status, error, result)
+        elif event == "done":
+            (self.folder.outputs / (job.stem + CLIP)).unlink(missing_ok=True)
+        replica.claim = None
+        replica.become("idle")
+        replica.free.set()
+
+    def _over(self, job: Job, status: str, error: Mapping[str, str] | None, result: Mapping | None = None) -> None:
+        self.metrics.over(job, status, result)
+        facts: dict[str, Any] = {"code": error["code"]} if error else {}
+        self.board.tell("completed" if status == COMPLETED else "failed", job.id, job.user, **facts)
+
+    async def _guard(self, replica: Replica) -> None:
+        """Returns, which ends the process, when a job has not moved for too long."""
+        while True:
+            await asyncio.sleep(min(1.0, self.step_timeout_s / 4))
+            limit_s = self.step_timeout_s * (1 if replica.step > 1 else FIRST_STEP)
+            if replica.state == "busy" and time.monotonic() - replica.heard > limit_s:
+                replica.lost = failure("step_timeout", f"nothing happened for {limit_s:g} s")
+                return
+
+
+def ending(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+def stage_label(stage: str) -> str:
+    """A metric's label: of the stages of all videos the same."""
+    return stage.split(" ")[0]

@@ -1,0 +1,40 @@
+"""Servers for tests, each in a process of its own."""
+
+import pytest
+from serving import Server
+
+from ltx2rt.weights.random.make import make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny):
+    return tiny("tiny-2.3", "official")
+
+
+@pytest.fixture
+def start(tiny_model, tmp_path):
+    """start(*flags) -> Server, in one folder unless `data` is another."""
+    started = []
+
+    def call(*flags, data="data", **how):
+        started.append(Server(tiny_model, tmp_path / data, *flags, **how))
+        return started[-1]
+
+    yield call
+    for server in started:
+        if server.process.poll() is None:
+            server.kill()
+        server.http.close()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, tmp_path_factory):
+    """One with replicas that have no model, and LoRAs to name."""
+    root = tmp_path_factory.mktemp("server")
+    loras = root / "loras"
+    loras.mkdir()
+    make_checkpoint("tiny-2.3", "official", root / "other", seed=1)
+    (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
+    made = Server(tiny_model, root / "data", "--loras", loras, "--replicas", "2", "--max-user-queue", "1000")
+    yield made
+    made.kill()

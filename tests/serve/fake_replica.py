@@ -1,0 +1,84 @@
+"""A worker without a model, for tests: speaks the pipe protocol, sleeps for its steps, fails as it is told.
+
+What it does stands in the prompt, `STEPS:SECONDS_A_STEP[:WHAT]`. WHAT: die, hang, oom, internal, lie, late (it does not
+hear of a cancel); with `once-` in front only where the file WHAT.ID is not there yet.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+
+from ltx2rt.serve.folder import publish
+
+
+def main() -> None:
+    jobs, cancelled = SimpleQueue(), set()
+
+    def read() -> None:
+        for line in sys.stdin:
+            message = json.loads(line)
+            jobs.put(message) if message["do"] == "run" else cancelled.add(message["id"])
+        os._exit(0)
+
+    Thread(target=read, daemon=True).start()
+
+    def tell(event: str, **facts) -> None:
+        print(json.dumps({"event": event, **facts}), flush=True)
+
+    time.sleep(float(os.environ.get("FAKE_START_S", "0")))
+    if "FAKE_REFUSES" in os.environ:
+        sys.exit(2)
+    memory = int(os.environ.get("FAKE_MEMORY", str(10**15)))
+    tell("ready", device={"kind": "cpu", "name": "fake", "total_bytes": memory, "free_bytes": memory,
+                          "count": 1, "hosts": 1, "reserve_bytes": 0}, mesh={})  # fmt: skip
+    while True:
+        job = jobs.get()
+        named = {"id": job["id"], "epoch": job["epoch"]}
+        steps, seconds, *what = job["clip"]["prompt"].split(":")
+        what = what[0] if what else ""
+        if what.startswith("once-"):
+            mark = Path(job["stem"]).parent.parent / f"{what}.{job['id']}"
+            what = "" if mark.exists() else what.removeprefix("once-")
+            mark.touch()
+        for step in range(int(steps) + 1):
+            if job["id"] in cancelled and what != "late":
+                tell("cancelled", **named)
+                break
+            fraction = step / int(steps)
+            tell("progress", **named, stage="stage1", step=step, of=int(steps), fraction=fraction, eta_s=None)
+            time.sleep(float(seconds))
+            if step == int(steps) // 2:
+                if what == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if what == "hang":
+                    time.sleep(1000)
+                if what in ("oom", "internal"):
+                    code = "out_of_memory" if what == "oom" else "internal"
+                    tell("failed", **named, code=code, message=what)
+                    if what == "internal":
+                        sys.exit(1)
+                    break
+                if what == "lie":
+                    tell("done", id=job["id"], epoch=job["epoch"] - 1, result={})
+        else:
+            report = {
+                "seed": job["clip"].get("seed"),
+                "stages": [{"name": "stage1", "time_s": 0.1}],
+                "programs_built": 0,
+            }
+            result = publish(
+                Path(job["stem"]),
+                lambda path, job=job: path.write_text(f"{job['id']} {job['clip'].get('seed')}"),
+                lambda path: path.write_bytes(b"RIFF"),
+                lambda report=report: report,
+            )
+            tell("done", **named, result=result)
+
+
+if __name__ == "__main__":
+    main()

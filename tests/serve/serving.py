@@ -1,0 +1,88 @@
+"""Servers in processes of their own, by default with replicas that have no model."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+SMALL = {"pipeline": "one-stage", "size": "64x64", "num_frames": 9}  # what the prompt of a fake replica goes with
+
+
+class Server:
+    """A server that runs. replicas: its workers are real, not played."""
+
+    def __init__(self, model, data, *flags, replicas="fake", env=()):
+        script = [str(Path(__file__).with_name("fake_server.py"))] if replicas == "fake" else ["-m", "ltx2rt"]
+        words = [
+            "serve",
+            "--model",
+            model,
+            "--backend",
+            "cuda",
+            "--device",
+            "cpu",
+            "--data",
+            data,
+            "--port",
+            "0",
+            *flags,
+        ]
+        self.data, self.log = Path(data), Path(data).with_suffix(f".{time.monotonic_ns()}.log")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *script, *map(str, words)], stderr=log, stdout=log, start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(env),
+            )  # fmt: skip
+        try:
+            self.url = self._url()
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def _url(self):
+        end = time.monotonic() + 60
+        while not (found := re.search(r"serving at (\S+)/", self.log.read_text())):
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+        return found[1]
+
+    def lines(self, event):
+        """What the log says of an event."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == event]
+
+    def add(self, prompt="2:0.01", **more):
+        answer = self.http.post("/v1/videos", json={"prompt": prompt, **SMALL, **more})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+    def get(self, id):
+        return self.http.get(f"/v1/videos/{id}").json()
+
+    def until(self, id, *statuses, timeout_s=60):
+        end = time.monotonic() + timeout_s
+        while (video := self.get(id))["status"] not in (statuses or ("completed", "failed")):
+            assert time.monotonic() < end, video
+            time.sleep(0.02)
+        return video
+
+    def until_step(self, id):
+        end = time.monotonic() + 30
+        while not (video := self.get(id))["x"]["step"]:
+            assert time.monotonic() < end and video["status"] != "failed", video
+            time.sleep(0.01)
+
+    def kill(self, number=signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        self.http.close()
+        return self.process.wait(30)

@@ -1,0 +1,513 @@
+"""The routes, against a server in its own process whose replicas have no model; and OpenAI's own client."""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import random
+import socket
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from serving import SMALL
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed")
+
+
+def png(width=20, height=10):
+    file = io.BytesIO()
+    Image.fromarray(np.arange(width * height * 3, dtype=np.uint8).reshape(height, width, 3)).save(file, "PNG")
+    return file.getvalue()
+
+
+def error_of(answer, status):
+    assert answer.status_code == status, (answer.status_code, answer.text[:300])
+    found = answer.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"} and found["message"]
+    return found
+
+
+# --- OpenAI's client --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def client(server, **more):
+    """Its videos methods are deprecated, and say so by a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", **more) as made:
+            yield made
+
+
+def test_every_method_of_the_official_client(server):
+    with client(server) as api:
+        video = api.videos.create_and_poll(
+            prompt="3:0.01",
+            size="64x64",
+            seconds="0.375",
+            extra_body={"pipeline": "one-stage", "seed": 7},
+            poll_interval_ms=20,
+        )
+        assert (video.status, video.progress, video.size, video.seconds) == ("completed", 100, "64x64", "0.375")
+        assert video.x["seed"] == 7 and video.x["settings"]["num_frames"] == 9
+        assert api.videos.retrieve(video.id).id == video.id
+        assert api.videos.download_content(video.id).content == f"{video.id} 7".encode()
+        assert api.videos.download_content(video.id, variant="thumbnail").content == b"RIFF"
+        with api.videos.with_streaming_response.download_content(video.id) as stream:
+            assert b"".join(stream.iter_bytes(4)) == f"{video.id} 7".encode()
+        remix = api.videos.remix(video.id, prompt="1:0.01")
+        assert remix.remixed_from_video_id == video.id and remix.x["seed"] == 7 and remix.prompt == "1:0.01"
+        shown = api.videos.create(
+            prompt="1:0.01", input_reference=("../../x.png", png()), size="64x64", extra_body={**SMALL, "size": None}
+        )
+        assert len(shown.x["settings"]["images"]) == 1
+        ids = [video.id for video in api.videos.list(limit=2)]
+        assert {video.id, remix.id, shown.id} <= set(ids) and ids == sorted(ids, reverse=True)
+        gone = api.videos.delete(video.id)
+        assert gone.deleted and gone.id == video.id and gone.object == "video.deleted"
+        with pytest.raises(openai.NotFoundError):
+            api.videos.retrieve(video.id)
+        with pytest.raises(openai.BadRequestError) as refused:
+            api.videos.create(prompt="x", size="65x64")
+        assert refused.value.code == "invalid_value" and refused.value.param == "width"
+        for call in (
+            lambda: api.videos.edit(prompt="x", video=b"x"),
+            lambda: api.videos.extend(prompt="x", seconds="4", video=b"x"),
+            lambda: api.videos.create_character(name="x", video=b"x"),
+            lambda: api.videos.get_character("x"),
+        ):
+            with pytest.raises(openai.InternalServerError) as missing:
+                call()
+            assert missing.value.code == "not_supported"
+        assert [model.id for model in api.models.list()] == [video.model]
+
+
+def test_the_asynchronous_client(server):
+    async def scene():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+            video = await api.videos.create_and_poll(prompt="2:0.01", extra_body=SMALL, poll_interval_ms=20)
+            assert video.status == "completed"
+            assert (await api.videos.download_content(video.id)).content.startswith(video.id.encode())
+            assert (await api.videos.delete(video.id)).deleted
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        asyncio.run(scene())
+
+
+def test_a_failed_job_is_an_answer_not_an_error(server):
+    with client(server) as api:
+        video = api.videos.create_and_poll(prompt="2:0.01:oom", extra_body=SMALL, poll_interval_ms=20)
+    assert video.status == "failed" and video.error.code == "out_of_memory"
+
+
+# --- requests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given, param, words", [
+    ({"prompt": ""}, "prompt", "the prompt is empty"),
+    ({"prompt": "x" * 4001}, "prompt", "at most 4000"),
+    ({"prompt": "a \ud800"}, "prompt", "surrogates"),
+    ({"prompt": 5}, "prompt", "5"),
+    ({"prompt": None}, "prompt", "there is none"),
+    ({"size": "65x64"}, "width", "divisible by 32"),
+    ({"size": "64"}, "size", "WIDTHxHEIGHT"),
+    ({"size": "64x64", "width": 64}, "size", "give one of them"),
+    ({"num_frames": 10}, "num_frames", "the nearest are 9 and 17"),
+    ({"num_frames": 10**6 + 1}, "num_frames", "limit is 20 s"),
+    ({"num_frames": True}, "num_frames", "True"),
+    ({"num_frames": 9.5}, "num_frames", "9.5"),
+    ({"num_frames": None, "seconds": "nan"}, "seconds", "above 0"),
+    ({"fps": "1/0"}, "fps", "is no number"),
+    ({"fps": [24]}, "fps", "expected number"),
+    ({"seed": -1}, "seed", "0 or more"),
+    ({"seed": 10**30}, "seed", "below 2^63"),
+    ({"steps": 0}, "steps", "at least 1"),
+    ({"video_cfg": "inf"}, "video_cfg", "finite"),
+    ({"stg_blocks": [99]}, "stg_blocks", "the model has blocks"),
+    ({"audio": "maybe"}, "audio", "true or false"),
+    ({"pipeline": "three-stage"}, "pipeline", "expected one of"),
+    ({"pipeline": "distilled", "steps": 4}, "steps", "no field"),
+    ({"model": "gpt"}, "model", "expected"),
+    ({"num_video": 3}, "num_video", "no field"),
+    ({"sed": 3}, "sed", "did you mean 'seed'"),
+    ({"noise_in": "/etc/passwd"}, "noise_in", "no field"),
+    ({"output": "/tmp/x"}, "output", "no field"),
+    ({"priority": 10}, "priority", "0 to 9"),
+    ({"metadata": {"a": 1}}, "metadata", "texts"),
+    ({"loras": [{"name": "../../x"}]}, "loras", "known: style"),
+    ({"loras": [{"name": "style", "strength": "nan"}]}, "loras", "strength is a number"),
+    ({"loras": [{"name": "style", "stage": "stage2"}]}, "loras", "has none"),
+    ({"loras": [{"path": "x"}]}, "loras.path", "no field"),
+    ({"images": [{"file_id": "../../../etc/passwd"}]}, "images", "names no image"),
+    ({"images": [{"image_url": "http://10.0.0.1/x.png"}]}, "images", "only data: URLs"),
+    ({"images": [{"image_url": "data:image/png;base64,!!!"}]}, "images", "no base64"),
+    ({"images": "x"}, "images", "list of objects"),
+    ({"input_reference": {"image_url": "file:///etc/passwd"}}, "images", "only data: URLs"),
+])  # fmt: skip
+def test_what_the_command_line_refuses_is_refused_before_it_waits(server, given, param, words):
+    body = json.dumps({"prompt": "1:0", **SMALL, **given})
+    found = error_of(server.http.post("/v1/videos", content=body, headers={"content-type": "application/json"}), 400)
+    assert found["param"] == param and words in found["message"], found
+    assert str(server.data.parent) not in found["message"]
+
+
+@pytest.mark.parametrize("body, kind, status", [
+    (b"{", "application/json", 400),
+    (b"[]", "application/json", 400),
+    (b'{"seed": NaN}', "application/json", 400),
+    (b"[" * 100_000, "application/json", 400),
+    (b"\xff\xfe", "application/json", 400),
+    (b"a=b", "application/x-www-form-urlencoded", 415),
+    (b"<x/>", "text/xml", 415),
+    (b"--b\r\n", "multipart/form-data; boundary=b", 400),
+    (b"nothing", "multipart/form-data", 400),
+    (b'--b\r\ncontent-disposition: form-data; name="a[]"\r\n\r\n1\r\n--b--\r\n',
+     "multipart/form-data; boundary=b", 400),
+    (b"".join(b'--b\r\ncontent-disposition: form-data; name="f%d"\r\n\r\n1\r\n' % n for n in range(99)) + b"--b--\r\n",
+     "multipart/form-data; boundary=b", 400),
+])  # fmt: skip
+def test_bodies_that_are_none(server, body, kind, status):
+    error_of(server.http.post("/v1/videos", content=body, headers={"content-type": kind}), status)
+
+
+def test_text_in_a_form_says_what_json_says(server):
+    form = {
+        "prompt": "1:0", "pipeline": "two-stage", "width": "64", "height": "64", "num_frames": "9", "fps": "23.976",
+        "seed": "5", "audio": "false", "video_cfg": "2.5", "loras[][name]": "style", "loras[][strength]": "0.5",
+        "metadata[a]": "b", "stg_blocks": "[1]",
+    }  # fmt: skip
+    as_form = server.http.post("/v1/videos", files={name: (None, text) for name, text in form.items()}).json()
+    assert "x" in as_form, as_form
+    as_json = server.http.post("/v1/videos", json={
+        "prompt": "1:0", "pipeline": "two-stage", "size": "64x64", "num_frames": 9, "fps": 23.976, "seed": 5,
+        "audio": False, "video_cfg": 2.5, "loras": [{"name": "style", "strength": 0.5}],
+        "metadata": {"a": "b"}, "stg_blocks": [1],
+    }).json()  # fmt: skip
+    assert as_form["x"]["settings"] == as_json["x"]["settings"]
+    assert as_form["x"]["settings"]["fps"] == "24000/1001" and as_form["metadata"] == {"a": "b"}
+
+
+def test_settings_of_a_video_make_another_one(server):
+    picture = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    loras = [{"name": "style", "strength": 0.25, "stage": "stage1"}]
+    images = [{"image_url": picture, "frame": 8, "strength": 0.5}]
+    first = server.get(server.add("1:0", loras=loras, images=images, pipeline="two-stage"))
+    again = server.http.post("/v1/videos", json=first["x"]["settings"]).json()
+    assert again["x"]["settings"] == first["x"]["settings"] and again["id"] != first["id"]
+    remix = server.http.post(f"/v1/videos/{first['id']}/remix", json={"prompt": "2:0"}).json()
+    assert remix["x"]["settings"] == {**first["x"]["settings"], "prompt": "2:0"}
+    error_of(server.http.post(f"/v1/videos/{first['id']}/remix", json={"prompt": "2:0", "seed": 4}), 400)
+
+
+def test_seconds_become_the_nearest_number_of_frames(server):
+    video = server.get(server.add("1:0", num_frames=None, seconds="5", fps=24))
+    assert (video["x"]["settings"]["num_frames"], video["seconds"]) == (121, "5.042")
+
+
+@pytest.mark.parametrize("data, words", [
+    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "PNG, JPEG, WEBP"),
+    (png()[:60], ""),
+    (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, ""),
+    (b"RIFF....WAVE", ""),
+    (b"", "PNG, JPEG, WEBP"),
+])  # fmt: skip
+def test_files_that_are_no_images(server, data, words):
+    files = {"input_reference": ("x.png", data), **{name: (None, str(value)) for name, value in SMALL.items()}}
+    found = error_of(server.http.post("/v1/videos", files={**files, "prompt": (None, "1:0")}), 400)
+    assert (found["code"], found["param"]) == ("bad_image", "images") and words in found["message"]
+
+
+def test_a_picture_too_large_to_decode_is_refused_by_its_header(server):
+    file = io.BytesIO()
+    Image.new("1", (30_000, 30_000)).save(file, "PNG")
+    files = {"input_reference": ("x.png", file.getvalue()), "prompt": (None, "1:0")}
+    found = error_of(server.http.post("/v1/videos", files=files), 400)
+    assert found["code"] == "bad_image" and "pixel" in found["message"]
+
+
+def test_a_key_is_one_job_however_often_it_is_sent(server):
+    def send(n):
+        body = {"prompt": "1:0.01", **SMALL}
+        return server.http.post("/v1/videos", json=body, headers={"idempotency-key": "once"}).json()["id"]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(send, range(24)))) == 1
+    answer = server.http.post("/v1/videos", json={"prompt": "2:0.01", **SMALL}, headers={"idempotency-key": "once"})
+    assert error_of(answer, 409)["code"] == "conflict" and answer.headers["x-should-retry"] == "false"
+    first = server.add("1:0", seed=123456)
+    retried = server.http.post(
+        "/v1/videos", json={"prompt": "1:0", **SMALL, "seed": 123456}, headers={"x-stainless-retry-count": "1"}
+    )
+    assert retried.json()["id"] == first != server.add("1:0", seed=123456)
+
+
+# --- lists, files, events ---------------------------------------------------------------------------------------
+
+
+def test_pages_and_their_refusals(server):
+    ids = [server.add("1:0") for _ in range(5)]
+    got = server.http.get("/v1/videos", params={"limit": 2}).json()
+    assert [video["id"] for video in got["data"]] == ids[:2:-1] and got["has_more"] and got["last_id"] == ids[3]
+    after = server.http.get("/v1/videos", params={"after": ids[2], "order": "asc", "limit": 100}).json()
+    assert [video["id"] for video in after["data"]] == ids[3:] and not after["has_more"]
+    for asked in ({"limit": 0}, {"limit": "1e3"}, {"order": "up"}, {"after": "video_x"}, {"status": "gone"}):
+        error_of(server.http.get("/v1/videos", params=asked), 400)
+
+
+def test_content_in_ranges_and_with_a_tag(server):
+    id = server.add("2:0.01", seed=9)
+    url, whole = f"/v1/videos/{id}/content", f"{id} 9".encode()
+    early = server.http.get(url)
+    if early.status_code != 200:
+        assert error_of(early, 409)["code"] == "not_ready"
+    server.until(id)
+    answer = server.http.get(url)
+    assert answer.content == whole and answer.headers["accept-ranges"] == "bytes"
+    assert answer.headers["content-type"] == "video/mp4" and id in answer.headers["content-disposition"]
+    part = server.http.get(url, headers={"range": "bytes=6-10"})
+    assert (part.status_code, part.content) == (206, whole[6:11])
+    assert server.http.get(url, headers={"range": "bytes=-2"}).content == whole[-2:]
+    assert server.http.get(url, headers={"range": "bytes=999-"}).status_code == 416
+    error_of(server.http.get(url, params={"variant": "../x"}), 400)
+    assert server.http.get(url, params={"variant": "report"}).json()["seed"] == 9
+
+
+def test_cancel_of_what_waits_runs_and_is_done(server):
+    long = [server.add("2000:0.02") for _ in range(2)]
+    waits = server.add("1:0")
+    for id in long:
+        server.until_step(id)
+    answer = server.http.post(f"/v1/videos/{waits}/cancel")
+    assert answer.status_code == 202
+    assert (answer.json()["status"], answer.json()["error"]["code"]) == ("failed", "cancelled")
+    assert server.http.post(f"/v1/videos/{long[0]}/cancel").json()["x"]["cancel_requested_at"]
+    assert server.until(long[0])["error"]["code"] == "cancelled"
+    assert server.http.delete(f"/v1/videos/{long[1]}").json()["deleted"]  # cancels first
+    error_of(server.http.get(f"/v1/videos/{long[1]}"), 404)
+    done = server.add("1:0")
+    server.until(done)
+    error_of(server.http.post(f"/v1/videos/{done}/cancel"), 409)
+
+
+def test_events_tell_the_state_until_the_end(server):
+    id = server.add("30:0.02")
+    kinds, videos = [], []
+    with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events", timeout=30) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        for line in stream.iter_lines():
+            name, _, text = line.partition(": ")
+            if name == "event":
+                kinds.append(text)
+            elif name == "data":
+                videos.append(json.loads(text))
+    assert kinds[-1] == "completed" and "step" in kinds
+    progress = [video["progress"] for video in videos]
+    assert progress == sorted(progress) and progress[-1] == 100 and len(kinds) < 15  # at most five a second
+    assert videos[-1]["status"] == "completed" and videos[-1]["x"]["urls"]
+
+
+def test_all_of_a_users_jobs_in_one_stream(server):
+    with httpx.stream("GET", f"{server.url}/v1/events", timeout=30) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        ids = {server.add("1:0.01") for _ in range(3)}
+        while ids:
+            line = next(lines)
+            if line.startswith("data: ") and (video := json.loads(line[6:]))["status"] == "completed":
+                ids.discard(video["id"])
+
+
+# --- the server -------------------------------------------------------------------------------------------------
+
+
+def test_what_can_be_asked_for(server):
+    limits = server.http.get("/v1/limits").json()
+    assert set(limits["pipelines"]) == {"two-stage", "distilled", "hq", "keyframes", "one-stage"}
+    assert limits["loras"] == ["style"]
+    assert limits["pipelines"]["one-stage"]["multiple_of_px"] == 32
+    assert "noise_in" not in limits["pipelines"]["one-stage"]["fields"]
+    schema = server.http.get("/openapi.json").json()
+    assert {"/v1/videos", "/v1/videos/{id}/content"} <= set(schema["paths"])
+    assert server.http.get("/v1/loras").json()["data"] == [{"id": "style", "object": "lora"}]
+
+
+def test_health_and_metrics(server):
+    server.until(server.add("2:0.01"))
+    assert server.http.get("/healthz").text == "ok\n"
+    assert server.http.get("/readyz").status_code == 200
+    text = server.http.get("/metrics").text
+    for name in ('ltx2rt_jobs{status="completed"}', 'ltx2rt_replica_up{replica="0"} 1.0', "ltx2rt_queue_wait_seconds",
+                 'ltx2rt_job_seconds_bucket{le="0.3",pipeline="one-stage",size="other"}', "ltx2rt_step_seconds",
+                 'ltx2rt_http_requests_total{code="200",route="/v1/videos"}', "ltx2rt_disk_bytes"):  # fmt: skip
+        assert name in text, name
+    assert "video_" not in text
+    rss = float(next(line for line in text.splitlines() if 'process="server"' in line).split()[-1])
+    assert 0 < rss < 150e6
+
+
+def test_the_server_imports_no_framework(server):
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "/torch/" not in maps and "/jax" not in maps and "sqlite" in maps
+
+
+def test_the_log_has_no_prompts(server):
+    id = server.add("3:0.01:a-secret")
+    server.until(id)
+    assert "a-secret" not in server.log.read_text()
+    assert [line["job"] for line in server.lines("completed")].count(id) == 1
+
+
+@pytest.mark.parametrize("path", [
+    "/v1/videos/..%2f..%2fjobs.db", "/v1/videos/video_../content", "/../jobs.db", "/%2e%2e/%2e%2e/etc/passwd",
+    "/page/../app.py", "/index.html%00", "/v1/videos/video_0123456789ABCDEFGHJKMNPQRS", "/app.py", "//etc/passwd",
+])  # fmt: skip
+def test_paths_lead_nowhere(server, path):
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
+        raw.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert answer.split()[1] in (b"404", b"400"), answer
+
+
+def test_other_hosts_and_other_pages_are_refused(server):
+    assert error_of(server.http.get("/v1/videos", headers={"host": "evil.example"}), 403)["code"] == "bad_host"
+    own = server.url.removeprefix("http://")
+    post = {"json": {"prompt": "1:0", **SMALL}}
+    assert error_of(server.http.post("/v1/videos", headers={"origin": "http://evil.example"}, **post), 403)
+    assert server.http.post("/v1/videos", headers={"origin": f"http://{own}"}, **post).status_code == 200
+    error_of(server.http.put("/v1/videos"), 405)
+    assert "default-src 'self'" in server.http.get("/").headers["content-security-policy"]
+
+
+def test_bodies_are_cut_at_their_limit(server):
+    port = int(server.url.rpartition(":")[2])
+
+    def sent(head, chunk, most):
+        """How much the server took, and its answer."""
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
+            raw.sendall(head)
+            taken = 0
+            try:
+                while taken < most:
+                    raw.sendall(chunk)
+                    taken += len(chunk)
+            except OSError:
+                pass
+            try:
+                return taken, raw.recv(4096)
+            except OSError:
+                return taken, b"HTTP/1.1 413 "
+
+    start = time.monotonic()
+    head = b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    taken, answer = sent(head + b"content-length: 1000000000\r\n\r\n", b"x" * 65536, 10**9)
+    assert b" 413 " in answer and taken < 8e6
+    part = b'--b\r\ncontent-disposition: form-data; name="f"; filename="f"\r\n\r\n'
+    chunked = b"%x\r\n%s\r\n" % (len(part), part)
+    taken, answer = sent(
+        head + b"transfer-encoding: chunked\r\n\r\n" + chunked, b"10000\r\n" + b"x" * 65536 + b"\r\n", 10**9
+    )
+    assert b" 413 " in answer and taken < 60e6
+    assert time.monotonic() - start < 20
+
+
+def test_a_user_sees_and_cancels_his_own_jobs_alone(start, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("ann ann-token-0123456789\nbob bob-token-0123456789\n")
+    server = start("--token-file", tokens, "--max-user-queue", "2")
+    ann, bob = ({"authorization": f"Bearer {name}-token-0123456789"} for name in ("ann", "bob"))
+    body = {"prompt": "2000:0.02", **SMALL}
+    assert error_of(server.http.post("/v1/videos", json=body), 401)["code"] == "bad_token"
+    error_of(server.http.get("/v1/videos", headers={"authorization": "Bearer x"}), 401)
+    assert server.http.get("/healthz").status_code == 200
+    id = server.http.post("/v1/videos", json=body, headers=ann).json()["id"]
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/content"), ("GET", "/events")):
+        error_of(server.http.request(method, f"/v1/videos/{id}{path}", headers=bob), 404)
+    assert server.http.get("/v1/videos", headers=bob).json()["data"] == []
+    while server.http.get(f"/v1/videos/{id}", headers=ann).json()["status"] == "queued":
+        time.sleep(0.02)
+    for _ in range(2):
+        assert server.http.post("/v1/videos", json=body, headers=ann).status_code == 200
+    full = server.http.post("/v1/videos", json=body, headers=ann)
+    assert error_of(full, 429)["code"] == "user_queue_full" and int(full.headers["retry-after"]) > 0
+    assert server.http.post("/v1/videos", json=body, headers=bob).status_code == 200
+    login = server.http.post("/login", json={"token": "ann-token-0123456789"})
+    cookie = login.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie
+    assert server.http.get(f"/v1/videos/{id}").status_code == 200
+    error_of(server.http.post("/login", json={"token": "wrong"}), 401)
+
+
+def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_path):
+    common = ("serve", "--backend", "cuda", "--device", "cpu", "--model", tiny_model, "--data", tmp_path / "data")
+    status, _, err = command(*common, "--host", "0.0.0.0")
+    assert status == 2 and "give --token-file" in err
+    tokens = tmp_path / "tokens"
+    tokens.write_text("ann short\n")
+    status, _, err = command(*common, "--token-file", tokens)
+    assert status == 2 and "at least 16 characters" in err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, _, err = command(*common, "--port", taken.getsockname()[1])
+        assert status == 2 and "choose another" in err
+    status, _, err = command(*common, "--warm", "65x64x9:one-stage")
+    assert status == 2 and "--width: 65" in err
+    status, _, err = command(*common, "--keep", "7 moons")
+    assert status == 2
+
+
+# --- fuzzed requests --------------------------------------------------------------------------------------------
+
+ODD = (
+    *(None, True, -1, 0, 1.5, 2**63, 10**400, [], [[]], {}, {"a": None}, [1, "2"]),
+    *("", " ", "NaN", "1e999", "\0", "\ud800", "../../etc/passwd", "<b>", "x" * 5000, "[1", "{}", "9" * 400, "\u0663"),
+)
+
+
+def fuzz(server, count, seed):
+    """Requests of odd fields, bodies, methods and paths: none fails the server; each refusal has its four fields."""
+    chance = random.Random(seed)
+    post = server.http.get("/openapi.json").json()["paths"]["/v1/videos"]["post"]
+    known = post["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    fields = [*known, "input_reference", "images[][file]", "a[b]", "__proto__"]
+    pipelines = list(server.http.get("/v1/limits").json()["pipelines"])
+    for number in range(count):
+        given = {"prompt": "1:0", **SMALL, "pipeline": chance.choice(pipelines)}
+        given |= {chance.choice(fields): chance.choice(ODD) for _ in range(chance.randint(1, 3))}
+        kind = chance.random()
+        if kind < 0.55:
+            body = {"content": json.dumps(given).encode(), "headers": {"content-type": "application/json"}}
+        elif kind < 0.8:
+            form = {name: (None, str(value).encode("utf-8", "replace")) for name, value in given.items()}
+            body = {"files": form}
+        else:
+            raw = bytearray(json.dumps(given).encode())
+            for _ in range(chance.randint(1, 4)):
+                raw[chance.randrange(len(raw))] = chance.randrange(256)
+            type_ = chance.choice(("application/json", "multipart/form-data; boundary=x", "text/plain", ""))
+            body = {"content": bytes(raw), "headers": {"content-type": type_}}
+        method = "POST" if chance.random() < 0.9 else chance.choice(("GET", "PUT", "DELETE", "HEAD", "OPTIONS"))
+        below = chance.choice(("/video_x", "/%00", "/..", "/x/remix")) if chance.random() < 0.15 else ""
+        answer = server.http.request(method, f"/v1/videos{below}", **body)
+        assert answer.status_code < 500, (seed, number, given, answer.text)
+        if answer.status_code >= 400 and method != "HEAD":
+            error_of(answer, answer.status_code)
+        elif method == "POST" and number % 40:
+            server.http.post(f"/v1/videos/{answer.json()['id']}/cancel")
+    assert not server.lines("error")
+
+
+def test_odd_requests_are_answered(server):
+    fuzz(server, 250, int(os.environ.get("LTX2RT_TEST_SEED", "11")))
+
+
+@pytest.mark.slow
+def test_five_thousand_odd_requests_are_answered(server):
+    fuzz(server, 5000, int(os.environ.get("LTX2RT_TEST_SEED", "12")))

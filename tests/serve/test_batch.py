@@ -1,0 +1,159 @@
+"""Files of jobs: checked whole, made once, resumed wherever they were killed. Most replicas have no model."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from serving import SMALL
+
+from ltx2rt.errors import InputError
+from ltx2rt.serve.batch import Shard, parse_shard, read_lines
+
+SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
+
+
+@pytest.fixture
+def batch(tiny_model, tmp_path):
+    """batch(lines, *flags) -> (process that has ended, output folder); kill_after_s: then it is killed."""
+    output = tmp_path / "out"
+    output.mkdir()
+
+    def call(lines, *flags, real=False, kill_after_s=None, number=signal.SIGKILL):
+        jobs = tmp_path / "jobs.jsonl"
+        jobs.write_text("".join(json.dumps(line) + "\n" if isinstance(line, dict) else f"{line}\n" for line in lines))
+        script = ["-m", "ltx2rt"] if real else [str(Path(__file__).with_name("fake_server.py"))]
+        words = [
+            "batch",
+            jobs,
+            "--model",
+            tiny_model,
+            "--backend",
+            "cuda",
+            "--device",
+            "cpu",
+            "--output-dir",
+            output,
+            *flags,
+        ]
+        process = subprocess.Popen(
+            [sys.executable, *script, *map(str, words)],
+            stdout=-1,
+            stderr=-1,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        if kill_after_s is not None:
+            time.sleep(kill_after_s)
+            process.send_signal(number)
+        out, err = process.communicate(timeout=180)
+        return subprocess.CompletedProcess(words, process.returncode, out, err), output
+
+    return call
+
+
+def job(n, prompt="1:0.01", **more):
+    return {"id": f"j{n}", "prompt": prompt, **SMALL, **more}
+
+
+def results(output):
+    found = [
+        json.loads(line) for path in output.glob("results*.jsonl") for line in path.read_text().splitlines() if line
+    ]
+    return [(result["id"], result["status"]) for result in found]
+
+
+def test_bad_lines_are_all_said_before_anything_runs(batch):
+    lines = [job(1), "{", "[]", job(1), job("/../x"), {"prompt": "no id"}]
+    ran, output = batch(lines)
+    assert ran.returncode == 2
+    for words in (
+        "line 2: no JSON",
+        "line 3: no JSON",
+        "line 4: id 'j1' is that of line 1",
+        "line 5: id",
+        "line 6: id",
+    ):
+        assert words in ran.stderr, ran.stderr
+    ran, output = batch(
+        [job(1, size="65x64"), job(2), job(3, sed=4), job(4, images=[{"path": "none.png"}]), job(5, images=7)]
+    )
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1
+    for words in (
+        "line 1 (j1): --width: 65",
+        "line 3 (j3): 'sed'",
+        "line 4 (j4): images: none.png",
+        "line 5 (j5): images",
+    ):
+        assert words in ran.stderr, ran.stderr
+    assert not list(output.glob("*.mp4")) + list(output.glob("results*"))
+
+
+def test_what_is_done_is_not_made_again_what_changed_or_failed_is(batch):
+    lines = [job(n) for n in range(4)]
+    ran, output = batch(lines)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(results(output)) == [(f"j{n}", "completed") for n in range(4)]
+    assert sorted(path.name for path in output.iterdir()) == [*(f"j{n}.mp4" for n in range(4)), "results.jsonl"]
+    seeds = {n: (output / f"j{n}.mp4").read_text().split()[1] for n in range(4)}
+    assert len(set(seeds.values())) == 4
+    (output / "j3.mp4").unlink()
+    ran, _ = batch([lines[0], {**lines[1], "prompt": "2:0.01"}, lines[2], lines[3], job(4, "2:0.01:oom")])
+    assert ran.returncode == 3 and "5 jobs, 3 to make" in ran.stderr and ("j4", "failed") in results(output)
+    assert (output / "j3.mp4").read_text().split()[1] == seeds[3]  # drawn from the job itself
+
+
+def test_shards_share_the_jobs(batch):
+    lines = [job(n) for n in range(9)]
+    for number in (1, 2):
+        ran, output = batch(lines, "--shard", f"{number}/2")
+        assert ran.returncode == 0, ran.stderr
+    assert sorted(results(output)) == [(f"j{n}", "completed") for n in range(9)]
+    assert all(Shard(1, 3).has(f"j{n}") + Shard(2, 3).has(f"j{n}") + Shard(3, 3).has(f"j{n}") == 1 for n in range(99))
+    with pytest.raises(InputError, match="--shard"):
+        parse_shard("4/3")
+
+
+def killed(batch, num_jobs, num_kills, seed):
+    chance, lines = random.Random(seed), [job(n, "2:0.02") for n in range(num_jobs)]
+    for _ in range(num_kills):
+        ran, output = batch(lines, kill_after_s=chance.uniform(1.0, 6.0), number=chance.choice((9, 15)))
+        assert ran.returncode in (-9, 143, 0), ran.stderr
+    ran, output = batch(lines)
+    assert ran.returncode == 0, ran.stderr
+    assert {id for id, status in results(output) if status == "completed"} == {f"j{n}" for n in range(num_jobs)}
+    assert len(list(output.glob("*.mp4"))) == num_jobs and not list(output.glob(".*"))
+    return len(results(output))
+
+
+def test_killed_and_resumed_ends_with_every_clip(batch):
+    assert killed(batch, 40, 1, SEED) == 40  # results are not written twice
+
+
+@pytest.mark.slow
+def test_twenty_kills_over_two_hundred_lines(batch):
+    assert killed(batch, 200, 20, SEED) <= 220
+
+
+def test_a_batch_on_the_tiny_checkpoint_with_an_image(batch, tmp_path):
+    from PIL import Image
+
+    from ltx2rt.media.mp4 import durations
+
+    Image.radial_gradient("L").resize((64, 64)).convert("RGB").save(tmp_path / "picture.png")
+    ran, output = batch([job(1, "a red fox", steps=2, images=[{"path": "picture.png"}])], real=True)
+    assert ran.returncode == 0, ran.stderr
+    assert durations(output / "j1.mp4").video_s == pytest.approx(0.375, abs=0.01)
+
+
+def test_lines_are_read_with_their_numbers(tmp_path):
+    (tmp_path / "jobs").write_text('\n{"id": "a"}\n\n{"id": "b", "seed": 1}\n')
+    assert [(line.number, line.id, line.given) for line in read_lines(tmp_path / "jobs")] == [
+        (2, "a", {}),
+        (4, "b", {"seed": 1}),
+    ]

@@ -1,0 +1,179 @@
+"""The page in a browser that plays H.264 and AAC: Debian's chromium, driven by playwright. Skipped where neither is."""
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no chromium here that plays H.264 and AAC")
+PICTURES = os.environ.get("LTX2RT_PICTURES")  # a folder: the tests leave their pictures of the page there
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as play:
+        found = play.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--autoplay-policy=no-user-gesture-required"]
+        )
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser):
+    """One whose errors fail the test."""
+    opened, errors = browser.new_page(viewport={"width": 1100, "height": 900}), []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
+    opened.set_default_timeout(30_000)
+    yield opened
+    opened.close()
+    assert not errors
+
+
+def picture(page, name):
+    if PICTURES:
+        page.screenshot(path=str(Path(PICTURES) / f"{name}.png"), full_page=True)
+
+
+def until(page, condition):
+    """As `wait_for_function`, which needs an `eval` that the page's policy forbids."""
+    end = time.monotonic() + 30
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
+        time.sleep(0.05)
+
+
+def fill(page, prompt, seconds="0.375", **more):
+    page.fill("#prompt", prompt)
+    page.select_option("#pipeline", "one-stage")
+    page.fill("#width", "64")
+    page.fill("#height", "64")
+    page.fill("#seconds", seconds)
+    for selector, text in more.items():
+        page.fill(f"#{selector}", text)
+
+
+def test_a_video_from_the_prompt_to_its_sound(start, page):
+    """With the tiny checkpoint: bars move, the clip plays, its settings make another one."""
+    server = start("--warm", "64x64x9:one-stage", replicas="real")
+    page.goto(server.url)
+    fill(page, "a red fox <img src=x onerror=alert(1)>", seed="7")
+    page.click("summary")
+    page.fill("[data-field=steps]", "3")
+    until(page, "document.querySelector('#frames').textContent.includes('9 frames, ready')")
+    page.click("#send")
+    page.wait_for_selector("#jobs progress")
+    page.wait_for_selector("text=Watch", timeout=90_000)
+    until(page, "document.querySelector('#result video').currentTime > 0")
+    seen = page.evaluate("""() => { const v = document.querySelector('#result video');
+        return [v.videoWidth, v.duration, v.webkitAudioDecodedByteCount > 0, v.error]; }""")
+    assert seen[0] == 64 and seen[1] == pytest.approx(0.375, abs=0.05) and seen[2:] == [True, None]
+    assert "onerror" in page.inner_text("#jobs .text") and page.locator("#jobs img").count() == 1
+    picture(page, "page")
+    page.fill("#seed", "")
+    page.click("text=Use these settings")
+    assert page.input_value("#seed") == "7" and page.input_value("[data-field=steps]") == "3"
+    assert page.input_value("#seconds") == "0.375"
+    page.click("text=Again, other seed")
+    until(page, "document.querySelectorAll('#jobs li').length === 2")
+    page.locator("#jobs li >> text=Delete").last.click()
+    until(page, "document.querySelectorAll('#jobs li').length === 1")
+
+
+def test_wrong_settings_are_said_before_anything_is_sent(server, page):
+    page.goto(server.url)
+    before = len(server.lines("queued"))
+    fill(page, "1:0", width="65")
+    assert "multiple of 32" in page.inner_text("#problem") and page.get_attribute("#width", "aria-invalid") == "true"
+    page.click("#send")
+    fill(page, "1:0", seconds="90")
+    assert "At most 20 seconds" in page.inner_text("#problem")
+    fill(page, "")
+    page.click("#send")
+    assert "Say what" in page.inner_text("#problem") and len(server.lines("queued")) == before
+    page.click("summary")
+    page.fill("[data-field=steps]", "0")
+    fill(page, "1:0")
+    page.click("#send")
+    until(page, "document.querySelector('#problem').textContent.includes('at least 1')")  # the server's
+
+
+def test_jobs_are_cancelled_by_keyboard_and_survive_a_reload(server, page, browser):
+    page.goto(server.url)
+    fill(page, "900:0.02: from the keyboard")
+    page.focus("#send")
+    page.keyboard.press("Enter")
+    row = page.locator("#jobs li", has_text="from the keyboard")
+    row.locator("progress").first.wait_for()
+    page.reload()
+    row.locator("progress").first.wait_for()
+    second = browser.new_page()
+    second.goto(server.url)
+    cancel = second.locator("#jobs li", has_text="from the keyboard").locator("button", has_text="Cancel")
+    cancel.focus()
+    second.keyboard.press("Enter")
+    row.locator("text=cancelled").wait_for()
+    second.close()
+
+
+def test_a_server_that_comes_back_is_found_again(start, page):
+    server = start()
+    page.goto(server.url)
+    fill(page, "100:0.02")
+    page.click("#send")
+    page.wait_for_selector("#jobs progress")
+    port = server.url.rpartition(":")[2]
+    server.kill()
+    page.wait_for_selector("#banner:not([hidden])")
+    picture(page, "no-connection")
+    start("--port", port)
+    page.wait_for_selector("#banner", state="hidden")
+    page.wait_for_selector("text=Watch", timeout=60_000)
+
+
+def test_a_narrow_page_with_many_jobs_and_a_label_for_everything(server, page):
+    for n in range(120):
+        server.add("1:0", seed=n)
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.goto(server.url)
+    begun = time.monotonic()
+    until(page, "document.querySelectorAll('#jobs li').length >= 100")
+    assert time.monotonic() - begun < 20
+    page.click("#older")
+    until(page, "document.querySelectorAll('#jobs li').length >= 120")
+    ids = page.eval_on_selector_all("#jobs li", "rows => rows.map(row => row.id)")
+    assert ids == sorted(ids, reverse=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    unnamed = page.evaluate("""() => [...document.querySelectorAll('button, input, select, textarea, a, progress')]
+        .filter(e => e.checkVisibility() && !(e.labels?.length || e.textContent.trim() || e.ariaLabel))
+        .map(e => e.outerHTML)""")
+    assert not unnamed
+    assert page.evaluate("document.documentElement.lang") == "en" and page.locator("[aria-live=polite]").count() == 1
+    if PICTURES:
+        page.screenshot(path=str(Path(PICTURES) / "narrow.png"))
+
+
+def test_a_token_is_asked_for_once(start, page, tmp_path):
+    (tmp_path / "tokens").write_text("ann ann-token-0123456789\n")
+    server = start("--token-file", tmp_path / "tokens")
+    page.goto(server.url)
+    page.fill("#login input", "wrong")
+    page.click("#login button")
+    page.wait_for_selector("#login .error:not(:empty)")
+    page.fill("#login input", "ann-token-0123456789")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#order")
+    fill(page, "1:0")
+    page.click("#send")
+    page.wait_for_selector("text=Watch")
+    page.reload()
+    page.wait_for_selector("text=Watch")
+    cookies = json.dumps(page.context.cookies())
+    assert '"httpOnly": true' in cookies and re.search(r'"sameSite": "Strict"', cookies)

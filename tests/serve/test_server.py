@@ -1,0 +1,259 @@
+"""Whole servers that are killed, stopped and started again: no accepted job is lost, none is made twice."""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from serving import SMALL
+
+SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
+
+
+def children(pid):
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    return False
+
+
+def storm(start, num_jobs, num_kills, seed):
+    """Jobs are sent while server, replica or both are killed at random; then everything is left to end."""
+    chance, accepted, sent = random.Random(seed), {}, 0
+    server = start("--replicas", "2", "--max-queue", "5000", "--max-user-queue", "5000")
+    gaps_s = [chance.uniform(0.05, 0.5) for _ in range(num_kills)]
+    for number, gap_s in enumerate(gaps_s, 1):
+        end = time.monotonic() + gap_s
+        while time.monotonic() < end or sent < num_jobs * number / num_kills:
+            if sent < num_jobs * number / num_kills:
+                accepted[server.add(f"2:{chance.choice((0.005, 0.02))}", seed=sent)] = sent
+                sent += 1
+            else:
+                time.sleep(0.01)
+        victim = chance.choice(("server", "replica", "both"))
+        replicas = children(server.process.pid)
+        for pid in replicas if victim != "server" else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if victim != "replica":
+            server.kill()
+            deadline = time.monotonic() + 10
+            while any(map(alive, replicas)):
+                assert time.monotonic() < deadline, "replicas outlived their server"
+                time.sleep(0.01)
+            server = start("--replicas", "2", "--max-queue", "5000", "--max-user-queue", "5000")
+    for id in accepted:
+        server.until(id, timeout_s=240)
+    listed, after = [], None
+    while after is not None or not listed:
+        answer = server.http.get("/v1/videos", params={"limit": 100, **({"after": after} if after else {})}).json()
+        listed += answer["data"]
+        after = answer["last_id"] if answer["has_more"] else None
+    assert {video["id"] for video in listed} == set(accepted), f"LTX2RT_TEST_SEED={seed}"
+    for video in listed:
+        assert video["status"] == "completed", video
+        text = server.http.get(f"/v1/videos/{video['id']}/content").text
+        assert text == f"{video['id']} {accepted[video['id']]}"
+    assert server.kill(signal.SIGTERM) == 143
+    files = sorted(path.name.split(".")[0] for path in (server.data / "out").glob("*.mp4"))
+    assert files == sorted(accepted) and not list((server.data / "out").glob(".*"))
+    return server
+
+
+def test_kills_at_random_lose_nothing_and_double_nothing(start):
+    storm(start, 30, 4, SEED)
+
+
+@pytest.mark.slow
+def test_fifty_kills_over_five_hundred_jobs(start):
+    storm(start, 500, 50, SEED + 1)
+
+
+def test_a_server_that_is_told_to_stop_drains(start):
+    server = start("--drain", "20")
+    running, waits = server.add("150:0.02"), server.add("1:0")
+    server.until_step(running)
+    server.process.send_signal(signal.SIGTERM)
+    while server.http.get("/readyz").status_code != 503:
+        time.sleep(0.01)
+    refused = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
+    assert (
+        refused.status_code == 503 and refused.json()["error"]["code"] == "draining" and refused.headers["retry-after"]
+    )
+    port = int(server.url.rpartition(":")[2])
+    server.http.close()
+    assert server.process.wait(30) == 143
+    socket.create_server(("127.0.0.1", port)).close()
+    after = start()
+    assert after.get(running)["status"] == "completed" and after.get(running)["x"]["attempts"] == 1
+    assert after.until(waits)["status"] == "completed"
+
+
+def test_a_second_signal_stops_at_once_and_the_job_runs_later(start):
+    server = start()
+    running = server.add("400:0.01")
+    server.until_step(running)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    begun = time.monotonic()
+    assert server.kill(signal.SIGTERM) == 143 and time.monotonic() - begun < 10
+    after = start()
+    video = after.until(running)
+    assert (video["status"], video["x"]["attempts"]) == ("completed", 2)
+
+
+def test_a_replica_that_never_starts_leaves_the_server_up_but_not_ready(start):
+    server = start(env={"FAKE_START_S": "100"})
+    assert server.http.get("/healthz").status_code == 200
+    answer = server.http.get("/readyz")
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "starting"
+    id = server.add()
+    assert server.get(id)["x"]["queue_position"] == 0
+    assert server.kill(signal.SIGTERM) == 143
+
+
+def test_a_replica_that_refuses_its_model_ends_the_server(start):
+    server = start(env={"FAKE_REFUSES": "1"})
+    assert server.process.wait(30) == 2 and "the worker refused" in server.log.read_text()
+
+
+def test_a_job_too_large_for_the_replica_is_refused_before_it_waits(start):
+    server = start(env={"FAKE_MEMORY": str(60 * 10**6)})
+    server.until(server.add("1:0", size="32x32"))
+    answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, "size": "2048x2048"})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_large_for_memory"
+    assert "no room on fake" in answer.json()["error"]["message"]
+
+
+def test_two_servers_do_not_share_a_folder(start, tiny_model):
+    server = start()
+    words = [
+        "serve",
+        "--model",
+        tiny_model,
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--data",
+        server.data,
+        "--port",
+        "0",
+    ]
+    ran = subprocess.run([sys.executable, "-m", "ltx2rt", *map(str, words)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2 and "in use by another server" in ran.stderr
+    server.kill()
+    (server.data / "jobs.db-wal").unlink()
+    (server.data / "jobs.db").write_text("no queue at all " * 99)
+    ran = subprocess.run([sys.executable, "-m", "ltx2rt", *map(str, words)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2 and "--data" in ran.stderr and ran.stderr.count("\n") == 1
+
+
+def test_clips_go_when_their_time_is_over(start):
+    server = start("--keep", "1s")
+    id = server.add("1:0")
+    server.until(id)
+    server.kill(signal.SIGTERM)
+    time.sleep(1.1)
+    server = start("--keep", "1s")
+    end = time.monotonic() + 10
+    while (answer := server.http.get(f"/v1/videos/{id}/content")).status_code != 410:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert answer.json()["error"]["code"] == "expired" and not list((server.data / "out").iterdir())
+
+
+def test_slow_readers_and_slow_writers_hold_nothing_up(start):
+    """Readers of events that never read, and a request whose headers never end."""
+    server = start()
+    port = int(server.url.rpartition(":")[2])
+    stuck = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    for one in stuck[:29]:
+        one.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    stuck[29].sendall(
+        b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+    )
+    for one in stuck[30:]:
+        one.sendall(b"GET /healthz HTTP/1.1\r\nhost: local")
+    ids = [server.add("20:0.01") for _ in range(4)]
+    for id in ids:
+        assert server.until(id)["status"] == "completed"
+    begun = time.monotonic()
+    stuck[-1].settimeout(30)
+    assert stuck[-1].recv(100) == b"" and time.monotonic() - begun < 15  # HEAD_S
+    stuck[29].settimeout(30)
+    assert b" 408 " in stuck[29].recv(4000)
+    for one in stuck:
+        one.close()
+    assert server.kill(signal.SIGTERM) == 143
+
+
+def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(start, tiny_model, tmp_path):
+    """The tiny checkpoint: killed while it works, started again; the video is what the seed says."""
+    from PIL import Image
+
+    import ltx2rt
+
+    loras, picture = tmp_path / "loras", tmp_path / "picture.png"
+    loras.mkdir()
+    (loras / "style.safetensors").symlink_to(tiny_model / "tiny-2.3-distilled-lora.safetensors")
+    Image.radial_gradient("L").resize((64, 64)).convert("RGB").save(picture)
+    clip = {"pipeline": "one-stage", "width": 64, "height": 64, "num_frames": 9, "fps": 24, "steps": 3, "seed": 5}
+    server = start("--loras", loras, "--warm", "64x64x9:one-stage", replicas="real")
+    form = {name: (None, str(value)) for name, value in clip.items()} | {
+        "prompt": (None, "a red fox"),
+        "loras": (None, json.dumps([{"name": "style", "strength": 0.5}])),
+        "input_reference": ("../x.png", picture.read_bytes()),
+    }
+    first = server.http.post("/v1/videos", files=form).json()["id"]
+    second = server.http.post(f"/v1/videos/{first}/remix", json={"prompt": "a blue fox"}).json()["id"]
+    server.until(first, "in_progress", "completed")
+    for pid in children(server.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    server.kill()
+    server = start("--loras", loras, replicas="real")
+    for id in (first, second):
+        assert server.until(id, timeout_s=120)["status"] == "completed", server.get(id)
+    with ltx2rt.open(tiny_model, backend="cuda", device="cpu", lora=[(loras / "style.safetensors", 0.5)]) as session:
+        made = session.generate("a red fox", **clip, image=[(picture, 0, 1.0)])
+    made.save(tmp_path / "direct.mp4")
+    got = tmp_path / "served.mp4"
+    got.write_bytes(server.http.get(f"/v1/videos/{first}/content").content)
+    from ltx2rt.media.compare import compare
+
+    same = compare(got, tmp_path / "direct.mp4")
+    assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6)
+    for folder in (tmp_path, tiny_model):
+        assert str(folder).encode() not in got.read_bytes()
+    thumbnail = server.http.get(f"/v1/videos/{first}/content", params={"variant": "thumbnail"})
+    assert thumbnail.content.startswith(b"RIFF")
+
+
+def test_a_full_disk_refuses_and_loses_nothing(start):
+    """The queue's file may not grow beyond what it has: writes fail as on a full disk, until there is room again."""
+    server = start()
+    id = server.add("1:0")
+    server.until(id)
+    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    try:
+        answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), answer.text
+        assert server.get(id)["status"] == "completed"
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
+    assert server.until(server.add("1:0"))["status"] == "completed"
+    assert sqlite3.connect(server.data / "jobs.db").execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -1,0 +1,201 @@
+"""Replicas that die, hang, lie or run out of memory, played by a worker without a model (`fake_replica.py`)."""
+
+import asyncio
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.serve.board import Board
+from ltx2rt.serve.folder import Folder
+from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.queue import Queue
+from ltx2rt.serve.supervisor import Store, Supervisor
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
+
+
+class Running:
+    """A supervisor with its queue, in this process."""
+
+    def __init__(self, root, replicas=1, environment=(), step_timeout_s=60.0):
+        self.folder = Folder(root)
+        self.queue, self.lines = Queue(self.folder.queue), []
+        self.store = Store(self.queue)
+        self.board = Board(lambda event, **facts: self.lines.append((event, facts)))
+        self.supervisor = Supervisor(
+            FAKE, self.store, self.folder, self.board, Metrics(), environments=[dict(environment)] * replicas,
+            step_timeout_s=step_timeout_s, back_off_s=0.01,
+        )  # fmt: skip
+
+    async def add(self, prompt, user="a", seed=7):
+        job = {"pipeline": "p", "clip": {"prompt": prompt, "seed": seed}, "images": [], "loras": []}
+        made = await self.store(self.queue.add, user, "d", {"prompt": prompt}, job)
+        self.supervisor.woken()
+        return made.id
+
+    async def over(self, *ids, timeout_s=30):
+        """The jobs, once all are over."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            jobs = [await self.store(self.queue.get, id) for id in ids]
+            if all(job.over for job in jobs):
+                return jobs
+            await asyncio.sleep(0.02)
+        raise AssertionError([(job.id, job.status, self.lines[-5:]) for job in jobs if not job.over])
+
+    async def begun(self, id, step=1, timeout_s=20):
+        end = time.monotonic() + timeout_s
+        while self.board.live.get(id, {"step": -1})["step"] < step:
+            assert time.monotonic() < end, self.lines[-5:]
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def running(tmp_path):
+    @asynccontextmanager
+    async def start(**how):
+        made = Running(tmp_path, **how)
+        task = made.task = asyncio.create_task(made.supervisor.run())
+        try:
+            yield made
+        finally:
+            await made.supervisor.stop(0)
+            await asyncio.gather(task, return_exceptions=True)
+            made.store.close()
+            made.folder.close()
+
+    return start
+
+
+def scene(test):
+    """Run an async test."""
+
+    def run(running):
+        asyncio.run(test(running))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@scene
+async def test_every_job_has_its_file(running):
+    async with running(replicas=2) as run:
+        ids = [await run.add("2:0.01", seed=n) for n in range(6)]
+        for n, job in enumerate(await run.over(*ids)):
+            assert (job.status, job.attempts) == ("completed", 1)
+            assert (run.folder.outputs / job.result["file"]).read_text() == f"{job.id} {n}"
+        assert {replica.number for replica in run.supervisor.replicas if replica.restarts == 0} == {0, 1}
+        assert not run.board.live
+
+
+@scene
+async def test_a_replica_that_dies_is_replaced_and_its_job_runs_again(running):
+    async with running() as run:
+        (job,) = await run.over(await run.add("2:0.01:once-die"))
+        assert (job.status, job.attempts, job.deaths) == ("completed", 2, 1)
+        assert run.supervisor.replicas[0].restarts == 1
+
+
+@scene
+async def test_a_job_that_kills_every_replica_fails_and_the_others_are_made(running):
+    async with running() as run:
+        bad = await run.add("2:0.01:die")
+        rest = [await run.add("1:0.01") for _ in range(5)]
+        poisoned, *others = await run.over(bad, *rest)
+        assert (poisoned.status, poisoned.error["code"], poisoned.attempts) == ("failed", "worker_died", 3)
+        assert "SIGKILL" in poisoned.error["message"]
+        assert {job.status for job in others} == {"completed"}
+
+
+@scene
+async def test_a_job_that_does_not_move_loses_its_replica(running):
+    async with running(step_timeout_s=0.2) as run:
+        (job,) = await run.over(await run.add("6:0.01:once-hang"))
+        assert (job.status, job.attempts) == ("completed", 2)
+        (job,) = await run.over(await run.add("6:0.01:hang"))
+        assert (job.status, job.error["code"]) == ("failed", "step_timeout")
+
+
+@scene
+async def test_out_of_memory_fails_the_job_and_keeps_the_replica(running):
+    async with running() as run:
+        first, second = await run.over(await run.add("2:0.01:oom"), await run.add("2:0.01"))
+        assert (first.error["code"], second.status) == ("out_of_memory", "completed")
+        assert run.supervisor.replicas[0].restarts == 0
+
+
+@scene
+async def test_a_failure_of_unknown_kind_costs_the_replica(running):
+    async with running() as run:
+        first, second = await run.over(await run.add("2:0.01:internal"), await run.add("2:0.01"))
+        assert (first.error["code"], first.attempts, second.status) == ("internal", 1, "completed")
+        assert run.supervisor.replicas[0].restarts == 1
+
+
+@scene
+async def test_what_a_replica_says_of_another_epoch_is_not_believed(running):
+    async with running() as run:
+        (job,) = await run.over(await run.add("2:0.01:lie"))
+        assert job.status == "completed" and job.result["file"] == f"{job.id}.1.mp4"
+        assert any(event == "replica_error" for event, _ in run.lines)
+
+
+@scene
+async def test_a_running_job_is_cancelled_at_its_next_step(running):
+    async with running() as run:
+        id, after = await run.add("400:0.02"), await run.add("1:0.01")
+        await run.begun(id)
+        start = time.monotonic()
+        await run.store(run.queue.cancel, id)
+        run.supervisor.cancel(id)
+        (job,) = await run.over(id)
+        assert (job.status, job.error["code"]) == ("cancelled", "cancelled") and time.monotonic() - start < 5
+        (job,) = await run.over(after)
+        assert job.status == "completed" and not list(run.folder.outputs.glob(f"{id}*"))
+
+
+@scene
+async def test_a_cancel_that_comes_too_late_loses(running):
+    async with running() as run:
+        id = await run.add("10:0.02:late")
+        await run.begun(id)
+        await run.store(run.queue.cancel, id)
+        run.supervisor.cancel(id)
+        (job,) = await run.over(id)
+        assert job.status == "completed"
+
+
+@scene
+async def test_a_server_that_stops_lets_jobs_end_or_queues_them_again(running):
+    async with running(replicas=2) as run:
+        short, long, waits = await run.add("20:0.02"), await run.add("4000:0.02"), await run.add("1:0")
+        await run.begun(short), await run.begun(long)
+        await run.supervisor.stop(2.0)
+        short, long, waits = [await run.store(run.queue.get, id) for id in (short, long, waits)]
+        assert short.status == "completed"
+        assert (long.status, long.deaths, waits.status, waits.attempts) == ("queued", 0, "queued", 0)
+        assert all(replica.process.returncode is not None for replica in run.supervisor.replicas)
+
+
+@scene
+async def test_a_worker_that_refuses_its_flags_ends_the_server(running):
+    async with running(environment={"FAKE_REFUSES": "1"}) as run:
+        with pytest.raises(InputError, match="the worker refused"):
+            await asyncio.wait_for(run.task, 20)
+
+
+@scene
+async def test_readers_get_the_latest_state_however_slow_they_are(running):
+    async with running() as run:
+        with (
+            run.board.watch(lambda id, user: user == "a") as mine,
+            run.board.watch(lambda id, user: user == "b") as other,
+        ):
+            id = await run.add("30:0.005")
+            await run.over(id)
+            assert await mine.take(1.0) == {id: "completed"}
+            assert await other.take(0.01) == {} == await mine.take(0.01)
