@@ -1,4 +1,6 @@
-"""`make demo`: a random tiny LTX-2.3 makes the same clip with sound on both backends, from a prompt and an image.
+"""`make demo`: a random tiny model makes the same clip with sound on both backends, from a prompt and an image.
+
+`make demo MODEL=tiny-2.5` takes that one; a model that can choose how long the clip is does so.
 
 Decides the settings of that clip; everything is done by the commands that it echoes, which work the same on a real
 checkpoint.
@@ -14,7 +16,9 @@ import sys
 from pathlib import Path
 
 PROMPT = "a red fox walks through a snowy forest at dawn"
-CLIP = shlex.split("--width 256 --height 128 --num-frames 25 --steps 4 --seed 7")
+CLIP = shlex.split("--width 256 --height 128 --steps 4 --seed 7")
+LENGTH = {"tiny-2.5": "--auto-duration 0.5 1.5"}  # of the models that choose it; of others:
+FRAMES = "--num-frames 25"
 BACKENDS = {"cuda": "PyTorch", "tpu": "JAX"}
 
 
@@ -38,15 +42,15 @@ def draw_picture(path: Path) -> None:
     picture.save(path)
 
 
-def main(folder: Path = Path("demo")) -> None:
+def main(name: str = "tiny-2.3", folder: Path = Path("demo")) -> None:
     folder.mkdir(exist_ok=True)
-    model, image = folder / "tiny-2.3", folder / "image.png"
+    model, image = folder / name, folder / "image.png"
     shutil.rmtree(model, ignore_errors=True)
     draw_picture(image)
-    ltx2rt("weights", "make", "--preset", "tiny-2.3", "--layout", "official", model)
+    ltx2rt("weights", "make", "--preset", name, "--layout", "official", model)
     clips = {backend: folder / f"{backend}.mp4" for backend in BACKENDS}
     for backend, clip in clips.items():
-        inputs = ("--prompt", PROMPT, "--image", f"{image}:0", *CLIP)
+        inputs = ("--prompt", PROMPT, "--image", f"{image}:0", *CLIP, *LENGTH.get(name, FRAMES).split())
         ltx2rt("generate", "--backend", backend, "--model", model, *inputs, "--output", clip)
     ltx2rt("compare", *clips.values())
     print("\nThe weights are random, so the clips are noise; what counts is that the two agree.")
@@ -56,4 +60,4 @@ def main(folder: Path = Path("demo")) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])

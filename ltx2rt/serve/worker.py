@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ltx2rt.commands.generate import make_plan, produce, sample_rate, save, warm_up
+from ltx2rt.commands.generate import make_plan, produce, sample_rate, save, timed, warm_up
 from ltx2rt.errors import Cancelled, InputError
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import make_request
@@ -118,6 +118,7 @@ def run(
     images = [(Path(path), frame, strength) for path, frame, strength in job["images"]]
     plan = make_plan(session, make_request(job["pipeline"], **job["clip"], images=images))
     session.require_memory(plan.stages)
+    plan = timed(session, plan)
     state, _, report = produce(session, plan, on_progress=progress, cancelled=cancelled)
     first: list[np.ndarray] = []
 
