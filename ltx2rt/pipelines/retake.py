@@ -136,11 +136,11 @@ class Retake(Guided):
         path, vae = self.source_path, model.video_vae
         info = video_info(path, FLAG)
         require_constant_rate(path, FLAG, info)
-        width, height = (side // vae.space_factor * vae.space_factor for side in (info.width, info.height))
+        width, height = (max(n // vae.space_factor, 1) * vae.space_factor for n in (info.width, info.height))
         if (width, height) != (info.width, info.height):
             raise InputError(
                 f"{FLAG}: {path} is {info.width}x{info.height}, expected sides divisible by {vae.space_factor}; "
-                f"crop it to {width}x{height}"
+                f"scale or crop it to {width}x{height}"
             )
         if over := (info.num_frames - 1) % vae.time_factor:
             raise InputError(
