@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
-from ltx2rt.commands.options import planned_flags, planned_options
+from ltx2rt.commands.options import SIZED, SOURCES, planned_flags, planned_options
 from ltx2rt.commands.plan import datasheet_session
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flag, given_flags
+from ltx2rt.flags import add_flags, flag, flagged, given_flags
 from ltx2rt.graph import Graph
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
@@ -94,7 +94,9 @@ def plan_job(options: ModelOptions, request: Request, target: Target, preset: st
     kind, devices = topology(target.topology)
     with datasheet_session(options, preset, kind, devices) as session:
         image = ImageSpec(Path("image"), 0)  # the encoder is compiled, too
-        request = replace(request, images=(image,)).resolved(session.config)
+        if "images" in flagged(type(request)):
+            request = replace(request, images=(image,))
+        request = request.resolved(session.config)
         loras = Loras(distilled=LoraSpec(Path("distilled")))
         cells = tuple(_cells(session, request, loras, target))
         return Job(target.topology, kind, session.backend.mesh, cells)
@@ -218,7 +220,7 @@ def flags(to: Any) -> None:
         "libtpu, which is best installed into an environment of its own. XLA_FLAGS are honoured, dumps included."
     )
     add_flags(to, Target)
-    planned_flags(to, "text_encoder", "upsampler", "vae_tiling")
+    planned_flags(to, "text_encoder", "upsampler", "vae_tiling", clip=(*SIZED, *SOURCES))
     to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
 
 

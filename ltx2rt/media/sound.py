@@ -25,14 +25,17 @@ MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
 ZERO_CROSSINGS, ROLLOFF = 6, 0.99  # of the low-pass; torchaudio's defaults, which the reference takes
 
 
-def read_sound(path: Path, start_s: float = 0.0, max_duration_s: float | None = None) -> tuple[np.ndarray, int]:
+def read_sound(
+    path: Path, start_s: float = 0.0, max_duration_s: float | None = None, on_time: bool = False
+) -> tuple[np.ndarray, int]:
     """The samples of a file's first audio stream from `start_s` on, f32[1 or 2, N], and their rate in Hz.
 
     Whole numbers are divided by 2^(bits - 1). Those of 8 bits are unsigned, and 128 is taken off first, which the
     reference leaves out: their silence is 0 here and 1 there. The cuts are round(seconds * rate) samples. The first
     sample counts as the time at which the file says that it is played; a stream that begins after `start_s` is given
-    from its first sample. Everything before is decoded, not sought: a seek is not exact in every format. Raises
-    InputError if there is no sound, it cannot be decoded, or is not of one or two channels.
+    from its first sample, with on_time after as much silence. Everything before is decoded, not sought: a seek is not
+    exact in every format. Raises InputError if there is no sound, it cannot be decoded, or is not of one or two
+    channels.
     """
     from av.error import FFmpegError
 
@@ -46,8 +49,12 @@ def read_sound(path: Path, start_s: float = 0.0, max_duration_s: float | None = 
                 if found is None:
                     found = this
                     _check_stream(path, *this)
-                    skip = max(round((start_s - (frame.time or 0)) * this[2]), 0)
+                    early = round((start_s - (frame.time or 0)) * this[2])
+                    skip = max(early, 0)
                     end = skip + round(max_duration_s * this[2]) if max_duration_s is not None else end
+                    if on_time and early < 0:
+                        position = min(-early, end)
+                        pieces.append(np.zeros((this[1], position), np.float32))
                 if this != found:
                     raise InputError(f"{path}: its sound changes from {found} to {this}; save it again as WAV")
                 samples = frame.to_ndarray() if frame.format.is_planar else frame.to_ndarray().reshape(-1, this[1]).T

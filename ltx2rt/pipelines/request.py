@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -216,6 +216,10 @@ class Request:
         raise InputError(
             "--num-frames: none, and the checkpoint has no duration head; give one of both (--duration-head)"
         )
+
+    def remarks(self, model: ModelConfig) -> Iterator[str]:
+        """What its user should know before it runs. Of a resolved request."""
+        return iter(())
 
     # --- what stages are made from ------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from ltx2rt.weights.files import TensorFile
 # What `--latents-out` writes, all of which a later run may be given by `--noise-in`.
 RECORDED = re.compile(
     r"\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
-    r"|video_latent|audio_latent|audio_input|upsampled|waveform"
+    r"|source\.(?:video|audio)|video_latent|audio_latent|audio_input|upsampled|waveform"
 )
 
 
@@ -176,7 +176,9 @@ class Denoise(Stage):
                         trail.setdefault(f"{m}.x0", []).append(session.backend.to_host(last[f"{m}_x0"]))
                 done()
                 watch.check()
-            found = {m: states[m].clear(session.backend.to_host(last[f"{m}_latent"])) for m in self.made}
+            found = {m: session.backend.to_host(last[f"{m}_latent"]) for m in self.made}
+        found |= {m: np.repeat(states[m].clean, self.num_videos, axis=0) for m in self.frozen}
+        found = {m: states[m].clear(x) for m, x in found.items()}
         finite(self.name, **{f"{m}_latents": x for m, x in found.items()})
         for name, values in self._recorded(trail):  # [steps,T,C] of one video, [videos,steps,T,C] of several
             steps = np.stack(values, axis=1)

@@ -25,8 +25,9 @@ from ltx2rt.stages.stage import Stage, State, finite
 class SourceSound(Stage):
     """path: any file with sound, of which `max_duration_s` (None: as long as the clip) from `start_s` on are used.
 
-    fit: of sound that ends before the clip's latents, "error" refuses it, "pad" appends silence to the clip's end.
-    sound: whether it is what the clip sounds like, too.
+    fit: of sound that ends before the clip's latents, "error" refuses it, "pad" appends silence to the clip's end, and
+    "zeros" appends zeros to its latents; then sound that begins after `start_s` has silence before it, too.
+    sound: whether it is what the clip sounds like, too. record: what `--latents-out` calls the latents.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class SourceSound(Stage):
     fit: str = "error"
     num_videos: int = 1
     sound: bool = True
+    record: str = "audio_input"
     name = "source sound"
 
     @property
@@ -46,13 +48,15 @@ class SourceSound(Stage):
     @cached_property
     def read(self) -> tuple[np.ndarray, int]:
         """What the file holds of it: f32[1 or 2, N] and the rate in Hz. Raises InputError."""
-        return read_sound(self.path, self.start_s, self.clip_s if self.max_duration_s is None else self.max_duration_s)
+        duration_s = self.clip_s if self.max_duration_s is None else self.max_duration_s
+        return read_sound(self.path, self.start_s, duration_s, on_time=self.fit == "zeros")
 
     @property
     def needed(self) -> int:
         """Samples at the rate of the mel front end for all latents: the last one's first mel frame, and its mirror."""
         g = self.geometry
-        return max((g.audio_latents - 1) * g.audio_time_factor * g.mel_hop, WINDOW // 2 + 1)
+        encoded = 1 if self.fit == "zeros" else g.audio_latents
+        return max((encoded - 1) * g.audio_time_factor * g.mel_hop, WINDOW // 2 + 1)
 
     @property
     def padding(self) -> int:
@@ -91,10 +95,13 @@ class SourceSound(Stage):
             waveform, rate = self.read
             waveform = np.pad(np.broadcast_to(waveform, (2, waveform.shape[1])), ((0, 0), (0, self.padding)))[None]
             mel = spectrogram(waveform, rate, session.config.audio_vae)[:, :, : call.sizes[2]]  # no latent hears later
+            heard = -(-mel.shape[2] // self.geometry.audio_time_factor)
+            mel = np.pad(mel, ((0, 0), (0, 0), (0, call.sizes[2] - mel.shape[2]), (0, 0)))
             latent = session.backend.to_host(session.run(call, {"mel": mel})["latent"])
+            latent = np.where(np.arange(latent.shape[2])[:, None] < heard, latent, np.float32(0))
         finite(self.name, latents=latent)
         state.source["audio"] = latent
-        state.put("audio_input", latent)
+        state.put(self.record, latent)
         if self.sound:
             state.waveforms, state.sample_rate = np.repeat(waveform, self.num_videos, axis=0), rate
             state.put("waveform", state.waveforms if self.num_videos > 1 else waveform[0])

@@ -1,16 +1,18 @@
 """Every pipeline gives the same latents on both backends, at every step. One session of each serves them all."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from ltx2rt.commands.generate import make_plan, produce
+from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import parse_image
 from ltx2rt.session.open import open_session
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
@@ -23,7 +25,10 @@ SMALL = {"width": 128, "height": 64, "num_frames": 17, "steps": 2, "seed": 3}
 
 @pytest.fixture(scope="module")
 def sessions(tiny):
-    opened = {b: open_session(ModelOptions(b, tiny("tiny-2.3", "official"), device="cpu")) for b in ("cuda", "tpu")}
+    folder = tiny("tiny-2.3", "official")
+    lora = LoraSpec(folder / "tiny-2.3-distilled-lora.safetensors")
+    options = {b: ModelOptions(b, folder, device="cpu", distilled_lora=lora) for b in ("cuda", "tpu")}
+    opened = {b: open_session(given) for b, given in options.items()}
     yield opened
     for session in opened.values():
         session.close()
@@ -68,6 +73,20 @@ def test_audio_to_video(sessions, tmp_path):
     write_wav(tmp_path / "noise.wav", sound, 44100)
     found = assert_agree(sessions, "a2v", audio_path=tmp_path / "noise.wav", **SMALL)
     assert found["audio_input"].shape == (1, 8, 18, 16) and found["waveform"].shape == (2, 31238)
+
+
+def test_retake(sessions, tmp_path):
+    """Of a clip whose sound ends early."""
+    f, y, x = np.mgrid[:17, :64, :64].astype(np.float32)
+    frames = np.stack([np.sin(x / 7 + f), np.cos(y / 5 + f), np.sin(x * y / 200)])
+    sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 20000)).astype(np.float32)
+    clip = {"num_frames": 17, "fps": Fraction(24), "waveform": sound, "sample_rate": 44100}
+    write_mp4(tmp_path / "clip.mp4", [frames], **clip)
+    region = {"video_path": tmp_path / "clip.mp4", "start_time": 0.4, "end_time": 0.5, "seed": 3}
+    found = assert_agree(sessions, "retake", **region)
+    assert found["source.video"].shape == (1, 128, 3, 2, 2) and found["source.audio"].shape == (1, 8, 18, 16)
+    kept = found["source.video"].reshape(128, 12).T[:8]  # two of three latent frames
+    np.testing.assert_array_equal(found["stage1.video.steps"][-1][:8], kept)
 
 
 def test_text_to_audio_computes_no_video(sessions):

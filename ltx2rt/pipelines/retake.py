@@ -1,0 +1,222 @@
+"""retake: a part of a given clip is made anew, at the clip's own size; video, sound or both.
+
+What lies outside the time range is kept as latents, so that it comes out of the VAEs but not as it went in, unless the
+source's own frames and sound are put in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
+from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
+from ltx2rt.pipelines.request import NEUTRAL, Guided, Loras, parse_fps
+from ltx2rt.session.options import ModelOptions, existing_file
+from ltx2rt.stages.conditioning import ImageSpec
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
+from ltx2rt.stages.source_sound import SourceSound
+from ltx2rt.stages.source_video import SourceVideo
+from ltx2rt.stages.splice import Splice
+from ltx2rt.stages.stage import MODALITIES, Stage
+from ltx2rt.stages.tiling import plan_encoder_tiles
+
+FLAG = "--video-path"
+GUIDANCE = tuple(Guided.__annotations__)  # the fields that only a guided stage reads
+
+
+def of_the_file(name: str) -> Callable[[Any], Any]:
+    """The parser of a field that the file decides, which refuses what is given."""
+
+    def refuse(_: Any) -> Any:
+        raise InputError(f"{name}: a retake has the size, length and rate of its file; leave it out")
+
+    return refuse
+
+
+@dataclass(frozen=True)
+class Retake(Guided):
+    """info: of the file; a resolved request has it."""
+
+    name: ClassVar[str] = "retake"
+    summary: ClassVar[str] = "a part of a given clip made anew"
+
+    video_path: Path | None = flag(None, "retake: the clip; its size, length and rate are kept", Path, metavar="FILE")
+    start_time: float | None = flag(None, "retake: where the part to make anew begins, in seconds", float, metavar="S")
+    end_time: float | None = flag(None, "retake: where it ends, in seconds", float, metavar="S")
+    keep: str | None = flag(None, "retake: leave the whole video, or all of the sound, as it is", choices=MODALITIES)
+    guided: bool = flag(False, "retake: --steps guided steps of a full model, in place of 8 distilled ones", bool)
+    keep_source: bool = flag(False, "retake: copy the file's frames and sound where nothing is made anew", bool)
+    width: int = flag(768, "", of_the_file("--width"))
+    height: int = flag(512, "", of_the_file("--height"))
+    num_frames: int = flag(None, "", of_the_file("--num-frames"))
+    fps: Fraction = flag(Fraction(24), "", of_the_file("--fps"))
+    auto_duration: tuple[float, ...] | None = flag(None, "", of_the_file("--auto-duration"))
+    images: tuple[ImageSpec, ...] = field(default=(), init=False)
+    num_generated_keyframes: int = field(default=0, init=False)
+    info: VideoInfo | None = field(default=None, repr=False)
+
+    @property
+    def distilled(self) -> str:
+        return "unused" if self.guided else "optional"
+
+    @property
+    def guidance(self) -> np.ndarray:
+        return super().guidance if self.guided else NEUTRAL
+
+    @property
+    def source_path(self) -> Path:
+        assert self.video_path is not None, "the request is not checked"
+        return self.video_path
+
+    @property
+    def source(self) -> VideoInfo:
+        assert self.info is not None, "the request is not resolved"
+        return self.info
+
+    @property
+    def region_s(self) -> tuple[float, float]:
+        assert self.start_time is not None and self.end_time is not None, "the request is not checked"
+        return self.start_time, self.end_time
+
+    @property
+    def files(self) -> list[Path]:
+        return [*super().files, *([self.video_path] if self.video_path else [])]
+
+    def settings(self, path: Any = str) -> dict[str, Any]:
+        return {name: value for name, value in super().settings(path).items() if name != "info"}
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        super().check()
+        if self.video_path is None:
+            raise InputError(f"{FLAG}: the retake pipeline makes a part of a clip anew, none was given")
+        if self.start_time is None or self.end_time is None:
+            missing = "--start-time" if self.start_time is None else "--end-time"
+            raise InputError(f"{missing}: none, expected the seconds between which the clip is made anew")
+        if self.start_time < 0:
+            raise InputError(f"--start-time: {self.start_time:g}, expected 0 or more")
+        if self.start_time >= self.end_time:
+            raise InputError(f"--end-time: {self.end_time:g}, expected more than --start-time {self.start_time:g}")
+        if self.keep == "video" and not self.audio:
+            raise InputError("--no-audio: with --keep video nothing would be made anew; leave one out")
+        if not self.guided:
+            for name in GUIDANCE:
+                if getattr(self, name) != self.__dataclass_fields__[name].default:
+                    raise InputError(f"--{name.replace('_', '-')}: the distilled steps have no guidance; add --guided")
+
+    def check_files(self) -> None:
+        super().check_files()
+        existing_file(FLAG, self.source_path)
+
+    def resolved(self, model: ModelConfig) -> Any:
+        """Reads the file whole, once."""
+        self.check()
+        info = self.info or self._read(model)
+        sizes = {"width": info.width, "height": info.height, "num_frames": info.num_frames, "fps": info.fps}
+        self = replace(self, info=info, **sizes)
+        full = super().resolved(model) if self.guided else super(Guided, self).resolved(model)
+        for m, mask in full.masks(full.geometry(model)).items():
+            if not mask.any():
+                where = f"--start-time: {self.start_time:g} s"
+                raise InputError(f"{where} is after the last {m} token of {self.video_path}; start earlier")
+        return full
+
+    def _read(self, model: ModelConfig) -> VideoInfo:
+        """Raises InputError for a file that is no clip of the model's."""
+        path, vae = self.source_path, model.video_vae
+        info = video_info(path, FLAG)
+        require_constant_rate(path, FLAG, info)
+        width, height = (max(n // vae.space_factor, 1) * vae.space_factor for n in (info.width, info.height))
+        if (width, height) != (info.width, info.height):
+            raise InputError(
+                f"{FLAG}: {path} is {info.width}x{info.height}, expected sides divisible by {vae.space_factor}; "
+                f"scale or crop it to {width}x{height}"
+            )
+        if over := (info.num_frames - 1) % vae.time_factor:
+            raise InputError(
+                f"{FLAG}: {path} has {info.num_frames} frames, expected {vae.time_factor}*k + 1; cut it to "
+                f"{info.num_frames - over}"
+            )
+        length_s, end_s = float(info.num_frames / info.fps), max(self.region_s)
+        if end_s >= length_s + 1 / info.fps:  # the end may be rounded up
+            raise InputError(f"--end-time: {end_s:g} s, but {path} ends at {length_s:.4f} s; end there")
+        if self.keep == "audio" and not info.has_sound:
+            raise InputError(f"--keep: audio, but {path} has no sound; leave it out, and sound is made")
+        return replace(info, fps=parse_fps(info.fps))
+
+    # --- what is made -------------------------------------------------------------------------------------------
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        return (self.keep,) if self.keep else ()
+
+    def masks(self, geometry: Geometry) -> dict[str, np.ndarray]:
+        """f32[T] of each modality that is made in part: 1 where a token's time overlaps the region, 0 elsewhere."""
+        start, end = map(np.float32, self.region_s)
+        bounds = {"video": video_positions(geometry)[0], "audio": audio_positions(geometry)[0]}
+        given = {"video": True, "audio": self.source.has_sound}
+        return {
+            m: ((time[:, 1] > start) & (time[:, 0] < end)).astype(np.float32)
+            for m, time in bounds.items()
+            if given[m] and m not in self.frozen
+        }
+
+    def made(self, geometry: Geometry) -> tuple[range, tuple[float, float]]:
+        """The pixel frames, and the seconds of sound, that the tokens made anew cover; those of the last audio token
+        last until the clip's end. Sound that is made whole is not counted."""
+        g, masks = geometry, self.masks(geometry)
+        frames, sound_s = range(0), (0.0, 0.0)
+        if "video" in masks:
+            latents = np.flatnonzero(masks["video"].reshape(g.frames, -1)[:, 0])
+            stop = pixel_frames(int(latents[-1]) + 1, g.time_factor)
+            frames = range(max(pixel_frames(int(latents[0]), g.time_factor), 0), stop)
+        if "audio" in masks:
+            start, end = audio_positions(g)[0][masks["audio"] > 0].ravel()[[0, -1]].tolist()
+            sound_s = start, end if masks["audio"][-1] == 0 else float(self.num_frames / g.fps)
+        return frames, sound_s
+
+    def remarks(self, model: ModelConfig) -> Iterator[str]:
+        frames, (start, end) = self.made(self.geometry(model))
+        parts = [f"frames {frames.start} to {frames.stop - 1} of {self.num_frames}"] if frames else []
+        parts += [f"sound from {start:.2f} to {end:.2f} s"] if end else []
+        parts += ["all of the sound, as the file has none"] if self.audio and not self.source.has_sound else []
+        yield f"made anew: {', '.join(parts)}"
+        if not self.keep_source:
+            yield "what is kept passes the VAEs, too, and changes a little; --keep-source copies the file's own"
+
+    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+        full = self.geometry(model)
+        shape = (full.frames, full.rows, full.columns)
+        times = self.source.times_s
+        assert times, "a file without timestamps is refused"
+        video = SourceVideo(self.source_path, full, plan_encoder_tiles(options.vae_tiling, shape, model.video_vae))
+        sound = (
+            SourceSound(self.source_path, full, float(times[0]), fit="zeros", sound=False, record="source.audio")
+            if self.source.has_sound
+            else None
+        )
+        sigmas = shifted_sigmas(self.steps) if self.guided and self.steps else DISTILLED_SIGMAS
+        merged = (*loras.of("stage1"), *([loras.distilled] if loras.distilled else []))
+        more = {"guidance": self.guidance, "stg_blocks": self.stg_blocks or (), "sound": True}
+        kept = {"masks": self.masks(full), "frozen": self.frozen}
+        return [
+            video,
+            *([sound] if sound else []),
+            *self.text,
+            *self.denoise("stage1", full, options, sigmas, merged, **more, **kept),
+            *self.decoded(full, model, options),
+            *([Splice(video, sound, *self.made(full))] if self.keep_source else []),
+        ]
+
+
+PIPELINE = Retake

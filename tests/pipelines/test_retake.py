@@ -1,0 +1,333 @@
+"""retake: every step is the formula over diffusers' transformer, and what is kept is kept bit for bit."""
+
+import os
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import av
+import numpy as np
+import pytest
+from diffusers import LTX2VideoTransformer3DModel
+from reference_transformer import reference
+
+import ltx2rt
+from ltx2rt.commands.generate import make_plan, produce
+from ltx2rt.errors import InputError
+from ltx2rt.media.sound import read_sound
+from ltx2rt.media.video import VideoInfo, read_frames
+from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.pipelines.retake import Retake
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS
+from ltx2rt.testing import relative_l2
+from ltx2rt.weights.files import TensorFile
+
+RATE, TICKS = 44100, 240
+# Contract: 1e-3 at every step. Reached: 2e-6, float32 rounding over 8 steps of two other orders of sums.
+CLOSE = 1e-5
+DISTILLED = ("--distilled-lora", "none")
+
+
+def write(path, num_frames=17, size=(64, 64), fps=24, first_s=0.0, sound_s=None, times=None, rotation=0, channels=2):
+    """Moving stripes and a chirp, from `first_s` on; sound_s: seconds of sound, as long as the frames if None, 0: none.
+
+    times: of the frames, in ticks of 1/240 s."""
+    width, height = size
+    f, y, x = np.mgrid[:num_frames, :height, :width]
+    pixels = np.stack([127 + 120 * np.sin(x / 7 + f / 3), 127 + 120 * np.cos(y / 5 + f / 4), (x * y + 9 * f) % 256], -1)
+    ticks = [round(i * TICKS / fps) for i in range(num_frames)] if times is None else times
+    samples = round((num_frames / fps if sound_s is None else sound_s) * RATE)
+    t = np.arange(samples) / RATE
+    waveform = 0.5 * np.stack([np.sin(2 * np.pi * (300 + 200 * t) * t), np.cos(2 * np.pi * 170 * t)]).astype(np.float32)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, TICKS)
+        if rotation:
+            stream.set_display_rotation(rotation)
+        if samples:
+            sound = container.add_stream("aac", rate=RATE, layout="mono" if channels == 1 else "stereo")
+        for tick, image in zip(ticks, pixels.astype(np.uint8), strict=True):
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p")
+            frame.pts, frame.time_base = tick + round(first_s * TICKS), Fraction(1, TICKS)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+        if samples:
+            layout = "mono" if channels == 1 else "stereo"
+            frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(waveform[:channels]), format="fltp", layout=layout)
+            frame.sample_rate, frame.time_base, frame.pts = RATE, Fraction(1, RATE), round(first_s * RATE)
+            container.mux(sound.encode(frame))
+            container.mux(sound.encode())
+    return path
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("clip") / "clip.mp4")
+
+
+@pytest.fixture(scope="module")
+def opened(tiny):
+    with ltx2rt.open(
+        tiny("tiny-2.3", "diffusers"), backend="cuda", device="cpu", distilled_lora="none", dtype="float32"
+    ) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def module(tiny):
+    folder = tiny("tiny-2.3", "diffusers") / "transformer"
+    return LTX2VideoTransformer3DModel.from_pretrained(folder, perturbed_attn=True).eval()
+
+
+def direct_masks(num_frames, size, fps, start, end):
+    """1 where the interval of a token, in float32 seconds, overlaps the region; tokens (frame, row, column)."""
+    one, video, audio = np.float32, [], []
+    for k in range((num_frames - 1) // 8 + 1):
+        begins, ends = (one(max(8 * k + at, 0)) / one(float(fps)) for at in (-7, 1))
+        video += [float(ends > one(start) and begins < one(end))] * (size[0] // 32 * (size[1] // 32))
+    for i in range(round(num_frames / float(fps) * 25)):
+        begins, ends = (one(max(4 * i + at, 0)) * one(160) / one(16000) for at in (-3, 1))
+        audio.append(float(ends > one(start) and begins < one(end)))
+    return {"video": np.array(video), "audio": np.array(audio)}
+
+
+@pytest.mark.parametrize("fps", [Fraction(24), Fraction(30000, 1001), Fraction(50)])
+@pytest.mark.parametrize("region", [(0, 0.01), (0.04, 0.05), (1 / 24, 0.2), (0.3, 0.375), (0.375, 0.376), (0.1, 0.7)])
+def test_masks_are_those_of_the_tokens_times(opened, fps, region):
+    info = VideoInfo(96, 64, 41, fps, 0, True, (Fraction(0),))
+    request = Retake("a fox", start_time=region[0], end_time=region[1], info=info)
+    geometry = Geometry.of(opened.resident.config, 96, 64, 41, fps)
+    expected = direct_masks(41, (96, 64), fps, *region)
+    for m, mask in request.masks(geometry).items():
+        np.testing.assert_array_equal(mask, expected[m], err_msg=m)
+    frames, (start, end) = replace(request, num_frames=41).made(geometry)
+    latents = np.flatnonzero(expected["video"][::6])
+    assert frames == range(max(8 * latents[0] - 7, 0), 8 * latents[-1] + 1)
+    sound = np.flatnonzero(expected["audio"])
+    assert (start, end) == pytest.approx((max(4 * sound[0] - 3, 0) / 100, (4 * sound[-1] + 1) / 100))
+    assert request.masks(geometry).keys() == {"video", "audio"}
+    assert replace(request, keep="audio").masks(geometry).keys() == {"video"}
+    assert replace(request, info=replace(info, has_sound=False)).masks(geometry).keys() == {"video"}
+
+
+def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
+    info = VideoInfo(64, 64, 17, Fraction(24), 0, True, (Fraction(0),))
+    request = Retake("a fox", start_time=0.5, end_time=0.7, info=info, num_frames=17)
+    geometry = Geometry.of(opened.resident.config, 64, 64, 17, Fraction(24))
+    assert request.made(geometry) == (range(9, 17), (pytest.approx(0.49), 17 / 24))
+
+
+@pytest.mark.parametrize("kept", [None, "audio", "video", "no sound"])
+def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, tmp_path):
+    """x0 = x - v m sigma, masked; what is frozen is at sigma 0. Kept tokens end as the source's, bit for bit."""
+    file = write(tmp_path / "silent.mp4", sound_s=0) if kept == "no sound" else clip
+    keep = kept if kept in ("audio", "video") else None
+    session, start, end = opened.resident, 0.36, 0.52
+    plan = make_plan(session, Retake("a fox", video_path=file, start_time=start, end_time=end, keep=keep, seed=3))
+    state, *_ = produce(session, plan, keep=True)
+    geometry = plan.request.geometry(session.config)
+    clean = {"video": pack_video(state.record["source.video"]), "audio": np.zeros((1, 18, 128), np.float32)}
+    masks = direct_masks(17, (64, 64), 24, start, end)
+    if kept == "no sound":
+        masks["audio"][:] = 1
+        assert "source.audio" not in state.record
+    else:
+        clean["audio"] = pack_audio(state.record["source.audio"])
+    still = {"video_positions": video_positions(geometry)[None], "audio_positions": audio_positions(geometry)[None]}
+    still |= {f"{m}_context": state.contexts[m][:1] for m in clean}
+    if keep:
+        masks[keep][:] = 0
+    mask = {m: masks[m][None, :, None] for m in masks}
+    made = [m for m in mask if m != keep]
+    noise = {m: state.record[f"stage1.{m}.noise"] if m in made else 0 for m in mask}
+    assert {name.split(".")[1] for name in state.record if name.startswith("stage1.")} == set(made)
+    x = {m: mask[m] * noise[m] + (1 - mask[m]) * clean[m] for m in mask}
+    for step, (sigma, after) in enumerate(pairwise(DISTILLED_SIGMAS.astype(np.float64))):
+        feeds = {}
+        for m in x:
+            feeds |= {f"{m}_latent": x[m].astype(np.float32), f"{m}_timesteps": (masks[m] * sigma)[None]}
+            feeds[f"{m}_sigma"] = np.array([0 if m == keep else sigma])
+        feeds = {name: value.astype(np.float32) for name, value in feeds.items()}
+        velocity = reference(module, still | feeds, "C")
+        for m in made:
+            x0 = x[m] - velocity[f"{m}_velocity"] * mask[m] * sigma
+            x0 = x0 * mask[m] + clean[m] * (1 - mask[m])
+            x[m] = x[m] + (x[m] - x0) / sigma * (after - sigma)
+            assert relative_l2(state.record[f"stage1.{m}.x0"][step], x0[0]) <= CLOSE, (m, step)
+            assert relative_l2(state.record[f"stage1.{m}.steps"][step], x[m][0]) <= CLOSE, (m, step)
+    final = {"video": pack_video(state.record["video_latent"]), "audio": pack_audio(state.record["audio_latent"])}
+    for m in final:
+        outside = masks[m] == 0
+        np.testing.assert_array_equal(final[m][:, outside], clean[m][:, outside])
+        assert not outside.any() or m == keep or np.abs(final[m] - clean[m])[:, ~outside].min() > 0
+
+
+@pytest.mark.parametrize("first_s", [0.0, 0.25])
+def test_source_frames_and_sound_are_copied_bit_for_bit(opened, tmp_path, first_s):
+    """Outside of whole latents, whatever the first timestamp is, at the rate of the file's own sound."""
+    path = write(tmp_path / "a.mp4", first_s=first_s)
+    region = {"video_path": path, "start_time": 0.02, "end_time": 0.1, "keep_source": True}
+    found = opened.generate("a fox", pipeline="retake", seed=1, **region)
+    source = np.stack(list(read_frames(path, "", 17)))
+    np.testing.assert_array_equal(found.frames[9:], source[9:])
+    assert all((ours != theirs).any() for ours, theirs in zip(found.frames[:9], source, strict=False))
+    waveform, rate = read_sound(path, first_s, 17 / 24)
+    assert (found.sample_rate, found.fps, len(found.frames)) == (rate, 24, 17) and rate == RATE
+    size, changed = round(17 / 24 * RATE), slice(round(0.01 * RATE), round(0.13 * RATE))
+    assert found.waveform.shape == (2, size)
+    same = (found.waveform == np.pad(waveform, ((0, 0), (0, size - waveform.shape[1])))).all(0)
+    assert same[: changed.start].all() and same[changed.stop :].all() and not same[changed].all()
+
+
+@pytest.mark.parametrize("keep", ["video", "audio"])
+def test_a_kept_stream_is_copied_whole_or_comes_out_of_its_vae(opened, clip, keep):
+    flags = {"pipeline": "retake", "video_path": clip, "start_time": 0, "end_time": 0.3, "seed": 1, "keep": keep}
+    copied, decoded = (opened.generate("a fox", **flags, keep_source=on) for on in (True, False))
+    frames, (waveform, _) = np.stack(list(read_frames(clip, "", 17))), read_sound(clip, 0, 17 / 24)
+    assert (copied.frames == frames).all() == (keep == "video")
+    assert (copied.waveform[:, : waveform.shape[1]] == waveform).all() == (keep == "audio")
+    assert (decoded.frames != frames).any() and decoded.sample_rate == 48000
+
+
+def test_sound_shorter_or_later_than_the_frames(opened, tmp_path):
+    """Latents after its end are zeros; before its beginning is silence."""
+    session, request = opened.resident, Retake("a fox", start_time=0, end_time=0.1, seed=1, keep="audio")
+    whole, short = (write(tmp_path / f"{s}.mp4", sound_s=s) for s in (1.0, 0.4))
+    found = []
+    for path in (whole, short):
+        plan = make_plan(session, replace(request, video_path=path))
+        plan = replace(plan, stages=tuple(stage for stage in plan.stages if stage.name == "source sound"))
+        found.append(produce(session, plan, keep=True)[0].record["source.audio"])
+    heard = -(-(round(0.4 * 16000) // 160 + 1) // 4)
+    assert not found[1][:, :, heard + 1 :].any() and np.abs(found[1][:, :, heard - 1]).min() > 0
+    assert relative_l2(found[1][:, :, :8], found[0][:, :, :8]) <= 1e-6  # 0.3 s, before AAC's last window
+    late = tmp_path / "late.mkv"
+    with av.open(str(whole)) as container, av.open(str(late), "w") as out:
+        streams = {s.index: out.add_stream_from_template(s) for s in container.streams}
+        for packet in container.demux():
+            if packet.dts is not None:
+                packet.pts += (packet.stream.type == "audio") * round(0.2 / packet.time_base)
+                packet.dts += (packet.stream.type == "audio") * round(0.2 / packet.time_base)
+                packet.stream = streams[packet.stream.index]
+                out.mux(packet)
+    waveform, rate = read_sound(late, 0.0, 0.5, on_time=True)
+    moved, _ = read_sound(late, 0.0, 0.5)
+    with av.open(str(late)) as container:
+        silence = round(next(container.decode(audio=0)).time * rate)
+    assert silence > 0.15 * rate and waveform.shape[1] == round(0.5 * rate) and not waveform[:, :silence].any()
+    np.testing.assert_array_equal(waveform[:, silence:], moved[:, : waveform.shape[1] - silence])
+
+
+def test_a_turned_clip_is_made_upright(opened, tmp_path):
+    path = write(tmp_path / "a.mp4", 9, size=(96, 64), rotation=90)
+    region = {"video_path": path, "start_time": 0.2, "end_time": 0.3, "keep_source": True}
+    found = opened.generate("a fox", pipeline="retake", seed=1, **region)
+    assert found.frames.shape == (9, 96, 64, 3) and found.settings["width"] == 64
+    np.testing.assert_array_equal(found.frames[0], next(read_frames(path, "", 9)))
+
+
+@pytest.fixture
+def run(command, tiny, tmp_path):
+    """run(*flags) -> (status, stderr, folder of its outputs) of a retake of 0.1 to 0.3 s."""
+    model = tiny("tiny-2.3", "official")
+    number = iter(range(100))
+
+    def call(*flags):
+        folder = tmp_path / f"out{next(number)}"
+        folder.mkdir()
+        words = ["generate", "--backend", "cuda", "--device", "cpu", "--model", model, "--pipeline", "retake"]
+        words += ["--prompt", "a fox", "--seed", 4, "--output", folder / "clip.mp4", *DISTILLED]
+        status, out, err = command(*words, *flags)
+        assert bool(out) == (status == 0)
+        return status, err, folder
+
+    return call
+
+
+def test_the_command_says_what_is_made(run, clip, tmp_path):
+    """Several videos, and noise of an earlier run."""
+    latents = tmp_path / "latents.safetensors"
+    region = ("--video-path", clip, "--start-time", 0.1, "--end-time", 0.3)
+    status, err, folder = run(*region, "--num-videos", 2, "--latents-out", latents, "--keep-source")
+    assert status == 0, err
+    assert "made anew: frames 1 to 8 of 17, sound from 0.09 to 0.33 s" in err and "--keep-source" not in err
+    with av.open(str(folder / "clip-5.mp4")) as file:
+        assert file.streams.video[0].average_rate == 24 and file.streams.audio[0].rate == RATE
+    waveform = TensorFile(latents).read("waveform")
+    assert waveform.shape == (2, 2, round(17 / 24 * RATE)) and (waveform[0] != waveform[1]).any()
+    status, err, _ = run(*region, "--num-videos", 2, "--noise-in", latents, "--no-audio")
+    assert status == 0 and "what is kept passes the VAEs, too" in err, err
+
+
+def test_what_cannot_be_used_is_refused_before_weights(run, clip, tmp_path, monkeypatch):
+    monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    os.mkfifo(folder / "fifo.mp4")
+    (folder / "text.mp4").write_text("no video")
+    made = {
+        "twenty": write(folder / "twenty.mp4", 20),
+        "narrow": write(folder / "narrow.mp4", 9, (80, 64)),
+        "small": write(folder / "small.mp4", 9, (16, 16)),
+        "silent": write(folder / "silent.mp4", 9, sound_s=0),
+        "uneven": write(folder / "uneven.mp4", 9, times=[0, 10, 20, 40, 50, 60, 70, 80, 90]),
+        "long": write(folder / "long.mp4", 489, (32, 32), sound_s=0),
+    }
+    cut = folder / "cut.mp4"
+    cut.write_bytes(clip.read_bytes()[:-3000])
+    region = ("--start-time", 0.1, "--end-time", 0.3)
+    file = ("--video-path", clip)
+    for flags, message in (
+        (region, "--video-path: the retake pipeline makes a part of a clip anew, none was given"),
+        (("--video-path", folder / "gone.mp4", *region), "--video-path: "),
+        (("--video-path", folder, *region), "is a folder, expected a file"),
+        (("--video-path", folder / "fifo.mp4", *region), "is no regular file, expected a file"),
+        (("--video-path", folder / "text.mp4", *region), "text.mp4 is no readable video"),
+        (("--video-path", cut, *region), "cut.mp4 is"),
+        (("--video-path", made["twenty"], *region), "20 frames, expected 8*k + 1; cut it to 17"),
+        (("--video-path", made["narrow"], *region), "80x64, expected sides divisible by 32; scale or crop it to 64x64"),
+        (("--video-path", made["small"], *region), "16x16, expected sides divisible by 32; scale or crop it to 32x32"),
+        (("--video-path", made["uneven"], *region), "uneven.mp4 has a variable frame rate"),
+        (("--video-path", made["long"], *region), "the model's limit is 20 s; at most 481 frames"),
+        (("--video-path", made["silent"], *region, "--keep", "audio"), "silent.mp4 has no sound"),
+        ((*file, "--start-time", 0.1), "--end-time: none"),
+        ((*file, "--end-time", 0.1), "--start-time: none"),
+        ((*file, "--start-time", -0.1, "--end-time", 0.3), "--start-time: -0.1, expected 0 or more"),
+        ((*file, "--start-time", 0.3, "--end-time", 0.3), "--end-time: 0.3, expected more than --start-time 0.3"),
+        ((*file, "--start-time", "nan", "--end-time", 0.3), "--start-time: nan"),
+        ((*file, "--start-time", 0.1, "--end-time", 0.8), "clip.mp4 ends at 0.7083 s"),
+        ((*file, "--start-time", 0.7, "--end-time", 0.708), "--start-time: 0.7 s is after the last audio token of"),
+        ((*file, "--start-time", 0.709, "--end-time", 0.71, "--keep", "audio"), "is after the last video token of"),
+        ((*file, *region, "--width", 64), "--width: a retake has the size, length and rate of its file; leave it out"),
+        ((*file, *region, "--height", 64), "--height: a retake"),
+        ((*file, *region, "--num-frames", 17), "--num-frames: a retake"),
+        ((*file, *region, "--fps", 24), "--fps: a retake"),
+        ((*file, *region, "--auto-duration", 1, 2), "--auto-duration: a retake"),
+        ((*file, *region, "--keep", "sound"), "--keep"),
+        ((*file, *region, "--keep", "video", "--no-audio"), "--no-audio: with --keep video nothing would be made anew"),
+        ((*file, *region, "--steps", 8), "--steps: the distilled steps have no guidance; add --guided"),
+        ((*file, *region, "--video-cfg", 2), "--video-cfg: the distilled steps have no guidance; add --guided"),
+        ((*file, *region, "--output", clip), "--output"),
+    ):  # fmt: skip
+        status, err, outputs = run(*flags)
+        assert status == 2 and message in err and err.count("\n") == 1, (flags, err)
+        assert not list(outputs.iterdir())
+
+
+def test_python_refuses_what_the_command_refuses(opened, clip):
+    region = {"pipeline": "retake", "video_path": clip, "start_time": 0.1, "end_time": 0.3}
+    with pytest.raises(InputError, match="--width: a retake has the size"):
+        opened.generate("a fox", **region, width=64)
+    with pytest.raises(InputError, match=r"known: .*video_path"):
+        opened.generate("a fox", **region, images=[("a.png", 0)])
+
+
+def test_it_is_planned_and_compiled_at_the_files_size(opened, clip, command):
+    words = ("--video-path", clip, "--start-time", 0.1, "--end-time", 0.3)
+    preset = ("--preset", "ltx-2.3", "--pipeline", "retake", *words)
+    status, out, err = command("plan", *preset, "--devices", 1, "--device-kind", "h200", *DISTILLED, "--guided")
+    assert status == 0 and "retake, 64x64, 17 frames" in out and "source video" in out, err
+    region = {"video_path": clip, "start_time": 0.1, "end_time": 0.3}
+    found = opened.plan("h200", pipeline="retake", **region)
+    assert [s["name"] for s in found["stages"]][:4] == ["source video", "source sound", "text", "stage1"]
