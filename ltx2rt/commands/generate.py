@@ -304,7 +304,7 @@ def _announce(session: Session, plan: Plan) -> None:
         lines[0] += f", {backend.num_processes} processes"
     if options.device == "auto" and backend.device_kind == "cpu":
         lines.insert(0, f"no {get_factory(options.backend).accelerator} was found: running on the CPU")
-    for line in (*lines, *plan.merge_lines()):
+    for line in (*lines, *plan.merge_lines(), *plan.request.remarks):
         note(line, prefix="")
 
 

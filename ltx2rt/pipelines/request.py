@@ -246,6 +246,11 @@ class Request:
         """Height and width of the clip; 0 of one that has sound alone."""
         return 0, 0
 
+    @property
+    def remarks(self) -> list[str]:
+        """What its user is to know before it runs, a line each."""
+        return []
+
     def settings(self, path: Any = str) -> dict[str, Any]:
         """Every setting as JSON-able values: what the MP4's metadata and the report carry."""
         return {"pipeline": self.name} | {f.name: plain(getattr(self, f.name), path) for f in fields(self)}
