@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from test_ic_lora import lora_with, movie
 
 from ltx2rt.commands.generate import make_plan, produce
 from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import parse_image
 from ltx2rt.session.open import open_session
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
+from ltx2rt.stages.conditioning import VideoSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
@@ -68,6 +70,25 @@ def test_audio_to_video(sessions, tmp_path):
     write_wav(tmp_path / "noise.wav", sound, 44100)
     found = assert_agree(sessions, "a2v", audio_path=tmp_path / "noise.wav", **SMALL)
     assert found["audio_input"].shape == (1, 8, 18, 16) and found["waveform"].shape == (2, 31238)
+
+
+def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
+    """Half as many rows, columns and frames, weighed by a number and by a mask, after an image beside the clip.
+
+    Stage 2 is that of every other pipeline.
+    """
+    lora = lora_with(sessions["cuda"].checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=2, stride=2)
+    video, mask = movie(tmp_path / "a.mov", 17), movie(tmp_path / "mask.mov", 17, (128, 64))
+    options = {"loras": (LoraSpec(lora, 0.8),), "distilled_lora": NO_LORA}
+    given = {"image_crf": 0, "images": (parse_image(f"{images[0]}:9:0.9"),), "seed": 3, "num_frames": 17}
+    clip = given | {"width": 256, "height": 128, "video_conditioning": (VideoSpec(video, 0.9), VideoSpec(video))}
+    weights = {"conditioning_attention_strength": 0.6, "conditioning_attention_mask": mask}
+    with pytest.MonkeyPatch.context() as patch:
+        for session in sessions.values():
+            patch.setattr(session, "options", replace(session.options, **options))
+        found = assert_agree(sessions, "ic-lora", skip_stage_2=True, **clip, **weights)
+    assert found["reference.1"].shape == (1, 128, 2, 1, 2)
+    assert found["stage1.video.steps"].shape == (8, 24 + 8 + 2 * 4, 128)
 
 
 def test_text_to_audio_computes_no_video(sessions):
