@@ -22,8 +22,8 @@ class Given(Stage):
 
     @property
     def name(self) -> str:
-        references = any(isinstance(conditioning, Reference) for conditioning in self.given)
-        return f"{self.stage} {'references' if references else 'images'}"
+        videos = any(isinstance(conditioning, Reference) for conditioning in self.given)
+        return f"{self.stage} {'videos' if videos else 'images'}"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         for conditioning in self.given:

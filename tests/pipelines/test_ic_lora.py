@@ -25,20 +25,9 @@ WIDTH, HEIGHT, FRAMES, FPS = 256, 128, 17, 24
 
 # Of every run through the command line; later flags win.
 FLAGS = (
-    "--pipeline",
-    "ic-lora",
-    "--width",
-    WIDTH,
-    "--height",
-    HEIGHT,
-    "--num-frames",
-    FRAMES,
-    "--fps",
-    FPS,
-    "--seed",
-    3,
-)
-FLAGS += ("--distilled-lora", "none")
+    "--pipeline", "ic-lora", "--distilled-lora", "none", "--seed", 3, "--width", WIDTH, "--height", HEIGHT,
+    "--num-frames", FRAMES, "--fps", FPS,
+)  # fmt: skip
 START = ("generate", "--backend", "cuda", "--device", "cpu", "--prompt", "a fox", "--model")
 
 
@@ -181,7 +170,7 @@ def test_stage_two_has_neither_references_nor_their_lora(model, half, files, gen
     np.testing.assert_array_equal(run.latents["audio_latent"], last)
     assert f"stage1: merged 130/130 modules of {half}" in run.stderr and "stage2: merged" not in run.stderr
     names = [stage["name"] for stage in run.report["stages"]]
-    assert names == ["text", "stage1 references", "stage1", "upsample", "stage2", "decode"]
+    assert names == ["text", "stage1 videos", "stage1", "upsample", "stage2", "decode"]
 
 
 def test_a_distilled_lora_is_merged_in_both_stages(model, half, files):
