@@ -79,8 +79,11 @@ def positions() -> tuple[np.ndarray, np.ndarray]:
     return video, np.stack([np.arange(AUDIO_TOKENS, dtype=np.float32) * 0.04] * 2, axis=-1)[None]
 
 
-def guided(generation: str, dtype: str) -> Case:
-    """Every guidance branch, STG in one block, an image in the first frame and a prefix of the sound kept in part."""
+def guided(generation: str, dtype: str, masked: bool = False) -> Case:
+    """Every guidance branch, STG in one block, an image in the first frame and a prefix of the sound kept in part.
+
+    masked: the last four tokens are those of two references, which see nothing of each other.
+    """
     config, rng = transformer_config(generation), np.random.default_rng(1)
     feeds = transformer.position_feeds(config, *positions())
     video_mask, audio_mask = np.ones(TOKENS), np.ones(AUDIO_TOKENS)
@@ -95,10 +98,21 @@ def guided(generation: str, dtype: str) -> Case:
     feeds |= {"sigmas": np.array([0.8, 0.6], np.float32), "guidance": GUIDANCE}
     feeds["stg_blocks"] = np.array([0, 1], np.float32)
     structure = guided_step.StepShape(
-        guided_step.Branches.of(GUIDANCE), TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), 3, 2
-    )
+        guided_step.Branches.of(GUIDANCE), TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), 3, 2,
+        masked=masked,
+    )  # fmt: skip
+    feeds["video_attention_mask"] = attention_weights(TOKENS)
     graph = guided_step.trace(config, structure, dtype)
     return Case("transformer", graph, random_params(graph), {name: feeds[name] for name in graph.inputs})
+
+
+def attention_weights(tokens: int) -> np.ndarray:
+    """f32[tokens, tokens]: of references in the last four tokens, two of each; the first of all is not seen by them."""
+    weights = np.ones((tokens, tokens), np.float32)
+    weights[-4:, :-4], weights[:-4, -4:] = 0.5, 0.5
+    weights[-4:, 0], weights[0, -4:] = 0, 0
+    weights[-2:, -4:-2], weights[-4:-2, -2:] = 0, 0
+    return weights
 
 
 def forward(generation: str, dtype: str) -> Case:
@@ -133,11 +147,14 @@ def text(generation: str, dtype: str) -> Case:
 
 
 BUILDERS: dict[str, Callable[[str, str], Case]] = {"guided": guided, "forward": forward, "text": text}
+MASKED = "masked-2.3"
 NAMES = (*(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")), "text-2.5")
 
 
 @cache
 def case(name: str, dtype: str = "float32") -> Case:
+    if name == MASKED:
+        return guided("2.3", dtype, masked=True)
     kind, generation = name.split("-")
     return BUILDERS[kind](generation, dtype)
 

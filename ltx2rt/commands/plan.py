@@ -183,7 +183,7 @@ def _traffic(collectives: Mapping[str, Traffic]) -> str:
 
 def flags(to: Any) -> None:
     add_flags(to, Devices)
-    parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "dtype")
+    parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "loras", "dtype")
     how = ("stage_weights", "text_encoder_offload", "vae_tiling")
     planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio", *SOURCES))
     to.add_argument("--json", action="store_true")

@@ -133,6 +133,20 @@ def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
     return _grid(seconds, _bounds(g.rows, g.space_factor), _bounds(g.columns, g.space_factor))
 
 
+def reference_positions(geometry: Geometry, downscale: int = 1, stride: int = 1) -> np.ndarray:
+    """Position bounds of a reference video's tokens, f32[3, f*h*w, 2], of a geometry of its own at the clip's rate.
+
+    Its rows and columns are spread over `downscale` times as many pixels, its frames over `stride` times as many
+    seconds, all but the first moved back to the frames that were kept: 0, 1, 1 + stride, ...
+    """
+    g, fps = geometry, float(geometry.fps)
+    seconds = _causal(_bounds(g.frames, g.time_factor), g.time_factor) / np.float32(fps / stride)
+    if stride != 1:
+        seconds = np.maximum(seconds - np.float32((stride - 1) / fps), 0)
+    space = g.space_factor * downscale
+    return _grid(seconds, _bounds(g.rows, space), _bounds(g.columns, space))
+
+
 def audio_positions(geometry: Geometry) -> np.ndarray:
     """Position bounds of the audio tokens in seconds: f32[1, Ta, 2]; 4 mel frames of 10 ms each, causal like video."""
     g = geometry

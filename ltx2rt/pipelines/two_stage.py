@@ -25,7 +25,7 @@ class TwoStage(Guided):
 
     audio_from: str | None = flag(
         None,
-        "which stage's sound is kept (default: stage1; distilled, keyframes: stage2)",
+        "which stage's sound is kept (default: stage1; distilled, keyframes, ic-lora: stage2)",
         choices=("stage1", "stage2"),
     )
 

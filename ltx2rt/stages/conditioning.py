@@ -15,15 +15,21 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.media.images import load_conditioning_image, notes, read_rgb
+from ltx2rt.media.video import read_mask, video_info
 from ltx2rt.models.geometry import (
     Geometry,
     audio_positions,
     keyframe_positions,
     pack_audio,
     pack_video,
+    pixel_frames,
+    reference_positions,
     video_positions,
 )
 from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.source_video import SourceVideo
+from ltx2rt.stages.stage import State
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,14 @@ class ImageSpec:
 
     path: Path
     frame: int
+    strength: float = 1.0
+
+
+@dataclass(frozen=True)
+class VideoSpec:
+    """One reference video; strength 1 keeps its tokens exactly."""
+
+    path: Path
     strength: float = 1.0
 
 
@@ -64,7 +78,7 @@ class Conditioning(Protocol):
         """As encoded, but for the clean latents."""
         ...
 
-    def encode(self, session: Session) -> Tokens: ...
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,7 @@ class Image:
         g = self.geometry
         return self._tokens(np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32))
 
-    def encode(self, session: Session) -> Tokens:
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
         height, width = self.geometry.size_px
         frames = load_conditioning_image(self.spec.path, width, height, self.crf)
         (call,) = self.needs(session.config)
@@ -125,8 +139,68 @@ class Slot:
         clean = np.zeros((1, g.rows * g.columns, g.video_channels), np.float32)
         return Tokens(clean, np.float32(1), keyframe_positions(g, self.frame), keyframes=True)
 
-    def encode(self, session: Session) -> Tokens:
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
         return self.blank()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A video whose tokens lie beside the clip's (IC-LoRA), each over `downscale` times its rows and columns of pixels.
+
+    source: what reads it, with a geometry of its own at the clip's rate, and a stride in time. clip: the stage's
+    geometry. attention: how much its tokens and the clip's see of each other, 0 to 1; mask: a video by whose brightness
+    this is multiplied. number: among the references, from 0.
+    """
+
+    source: SourceVideo
+    clip: Geometry
+    number: int = 0
+    strength: float = 1.0
+    downscale: int = 1
+    attention: float = 1.0
+    mask: Path | None = None
+
+    @property
+    def num_frames(self) -> int:
+        return pixel_frames(self.clip.frames, self.clip.time_factor)
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return self.source.needs(model)
+
+    def check(self) -> list[str]:
+        self._weights()
+        path, used, fps = self.source.path, self.source.num_frames, float(self.clip.fps)
+        info = video_info(path, self.source.flag, self.num_frames)
+        found = []
+        if used < self.num_frames:
+            found.append(f"{path}: {used} frames are read; the other {self.num_frames - used} have no reference")
+        if info.fps != self.clip.fps:
+            found.append(f"{path}: has {float(info.fps):g} fps, its frames are taken one by one as if it had {fps:g}")
+        return found
+
+    def blank(self) -> Tokens:
+        masked = self.mask is not None or self.attention < 1
+        g = self.source.geometry
+        weights = np.ones(g.num_video_tokens, np.float32) if masked else None
+        return self._tokens(np.zeros(g.video_shape, np.float32), weights)
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        latent = self.source.encode(session, watch)
+        state.put(f"reference.{self.number}", latent)
+        return self._tokens(latent, self._weights())
+
+    def _tokens(self, latent: np.ndarray, weights: np.ndarray | None) -> Tokens:
+        positions = reference_positions(self.source.geometry, self.downscale, self.source.stride)
+        return Tokens(pack_video(latent), np.float32(1) - np.float32(self.strength), positions, weights)
+
+    def _weights(self) -> np.ndarray | None:
+        """f32[T], what `ModalityState.attention` reads; None: all ones."""
+        g, scale = self.source.geometry, np.float32(self.attention)
+        if self.mask is not None:
+            grid = (g.frames, g.rows, g.columns)
+            seen = read_mask(self.mask, "--conditioning-attention-mask", self.num_frames, self.clip.size_px, grid)
+            return seen.ravel() * scale
+        return np.full(g.num_video_tokens, scale) if self.attention < 1 else None
 
 
 def slot_frames(num_frames: int, count: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from ltx2rt.weights.files import TensorFile
 # What `--latents-out` writes, all of which a later run may be given by `--noise-in`.
 RECORDED = re.compile(
     r"\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
-    r"|source\.(?:video|audio)|video_latent|audio_latent|audio_input|upsampled|waveform"
+    r"|source\.(?:video|audio)|reference\.\d+|video_latent|audio_latent|audio_input|upsampled|waveform"
 )
 
 
@@ -148,7 +148,9 @@ class Denoise(Stage):
         kept = {m: state.source.get(m, latents[m]) for m in (*self.frozen, *self.masks)}
         states = self._states(state.given.get(self.name, []), {m: x for m, x in kept.items() if x is not None})
         (call,) = self.needs(session.config)
-        _, feeds = self.shape(session.config, states)
+        shape, feeds = self.shape(session.config, states)
+        if shape.masked:
+            feeds["video_attention_mask"] = states["video"].attention()
         packing = {"video": pack_video, "audio": pack_audio}
         uncond = self.branches.uncond
         for m in self.streams:
@@ -238,7 +240,10 @@ def step_shape(
     rule: str = "C",
     frozen: tuple[str, ...] = (),
 ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
-    """What shapes the guided step of these states, and the feeds that positions, masks and clean latents decide."""
+    """What shapes the guided step of these states, and the feeds that positions, masks and clean latents decide.
+
+    Not among these is `video_attention_mask`, which is large and is no part of a plan.
+    """
     video, audio = states.get("video"), states.get("audio")
     feeds = transformer.position_feeds(model.transformer, *(x.positions if x else None for x in (video, audio)))
     for name, state in states.items():
@@ -248,9 +253,6 @@ def step_shape(
     if video and model.transformer.keyframe_vector:
         assert video.keyframes is not None
         feeds["video_keyframes_mask"] = video.keyframes
-    masked = bool(video and video.masked)
-    if video and masked:
-        feeds["video_attention_mask"] = video.attention()
     structure = guided_step.StepShape(
         branches=branches,
         video_tokens=video.shape[1] if video else 0,
@@ -263,6 +265,6 @@ def step_shape(
         videos=videos,
         streams=tuple(states),
         frozen=frozen,
-        masked=masked,
+        masked=bool(video and video.masked),
     )
     return structure, feeds

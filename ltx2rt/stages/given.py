@@ -9,7 +9,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.conditioning import Conditioning
+from ltx2rt.stages.conditioning import Conditioning, Reference
 from ltx2rt.stages.stage import Stage, State
 
 
@@ -22,7 +22,8 @@ class Given(Stage):
 
     @property
     def name(self) -> str:
-        return f"{self.stage} images"
+        videos = any(isinstance(conditioning, Reference) for conditioning in self.given)
+        return f"{self.stage} {'videos' if videos else 'images'}"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         for conditioning in self.given:
@@ -35,4 +36,4 @@ class Given(Stage):
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         with watch.stage(self.name):
-            state.given[self.stage] = [conditioning.encode(session) for conditioning in self.given]
+            state.given[self.stage] = [conditioning.encode(session, state, watch) for conditioning in self.given]

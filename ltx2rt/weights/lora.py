@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ NUM_CHUNKS = 16  # of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
 STORED = (BF16, F32, np.dtype(np.float16), np.dtype(np.float64))
+FACTORS = ("reference_downscale_factor", "reference_temporal_scale_factor")  # in the header of an IC-LoRA
 _KEY = re.compile(r"(?P<module>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight")
 _TRANSFORMER = re.compile(r"^(?:model\.)?(?:diffusion_model|transformer)\.")
 _TEXT_PROJECTION = re.compile(r"^(?:model\.)?(?:text_embedding_projection\.|connectors\.(?:\w+_)?text_proj_in$)")
@@ -117,6 +119,23 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
             raise InputError(f"{path}: {pairs[target].down} and {down[module]} both belong to {target}")
         pairs[target] = Pair(down[module], up[module], scale)
     return Lora(Path(path), strength, file, pairs, tuple(skipped), tuple(unknown))
+
+
+def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
+    """How much coarser than the clip the references of IC-LoRAs are, in space and in time; 1 if no header says more.
+
+    Raises InputError for what is no whole number, and where two LoRAs say more than 1 and differ.
+    """
+    found: dict[str, tuple[int, Path]] = {}
+    for path, key in product(paths, FACTORS):
+        text = TensorFile(path).metadata.get(key, "1")
+        if not re.fullmatch(r"[1-9]\d{0,2}", text):
+            raise InputError(f"{path}: its {key} is {text[:80]!r}, expected a whole number from 1 to 999")
+        if int(text) > 1 and found.setdefault(key, (int(text), path))[0] != int(text):
+            first, other = found[key]
+            raise InputError(f"--lora: {key} is {first} in {other} and {text} in {path}; give LoRAs that agree")
+    space, time = (found.get(key, (1, None))[0] for key in FACTORS)
+    return space, time
 
 
 def check_lora(lora: Lora, version: tuple[int, ...]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placed_cases import Case, case
+from placed_cases import MASKED, Case, attention_weights, case
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import interpret
@@ -50,7 +50,7 @@ def agree(one, mesh, audio="replicated"):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3"])
+@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3", MASKED])
 def test_split_tokens_give_the_values_of_one_device(name, mesh):
     """Image tokens with their own timesteps, STG, isolation, a self-attention mask, unequal positions in a batch."""
     agree(case(name), mesh)
@@ -62,7 +62,7 @@ def test_each_branch_on_its_own_device_gives_the_values_of_one_device(mesh):
 
 
 @pytest.mark.parametrize("mesh", ({"sequence": 2}, {"sequence": 3, "tensor": 2}), ids=str)
-@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3"])
+@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3", MASKED])
 def test_split_sound_gives_the_values_of_one_device(name, mesh):
     """Seven audio tokens, so that 2 and 3 devices have padding of them and none of the video's 12."""
     agree(case(name), mesh, "split")
@@ -100,9 +100,9 @@ def test_a_mask_between_tokens_that_do_not_divide(mesh):
     agree(Case("transformer", graph, random_params(graph), feeds), mesh)
 
 
-@pytest.mark.parametrize("sound", ("replicated", "split"))
+@pytest.mark.parametrize(("sound", "masked"), [("replicated", False), ("split", False), ("replicated", True)])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, sound):
+def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, sound, masked):
     rng = np.random.default_rng(5)
     config, tokens, feeds = uneven(rng)
     feeds |= guided_step.mask_feeds("video", np.linspace(0, 1, tokens).round(1)) | guided_step.mask_feeds(
@@ -114,6 +114,8 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
         feeds[f"{name}_context"] = rng.standard_normal((2, 5, width))
     feeds |= {"sigmas": np.array([0.8, 0.6]), "guidance": np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]])}
     feeds["stg_blocks"] = np.array([0, 1, 0])
+    if masked:
+        feeds["video_attention_mask"] = attention_weights(tokens)
     structure = guided_step.StepShape(
         guided_step.Branches(True, True, True),
         tokens,
@@ -121,6 +123,7 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
         5,
         transformer.coordinate_counts(feeds),
         len(feeds["video_levels"]),
+        masked=masked,
     )
     graph = guided_step.trace(config, structure, "float32")
     params = random_params(graph)
@@ -180,13 +183,13 @@ def test_heads_that_do_not_divide_are_refused():
 JAX = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from placed_cases import case
+from placed_cases import MASKED, case
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, relative_l2
-one = case("guided-2.3")
+one = case(MASKED)
 expected = interpret(one.graph, one.params, one.inputs)
 backend = get_backend("tpu", "cpu", {"guidance": 2, "tensor": 3})
 for meshes in ([{"guidance": 2, "tensor": 3}, {"sequence": 2, "tensor": 3}], [{"fsdp": 2, "tensor": 3}]):
@@ -232,7 +235,7 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, relative_l2
 backend = get_backend("cuda", "cpu", {"guidance": 2, "tensor": 2})
 meshes = (backend.mesh, {"sequence": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2})
-for name, mesh in zip(("guided-2.3", "forward-2.3", "guided-2.0"), meshes):
+for name, mesh in zip(("masked-2.3", "forward-2.3", "guided-2.0"), meshes):
     one = case(name)
     graph = Placement(PROFILES["hopper"], mesh).local(one.graph, "transformer")
     found = backend.lower(graph)(backend.load([graph], ArraySource(one.params)), one.inputs)

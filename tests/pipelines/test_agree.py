@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from test_ic_lora import lora_with, movie
 
 from ltx2rt.commands.generate import make_plan, produce
 from ltx2rt.media.mp4 import write_mp4
@@ -12,7 +13,8 @@ from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import parse_image
 from ltx2rt.session.open import open_session
-from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
+from ltx2rt.stages.conditioning import VideoSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
@@ -87,6 +89,25 @@ def test_retake(sessions, tmp_path):
     assert found["source.video"].shape == (1, 128, 3, 2, 2) and found["source.audio"].shape == (1, 8, 18, 16)
     kept = found["source.video"].reshape(128, 12).T[:8]  # two of three latent frames
     np.testing.assert_array_equal(found["stage1.video.steps"][-1][:8], kept)
+
+
+def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
+    """Half as many rows, columns and frames, weighed by a number and by a mask, after an image beside the clip.
+
+    Stage 2 is that of every other pipeline.
+    """
+    lora = lora_with(sessions["cuda"].checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=2, stride=2)
+    video, mask = movie(tmp_path / "a.mov", 17), movie(tmp_path / "mask.mov", 17, (128, 64))
+    options = {"loras": (LoraSpec(lora, 0.8),), "distilled_lora": NO_LORA}
+    given = {"image_crf": 0, "images": (parse_image(f"{images[0]}:9:0.9"),), "seed": 3, "num_frames": 17}
+    clip = given | {"width": 256, "height": 128, "video_conditioning": (VideoSpec(video, 0.9), VideoSpec(video))}
+    weights = {"conditioning_attention_strength": 0.6, "conditioning_attention_mask": mask}
+    with pytest.MonkeyPatch.context() as patch:
+        for session in sessions.values():
+            patch.setattr(session, "options", replace(session.options, **options))
+        found = assert_agree(sessions, "ic-lora", skip_stage_2=True, **clip, **weights)
+    assert found["reference.1"].shape == (1, 128, 2, 1, 2)
+    assert found["stage1.video.steps"].shape == (8, 24 + 8 + 2 * 4, 128)
 
 
 def test_text_to_audio_computes_no_video(sessions):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, video_positions
-from ltx2rt.stages.conditioning import audio_state, image_tokens, video_state
+from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, reference_positions, video_positions
+from ltx2rt.stages.conditioning import Tokens, audio_state, image_tokens, video_state
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
 
@@ -62,3 +62,64 @@ def test_misshapen_images_and_noise_are_refused():
         video_state(G, [image_tokens(G, random(1, 16, 1, 3, 2), 0, 1.0)])
     with pytest.raises(ValueError, match="noise"):
         audio_state(G).initial(random(1, 6, 128), 1.0)
+
+
+def reference(tokens, weights=None):
+    clean, positions = random(1, tokens, 16), random(3, tokens, 2)
+    return Tokens(clean, np.float32(0), positions, None if weights is None else np.asarray(weights, np.float32))
+
+
+def grown(num_targets, items):
+    """The weights as published: a matrix that grows with every item, from the first that has weights on."""
+    weights, count = np.ones((num_targets, num_targets)), num_targets
+    started = False
+    for size, weight in items:
+        started = started or weight is not None
+        larger = np.full((count + size, count + size), 0.0 if started else 1.0)
+        larger[:count, :count] = weights
+        larger[count:, count:] = 1
+        larger[:num_targets, count:] = 1 if weight is None else weight
+        larger[count:, :num_targets] = 1 if weight is None else np.reshape(weight, (-1, 1))
+        weights, count = larger, count + size
+    return weights
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [(3, None), (2, [0.5, 0])],
+        [(2, [0.25, 1]), (3, None), (1, [0.5])],
+        [(3, None), (2, None), (2, [1, 1]), (2, [0.3, 0.7])],
+    ],
+    ids=str,
+)
+def test_what_tokens_see_of_references(items):
+    state = video_state(G, [image_tokens(G, random(1, 16, 1, 2, 3), 0, 1.0), *(reference(*item) for item in items)])
+    assert state.masked and state.num_target_tokens == 18
+    found = state.attention()
+    np.testing.assert_array_equal(found, grown(18, items).astype(np.float32))
+    np.testing.assert_array_equal(found, found.T)
+    assert found.diagonal().min() == 1  # no row sees nothing
+
+
+def test_without_weights_there_is_no_mask():
+    assert not video_state(G, [reference(3), reference(2)]).masked
+    assert video_state(G, [reference(3), reference(2, [1, 1])]).masked
+
+
+@pytest.mark.parametrize(("downscale", "stride"), [(1, 1), (2, 1), (1, 2), (2, 3)])
+def test_positions_of_a_reference(downscale, stride):
+    """Token by token from the definition, in float64: latent frame k is of frames [8k - 7, 8k + 1) of those kept."""
+    fps, expected = 24.0, []
+    for k in range(G.frames):
+        times = [max(8 * k - 7, 0) / (fps / stride), (8 * k + 1) / (fps / stride)]
+        times = [max(t - (stride - 1) / fps, 0) for t in times] if stride != 1 else times
+        for row in range(G.rows):
+            for column in range(G.columns):
+                places = [[n * 32 * downscale for n in (i, i + 1)] for i in (row, column)]
+                expected.append([times, *places])
+    found = reference_positions(G, downscale, stride)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, np.array(expected).transpose(1, 0, 2), rtol=3e-7)  # three float32 roundings
+    if downscale == stride == 1:
+        np.testing.assert_array_equal(found, video_positions(G))

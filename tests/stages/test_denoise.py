@@ -69,14 +69,14 @@ def keep_officially(pipe, noise: list, monkeypatch) -> None:
 
     def prepared(*args, latents, noise_scale, **kwargs):
         drawn = torch.from_numpy(noise[0])
-        _, kept, clean, coordinates = prepare(*args, latents=latents, noise_scale=noise_scale, **kwargs)
+        _, kept, clean, *rest = prepare(*args, latents=latents, noise_scale=noise_scale, **kwargs)
         mask, start = 1 - kept, torch.zeros_like(clean)
         if latents is not None:
             tokens = pipe._pack_latents(normalised(pipe.vae, latents))
             start[:, : tokens.shape[1]] = tokens
         masks[:] = [mask]
         x = (1 - mask) * clean + mask * ((1 - noise_scale) * start + noise_scale * drawn)
-        return x, kept, clean, coordinates
+        return x, kept, clean, *rest
 
     def x0(sample, velocity, index, scheduler):
         sigma = scheduler.sigmas[index]

@@ -13,7 +13,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import trace
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, cut, write_arrays
-from ltx2rt.weights.lora import Merge, MergedSource, merge, merge_to_file, open_lora
+from ltx2rt.weights.lora import Merge, MergedSource, merge, merge_to_file, open_lora, reference_factors
 
 BF16 = ml_dtypes.bfloat16
 Q = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
@@ -288,3 +288,34 @@ def test_merged_weights_are_loaded_as_merged(kind, dtype, tmp_path):
         read = source.read(Q)
         expected = (read if kind == "tpu" else read.float().numpy()).astype(BF16 if dtype == "bfloat16" else np.float32)
         np.testing.assert_array_equal(loaded, expected.astype(np.float32))
+
+
+def headers(tmp_path, *headers):
+    from safetensors.numpy import save_file
+
+    paths = [tmp_path / f"{i}.safetensors" for i in range(len(headers))]
+    for path, header in zip(paths, headers, strict=True):
+        save_file({"a": np.zeros(1, np.float32)}, path, header)
+    return paths
+
+
+SPACE, TIME = "reference_downscale_factor", "reference_temporal_scale_factor"
+
+
+def test_headers_say_how_coarse_references_are(tmp_path):
+    paths = headers(tmp_path, {}, {SPACE: "2"}, {TIME: "4", SPACE: "1"}, {SPACE: "2", TIME: "1"})
+    assert reference_factors(paths[:1]) == reference_factors([]) == (1, 1)
+    assert reference_factors(paths[:2]) == (2, 1)
+    assert reference_factors(paths) == (2, 4)
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "1.5", "two", "", "1000"])
+def test_factors_that_are_no_whole_number_are_refused(tmp_path, value):
+    with pytest.raises(InputError, match=rf"0.safetensors: its {SPACE} is '{value}', expected a whole number"):
+        reference_factors(headers(tmp_path, {SPACE: value}))
+
+
+def test_loras_with_unlike_factors_are_refused(tmp_path):
+    paths = headers(tmp_path, {TIME: "2"}, {}, {TIME: "3"})
+    with pytest.raises(InputError, match=rf"{TIME} is 2 in .*0.safetensors and 3 in .*2.safetensors"):
+        reference_factors(paths)

@@ -1,0 +1,151 @@
+"""ic-lora: a clip after reference videos, which in-context LoRAs have learnt to follow.
+
+`distilled`, but for stage 1: its tokens see those of the references, and it alone has the LoRAs. Stage 2 has images
+alone, and the weights of `distilled`: as they are, or with the distilled LoRA where the run merges one. With LTX-2.5,
+too, no step adds noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.media.video import video_info
+from ltx2rt.models.geometry import Geometry, latent_frames
+from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest, check_step
+from ltx2rt.session.options import ModelOptions, existing_file, parse_number
+from ltx2rt.stages.conditioning import Reference, VideoSpec
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
+from ltx2rt.stages.source_video import SourceVideo, usable_frames
+from ltx2rt.stages.stage import Stage
+from ltx2rt.stages.tiling import plan_encoder_tiles
+from ltx2rt.stages.upsample import Upsample
+from ltx2rt.weights.lora import reference_factors
+
+FLAG = "--video-conditioning"
+
+
+def parse_video(text: str | tuple | Path | VideoSpec) -> VideoSpec:
+    """FILE[:STRENGTH], read from the right, or a tuple of those."""
+    if isinstance(text, VideoSpec):
+        return text
+    if not isinstance(text, str):
+        path, *rest = text if isinstance(text, (tuple, list)) else (text,)
+        return VideoSpec(Path(path), *rest)
+    head, _, last = text.rpartition(":")
+    strength = parse_number(last) if head else None
+    return VideoSpec(Path(text)) if strength is None else VideoSpec(Path(head), strength)
+
+
+@dataclass(frozen=True)
+class ICLora(VideoRequest):
+    name: ClassVar[str] = "ic-lora"
+    summary: ClassVar[str] = "distilled, after reference videos and with LoRAs made for them"
+    scale: ClassVar[int] = 2
+    num_stages: ClassVar[int] = 2
+    distilled: ClassVar[str] = "optional"
+
+    video_conditioning: tuple[VideoSpec, ...] = flag(
+        (), "ic-lora: a reference video, strength 1.0", parse_video, metavar="FILE[:STRENGTH]", repeat=True
+    )
+    conditioning_attention_strength: float = flag(
+        1.0, "ic-lora: how much the clip and its references see of each other, 0 to 1", float, metavar="A"
+    )
+    conditioning_attention_mask: Path | None = flag(
+        None, "ic-lora: a video, black where the clip and its references do not see each other", Path, metavar="FILE"
+    )
+    skip_stage_2: bool = flag(False, "ic-lora: the clip is stage 1's, of half the width and height", bool)
+    audio_from: str | None = flag(None, "default: the last stage", choices=("stage1", "stage2"))
+
+    def check(self) -> None:
+        super().check()
+        if not self.video_conditioning:
+            raise InputError(f"{FLAG}: the {self.name} pipeline follows reference videos, none was given")
+        for reference in self.video_conditioning:
+            if not 0 <= reference.strength <= 1:
+                raise InputError(f"{FLAG}: strength {reference.strength:g} of {reference.path}, expected 0 to 1")
+        if not 0 <= self.conditioning_attention_strength <= 1:
+            strength = self.conditioning_attention_strength
+            raise InputError(f"--conditioning-attention-strength: {strength:g}, expected 0 to 1")
+        if self.skip_stage_2 and self.audio_from == "stage2":
+            raise InputError("--audio-from: stage2, which --skip-stage-2 leaves out; leave out one of both")
+
+    def check_files(self) -> None:
+        super().check_files()
+        for reference in self.video_conditioning:
+            existing_file(FLAG, reference.path)
+        if self.conditioning_attention_mask:
+            existing_file("--conditioning-attention-mask", self.conditioning_attention_mask)
+
+    def check_options(self, options: ModelOptions) -> None:
+        super().check_options(options)
+        if not options.loras:
+            raise InputError(f"--lora: the {self.name} pipeline needs the LoRA that its references are for")
+        for lora in options.loras:
+            if lora.stage == "stage2":
+                raise InputError(f"--lora: {lora.path} is for stage 2, where the {self.name} pipeline merges none")
+
+    def resolved(self: Any, model: ModelConfig) -> Any:
+        return replace(super().resolved(model), audio_from=self.audio_from or self.last_stage)
+
+    @property
+    def last_stage(self) -> str:
+        return "stage1" if self.skip_stage_2 else "stage2"
+
+    @property
+    def files(self) -> list[Path]:
+        mask = [self.conditioning_attention_mask] if self.conditioning_attention_mask else []
+        return [reference.path for reference in self.video_conditioning] + mask + super().files
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        scale = 2 if self.skip_stage_2 else 1
+        return self.height // scale, self.width // scale
+
+    def remarks(self, model: ModelConfig) -> Iterator[str]:
+        height, width = self.size_px
+        if self.skip_stage_2:
+            yield f"without stage 2 the clip has {width}x{height} pixels"
+
+    def references(self, model: ModelConfig, clip: Geometry, loras: Loras) -> list[Reference]:
+        """clip: the geometry of the stage that they are for. Raises InputError if its size does not divide."""
+        downscale, stride = reference_factors(lora.path for lora in loras.user)
+        unit = clip.space_factor * self.scale * downscale
+        for side, value in (("--width", self.width), ("--height", self.height)):
+            rule = f"divisible by {unit} (ic-lora with a LoRA for references of 1/{downscale} the size)"
+            check_step(side, value, unit, 0, "px", rule)
+        found = []
+        for number, spec in enumerate(self.video_conditioning):
+            count = usable_frames(video_info(spec.path, FLAG, self.num_frames).num_frames, clip.time_factor, stride)
+            size = (latent_frames(count, clip.time_factor), clip.rows // downscale, clip.columns // downscale)
+            own = replace(clip, frames=size[0], rows=size[1], columns=size[2])
+            source = SourceVideo(spec.path, own, plan_encoder_tiles("off", size, model.video_vae), FLAG, stride)
+            attention, mask = self.conditioning_attention_strength, self.conditioning_attention_mask
+            found.append(Reference(source, clip, number, spec.strength, downscale, attention, mask))
+        return found
+
+    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+        """User LoRAs are merged in stage 1, in the order given, the distilled one last."""
+        half, full = self.geometry(model, 2), self.geometry(model)
+        extra = (loras.distilled,) if loras.distilled else ()
+        first = {"guidance": NEUTRAL, "sound": self.audio_from == "stage1"}
+        second = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
+        given = self.references(model, half, loras)
+        stage1 = self.denoise("stage1", half, options, DISTILLED_SIGMAS, (*loras.user, *extra), given, **first)
+        if self.skip_stage_2:
+            return [*self.text, *stage1, *self.decoded(half, model, options)]
+        return [
+            *self.text,
+            *stage1,
+            Upsample(half, self.num_videos),
+            *self.denoise("stage2", full, options, STAGE2_SIGMAS, extra, **second),
+            *self.decoded(full, model, options),
+        ]
+
+
+PIPELINE = ICLora

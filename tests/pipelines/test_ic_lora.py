@@ -1,0 +1,345 @@
+"""ic-lora: stage 1 with references is diffusers' in-context pipeline, set to the official weights of attention."""
+
+import os
+
+import av
+import numpy as np
+import pytest
+import torch
+from test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked
+
+from ltx2rt.commands.generate import make_plan
+from ltx2rt.errors import InputError
+from ltx2rt.media.video import read_frames, video_info
+from ltx2rt.pipelines.ic_lora import ICLora, VideoSpec, parse_video
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
+from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS
+from ltx2rt.testing import relative_l2
+from ltx2rt.weights.files import TensorFile
+
+CLOSE = 1e-5  # contract: 1e-3 at every step; float32 rounding on both sides
+WIDTH, HEIGHT, FRAMES, FPS = 256, 128, 17, 24
+
+
+# Of every run through the command line; later flags win.
+FLAGS = (
+    "--pipeline", "ic-lora", "--distilled-lora", "none", "--seed", 3, "--width", WIDTH, "--height", HEIGHT,
+    "--num-frames", FRAMES, "--fps", FPS,
+)  # fmt: skip
+START = ("generate", "--backend", "cuda", "--device", "cpu", "--prompt", "a fox", "--model")
+
+
+def save(path, frames, rate=FPS):
+    """u8[H, W, 3] each, without loss."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("png", rate=rate)
+        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "rgb24"
+        for pixels in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def movie(path, count, size=(64, 32), rate=FPS, seed=0):
+    """Smooth in space and time."""
+    f, y, x = np.mgrid[:count, : size[1], : size[0]].astype(np.float32)
+    waves = [np.sin(x / 9 + f / 3 + seed), np.cos(y / 7 + f / 4), np.sin(f / 2 + x * y / 300 + seed)]
+    return save(path, ((np.stack(waves, -1) + 1) * 127.5).astype(np.uint8), rate)
+
+
+def lora_with(source, path, downscale=1, stride=1):
+    from safetensors.torch import load_file, save_file
+
+    factors = {"reference_downscale_factor": downscale, "reference_temporal_scale_factor": stride}
+    save_file(load_file(source), path, {name: str(value) for name, value in factors.items()})
+    return path
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A reference as long as the clip and a shorter one, both of a quarter of its size, and a mask of half of it."""
+    first, short = movie(tmp_path / "first.mov", FRAMES), movie(tmp_path / "short.mov", 9, seed=2)
+    return first, short, movie(tmp_path / "mask.mov", FRAMES, (128, 64))
+
+
+def masked_officially(module):
+    """Weights w of video self-attention as a bias log(w) in every block, where diffusers adds (1 - w) * -10000."""
+    weights = []
+
+    def kept(_, args, kwargs):
+        weights[:] = [kwargs["video_self_attention_mask"]]
+
+    def bias(_, args, kwargs):
+        return args, kwargs | {"self_attention_mask": weights[0].log().clamp(min=-1e30)}
+
+    module.register_forward_pre_hook(kept, with_kwargs=True)
+    for block in module.transformer_blocks:
+        block.register_forward_pre_hook(bias, with_kwargs=True)
+
+
+def diffusers_stage1(folder, lora, noise, monkeypatch, references, images, mask, strength):
+    """The latents after every step. references: (path, strength)."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.ltx2 import pipeline_ltx2_ic_lora as module
+    from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+    from PIL import Image
+    from safetensors.torch import load_file
+
+    pipe = load_pipeline(module.LTX2InContextPipeline, folder, torch.float32)
+    pipe.load_lora_weights({k: v for k, v in load_file(lora).items() if k.startswith("diffusion_model.")})
+    queue, trail, step = [noise["stage1.video"], noise["stage1.audio"]], [], FlowMatchEulerDiscreteScheduler.step
+
+    def recorded(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        trail.append(result[0].numpy()[0])
+        return result
+
+    monkeypatch.setattr(
+        module, "randn_tensor", lambda shape, **_: torch.from_numpy(unpacked(queue.pop(0), tuple(shape)).copy())
+    )
+    monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "step", recorded)
+    keep_officially(pipe, queue, monkeypatch)
+    masked_officially(pipe.transformer)
+
+    def pixels(path):
+        return [Image.fromarray(frame) for frame in read_frames(path, "", video_info(path, "").num_frames)]
+
+    grey = np.stack([np.asarray(frame) for frame in pixels(mask)]).mean(-1) / 255
+    neutral = dict(guidance_scale=1.0, stg_scale=0.0, modality_scale=1.0, guidance_rescale=0.0)
+    pipe(
+        prompt=PROMPT, num_frames=FRAMES, frame_rate=float(FPS), use_cross_timestep=True, output_type="latent",
+        width=WIDTH // 2, height=HEIGHT // 2, sigmas=[float(s) for s in DISTILLED_SIGMAS[:-1]],
+        reference_conditions=[module.LTX2ReferenceCondition(pixels(path), s) for path, s in references],
+        conditions=[
+            LTX2VideoCondition(frames=Image.open(path), index=(frame + 7) // 8, strength=s, crf=0)
+            for path, frame, s in images
+        ],
+        reference_downscale_factor=2, conditioning_attention_strength=strength,
+        conditioning_attention_mask=torch.from_numpy(grey[None, None]).float(),
+        **neutral, **{f"audio_{k}": v for k, v in neutral.items()},
+    )  # fmt: skip
+    assert not queue
+    return np.stack(trail[::2]), np.stack(trail[1::2])
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_stage_one_equals_diffusers(generation, tiny, generate, images, files, tmp_path, monkeypatch):
+    """Two references of half the size and unlike lengths and strengths, after an image in the first frame and one
+    beside it; a mask at strength 0.7."""
+    folder = tiny(f"tiny-{generation}", "diffusers")
+    lora = lora_with(folder / f"tiny-{generation}-distilled-lora.safetensors", tmp_path / "ic.safetensors", downscale=2)
+    references, mask = [(files[0], 1.0), (files[1], 0.8)], files[2]
+    places = list(zip(images, (0, 9), (1.0, 0.6), strict=True))
+    run = generate(
+        "cuda", folder, *FLAGS, "--prompt", PROMPT, "--cross-timestep-rule", "B",
+        "--lora", lora, "--image", *(f"{path}:{frame}:{strength}" for path, frame, strength in places),
+        "--video-conditioning", *(f"{path}:{strength}" for path, strength in references),
+        "--conditioning-attention-mask", mask, "--conditioning-attention-strength", 0.7, "--skip-stage-2", "--no-audio",
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    found = run.latents
+    assert found["reference.0"].shape == (1, 128, 3, 1, 2) and found["reference.1"].shape == (1, 128, 2, 1, 2)
+    assert found["stage1.video.steps"].shape == (8, 3 * 8 + 8 + 3 * 2 + 2 * 2, 128)
+    expected = diffusers_stage1(folder, lora, noise_of(found), monkeypatch, references, places, mask, 0.7)
+    for m, steps in zip(("video", "audio"), expected, strict=True):
+        for i, (a, b) in enumerate(zip(found[f"stage1.{m}.steps"], steps, strict=True)):
+            assert relative_l2(a, b) <= CLOSE, f"{m} {i}"
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny("tiny-2.3", "official")
+
+
+@pytest.fixture(scope="module")
+def half(model, tmp_path_factory):
+    """A LoRA for references of half the size."""
+    path = tmp_path_factory.mktemp("lora") / "half.safetensors"
+    return lora_with(model / "tiny-2.3-distilled-lora.safetensors", path, downscale=2)
+
+
+def test_stage_two_has_neither_references_nor_their_lora(model, half, files, generate):
+    run = generate("cuda", model, *FLAGS, "--lora", half, "--video-conditioning", files[0], "--no-audio")
+    assert run.status == 0, run.stderr
+    assert run.latents["stage1.video.noise"].shape == (1, 3 * 8 + 3 * 2, 128)
+    assert run.latents["stage2.video.noise"].shape == (1, 3 * 32, 128)
+    assert run.latents["video_latent"].shape == (1, 128, 3, 4, 8)
+    last = run.latents["stage2.audio.steps"][-1].reshape(1, -1, 8, 16).transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(run.latents["audio_latent"], last)
+    assert f"stage1: merged 130/130 modules of {half}" in run.stderr and "stage2: merged" not in run.stderr
+    names = [stage["name"] for stage in run.report["stages"]]
+    assert names == ["text", "stage1 videos", "stage1", "upsample", "stage2", "decode"]
+
+
+def test_a_distilled_lora_is_merged_in_both_stages(model, half, files):
+    distilled = LoraSpec(model / "tiny-2.3-distilled-lora.safetensors", 0.5)
+    options = ModelOptions("cuda", model, device="cpu", loras=(LoraSpec(half),), distilled_lora=distilled)
+    session = open_session(options)
+    request = ICLora("a fox", width=WIDTH, height=HEIGHT, num_frames=FRAMES, video_conditioning=(VideoSpec(files[0]),))
+    first, second = (s for s in make_plan(session, request).stages if isinstance(s, Denoise))
+    assert first.loras == (LoraSpec(half), distilled) and second.loras == (distilled,)
+    assert first.sampler == second.sampler == "euler" and not second.given
+    session.close()
+
+
+def test_without_stage_two_the_clip_is_half_as_large(model, half, files, generate):
+    flags = (*FLAGS, "--lora", half, "--video-conditioning", files[0], "--skip-stage-2")
+    run = generate("cuda", model, *flags)
+    assert run.status == 0, run.stderr
+    assert "without stage 2 the clip has 128x64 pixels" in run.stderr
+    with av.open(str(run.clip)) as container:
+        stream = container.streams.video[0]
+        assert (stream.width, stream.height, stream.frames) == (128, 64, FRAMES) and container.streams.audio
+    last = run.latents["stage1.audio.steps"][-1].reshape(1, -1, 8, 16).transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(run.latents["audio_latent"], last)
+    assert not [name for name in run.latents if name.startswith(("stage2", "upsampled"))]
+    again = generate("cuda", model, *flags, "--seed", 4, "--no-audio", "--noise-in", run.latents_file)
+    np.testing.assert_array_equal(again.latents["video_latent"], run.latents["video_latent"])
+
+
+def test_what_is_said_of_a_reference(model, half, tmp_path, generate):
+    """At another rate than the clip, and shorter: 14 frames, of which the encoder takes 9."""
+    path = movie(tmp_path / "short.mov", 14, rate=30)
+    flags = ("--lora", half, "--video-conditioning", path, "--skip-stage-2", "--no-audio")
+    run = generate("cuda", model, *FLAGS, *flags)
+    assert f"{path}: 9 frames are read; the other 8 have no reference" in run.stderr
+    assert f"{path}: has 30 fps, its frames are taken one by one as if it had 24" in run.stderr
+    assert run.latents["reference.0"].shape == (1, 128, 2, 1, 2)
+
+
+def test_frames_between_are_left_out_where_the_lora_says_so(model, half, files, generate, tmp_path):
+    """Stride 2: frames 0, 1, 3, ... 15 of 17 are nine, two latent frames."""
+    lora = lora_with(half, tmp_path / "stride.safetensors", downscale=2, stride=2)
+    kept = list(read_frames(files[0], "", FRAMES))
+    every = save(tmp_path / "every.mov", [kept[0], *kept[1::2]])
+    found, same = (
+        generate("cuda", model, *FLAGS, "--skip-stage-2", "--no-audio", "--lora", lora, "--video-conditioning", video)
+        for lora, video in ((lora, files[0]), (half, every))
+    )
+    assert found.latents["reference.0"].shape == (1, 128, 2, 1, 2)
+    np.testing.assert_array_equal(found.latents["reference.0"], same.latents["reference.0"])
+    assert relative_l2(found.latents["video_latent"], same.latents["video_latent"]) > 1e-3  # its tokens lie elsewhere
+
+
+def test_references_are_written_as_text_and_as_tuples():
+    assert parse_video("a:b.mp4:0.5") == VideoSpec(parse_video("a:b.mp4").path, 0.5)
+    assert parse_video(("a.mp4", 0.5)) == parse_video("a.mp4:0.5")
+    assert parse_video("a.mp4").strength == 1
+
+
+@pytest.fixture
+def broken(tmp_path, files):
+    """Files that are no videos, or no such ones."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "text.mov").write_text("no video")
+    (tmp_path / "cut.mov").write_bytes(files[0].read_bytes()[:-900])
+    movie(tmp_path / "one.mov", 1, (128, 64))
+    movie(tmp_path / "twelve.mov", 12, (128, 64))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--video-conditioning: the ic-lora pipeline follows reference videos, none was given"),
+        (["REF:1.5"], "strength 1.5 of"),
+        (["REF:-0.1"], "strength -0.1 of"),
+        (["REF:nan"], "strength nan of"),
+        (["gone.mov"], "--video-conditioning: {folder}/gone.mov does not exist"),
+        (["."], "is a folder, expected a file"),
+        (["fifo"], "--video-conditioning: {folder}/fifo is no regular file"),
+        (["text.mov"], "is no readable video"),
+        (["cut.mov"], "cut.mov is"),
+        (
+            ["REF", "--conditioning-attention-strength", 1.01],
+            "attention-strength: 1.01, expected 0 to 1",
+        ),
+        (["REF", "--conditioning-attention-strength", -1], "attention-strength: -1, expected 0 to 1"),
+        (["REF", "--conditioning-attention-strength", "nan"], "--conditioning-attention-strength: nan"),
+        (["REF", "--conditioning-attention-mask", "gone.mov"], "--conditioning-attention-mask: {folder}/gone.mov does"),
+        (["REF", "--conditioning-attention-mask", "fifo"], "fifo is no regular file"),
+        (
+            ["REF", "--conditioning-attention-mask", "text.mov"],
+            "attention-mask: {folder}/text.mov is no",
+        ),
+        (["REF", "--conditioning-attention-mask", "one.mov"], "one.mov has 1 frames, expected 3 or more"),
+        (["REF", "--conditioning-attention-mask", "twelve.mov"], "twelve.mov has 12 frames, expected 3 or more"),
+        (["REF", "--width", 192], "--width: 192, expected divisible by 128 (ic-lora with a LoRA for references of 1/2"),
+        (["REF", "--height", 64], "--height: 64, expected divisible by 128"),
+        (["REF", "--width", 100], "--width: 100, expected divisible by 64 (ic-lora)"),
+        (["REF", "--num-frames", 16], "the nearest are 9 and 17 frames"),
+        (["REF", "--lora", "LORA:1:stage2"], "is for stage 2, where the ic-lora pipeline merges none"),
+        (["REF", "--lora", "third.safetensors"], "reference_downscale_factor is 2 in"),
+        (["REF", "--skip-stage-2", "--audio-from", "stage2"], "--audio-from: stage2, which --skip-stage-2 leaves out"),
+        (["REF", "--output", "REF"], "first.mov"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_refusals(model, half, broken, command, monkeypatch, flags, message):
+    """One line and exit 2, before a tensor is read."""
+    if "third.safetensors" in flags:
+        lora_with(half, broken / "third.safetensors", downscale=3)
+    names = {"REF": broken / "first.mov", "LORA": half} | {path.name: path for path in broken.iterdir()}
+    names |= {"gone.mov": broken / "gone.mov", ".": broken}
+    words = [str(word) for word in flags]
+    for i, word in enumerate(words):
+        name, colon, rest = word.partition(":")
+        words[i] = f"{names.get(name, name)}{colon}{rest}"
+    given = ["--video-conditioning", *words] if words else []
+    before = sorted(broken.iterdir())
+    monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
+    words = [*START, model, "--output", broken / "out.mp4", *FLAGS, "--lora", half, *given]
+    status, out, err = command(*words)
+    assert status == 2 and out == "" and err.count("\n") == 1 and err.startswith("ltx2rt: error: ")
+    assert message.format(folder=broken) in err
+    assert sorted(broken.iterdir()) == before
+
+
+def test_a_run_without_a_lora_is_refused(model, files, command, tmp_path):
+    words = [*START, model, "--output", tmp_path / "out.mp4", *FLAGS, "--video-conditioning", files[0]]
+    status, _, err = command(*words)
+    assert status == 2 and "--lora: the ic-lora pipeline needs the LoRA that its references are for" in err
+
+
+def test_noise_without_the_references_tokens_is_refused(model, half, files):
+    from ltx2rt.weights.files import write_arrays
+
+    shape = {"video": 3 * 8, "audio": 18}
+    noise = {f"stage1.{m}": np.zeros((1, n, 128), np.float32) for m, n in shape.items()}
+    write_arrays(files[0].parent / "noise.safetensors", noise)
+    session = open_session(ModelOptions("cuda", model, device="cpu", loras=(LoraSpec(half),), distilled_lora=NO_LORA))
+    request = ICLora(
+        "a fox", width=WIDTH, height=HEIGHT, num_frames=FRAMES, video_conditioning=(VideoSpec(files[0]),),
+        skip_stage_2=True, noise_in=files[0].parent / "noise.safetensors",
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"stage1.video .* \[1, 24, 128\], expected float32 \[1, 30, 128\]"):
+        make_plan(session, request)
+    session.close()
+
+
+@pytest.fixture
+def masked(half, files):
+    """Flags of a run with an attention mask over 24 tokens of the clip and 10 of two references."""
+    mask = ("--conditioning-attention-mask", files[2])
+    return (*FLAGS, "--lora", half, "--video-conditioning", files[0], f"{files[1]}:0.8", *mask, "--no-audio")
+
+
+@pytest.mark.parametrize("mesh", ["sequence=2", pytest.param("tensor=2", marks=pytest.mark.slow)])
+def test_two_ranks_agree_with_one(model, masked, generate, generate_on_ranks, mesh):
+    agree(generate("cuda", model, *masked), generate_on_ranks(2, model, *masked, "--mesh", mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2,tensor=2"])
+def test_four_devices_agree_with_one(model, masked, generate, generate_on_devices, mesh):
+    several = generate_on_devices(4, model, *masked, "--profile", "trillium", "--mesh", mesh)
+    agree(generate("tpu", model, *masked), several)
+
+
+def agree(one, several):
+    assert one.status == several.status == 0, one.stderr + several.stderr
+    assert one.latents.keys() == several.latents.keys() and "reference.1" in one.latents
+    for name, expected in one.latents.items():
+        assert relative_l2(several.latents[name], expected) <= CLOSE, name
