@@ -287,8 +287,8 @@ def value(f: Field, given: Any) -> Any:
     plain_types = (str, int, float, list) if parse is parse_blocks else (str, int, float)
     if isinstance(given, bool) or not isinstance(given, plain_types) or len(str(given)) > 10 * MAX_PROMPT:
         raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
-    if parse is int and isinstance(given, str) and not re.fullmatch(r"-?\d{1,20}", given.strip()):
-        raise InputError(f"{name}: {given[:80]!r}, expected a whole number")
+    if parse is int and not re.fullmatch(r"-?\d{1,20}(\.0)?", str(given).strip()):
+        raise InputError(f"{name}: {str(given)[:80]}, expected a whole number of at most 20 digits")
     try:
         return convert(f, given)
     except (TypeError, OverflowError, ValueError) as error:
