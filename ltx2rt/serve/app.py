@@ -11,6 +11,7 @@ import hmac
 import json
 import sqlite3
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,6 +76,13 @@ class Settings:
     keep_s: float = 7 * 86400
     disk_bytes: int = 50 * 10**9
     log_prompts: bool = False
+
+
+class Json(JSONResponse):
+    """In ASCII: what a client sent may hold half a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
 
 
 class App:
@@ -150,7 +158,10 @@ class App:
             try:
                 await self.starlette(scope, receive, answered)
             except Exception as error:  # starlette has answered 500
-                self.board.log("error", error=f"{type(error).__name__}: {error}"[:500])
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                self.board.log(
+                    "error", error=f"{type(error).__name__}: {error}"[:500], at=f"{frame.name}:{frame.lineno}"
+                )
         route = getattr(scope.get("route"), "path", "other")
         self.metrics.requests.labels(route, code).inc()
         if route not in ("/healthz", "/readyz", "/metrics"):
@@ -189,7 +200,7 @@ class App:
             headers["x-should-retry"] = "false" if refusal.status == 409 else "true"
         if refusal.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JSONResponse(refusal.body, refusal.status, headers)
+        return Json(refusal.body, refusal.status, headers)
 
     def _refused(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
@@ -264,7 +275,7 @@ class App:
 
     def _answer(self, video: dict[str, Any], status: int = 200) -> Response:
         wait_ms = POLL_MS.get(video["status"])
-        return JSONResponse(video, status, {"openai-poll-after-ms": str(wait_ms)} if wait_ms else {})
+        return Json(video, status, {"openai-poll-after-ms": str(wait_ms)} if wait_ms else {})
 
     # --- videos -------------------------------------------------------------------------------------------------
 
@@ -343,7 +354,7 @@ class App:
             raise Refusal(400, "invalid_value", "after: no such video", "after") from None
         data = [await self._video(job) for job in jobs]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return JSONResponse({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more})
+        return Json({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more})
 
     async def retrieve(self, request: Request) -> Response:
         return self._answer(await self._video(await self._job(request)))
@@ -380,7 +391,7 @@ class App:
         if await self.store(self.queue.delete, job.id):
             await asyncio.to_thread(self.folder.remove, job.stem)
             self.board.tell("deleted", job.id, job.user)
-        return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
+        return Json({"id": job.id, "object": "video.deleted", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         job, variant = await self._job(request), request.query_params.get("variant", "video")
@@ -390,7 +401,7 @@ class App:
         if job.status != COMPLETED or job.result is None:
             raise Refusal(409, "not_ready", f"the video is {job.status}; ask again when it is completed")
         if variant == "report":
-            return JSONResponse(job.result.get("report", {}))
+            return Json(job.result.get("report", {}))
         path = self.folder.outputs / (job.stem + (CLIP if variant == "video" else THUMBNAIL))
         if not job.result.get("file") or not path.exists():
             raise Refusal(410, "expired", "the file was deleted after its time; send the request again")
@@ -443,19 +454,19 @@ class App:
 
     async def models(self, request: Request) -> Response:
         entry = {"id": self.admission.model, "object": "model", "created": 0, "owned_by": "local"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        return Json({"object": "list", "data": [entry]})
 
     async def loras(self, request: Request) -> Response:
         data = [{"id": name, "object": "lora"} for name in self.admission.lora_files()]
-        return JSONResponse({"object": "list", "data": data})
+        return Json({"object": "list", "data": data})
 
     async def limits(self, request: Request) -> Response:
-        return JSONResponse({**self.admission.limits(), "upload_bytes": self.settings.max_upload_bytes})
+        return Json({**self.admission.limits(), "upload_bytes": self.settings.max_upload_bytes})
 
     async def status(self, request: Request) -> Response:
         counts, now = await self.store(self.queue.counts), time.monotonic()
         replicas = [{"state": r.state, "for_s": round(now - r.since, 1)} for r in self.supervisor.replicas]
-        return JSONResponse({
+        return Json({
             "replicas": replicas, "jobs": counts, "draining": self.supervisor.draining,
             "disk_free_bytes": self.folder.free_bytes(),
         })  # fmt: skip
@@ -484,7 +495,7 @@ class App:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi(self.admission))
+        return Json(openapi(self.admission))
 
     # --- the page -----------------------------------------------------------------------------------------------
 
