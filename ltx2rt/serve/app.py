@@ -53,6 +53,7 @@ LOCAL = "local"  # the user where there are no tokens
 MIN_FREE_BYTES = 2 * 10**9
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
 DELETE_WAIT_S, RETRY_S = 30, 10
+UNREAD_BYTES, UNREAD_S = 2**20, 1.0  # of a refused body, read to get the answer through
 POLL_MS = {QUEUED: 1000, RUNNING: 250}
 PAGE = Path(__file__).with_name("page")
 PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -140,7 +141,7 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.starlette(scope, receive, send)
-        request, start, code = Request(scope), time.monotonic(), 500
+        start, code = time.monotonic(), 500
 
         async def answered(message: Any) -> None:
             nonlocal code
@@ -150,13 +151,20 @@ class App:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
+        async def reading() -> Any:
+            message = await receive()
+            scope["state"]["read"] = message["type"] != "http.request" or not message.get("more_body", False)
+            return message
+
+        scope["state"] = {"read": False}
+        request = Request(scope, reading)
         try:
-            scope.setdefault("state", {})["user"] = self._user(request)
+            scope["state"]["user"] = self._user(request)
         except Refusal as refusal:
-            await close_unread(self._refusal(refusal))(scope, receive, answered)
+            await (await self._with_body_read(request, self._refusal(refusal)))(scope, reading, answered)
         else:
             try:
-                await self.starlette(scope, receive, answered)
+                await self.starlette(scope, reading, answered)
             except Exception as error:  # starlette has answered 500
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 self.board.log(
@@ -202,7 +210,7 @@ class App:
             headers["www-authenticate"] = "Bearer"
         return Json(refusal.body, refusal.status, headers)
 
-    def _refused(self, request: Request, error: Exception) -> Response:
+    async def _refused(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             codes = {404: "not_found", 405: "method_not_allowed"}
             error = Refusal(error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail))
@@ -213,8 +221,18 @@ class App:
             error = Refusal(400, "gone", "the client has left")
         elif not isinstance(error, Refusal):
             error = Refusal(500, "internal", "the server failed; its log says why")
-        answer = self._refusal(error)
-        return close_unread(answer) if request.method == "POST" else answer
+        return await self._with_body_read(request, self._refusal(error))
+
+    async def _with_body_read(self, request: Request, answer: Response) -> Response:
+        """A connection that closes on a body unread may lose the answer: some of it is read first, but not all."""
+        size, end = 0, time.monotonic() + UNREAD_S
+        while not request.state.read and size < UNREAD_BYTES:
+            try:
+                message = await asyncio.wait_for(request.receive(), max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                break
+            size += len(message.get("body", b""))
+        return answer if request.state.read else close_unread(answer)
 
     # --- jobs from outside --------------------------------------------------------------------------------------
 
