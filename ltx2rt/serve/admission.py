@@ -88,21 +88,29 @@ class Admission:
         if default not in self.served:
             raise InputError(f"--pipeline: {default!r}, expected one of {', '.join(self.served)}")
         kind = "cpu" if options.device == "cpu" else "unknown"
-        self._where: tuple[DeviceInfo, Mapping[str, int]] | None = None
+        self._session: Any = None
+        self._work: OrderedDict[str, float] = OrderedDict()  # TFLOP by all that decides it
         self.plan_for(DeviceInfo(kind, "a device", UNKNOWN_BYTES, UNKNOWN_BYTES), {})
         self.model = options.model.resolve().name
 
     def plan_for(self, info: DeviceInfo, mesh: Mapping[str, int]) -> None:
         """Refuse from now on what such devices have no room for."""
-        if (info, mesh) != self._where:
-            self._where = info, mesh
+        before = self._session.backend if self._session else None
+        if isinstance(before, Elsewhere) and (before.device_kind, before.mesh) == (info.kind, mesh):
+            if before.info == info:
+                return
+            before.info = info  # of the same kind: graphs and costs hold, room may have changed
+        else:
             self._session = Session(self.checkpoint, Elsewhere(self.options, info, mesh), self.options)
-            self._work: OrderedDict[str, float] = OrderedDict()  # TFLOP by all that decides it
+        self._work.clear()
 
     def check_warm(self) -> None:
         """Refuse what a replica could not warm up for, before it is started. Raises InputError."""
         for shape in self.warm:
-            make_plan(self._session, make_request(shape.pipeline, prompt="a warm-up", seed=0, **shape.clip))
+            try:
+                self.admit({"prompt": "a warm-up", "pipeline": shape.pipeline, **shape.clip})
+            except Refusal as refusal:
+                raise InputError(str(refusal)) from refusal
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -279,8 +287,8 @@ def value(f: Field, given: Any) -> Any:
     plain_types = (str, int, float, list) if parse is parse_blocks else (str, int, float)
     if isinstance(given, bool) or not isinstance(given, plain_types) or len(str(given)) > 10 * MAX_PROMPT:
         raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
-    if parse is int and isinstance(given, str) and not re.fullmatch(r"-?\d{1,20}", given.strip()):
-        raise InputError(f"{name}: {given[:80]!r}, expected a whole number")
+    if parse is int and not re.fullmatch(r"-?\d{1,20}(\.0)?", str(given).strip()):
+        raise InputError(f"{name}: {str(given)[:80]}, expected a whole number of at most 20 digits")
     try:
         return convert(f, given)
     except (TypeError, OverflowError, ValueError) as error:

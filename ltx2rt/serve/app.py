@@ -11,6 +11,7 @@ import hmac
 import json
 import sqlite3
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ LOCAL = "local"  # the user where there are no tokens
 MIN_FREE_BYTES = 2 * 10**9
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
 DELETE_WAIT_S, RETRY_S = 30, 10
+UNREAD_BYTES, UNREAD_S = 2**20, 1.0  # of a refused body, read to get the answer through
 POLL_MS = {QUEUED: 1000, RUNNING: 250}
 PAGE = Path(__file__).with_name("page")
 PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -75,6 +77,13 @@ class Settings:
     keep_s: float = 7 * 86400
     disk_bytes: int = 50 * 10**9
     log_prompts: bool = False
+
+
+class Json(JSONResponse):
+    """In ASCII: what a client sent may hold half a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
 
 
 class App:
@@ -132,7 +141,7 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.starlette(scope, receive, send)
-        request, start, code = Request(scope), time.monotonic(), 500
+        start, code = time.monotonic(), 500
 
         async def answered(message: Any) -> None:
             nonlocal code
@@ -142,15 +151,25 @@ class App:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
+        async def reading() -> Any:
+            message = await receive()
+            scope["state"]["read"] = message["type"] != "http.request" or not message.get("more_body", False)
+            return message
+
+        scope["state"] = {"read": False}
+        request = Request(scope, reading)
         try:
-            scope.setdefault("state", {})["user"] = self._user(request)
+            scope["state"]["user"] = self._user(request)
         except Refusal as refusal:
-            await close_unread(self._refusal(refusal))(scope, receive, answered)
+            await (await self._with_body_read(request, self._refusal(refusal)))(scope, reading, answered)
         else:
             try:
-                await self.starlette(scope, receive, answered)
+                await self.starlette(scope, reading, answered)
             except Exception as error:  # starlette has answered 500
-                self.board.log("error", error=f"{type(error).__name__}: {error}"[:500])
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                self.board.log(
+                    "error", error=f"{type(error).__name__}: {error}"[:500], at=f"{frame.name}:{frame.lineno}"
+                )
         route = getattr(scope.get("route"), "path", "other")
         self.metrics.requests.labels(route, code).inc()
         if route not in ("/healthz", "/readyz", "/metrics"):
@@ -189,9 +208,9 @@ class App:
             headers["x-should-retry"] = "false" if refusal.status == 409 else "true"
         if refusal.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JSONResponse(refusal.body, refusal.status, headers)
+        return Json(refusal.body, refusal.status, headers)
 
-    def _refused(self, request: Request, error: Exception) -> Response:
+    async def _refused(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             codes = {404: "not_found", 405: "method_not_allowed"}
             error = Refusal(error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail))
@@ -202,8 +221,18 @@ class App:
             error = Refusal(400, "gone", "the client has left")
         elif not isinstance(error, Refusal):
             error = Refusal(500, "internal", "the server failed; its log says why")
-        answer = self._refusal(error)
-        return close_unread(answer) if request.method == "POST" else answer
+        return await self._with_body_read(request, self._refusal(error))
+
+    async def _with_body_read(self, request: Request, answer: Response) -> Response:
+        """A connection that closes on a body unread may lose the answer: some of it is read first, but not all."""
+        size, end = 0, time.monotonic() + UNREAD_S
+        while not request.state.read and size < UNREAD_BYTES:
+            try:
+                message = await asyncio.wait_for(request.receive(), max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                break
+            size += len(message.get("body", b""))
+        return answer if request.state.read else close_unread(answer)
 
     # --- jobs from outside --------------------------------------------------------------------------------------
 
@@ -264,7 +293,7 @@ class App:
 
     def _answer(self, video: dict[str, Any], status: int = 200) -> Response:
         wait_ms = POLL_MS.get(video["status"])
-        return JSONResponse(video, status, {"openai-poll-after-ms": str(wait_ms)} if wait_ms else {})
+        return Json(video, status, {"openai-poll-after-ms": str(wait_ms)} if wait_ms else {})
 
     # --- videos -------------------------------------------------------------------------------------------------
 
@@ -343,7 +372,7 @@ class App:
             raise Refusal(400, "invalid_value", "after: no such video", "after") from None
         data = [await self._video(job) for job in jobs]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return JSONResponse({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more})
+        return Json({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more})
 
     async def retrieve(self, request: Request) -> Response:
         return self._answer(await self._video(await self._job(request)))
@@ -380,7 +409,7 @@ class App:
         if await self.store(self.queue.delete, job.id):
             await asyncio.to_thread(self.folder.remove, job.stem)
             self.board.tell("deleted", job.id, job.user)
-        return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
+        return Json({"id": job.id, "object": "video.deleted", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         job, variant = await self._job(request), request.query_params.get("variant", "video")
@@ -390,7 +419,7 @@ class App:
         if job.status != COMPLETED or job.result is None:
             raise Refusal(409, "not_ready", f"the video is {job.status}; ask again when it is completed")
         if variant == "report":
-            return JSONResponse(job.result.get("report", {}))
+            return Json(job.result.get("report", {}))
         path = self.folder.outputs / (job.stem + (CLIP if variant == "video" else THUMBNAIL))
         if not job.result.get("file") or not path.exists():
             raise Refusal(410, "expired", "the file was deleted after its time; send the request again")
@@ -443,19 +472,19 @@ class App:
 
     async def models(self, request: Request) -> Response:
         entry = {"id": self.admission.model, "object": "model", "created": 0, "owned_by": "local"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        return Json({"object": "list", "data": [entry]})
 
     async def loras(self, request: Request) -> Response:
         data = [{"id": name, "object": "lora"} for name in self.admission.lora_files()]
-        return JSONResponse({"object": "list", "data": data})
+        return Json({"object": "list", "data": data})
 
     async def limits(self, request: Request) -> Response:
-        return JSONResponse({**self.admission.limits(), "upload_bytes": self.settings.max_upload_bytes})
+        return Json({**self.admission.limits(), "upload_bytes": self.settings.max_upload_bytes})
 
     async def status(self, request: Request) -> Response:
         counts, now = await self.store(self.queue.counts), time.monotonic()
         replicas = [{"state": r.state, "for_s": round(now - r.since, 1)} for r in self.supervisor.replicas]
-        return JSONResponse({
+        return Json({
             "replicas": replicas, "jobs": counts, "draining": self.supervisor.draining,
             "disk_free_bytes": self.folder.free_bytes(),
         })  # fmt: skip
@@ -484,7 +513,7 @@ class App:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi(self.admission))
+        return Json(openapi(self.admission))
 
     # --- the page -----------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from ltx2rt.errors import InputError
 QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED = "queued", "in_progress", "completed", "failed", "cancelled"
 STATUSES = (QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED)
 MAX_DEATHS, MAX_ATTEMPTS = 3, 10  # of replicas under one job; of runs, those counted that a dying server ended
+LAST = 10**12  # added to the place of a job that goes after the others
 MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
 RETRY_S = 60  # for so long a client's retry with the same body is the same job
 VERSION, APPLICATION = 1, 0x6C747832  # PRAGMA user_version; application_id, "ltx2"
@@ -256,22 +257,22 @@ class Queue:
 
     def claim(self, loaded: str | None = None, in_a_row: int = 0) -> Job | None:
         """The next job, in progress from now on: the highest priority, then the user who was given the least, then the
-        oldest; one whose LoRAs are `loaded` before that, MAX_SAME_SET times in a row."""
+        oldest, those last that two replicas died under; one whose LoRAs are `loaded` before, MAX_SAME_SET times."""
         with self._write() as db:
             waiting = {row[0] for row in db.execute("SELECT DISTINCT user FROM jobs WHERE status=?", (QUEUED,))}
             for user in waiting - self._waited:
                 self._served[user] = max(self._served.get(user, 0.0), self._clock)
             self._waited = waiting
             rows = db.execute(
-                "SELECT user, MIN(seq) FROM jobs WHERE status=? AND priority="
-                "(SELECT MAX(priority) FROM jobs WHERE status=?) GROUP BY user", (QUEUED, QUEUED),
+                "SELECT user, MIN(seq + (deaths>1) * ?) FROM jobs WHERE status=? AND priority="
+                "(SELECT MAX(priority) FROM jobs WHERE status=?) GROUP BY user", (LAST, QUEUED, QUEUED),
             ).fetchall()  # fmt: skip
             if not rows:
                 return None
-            user, seq = min(rows, key=lambda row: (self._served[row[0]], row[1]))
-            (job,) = self._jobs("seq=?", seq)
+            user, place = min(rows, key=lambda row: (self._served[row[0]], row[1]))
+            (job,) = self._jobs("seq=?", place % LAST)
             if loaded is not None and in_a_row < MAX_SAME_SET and job.loras != loaded:
-                same = "status=? AND user=? AND priority=? AND loras=? ORDER BY seq LIMIT 1"
+                same = "status=? AND user=? AND priority=? AND loras=? ORDER BY deaths>1, seq LIMIT 1"
                 job = next(iter(self._jobs(same, QUEUED, user, job.priority, loaded)), job)
             db.execute(
                 "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=? "
