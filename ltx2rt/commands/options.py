@@ -21,15 +21,8 @@ from ltx2rt.session.options import ModelOptions
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 PLACED = ("profile", "mesh", "weights_dtype")
 SIZED = ("width", "height", "num_frames")
-SOURCES = (
-    "audio_path",
-    "video_path",
-    "start_time",
-    "end_time",
-    "keep",
-    "guided",
-    "video_conditioning",
-)  # which decide what a run costs
+SOURCES = ("audio_path", "video_path", "start_time", "end_time", "keep", "guided")  # which decide what a run costs
+SOURCES += ("video_conditioning",)
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
