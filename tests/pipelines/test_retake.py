@@ -23,8 +23,8 @@ from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
 
 RATE, TICKS = 44100, 240
-# Contract: 1e-3 at every step. Reached: 2e-6, float32 rounding over 8 steps of two other orders of sums.
-CLOSE = 1e-5
+# Contract: 1e-3 at every step. Reached: 8e-6, float32 rounding in another order of sums over 8 steps.
+CLOSE = 2e-5
 DISTILLED = ("--distilled-lora", "none")
 
 
