@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,12 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What JAX compiles for one test, no other process of this run compiles again: xdist's workers and what tests start
+# inherit these.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    COMPILED = tempfile.TemporaryDirectory(prefix="ltx2rt-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 SMALL = {"--width": 128, "--height": 64, "--num-frames": 17, "--fps": 48, "--steps": 3, "--image-crf": 0}
 
@@ -71,9 +78,12 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_cache_at_home(tmp_path_factory) -> None:
-    """Processes that tests start keep what they compile with the tests' other files."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+def compiled_once() -> None:
+    """In the folder of this process, too, that `ltx2rt generate` chooses in others."""
+    from ltx2rt.backend import keep_compiled
+
+    if find_spec("jax"):
+        keep_compiled("tpu", Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
 
 
 def run_cli(argv: list[str]) -> tuple[int, str, str]:
@@ -142,8 +152,7 @@ def generate(tmp_path_factory) -> Callable[..., Run]:
 @pytest.fixture(scope="session")
 def generate_on_both(tmp_path_factory) -> Callable[..., tuple[Run, Run]]:
     """generate_on_both(model, *flags) -> (cuda, tpu), each in a process of its own, side by side."""
-    cache = tmp_path_factory.mktemp("xla")
-    env = os.environ | {"OMP_NUM_THREADS": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def call(model: Path, *flags: object) -> tuple[Run, Run]:
         started = []
@@ -179,7 +188,6 @@ def generate_on_ranks(tmp_path_factory) -> Callable[..., Run]:
 @pytest.fixture(scope="session")
 def generate_on_devices(tmp_path_factory) -> Callable[..., Run]:
     """generate_on_devices(count, model, *flags) -> Run of JAX on virtual CPU devices, in a process of its own."""
-    cache = tmp_path_factory.mktemp("xla")
 
     def call(count: int, model: Path, *flags: object) -> Run:
         folder = tmp_path_factory.mktemp("devices")
@@ -187,7 +195,7 @@ def generate_on_devices(tmp_path_factory) -> Callable[..., Run]:
         # More devices than cores: a thread may come late to a rendezvous, which XLA takes for a deadlock after 40 s.
         patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
         xla = f"--xla_force_host_platform_device_count={count} {patience}"
-        env = os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+        env = os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}
         ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600)
         return Run(ran.returncode, ran.stdout, ran.stderr, folder)
 

@@ -77,12 +77,6 @@ def test_what_decompresses_and_is_no_executable_goes_with_its_module(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["jit_b-1-cache"]
 
 
-def test_a_folder_that_keeps_nothing_is_said(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    keep_compiled(tmp_path / "file")
-    assert "cannot keep executables in" in capsys.readouterr().err and jax.config.jax_compilation_cache_dir is None
-
-
 @pytest.fixture
 def kept_configuration():
     """What `keep_compiled` sets is put back."""
@@ -92,6 +86,12 @@ def kept_configuration():
     for name, value in zip(names, values, strict=True):
         jax.config.update(name, value)
     warnings.showwarning = show
+
+
+def test_a_folder_that_keeps_nothing_is_said(tmp_path, capsys, kept_configuration):
+    (tmp_path / "file").write_text("")
+    keep_compiled(tmp_path / "file")
+    assert "cannot keep executables in" in capsys.readouterr().err and jax.config.jax_compilation_cache_dir is None
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, capsys, kept_configuration):
