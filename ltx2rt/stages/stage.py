@@ -36,7 +36,6 @@ class State:
     source: dict[str, np.ndarray] = field(default_factory=dict)
     sound: np.ndarray | None = None
     given: dict[str, list[Any]] = field(default_factory=dict)
-    source: dict[str, np.ndarray] = field(default_factory=dict)
     waveforms: np.ndarray | None = None
     sample_rate: int | None = None
     frames: Iterator[Iterator[np.ndarray]] = field(default_factory=lambda: iter(()))
