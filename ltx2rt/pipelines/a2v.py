@@ -66,7 +66,7 @@ class AudioToVideo(Guided):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in the order given, the distilled one last."""
         assert self.steps and self.stg_blocks is not None and loras.distilled, "the request is not resolved"
-        half, full = self.geometry(model, 2), self.geometry(model)
+        half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         cut = {"start_s": self.audio_start_time, "max_duration_s": self.audio_max_duration, "fit": self.audio_fit}
         guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "frozen": ("audio",)}
         fine = {"guidance": NEUTRAL, "frozen": ("audio",)}
@@ -74,7 +74,7 @@ class AudioToVideo(Guided):
             SourceSound(self.source_path, full, num_videos=self.num_videos, sound=self.audio, **cut),
             Text(self.prompts),
             *self.denoise("stage1", half, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided),
-            Upsample(half, self.num_videos),
+            Upsample(half, self.num_videos, self.factor(model)),
             *self.denoise("stage2", full, options, STAGE2_SIGMAS, (*loras.of("stage2"), loras.distilled), **fine),
             Frames(full, tiling(full, model, options.vae_tiling), self.num_videos),
         ]

@@ -36,7 +36,7 @@ class Distilled(VideoRequest):
         return super().resolved(model)
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        half, full = self.geometry(model, 2), self.geometry(model)
+        half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         extra = (loras.distilled,) if loras.distilled else ()
 
         def steps(name, geometry, sigmas, sampler) -> list[Stage]:
@@ -49,7 +49,7 @@ class Distilled(VideoRequest):
         return [
             *self.text,
             *steps("stage1", half, DISTILLED_SIGMAS, first),
-            Upsample(half, self.num_videos),
+            Upsample(half, self.num_videos, self.factor(model)),
             *steps("stage2", full, STAGE2_SIGMAS, self.stage2_sampler),
             *self.decoded(full, model, options),
         ]

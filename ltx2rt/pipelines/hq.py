@@ -47,7 +47,7 @@ class HQ(TwoStage):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """The schedule of stage 1 is shifted by its own tokens; user LoRAs come before the distilled one."""
         assert self.steps and self.stg_blocks is not None and loras.distilled, "the request is not resolved"
-        half, full = self.geometry(model, 2), self.geometry(model)
+        half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         first = (*loras.of("stage1"), replace(loras.distilled, strength=self.distilled_lora_strength_stage_1))
         second = (*loras.of("stage2"), replace(loras.distilled, strength=self.distilled_lora_strength_stage_2))
         guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "sound": self.audio_from == "stage1"}
@@ -56,7 +56,7 @@ class HQ(TwoStage):
         return [
             *self.text,
             *self.denoise("stage1", half, options, sigmas, first, sampler="res2s", **guided),
-            Upsample(half, self.num_videos),
+            Upsample(half, self.num_videos, self.factor(model)),
             *self.denoise("stage2", full, options, STAGE2_SIGMAS, second, sampler="res2s", **fine),
             *self.decoded(full, model, options),
         ]

@@ -115,7 +115,7 @@ class ICLora(VideoRequest):
     def references(self, model: ModelConfig, clip: Geometry, loras: Loras) -> list[Reference]:
         """clip: the geometry of the stage that they are for. Raises InputError if its size does not divide."""
         downscale, stride = reference_factors(lora.path for lora in loras.user)
-        unit = clip.space_factor * self.scale * downscale
+        unit = clip.space_factor * self.factor(model).numerator * downscale
         for side, value in (("--width", self.width), ("--height", self.height)):
             rule = f"divisible by {unit} (ic-lora with a LoRA for references of 1/{downscale} the size)"
             check_step(side, value, unit, 0, "px", rule)
@@ -131,7 +131,7 @@ class ICLora(VideoRequest):
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in stage 1, in the order given, the distilled one last."""
-        half, full = self.geometry(model, 2), self.geometry(model)
+        half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         extra = (loras.distilled,) if loras.distilled else ()
         first = {"guidance": NEUTRAL, "sound": self.audio_from == "stage1"}
         second = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
@@ -142,7 +142,7 @@ class ICLora(VideoRequest):
         return [
             *self.text,
             *stage1,
-            Upsample(half, self.num_videos),
+            Upsample(half, self.num_videos, self.factor(model)),
             *self.denoise("stage2", full, options, STAGE2_SIGMAS, extra, **second),
             *self.decoded(full, model, options),
         ]

@@ -113,7 +113,8 @@ class Request:
     """The clip flags of every pipeline. After `resolved`, no field that shapes the clip is None.
 
     name: of the pipeline; summary: what `--help` says. scale: width and height of the first stage are those of the clip
-    divided by it. distilled: "needed", "optional" or "unused", whether a distilled LoRA is merged.
+    divided by it, or by that of the upsampler if it has another. distilled: "needed", "optional" or "unused", whether a
+    distilled LoRA is merged.
     """
 
     name: ClassVar[str]
@@ -312,7 +313,7 @@ class VideoRequest(Request):
             existing_file("--image", image.path)
 
     def resolved(self: Any, model: ModelConfig) -> Any:
-        unit, step = model.video_vae.space_factor * self.scale, model.video_vae.time_factor
+        unit, step = model.video_vae.space_factor * self.factor(model).numerator, model.video_vae.time_factor
         for side, value in (("--width", self.width), ("--height", self.height)):
             check_step(side, value, unit, 0, "px", f"divisible by {unit} ({self.name})")
         full = super().resolved(model)
@@ -340,9 +341,15 @@ class VideoRequest(Request):
     def first_image(self) -> Path | None:
         return self.images[0].path if self.images else None
 
-    def geometry(self, model: ModelConfig, scale: int = 1) -> Geometry:
+    def factor(self, model: ModelConfig) -> Fraction:
+        """By how much the clip is wider and higher than its first stage: what the spatial upsampler multiplies by."""
+        found = model.upsampler
+        return found.scale if self.scale > 1 and found and not found.temporal else Fraction(self.scale)
+
+    def geometry(self, model: ModelConfig, scale: Fraction | int = 1) -> Geometry:
         """The latent grid of the clip at 1/scale of its width and height."""
-        return Geometry.of(model, self.width // scale, self.height // scale, self.num_frames, self.fps)
+        width, height = (int(side / Fraction(scale)) for side in (self.width, self.height))
+        return Geometry.of(model, width, height, self.num_frames, self.fps)
 
     def denoise(
         self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray, loras: tuple[LoraSpec, ...],

@@ -77,3 +77,25 @@ def test_its_latents_are_those_of_a_step(third, tiny, tmp_path):
     state, *_ = generate.produce(session, generate.make_plan(session, request), keep=True)
     assert state.video is not None and state.video.shape == (1, 128, 2, 2, 2)
     np.testing.assert_array_equal(state.record["stage1.video.steps"][-1].T.reshape(state.video.shape), state.video)
+
+
+def test_the_upsampler_decides_the_size_of_the_first_stage(tiny, tmp_path):
+    """With an x1.5 one, stage 1 has two thirds of the sides, which then are multiples of 96."""
+    from ltx2rt.commands import generate
+    from ltx2rt.pipelines import pipeline
+    from ltx2rt.session.open import open_session
+    from ltx2rt.session.options import ModelOptions
+    from ltx2rt.weights.random.make import make_checkpoint
+
+    make_checkpoint("tiny-2.3", "official", tmp_path, upsampler="x1.5")
+    upsampler = tmp_path / "tiny-2.3-spatial-upsampler-x1.5.safetensors"
+    session = open_session(ModelOptions("cuda", tiny("tiny-2.3", "official"), upsampler=upsampler, device="cpu"))
+    ask = pipeline("two-stage")
+    size = {"num_frames": 9, "steps": 1, "seed": 1, "audio": False}
+    state, *_ = generate.produce(
+        session, generate.make_plan(session, ask("fox", width=192, height=96, **size)), keep=True
+    )
+    assert state.record["stage1.video.steps"].shape == (1, 2 * 2 * 4, 128)
+    assert state.record["upsampled"].shape == (1, 128, 2, 3, 6)
+    with pytest.raises(ltx2rt.InputError, match="divisible by 96"):
+        generate.make_plan(session, ask("fox", width=128, height=96, **size))

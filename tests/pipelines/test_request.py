@@ -27,6 +27,7 @@ def model(generation="2.3", num_layers=48, version=()):
         generation=generation,
         version=version or tuple(int(part) for part in generation.split(".")),
         duration_head=None,
+        upsampler=None,
         image_crf=33,
         transformer=SimpleNamespace(
             keyframe_vector=False, num_layers=num_layers, rope_max_pos=(20, 2048, 2048), audio_rope_max_pos=20
