@@ -39,6 +39,7 @@ MAX_FPS, MIN_FPS = 240, 1
 MAX_SIDE_PX = 16384  # H.264's
 MAX_STEPS = 10_000
 DEFAULT_FRAMES = 121
+MAX_FRAMES = 100_000  # more than any model's limit at any rate
 MAX_KEYFRAMES = 64
 NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional branch alone
 
@@ -160,6 +161,8 @@ class Request:
             raise InputError(
                 f"--auto-duration: {' '.join(f'{s:g}' for s in window)}, expected two numbers of seconds, MIN MAX"
             )
+        if self.num_frames is not None and self.num_frames > MAX_FRAMES:
+            raise InputError(f"--num-frames: {str(self.num_frames)[:20]}, expected at most {MAX_FRAMES}")
         if self.fps <= 0:
             raise InputError(f"--fps: {self.fps}, expected more than 0")
         if not MIN_FPS <= self.fps <= MAX_FPS:
@@ -285,7 +288,9 @@ class VideoRequest(Request):
         repeat=True,
         keyword="image",
     )
-    image_crf: int | None = flag(None, "H.264 recompression of images, 0 = off (default: 33)", int, metavar="N")
+    image_crf: int | None = flag(
+        None, "H.264 recompression of images, 0 = off (default: 33; 2.5: 18)", int, metavar="N"
+    )
     audio: bool = flag(True, "write the video only", bool, name="--no-audio")
     num_generated_keyframes: int = flag(0, "2.5: keyframes that stage 1 generates beside the clip", int, metavar="K")
 
