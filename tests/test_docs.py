@@ -7,7 +7,8 @@ Convention of the documents. The info string of a block says what it is:
     text                shown only; "text output": lines that the `sh` block before it prints, in this order
 
 Blocks run in a folder that has what the documents speak of: MODEL_DIR, a tiny checkpoint under the released files'
-names, demo/ as `make demo` leaves it, .venv/bin, fox.png, style.safetensors. Commands in running text are checked too.
+names, demo/ as `make demo` leaves it, .venv/bin, pictures, a sound, clips, style.safetensors. Commands in running text
+are checked too.
 """
 
 import os
@@ -17,14 +18,18 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from ltx2rt import cli
 from ltx2rt.commands import generate
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.output import write_wav
 from ltx2rt.session.open import open_session
 from ltx2rt.weights.random.make import make_checkpoint
 
@@ -121,7 +126,16 @@ def clone(tmp_path_factory, tiny) -> Path:
     make_checkpoint("tiny-2.3", "official", folder / "other", seed=1)
     (folder / "style.safetensors").symlink_to(folder / "other" / "tiny-2.3-distilled-lora.safetensors")
     shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
-    Image.linear_gradient("L").resize((320, 180)).convert("RGB").save(folder / "fox.png")
+    for name in ("fox", "dawn", "dusk"):
+        Image.linear_gradient("L").resize((320, 180)).convert("RGB").save(folder / f"{name}.png")
+    (folder / "depth.safetensors").symlink_to(folder / "style.safetensors")
+    write_wav(folder / "song.wav", np.zeros((2, 20 * 8000), np.float32), 8000)
+    (folder / "song.wav").rename(folder / "song.mp3")  # what it is stands in the file
+    for name in ("clip", "depth"):
+        sound = {"waveform": np.zeros((2, 20000), np.float32), "sample_rate": 8000}
+        write_mp4(
+            folder / f"{name}.mp4", [np.zeros((3, 57, 64, 64), np.float32)], num_frames=57, fps=Fraction(24), **sound
+        )
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name, arguments in PROGRAMS.items():

@@ -167,7 +167,7 @@ def _ltx2rt(*arguments: object) -> None:
 def main(argv: list[str]) -> int:
     command, path = argv[0], Path(argv[1]) if len(argv) > 1 else None
     if command == "golden":
-        GOLDEN.write_text(json.dumps(graph_hashes(("tiny-2.0", "tiny-2.3")), indent=1) + "\n")
+        GOLDEN.write_text(json.dumps(graph_hashes(("tiny-2.0", "tiny-2.3", "tiny-2.5")), indent=1) + "\n")
         return 0
     assert path is not None and command in ("record", "compare"), "record FILE, compare FILE or golden"
     runs = {} if "--graphs" in argv else run_digests()
