@@ -10,9 +10,9 @@ from launches import Launch, alive, by_hand, written
 from ltx2rt.graph import trace
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.ranks import start as launcher
+from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
-from ltx2rt.stages.frames import decoding
 from ltx2rt.stages.tiling import blend_tiles, plan_tiles, tile_latents
 from ltx2rt.weights.checkpoint import open_checkpoint
 
@@ -37,7 +37,8 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     latent = load_file(latents)["video_latent"]
     tiling = plan_tiles("auto", latent.shape[2:], session.config.video_vae)
     assert len(tiling.frames) == 3
-    frames = blend_tiles(session.each(decoding(tile_latents(latent, tiling)), "frames"), tiling, backend.to_host)
+    calls = ((Call("video-decoder", tile.shape), {"latent": tile}) for tile in tile_latents(latent, tiling))
+    frames = blend_tiles(session.each(calls, "frames"), tiling, backend.to_host)
     write_mp4(
         tmp_path / "one.mp4", frames, num_frames=161, fps=Fraction(48), sample_rate=session.config.vocoder.sample_rate
     )
