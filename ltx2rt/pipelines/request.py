@@ -39,7 +39,7 @@ MAX_FPS, MIN_FPS = 240, 1
 MAX_SIDE_PX = 16384  # H.264's
 MAX_STEPS = 10_000
 DEFAULT_FRAMES = 121
-MAX_FRAMES = 100_000  # more than any model's limit at any rate
+MAX_FRAMES = 10**9  # what floats still count; the model has a limit of its own
 MAX_KEYFRAMES = 64
 NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional branch alone
 
