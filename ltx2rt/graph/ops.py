@@ -568,7 +568,7 @@ def neighbourhood_attention(
     _expect(
         q.shape[0] == k.shape[0] and q.shape[4:] == k.shape[4:], f"neighbourhood_attention: q {q} does not fit k {k}"
     )
-    for axis, n, m, w, f in zip(q.axes[1:], q.shape[1:], k.shape[1:], window, first, strict=False):
+    for axis, n, m, w, f in zip(q.axes[1:4], q.shape[1:4], k.shape[1:4], window, first, strict=True):
         _expect(w <= m, f"neighbourhood_attention: a window of {w} {axis}, but there are {m}")
         _expect(0 <= f <= m - n, f"neighbourhood_attention: {n} {axis} from {f} on, but there are {m}")
     return q, {"window": tuple(window), "first": tuple(first), "scale": float(scale)}

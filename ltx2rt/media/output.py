@@ -78,7 +78,7 @@ def write_clip(
 ) -> None:
     """Write a clip as its name says; arguments and errors are those of `write_mp4`. A WAV takes no chunk."""
     suffix = path.suffix.lower()
-    if waveform is not None and num_frames:
+    if waveform is not None and num_frames and suffix not in CONTAINERS:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
     if container := CONTAINERS.get(suffix):
         if waveform is not None and sample_rate not in container.audio_rates:

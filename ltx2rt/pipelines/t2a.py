@@ -46,13 +46,16 @@ class TextToAudio(Request):
         super().check()
         if self.num_frames is not None and self.num_frames < 1:
             raise InputError(f"--num-frames: {self.num_frames}, expected at least 1")
+        if self.duration is not None and self.num_frames is not None:
+            raise InputError("--duration: given beside --num-frames; leave one of the two out")
         if self.duration is not None and self.duration < 0.04:
             raise InputError(f"--duration: {self.duration:g} s, expected at least 0.04")
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         if self.duration is not None:  # the frames that last as long, at this rate
+            self.check()
             frames = max(round(self.duration * self.fps), 1)
-            self = replace(self, num_frames=frames)
+            self = replace(self, num_frames=frames, duration=None)
         full = super().resolved(model)
         return replace(
             full,

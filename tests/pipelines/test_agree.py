@@ -8,6 +8,7 @@ import pytest
 from test_ic_lora import lora_with, movie
 
 from ltx2rt.commands.generate import make_plan, produce
+from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import pipeline
@@ -123,6 +124,13 @@ def test_text_to_audio_computes_no_video(sessions):
     assert not [n for n in names if "video" in n or (n.endswith("patchify_proj.weight") and "audio" not in n)]
     assert not [node for node, _ in graph.walk() if "tokens" in node.outputs[0].type.axes]
     assert len(stage.branches.names) == 3  # the isolated branch is the conditional one
+
+
+def test_a_duration_is_the_frames_that_last_as_long(sessions):
+    plan = make_plan(sessions["cuda"], pipeline("t2a")("rain", duration=0.75, steps=1))
+    assert (plan.request.num_frames, plan.request.duration) == (18, None)
+    with pytest.raises(InputError, match="--duration: given beside --num-frames"):
+        make_plan(sessions["cuda"], pipeline("t2a")("rain", duration=0.75, num_frames=17))
 
 
 def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(tiny, command, tmp_path):

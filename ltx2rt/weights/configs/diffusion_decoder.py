@@ -5,6 +5,7 @@ What its code would do by default is not what the released file says, so every k
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from ltx2rt.config import DiffusionDecoderConfig
@@ -71,7 +72,7 @@ def _config(where: str, *, factors: tuple[int, ...], **fields: Any) -> Diffusion
         raise InputError(f"{where}: its lists are of {lengths} stages, expected {NUM_STAGES} in each")
     if any(len(row) != 3 for row in (*c.windows, *c.strides)) or any(set(row) - {1, 2} for row in c.strides):
         raise InputError(f"{where}: windows {c.windows} and strides {c.strides}, expected triples, strides of 1 and 2")
-    if any(a != b * n for a, b, n in zip(c.channels, c.channels[1:], factors, strict=False)):
+    if any(a != b * n for (a, b), n in zip(pairwise(c.channels), factors, strict=True)):
         raise InputError(f"{where}: channels {c.channels} do not shrink by the factors {factors} of its upsampling")
     if wrong := [n for n in c.channels if n % c.head_dim]:
         raise InputError(f"{where}: {wrong[0]} channels, expected a multiple of a head's {c.head_dim}")
@@ -81,7 +82,7 @@ def _config(where: str, *, factors: tuple[int, ...], **fields: Any) -> Diffusion
 
 
 def _factors(c: DiffusionDecoderConfig) -> list[int]:
-    return [a // b for a, b in zip(c.channels, c.channels[1:], strict=False)]
+    return [a // b for a, b in pairwise(c.channels)]
 
 
 def official_diffusion_decoder_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
