@@ -29,7 +29,8 @@ AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 
 MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
 ENCODER_THREADS = 8
 RGB_THREADS, RGB_ROWS = 8, 32  # frames at once; rows of one at once, which stay in a core's cache
-H264_OPTIONS = {"crf": "19", "preset": "veryfast"}
+# Without macroblock-tree rate control, whose result has differed between runs on a loaded machine.
+H264_OPTIONS = {"crf": "19", "preset": "veryfast", "x264-params": "mbtree=0:rc-lookahead=0"}
 # Constant quality, as good as H.264's at its 19; two-thread rows do not change what is written.
 VP9_OPTIONS = {"crf": "20", "b": "0", "deadline": "good", "cpu-used": "5", "row-mt": "1"}
 OPUS_BITS_PER_S = 160_000
