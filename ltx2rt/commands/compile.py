@@ -220,7 +220,7 @@ def flags(to: Any) -> None:
         "libtpu, which is best installed into an environment of its own. XLA_FLAGS are honoured, dumps included."
     )
     add_flags(to, Target)
-    planned_flags(to, "text_encoder", "upsampler", "vae_tiling", clip=(*SIZED, *SOURCES))
+    planned_flags(to, "text_encoder", "upsampler", "video_decoder", "vae_tiling", clip=(*SIZED, *SOURCES))
     to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
 
 

@@ -184,7 +184,7 @@ def _traffic(collectives: Mapping[str, Traffic]) -> str:
 def flags(to: Any) -> None:
     add_flags(to, Devices)
     parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "loras", "dtype")
-    how = ("stage_weights", "text_encoder_offload", "vae_tiling")
+    how = ("stage_weights", "text_encoder_offload", "video_decoder", "vae_tiling")
     planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio", *SOURCES))
     to.add_argument("--json", action="store_true")
 

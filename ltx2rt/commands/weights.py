@@ -9,8 +9,9 @@ from typing import Any
 
 from ltx2rt.commands.options import PRESETS, wanted_files
 from ltx2rt.errors import InputError
+from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
-from ltx2rt.session.options import parse_lora
+from ltx2rt.session.options import ModelOptions, parse_lora
 from ltx2rt.weights import hub
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.inspect import format_inspection, inspect_path
@@ -48,11 +49,13 @@ def fetch_flags(to: Any) -> None:
     to.add_argument("repository", type=Path, metavar="ORG/NAME[/FILE]")
     names = ", ".join(pipelines())
     to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"whose files: {names} (default: {FIRST})")
+    add_flags(to, ModelOptions, only=("video_decoder",))
     to.add_argument("--revision", metavar="R", help="a branch, a tag or a commit (default: main)")
 
 
 def fetch(args: argparse.Namespace) -> None:
-    wanted = ("gemma", *wanted_files(pipeline(args.pipeline)))
+    decoder = given_flags(args, ModelOptions).get("video_decoder")
+    wanted = (*hub.parts(decoder), *wanted_files(pipeline(args.pipeline)))
     repo = hub.parse_repo(Path(f"{args.repository}@{args.revision}" if args.revision else args.repository))
     if repo is None:
         raise InputError(f"{args.repository}: expected ORG/NAME or ORG/NAME/FILE of the hub, not a path")

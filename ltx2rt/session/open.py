@@ -14,7 +14,9 @@ from ltx2rt.placement.profiles import resolve
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
-from ltx2rt.weights.hub import OPTIONAL, fetch, parse_repo
+from ltx2rt.weights.hub import OPTIONAL, fetch, parse_repo, parts
+
+FILES = ("upsampler", "temporal_upsampler", "video_vae", "audio_vae", "duration_head")
 
 
 def open_session(options: ModelOptions, dtype: str | None = None, checkpoint: Checkpoint | None = None) -> Session:
@@ -35,7 +37,7 @@ def opened_checkpoint(options: ModelOptions) -> Checkpoint:
 def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelOptions:
     """The options with repositories of the hub replaced by files in its cache, which are downloaded if need be.
 
-    wanted: kinds of files that come with the checkpoint where no flag names them. Raises InputError.
+    wanted: optional kinds of files that come with the checkpoint where no flag names them. Raises InputError.
     """
 
     def local(path: Path, part: str, wanted: tuple[str, ...] = ()) -> Path:
@@ -45,14 +47,17 @@ def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelO
     def lora(spec: LoraSpec) -> LoraSpec:
         return spec if spec == NO_LORA else replace(spec, path=local(spec.path, "lora"))
 
-    given = {"upsampler": options.upsampler, "lora": options.distilled_lora, "gemma": options.text_encoder}
+    flags = {"gemma": "text_encoder", "lora": "distilled_lora", "diffusion_decoder": "video_vae"}
+    kinds = (*parts(options.video_decoder), *wanted)
+    kinds = tuple(kind for kind in kinds if getattr(options, flags.get(kind, kind)) is None)
+    files = {part: getattr(options, part) for part in FILES}
     return replace(
         options,
-        model=local(options.model, "main", tuple(k for k, v in given.items() if v is None and k in (*wanted, "gemma"))),
+        model=local(options.model, "main", kinds),
         text_encoder=options.text_encoder and local(options.text_encoder, "gemma"),
-        upsampler=options.upsampler and local(options.upsampler, "upsampler"),
         distilled_lora=options.distilled_lora and lora(options.distilled_lora),
         loras=tuple(map(lora, options.loras)),
+        **{part: local(path, part) for part, path in files.items() if path},
     )
 
 

@@ -18,12 +18,15 @@ from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
-from ltx2rt.weights.checkpoint import INDEX, file_kind, folder_kind, refuse_ambiguous
+from ltx2rt.weights.checkpoint import INDEX, UPSAMPLERS, file_kind, folder_kind, listed, model_index, refuse_ambiguous
+from ltx2rt.weights.names import component_of
 
 _NAME = re.compile(
     r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)(?:/(?P<file>[\w./-]+\.safetensors|model_index\.json))?(?:@(?P<revision>[\w./-]+))?"
 )
-OPTIONAL = ("upsampler", "lora")  # kinds of files that not every pipeline needs
+OPTIONAL = ("upsampler", "temporal_upsampler", "lora")  # kinds of files that not every pipeline needs
+FOLDERS = ("transformer", "text", "video_vae", "audio_vae", "vocoder")  # of every diffusers checkpoint
+DECODERS = ("video_vae", "diffusion_decoder")  # each with an encoder of its own
 TEXTS = (".json", ".model", ".jinja")
 
 
@@ -58,12 +61,13 @@ def parse_repo(path: Path) -> Repo | None:
 
 
 @cache
-def fetch(repo: Repo, part: str = "main", wanted: tuple[str, ...] = OPTIONAL, offline: bool = False) -> Path:
+def fetch(repo: Repo, part: str = "main", wanted: tuple[str, ...] = (), offline: bool = False) -> Path:
     """Download what is not in the cache yet; the file or folder to open.
 
     part: "main" for a checkpoint and what belongs to it, "gemma" for a repository that is a Gemma folder, anything else
-    for one file. wanted: optional kinds of files, and "gemma", that come with a checkpoint where the repository has
-    them. offline: look into the cache alone. Raises InputError.
+    for one file. wanted: kinds of files that come with a checkpoint where the repository has them and it does not hold
+    them itself; of a video VAE and a diffusion decoder the other comes if there is but that. offline: look into the
+    cache alone. Raises InputError.
     """
     with _hub(repo):
         import huggingface_hub
@@ -86,45 +90,62 @@ def fetch(repo: Repo, part: str = "main", wanted: tuple[str, ...] = OPTIONAL, of
     return _download(repo, sizes, names) / main
 
 
+def parts(video_decoder: str | None) -> tuple[str, ...]:
+    """Kinds of files that a checkpoint has beside its main one. video_decoder: "diffusion", else the other."""
+    return "gemma", "diffusion_decoder" if video_decoder == "diffusion" else "video_vae", "audio_vae", "duration_head"
+
+
 def _needed(repo: Repo, sizes: dict[str, int], wanted: Collection[str], commit: str) -> tuple[list[str], str]:
     """Names of the files that a checkpoint needs, and which of them to open. Raises InputError."""
-    found: dict[str, list[str]] = {}  # files by kind
-    for name in sizes:
-        if "/" not in name and name.endswith(".safetensors"):
-            found.setdefault(_kind(repo, name, commit) or "", []).append(name)
-    folders: dict[str, list[str]] = {}
-    configs = [name for name in sizes if name.count("/") == 1 and name.endswith("/config.json")]
-    snapshot = _download(repo, {}, configs) if configs else Path()
-    for name in configs:
-        folder = name.partition("/")[0]
-        folders.setdefault(folder_kind(snapshot / folder) or "", []).append(f"{folder}/")
-    mains = [*found.pop("main", []), *([INDEX] if "transformer" in folders else [])]
+    configs = [name for name in sizes if name == INDEX or re.fullmatch(r"[^/]+/config\.json", name)]
+    snapshot = _download(repo, {}, configs) if configs else None
+    folders: dict[str, list[Path]] = {}  # with a config, by kind
+    for folder in {Path(name).parent for name in configs} - {Path()}:
+        folders.setdefault((snapshot and folder_kind(snapshot / folder)) or "", []).append(folder)
+    index = model_index(snapshot) if snapshot else frozenset()
+    beside = {kind: [f"{folder}/" for folder in listed(sorted(found), index)] for kind, found in folders.items()}
+    headers: dict[str, RemoteFile] = {}
+    files: dict[str, list[str]] = {}
+
+    def look(depth: int) -> None:
+        for name in sizes:
+            plain = f"{Path(name).parent}/config.json" not in sizes
+            if plain and name.endswith(".safetensors") and name.count("/") == depth:
+                headers[name] = _header(repo, name, commit)
+                files.setdefault(file_kind(headers[name]) or "", []).append(name)
+
+    look(0)
+    if ("main" not in files and "transformer" not in beside) or (repo.file and "/" in repo.file):
+        look(1)  # as LTX-2.5 is released
+    mains = [*files.get("main", []), *([INDEX] if "transformer" in beside else [])]
     if repo.file:
         if repo.file not in (*mains, INDEX) or repo.file not in sizes:
             raise InputError(f"{repo.name}: {repo.file} is no checkpoint in it; found: {', '.join(mains) or 'none'}")
         mains = [repo.file]
     if not mains:
         raise InputError(f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, as --model")
-    files = {kind: names for kind, names in found.items() if kind and (kind not in OPTIONAL or kind in wanted)}
-    for kind in ("gemma", "upsampler"):
-        beside = folders.pop(kind, [])
-        if kind in wanted and (mains == [INDEX] or not files.get(kind)):  # each layout has its own
-            files[kind] = beside or files.get(kind, [])
+    diffusers = mains == [INDEX]
+    kinds = {*wanted, *(FOLDERS if diffusers else ())}
+    if not diffusers and len(mains) == 1:
+        kinds -= {component_of(name) for name in headers[mains[0]].names()}
+    first, second = (beside, files) if diffusers else (files, beside)
+    if (video := [kind for kind in DECODERS if kind in kinds]) and not any(kind in first for kind in video):
+        kinds |= {kind for kind in DECODERS if kind in first}
+    found = {kind: first.get(kind, []) for kind in sorted(kinds)}
+    for kind in kinds & {"gemma", "lora", *UPSAMPLERS.values()}:  # each layout has its own, or takes the other's
+        found[kind] = found[kind] or second.get(kind, [])
     refuse_ambiguous(main=[f"{repo.name}/{name}" for name in mains],
-                     **{kind: [f"{repo.name}/{name}" for name in names] for kind, names in files.items()})  # fmt: skip
-    parts = [*mains, *(name for names in files.values() for name in names)]
-    if mains == [INDEX]:
-        parts += [name for kind, names in folders.items() if kind for name in names]
-    parts += [name.removesuffix("tokenizer.json") for name in sizes if re.fullmatch(r"[^/]+/tokenizer\.json", name)]
-    return [name for name in sizes if name.startswith(tuple(parts))], mains[0]
+                     **{kind: [f"{repo.name}/{name}" for name in names] for kind, names in found.items()})  # fmt: skip
+    starts = [*mains, *(name for names in found.values() for name in names)]
+    starts += [name.removesuffix("tokenizer.json") for name in sizes if re.fullmatch(r"[^/]+/tokenizer\.json", name)]
+    return [name for name in sizes if name.startswith(tuple(starts))], mains[0]
 
 
-def _kind(repo: Repo, name: str, commit: str) -> str | None:
+def _header(repo: Repo, name: str, commit: str) -> RemoteFile:
     import huggingface_hub
 
     with _hub(repo):
-        header = huggingface_hub.parse_safetensors_file_metadata(repo.name, name, revision=commit)
-    return file_kind(RemoteFile(header.tensors))
+        return RemoteFile(huggingface_hub.parse_safetensors_file_metadata(repo.name, name, revision=commit).tensors)
 
 
 def _download(repo: Repo, sizes: dict[str, int], names: list[str]) -> Path:

@@ -13,6 +13,7 @@ from threading import Thread
 
 import pytest
 
+from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.hub import Repo, parse_repo
 from ltx2rt.weights.random.make import make_checkpoint
 
@@ -134,6 +135,34 @@ def served(tmp_path_factory):
     hub.server.server_close()
 
 
+RELEASED = {  # as LTX-2.5 lies on the hub: folders without configs
+    "transformer": "diffusion_models/distilled",
+    "text-encoder": "text_encoders/gemma4",
+    "video-vae-conv": "vae/conv",
+    "video-vae": "vae/diffusion",
+    "audio-vae": "vae/audio",
+    "spatial-upsampler-x2": "latent_upscale_models/spatial",
+    "temporal-upsampler-x2": "latent_upscale_models/temporal",
+    "distilled-lora": "loras/distilled",
+    "duration-head": "model_patches/duration",
+}
+
+
+@pytest.fixture(scope="module")
+def parted(served, tmp_path_factory):
+    """Repositories of tiny-2.5: each part a file, two transformers among them; and diffusers folders, two of those."""
+    folder = tmp_path_factory.mktemp("hub-2.5")
+    for layout in ("official", "diffusers"):
+        make_checkpoint("tiny-2.5", layout, folder / layout, empty=True)
+    files, folders = folder / "files", folder / "diffusers"
+    for part, name in (*RELEASED.items(), ("transformer", "diffusion_models/dev")):
+        (files / name).parent.mkdir(parents=True, exist_ok=True)
+        (files / f"{name}.safetensors").symlink_to(folder / "official" / f"tiny-2.5-{part}.safetensors")
+    (folders / "transformer_full").symlink_to(folders / "transformer")
+    served.repositories |= {"lab/files": files, "lab/folders": folders}
+    return served
+
+
 @pytest.fixture
 def run(served, tmp_path):
     """run(*words) -> (status, stdout, stderr) of `ltx2rt words` with an empty cache of its own."""
@@ -206,6 +235,53 @@ def test_all_that_is_ambiguous_is_said_in_one_line(run, served):
     assert "3 candidates for the checkpoint" in error and "choose with --model" in error
     assert "2 candidates for the x2 spatial upsampler" in error and "choose with --upsampler" in error
     assert not any(name.endswith(".safetensors") for name in served.fetched())
+
+
+def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
+    main = "diffusion_models/distilled.safetensors"
+    always = {main, *(f"{RELEASED[part]}.safetensors" for part in ("text-encoder", "audio-vae", "duration-head"))}
+    more = {f"{RELEASED[part]}.safetensors" for part in ("spatial-upsampler-x2", "distilled-lora")}
+    words = ("weights", "fetch", f"lab/files/{main}", "--pipeline")
+    for pipeline, decoder, expected in (
+        ("one-stage", (), always | {"vae/conv.safetensors"}),
+        ("two-stage", ("--video-decoder", "diffusion"), more | {"vae/diffusion.safetensors"}),  # the rest is there
+    ):
+        parted.got.clear()
+        status, out, err = run(*words, pipeline, *decoder)
+        assert status == 0, err
+        assert set(parted.fetched()) == expected
+    config = open_checkpoint(out.strip()).config
+    assert config.diffusion_decoder and config.video_vae.decoder and config.duration_head and config.gemma
+    assert config.upsampler and config.temporal_upsampler is None
+
+
+def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
+    """A transformer alone, as every other file is named; whatever the repository has of them is not looked at."""
+    flags = {
+        f"--{part}": f"lab/files/{RELEASED[part]}.safetensors"
+        for part in ("text-encoder", "audio-vae", "duration-head")
+    }
+    flags["--video-vae"] = "lab/files/vae/diffusion.safetensors"
+    clip = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1, "--prompt", "x", "--seed", 1, "--no-audio")
+    where = ("--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage", "--output", "a.mp4")
+    flags["--model"] = "lab/files/diffusion_models/dev.safetensors"
+    status, _, err = run("generate", *where, *clip, *(x for pair in flags.items() for x in pair))
+    assert status == 0, err
+    expected = {name.removeprefix("lab/files/") for name in flags.values()}
+    assert set(parted.fetched()) == expected
+
+
+def test_transformers_of_one_repository_are_chosen_by_name(run, parted):
+    error = one_line(run("weights", "fetch", "lab/files"))
+    assert "2 candidates for the checkpoint" in error and "choose with --model" in error
+    for name in ("dev", "distilled"):
+        assert f"lab/files/diffusion_models/{name}.safetensors" in error
+    assert not parted.fetched()
+    status, out, err = run("weights", "fetch", "lab/folders", "--pipeline", "one-stage")  # its index lists one
+    assert status == 0, err
+    found = {name.partition("/")[0] for name in parted.fetched() if name.endswith(".safetensors")}
+    parts = {"transformer", "connectors", "vae", "audio_vae", "vocoder", "text_encoder", "duration_head"}
+    assert found == parts and open_checkpoint(out.strip()).config.duration_head
 
 
 def test_one_of_several_is_chosen_by_its_file(run, served):
