@@ -7,17 +7,24 @@ to compile are for two idle cores; a busy machine (`load` in the JSON) takes lon
 
 The peer is MaxDiffusion 7cfb8801, LTX-2.0, compiled by the same compiler for the same topology and counted alike; its
 default mesh, and the mesh with the fewest bytes received that was found.
+
+LTX-2.5's video encoder, convolutional decoder, upsampler, audio decoder and vocoder are LTX-2.3's graphs, node by node:
+they have no rows of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ltx2rt_tpu.hlo import flops
 
 from benchmarks.measure import machine, record
 
@@ -34,13 +41,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row: a program (flags of `ltx2rt compile`) on a topology. peers: the same program elsewhere, by mesh."""
+    """One row: a program (flags of `ltx2rt compile`) on a topology. peers: the same program elsewhere, by mesh.
+    counted: whether the row says what the program multiplies, which only texts without kernels tell."""
 
     name: str
     topology: str
     flags: str
     target: Figures = Figures()
     peers: tuple[tuple[str, Figures], ...] = ()
+    counted: bool = False
 
 
 GB = 1e9
@@ -64,6 +73,8 @@ STEP_2_0 = {  # one guided step of LTX-2.0, 6144 video tokens, two branches: tar
         ),
     ),
 }
+NEW = "--preset ltx-2.5 --num-frames 121"
+DIFFUSION = f"{NEW} --pipeline distilled --video-decoder diffusion"
 PROGRAMS = {  # name -> flags, target
     "step-2.3": ("--preset ltx-2.3 --component denoise-step --stage 2 --branches 4", STEP),
     "stage1-2.3": ("--preset ltx-2.3 --component denoise-step --stage 1", STEP),
@@ -81,6 +92,14 @@ PROGRAMS = {  # name -> flags, target
     "decode-whole-2.0": ("--preset ltx-2.0 --component video-decoder --vae-tiling off", DECODE),
     "audio-decoder": ("--preset ltx-2.3 --component audio-decoder", Figures()),
     "vocoder": ("--preset ltx-2.3 --component vocoder", Figures()),
+    "step-2.5": (f"{NEW} --pipeline distilled --component denoise-step --stage 2", STEP),
+    "stage1-2.5": (f"{NEW} --pipeline distilled --component denoise-step --stage 1", STEP),
+    "guided-2.5": (f"{NEW} --component denoise-step --stage 1", STEP),
+    "before-2.5": (f"{NEW} --pipeline distilled --component denoise-before --stage 1", Figures()),
+    "gemma4": (f"{NEW} --pipeline distilled --component text-encoder", Figures()),
+    "duration-head": ("--preset ltx-2.5 --pipeline distilled --component duration-head", Figures()),
+    "diffusion-features": (f"{DIFFUSION} --component diffusion-features", DECODE),
+    "diffusion-decoder": (f"{DIFFUSION} --component diffusion-decoder", DECODE),
 }
 CELLS = tuple(
     cell
@@ -89,7 +108,10 @@ CELLS = tuple(
         Cell(
             "step-2.0", where, "--preset ltx-2.0 --component denoise-step --stage 2 --branches 2", target, peers
         ),
-        *(Cell(name, where, flags, aim) for name, (flags, aim) in PROGRAMS.items()),
+        *(
+            Cell(name, where, flags, aim, counted=name.startswith("diffusion"))
+            for name, (flags, aim) in PROGRAMS.items()
+        ),
     )
 )  # fmt: skip
 
@@ -97,12 +119,17 @@ CELLS = tuple(
 def compile_cell(cell: Cell) -> dict[str, Any]:
     """The row of one cell. Raises RuntimeError with the command's own words if it fails."""
     words = ["compile", "--topology", cell.topology, "--mesh", MESHES[cell.topology], *cell.flags.split(), "--json"]
-    ran = subprocess.run([sys.executable, "-m", "ltx2rt", *words], capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | ({"XLA_FLAGS": f"--xla_dump_to={folder}"} if cell.counted else {})
+        ran = subprocess.run([sys.executable, "-m", "ltx2rt", *words], capture_output=True, text=True, env=env)
+        texts = [path.read_text() for path in Path(folder).glob("*after_optimizations.txt")]
     if ran.returncode:
         raise RuntimeError(f"{cell.name}, {cell.topology}: {ran.stderr.strip().splitlines()[-1]}")
     (found,) = json.loads(ran.stdout)
     if "why_not" in found:
         raise RuntimeError(f"{cell.name}, {cell.topology}: does not fit, {found['why_not']}")
+    if cell.counted:  # the compiler leaves small programs of its own beside it
+        found["compiled_flops"] = flops(max(texts, key=len))
     return {"cell": cell.name, **found, "command": f"ltx2rt {' '.join(words)}", **machine("jax", "libtpu")}
 
 
@@ -123,6 +150,7 @@ def line(name: str, f: Figures, note: str = "") -> str:
 
 def show(cell: Cell, row: dict[str, Any]) -> str:
     note = f"{row['compile_cpu_s']:.0f} s{'' if row['fits'] else ', does NOT fit'}"
+    note += f", {row['compiled_flops'] / 1e12:.1f} TFLOP" if cell.counted else ""
     lines = [line(f"{cell.name}, {cell.topology}", figures(row), note)]
     if cell.target != Figures():
         lines.append(line("  target, at most", cell.target))

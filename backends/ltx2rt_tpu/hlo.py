@@ -1,7 +1,7 @@
-"""What a compiled program communicates, counted in its scheduled HLO.
+"""What a compiled program communicates and multiplies, counted in its scheduled HLO.
 
-Decides how often each collective runs, through the loops and computations it is in, and how many bytes it brings to one
-device. The text is the compiler's own, of any TPU generation.
+Decides how often each instruction runs, through the loops and computations it is in, how many bytes a collective brings
+to one device, and what a convolution multiplies. The text is the compiler's own, of any TPU generation.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no program of ours has them
@@ -18,6 +19,8 @@ SHAPE = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 FLAG_BYTES = 4  # what an asynchronous start keeps beside its arrays
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 COLLECTIVE = re.compile(rf" ({'|'.join(KINDS + OTHERS)})(-start)?\(")
+RESULT = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]")
+CONVOLUTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]\S* convolution\(%?([\w.\-]+), %?([\w.\-]+)\)")
 CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 
 
@@ -30,33 +33,57 @@ def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
     for an all-gather and an all-to-all, B (g-1) for a reduce-scatter, B for a permutation: bandwidth-optimal exchanges.
     Raises ValueError if a loop's length or what a communication brings cannot be told: neither is guessed.
     """
-    entry, bodies = _computations(hlo)
     counts: Counter[str] = Counter()
     received = 0.0
+    for line, times, _ in _executed(hlo, steps):
+        if match := COLLECTIVE.search(line):
+            if match[1] in OTHERS:
+                raise ValueError(f"a communication whose bytes are not known here: {line[:200]}")
+            counts[match[1]] += times
+            received += times * _received(match[1], match[2] is not None, line)
+    return counts, round(received)
 
-    def walk(name: str, times: int) -> None:
-        nonlocal received
+
+def flops(hlo: str, steps: int | None = None) -> int:
+    """2 x the multiply-adds of one call on one device, padding by zeros left out, as XLA counts them but for loops,
+    which it counts once. On a TPU every matrix product is a convolution.
+
+    Raises ValueError for a loop as `collectives` does, and for a kernel, of which the text says nothing.
+    """
+    total = 0
+    for line, times, shapes in _executed(hlo, steps):
+        if 'custom_call_target="tpu_custom_call"' in line:
+            raise ValueError(f"a kernel, whose multiply-adds are not known here: {line[:200]}")
+        if match := CONVOLUTION.match(line):
+            total += 2 * times * _multiply_adds(line, _dims(match[2]), *(shapes[name] for name in match.groups()[2:]))
+    return total
+
+
+def _executed(hlo: str, steps: int | None) -> Iterator[tuple[str, int, Mapping[str, list[int]]]]:
+    """Every instruction that runs, how often, and the shapes of its computation's values by name."""
+    entry, bodies = _computations(hlo)
+    shapes = {
+        name: {m[1]: _dims(m[2]) for line in lines if (m := RESULT.match(line))} for name, lines in bodies.items()
+    }
+
+    def walk(name: str, times: int) -> Iterator[tuple[str, int, Mapping[str, list[int]]]]:
         for line in bodies.get(name, ()):
-            if match := COLLECTIVE.search(line):
-                if match[1] in OTHERS:
-                    raise ValueError(f"a communication whose bytes are not known here: {line[:200]}")
-                counts[match[1]] += times
-                received += times * _received(match[1], match[2] is not None, line)
-            elif " while(" in line:
+            if " while(" in line and not COLLECTIVE.search(line):
                 parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", line))
                 trips = _trips(bodies[parts["condition"]], line)
                 if trips is None and name == entry:
                     trips = steps
                 if trips is None:
                     raise ValueError(f"a loop without a known trip count: {line[:200]} {bodies[parts['condition']]}")
-                walk(parts["body"], times * trips)
-            else:
+                yield from walk(parts["body"], times * trips)
+                continue
+            yield line, times, shapes[name]
+            if not COLLECTIVE.search(line):
                 for called in CALLED.findall(line):
                     for inner in re.findall(r"[\w.\-]+", called):
-                        walk(inner, times)
+                        yield from walk(inner, times)
 
-    walk(entry, 1)
-    return counts, round(received)
+    yield from walk(entry, 1)
 
 
 def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
@@ -107,3 +134,28 @@ def _group(line: str) -> int:
     if match is None:
         raise ValueError(f"a collective without replica groups: {line[:200]}")
     return len(match[1].split(","))
+
+
+def _dims(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def _multiply_adds(line: str, out: list[int], x: list[int], kernel: list[int]) -> int:
+    """Of a convolution: along each window axis the pairs of an output and a tap that meet a value and no zero."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
+    assert labels is not None, line
+    sizes = [dict(zip(names, dims, strict=True)) for names, dims in zip(labels.groups(), (x, kernel, out), strict=True)]
+    window = dict(re.findall(r"(\w+)=(\S+)", (re.search(r"window=\{([^}]*)\}", line) or [""])[0][8:-1]))
+    groups = re.search(r"batch_group_count=(\d+)", line)
+    total = sizes[1]["i"] * sizes[1]["o"] * sizes[0]["b"] // (int(groups[1]) if groups else 1)
+    for axis, length in sizes[1].items():
+        if axis.isdigit():
+            n = int(axis)
+            stride, apart, spread = (
+                int(window[key].split("x")[n]) if key in window else 1 for key in ("stride", "rhs_dilate", "lhs_dilate")
+            )
+            before = int(window["pad"].split("x")[n].split("_")[0]) if "pad" in window else 0
+            last = (sizes[0][axis] - 1) * spread
+            places = (o * stride + tap * apart - before for o in range(sizes[2][axis]) for tap in range(length))
+            total *= sum(0 <= at <= last and at % spread == 0 for at in places)
+    return total

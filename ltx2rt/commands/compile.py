@@ -34,8 +34,8 @@ from ltx2rt.stages.denoise import Denoise
 
 PARTS = {"denoise-before": "before", "denoise-step": "step"}  # components that are a part of the denoise loop
 COMPILED = (
-    "text-encoder", "video-encoder", "denoise-before", "denoise-step", "upsampler", "audio-decoder", "vocoder",
-    "video-decoder", "diffusion-features", "diffusion-decoder",
+    "text-encoder", "duration-head", "audio-encoder", "video-encoder", "denoise-before", "denoise-step", "upsampler",
+    "temporal-upsampler", "audio-decoder", "vocoder", "video-decoder", "diffusion-features", "diffusion-decoder",
 )  # fmt: skip
 
 

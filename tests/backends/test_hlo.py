@@ -1,7 +1,7 @@
 """Collectives in compiled HLO are counted once per execution, and by what a device receives."""
 
 import pytest
-from ltx2rt_tpu.hlo import collectives
+from ltx2rt_tpu.hlo import collectives, flops
 
 HLO = """HloModule jit_step
 
@@ -91,3 +91,34 @@ def test_what_cannot_be_told_is_not_guessed():
         collectives(entry("  %r = f32[8]{0} collective-broadcast(%p), replica_groups={{0,1}}"))
     with pytest.raises(ValueError, match="without an ENTRY"):
         collectives("HloModule empty")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "line", "multiply_adds"),
+    [
+        (("6,5", "7,5"), "f32[6,7] convolution(%x, %k), dim_labels=bf_oi->bf", 6 * 7 * 5),
+        (("4,6,5", "4,7,5"), "f32[4,6,7] convolution(%x, %k), window={size=4 stride=3 pad=0_0 lhs_dilate=4}, "
+         "dim_labels=0bf_0oi->0bf", 4 * 6 * 7 * 5),  # a batch of products, as the compiler writes one
+        (("1,9,3", "3,3,8"), "f32[1,9,8] convolution(%x, %k), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
+         (3 * 9 - 2) * 3 * 8),  # a tap at either border meets a zero
+        (("1,1,3", "5,3,8"), "f32[1,5,8] convolution(%x, %k), window={size=5 pad=4_4 rhs_reversal=1}, "
+         "dim_labels=b0f_0io->b0f", 5 * 3 * 8),
+        (("2,9,3", "3,3,8"), "f32[2,4,8] convolution(%x, %k), window={size=3 stride=2}, dim_labels=b0f_0io->b0f",
+         2 * 4 * 3 * 3 * 8),
+        (("2,9,6", "3,1,6"), "f32[2,7,6] convolution(%x, %k), window={size=3}, dim_labels=b0f_0io->b0f, "
+         "feature_group_count=6", 2 * 7 * 3 * 6),
+    ],
+)  # fmt: skip
+def test_convolutions_are_counted_without_their_zeros(shapes, line, multiply_adds):
+    x, kernel = shapes
+    body = f"  %x = f32[{x}]{{1,0}} parameter(0)", f"  %k = f32[{kernel}]{{1,0}} parameter(1)", f"  %r = {line}"
+    assert flops(entry(*body)) == 2 * multiply_adds
+
+
+def test_products_in_loops_are_multiplied_and_kernels_have_no_figure():
+    product = "%q = bf16[2,4]{1,0} parameter(0)\n  %y = bf16[2,4]{1,0} convolution(%q, %q), dim_labels=bf_io->bf"
+    square = product.replace("2,4", "4,4")
+    kernel = HLO[HLO.index("  %k = ") : HLO.index("  %a = ")]
+    assert flops(HLO.replace(kernel, f"  {square}\n")) == 48 * 2 * 4**3
+    with pytest.raises(ValueError, match="a kernel"):
+        flops(HLO)

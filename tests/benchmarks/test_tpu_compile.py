@@ -1,6 +1,7 @@
 """Every cell of the table can be planned; the table keeps what it does not compile again."""
 
 import json
+from fractions import Fraction
 from importlib.util import find_spec
 
 import pytest
@@ -9,9 +10,15 @@ from benchmarks import tpu_compile
 from benchmarks.tpu_compile import CELLS, MESHES, compile_cell, figures
 from ltx2rt import cli
 from ltx2rt.commands import compile
+from ltx2rt.models.catalog import network
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.weights.random.presets import preset
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name}-{cell.topology}")
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, marks=[pytest.mark.slow] * (c.topology != "v6e:2x4"), id=f"{c.name}-{c.topology}") for c in CELLS],
+)
 def test_a_cell_is_one_program(cell, monkeypatch):
     jobs = []
     monkeypatch.setattr(compile, "compile_job", lambda job: jobs.append(job) or ())
@@ -23,6 +30,16 @@ def test_a_cell_is_one_program(cell, monkeypatch):
         assert program.graph.inputs["video_latent"].type.sizes["tokens"] == 24576
     if cell.name.startswith("decode-whole"):
         assert program.graph.outputs["frames"].type.shape == (1, 3, 121, 512, 768)
+
+
+@pytest.mark.parametrize("name", ["video-encoder", "video-decoder", "upsampler", "audio-decoder", "vocoder"])
+def test_what_2_5_shares_with_2_3_is_compiled_once(name):
+    graphs = []
+    for generation in ("ltx-2.3", "ltx-2.5"):
+        config = preset(generation).config
+        sizes = network(name).sizes(config, Geometry.of(config, 768, 512, 121, Fraction(24)), 1)
+        graphs.append(str(network(name).trace(config, sizes, "bfloat16")))
+    assert graphs[0] == graphs[1]
 
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
