@@ -97,6 +97,7 @@ def guided(generation: str, dtype: str, masked: bool = False) -> Case:
         feeds[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
     feeds |= {"sigmas": np.array([0.8, 0.6], np.float32), "guidance": GUIDANCE}
     feeds["stg_blocks"] = np.array([0, 1], np.float32)
+    feeds["video_keyframes_mask"] = (np.arange(TOKENS) < 6).astype(np.float32)  # 2.5: the first latent frame
     structure = guided_step.StepShape(
         guided_step.Branches.of(GUIDANCE), TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), 3, 2,
         masked=masked,
@@ -148,7 +149,7 @@ def text(generation: str, dtype: str) -> Case:
 
 BUILDERS: dict[str, Callable[[str, str], Case]] = {"guided": guided, "forward": forward, "text": text}
 MASKED = "masked-2.3"
-NAMES = (*(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")), "text-2.5")
+NAMES = (*(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")), "guided-2.5", "text-2.5")
 
 
 @cache

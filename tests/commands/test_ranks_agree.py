@@ -30,6 +30,33 @@ def test_ranks_agree_with_one_device(tiny, generate, generate_on_ranks, images, 
     agree(generate("cuda", model, *wanted), generate_on_ranks(ranks, model, *wanted, "--mesh", mesh))
 
 
+DISTILLED = ("--pipeline", "distilled", "--num-generated-keyframes", 1, "--video-decoder", "diffusion")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "flags"),
+    [
+        ("tensor=2", DISTILLED),
+        ("sequence=2", DISTILLED),
+        ("fsdp=2", DISTILLED),
+        ("data=2", (*DISTILLED, "--num-videos", 2)),
+        ("guidance=2", ("--pipeline", "two-stage")),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_2_5_on_two_devices_agrees_with_one(
+    tiny, generate, generate_on_ranks, generate_on_devices, images, backend, mesh, flags
+):
+    """Ancestral noise, a generated keyframe, an image, no biases in the feed-forward, the diffusion decoder."""
+    model = tiny("tiny-2.5", "official")
+    size = ("--width", 64, "--height", 64, "--num-frames", 9, "--no-audio", "--seed", 5)
+    lora = ("--distilled-lora", model / "tiny-2.5-distilled-lora.safetensors")
+    wanted = (*size, *lora, "--image", f"{images[0]}:0:0.8", *flags)
+    several = generate_on_ranks if backend == "cuda" else generate_on_devices
+    agree(generate("cuda", model, *wanted), several(2, model, *wanted, "--mesh", mesh))
+
+
 SILENT = ("--no-audio",)  # the vocoder takes JAX a minute to compile
 THREE_BRANCHES = (*SILENT, "--video-stg", 0, "--audio-stg", 0)
 

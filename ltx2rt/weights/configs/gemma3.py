@@ -9,19 +9,37 @@ from ltx2rt.config import Gemma4Config, GemmaConfig, TextConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights.configs.keys import Keys, Row, read_official, write_official
 
-# Defaults are Gemma3TextConfig's own: the released 12B config.json leaves these keys out.
-ROWS = [
-    Row("vocab_size", "vocab_size", "vocab_size", "int", 262208),
-    Row("hidden_size", "hidden_size", "hidden_size", "int"),
-    Row("num_layers", "num_hidden_layers", "num_hidden_layers", "count"),
-    Row("num_heads", "num_attention_heads", "num_attention_heads", "int"),
-    Row("num_kv_heads", "num_key_value_heads", "num_key_value_heads", "int"),
-    Row("head_dim", "head_dim", "head_dim", "int", 256),
-    Row("intermediate_size", "intermediate_size", "intermediate_size", "int"),
-    Row("sliding_window", "sliding_window", "sliding_window", "int", 4096),
-    Row("norm_eps", "rms_norm_eps", "rms_norm_eps", "float", 1e-6),
-]
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+
+
+def size_rows(vocab_size: int, sliding_window: int) -> list[Row]:
+    """Of either Gemma's text branch. Defaults are those of transformers' class: released configs leave some out."""
+    return [
+        Row("vocab_size", "vocab_size", "vocab_size", "int", vocab_size),
+        Row("hidden_size", "hidden_size", "hidden_size", "int"),
+        Row("num_layers", "num_hidden_layers", "num_hidden_layers", "count"),
+        Row("num_heads", "num_attention_heads", "num_attention_heads", "int"),
+        Row("num_kv_heads", "num_key_value_heads", "num_key_value_heads", "int"),
+        Row("head_dim", "head_dim", "head_dim", "int", 256),
+        Row("intermediate_size", "intermediate_size", "intermediate_size", "int"),
+        Row("sliding_window", "sliding_window", "sliding_window", "int", sliding_window),
+        Row("norm_eps", "rms_norm_eps", "rms_norm_eps", "float", 1e-6),
+    ]
+
+
+ROWS = size_rows(262208, 4096)
+
+
+def token_ids(*levels: Keys) -> dict[str, int]:
+    """The special tokens, each of the first level that has it; of a list the first. Raises InputError."""
+    found = {}
+    for key, default in TOKENS.items():
+        value = next((level.data[key] for level in levels if key in level), None)
+        value = value[0] if isinstance(value, list) and value else value
+        found[key] = default if value is None else value
+        if type(found[key]) is not int:
+            raise InputError(f"{levels[0].where}: {key} = {value!r}, expected a token id")
+    return found
 
 
 def gemma3(outer: Keys) -> GemmaConfig:
@@ -34,14 +52,6 @@ def gemma3(outer: Keys) -> GemmaConfig:
         attn_logit_softcapping=None,
         use_bidirectional_attention=False,
     )
-
-    def token(key: str, default: int) -> int:
-        value = keys.get(key, outer.get(key, None))
-        value = value[0] if isinstance(value, list) and value else value
-        value = default if value is None else value
-        if type(value) is not int:
-            raise InputError(f"{keys.where}: {key} = {value!r}, expected a token id")
-        return value
 
     sizes = read_official(ROWS, keys)
     num_layers = sizes["num_layers"]
@@ -73,7 +83,7 @@ def gemma3(outer: Keys) -> GemmaConfig:
         rope_scaling_factor=factor,
         rope_local_theta=local_theta,
         query_scale=keys.number("query_pre_attn_scalar", float, 256) ** -0.5,
-        **{key: token(key, default) for key, default in TOKENS.items()},
+        **token_ids(keys, outer),
     )
 
 

@@ -7,20 +7,10 @@ from typing import Any
 
 from ltx2rt.config import Gemma4Config
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import Keys, Row, read_official, write_official
+from ltx2rt.weights.configs.gemma3 import TOKENS, size_rows, token_ids
+from ltx2rt.weights.configs.keys import Keys, read_official, write_official
 
-# Defaults are Gemma4UnifiedTextConfig's own, where the released config could leave them out.
-ROWS = [
-    Row("vocab_size", "vocab_size", "vocab_size", "int", 262144),
-    Row("hidden_size", "hidden_size", "hidden_size", "int"),
-    Row("num_layers", "num_hidden_layers", "num_hidden_layers", "count"),
-    Row("num_heads", "num_attention_heads", "num_attention_heads", "int"),
-    Row("num_kv_heads", "num_key_value_heads", "num_key_value_heads", "int"),
-    Row("head_dim", "head_dim", "head_dim", "int", 256),
-    Row("intermediate_size", "intermediate_size", "intermediate_size", "int"),
-    Row("sliding_window", "sliding_window", "sliding_window", "int", 1024),
-    Row("norm_eps", "rms_norm_eps", "rms_norm_eps", "float", 1e-6),
-]
+ROWS = size_rows(262144, 1024)
 USUAL = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
@@ -31,7 +21,6 @@ USUAL = {
 }
 KINDS = {"sliding_attention": True, "full_attention": False}
 PLACEHOLDERS = {"image_token_id": 258880, "audio_token_id": 258881, "video_token_id": 258884}
-TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 
@@ -56,14 +45,6 @@ def gemma4(outer: Keys) -> Gemma4Config:
     if fraction > 1:
         raise InputError(f"{full.where}: partial_rotary_factor = {fraction}, expected at most 1")
 
-    def token(key: str, default: int) -> int:
-        value = keys.get(key, None)
-        value = value[0] if isinstance(value, list) and value else value
-        value = default if value is None else value
-        if type(value) is not int:
-            raise InputError(f"{keys.where}: {key} = {value!r}, expected a token id")
-        return value
-
     return Gemma4Config(
         **sizes,
         **_full_sizes(keys, sizes["num_kv_heads"], types),
@@ -71,7 +52,7 @@ def gemma4(outer: Keys) -> Gemma4Config:
         rope_theta=full.number("rope_theta", float),
         rope_fraction=fraction,
         rope_local_theta=local.number("rope_theta", float),
-        **{key: token(key, default) for key, default in TOKENS.items()},
+        **token_ids(keys),
         placeholder_ids=_placeholders(outer) if "text_config" in outer else (),
     )
 
