@@ -40,8 +40,7 @@ from ltx2rt.session.call import Call
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.weights import configs
-from ltx2rt.weights.checkpoint import component_of
-from ltx2rt.weights.names import GEMMA, to_diffusers
+from ltx2rt.weights.names import GEMMA, component_of, to_diffusers
 
 Tensors = dict[str, torch.Tensor]
 UNUSED = ("encoder", "model.vision_tower", "model.multi_modal_projector")  # submodules that text to video never calls

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from ltx2rt.backend import TensorSource
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.quantise import trainable
-from ltx2rt.weights.checkpoint import audit
+from ltx2rt.weights.audit import audit
 from ltx2rt_tpu.backend import TpuBackend
 from ltx2rt_tpu.program import Program
 from ltx2rt_tpu.weights import abstract_weights, weight_specs

@@ -20,7 +20,8 @@ from ltx2rt.pipelines.request import DEFAULT_FRAMES, VideoRequest, check_step, d
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.weights.checkpoint import FLAGS, WORDS, open_checkpoint
+from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.parts import FLAGS, WORDS
 from ltx2rt.weights.random.presets import preset
 
 DEFAULT_KIND = "h100-80gb"  # whose profile is taken if none is named

@@ -17,7 +17,8 @@ from ltx2rt.graph import Graph
 from ltx2rt.graph.ir import numbered
 from ltx2rt.session.call import Call, WeightsKey
 from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.weights.checkpoint import Checkpoint, audit
+from ltx2rt.weights.audit import audit
+from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
 from ltx2rt.weights.quantised import stored_float8
 

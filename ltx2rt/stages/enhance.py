@@ -15,7 +15,8 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.images import read_rgb
-from ltx2rt.weights.checkpoint import Checkpoint, read_json
+from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.parts import read_json
 from ltx2rt.weights.quantised import Packed
 
 TEMPERATURE, TOP_K, MAX_TOKENS = 0.7, 50, 512  # the official pipelines'

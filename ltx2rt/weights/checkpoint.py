@@ -1,20 +1,18 @@
-"""Opening a checkpoint: which files are its parts, what they hold, and whether they are what the graphs expect.
+"""Opening a checkpoint: its configuration, and a source of tensors for each of its parts.
 
-Decides, from headers and configs only and never from file names, the layout (official: a single file, since LTX-2.5 a
-file for each part; or a diffusers folder) and each part; no tensor data is read. Leaves data, LoRA and devices to
-others.
+Decides the layout (official: a single file, since LTX-2.5 a file for each part; or a diffusers folder) and which of the
+files that `parts` finds are taken; no tensor data is read. Leaves data, LoRA and devices to others.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +26,23 @@ from ltx2rt.weights.configs import Keys, parse_json, version_tuple
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, cut, open_tensors
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, fused_of, gemma_to_canonical, to_official
+from ltx2rt.weights.parts import (
+    FLAGS,
+    INDEX,
+    UPSAMPLERS,
+    absent,
+    contents,
+    contents_of_folder,
+    file_kind,
+    folder_kind,
+    listed,
+    model_index,
+    only,
+    read_json,
+    refuse_ambiguous,
+    scan,
+    video_files,
+)
 from ltx2rt.weights.quantised import Float8, dequantised, stored_float8
 
 T = TypeVar("T")
@@ -36,65 +51,9 @@ COMPONENTS = ("transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder
 COMPONENTS += ("diffusion_decoder", "duration_head")
 OPTIONAL = ("temporal_upsampler", "diffusion_decoder", "duration_head")  # not every generation has them
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
-DIFFUSERS_CLASSES = {
-    "LTX2VideoTransformer3DModel": "transformer",
-    "LTX2TextConnectors": "text",
-    "AutoencoderKLLTX2Video": "video_vae",
-    "AutoencoderKLLTX2Audio": "audio_vae",
-    "LTX2Vocoder": "vocoder",
-    "LTX2VocoderWithBWE": "vocoder",
-    "LTX2LatentUpsamplerModel": "upsampler",
-    "LTX2VideoDiffusionDecoderModel": "diffusion_decoder",
-    "LTX2DurationHead": "duration_head",
-}
-FLAGS = {
-    "gemma": "--text-encoder",
-    "upsampler": "--upsampler",
-    "temporal_upsampler": "--temporal-upsampler",
-    "video_vae": "--video-vae",
-    "diffusion_decoder": "--video-vae",
-    "audio_vae": "--audio-vae",
-    "vocoder": "--audio-vae",
-    "duration_head": "--duration-head",
-    "lora": "--distilled-lora",
-}
-WORDS = {
-    "gemma": "text encoder",
-    "video_vae": "video VAE",
-    "diffusion_decoder": "diffusion video decoder",
-    "audio_vae": "audio VAE",
-    "duration_head": "duration head",
-    "upsampler": "x2 spatial upsampler",
-    "x15_upsampler": "x1.5 spatial upsampler",
-    "temporal_upsampler": "x2 temporal upsampler",
-    "main": "checkpoint",
-    "lora": "LoRA",
-}
-UPSAMPLERS = {  # kind by the upsampling convolution's dimensions, and output channels over input channels
-    (4, 4): "upsampler",
-    (4, 9): "x15_upsampler",
-    (5, 2): "temporal_upsampler",
-}
-LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight$|\.alpha$")
 BLOCK_MATRIX = re.compile(r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$")
-INDEX = "model_index.json"  # passed as the model, it means the diffusers folders beside it
-MAIN_KEY = "model.diffusion_model.transformer_blocks."
-TEXT_ENCODER_KEY = "model.layers.0.post_feedforward_layernorm.weight"
 TOKENIZER_ASSET = "tokenizer_json"
 ASSETS = ("hf_asset__", TOKENIZER_ASSET)  # prefixes of the files that a text-encoder file carries
-KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
-    r"vae\.decoder\.type_emb",  # of decoding with keyframes, which the first release of 2.5 does not do
-    r"(?:audio_)?vae\.per_channel_statistics\.(?:channel|mean-of-stds|mean-of-stds_over_std-of-means)",
-    r"vocoder\.mel_stft\.stft_fn\.inverse_basis",
-    r"upsampler\.blur_down\.kernel",
-    r"(?:model\.)?(?:vision_(?:tower|model|embedder)|multi_modal_projector|audio_projector|embed_(?:vision|audio))\..*",
-    r"(?:language_model\.)?lm_head\..*",
-]
-_KNOWN_UNUSED = re.compile("|".join(f"(?:{pattern})" for pattern in KNOWN_UNUSED))
-_HALVES = re.compile(  # networks in one file, each used without the others; the diffusion decoder is two
-    r"(?:audio_)?vae\.(?:per_channel_statistics|encoder|decoder)\."
-    r"(?:(?:conv_in(?!\.conv)|(?:det_stages|upsamples)\.[0-2])\.)?"
-)
 
 
 class RenamedSource:
@@ -230,132 +189,6 @@ class Checkpoint:
         return self.tokenizer
 
 
-def absent(part: str, path: Path, unreadable: Iterable[str] = ()) -> InputError:
-    flag = FLAGS.get(part, "--model")
-    notes = "".join(f"; not readable: {line}" for line in unreadable)
-    return InputError(f"{path}: no {WORDS.get(part, part)} was found; pass one with {flag}{notes}")
-
-
-def only(part: str, candidates: list[T]) -> T | None:
-    refuse_ambiguous(**{part: candidates})
-    return candidates[0] if candidates else None
-
-
-def refuse_ambiguous(**found: Sequence[Any]) -> None:
-    """Raise one InputError for all parts that have several candidates, listing them and the flags that choose."""
-    said = []
-    for part, candidates in found.items():
-        if len(candidates) > 1:
-            listed, flag = ", ".join(map(str, candidates)), FLAGS.get(part, "--model")
-            said.append(f"{len(candidates)} candidates for the {WORDS.get(part, part)}: {listed}; choose with {flag}")
-    if said:
-        raise InputError(". ".join(said))
-
-
-# ---- recognising parts ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Parts:
-    """What lies in a folder, by kind."""
-
-    main: list[TensorFile] = field(default_factory=list)
-    video_vae: list[Path] = field(default_factory=list)  # with the convolutional decoder
-    diffusion_decoder: list[Path] = field(default_factory=list)
-    audio_vae: list[Path] = field(default_factory=list)
-    duration_head: list[Path] = field(default_factory=list)
-    upsampler: list[Path] = field(default_factory=list)
-    x15_upsampler: list[Path] = field(default_factory=list)  # only used if it is named: sizes depend on it
-    temporal_upsampler: list[Path] = field(default_factory=list)
-    lora: list[Path] = field(default_factory=list)
-    gemma: list[Path] = field(default_factory=list)
-    tokenizer: list[Path] = field(default_factory=list)
-    diffusers: dict[str, list[Path]] = field(default_factory=dict)
-    unreadable: list[str] = field(default_factory=list)
-
-
-def file_kind(file: Any) -> str | None:
-    """ "main", "lora", one of `UPSAMPLERS`, another part that has a file of its own, or None, from the names and shapes
-    in the header."""
-    names = set(file.names())
-    if any(name.startswith(MAIN_KEY) for name in names):
-        return "main"
-    if TEXT_ENCODER_KEY in names:
-        return "gemma"
-    if any(name.startswith("duration_head.") for name in names):
-        return "duration_head"
-    if any(name.startswith(("audio_vae.", "vocoder.")) for name in names):
-        return "audio_vae"
-    if any(name.removeprefix("vae.").startswith("per_channel_statistics.") for name in names):
-        diffusion = any(name.removeprefix("vae.").startswith("decoder.det_stages.") for name in names)
-        return "diffusion_decoder" if diffusion else "video_vae"
-    if names and all(LORA_KEY.search(name) for name in names):
-        return "lora"
-    if {"initial_conv.weight", "final_conv.weight"} <= names:
-        for name in {"upsampler.0.weight", "upsampler.conv.weight"} & names:
-            shape = file.info(name).shape
-            return UPSAMPLERS.get((len(shape), shape[0] // shape[1])) if len(shape) > 1 and shape[1] else None
-    return None
-
-
-def folder_kind(folder: Path) -> str | None:
-    """A diffusers component, "gemma", one of `UPSAMPLERS` or None, from config.json."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return None
-    keys = read_json(path)
-    if str(keys.get("model_type", "")).startswith("gemma"):
-        return "gemma"
-    kind = DIFFUSERS_CLASSES.get(str(keys.get("_class_name", "")))
-    return configs.upsampler_kind(keys) if kind == "upsampler" else kind
-
-
-def read_json(path: Path) -> Keys:
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot read: {error.strerror}") from error
-    if text.startswith(b"version https://git-lfs"):
-        raise InputError(f"{path}: a git-lfs pointer; run `git lfs pull` in its repository")
-    return parse_json(text, str(path))
-
-
-def scan(folder: Path, deep: bool = False) -> Parts:
-    """Files directly in the folder and in its sub-folders that have a config; headers only. deep: also the files in
-    sub-folders without one, as LTX-2.5 is released."""
-    parts, inner = Parts(), []
-    if deep:
-        folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and not (path / "config.json").exists()]
-        inner = [path for one in folders if os.access(one, os.R_OK) for path in sorted(one.glob("*.safetensors"))]
-    for path in [*sorted(folder.iterdir()), *inner]:
-        try:
-            if path.is_dir():
-                kind = folder_kind(path)
-                if kind and not any(path.glob("*.safetensors*")):  # as a download of other parts leaves it
-                    parts.unreadable.append(f"{path}: a config without weights")
-                elif kind in ("gemma", *UPSAMPLERS.values()):
-                    getattr(parts, kind).append(path)
-                elif kind:
-                    parts.diffusers.setdefault(kind, []).append(path)
-                if (path / "tokenizer.json").is_file():
-                    parts.tokenizer.append(path / "tokenizer.json")
-            elif path.suffix == ".safetensors":
-                file = TensorFile(path)
-                kind = file_kind(file)
-                if kind == "main":
-                    parts.main.append(file)
-                elif kind:
-                    getattr(parts, kind).append(path)
-        except InputError as error:
-            parts.unreadable.append(str(error))
-        except PermissionError as error:
-            parts.unreadable.append(f"{path}: cannot read: {error.strerror}")
-    return parts
-
-
-# ---- opening --------------------------------------------------------------------------------------------------------
-
-
 def open_checkpoint(
     model: str | Path,
     text_encoder: str | Path | None = None,
@@ -404,7 +237,7 @@ def open_checkpoint(
         main = TensorFile(path)
         if file_kind(main) != "main":
             raise InputError(
-                f"{path}: no LTX-2 checkpoint ({_contents(main)}); pass the main file or a folder with --model"
+                f"{path}: no LTX-2 checkpoint ({contents(main)}); pass the main file or a folder with --model"
             )
         parts = scan(folder)
         alone = "video_vae" not in official_sources(main) and not (parts.video_vae or parts.diffusion_decoder)
@@ -419,7 +252,7 @@ def open_checkpoint(
             raise InputError(parts.unreadable[0])
         raise InputError(
             f"{path}: no checkpoint: neither an official single file nor a diffusers transformer "
-            f"({_contents_of_folder(path, parts)}); pass one with --model"
+            f"({contents_of_folder(path, parts)}); pass one with --model"
         )
 
     def pick(part: str) -> Path | None:
@@ -488,46 +321,6 @@ def _refuse_encoded(source: RenamedSource) -> None:
         )
 
 
-def _contents(file: TensorFile) -> str:
-    kind = file_kind(file)
-    if kind:
-        return f"it is a {WORDS[kind]}"
-    names = list(file.names())
-    return f"{len(names)} tensors, first {names[0]}" if names else "no tensors"
-
-
-def _contents_of_folder(path: Path, parts: Parts) -> str:
-    if folder_kind(path) == "gemma":
-        return "it is a Gemma folder, which --text-encoder takes"
-    files = ("gemma", "video_vae", "diffusion_decoder", "audio_vae", "duration_head")
-    kinds = [WORDS[kind] for kind in (*files, *UPSAMPLERS.values(), "lora") if getattr(parts, kind)]
-    return f"found: {', '.join([*kinds, *parts.diffusers]) or 'nothing of LTX-2'}"
-
-
-def model_index(folder: Path) -> frozenset[str]:
-    """The names of a diffusers folder's own parts; none if it does not list them."""
-    path = folder / "model_index.json"
-    return frozenset(read_json(path).data) if path.is_file() else frozenset()
-
-
-def listed(found: list[Path], index: frozenset[str]) -> list[Path]:
-    """Of several candidates those that the folder's index lists, if it does."""
-    named = [path for path in found if path.name in index]
-    return named if len(found) > 1 and named else found
-
-
-def video_files(chosen: str | Path | None, parts: Parts, own: Container[str]) -> dict[str, Path | None]:
-    """The files with either decoder: the one that was chosen, of whichever kind, or what was found of each that the
-    main file has not of its own."""
-    kinds = ("video_vae", "diffusion_decoder")
-    if chosen is None:
-        return {kind: only(kind, getattr(parts, kind)) for kind in kinds if kind not in own}
-    kind = file_kind(file := TensorFile(chosen))
-    if kind not in kinds:
-        raise InputError(f"{chosen}: no video VAE ({_contents(file)}); pass one with --video-vae")
-    return {kind: Path(chosen)}
-
-
 def check_release(path: Path | None, version: tuple[int, ...], flag: str) -> None:
     """Files of LTX-2.5 state their version. Raises InputError for one of an earlier release beside it, and for one of
     LTX-2.5 beside an earlier release."""
@@ -555,9 +348,11 @@ def _tokenizer(gemma_dir: Path | None, found: list[Path]) -> Path | Asset | None
 
 
 def official_metadata(file: TensorFile) -> Keys:
+    """Its config's sections; those that are null, as the files of LTX-2.5 have them, are absent."""
     if "config" not in file.metadata:
         raise InputError(f"{file.path}: its metadata has no `config`; pass the original file, not a re-saved one")
-    return parse_json(file.metadata["config"], f"{file.path}: config")
+    found = parse_json(file.metadata["config"], f"{file.path}: config")
+    return Keys({name: section for name, section in found.data.items() if section is not None}, found.where)
 
 
 def open_official(
@@ -700,7 +495,7 @@ def gemma_keys(path: Path) -> Keys:
         return read_json(path / "config.json")
     file = TensorFile(path)
     if file_kind(file) != "gemma":
-        raise InputError(f"{path}: no text encoder ({_contents(file)}); pass a Gemma folder, or a file of LTX-2.5")
+        raise InputError(f"{path}: no text encoder ({contents(file)}); pass a Gemma folder, or a file of LTX-2.5")
     if "gemma_config" not in file.metadata:
         raise InputError(f"{path}: its metadata has no `gemma_config`; pass the original file, not a re-saved one")
     return parse_json(file.metadata["gemma_config"], f"{path}: gemma_config")
@@ -726,7 +521,7 @@ def open_upsampler(path: Path, flag: str = "--upsampler") -> tuple[UpsamplerConf
     else:
         tensors = TensorFile(path)
         if file_kind(tensors) not in UPSAMPLERS.values():
-            raise InputError(f"{path}: no latent upsampler ({_contents(tensors)}); pass one with {flag}")
+            raise InputError(f"{path}: no latent upsampler ({contents(tensors)}); pass one with {flag}")
         if "config" not in tensors.metadata:
             raise InputError(f"{path}: its metadata has no `config`; pass the original file, not a re-saved one")
         keys = parse_json(tensors.metadata["config"], f"{path}: config")
@@ -794,44 +589,3 @@ def _joined_rows(component: str, source: RenamedSource) -> RenamedSource:
     if missing := [part for parts in joined.values() for part in parts if part not in names]:
         raise InputError(f"{source.where}: no {missing[0]}; pass a complete folder")
     return renamed(JoinedRows(source, joined), source.where, lambda name: name) if joined else source
-
-
-# ---- audit ----------------------------------------------------------------------------------------------------------
-
-
-class Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def audit(parameters: Mapping[str, Shaped], source: TensorSource, where: str | Path, partial: bool = False) -> None:
-    """Every parameter has exactly one tensor of its shape; every tensor is a parameter or known to be unused.
-
-    Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to is not looked at. partial: the
-    parameters are those of a part of the network, whose other tensors are not looked at.
-    """
-    names = set(source.names())
-    missing = [name for name in parameters if name not in names]
-    halves = {match[0] for name in parameters if (match := _HALVES.match(name))}
-    unexpected = [
-        name
-        for name in sorted(names - parameters.keys())
-        if not _KNOWN_UNUSED.fullmatch(name) and not ((match := _HALVES.match(name)) and match[0] not in halves)
-    ]
-    misshapen = [
-        f"{name} is {list(source.info(name).shape)}, expected {list(spec.shape)}"
-        for name, spec in parameters.items()
-        if name in names and tuple(source.info(name).shape) != tuple(spec.shape)
-    ]
-    problems = []
-    if missing:
-        near = sorted({match for name in missing[:20] for match in difflib.get_close_matches(name, unexpected, 1)})
-        hint = f" (nearest in the file: {collapse(near)})" if near else ""
-        problems.append(f"{len(missing)} parameters have no tensor: {collapse(missing)}{hint}")
-    if misshapen:
-        more = f" and {len(misshapen) - 4} more" if len(misshapen) > 4 else ""
-        problems.append(f"{len(misshapen)} tensors have another shape: {'; '.join(misshapen[:4])}{more}")
-    if unexpected and not partial:
-        problems.append(f"{len(unexpected)} tensors are used by no network: {collapse(unexpected)}")
-    if problems:
-        raise InputError(f"{where}: {'; '.join(problems)}; pass the checkpoint that its config describes")

@@ -18,8 +18,8 @@ from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
-from ltx2rt.weights.checkpoint import INDEX, UPSAMPLERS, file_kind, folder_kind, listed, model_index, refuse_ambiguous
 from ltx2rt.weights.names import component_of
+from ltx2rt.weights.parts import INDEX, UPSAMPLERS, file_kind, folder_kind, listed, model_index, refuse_ambiguous
 
 _NAME = re.compile(
     r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)(?:/(?P<file>[\w./-]+\.safetensors|model_index\.json))?(?:@(?P<revision>[\w./-]+))?"

@@ -14,20 +14,14 @@ import numpy as np
 
 from ltx2rt.config import Gemma4Config, ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import (
     ASSETS,
     COMPONENTS,
-    FLAGS,
-    INDEX,
     OPTIONAL,
     TOKENIZER_ASSET,
-    UPSAMPLERS,
-    WORDS,
     Checkpoint,
-    audit,
     component_sources,
-    file_kind,
-    folder_kind,
     official_sources,
     open_checkpoint,
     open_gemma,
@@ -38,6 +32,7 @@ from ltx2rt.weights.files import DTYPE_NAMES, TensorFile, TensorInfo, TensorSour
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.names import TEXT_PROJECTION
+from ltx2rt.weights.parts import FLAGS, INDEX, UPSAMPLERS, WORDS, file_kind, folder_kind
 
 
 def inspect_path(path: str | Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.models import diffusion_decoder
 from ltx2rt.placement.cost import activation_bytes, flops
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
-from ltx2rt.weights.checkpoint import audit
+from ltx2rt.weights.audit import audit
 from ltx2rt.weights.names import QKV, to_diffusers
 
 # Of its attention diffusers' module has a slow form alone that runs on a CPU, and says so.

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
 from ltx2rt.stages.frames import video_decoder
-from ltx2rt.weights.checkpoint import Asset, audit, open_checkpoint
+from ltx2rt.weights.audit import audit
+from ltx2rt.weights.checkpoint import Asset, open_checkpoint
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays, write_tensors
 from ltx2rt.weights.lora import check_lora, open_lora
 from ltx2rt.weights.manifest import networks
@@ -430,6 +431,15 @@ def test_prefixed_keys_of_the_video_vae_are_read_as_well(parts):
     before = set(open_checkpoint(parts).source("video_vae").names())
     rewrite(part(parts, "video-vae-conv"), rename=lambda name: f"vae.{name}")
     assert set(open_checkpoint(parts).source("video_vae").names()) == before
+
+
+def test_a_section_that_is_null_is_absent(parts):
+    file = part(parts, "audio-vae")
+    metadata = TensorFile(file).metadata
+    config = json.loads(metadata["config"]) | {"vocoder": None}
+    rewrite(file, metadata=metadata | {"config": json.dumps(config)})
+    with pytest.raises(InputError, match="required key vocoder is absent"):
+        open_checkpoint(parts)
 
 
 def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path):

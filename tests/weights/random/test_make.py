@@ -10,10 +10,12 @@ import pytest
 from ltx2rt.errors import InputError
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.weights import configs
-from ltx2rt.weights.checkpoint import audit, component_of, open_checkpoint
+from ltx2rt.weights.audit import audit
+from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorInfo
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.manifest import networks
+from ltx2rt.weights.names import component_of
 from ltx2rt.weights.random import filters
 from ltx2rt.weights.random.make import SINGLE_FILE, make_checkpoint, plan_checkpoint, tokenizer_json
 from ltx2rt.weights.random.presets import preset
