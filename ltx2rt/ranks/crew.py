@@ -7,7 +7,6 @@ The first rank that knows why a run ends claims the key `failed` and says so; th
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -23,6 +22,7 @@ from typing import NoReturn, Protocol
 
 from ltx2rt.atomic_file import remove_partial
 from ltx2rt.errors import InputError
+from ltx2rt.fatal import on_fatal
 from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED
 
 EXPLAIN_S = 1.0  # how long an exception waits for the death of the rank that may have caused it
@@ -62,8 +62,7 @@ class Crew:
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as `nohup` has it
         for number in (signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])):
             signal.signal(number, lambda *_: None)
-        self._abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
-        ctypes.CDLL(None).signal(signal.SIGABRT, self._abort)  # a handler of Python's would run after abort(), never
+        on_fatal(signal.SIGABRT, self._aborted)
         if self._launched or "TORCHELASTIC_RUN_ID" in os.environ:
             self._processes[os.pidfd_open(os.getppid())] = -1
         self._watcher = threading.Thread(target=self._watch, name="crew", daemon=True)
@@ -176,7 +175,7 @@ class Crew:
                 return
             time.sleep(POLL_S / 4)
 
-    def _aborted(self, _: int) -> None:
+    def _aborted(self) -> None:
         """C++ called abort(), as JAX does where it loses the process that holds the store, or one on another host. Its
         locks are never released: the store is not asked."""
         here = {rank: bool(_ended(fd)) for fd, rank in self._processes.items() if rank >= 0}
