@@ -31,22 +31,40 @@ def remove_partial(path: Path, pid: int) -> None:
         partial.unlink(missing_ok=True)
 
 
+_unfinished: set[Path] = set()  # of this process
+
+
+def remove_unfinished() -> None:
+    """For a process that ends without unwinding."""
+    for path in list(_unfinished):
+        remove_partial(path, os.getpid())
+
+
+@contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """Where this process makes `path`, a file or a folder of files, which is removed in the end."""
+    _unfinished.add(path)
+    try:
+        yield partial_path(path, os.getpid())
+    finally:
+        remove_partial(path, os.getpid())
+        _unfinished.discard(path)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path`, renamed to it on success and deleted on any failure.
 
     Raises OSError naming `path` if its folder is no longer there.
     """
-    partial = partial_path(path, os.getpid())
-    try:
-        yield partial
-        os.replace(partial, path)
-    except OSError as error:
-        if path.parent.is_dir():
-            raise
-        raise OSError(f"{path}: its folder was removed while the file was made") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with unfinished(path) as partial:
+        try:
+            yield partial
+            os.replace(partial, path)
+        except OSError as error:
+            if path.parent.is_dir():
+                raise
+            raise OSError(f"{path}: its folder was removed while the file was made") from error
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -> None:

@@ -19,7 +19,9 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ltx2rt import __version__
+from ltx2rt.atomic_file import remove_unfinished
 from ltx2rt.errors import InputError
+from ltx2rt.fatal import on_fatal
 from ltx2rt.notes import LOGGER
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
@@ -72,12 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     args.own_process, args.speaks = argv is None, _first()
+    crew = None
     if argv is None:  # a process of its own: let `kill` unwind, so that no partial file stays behind
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` has it
             signal.signal(signal.SIGHUP, lambda *_: sys.exit(TERMINATED))
+        on_fatal(signal.SIGBUS, lambda: _shrunk(crew))
     LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else logging.NOTSET)
-    crew = None
     try:
         crew = _join(args)
         status = _call(args.command, "main", args) or 0
@@ -99,6 +102,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), BAD_INPUT, crew)
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
+
+
+def _shrunk(crew: Crew | None) -> None:
+    """A mapped file that becomes shorter while it is read is a SIGBUS: end with a line if that is why."""
+    from ltx2rt.weights.files import check_opened
+
+    try:
+        check_opened()
+    except InputError as error:
+        remove_unfinished()
+        _leave(_fail(str(error), BAD_INPUT, crew))
 
 
 def _leave(status: int) -> NoReturn:

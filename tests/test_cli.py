@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from fractions import Fraction
@@ -177,3 +178,32 @@ sys.exit(ltx2rt.__main__.main())
 """
     ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "ltx2rt: error: interrupted\n")
+
+
+SHRINKING = """
+import os, sys
+from ltx2rt import cli
+from ltx2rt.weights.files import TensorFile
+read = TensorFile.read
+def shrinking(self, *args):
+    tensor = read(self, *args)
+    if tensor.nbytes > 30000:
+        os.truncate(self.path, 4096)
+    return tensor
+TensorFile.read = shrinking
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_a_file_that_shrinks_while_it_is_copied_ends_in_a_line(tiny, tmp_path, backend):
+    """Checked, then shorter: the kernel's SIGBUS ended the process without a word."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny("tiny-2.0", "official"), model)
+    words = ["generate", "--backend", backend, "--device", "cpu", "--model", str(model), "--prompt", "x"]
+    words += ["--pipeline", "one-stage", "--no-audio", "--width", "64", "--height", "64", "--num-frames", "9"]
+    argv = [sys.executable, "-c", SHRINKING, *words, "--output", str(tmp_path / "o.mp4")]
+    ran = subprocess.run(argv, capture_output=True, text=True)
+    (line,) = [line for line in ran.stderr.splitlines() if "error" in line]
+    assert ran.returncode == 2 and "safetensors: changed since it was opened" in line, ran.stderr
+    assert list(tmp_path.iterdir()) == [model]

@@ -11,7 +11,6 @@ Decides names and what is refused; each form appears whole or not at all, and ca
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.atomic_file import partial_path, remove_partial
+from ltx2rt.atomic_file import unfinished
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import MOV, MP4, WEBM, fit_audio, to_rgb8, write_mp4
 from ltx2rt.media.sound import resample, write_wav
@@ -127,29 +126,27 @@ def _write_frames(
     info = PngImagePlugin.PngInfo()
     if comment is not None:
         info.add_itxt("Comment", json.dumps(comment, ensure_ascii=False))
-    folder = partial_path(path, os.getpid())
-
-    def write(numbered: tuple[int, np.ndarray]) -> None:
-        number, pixels = numbered
-        Image.fromarray(pixels).save(folder / (path.name % number), pnginfo=info, compress_level=PNG_LEVEL)
 
     written, moved = 0, []
-    try:
+    with unfinished(path) as folder, ThreadPoolExecutor(PNG_THREADS, thread_name_prefix="png") as pool:
         folder.mkdir()
-        with ThreadPoolExecutor(PNG_THREADS, thread_name_prefix="png") as pool:
-            for chunk in chunks:
-                rgb = to_rgb8(chunk)
-                list(pool.map(write, enumerate(rgb, written)))
-                written += len(rgb)
+
+        def write(numbered: tuple[int, np.ndarray]) -> None:
+            number, pixels = numbered
+            Image.fromarray(pixels).save(folder / (path.name % number), pnginfo=info, compress_level=PNG_LEVEL)
+
+        for chunk in chunks:
+            rgb = to_rgb8(chunk)
+            list(pool.map(write, enumerate(rgb, written)))
+            written += len(rgb)
         if written != num_frames:
             raise ValueError(f"frames: {written} arrived, expected {num_frames}")
         if waveform is not None:
             write_wav(folder / sound_beside(path).name, waveform, sample_rate, comment)
-        for file in sorted(folder.iterdir()):
-            moved.append(file.rename(path.with_name(file.name)))
-    except BaseException:
-        for file in moved:
-            file.unlink(missing_ok=True)
-        raise
-    finally:
-        remove_partial(path, os.getpid())
+        try:
+            for file in sorted(folder.iterdir()):
+                moved.append(file.rename(path.with_name(file.name)))
+        except BaseException:
+            for file in moved:
+                file.unlink(missing_ok=True)
+            raise

@@ -22,6 +22,7 @@ from typing import NoReturn, Protocol
 
 from ltx2rt.atomic_file import remove_partial
 from ltx2rt.errors import InputError
+from ltx2rt.fatal import on_fatal
 from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED
 
 EXPLAIN_S = 1.0  # how long an exception waits for the death of the rank that may have caused it
@@ -54,13 +55,14 @@ class Crew:
         self._store, self._watched = connect(), connect()
         self._processes: dict[int, int] = {}  # pidfd -> rank; -1 is the launcher
         self._main_pid: int | None = None
-        self._over, self._ending = threading.Event(), threading.Lock()
+        self._over, self._ending, self._speaking = threading.Event(), threading.Lock(), threading.Lock()
         self._wake, woken = os.pipe()
         os.set_blocking(woken, False)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)  # written even while the main thread is in C++
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as `nohup` has it
         for number in (signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])):
             signal.signal(number, lambda *_: None)
+        on_fatal(signal.SIGABRT, self._aborted)
         if self._launched or "TORCHELASTIC_RUN_ID" in os.environ:
             self._processes[os.pidfd_open(os.getppid())] = -1
         self._watcher = threading.Thread(target=self._watch, name="crew", daemon=True)
@@ -131,15 +133,25 @@ class Crew:
         with self._ending:
             first, status = self._claim(status)
             if first and not (by_signal and self._launched):
-                below = "\n" * by_signal  # of a progress bar that nobody closes
-                print(f"{below}ltx2rt: error: {message}", file=sys.stderr, flush=True)
-            for output in self._outputs if self._main_pid else ():
-                remove_partial(output, self._main_pid or 0)
+                self._say(message, "\n" * by_signal)  # below a progress bar that nobody closes
+            self._remove_partials()
             with suppress(RuntimeError):  # the store may be what went down
                 self._watched.set(f"ended/{self.rank}", "")
                 if self.rank == 0:
                     self._outlive()
             os._exit(status)
+
+    def _say(self, message: str, below: str = "") -> None:
+        if self._speaking.acquire(blocking=False):  # once: two threads may find what ends this process
+            print(f"{below}ltx2rt: error: {message}", file=sys.stderr, flush=True)
+
+    def _remove_partials(self) -> None:
+        for output in self._outputs if self._main_pid else ():
+            remove_partial(output, self._main_pid or 0)
+
+    def _lowest(self) -> bool:
+        """Whether no rank below this one lives here."""
+        return all(rank > self.rank for fd, rank in self._processes.items() if rank >= 0 and not _ended(fd))
 
     def _claim(self, status: int) -> tuple[bool, int]:
         """Whether no rank ended before this one, and the exit status of the first that did."""
@@ -147,7 +159,7 @@ class Crew:
         try:
             found = self._watched.compare_set("failed", "", mine).decode()
         except RuntimeError:  # the store went down with rank 0: the lowest of the others speaks
-            return all(rank > self.rank for fd, rank in self._processes.items() if rank >= 0 and not _ended(fd)), status
+            return self._lowest(), status
         if found == mine:
             return True, status
         theirs = found.rpartition(" ")[2]  # no failure is 0, and this rank was not ended by that signal
@@ -162,6 +174,21 @@ class Crew:
             if all(map(_ended, here.values())) and self._watched.check(elsewhere):
                 return
             time.sleep(POLL_S / 4)
+
+    def _aborted(self) -> None:
+        """C++ called abort(), as JAX does where it loses the process that holds the store, or one on another host. Its
+        locks are never released: the store is not asked."""
+        here = {rank: bool(_ended(fd)) for fd, rank in self._processes.items() if rank >= 0}
+        if dead := [rank for rank, ended in here.items() if ended]:
+            message = f"rank {dead[0]} died: killed, or out of memory"
+        elif len(here) < self.size - 1:
+            message = "another rank died or cannot be reached; see above"
+        else:
+            return  # to the end by SIGABRT, which the others see
+        if self._lowest():
+            self._say(message)
+        self._remove_partials()
+        os._exit(FAILED)
 
     def _watch(self) -> None:
         while not self._over.is_set():

@@ -19,6 +19,7 @@ from ltx2rt.session.call import Call, WeightsKey
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.files import check_opened
 from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
 from ltx2rt.weights.quantised import stored_float8
 
@@ -116,7 +117,9 @@ class WeightStore:
                 base, changed = self.held[near].weights, self.changed(call, near[1])
             with self.loading(call.network):
                 source = Counted(self.source(call, call.loras))
-                self.held[key] = Held(self.backend.load([graph], source, base, changed), graph)
+                weights = self.backend.load([graph], source, base, changed)
+                check_opened()
+                self.held[key] = Held(weights, graph)
                 self.loaded_bytes += source.bytes
         self.held.move_to_end(key)
         return self.held[key].weights

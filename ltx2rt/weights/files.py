@@ -82,6 +82,9 @@ class TensorSource(Protocol):
     def read(self, name: str, *cuts: Cut) -> np.ndarray: ...
 
 
+OPENED: weakref.WeakSet[TensorFile] = weakref.WeakSet()
+
+
 class TensorFile:
     """One safetensors file. Opening reads the header only; arrays are read-only views of the mapped file.
 
@@ -102,11 +105,17 @@ class TensorFile:
         self.metadata, self._tensors = _parsed(self._file, self.path)
         self._map = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
         self.requested_bytes = 0
+        OPENED.add(self)
 
     def _now(self) -> tuple[int, int]:
         """Size and time of the last change."""
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
+
+    def check(self) -> None:
+        """Raises InputError if the file has changed since it was opened."""
+        if self._now() != self._state:
+            raise InputError(f"{self.path}: changed since it was opened; start again when it is complete")
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
@@ -117,12 +126,11 @@ class TensorFile:
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         """The tensor, or a slice of it; what is asked for adds to `requested_bytes`.
 
-        Raises InputError if the file has changed since it was opened (touching a map beyond the end of its file is a
-        SIGBUS), and for values that are NaN or infinite.
+        Raises InputError if the file has changed since it was opened, and for values that are NaN or infinite. Touching
+        the array once the file has become shorter is a SIGBUS.
         """
         info, begin = self._tensors[name]
-        if self._now() != self._state:
-            raise InputError(f"{self.path}: changed since it was opened; start again when it is complete")
+        self.check()
         if 0 in info.shape:
             return cut(np.empty(info.shape, info.dtype), *cuts)
         array = cut(np.frombuffer(self._map, info.dtype, math.prod(info.shape), begin).reshape(info.shape), *cuts)
@@ -132,14 +140,26 @@ class TensorFile:
         return array
 
 
+def check_opened() -> None:
+    """Raises InputError for an open file that has changed: after arrays were copied, before they are believed."""
+    for file in list(OPENED):
+        file.check()
+
+
 def finite(array: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite: as integers, those are the largest of either sign. Faster than any sum."""
+    """Whether no value is NaN or infinite: as integers, those are the largest of either sign. Faster than a sum, because
+    few blocks of weights have a value above 2, without which no exponent can have all its bits."""
     if array.dtype not in INFINITY or array.size == 0:
         return True
     (above, below), bits = INFINITY[array.dtype], np.atleast_1d(array).view(f"u{array.itemsize}")
-    step = max(1, CACHED_BYTES * len(bits) // bits.nbytes)  # rows at once, so that the second maximum finds them cached
-    parts = (bits[row : row + step] for row in range(0, len(bits), step))
-    return all(part.max() < below and part.view(f"i{array.itemsize}").max() < above for part in parts)
+    step = max(1, CACHED_BYTES * len(bits) // bits.nbytes)  # rows at once, so that later passes find them cached
+
+    def passes(part: np.ndarray) -> bool:
+        if array.itemsize > 1 and int(np.bitwise_or.reduce(part, axis=None)) & above != above:
+            return True
+        return part.max() < below and part.view(f"i{array.itemsize}").max() < above
+
+    return all(passes(bits[row : row + step]) for row in range(0, len(bits), step))
 
 
 class TensorFolder:

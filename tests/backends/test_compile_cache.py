@@ -70,6 +70,23 @@ def test_the_second_process_compiles_nothing_and_damage_is_mended(tiny, tmp_path
     assert "cache_misses" not in run(model, root, tmp_path / "again.mp4", "--width", "128")[0]
 
 
+KEPT = """
+import sys
+from pathlib import Path
+from ltx2rt_tpu.compile_cache import keep_compiled
+keep_compiled(Path(sys.argv[1]))
+import jax
+jax.jit(lambda x: x + 1)(1.0)
+print(sorted(path.name for path in Path(sys.argv[1]).glob("*/*-cache")))
+"""
+
+
+def test_keys_do_not_depend_on_the_folder(tmp_path):
+    """A copied cache is used."""
+    keys = {subprocess.check_output([sys.executable, "-c", KEPT, str(tmp_path / name)]) for name in "ab"}
+    assert len(keys) == 1 and b"-cache" in keys.pop()
+
+
 def test_what_decompresses_and_is_no_executable_goes_with_its_module(tmp_path):
     for name in ("jit_a-1-cache", "jit_a-2-cache", "jit_b-1-cache"):
         (tmp_path / name).write_bytes(zlib.compress(b"garbage"))
@@ -80,7 +97,8 @@ def test_what_decompresses_and_is_no_executable_goes_with_its_module(tmp_path):
 @pytest.fixture
 def kept_configuration():
     """What `keep_compiled` sets is put back."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_enable_xla_caches")
+    names = tuple(f"jax_{name}" for name in names)
     values, show = [getattr(jax.config, name) for name in names], warnings.showwarning
     yield
     for name, value in zip(names, values, strict=True):

@@ -74,14 +74,16 @@ def test_an_exception_on_one_host_ends_all(flags, tmp_path):
     assert [line for _, _, lines in ended for line in lines] == ["ltx2rt: error: rank 1: RuntimeError: a bad day"]
 
 
-def test_a_host_process_that_dies_ends_all(flags, tmp_path):
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_host_process_that_dies_ends_all(flags, tmp_path, dies):
+    """Process 0 holds the store; JAX aborts the others as soon as it is gone."""
     script = written(tmp_path, LOADING)
-    main, other = hosts_by_hand(*[[str(script), *flags(*ON_HOSTS)]] * 2)
-    assert other.process.stdout.readline() == "loading\n"
-    os.kill(other.pid, signal.SIGKILL)
-    assert other.end()[0] == -9
-    status, _, lines = main.end()
-    assert status == 1 and lines == ["ltx2rt: error: rank 1 died: killed, or out of memory"]
+    launches = hosts_by_hand(*[[str(script), *flags(*ON_HOSTS)]] * 2)
+    assert launches[1].process.stdout.readline() == "loading\n"
+    os.kill(launches[dies].pid, signal.SIGKILL)
+    assert launches[dies].end()[0] == -9
+    status, _, lines = launches[1 - dies].end()
+    assert status == 1 and lines == [f"ltx2rt: error: rank {dies} died: killed, or out of memory"]
     assert list(tmp_path.iterdir()) == [script]
 
 
