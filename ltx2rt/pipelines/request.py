@@ -272,10 +272,11 @@ class VideoRequest(Request):
     """The clip flags of pipelines that make pictures.
 
     append_images: whether an image at frame 0 is a guide beside the first frame, as every later one is, and not the
-    first frame itself.
+    first frame itself. least_images: that have to be given.
     """
 
     append_images: ClassVar[bool] = False
+    least_images: ClassVar[int] = 0
 
     width: int = flag(768, "of the output, in pixels", int)
     height: int = flag(512, "of the output, in pixels", int)
@@ -299,6 +300,10 @@ class VideoRequest(Request):
         for side, value in (("--width", self.width), ("--height", self.height)):
             if value > MAX_SIDE_PX:
                 raise InputError(f"{side}: {value}, expected at most {MAX_SIDE_PX} px, the most that H.264 holds")
+        if len(self.images) < self.least_images:
+            raise InputError(
+                f"--image: {len(self.images)} given, the {self.name} pipeline goes between at least {self.least_images}"
+            )
         if self.image_crf is not None and not 0 <= self.image_crf <= 51:
             raise InputError(f"--image-crf: {self.image_crf}, expected 0 (off) to 51")
         for image in self.images:
