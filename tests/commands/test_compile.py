@@ -85,9 +85,10 @@ def words(tiny, film):
 
     def of(name: str) -> list[str]:
         files = {"FILM": film, "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors"}
-        size = ("--topology", "--preset") if name in ("retake", "t2a") else TINY
+        size = {} if name in ("retake", "t2a") else {f: TINY[f] for f in ("--width", "--height", "--num-frames")}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
-        return [*map(str, ("compile", *(x for flag in size for x in (flag, TINY[flag])), "--pipeline", name, *given))]
+        fixed = {"--topology": "v6e:2x2", "--model": tiny("tiny-2.3", "official"), "--pipeline": name} | size
+        return [*map(str, ("compile", *(word for pair in fixed.items() for word in pair), *given))]
 
     return of
 

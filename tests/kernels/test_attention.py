@@ -66,7 +66,7 @@ def test_kernel_has_the_gradients_of_the_definition():
 @pytest.mark.parametrize("view", [(2, 1, 300, 200), (1, 1, 300, 1), (1, 1, 1, 200)], ids=str)
 def test_a_bias_is_added_block_by_block(view, monkeypatch):
     """128 queries at once: three blocks of 300, the last of which overlaps the second."""
-    q, k, v = operands(2, 300, 4, 200, 2, 16, "float32")
+    q, k, v = operands(*(2, 300, 4, 200, 2, 16), "float32")
     bias = np.random.default_rng(0).standard_normal(view).astype(np.float32)
     bias[..., ::7] = -1e30
     monkeypatch.setattr(jax_ops, "SCORES_BYTES", 1)
