@@ -165,9 +165,9 @@ def euler_steps(
     """(latents, x0) after every step, f64[T, C] by modality: the guided step's formula in float64 over diffusers'
     velocities, a forward of batch 1 for each branch.
 
-    By modality: positions [axes, T, 2], contexts [1 or 2, text, C'] (positive, negative), latents at the first sigma and
-    clean ones [T, C], masks [T]. guidance: f[2, 4], rows video and audio, columns cfg, stg, modality, rescale; None: the
-    conditional branch alone. blocks: of STG. frozen: what is kept whole, at sigma 0, and never guided.
+    By modality: positions [axes, T, 2], contexts [1 or 2, text, C'] (positive, negative), latents at the first sigma
+    and clean ones [T, C], masks [T]. guidance: f[2, 4], rows video and audio, columns cfg, stg, modality, rescale;
+    None: the conditional branch alone. blocks: of STG. frozen: what is kept whole, at sigma 0, and never guided.
     """
     x, made = {m: latents[m].astype(np.float64) for m in NAMES}, [m for m in NAMES if m not in frozen]
     mask = {m: np.asarray(masks[m], np.float64)[:, None] * (m in made) for m in NAMES}
@@ -177,7 +177,7 @@ def euler_steps(
         feeds |= {f"{m}_sigma": np.array([sigma * (m in made)]) for m in NAMES}
         feeds = still | {name: value.astype(np.float32) for name, value in feeds.items()}
 
-        def branch(negative: int = 0, feeds=feeds, sigma=sigma, **kwargs) -> dict[str, np.ndarray]:
+        def branch(negative: int = 0, x=x, feeds=feeds, sigma=sigma, **kwargs) -> dict[str, np.ndarray]:
             context = {f"{m}_context": contexts[m][(row := negative * (m in made)) : row + 1] for m in NAMES}
             v = reference(module, feeds | context, rule, **kwargs)
             return {m: x[m] - v[f"{m}_velocity"][0] * mask[m] * sigma for m in made}
@@ -193,7 +193,7 @@ def euler_steps(
                 y = c + (cfg - 1) * (c - uncond[m]) + stg * (c - perturbed[m]) + (modality - 1) * (c - isolated[m])
                 found = found | {m: y * (rescale * c.std(ddof=1) / y.std(ddof=1) + 1 - rescale)}
         x0 = {m: found[m] * mask[m] + clean[m] * (1 - mask[m]) for m in made}
-        x |= {m: x[m] + (x[m] - x0[m]) / sigma * (target - sigma) for m in made}
+        x = x | {m: x[m] + (x[m] - x0[m]) / sigma * (target - sigma) for m in made}
         yield {m: x[m] for m in made}, x0
 
 
