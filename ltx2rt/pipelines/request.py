@@ -184,6 +184,8 @@ class Request:
         """Refuse model flags that do not go with this clip. Raises InputError."""
         if self.num_videos % (data := options.mesh.get("data", 1)):
             raise InputError(f"--num-videos: {self.num_videos} do not divide over data={data}; choose a multiple of it")
+        if self.distilled == "needed" and options.distilled_lora == NO_LORA:
+            raise InputError(f"--distilled-lora: none, but the {self.name} pipeline's second stage needs one")
         for lora in options.loras:
             if lora.stage == "stage2" and self.num_stages == 1:
                 raise InputError(f"--lora: {lora.path} is for stage 2, and the {self.name} pipeline has none")
@@ -459,7 +461,8 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
 
 
 def distilled_lora(request: Request, options: ModelOptions, found: Any) -> LoraSpec | None:
-    """The distilled LoRA of a run. found: gives the one beside the checkpoint, or raises InputError.
+    """The distilled LoRA of a run whose options are checked. found: gives the one beside the checkpoint, or raises
+    InputError.
 
     Raises InputError where the pipeline needs one and has none, or may merge one and was not told whether to.
     """
@@ -467,8 +470,6 @@ def distilled_lora(request: Request, options: ModelOptions, found: Any) -> LoraS
     if request.distilled == "unused":
         return None
     if request.distilled == "needed":
-        if asked == NO_LORA:
-            raise InputError(f"--distilled-lora: none, but the {request.name} pipeline's second stage needs one")
         return asked or LoraSpec(found())
     if asked is not None:
         return None if asked == NO_LORA else asked
