@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
-    args.own_process, args.speaks = argv is None, _first()
+    args.own_process = argv is None
     crew = None
     if argv is None:  # a process of its own: let `kill` unwind, so that no partial file stays behind
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
@@ -156,7 +156,7 @@ def _join(args: argparse.Namespace) -> Crew | None:
         sys.exit(BAD_INPUT)  # all ranks run one installation
     try:
         crew.agree("versions", facts.versions(factory.packages))
-        given = {name: value for name, value in vars(args).items() if name not in ("argv", "own_process", "speaks")}
+        given = {name: value for name, value in vars(args).items() if name not in ("argv", "own_process")}
         crew.agree("arguments", {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()})
         crew.agree("files", facts.digests(inputs))
         if hasattr(args, "output") and not hasattr(args, "seed"):

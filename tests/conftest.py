@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -200,6 +201,19 @@ def generate_on_devices(tmp_path_factory) -> Callable[..., Run]:
         return Run(ran.returncode, ran.stdout, ran.stderr, folder)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def film(tmp_path_factory) -> Path:
+    """17 frames of 64x64 at 24 fps, and noise in two channels."""
+    from ltx2rt.media.mp4 import write_mp4
+
+    f, y, x = np.mgrid[:17, :64, :64].astype(np.float32)
+    sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 40000)).astype(np.float32)
+    path = tmp_path_factory.mktemp("film") / "film.mp4"
+    frames = [np.stack([np.sin(x / 7 + f), np.cos(y / 5 + f), np.sin(x * y / 200)])]
+    write_mp4(path, frames, num_frames=17, fps=Fraction(24), waveform=sound, sample_rate=44100)
+    return path
 
 
 @pytest.fixture(scope="session")

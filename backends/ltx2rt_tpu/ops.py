@@ -314,7 +314,30 @@ def attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale:
     return lax.platform_dependent(q, k, v, tpu=partial(kernel.attention, scale=scale), default=plain)
 
 
+SCORES_BYTES = 2**28  # of weighed attention at once; with the bias of 12288 tokens all would take 19 GB
+
+
 def _attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
+    """With a bias in blocks of queries, of as many as SCORES_BYTES hold but at least one of the kernel's."""
+    tokens = q.shape[1]
+    room = SCORES_BYTES // (4 * q.shape[0] * q.shape[2] * k.shape[1])
+    size = max(room // kernel.LANES, 1) * kernel.LANES
+    if bias is None or tokens <= size:
+        return _attend(q, k, v, bias, scale, bias_view)
+    bias, per_query = bias.reshape(bias_view), bias_view[2] > 1
+    view = (*bias_view[:2], size if per_query else 1, bias_view[3])
+
+    def attend(number, y):
+        start = jnp.minimum(number * size, tokens - size)  # the last block may repeat queries of the one before
+        queries = lax.dynamic_slice_in_dim(q, start, size, 1)
+        weighed = lax.dynamic_slice_in_dim(bias, start, size, 2) if per_query else bias
+        found = _attend(queries, k, v, weighed, scale, view)
+        return lax.dynamic_update_slice_in_dim(y, found, start, 1)
+
+    return lax.fori_loop(0, -(-tokens // size), attend, jnp.zeros_like(q))
+
+
+def _attend(q: Array, k: Array, v: Array, bias: Array | None, scale: float, bias_view) -> Array:
     weights = jax.nn.softmax(_scores(q, k, bias, scale, bias_view), axis=-1).astype(v.dtype)
     return jnp.einsum("bngts,bsnd->btngd", weights, v, precision=_precision(v)).reshape(q.shape)
 

@@ -23,7 +23,7 @@ from ltx2rt.graph import Graph
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines import pipeline
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import DEFAULT_FRAMES, Loras, Request, VideoRequest
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
 from ltx2rt.session.call import Call
@@ -92,12 +92,17 @@ def plan_job(options: ModelOptions, request: Request, target: Target, preset: st
     if unknown := [name for name in target.components if name not in COMPILED]:
         raise InputError(f"--component: unknown {unknown[0]!r}; known: {', '.join(COMPILED)}")
     kind, devices = topology(target.topology)
+    given = request
+    if isinstance(request, VideoRequest) and "images" in flagged(type(request)) and not request.images:
+        frames = 0, (request.num_frames or DEFAULT_FRAMES) - 1  # the encoder is compiled, too
+        images = tuple(ImageSpec(Path("image"), frame) for frame in frames[: max(request.least_images, 1)])
+        request = replace(request, images=images)
+    request.check()
+    given.check_files()
     with datasheet_session(options, preset, kind, devices) as session:
-        image = ImageSpec(Path("image"), 0)  # the encoder is compiled, too
-        if "images" in flagged(type(request)):
-            request = replace(request, images=(image,))
+        request.check_options(session.options)
         request = request.resolved(session.config)
-        loras = Loras(distilled=LoraSpec(Path("distilled")))
+        loras = Loras(session.options.loras, LoraSpec(Path("distilled")))
         cells = tuple(_cells(session, request, loras, target))
         return Job(target.topology, kind, session.backend.mesh, cells)
 
@@ -122,11 +127,14 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
                 continue
             if target.branches:
                 branches = Branches(*(target.branches > i for i in (1, 2, 3)))
+                if branches.isolated and len(call.sizes.streams) == 1:
+                    raise InputError(f"--branches: {target.branches}, but {request.name} has one stream and 3 at most")
                 call = replace(call, sizes=replace(call.sizes, branches=branches))
             count = len(call.sizes.branches.names)
             assert isinstance(stage, Denoise), "only a denoising stage has steps"
             height, width = stage.geometry.size_px
-            size = f"{width}x{height}x{request.num_frames}, {count} branch{'es' if count > 1 else ''}"
+            size = f"{width}x{height}x{request.num_frames}" if width else f"{request.num_frames} frames of sound"
+            size += f", {count} branch{'es' if count > 1 else ''}"
             for component in PARTS:
                 if component in asked:
                     yield Cell(component, session.graph(call), size, number, count, PARTS[component])
@@ -220,14 +228,19 @@ def flags(to: Any) -> None:
         "libtpu, which is best installed into an environment of its own. XLA_FLAGS are honoured, dumps included."
     )
     add_flags(to, Target)
-    planned_flags(to, "text_encoder", "upsampler", "video_decoder", "vae_tiling", clip=(*SIZED, *SOURCES))
+    planned_flags(to, "text_encoder", "upsampler", "loras", "video_decoder", "vae_tiling", clip=(*SIZED, *SOURCES))
     to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
 
 
-def main(args: argparse.Namespace) -> None:
+def job_of(args: argparse.Namespace) -> Job:
+    """Raises InputError."""
     type_, options = pipeline(args.pipeline), replace(planned_options(args), dtype="bfloat16")
     request = type_(prompt="compiled", seed=0, **given_flags(args, type_))
-    job = plan_job(options, request, Target(**given_flags(args, Target)), args.preset)
+    return plan_job(options, request, Target(**given_flags(args, Target)), args.preset)
+
+
+def main(args: argparse.Namespace) -> None:
+    job = job_of(args)
     found, results = [], compile_job(job)
     if not args.json:
         print(header(job), flush=True)

@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -246,9 +246,11 @@ def produce(
     return state, watch, report
 
 
-def run(options: ModelOptions, request: Request, files: Files, checkpoint: Checkpoint) -> None:
+def run(
+    options: ModelOptions, request: Request, files: Files, checkpoint: Checkpoint, unread: Sequence[str] = ()
+) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError before any weight is
-    read. request, checkpoint: as `prepared` gives them."""
+    read. request, checkpoint: as `prepared` gives them; unread: flags that were given for nothing."""
     session = open_session(options, checkpoint=checkpoint)
     plan = make_enhanced_plan(session, request)
     has_video = any(isinstance(stage, Frames) for stage in plan.stages)
@@ -259,6 +261,8 @@ def run(options: ModelOptions, request: Request, files: Files, checkpoint: Check
     if main:
         require_space(_sizes(session, plan, files))
         files.announce(plan.request.seeds)
+        if unread:
+            note(f"the {request.name} pipeline does not read {', '.join(unread)}")
         _announce(session, plan)
     plan = timed(session, plan, stream)
     state, watch, report = produce(
@@ -412,17 +416,13 @@ def main(args: argparse.Namespace) -> int | None:
         args.argv = [*args.argv, "--enhanced-prompt", str(request.enhanced_prompt)]
     if (status := start_ranks(args, options, written.all(request.seeds))) is not None:
         return status
-    if unread := _unread(args, request):
-        note(f"the {request.name} pipeline does not read {', '.join(unread)}")
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
-    run(options, request, written, checkpoint)
+    run(options, request, written, checkpoint, _unread(args, request))
 
 
 def _unread(args: argparse.Namespace, request: Request) -> list[str]:
-    """Flags that were given and belong to other pipelines; told by the first rank alone."""
-    if not args.speaks:
-        return []
+    """Flags that were given and belong to other pipelines."""
     own, every = flagged(type(request)), flagged(*pipelines().values())
     return [spelling(f) for name, f in every.items() if hasattr(args, name) and name not in own]
 

@@ -21,8 +21,11 @@ from ltx2rt.session.options import ModelOptions
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 PLACED = ("profile", "mesh", "weights_dtype")
 SIZED = ("width", "height", "num_frames")
-SOURCES = ("audio_path", "video_path", "start_time", "end_time", "keep", "guided")  # which decide what a run costs
-SOURCES += ("video_conditioning",)
+SOURCES = (  # what decides a run's cost besides
+    "images", "audio_path", "audio_start_time", "audio_max_duration", "audio_fit", "video_path", "start_time",
+    "end_time", "keep", "guided", "video_conditioning", "conditioning_attention_strength",
+    "conditioning_attention_mask", "skip_stage_2", "duration",
+)  # fmt: skip
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:

@@ -28,7 +28,7 @@ from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind, device_kind
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
 from ltx2rt.session.open import opened_checkpoint
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.random.make import make_checkpoint
 
@@ -98,6 +98,8 @@ def estimate(options: ModelOptions, request: Request, devices: Devices, preset: 
     kind = device_kind(devices.device_kind)
     if devices.devices < 1:
         raise InputError(f"--devices: {devices.devices}, expected at least 1")
+    if preset is not None and request.distilled == "optional" and options.distilled_lora is None:
+        options = replace(options, distilled_lora=NO_LORA)  # its weights stand for distilled ones
     with datasheet_session(options, preset, kind, devices.devices) as session:
         plan = make_plan(session, request)
         costs = tuple(session.costs(plan.stages))

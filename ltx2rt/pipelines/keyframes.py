@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ltx2rt.errors import InputError
 from ltx2rt.pipelines.two_stage import TwoStage
 
 
@@ -14,12 +13,8 @@ class Keyframes(TwoStage):
     name: ClassVar[str] = "keyframes"
     summary: ClassVar[str] = "two-stage between two or more images"
     append_images: ClassVar[bool] = True
+    least_images: ClassVar[int] = 2
     sound_of: ClassVar[str] = "stage2"
-
-    def check(self) -> None:
-        super().check()
-        if len(self.images) < 2:
-            raise InputError(f"--image: {len(self.images)} given, keyframes goes between at least 2")
 
 
 PIPELINE = Keyframes

@@ -184,6 +184,8 @@ class Request:
         """Refuse model flags that do not go with this clip. Raises InputError."""
         if self.num_videos % (data := options.mesh.get("data", 1)):
             raise InputError(f"--num-videos: {self.num_videos} do not divide over data={data}; choose a multiple of it")
+        if self.distilled == "needed" and options.distilled_lora == NO_LORA:
+            raise InputError(f"--distilled-lora: none, but the {self.name} pipeline's second stage needs one")
         for lora in options.loras:
             if lora.stage == "stage2" and self.num_stages == 1:
                 raise InputError(f"--lora: {lora.path} is for stage 2, and the {self.name} pipeline has none")
@@ -272,10 +274,11 @@ class VideoRequest(Request):
     """The clip flags of pipelines that make pictures.
 
     append_images: whether an image at frame 0 is a guide beside the first frame, as every later one is, and not the
-    first frame itself.
+    first frame itself. least_images: that have to be given.
     """
 
     append_images: ClassVar[bool] = False
+    least_images: ClassVar[int] = 0
 
     width: int = flag(768, "of the output, in pixels", int)
     height: int = flag(512, "of the output, in pixels", int)
@@ -299,6 +302,10 @@ class VideoRequest(Request):
         for side, value in (("--width", self.width), ("--height", self.height)):
             if value > MAX_SIDE_PX:
                 raise InputError(f"{side}: {value}, expected at most {MAX_SIDE_PX} px, the most that H.264 holds")
+        if len(self.images) < self.least_images:
+            raise InputError(
+                f"--image: {len(self.images)} given, the {self.name} pipeline goes between at least {self.least_images}"
+            )
         if self.image_crf is not None and not 0 <= self.image_crf <= 51:
             raise InputError(f"--image-crf: {self.image_crf}, expected 0 (off) to 51")
         for image in self.images:
@@ -454,7 +461,8 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
 
 
 def distilled_lora(request: Request, options: ModelOptions, found: Any) -> LoraSpec | None:
-    """The distilled LoRA of a run. found: gives the one beside the checkpoint, or raises InputError.
+    """The distilled LoRA of a run whose options are checked. found: gives the one beside the checkpoint, or raises
+    InputError.
 
     Raises InputError where the pipeline needs one and has none, or may merge one and was not told whether to.
     """
@@ -462,8 +470,6 @@ def distilled_lora(request: Request, options: ModelOptions, found: Any) -> LoraS
     if request.distilled == "unused":
         return None
     if request.distilled == "needed":
-        if asked == NO_LORA:
-            raise InputError(f"--distilled-lora: none, but the {request.name} pipeline's second stage needs one")
         return asked or LoraSpec(found())
     if asked is not None:
         return None if asked == NO_LORA else asked

@@ -38,10 +38,12 @@ def parse_number(text: str) -> float | None:
         return None
 
 
-def parse_lora(text: str | tuple, name: str = "--lora") -> LoraSpec:
+def parse_lora(text: str | tuple | Path, name: str = "--lora") -> LoraSpec:
     """FILE[:STRENGTH[:stage1|stage2]], read from the right, so file names may contain colons; or a tuple of those."""
     if isinstance(text, LoraSpec):
         return text
+    if isinstance(text, Path):
+        return LoraSpec(text)
     if isinstance(text, (tuple, list)):
         return LoraSpec(Path(text[0]), *text[1:])
     path, stage = text, None
@@ -61,7 +63,7 @@ def parse_lora(text: str | tuple, name: str = "--lora") -> LoraSpec:
     return LoraSpec(Path(path), 1.0 if strength is None else strength, stage)
 
 
-def parse_distilled(text: str | tuple) -> LoraSpec:
+def parse_distilled(text: str | tuple | Path) -> LoraSpec:
     """As `parse_lora`, or "none"."""
     return NO_LORA if text == "none" else parse_lora(text, "--distilled-lora")
 

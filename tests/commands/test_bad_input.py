@@ -13,8 +13,11 @@ import pytest
 from PIL import Image
 
 from ltx2rt import cli
+from ltx2rt.errors import InputError
+from ltx2rt.pipelines import make_request
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.weights.random.presets import preset
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,10 @@ def refused(model, tmp_path, monkeypatch, capsys):
         words = ["generate", *(str(word) for pair in fixed.items() for word in pair), *map(str, flags)]
         with monkeypatch.context() as patch:
             patch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
-            assert cli.main(words) == 2
+            try:
+                assert cli.main(words) == 2
+            except SystemExit as end:  # argparse
+                assert end.code == 2
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("ltx2rt: error: ")
         assert sorted(tmp_path.iterdir()) == before
@@ -62,6 +68,53 @@ def test_sizes_rates_and_counts(refused):
         (("--audio-from", "stage2", "--pipeline", "one-stage"), "--audio-from"),
     ):
         assert message in refused(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("keyframes", "--image: 0 given, the keyframes pipeline goes between at least 2"),
+        ("keyframes --image {picture}:0", "--image: 1 given"),
+        ("keyframes --image {picture}:0 {picture}:0", "two images at frame 0"),
+        ("keyframes --image {picture}:0 {picture}:9", "frames 0 to 8"),
+        ("keyframes --image {picture}:0 {picture}:-1", "frame -1"),
+        ("keyframes --image {picture}:0 {folder}/gone.png:8", "gone.png does not exist"),
+        ("keyframes --image {picture}:0 {picture}:8:2", "strength 2.0"),
+        ("keyframes --audio-from stage3", "--audio-from"),
+        ("hq --width 96", "--width: 96, expected divisible by 64 (hq)"),
+        ("hq --distilled-lora {lora}:0.5", "hq has one for each stage"),
+        ("hq --distilled-lora none", "--distilled-lora: none"),
+        ("hq --distilled-lora-strength-stage-1 nan", "--distilled-lora-strength-stage-1: nan"),
+        ("hq --distilled-lora-strength-stage-2 1e9", "--distilled-lora-strength-stage-2: 1e+09"),
+        ("hq --steps 10001", "--steps: 10001"),
+        ("a2v", "--audio-path: the a2v pipeline makes a clip for a sound"),
+        ("a2v --audio-path {picture} --audio-fit stretch", "--audio-fit"),
+        ("a2v --audio-path {picture}", "holds no sound"),
+        ("a2v --audio-path {folder}", "is a folder"),
+        ("t2a", "out.mp4"),
+        ("t2a --output {folder}/a.wav --duration 1", "--duration: given beside --num-frames"),
+        ("t2a --output {folder}/a.wav --num-frames 0", "--num-frames: 0, expected at least 1"),
+        ("t2a --output {folder}/a.wav --num-frames 1000", "the model's limit is 20 s"),
+        ("t2a --output {folder}/a.wav --stg-blocks 3", "--stg-blocks: block 3"),
+        ("t2a --output {folder}/a.wav --audio-cfg inf", "--audio-cfg: inf"),
+        ("t2a --output {folder}/a.wav --lora {lora}:1:stage2", "the t2a pipeline has none"),
+        ("ic-lora", "--video-conditioning: the ic-lora pipeline follows reference videos"),
+        ("retake", ": a retake has the size, length and rate of its file"),
+    ],
+)
+def test_flags_of_one_pipeline(refused, model, tmp_path, flags, message):
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (40, 40)).save(picture)
+    files = {"picture": picture, "folder": tmp_path, "lora": model / "tiny-2.3-distilled-lora.safetensors"}
+    assert message in refused("--pipeline", *flags.format(**files).split())
+
+
+def test_durations_that_are_none(refused):
+    """Python's callers and a command without --num-frames meet the same checks."""
+    for duration, message in ((0, "expected at least 0.04"), (float("nan"), "--duration: nan"), (1e5, "limit is 20 s")):
+        with pytest.raises(InputError) as error:
+            make_request("t2a", prompt="rain", duration=duration).resolved(preset("tiny-2.3").config)
+        assert message in str(error.value)
 
 
 def test_names_that_nobody_knows(refused, tmp_path):

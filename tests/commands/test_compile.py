@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ltx2rt.commands.compile import COMPILED, Job, Target, plan_job
+from ltx2rt.cli import parser
+from ltx2rt.commands.compile import COMPILED, Job, Target, job_of, plan_job
 from ltx2rt.graph.show import show
+from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
 from ltx2rt.session.options import ModelOptions
@@ -36,9 +38,7 @@ def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Job:
 def test_a_run_is_compiled_as_generate_would_run_it():
     job = plan()
     assert job.mesh == {"tensor": 2, "sequence": 4}
-    assert list(dict.fromkeys(cell.component for cell in job.cells)) == [
-        name for name in COMPILED if not name.startswith("diffusion")
-    ]
+    assert list(dict.fromkeys(cell.component for cell in job.cells)) == list(GUIDED)
     first, second = (cell for cell in job.cells if cell.component == "denoise-step")
     assert (first.stage, first.branches, second.stage, second.branches) == (1, 4, 2, 1)
     assert first.graph.inputs["video_latent"].type.sizes["tokens"] == 1536
@@ -55,6 +55,60 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     assert graphs["upsampler"].inputs["latent"].type.shape == (1, 128, 16, 8, 12)
     assert graphs["video-decoder"].inputs["latent"].type.shape == (1, 128, 10, 16, 24)  # one tile
     assert traffic(graphs["video-decoder"]) == {} and traffic(graphs["upsampler"]) == {}
+
+
+BEGIN = ("text-encoder", "video-encoder", "denoise-before", "denoise-step")
+DECODED = ("audio-decoder", "vocoder", "video-decoder")
+GUIDED = (*BEGIN, "upsampler", *DECODED)
+PIPELINES = {  # flags, in which FILM is a clip and LORA a LoRA, and what is compiled in the order of the run
+    "two-stage": ((), GUIDED),
+    "distilled": ((), GUIDED),
+    "one-stage": ((), (*BEGIN, *DECODED)),
+    "hq": ((), GUIDED),
+    "keyframes": ((), GUIDED),
+    "a2v": (("--audio-path", "FILM"), ("audio-encoder", *BEGIN, "upsampler", "video-decoder")),
+    "retake": (
+        ("--video-path", "FILM", "--start-time", 0.2, "--end-time", 0.5, "--guided"),
+        ("video-encoder", "audio-encoder", "text-encoder", *BEGIN[2:], *DECODED),
+    ),
+    "ic-lora": (
+        ("--video-conditioning", "FILM", "--lora", "LORA", "--conditioning-attention-strength", 0.5, "--skip-stage-2"),
+        (*BEGIN, *DECODED),
+    ),
+    "t2a": (("--duration", 1), ("text-encoder", *BEGIN[2:], *DECODED[:2])),
+}
+
+
+@pytest.fixture
+def words(tiny, film):
+    """words(pipeline) -> the words of `ltx2rt compile`; a retake has its file's size, sound none."""
+
+    def of(name: str) -> list[str]:
+        files = {"FILM": film, "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors"}
+        size = {} if name in ("retake", "t2a") else {f: TINY[f] for f in ("--width", "--height", "--num-frames")}
+        given = [files.get(word, word) for word in PIPELINES[name][0]]
+        fixed = {"--topology": "v6e:2x2", "--model": tiny("tiny-2.3", "official"), "--pipeline": name} | size
+        return [*map(str, ("compile", *(word for pair in fixed.items() for word in pair), *given))]
+
+    return of
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_pipeline_is_compiled(name, words):
+    """Its own graphs, which `ltx2rt compile` only hands to the compiler."""
+    job = job_of(parser().parse_args(words(name)))
+    assert tuple(dict.fromkeys(cell.component for cell in job.cells)) == PIPELINES[name][1]
+    inputs = {n for cell in job.cells if cell.part == "step" for n in cell.graph.inputs}
+    assert ("video_attention_mask" in inputs) == (name == "ic-lora")
+    assert ("video_latent" in inputs) == (name != "t2a") and ("audio_latent" in inputs) == (name != "a2v")
+    steps = {cell.branches for cell in job.cells if cell.part == "step"}
+    assert steps == {"distilled": {1}, "ic-lora": {1}, "retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}.get(
+        name, {1, 4}
+    )
+
+
+def test_no_pipeline_is_left_out():
+    assert PIPELINES.keys() == pipelines().keys()
 
 
 def test_a_checkpoint_is_planned_from_its_headers(tiny):
@@ -105,6 +159,13 @@ def test_a_topology_says_its_devices(topology, kind, mesh):
         ({"width": 96}, ["--width", "divisible by 64"]),
         ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
         ({"branches": 5}, ["--branches"]),
+        ({"pipeline": "t2a", "branches": 4}, ["--branches: 4, but t2a has one stream"]),
+        ({"pipeline": "ic-lora"}, ["--video-conditioning", "none was given"]),
+        ({"pipeline": "ic-lora", "video-conditioning": "gone.mp4"}, ["gone.mp4 does not exist"]),
+        ({"pipeline": "retake"}, ["--width: a retake has the size"]),
+        ({"pipeline": "ic-lora", "video-conditioning": __file__}, ["--lora: the ic-lora pipeline needs"]),
+        ({"pipeline": "keyframes", "image": "gone.png:0"}, ["--image: 1 given", "at least 2"]),
+        ({"pipeline": "hq", "image": "gone.png:0"}, ["gone.png does not exist"]),
         ({"stage": 3}, ["--stage"]),
         ({"mesh": "fsdp=2,tensor=2", "weights_dtype": "float8"}, ["--weights-dtype", "fsdp=2"]),
         ({"topology": "v6e:2x3", "mesh": "tensor=3,sequence=2"}, ["heads=4", "tensor=3"]),
@@ -150,6 +211,17 @@ def test_compiled_figures_and_dumps(tmp_path):
     assert len(list(Path(tmp_path).glob("*.after_optimizations.txt"))) == 3  # the user's own dumps
     table = run(*words, "--stage", 1)
     assert table.returncode == 0 and "not run" in table.stdout and table.stderr.count("\n") == 2
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_compiler_takes_every_pipeline(name, words):
+    ran = run(*words(name), "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert tuple(dict.fromkeys(row["component"] for row in found)) == PIPELINES[name][1]
+    assert all(row["fits"] and row["compile_s"] > 0 for row in found)
 
 
 @needs_libtpu

@@ -57,6 +57,14 @@ def test_videos_spread_over_devices_equal_each_alone(generate_on_devices, model,
     assert_equals(found, alone, silent=True)
 
 
+def test_videos_and_their_sound_spread_over_ranks_equal_each_alone(generate_on_ranks, model, images, alone):
+    found = generate_on_ranks(2, model, *FLAGS, "--image", f"{images[0]}:0:0.8", "--mesh", "data=2")
+    assert_equals(found, alone)
+    for clip in found.folder.glob("*.mp4"):
+        with av.open(str(clip)) as container:
+            assert container.streams.audio
+
+
 def test_a_number_that_does_not_divide_is_refused(generate, model):
     found = generate("tpu", model, "--num-videos", 3, "--mesh", "data=2")
     assert found.status == 2 and "--num-videos: 3 do not divide over data=2" in found.stderr

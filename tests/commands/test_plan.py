@@ -31,6 +31,27 @@ def test_a_checkpoint_is_planned_as_its_preset(planned, command, tiny):
     assert json.loads(out) == planned
 
 
+def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, tiny, images, film):
+    """Of a preset no distilled LoRA is asked for where the pipeline needs none; a weighed reference costs a bias."""
+    lora = tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors"
+    flags = ["plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", "h200", "--pipeline"]
+    size = ("--width", 64, "--height", 64, "--num-frames", 17)
+    guide = (*size, "--lora", lora, "--video-conditioning", film, "--skip-stage-2")
+    for words, stages in (
+        (("distilled", *size), ["text", "stage1", "upsample", "stage2", "audio", "decode"]),
+        (("hq", *size, "--no-audio"), ["text", "stage1", "upsample", "stage2", "decode"]),
+        (("keyframes", *size, "--image", f"{images[0]}:0", f"{images[1]}:16"), None),
+        (("a2v", *size, "--audio-path", film, "--audio-start-time", 0.4, "--audio-fit", "pad"), None),
+        (("retake", "--video-path", film, "--start-time", 0.1, "--end-time", 0.3), None),
+        (("ic-lora", *guide, "--conditioning-attention-strength", 0.5), ["text", "stage1 videos", "stage1", "audio",
+                                                                         "decode"]),
+        (("t2a", "--duration", 1), ["text", "stage1", "audio"]),
+    ):  # fmt: skip
+        status, out, err = command(*flags, *words, "--json")
+        assert status == 0, err
+        assert stages is None or [s["name"] for s in json.loads(out)["stages"]] == stages
+
+
 def test_plan_prints_a_table(command):
     """Four cards hold the released model, one H100 does not; a bound on time is called one."""
     status, out, _ = command("plan", "--preset", "ltx-2.3", "--devices", 4, "--device-kind", "h100-80gb")

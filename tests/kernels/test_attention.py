@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ltx2rt_kernels.attention import tpu
+from ltx2rt_tpu import ops as jax_ops
 from ltx2rt_tpu.ops import OPS as JAX_OPS
 
 from ltx2rt.graph.ops import OPS
@@ -60,6 +61,28 @@ def test_kernel_has_the_gradients_of_the_definition():
     found, expected = (jax.grad(lambda *x, y=y: (y(*x) * weights).sum(), (0, 1, 2))(q, k, v) for y in both)
     for a, b in zip(found, expected, strict=True):
         assert relative_l2(a, b) <= 1e-5  # float32 sums in another order
+
+
+@pytest.mark.parametrize("view", [(2, 1, 300, 200), (1, 1, 300, 1), (1, 1, 1, 200)], ids=str)
+def test_a_bias_is_added_block_by_block(view, monkeypatch):
+    """128 queries at once: three blocks of 300, the last of which overlaps the second."""
+    q, k, v = operands(*(2, 300, 4, 200, 2, 16), "float32")
+    bias = np.random.default_rng(0).standard_normal(view).astype(np.float32)
+    bias[..., ::7] = -1e30
+    monkeypatch.setattr(jax_ops, "SCORES_BYTES", 1)
+    run = jax.jit(lambda *x: JAX_OPS["attention"](*x, scale=SCALE, bias_view=view))
+    assert "while" in run.lower(q, k, v, bias).as_text()
+    expected = OPS["attention"].numpy(*map(np.asarray, (q, k, v, bias)), scale=SCALE, bias_view=view)
+    assert relative_l2(run(q, k, v, bias), expected) <= 1e-6  # float32, sums of 200
+
+
+def test_attention_with_a_bias_does_not_hold_all_scores():
+    """All scores of a weighed clip of 12288 tokens and 32 heads would be 19 GB."""
+    tokens = 12288
+    qkv = [jax.ShapeDtypeStruct((1, tokens, 32, 128), "float32")] * 3
+    run = jax.jit(lambda *x: JAX_OPS["attention"](*x, scale=SCALE, bias_view=(1, 1, tokens, tokens)))
+    memory = run.lower(*qkv, jax.ShapeDtypeStruct((tokens, tokens), "float32")).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2e9
 
 
 @pytest.mark.parametrize("length", [128, 768, 1408, 4736, 6144, 24576])

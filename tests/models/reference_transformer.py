@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -110,14 +112,17 @@ def gates_follow_the_other_sigma(module: LTX2VideoTransformer3DModel, sigmas: di
 
 
 @contextmanager
-def audio_is_never_perturbed(module: LTX2VideoTransformer3DModel):
-    """diffusers perturbs both streams at the listed blocks; here the video's only."""
+def unperturbed(module: LTX2VideoTransformer3DModel, *names: str):
+    """diffusers perturbs both streams at the listed blocks; here not these."""
 
     def hook(_, args, kwargs):
         return args, kwargs | {"perturbation_mask": None, "all_perturbed": False}
 
+    of = {"video": "attn1", "audio": "audio_attn1"}
     handles = [
-        block.audio_attn1.register_forward_pre_hook(hook, with_kwargs=True) for block in module.transformer_blocks
+        getattr(block, of[name]).register_forward_pre_hook(hook, with_kwargs=True)
+        for block in module.transformer_blocks
+        for name in names
     ]
     try:
         yield
@@ -142,6 +147,54 @@ def reference(module, feeds: dict[str, np.ndarray], rule: str = "B", **kwargs) -
             return_dict=False, **kwargs,
         )  # fmt: skip
     return {f"{name}_velocity": v.double().numpy() for name, v in zip(NAMES, velocities, strict=True)}
+
+
+def euler_steps(
+    module: LTX2VideoTransformer3DModel,
+    positions: dict[str, np.ndarray],
+    contexts: dict[str, np.ndarray],
+    latents: dict[str, np.ndarray],
+    masks: dict[str, np.ndarray],
+    clean: dict[str, np.ndarray],
+    sigmas: np.ndarray,
+    guidance: np.ndarray | None = None,
+    blocks: Sequence[int] = (),
+    frozen: Sequence[str] = (),
+    rule: str = "C",
+) -> Iterator[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """(latents, x0) after every step, f64[T, C] by modality: the guided step's formula in float64 over diffusers'
+    velocities, a forward of batch 1 for each branch.
+
+    By modality: positions [axes, T, 2], contexts [1 or 2, text, C'] (positive, negative), latents at the first sigma
+    and clean ones [T, C], masks [T]. guidance: f[2, 4], rows video and audio, columns cfg, stg, modality, rescale;
+    None: the conditional branch alone. blocks: of STG. frozen: what is kept whole, at sigma 0, and never guided.
+    """
+    x, made = {m: latents[m].astype(np.float64) for m in NAMES}, [m for m in NAMES if m not in frozen]
+    mask = {m: np.asarray(masks[m], np.float64)[:, None] * (m in made) for m in NAMES}
+    still = {f"{m}_positions": positions[m][None] for m in NAMES}
+    for sigma, target in pairwise(sigmas.astype(np.float64)):
+        feeds = {f"{m}_latent": x[m][None] for m in NAMES} | {f"{m}_timesteps": (mask[m] * sigma).T for m in NAMES}
+        feeds |= {f"{m}_sigma": np.array([sigma * (m in made)]) for m in NAMES}
+        feeds = still | {name: value.astype(np.float32) for name, value in feeds.items()}
+
+        def branch(negative: int = 0, x=x, feeds=feeds, sigma=sigma, **kwargs) -> dict[str, np.ndarray]:
+            context = {f"{m}_context": contexts[m][(row := negative * (m in made)) : row + 1] for m in NAMES}
+            v = reference(module, feeds | context, rule, **kwargs)
+            return {m: x[m] - v[f"{m}_velocity"][0] * mask[m] * sigma for m in made}
+
+        found = cond = branch()
+        if guidance is not None:
+            scales = {m: row for m, row in zip(NAMES, guidance.astype(np.float64), strict=True) if m in made}
+            uncond, isolated = branch(1), branch(isolate_modalities=True)
+            with unperturbed(module, *(m for m in NAMES if m in frozen or not scales[m][1])):
+                perturbed = branch(spatio_temporal_guidance_blocks=list(blocks))
+            for m, (cfg, stg, modality, rescale) in scales.items():
+                c = cond[m]
+                y = c + (cfg - 1) * (c - uncond[m]) + stg * (c - perturbed[m]) + (modality - 1) * (c - isolated[m])
+                found = found | {m: y * (rescale * c.std(ddof=1) / y.std(ddof=1) + 1 - rescale)}
+        x0 = {m: found[m] * mask[m] + clean[m] * (1 - mask[m]) for m in made}
+        x = x | {m: x[m] + (x[m] - x0[m]) / sigma * (target - sigma) for m in made}
+        yield {m: x[m] for m in made}, x0
 
 
 @cache

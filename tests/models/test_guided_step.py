@@ -1,6 +1,5 @@
 """The guided step equals its formula over diffusers' transformer, one call per branch; scales are data."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +7,12 @@ import pytest
 from reference_transformer import (
     KINDS,
     NAMES,
-    audio_is_never_perturbed,
     build,
     config_of,
     draw,
+    euler_steps,
     params_of,
 )
-from reference_transformer import reference as velocities
 
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.models.guided_step import Branches
@@ -62,31 +60,15 @@ def ours(kind, config, inputs, branches: Branches | None = None, rule: str = "B"
 
 
 def expected_step(config, inputs, rule: str = "B") -> dict[str, np.ndarray]:
-    """The formula in float64 over diffusers' velocities, one forward of batch 1 per branch."""
-    module, guidance = build(config), inputs["guidance"].astype(np.float64)
-    sigma, target = inputs["sigmas"].astype(np.float64)
-    feeds = {f"{n}_{k}": inputs[f"{n}_{k}"][None] for n in NAMES for k in ("latent", "positions")}
-    feeds |= {f"{n}_sigma": inputs["sigmas"][:1] for n in NAMES}
-    feeds |= {f"{n}_timesteps": inputs[f"{n}_mask"][None] * inputs["sigmas"][0] for n in NAMES}
-
-    def branch(context: int = 0, **kwargs) -> dict[str, np.ndarray]:
-        chosen = {f"{n}_context": inputs[f"{n}_context"][context : context + 1] for n in NAMES}
-        v = velocities(module, feeds | chosen, rule, **kwargs)
-        return {n: inputs[f"{n}_latent"] - v[f"{n}_velocity"][0] * inputs[f"{n}_mask"][:, None] * sigma for n in NAMES}
-
-    cond, uncond, isolated = branch(), branch(1), branch(isolate_modalities=True)
-    assert guidance[0, guided_step.STG], "diffusers has no way to perturb the audio alone"
-    with nullcontext() if guidance[1, guided_step.STG] else audio_is_never_perturbed(module):
-        perturbed = branch(spatio_temporal_guidance_blocks=list(np.flatnonzero(inputs["stg_blocks"])))
-    outputs = {}
-    for n, (cfg, stg, modality, rescale) in zip(NAMES, guidance, strict=True):
-        c = cond[n]
-        pred = c + (cfg - 1) * (c - uncond[n]) + stg * (c - perturbed[n]) + (modality - 1) * (c - isolated[n])
-        pred = pred * (rescale * c.std(ddof=1) / pred.std(ddof=1) + 1 - rescale)
-        mask = inputs[f"{n}_mask"][:, None].astype(np.float64)
-        x, x0 = inputs[f"{n}_latent"], pred * mask + inputs[f"{n}_clean"] * (1 - mask)
-        outputs[f"{n}_x0"], outputs[f"{n}_latent"] = x0, x + (x - x0) / sigma * (target - sigma)
-    return outputs
+    """The formula over diffusers' velocities."""
+    assert inputs["guidance"][0, guided_step.STG], "diffusers has no way to perturb the audio alone"
+    kinds = ("positions", "context", "latent", "mask", "clean")
+    by_name = ({n: inputs[f"{n}_{kind}"] for n in NAMES} for kind in kinds)
+    blocks = np.flatnonzero(inputs["stg_blocks"])
+    ((latents, x0s),) = euler_steps(
+        build(config), *by_name, inputs["sigmas"], inputs["guidance"], blocks.tolist(), rule=rule
+    )
+    return {f"{n}_x0": x0s[n] for n in NAMES} | {f"{n}_latent": latents[n] for n in NAMES}
 
 
 def assert_close(actual, expected) -> None:

@@ -166,7 +166,7 @@ names = st.text(st.characters(codec="ascii", exclude_characters="\n"), min_size=
 
 @given(names, st.floats(-4, 4), st.sampled_from(["stage1", "stage2"]))
 def test_a_lora_is_read_from_the_right(name, strength, stage):
-    assert parse_lora(name) == LoraSpec(Path(name))
+    assert parse_lora(name) == parse_lora(Path(name)) == LoraSpec(Path(name))
     assert parse_lora(f"{name}:{strength}") == LoraSpec(Path(name), strength)
     assert parse_lora(f"{name}:{strength}:{stage}") == LoraSpec(Path(name), strength, stage)
 

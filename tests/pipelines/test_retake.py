@@ -3,13 +3,12 @@
 import os
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 
 import av
 import numpy as np
 import pytest
 from diffusers import LTX2VideoTransformer3DModel
-from reference_transformer import reference
+from reference_transformer import euler_steps
 
 import ltx2rt
 from ltx2rt.commands.generate import make_plan, produce
@@ -18,7 +17,7 @@ from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import VideoInfo, read_frames
 from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
 from ltx2rt.pipelines.retake import Retake
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
 
@@ -118,49 +117,49 @@ def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
     assert request.made(geometry) == (range(9, 17), (pytest.approx(0.49), 17 / 24))
 
 
-@pytest.mark.parametrize("kept", [None, "audio", "video", "no sound"])
-def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, tmp_path):
-    """x0 = x - v m sigma, masked; what is frozen is at sigma 0. Kept tokens end as the source's, bit for bit."""
+@pytest.mark.parametrize(
+    ("kept", "guided"), [(None, 0), ("audio", 0), ("video", 0), ("no sound", 0), (None, 2), ("audio", 2), ("video", 2)]
+)
+def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, guided, tmp_path):
+    """x0 = x - v m sigma, masked; what is frozen is at sigma 0 and never guided. Kept tokens end as the source's, bit
+    for bit. guided: how many steps, 0: the distilled ones."""
     file = write(tmp_path / "silent.mp4", sound_s=0) if kept == "no sound" else clip
     keep = kept if kept in ("audio", "video") else None
     session, start, end = opened.resident, 0.36, 0.52
-    plan = make_plan(session, Retake("a fox", video_path=file, start_time=start, end_time=end, keep=keep, seed=3))
+    more = {"guided": True, "steps": guided} if guided else {}
+    plan = make_plan(
+        session, Retake("a fox", video_path=file, start_time=start, end_time=end, keep=keep, seed=3, **more)
+    )
     state, *_ = produce(session, plan, keep=True)
     geometry = plan.request.geometry(session.config)
-    clean = {"video": pack_video(state.record["source.video"]), "audio": np.zeros((1, 18, 128), np.float32)}
+    clean = {"video": pack_video(state.record["source.video"])[0], "audio": np.zeros((18, 128), np.float32)}
     masks = direct_masks(17, (64, 64), 24, start, end)
     if kept == "no sound":
         masks["audio"][:] = 1
         assert "source.audio" not in state.record
     else:
-        clean["audio"] = pack_audio(state.record["source.audio"])
-    still = {"video_positions": video_positions(geometry)[None], "audio_positions": audio_positions(geometry)[None]}
-    still |= {f"{m}_context": state.contexts[m][:1] for m in clean}
+        clean["audio"] = pack_audio(state.record["source.audio"])[0]
     if keep:
         masks[keep][:] = 0
-    mask = {m: masks[m][None, :, None] for m in masks}
-    made = [m for m in mask if m != keep]
-    noise = {m: state.record[f"stage1.{m}.noise"] if m in made else 0 for m in mask}
+    made = [m for m in masks if m != keep]
+    noise = {m: state.record[f"stage1.{m}.noise"][0] if m in made else 0 for m in masks}
     assert {name.split(".")[1] for name in state.record if name.startswith("stage1.")} == set(made)
-    x = {m: mask[m] * noise[m] + (1 - mask[m]) * clean[m] for m in mask}
-    for step, (sigma, after) in enumerate(pairwise(DISTILLED_SIGMAS.astype(np.float64))):
-        feeds = {}
-        for m in x:
-            feeds |= {f"{m}_latent": x[m].astype(np.float32), f"{m}_timesteps": (masks[m] * sigma)[None]}
-            feeds[f"{m}_sigma"] = np.array([0 if m == keep else sigma])
-        feeds = {name: value.astype(np.float32) for name, value in feeds.items()}
-        velocity = reference(module, still | feeds, "C")
+    x = {m: masks[m][:, None] * noise[m] + (1 - masks[m][:, None]) * clean[m] for m in masks}
+    positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
+    sigmas, how = DISTILLED_SIGMAS, {}
+    if guided:
+        sigmas, how = shifted_sigmas(guided), {"guidance": plan.request.guidance, "blocks": plan.request.stg_blocks}
+    frozen = (keep,) if keep else ()
+    steps = list(euler_steps(module, positions, state.contexts, x, masks, clean, sigmas, frozen=frozen, **how))
+    for step, (latents, x0s) in enumerate(steps):
         for m in made:
-            x0 = x[m] - velocity[f"{m}_velocity"] * mask[m] * sigma
-            x0 = x0 * mask[m] + clean[m] * (1 - mask[m])
-            x[m] = x[m] + (x[m] - x0) / sigma * (after - sigma)
-            assert relative_l2(state.record[f"stage1.{m}.x0"][step], x0[0]) <= CLOSE, (m, step)
-            assert relative_l2(state.record[f"stage1.{m}.steps"][step], x[m][0]) <= CLOSE, (m, step)
+            assert relative_l2(state.record[f"stage1.{m}.x0"][step], x0s[m]) <= CLOSE, (m, step)
+            assert relative_l2(state.record[f"stage1.{m}.steps"][step], latents[m]) <= CLOSE, (m, step)
     final = {"video": pack_video(state.record["video_latent"]), "audio": pack_audio(state.record["audio_latent"])}
     for m in final:
         outside = masks[m] == 0
-        np.testing.assert_array_equal(final[m][:, outside], clean[m][:, outside])
-        assert not outside.any() or m == keep or np.abs(final[m] - clean[m])[:, ~outside].min() > 0
+        np.testing.assert_array_equal(final[m][0, outside], clean[m][outside])
+        assert not outside.any() or m == keep or np.abs(final[m][0] - clean[m])[~outside].min() > 0
 
 
 @pytest.mark.parametrize("first_s", [0.0, 0.25])
