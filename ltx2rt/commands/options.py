@@ -22,7 +22,7 @@ PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 PLACED = ("profile", "mesh", "weights_dtype")
 SIZED = ("width", "height", "num_frames")
 SOURCES = ("audio_path", "video_path", "start_time", "end_time", "keep", "guided")  # which decide what a run costs
-SOURCES += ("video_conditioning",)
+SOURCES += ("video_conditioning", "temporal_upsample_rounds")
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
@@ -42,7 +42,7 @@ def planned_options(args: argparse.Namespace) -> ModelOptions:
 
 def wanted_files(pipeline: type[Request]) -> list[str]:
     """The optional files of a checkpoint that the pipeline reads."""
-    return ["upsampler"] * (pipeline.scale > 1) + ["lora"] * (pipeline.distilled == "needed")
+    return ["upsampler"] * (pipeline.scale > 1) + ["lora"] * (pipeline.distilled in ("needed", "default"))
 
 
 def model_or_preset(to: Any) -> None:
