@@ -110,7 +110,8 @@ def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
     """What the profile would split and every device holds whole, because its size does not divide."""
     options = replace(session.options, profile="single", mesh={})
     single = Session(session.checkpoint, DatasheetBackend(kind, {}), options, session.dtype)
-    calls = {c.row.rules: replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)}
+    every = [replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)]
+    calls = {c.row.rules: c for c in sorted(every, key=lambda c: not c.row.partial(c.sizes))}  # whole networks win
     for network in ("text-encoder", "transformer"):
         graph, whole = session.graph(calls[network]), single.graph(calls[network])
         rules = session.placement.profile.rules.get(network, {})
