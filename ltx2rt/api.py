@@ -111,7 +111,7 @@ class Session:
             frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),
             waveform=None if state.waveforms is None else state.waveforms[0],
             sample_rate=command.sample_rate(session, state),
-            fps=plan.request.fps,
+            fps=plan.request.clip_fps,
             seed=plan.request.seeds[0],
             settings=plan.request.settings(),
             report=report(),

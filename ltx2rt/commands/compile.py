@@ -110,7 +110,7 @@ def plan_job(options: ModelOptions, request: Request, target: Target, preset: st
 def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:
     """In the order of a run; of the decoder's tiles the largest alone."""
     stages = request.stages(session.config, session.options, loras)
-    asked = target.components or COMPILED
+    asked, seen = target.components or COMPILED, set()
     for stage in stages:
         calls = list({call.program: call for call in stage.needs(session.config)}.values())
         if any(call.each for call in calls):
@@ -120,6 +120,9 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
         if number is not None and target.stage not in (None, number):
             continue
         for call in calls:
+            if number is None and call.program in seen:  # another window of the same size
+                continue
+            seen.add(call.program)
             if call.steps is None:
                 if call.network in asked:
                     part = "each" if call.each else None

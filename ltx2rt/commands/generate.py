@@ -74,7 +74,7 @@ class Plan:
         distilled = self.loras.distilled and str(self.loras.distilled.path)
         for stage, merges in self.merges.items():
             yield from (merge.line(stage, "distilled" if merge.file == distilled else "") for merge in merges)
-        if self.request.distilled == "optional" and not distilled:
+        if self.request.distilled in ("optional", "default") and not distilled:
             yield f"{self.request.name}: on the weights as they are, with no distilled LoRA"
 
 
@@ -297,7 +297,7 @@ def run(
 def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     """Bytes that the run's large files are expected to take."""
     request = plan.request
-    pixels, seconds = prod(request.size_px) * request.num_frames, float(request.num_frames / request.fps)
+    pixels, seconds = prod(request.size_px) * request.clip_frames, float(request.clip_frames / request.clip_fps)
     per_pixel = PNG_BYTES_PER_PIXEL if files.output.suffix.lower() == ".png" else BYTES_PER_PIXEL
     clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8)
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
@@ -327,8 +327,8 @@ def save(
     write_clip(
         output,
         frames,
-        num_frames=request.num_frames,
-        fps=request.fps,
+        num_frames=request.clip_frames,
+        fps=request.clip_fps,
         waveform=waveform,
         sample_rate=rate,
         comment=comment(session, request, video) if metadata else None,

@@ -24,7 +24,7 @@ SIZED = ("width", "height", "num_frames")
 SOURCES = (  # what decides a run's cost besides
     "images", "audio_path", "audio_start_time", "audio_max_duration", "audio_fit", "video_path", "start_time",
     "end_time", "keep", "guided", "video_conditioning", "conditioning_attention_strength",
-    "conditioning_attention_mask", "skip_stage_2", "duration",
+    "conditioning_attention_mask", "skip_stage_2", "duration", "temporal_upsample_rounds",
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def planned_options(args: argparse.Namespace) -> ModelOptions:
 
 def wanted_files(pipeline: type[Request]) -> list[str]:
     """The optional files of a checkpoint that the pipeline reads."""
-    return ["upsampler"] * (pipeline.scale > 1) + ["lora"] * (pipeline.distilled == "needed")
+    return ["upsampler"] * (pipeline.scale > 1) + ["lora"] * (pipeline.distilled in ("needed", "default"))
 
 
 def model_or_preset(to: Any) -> None:

@@ -112,7 +112,8 @@ def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
     """What the profile would split and every device holds whole, because its size does not divide."""
     options = replace(session.options, profile="single", mesh={})
     single = Session(session.checkpoint, DatasheetBackend(kind, {}), options, session.dtype)
-    calls = {c.row.rules: replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)}
+    every = [replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)]
+    calls = {c.row.rules: c for c in sorted(every, key=lambda c: not c.row.partial(c.sizes))}  # whole networks win
     for network in ("text-encoder", "transformer"):
         graph, whole = session.graph(calls[network]), single.graph(calls[network])
         rules = session.placement.profile.rules.get(network, {})
@@ -151,16 +152,17 @@ def to_text(found: Estimate) -> str:
     height, width = clip.size_px
     size = f"{width}x{height}, " if width else ""
     size += "at most " if clip.auto_duration else ""
+    wide = max(14, *(len(c.name) for c in found.costs))
     lines = [
-        f"{clip.name}, {size}{clip.num_frames} frames, {session.dtype}{weights}, "
+        f"{clip.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); per device, estimated:",
         "",
-        f"{'stage':<14} {'steps':>5} {'weights':>9} {'activations':>11} {'TFLOP/step':>10} {'time/step':>10}"
+        f"{'stage':<{wide}} {'steps':>5} {'weights':>9} {'activations':>11} {'TFLOP/step':>10} {'time/step':>10}"
         f"  collectives/step",
     ]
     for c in found.costs:
         lines.append(
-            f"{c.name:<14} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB {c.activation_bytes / 1e9:>8.2f} GB "
+            f"{c.name:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB {c.activation_bytes / 1e9:>8.2f} GB "
             f"{c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s  {_traffic(c.collectives)}"
         )
     total = sum(c.steps * c.time_s(kind) for c in found.costs)

@@ -114,8 +114,8 @@ class Request:
     """The clip flags of every pipeline. After `resolved`, no field that shapes the clip is None.
 
     name: of the pipeline; summary: what `--help` says. scale: width and height of the first stage are those of the clip
-    divided by it, or by that of the upsampler if it has another. distilled: "needed", "optional" or "unused", whether a
-    distilled LoRA is merged.
+    divided by it, or by that of the upsampler if it has another. distilled: "needed", "default" (unless told not to),
+    "optional" or "unused", whether a distilled LoRA is merged.
     """
 
     name: ClassVar[str]
@@ -258,6 +258,15 @@ class Request:
     def size_px(self) -> tuple[int, int]:
         """Height and width of the clip; 0 of one that has sound alone."""
         return 0, 0
+
+    @property
+    def clip_frames(self) -> int:
+        """Of the clip that is written."""
+        return self.num_frames
+
+    @property
+    def clip_fps(self) -> Fraction:
+        return self.fps
 
     @property
     def first_image(self) -> Path | None:
@@ -469,7 +478,9 @@ def distilled_lora(request: Request, options: ModelOptions, found: Any) -> LoraS
     asked = options.distilled_lora
     if request.distilled == "unused":
         return None
-    if request.distilled == "needed":
+    if request.distilled == "default" and asked == NO_LORA:
+        return None
+    if request.distilled in ("needed", "default"):
         return asked or LoraSpec(found())
     if asked is not None:
         return None if asked == NO_LORA else asked

@@ -13,6 +13,15 @@ from ltx2rt.session.options import LoraSpec
 WeightsKey = tuple[str, tuple[LoraSpec, ...]]  # a network's name (and its part), and what is merged into it
 
 
+def network_of(key: WeightsKey) -> str:
+    return key[0].split()[0]
+
+
+def holds(theirs: WeightsKey, ours: WeightsKey) -> bool:
+    """Whether the tensors of one set have the names of all of another: it is of the same part, or of the whole."""
+    return theirs[0] in (ours[0], network_of(ours))
+
+
 @dataclass(frozen=True)
 class Call:
     """network: of the catalog; sizes: what its graph is traced from. times: how often a stage (of a stage with steps:

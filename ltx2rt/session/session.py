@@ -23,7 +23,7 @@ from ltx2rt.placement.cost import touched_bytes, weight_bytes
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, Work, cost, peak
 from ltx2rt.placement.profiles import profile_of
-from ltx2rt.session.call import Call, WeightsKey
+from ltx2rt.session.call import Call, WeightsKey, holds, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.weights import WeightStore
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -161,10 +161,12 @@ class Session:
         return found
 
     def costs(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None) -> list[StageCost]:
-        """What each stage costs the busiest device. held: sets of weights that are there before, with their bytes."""
+        """What each stage that calls networks costs the busiest device. held: sets of weights that are there before,
+        with their bytes."""
         found, here = [], dict(held or {})
         for stage in stages:
-            calls = list(stage.needs(self.config))
+            if not (calls := list(stage.needs(self.config))):
+                continue
             spread = [call for call in calls if call.each]  # the first process never has fewer than another
             calls = [c for c in calls if not c.each] + spread[:: self.backend.num_processes]
             for call in calls:
@@ -178,13 +180,14 @@ class Session:
 
     def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
         """Enter the call's set: whole, or what it does not share with another set of its network."""
-        siblings = [key for key in here if key[0] == call.weights[0]]
+        siblings = [key for key in here if network_of(key) == network_of(call.weights)]
         if call.weights in here:
             return
-        if siblings and self.options.stage_weights == "reload":
+        if self.options.stage_weights == "reload":
             for key in siblings:
                 del here[key]
             siblings = []
+        siblings = [key for key in siblings if holds(key, call.weights)]
         graph = self.graph(call)
         changed = [self.weights.changed(call, key[1]) for key in siblings]
         shared = min(changed, key=len) if changed else None

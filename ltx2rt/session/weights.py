@@ -15,7 +15,7 @@ from typing import Any
 from ltx2rt.backend import Backend
 from ltx2rt.graph import Graph
 from ltx2rt.graph.ir import numbered
-from ltx2rt.session.call import Call, WeightsKey
+from ltx2rt.session.call import Call, WeightsKey, holds, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -109,10 +109,10 @@ class WeightStore:
         key = call.weights
         if key not in self.held:
             base, changed = None, frozenset()
-            siblings = [other for other in self.held if other[0] == key[0]]
+            siblings = [other for other in self.held if network_of(other) == network_of(key)]
             if self.options.stage_weights == "reload":
                 self.free(*siblings)
-            elif siblings:
+            elif siblings := [other for other in siblings if holds(other, key)]:
                 near = min(siblings, key=lambda other: len(self.changed(call, other[1])))
                 base, changed = self.held[near].weights, self.changed(call, near[1])
             with self.loading(call.network):

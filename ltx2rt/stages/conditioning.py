@@ -6,8 +6,8 @@ video encoder and per-token timesteps (mask * sigma) to the guided step. Everyth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -55,14 +55,16 @@ class Tokens:
 
     clean: f32[1, T, C]. mask: of all of them, 1 = generate, 0 = keep. positions: f32[3, T, 2] of tokens that are
     appended, None: they take the place of the first latent frame. attention: f32[T] in [0, 1], how much they and the
-    target see of each other; None: all. keyframes: whether they count as keyframes (2.5).
+    target see of each other; None: all. slot: the pixel frame that they generate a keyframe for (2.5), None: they do
+    not. start: f32[videos, T, C], what noise is mixed with, None: zeros.
     """
 
     clean: np.ndarray
     mask: np.float32
     positions: np.ndarray | None = None
     attention: np.ndarray | None = None
-    keyframes: bool = False
+    slot: int | None = None
+    start: np.ndarray | None = None
 
 
 class Conditioning(Protocol):
@@ -123,7 +125,10 @@ def image_tokens(geometry: Geometry, latent: np.ndarray, frame: int, strength: f
 
 @dataclass(frozen=True)
 class Slot:
-    """A keyframe that is generated beside the clip: the tokens of one pixel frame, nothing of which is given (2.5)."""
+    """A keyframe that is generated beside the clip: the tokens of one pixel frame, nothing of which is given (2.5).
+
+    It starts from the state's keyframe of that frame, if there is one.
+    """
 
     frame: int
     geometry: Geometry
@@ -137,10 +142,52 @@ class Slot:
     def blank(self) -> Tokens:
         g = self.geometry
         clean = np.zeros((1, g.rows * g.columns, g.video_channels), np.float32)
-        return Tokens(clean, np.float32(1), keyframe_positions(g, self.frame), keyframes=True)
+        return Tokens(clean, np.float32(1), keyframe_positions(g, self.frame), slot=self.frame)
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
-        return self.blank()
+        found = self.start(state)
+        return replace(self.blank(), start=None if found is None else pack_video(found))
+
+    def start(self, state: State) -> np.ndarray | None:
+        """[videos, C, 1, h, w]"""
+        return state.keyframes.get(self.frame)
+
+
+@dataclass(frozen=True)
+class SeededSlot(Slot):
+    """A keyframe that starts from a frame of latents. latents: a name in the state's; index: the latent frame."""
+
+    latents: str
+    index: int
+
+    def start(self, state: State) -> np.ndarray:
+        return state.latents[self.latents][:, :, self.index : self.index + 1]
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The state's keyframe of pixel frame `of`, as a guide at pixel frame `frame` of a stage (2.5)."""
+
+    frame: int
+    geometry: Geometry
+    of: int
+    strength: float
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def check(self) -> list[str]:
+        return []
+
+    def blank(self) -> Tokens:
+        g = self.geometry
+        return self._tokens(np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32))
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        return self._tokens(state.keyframes[self.of])
+
+    def _tokens(self, latent: np.ndarray) -> Tokens:
+        return image_tokens(self.geometry, latent, self.frame, self.strength, append=True)
 
 
 @dataclass(frozen=True)
@@ -223,6 +270,8 @@ class ModalityState:
     num_target_tokens: int
     keyframes: np.ndarray | None = None
     weights: tuple[tuple[int, np.ndarray | None], ...] = ()
+    slots: Mapping[int, slice] = field(default_factory=dict)
+    starts: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def masked(self) -> bool:
@@ -255,7 +304,8 @@ class ModalityState:
     def initial(self, noise: np.ndarray, noise_scale: float, start: np.ndarray | None = None) -> np.ndarray:
         """The latents at the first sigma: (1-m)*clean + m*((1-nu)*start + nu*noise), f32[videos, T, C].
 
-        noise: f32[videos, T, C]. start: f32[videos, targets, C], zeros if None; appended tokens start from zero.
+        noise: f32[videos, T, C]. start: f32[videos, targets, C], zeros if None; appended tokens that have no start of
+        their own start from zero, whatever their clean latents are.
         """
         if noise.shape[1:] != self.shape[1:]:
             raise ValueError(f"noise: shape {list(noise.shape)}, expected [videos, {self.shape[1]}, {self.shape[2]}]")
@@ -263,6 +313,8 @@ class ModalityState:
         full = np.zeros(noise.shape, np.float32)
         if start is not None:
             full[:, : self.num_target_tokens] = start
+        for first, tokens in self.starts.items():
+            full[:, first : first + tokens.shape[1]] = tokens
         return (1 - self.mask) * self.clean + self.mask * ((1 - nu) * full + nu * noise)
 
     def clear(self, tokens: np.ndarray) -> np.ndarray:
@@ -284,7 +336,7 @@ def video_state(
     clean, masks = _target(targets, geometry.video_channels, mask, None if source is None else pack_video(source))
     positions, keyframes = [video_positions(geometry)], [np.zeros(targets, np.float32)]
     keyframes[0][: targets // geometry.frames] = 1
-    weights = []
+    weights, slots, starts, end = [], {}, {}, targets
     for item in given:
         count = item.clean.shape[1]
         if item.positions is None:
@@ -294,10 +346,15 @@ def video_state(
         clean.append(item.clean)
         masks.append(np.full((1, count, 1), item.mask, np.float32))
         positions.append(item.positions)
-        keyframes.append(np.full(count, item.keyframes, np.float32))
+        keyframes.append(np.full(count, item.slot is not None, np.float32))
         weights.append((count, item.attention))
+        if item.slot is not None:
+            slots[item.slot] = slice(end, end + count)
+        if item.start is not None:
+            starts[end] = item.start
+        end += count
     together = np.concatenate(clean, 1), np.concatenate(masks, 1), np.concatenate(positions, 1)
-    return ModalityState(*together, targets, np.concatenate(keyframes), tuple(weights))
+    return ModalityState(*together, targets, np.concatenate(keyframes), tuple(weights), slots, starts)
 
 
 def audio_state(geometry: Geometry, mask: np.ndarray | None = None, source: np.ndarray | None = None) -> ModalityState:

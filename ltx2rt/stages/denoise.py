@@ -31,7 +31,7 @@ from ltx2rt.weights.files import TensorFile
 # What `--latents-out` writes, all of which a later run may be given by `--noise-in`.
 RECORDED = re.compile(
     r"\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
-    r"|source\.(?:video|audio)|reference\.\d+|video_latent|audio_latent|audio_input|upsampled|waveform"
+    r"|source\.(?:video|audio)|reference\.\d+|video_latent|audio_latent|audio_input|upsampled(?:_\w+)?|waveform"
 )
 
 
@@ -180,13 +180,17 @@ class Denoise(Stage):
                 watch.check()
             found = {m: session.backend.to_host(last[f"{m}_latent"]) for m in self.made}
         found |= {m: np.repeat(states[m].clean, self.num_videos, axis=0) for m in self.frozen}
+        if "video" in found:
+            frame = replace(self.geometry, frames=1)
+            slots = states["video"].slots.items()
+            state.keyframes = {i: unpack_video(found["video"][:, where], frame) for i, where in slots}
         found = {m: states[m].clear(x) for m, x in found.items()}
         finite(self.name, **{f"{m}_latents": x for m, x in found.items()})
         for name, values in self._recorded(trail):  # [steps,T,C] of one video, [videos,steps,T,C] of several
             steps = np.stack(values, axis=1)
             state.put(f"{self.name}.{name}", steps if self.num_videos > 1 else steps[0])
         if "video" in found:
-            state.video = unpack_video(found["video"], self.geometry)
+            state.video = state.latents[self.name] = unpack_video(found["video"], self.geometry)
         if "audio" in found:
             state.audio = unpack_audio(found["audio"], self.geometry)
         if self.sound:

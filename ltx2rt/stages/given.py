@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ltx2rt.config import ModelConfig
@@ -15,7 +16,7 @@ from ltx2rt.stages.stage import Stage, State
 
 @dataclass(frozen=True)
 class Given(Stage):
-    """stage: the denoising stage that it is for."""
+    """stage: the denoising stage that it is for. Reports have it if something is encoded."""
 
     stage: str
     given: tuple[Conditioning, ...]
@@ -35,5 +36,6 @@ class Given(Stage):
                 note(said)
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        with watch.stage(self.name):
+        encodes = any(True for _ in self.needs(session.config))
+        with watch.stage(self.name) if encodes else nullcontext():
             state.given[self.stage] = [conditioning.encode(session, state, watch) for conditioning in self.given]

@@ -23,7 +23,9 @@ class State:
     """What stages hand on.
 
     contexts: by modality [prompts, text, D]. video [videos, C, f, h, w] and audio [videos, 8, n, 16]: the latest
-    latents, normalised. source: by modality the latents of a given file, normalised. sound: the audio latents that are
+    latents, normalised. latents: video latents that later stages come back to, by the stage that made them. keyframes:
+    those that were generated beside the clip, [videos, C, 1, h, w], by pixel frame. source: by modality the latents of
+    a given file, normalised. sound: the audio latents that are
     decoded. given: by stage what its conditionings were encoded to. waveforms [videos, 2, N] at sample_rate in Hz;
     frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a process that is not the main one,
     nothing. record: what `--latents-out` writes, if `keep`. seconds, num_frames: the length that the model chose.
@@ -33,6 +35,8 @@ class State:
     contexts: Mapping[str, np.ndarray] = field(default_factory=dict)
     video: np.ndarray | None = None
     audio: np.ndarray | None = None
+    latents: dict[str, np.ndarray] = field(default_factory=dict)
+    keyframes: dict[int, np.ndarray] = field(default_factory=dict)
     source: dict[str, np.ndarray] = field(default_factory=dict)
     sound: np.ndarray | None = None
     given: dict[str, list[Any]] = field(default_factory=dict)

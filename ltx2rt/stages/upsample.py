@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,12 +19,15 @@ from ltx2rt.stages.stage import Stage, State, videos_of
 
 @dataclass(frozen=True)
 class Upsample(Stage):
-    """geometry: of the latents that it reads. scale: of rows and columns, for which the sizes were chosen."""
+    """geometry: of the latents that it reads. scale: of rows and columns, for which the sizes were chosen. keyframes:
+    how many of the state's generated ones it upsamples too, as if they were the latent frames of a clip."""
 
     geometry: Geometry
     num_videos: int = 1
     scale: Fraction = Fraction(2)
+    keyframes: int = 0
     name = "upsample"
+    network: ClassVar[str] = "upsampler"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         """Raises InputError if the upsampler found is of another scale."""
@@ -32,22 +36,47 @@ class Upsample(Stage):
                 f"--upsampler: it is a {model.upsampler.kind} one, a x{float(self.scale):g} spatial one is expected "
                 "here; pass one with --upsampler"
             )
-        yield Call("upsampler", self.geometry.video_shape, self.num_videos)
+        yield Call(self.network, self.geometry.video_shape, self.num_videos)
+        if self.keyframes:
+            yield Call(self.network, replace(self.geometry, frames=self.keyframes).video_shape, self.num_videos)
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         assert state.video is not None, "nothing was denoised"
-        (call,) = self.needs(session.config)
         with watch.stage(self.name):
-            found = [session.run(call, {"latent": x})["latent"] for x in videos_of(state.video)]
-            state.video = np.concatenate([session.backend.to_host(x) for x in found])
+            state.video = self._upsampled(session, state.video)
+            if self.keyframes:
+                frames = sorted(state.keyframes)
+                found = self._upsampled(session, np.concatenate([state.keyframes[i] for i in frames], axis=2))
+                state.keyframes = dict(zip(frames, np.split(found, len(frames), axis=2), strict=True))
+                state.put("upsampled_keyframes", found)
         state.put("upsampled", state.video)
+
+    def _upsampled(self, session: Session, latents: np.ndarray) -> np.ndarray:
+        """latents: [videos, C, f, h, w]."""
+        made = [session.run(Call(self.network, x.shape), {"latent": x})["latent"] for x in videos_of(latents)]
+        return np.concatenate([session.backend.to_host(x) for x in made])
 
 
 @dataclass(frozen=True)
 class UpsampleTime(Upsample):
-    """f latent frames to 2f - 1, which play at twice the rate."""
+    """f latent frames to 2f - 1, which play at twice the rate; keyframes stay, at twice the pixel frame.
 
-    name = "upsample time"
+    round: its number, from 1. The state keeps the latents under its name.
+    """
+
+    round: int = 1
+    network: ClassVar[str] = "temporal-upsampler"
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"round{self.round}_upsample"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        yield Call("temporal-upsampler", self.geometry.video_shape, self.num_videos)
+        yield Call(self.network, self.geometry.video_shape, self.num_videos)
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        assert state.video is not None, "nothing was denoised"
+        with watch.stage(self.name):
+            state.video = state.latents[self.name] = self._upsampled(session, state.video)
+        state.keyframes = {2 * frame: latent for frame, latent in state.keyframes.items()}
+        state.put(f"upsampled_round{self.round}", state.video)

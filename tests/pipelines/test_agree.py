@@ -18,6 +18,7 @@ from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import VideoSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.refine import Cut
 from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2
 
@@ -40,7 +41,7 @@ def sessions(tiny):
 def latents(session, name: str, **clip) -> dict[str, np.ndarray]:
     """What a run records up to its decoders, which other tests compare."""
     plan = make_plan(session, pipeline(name)("a red fox", **clip))
-    stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound)))
+    stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound, Cut)))
     return produce(session, replace(plan, stages=stages), keep=True)[0].record
 
 

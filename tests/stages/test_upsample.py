@@ -45,7 +45,7 @@ def test_the_next_stages_latents(sessions, kind, stage, scale, after):
     state.video = np.random.default_rng(0).standard_normal((2, *before.video_shape[1:]), np.float32)
     made.run(session, state, Stopwatch())
     assert state.video.shape == (2, *expected.video_shape[1:]) and np.isfinite(state.video).all()
-    np.testing.assert_array_equal(state.record["upsampled"], state.video)
+    np.testing.assert_array_equal(state.record["upsampled_round1" if kind == "temporal" else "upsampled"], state.video)
     config = session.config.temporal_upsampler if stage is UpsampleTime else session.config.upsampler
     assert config.scale == scale and config.output_grid(2, 4, 6) == expected.video_shape[2:]
 

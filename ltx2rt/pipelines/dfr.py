@@ -1,0 +1,170 @@
+"""dfr (diffusion fidelity rendering, LTX-2.5): distilled beside generated keyframes, then rounds of more frames.
+
+    stage 1     half size, 8 steps; its sound is the clip's
+    stage 2     full size, 3 steps, from the upsampled latents and keyframes
+    a round     twice the frames: the temporal upsampler, then windows of 4 ancestral steps, video alone
+
+The canvas is the clip, continued to whole segments of 24 or 32 frames; every segment ends with a keyframe. A round's
+segments have twice the frames: each is between two keyframes, which are its anchors, and generates one in its middle.
+What continues the clip is dropped after decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
+from ltx2rt.pipelines.request import MAX_FPS, NEUTRAL, Loras, VideoRequest
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, SeededSlot, Slot
+from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.given import Given
+from ltx2rt.stages.refine import Cut, Refine
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
+from ltx2rt.stages.stage import Stage
+from ltx2rt.stages.upsample import Upsample, UpsampleTime
+
+SEGMENTS = (32, 24)  # pixel frames; of two that continue a clip alike the first
+ROUND_SIGMAS = DISTILLED_SIGMAS[4:]
+ROUND_ETA = 0.5
+ANCHOR_STRENGTH = 0.95
+MAX_POSITION_FPS = Fraction(60)  # rate at which a round's frames are placed in time, at most; more is out of training
+MAX_ROUNDS = 2
+
+
+def canvas(num_frames: int) -> tuple[int, int]:
+    """Pixel frames of a clip that is continued to whole segments, and of a segment."""
+    pads = {segment: -(num_frames - 1) % segment for segment in SEGMENTS}
+    segment = min(SEGMENTS, key=lambda one: pads[one])
+    return num_frames + pads[segment], segment
+
+
+class Window(NamedTuple):
+    """Pixel frames of a canvas, both ends included. It begins with a segment of the window before, up to `own`."""
+
+    start: int
+    own: int
+    stop: int
+
+    def given(self, geometry: Geometry, segment: int, latents: str) -> list[Conditioning]:
+        """Keyframes where segments end, but not at the canvas' first frame, then the empty ones in their middles.
+
+        latents: those that the empty ones start from, by name.
+        """
+        ends = [frame for frame in range(self.start, self.stop + 1, segment) if frame]
+        anchors = [Anchor(frame - self.start, geometry, frame, ANCHOR_STRENGTH) for frame in ends]
+        middles = range(self.start + segment // 2, self.stop, segment)
+        slots = [(frame - self.start, geometry, latents, frame // geometry.time_factor) for frame in middles]
+        return [*anchors, *(SeededSlot(*slot) for slot in slots)]
+
+
+def windows(num_frames: int, segment: int, count: int) -> list[Window]:
+    """The segments of a canvas dealt to at most `count` windows in order, the first ones taking one more if need be."""
+    segments = (num_frames - 1) // segment
+    each, more = divmod(segments, min(count, segments))
+    ends = [segment * (i * each + min(i, more)) for i in range(min(count, segments) + 1)]
+    return [Window(max(own - segment, 0), own, stop) for own, stop in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class DFR(VideoRequest):
+    name: ClassVar[str] = "dfr"
+    summary: ClassVar[str] = "2.5: distilled beside generated keyframes, then rounds that double the frames"
+    scale: ClassVar[int] = 2
+    num_stages: ClassVar[int] = 2
+    distilled: ClassVar[str] = "default"
+
+    temporal_upsample_rounds: int = flag(
+        0, f"dfr: how often frames and rate are doubled, 0 to {MAX_ROUNDS}", int, metavar="R"
+    )
+
+    def check(self) -> None:
+        super().check()
+        rounds = self.temporal_upsample_rounds
+        if not 0 <= rounds <= MAX_ROUNDS:
+            raise InputError(f"--temporal-upsample-rounds: {rounds}, expected 0 to {MAX_ROUNDS}")
+        if self.clip_fps > MAX_FPS:
+            found = f"{float(self.fps):g} fps become {float(self.clip_fps):g}"
+            raise InputError(f"--temporal-upsample-rounds: {rounds}, {found}, expected at most {MAX_FPS}")
+        if self.num_videos > 1:
+            raise InputError(f"--num-videos: {self.num_videos}, but dfr makes one; run once for each seed")
+        if self.num_generated_keyframes:
+            found = self.num_generated_keyframes
+            raise InputError(f"--num-generated-keyframes: {found}, but dfr places its keyframes itself; leave it out")
+
+    def resolved(self: Any, model: ModelConfig) -> Any:
+        if not model.transformer.keyframe_vector:
+            raise InputError(
+                f"--pipeline: dfr, but LTX-{model.generation} has no vector for keyframes; pass a model of LTX-2.5"
+            )
+        full = super().resolved(model)
+        if full.num_frames == 1:
+            raise InputError(f"--num-frames: 1, expected {model.video_vae.time_factor + 1} or more (dfr)")
+        return full
+
+    @property
+    def clip_fps(self) -> Fraction:
+        return self.fps * 2**self.temporal_upsample_rounds
+
+    @property
+    def clip_frames(self) -> int:
+        return (self.num_frames - 1) * 2**self.temporal_upsample_rounds + 1
+
+    def remarks(self, model: ModelConfig) -> Iterator[str]:
+        if self.temporal_upsample_rounds:
+            yield f"the clip has {self.clip_frames} frames at {float(self.clip_fps):g} fps"
+
+    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+        """User LoRAs are merged in the order given, the distilled one last; rounds have the LoRAs of stage 2."""
+        frames, segment = canvas(self.num_frames)
+        whole = replace(self, num_frames=frames)
+        half, full = whole.geometry(model, self.factor(model)), whole.geometry(model)
+        extra = (loras.distilled,) if loras.distilled else ()
+        first, second = ((*loras.of(stage), *extra) for stage in ("stage1", "stage2"))
+        keyframes = range(segment, frames, segment)
+
+        def steps(kind: Callable[..., Stage], name: str, *how: Any, given: Any, **more: Any) -> list[Stage]:
+            more |= {"given": tuple(given), "rule": options.cross_timestep_rule}
+            return [Given(name, more["given"]), kind(name, *how, self.noise, NEUTRAL, **more)]
+
+        def beside(geometry: Geometry) -> list[Conditioning]:
+            return [*self.guides(geometry), *(Slot(frame, geometry) for frame in keyframes)]
+
+        made = [
+            *self.text,
+            *steps(Denoise, "stage1", half, DISTILLED_SIGMAS, first, given=beside(half), sound=True),
+            Upsample(half, self.num_videos, self.factor(model), len(keyframes)),
+            *steps(Denoise, "stage2", full, STAGE2_SIGMAS, second, given=beside(full)),
+        ]
+        for number in range(1, self.temporal_upsample_rounds + 1):
+            doubled = UpsampleTime(full, self.num_videos, round=number)
+            fps = min(self.fps * 2**number, MAX_POSITION_FPS)
+            frames, full = 2 * frames - 1, replace(full, frames=2 * full.frames - 1, fps=fps)
+            made.append(doubled)
+            for i, window in enumerate(windows(frames, 2 * segment, 2**number)):
+                own = replace(full, frames=latent_frames(window.stop - window.start + 1, full.time_factor))
+                guides = self.guides(own, window.start, 2**number)
+                made += steps(
+                    Refine, f"round{number}_tile{i}", own, ROUND_SIGMAS, second,
+                    given=[*guides, *window.given(own, 2 * segment, doubled.name)],
+                    sampler="ancestral", eta=ROUND_ETA, streams=("video",), source=doubled.name, start=window.start,
+                    lead=(window.own - window.start) // full.time_factor + 1 if i else 0,
+                )  # fmt: skip
+        return [*made, *self.decoded(full, model, options), Cut(self.clip_frames, self.clip_fps)]
+
+    def guides(self, geometry: Geometry, start: int = 0, times: int = 1) -> list[Conditioning]:
+        """The request's images that lie in a part of the clip, which begins at pixel frame `start` and has `times` as
+        many frames for one of the request's."""
+        last = pixel_frames(geometry.frames, geometry.time_factor) - 1
+        here = [replace(spec, frame=spec.frame * times - start) for spec in self.images]
+        return [Image(spec, geometry, self.image_crf or 0) for spec in here if 0 <= spec.frame <= last]
+
+
+PIPELINE = DFR

@@ -1,0 +1,62 @@
+"""refine: a long clip window by window, and its end cut off: what DFR does besides denoising."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.stage import Stage, State
+
+
+@dataclass(frozen=True, eq=False)
+class Refine(Denoise):
+    """One window of the latents that the state keeps under the name `source`; geometry: the window's.
+
+    start: the pixel frame of the clip that it begins with. lead: how many of its latent frames the windows before have
+    made; the others are appended to these. Of two windows' keyframes of one pixel frame the earlier one's stay.
+    """
+
+    source: str = ""
+    start: int = 0
+    lead: int = 0
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        before, known, first = state.video, state.keyframes, self.start // self.geometry.time_factor
+        state.video = state.latents[self.source][:, :, first : first + self.geometry.frames]
+        super().run(session, state, watch)
+        state.keyframes = {self.start + frame: latent for frame, latent in state.keyframes.items()} | known
+        if self.lead:
+            assert before is not None and state.video is not None
+            state.video = np.concatenate([before, state.video[:, :, self.lead :]], axis=2)
+
+
+@dataclass(frozen=True)
+class Cut(Stage):
+    """Frames and sound after the first `num_frames` are dropped; fps: of these frames."""
+
+    num_frames: int
+    fps: Fraction
+    name = "cut"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        state.frames = map(self._frames, state.frames)
+        if state.waveforms is not None and state.sample_rate is not None:
+            state.waveforms = state.waveforms[..., : round(self.num_frames / self.fps * state.sample_rate)]
+            state.put("waveform", state.waveforms if len(state.waveforms) > 1 else state.waveforms[0])
+
+    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        left = self.num_frames
+        for chunk in chunks:  # all are taken, for devices decode them together
+            if left > 0:
+                yield chunk[:, :left]
+            left -= chunk.shape[1]
