@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ltx2rt.commands import serve
 from ltx2rt.commands.options import model_options
-from ltx2rt.commands.worker import require_one_process
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.notes import note
@@ -48,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
         args.backend = serve.installed_backend()
     options, own = model_options(args), BatchOptions(**given_flags(args, BatchOptions))
     options.check()
-    require_one_process(options)
+    serve.require_first(options)
     if own.lora_folder and not own.lora_folder.is_dir():
         raise InputError(f"--loras: {own.lora_folder} is no folder; create it, or leave the flag out")
     try:

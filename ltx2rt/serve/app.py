@@ -15,7 +15,6 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,9 +28,9 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from ltx2rt.backend import DeviceInfo
-from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, OURS, Admission, number
+from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, UPLOADS, Admission, number
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import CLIP, THUMBNAIL, Folder
+from ltx2rt.serve.folder import THUMBNAIL, Folder, clip_names
 from ltx2rt.serve.form import Gone, close_unread, fields_of
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import (
@@ -251,12 +250,16 @@ class App:
     def video(self, job: Job, position: int | None = None) -> dict[str, Any]:
         clip, live, result = job.job["clip"], self.board.live.get(job.id), job.result or {}
         report = result.get("report", {})
-        seconds = clip["num_frames"] / Fraction(clip["fps"]) if "num_frames" in clip else 0
+        n, seconds = job.job.get("n", 1), job.job.get("seconds", 0.0)
         progress = 100 if job.status == COMPLETED else min(99, max(1, int(99 * live["fraction"]))) if live else 0
         running = live if job.status == RUNNING and live else {}
         images = [{"file_id": i[0], "frame": i[1], "strength": i[2]} for i in job.job["images"]]
         loras = [{"name": Path(lora[0]).stem, "strength": lora[1], "stage": lora[2]} for lora in job.job["loras"]]
-        settings = {"pipeline": job.job["pipeline"], **clip, "images": images, "loras": loras}
+        files = {
+            field: [{"file_id": name.split(".")[0]} | ({"strength": rest[0]} if rest else {}) for name, *rest in kept]
+            for field, kept in job.job.get("files", {}).items()
+        }
+        settings = {"pipeline": job.job["pipeline"], **clip, "n": n, "images": images, "loras": loras, **files}
         content = f"/v1/videos/{job.id}/content"
         made = job.status == COMPLETED and result.get("file")
         return {
@@ -269,7 +272,7 @@ class App:
             "completed_at": int(job.finished) if job.finished and job.status == COMPLETED else None,
             "expires_at": int(job.finished + self.settings.keep_s) if made and job.finished else None,
             "seconds": f"{float(seconds):.3f}",
-            "size": f"{clip.get('width', 0)}x{clip.get('height', 0)}",
+            "size": job.job.get("size", ""),
             "prompt": clip.get("prompt"),
             "remixed_from_video_id": job.remixed_from,
             "error": job.error,
@@ -287,7 +290,13 @@ class App:
                 "attempts": job.attempts,
                 "priority": job.priority,
                 "cancel_requested_at": int(job.cancel) if job.cancel else None,
-                "urls": {"video": content, "thumbnail": f"{content}?variant=thumbnail"} if made else {},
+                "urls": {
+                    "video": content,
+                    "thumbnail": f"{content}?variant=thumbnail",
+                    "videos": [f"{content}?video={number}" for number in range(n)],
+                }
+                if made
+                else {},
             },
         }
 
@@ -299,7 +308,8 @@ class App:
 
     async def create(self, request: Request) -> Response:
         self._require_accepting()
-        return await self._add(request, await fields_of(request, self.folder, self.settings.max_upload_bytes))
+        most = self.settings.max_upload_bytes
+        return await self._add(request, await fields_of(request, self.folder, most, UPLOADS))
 
     async def remix(self, request: Request) -> Response:
         """The same settings and seed with another prompt."""
@@ -420,7 +430,11 @@ class App:
             raise Refusal(409, "not_ready", f"the video is {job.status}; ask again when it is completed")
         if variant == "report":
             return Json(job.result.get("report", {}))
-        path = self.folder.outputs / (job.stem + (CLIP if variant == "video" else THUMBNAIL))
+        number, n = request.query_params.get("video", "0"), job.job.get("n", 1)
+        if number not in map(str, range(n)):
+            raise Refusal(400, "invalid_value", f"video: {number[:80]!r}, expected 0 to {n - 1}", "video")
+        name = clip_names(job.stem, n)[int(number)] if variant == "video" else job.stem + THUMBNAIL
+        path = self.folder.outputs / name
         if not job.result.get("file") or not path.exists():
             raise Refusal(410, "expired", "the file was deleted after its time; send the request again")
         if variant == "thumbnail":
@@ -428,8 +442,9 @@ class App:
         noted = None
         if request.method == "GET" and "fetched" not in job.result:
             noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=int(time.time()))
+        shown = f"{job.id}.mp4" if number == "0" else f"{job.id}-{number}.mp4"
         return FileResponse(
-            path, media_type="video/mp4", filename=f"{job.id}.mp4", content_disposition_type="inline", background=noted
+            path, media_type="video/mp4", filename=shown, content_disposition_type="inline", background=noted
         )
 
     async def not_here(self, request: Request) -> Response:
@@ -578,12 +593,20 @@ def openapi(admission: Admission) -> dict[str, Any]:
         for name, found in pipeline["fields"].items():
             properties.setdefault(name, found)
     objects = {"type": "array", "items": {"type": "object"}}
-    ours = {name: {"type": "string"} for name in OURS} | {
-        "images": objects,
-        "loras": objects,
-        "metadata": {"type": "object"},
-        "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
-    }
+    ours = (
+        {name: {"type": "string"} for name in OURS}
+        | {
+            "images": objects,
+            "loras": objects,
+            "metadata": {"type": "object"},
+            "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
+            "n": {"type": "integer", "minimum": 1, "maximum": MAX_VIDEOS, "default": 1},
+        }
+        | {
+            name: {"type": "string", "description": f"a {kind}: a file of the form with this name, or a data: URL"}
+            for name, kind in UPLOADS.items()
+        }
+    )
     properties |= ours | {"prompt": {"type": "string", "maxLength": MAX_PROMPT}}
     body = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
     file = {"input_reference": {"type": "string", "format": "binary"}}

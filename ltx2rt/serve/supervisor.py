@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
+from ltx2rt.serve.admission import as_given
 from ltx2rt.serve.board import Board, log
 from ltx2rt.serve.folder import CLIP, Folder
 from ltx2rt.serve.metrics import Metrics
@@ -246,7 +247,9 @@ class Supervisor:
         loras = [[str((self.lora_folder or Path()) / name), *rest] for name, *rest in job.job["loras"]]
         images = [[str(self.folder.inputs / name), *rest] for name, *rest in job.job["images"]]
         stem = str(self.folder.outputs.resolve() / job.stem)
-        return {**job.job, "id": job.id, "epoch": job.epoch, "stem": stem, "loras": loras, "images": images}
+        files = as_given(job.job.get("files", {}), self.folder.inputs.resolve())
+        named = {"id": job.id, "epoch": job.epoch, "stem": stem}
+        return {**job.job, **named, "loras": loras, "images": images, "files": files}
 
     def _send(self, replica: Replica, **message: Any) -> None:
         if replica.process is not None and replica.process.stdin is not None:
@@ -275,6 +278,8 @@ class Supervisor:
                 self.board.tell(kind, job.id, job.user, {**message, "at": replica.heard}, **facts)
             else:
                 await self._ended(replica, job, event, message)
+                if message.get("ends"):
+                    return
 
     async def _ended(self, replica: Replica, job: Job, event: str, message: dict[str, Any]) -> None:
         status = {"done": COMPLETED, "failed": FAILED, "cancelled": CANCELLED}[event]
@@ -287,8 +292,9 @@ class Supervisor:
         elif event == "done":
             (self.folder.outputs / (job.stem + CLIP)).unlink(missing_ok=True)
         replica.claim = None
-        replica.become("idle")
-        replica.free.set()
+        if not message.get("ends"):  # else it takes no other job
+            replica.become("idle")
+            replica.free.set()
 
     def _over(self, job: Job, status: str, error: Mapping[str, str] | None, result: Mapping | None = None) -> None:
         self.metrics.over(job, status, result)

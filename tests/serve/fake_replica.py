@@ -73,9 +73,10 @@ def main() -> None:
             }
             result = publish(
                 Path(job["stem"]),
-                lambda path, job=job: path.write_text(f"{job['id']} {job['clip'].get('seed')}"),
+                lambda number, path, job=job: path.write_text(f"{job['id']} {job['clip'].get('seed') + number}"),
                 lambda path: path.write_bytes(b"RIFF"),
                 lambda report=report: report,
+                job.get("n", 1),
             )
             tell("done", **named, result=result)
 
