@@ -27,6 +27,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Warm:
+    """What a worker does before its first job."""
+
     warm: tuple[Shape, ...] = flag(
         (),
         "sizes to be ready for before the first job",
@@ -34,6 +36,7 @@ class Warm:
         metavar="WIDTHxHEIGHTxFRAMES[:PIPELINE]",
         repeat=True,
     )
+    previews: bool = flag(True, "make no pictures of videos that are being made", bool, name="--no-previews")
 
 
 def flags(to: argparse.ArgumentParser) -> None:
@@ -45,7 +48,7 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 
 def main(args: argparse.Namespace) -> int:
-    options, warm = model_options(args), Warm(**given_flags(args, Warm)).warm
+    options, ready = model_options(args), Warm(**given_flags(args, Warm))
     options.check()
     first, launched = args.crew is None or args.crew.rank == 0, os.environ.get(LAUNCHER) == str(os.getppid())
     if args.own_process and (first or launched):  # what a shell has started may outlive it
@@ -61,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout = sys.stderr
         keep_compiled(options.backend, compiled_folder(os.environ))
     pipe = Pipe(inbox if first else None, outbox)
-    return work(open_session(options, checkpoint=checkpoint), warm, pipe, args.crew)
+    return work(open_session(options, checkpoint=checkpoint), ready.warm, pipe, args.crew, ready.previews)
 
 
 def die_with_parent() -> None:

@@ -28,7 +28,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from ltx2rt.backend import DeviceInfo
-from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, UPLOADS, Admission, number
+from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, UPLOADS, Admission, Admitted, number
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import THUMBNAIL, Folder, clip_names
 from ltx2rt.serve.form import Gone, close_unread, fields_of
@@ -261,7 +261,7 @@ class App:
         }
         settings = {"pipeline": job.job["pipeline"], **clip, "n": n, "images": images, "loras": loras, **files}
         content = f"/v1/videos/{job.id}/content"
-        made = job.status == COMPLETED and result.get("file")
+        made, shown = job.status == COMPLETED and result.get("file"), self.board.previews.get(job.id)
         return {
             "id": job.id,
             "object": "video",
@@ -285,6 +285,7 @@ class App:
                 "queue_position": position,
                 "seed": clip.get("seed"),
                 "settings": settings,
+                "preview": f"{content}?variant=preview&number={shown[0]}" if shown else None,
                 "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
                 "run_s": job.finished - job.started if job.finished and job.started else None,
                 "attempts": job.attempts,
@@ -308,8 +309,12 @@ class App:
 
     async def create(self, request: Request) -> Response:
         self._require_accepting()
+        """With `check=1` the request is checked, and its files are kept, but it is not queued."""
         most = self.settings.max_upload_bytes
-        return await self._add(request, await fields_of(request, self.folder, most, UPLOADS))
+        given = await fields_of(request, self.folder, most, UPLOADS)
+        if request.query_params.get("check") == "1":
+            return Json({"object": "check", "given": (await self._admitted(given)).given})
+        return await self._add(request, given)
 
     async def remix(self, request: Request) -> Response:
         """The same settings and seed with another prompt."""
@@ -327,11 +332,7 @@ class App:
         user, key = request.state.user, request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 255:
             raise Refusal(400, "invalid_value", "Idempotency-Key: expected 1 to 255 characters")
-        priority = number(given.get("priority", 0))
-        if priority is None or priority not in range(MAX_PRIORITY + 1):
-            raise Refusal(400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority")
-        self._know_device()
-        admitted = await asyncio.get_running_loop().run_in_executor(self._planner, self.admission.admit, given)
+        admitted = await self._admitted(given)
         retried = request.headers.get("x-stainless-retry-count", "0") != "0"  # the answer may have been lost
         if retried and (known := await self.store(self.queue.repeated, user, admitted.digest)) is not None:
             return self._answer(await self._video(known))
@@ -339,7 +340,8 @@ class App:
         try:
             job = await self.store(
                 self.queue.add, user, admitted.digest, admitted.given, admitted.job, work=admitted.work,
-                loras=admitted.loras, priority=int(priority), key=key, remixed_from=remixed_from,
+                loras=admitted.loras, priority=int(number(given.get("priority")) or 0), key=key,
+                remixed_from=remixed_from,
             )  # fmt: skip
         except QueueFull as full:
             raise Refusal(429, full.code, str(full), retry_after_s=RETRY_S) from None
@@ -350,6 +352,14 @@ class App:
         )
         self.supervisor.woken()
         return self._answer(await self._video(job))
+
+    async def _admitted(self, given: dict[str, Any]) -> Admitted:
+        """Raises Refusal."""
+        priority = number(given.get("priority", 0))
+        if priority is None or priority not in range(MAX_PRIORITY + 1):
+            raise Refusal(400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority")
+        self._know_device()
+        return await asyncio.get_running_loop().run_in_executor(self._planner, self.admission.admit, given)
 
     def _require_accepting(self) -> None:
         if self.supervisor.draining:
@@ -423,9 +433,13 @@ class App:
 
     async def content(self, request: Request) -> Response:
         job, variant = await self._job(request), request.query_params.get("variant", "video")
-        if variant not in ("video", "thumbnail", "report"):
-            text = f"variant: {variant[:80]!r}, expected video, thumbnail or report"
+        if variant not in ("video", "thumbnail", "report", "preview"):
+            text = f"variant: {variant[:80]!r}, expected video, thumbnail, report or preview"
             raise Refusal(400, "invalid_value", text, "variant")
+        if variant == "preview":
+            if (shown := self.board.previews.get(job.id)) is None:
+                raise Refusal(404, "not_found", "there is no preview; listen to /v1/events?previews=1 while it runs")
+            return Response(shown[1], media_type="image/jpeg", headers={"cache-control": "no-store"})
         if job.status != COMPLETED or job.result is None:
             raise Refusal(409, "not_ready", f"the video is {job.status}; ask again when it is completed")
         if variant == "report":
@@ -453,18 +467,20 @@ class App:
     # --- events -------------------------------------------------------------------------------------------------
 
     async def events(self, request: Request) -> Response:
-        """Of one job until it is over, or of all of the user's."""
+        """Of one job until it is over, or of all of the user's; with `previews=1` pictures are made of what runs."""
         job = await self._job(request) if "id" in request.path_params else None
         return StreamingResponse(
-            self._stream(request.state.user, job),
+            self._stream(request.state.user, job, request.query_params.get("previews") == "1"),
             media_type="text/event-stream",
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
 
-    async def _stream(self, me: str, only: Job | None) -> AsyncIterator[str]:
+    async def _stream(self, me: str, only: Job | None, previews: bool) -> AsyncIterator[str]:
         with self.board.watch(
-            lambda id, user: (user == me and only is None) or (only is not None and id == only.id)
+            lambda id, user: (user == me and only is None) or (only is not None and id == only.id), previews
         ) as news:
+            if previews:
+                self.supervisor.watch()
             yield "retry: 1000\n\n"
             if only is not None:
                 news.put(only.id, "state")

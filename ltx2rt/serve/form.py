@@ -11,7 +11,7 @@ import binascii
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,7 @@ from ltx2rt.serve.upload import IMAGE, MAX_BYTES, SUFFIX, check_upload
 
 MAX_FIELDS, MAX_FILES = 64, 8
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
-STRUCTURED = ("loras", "images", "metadata", "stg_blocks", "video_conditioning")
+STRUCTURED = ("loras", "images", "metadata", "stg_blocks")
 
 
 class Gone(Exception):
@@ -42,7 +42,7 @@ async def fields_of(
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     chunks = _chunks(request, max_bytes)
     if kind == "multipart/form-data":
-        given, files = await _multipart(request, chunks, max_bytes)
+        given, files = await _multipart(request, chunks, max_bytes, (*STRUCTURED, *uploads))
     elif kind in ("application/json", ""):
         given, files = _json(b"".join([chunk async for chunk in chunks])), {}
     else:
@@ -73,7 +73,7 @@ async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
 
 
 async def _multipart(
-    request: Request, chunks: AsyncGenerator[bytes, None], max_bytes: int
+    request: Request, chunks: AsyncGenerator[bytes, None], max_bytes: int, structured: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     parser = MultiPartParser(
         request.headers, chunks, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=max_bytes
@@ -99,7 +99,7 @@ async def _multipart(
                 given[name] = value
     finally:
         await form.close()
-    for name in STRUCTURED:
+    for name in structured:
         if isinstance(text := given.get(name), str) and text.lstrip()[:1] in ("[", "{"):
             given[name] = _parsed(text, name)
     return given, files

@@ -14,6 +14,7 @@ import os
 import signal
 import sqlite3
 import time
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -158,6 +159,12 @@ class Supervisor:
             if replica.job is not None and replica.job.id == id:
                 self._send(replica, do="cancel", id=id)
 
+    def watch(self) -> None:
+        """Have pictures made of the running jobs that somebody wants them of, to their end."""
+        for replica in self.replicas:
+            if replica.job is not None and self.board.previewed(replica.job.id, replica.job.user):
+                self._send(replica, do="watch", id=replica.job.id)
+
     # --- one replica --------------------------------------------------------------------------------------------
 
     async def _live(self, replica: Replica) -> None:
@@ -236,6 +243,8 @@ class Supervisor:
             self.metrics.waited.observe(time.time() - job.created)
             self.board.tell("started", job.id, job.user, replica=replica.number, attempt=job.attempts)
             replica.free.clear()
+            if self.board.previewed(job.id, job.user):
+                self._send(replica, do="watch", id=job.id)
             self._send(replica, do="run", **self._message(job))
             if (now := await self.store(queue.get, job.id)) and now.cancel is not None:  # since it was claimed
                 self.cancel(job.id)
@@ -269,6 +278,8 @@ class Supervisor:
                 was_ready.set()
             elif job is None or (message.pop("id"), message.pop("epoch")) != (job.id, job.epoch):
                 self.board.log("replica_error", replica=replica.number, error=f"{event} of no job that it runs")
+            elif event == "preview":
+                self.board.show(job.id, job.user, message["number"], b64decode(message["jpeg"]))
             elif event == "progress":
                 kind = "stage" if message["step"] == 0 else "step"
                 replica.step = message["step"]

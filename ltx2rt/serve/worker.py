@@ -1,10 +1,10 @@
 """A replica: one session that runs the jobs it is sent, one at a time.
 
 One JSON object a line. It reads `{"do": "run", "id", "epoch", "stem", "pipeline", "clip", "n", "images", "files",
-"loras"}` and `{"do": "cancel", "id"}`, and ends at once when there is no more to read. It writes `{"event": "ready",
-"device", "mesh"}` when it is warm; of each job `progress` after every step, then `done` with its result, `cancelled`,
-or `failed` with code and message. After a failure that may have left the device in disorder it ends, as `"ends"` says,
-to be started anew.
+"loras"}` and `{"do": "cancel"}` and `{"do": "watch"}` with the `id`, and ends at once when there is no more to read. It
+writes `{"event": "ready", "device", "mesh"}` when it is warm; of each job `progress` after every step, of one that is
+watched `preview` after every fourth, then `done` with its result, `cancelled`, or `failed` with code and message. After
+a failure that may have left the device in disorder it ends, as `"ends"` says, to be started anew.
 
 Of several ranks the first is the one that is told and tells; it hands each job out, and all run it. A failure on one of
 them ends them all, for the others may wait for it in a collective; who fails says so.
@@ -16,8 +16,10 @@ import gc
 import json
 import os
 import sys
+from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -34,12 +36,13 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.serve.folder import publish
+from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress
 
-THUMBNAIL_PX = 320
+THUMBNAIL_PX, PREVIEW_STEPS = 320, 4
 
 
 class Pipe:
@@ -49,6 +52,7 @@ class Pipe:
         self.outbox = outbox
         self.jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self.cancelled: set[str] = set()
+        self.watched: set[str] = set()
         self._lock = Lock()
         if inbox is not None:
             Thread(target=self._read, args=(inbox,), daemon=True).start()
@@ -59,7 +63,7 @@ class Pipe:
             if message["do"] == "run":
                 self.jobs.put(message)
             else:
-                self.cancelled.add(message["id"])
+                {"cancel": self.cancelled, "watch": self.watched}[message["do"]].add(message["id"])
         os._exit(0)  # the server is gone, and with it whoever waits for this run
 
     def tell(self, event: str, **facts: Any) -> None:
@@ -68,10 +72,14 @@ class Pipe:
             self.outbox.flush()
 
 
-def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None = None) -> int:
+def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None = None, previews: bool = False) -> int:
     """Run jobs for ever; returns the exit status after a failure that only a new process mends. crew: of several
     ranks."""
     first = crew is None or crew.rank == 0
+    projection = None
+    if previews:
+        with suppress(InputError):  # without a video encoder there are none
+            projection = fitted(session)
     for shape in warm:
         plan = make_plan(session, make_request(shape.pipeline, prompt="a warm-up", seed=0, **shape.clip))
         session.require_memory(plan.stages)
@@ -85,8 +93,9 @@ def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None 
         job = pipe.jobs.get() if first else {}
         if crew is not None:
             job = json.loads(crew.handed_out("job", number, json.dumps(job)))
-        event, facts = attempt(session, own, job, pipe if first else None)
+        event, facts = attempt(session, own, job, pipe if first else None, projection)
         pipe.cancelled.discard(job["id"])
+        pipe.watched.discard(job["id"])
         lost = facts.get("code") == "internal" or (crew is not None and facts.get("code") == "out_of_memory")
         if first or lost:
             pipe.tell(event, id=job["id"], epoch=job["epoch"], **facts, **({"ends": True} if lost else {}))
@@ -101,19 +110,28 @@ def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None 
 
 
 def attempt(
-    session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any], pipe: Pipe | None
-) -> tuple[str, dict[str, Any]]:
-    """The event that ends a job, with its facts. pipe: of the first rank."""
+    session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any], pipe: Pipe | None,
+    projection: np.ndarray | None = None,
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """The event that ends a job, with its facts. pipe: of the first rank; projection: of `preview`."""
+    named = {"id": job["id"], "epoch": job["epoch"]}
+    steps = count(1)
 
     def progress(now: Progress) -> None:
         if pipe is not None:
-            pipe.tell("progress", id=job["id"], epoch=job["epoch"], **asdict(now))
+            pipe.tell("progress", **named, **asdict(now))
+
+    def look(latents: Callable[[], np.ndarray]) -> None:
+        number = next(steps)
+        if pipe is not None and projection is not None and job["id"] in pipe.watched and number % PREVIEW_STEPS == 0:
+            picture = picture_of(latents()[0], projection)
+            pipe.tell("preview", **named, number=number, jpeg=b64encode(picture).decode())
 
     def cancelled() -> bool:
         return pipe is not None and job["id"] in pipe.cancelled
 
     try:
-        return "done", {"result": run(session, own, job, progress, cancelled)}
+        return "done", {"result": run(session, own, job, progress, cancelled, look)}
     except Cancelled:
         return "cancelled", {}
     except InputError as error:
@@ -137,10 +155,11 @@ def run(
     job: dict[str, Any],
     progress: Callable[[Progress], None],
     cancelled: Callable[[], bool],
+    look: Callable[[Callable[[], np.ndarray]], None],
 ) -> dict[str, Any]:
     """Make the job's files; its result. own: the LoRAs of every job."""
     plan = timed(session, planned(session, own, job))
-    state, _, report = produce(session, plan, on_progress=progress, cancelled=cancelled)
+    state, _, report = produce(session, plan, on_progress=progress, cancelled=cancelled, look=look)
     if not session.backend.is_main:
         for frames in state.frames:
             deque(frames, maxlen=0)

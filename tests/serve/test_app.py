@@ -271,7 +271,7 @@ def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
     assert third["x"]["settings"] == first["x"]["settings"]
     video = moving(tmp_path)
     form = {name: (None, text) for name, text in {"prompt": "1:0", "pipeline": "retake", "start_time": "0.3",
-                                                  "end_time": "0.6"}.items()}  # fmt: skip
+                                                  "end_time": "0.6", "guided": "true"}.items()}  # fmt: skip
     answer = server.http.post("/v1/videos", files={**form, "video_path": ("clip.mp4", video)})
     retake = answer.json()
     assert answer.status_code == 200 and (retake["size"], retake["seconds"]) == ("64x64", "1.042"), retake
@@ -398,6 +398,21 @@ def test_events_tell_the_state_until_the_end(server):
     progress = [video["progress"] for video in videos]
     assert progress == sorted(progress) and progress[-1] == 100 and len(kinds) < 15  # at most five a second
     assert videos[-1]["status"] == "completed" and videos[-1]["x"]["urls"]
+
+
+def test_a_watcher_is_shown_the_steps_and_who_is_none_is_not(server):
+    for previews in (False, True):
+        id, shown = server.add("50:0.03"), []
+        error_of(server.http.get(f"/v1/videos/{id}/content", params={"variant": "preview"}), 404)
+        with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events?previews={int(previews)}", timeout=30) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: ") and (url := json.loads(line[6:])["x"]["preview"]):
+                    answer = server.http.get(url)
+                    if answer.status_code == 200:  # else it is over
+                        shown.append((url, answer.content, answer.headers["content-type"]))
+        assert bool(shown) == previews
+    assert len({url for url, _, _ in shown}) > 1
+    assert {facts[1:] for facts in shown} == {(b"a picture", "image/jpeg")}
 
 
 def test_all_of_a_users_jobs_in_one_stream(server):

@@ -311,6 +311,39 @@ def test_workers_of_two_hosts_are_one_replica(start, tiny_model, tmp_path, backe
         other.communicate()
 
 
+@pytest.mark.slow
+def test_a_sound_and_a_video_by_upload_make_the_clips_of_the_command_line(start, tiny_model, tmp_path):
+    import ltx2rt
+    from ltx2rt.media.compare import compare
+
+    size = {"width": 64, "height": 64}
+    more = {"num_frames": 9, "seed": 5, "steps": 2, "video_stg": 0}
+    source, sound = tmp_path / "source.mp4", tmp_path / "sound.m4a"
+    with ltx2rt.open(tiny_model, backend="cuda", device="cpu") as session:
+        session.generate("a fox", pipeline="one-stage", **size, **more | {"num_frames": 25}).save(source)
+        sound.write_bytes(source.read_bytes())
+        asked = {
+            "a2v": ({**size, **more}, "audio_path", sound),
+            "retake": (
+                {"seed": 5, "steps": 2, "start_time": 0.3, "end_time": 0.6, "guided": True},
+                "video_path",
+                source,
+            ),
+        }
+        for name, (clip, field, path) in asked.items():
+            session.generate("a fox", pipeline=name, **clip, **{field: path}).save(tmp_path / f"{name}.mp4")
+    server = start(replicas="real")
+    for name, (clip, field, path) in asked.items():
+        form = {key: (None, str(value)) for key, value in {"prompt": "a fox", "pipeline": name, **clip}.items()}
+        answer = server.http.post("/v1/videos", files={**form, field: ("../x", path.read_bytes())})
+        assert answer.status_code == 200, answer.text
+        id = answer.json()["id"]
+        assert server.until(id, timeout_s=200)["status"] == "completed", server.get(id)
+        (tmp_path / "got.mp4").write_bytes(server.http.get(f"/v1/videos/{id}/content").content)
+        same = compare(tmp_path / "got.mp4", tmp_path / f"{name}.mp4")
+        assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6), name
+
+
 def test_a_full_disk_refuses_and_loses_nothing(start):
     """The queue's file may not grow beyond what it has: writes fail as on a full disk, until there is room again."""
     server = start()

@@ -1,5 +1,6 @@
 """A real replica, `ltx2rt worker`, on the tiny checkpoint: what comes through its pipe."""
 
+import base64
 import json
 import os
 import subprocess
@@ -65,8 +66,9 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
         sum(sizes) == several["bytes"]
         and (tmp_path / "j2.1.mp4").read_bytes() != (tmp_path / "j2.1.1.mp4").read_bytes()
     )
-    while worker.events("progress")[-1]["step"] < 3:
-        pass
+    worker.send(do="watch", id="j3")
+    preview = worker.events("preview")[-1]
+    assert preview["id"] == "j3" and base64.b64decode(preview["jpeg"]).startswith(b"\xff\xd8\xff")
     worker.send(do="cancel", id="j3")
     assert worker.events("cancelled", "done")[-1] == {"event": "cancelled", "id": "j3", "epoch": 1}
     worker.run(tmp_path, 4, num_frames=10)
