@@ -1,7 +1,11 @@
 """What a server adds to its model: per job, between jobs, per request, after a death, after a cancel.
 
-job      the same jobs by `ltx2rt serve` and by a loop over one session in this process, in turns
+job      the same jobs by `ltx2rt serve` and by a loop over one session in this process, in turns: from the start of the
+         first to the end of the last, and a gap; their ratio with a 95 % interval of its median
+cpu      the same by CPU time of the worker's and of this process, which other processes disturb less; added is what the
+         worker does more, with the gap, as a share of the loop's job
 gap      from the end of a job to the start of the next that waited for it
+server   CPU time of the server's own process per job, the requests of this benchmark included
 post     from sending a request to its answer, the disk included
 cancel   of a running job, until it is over
 restart  from the death of the replica until another one takes jobs, loading and warm-up included
@@ -31,7 +35,8 @@ import numpy as np
 import ltx2rt
 from benchmarks.measure import Spread, interleaved, machine, ratios, record
 
-POLL_S = 0.02  # each costs the server a few milliseconds
+POLL_S = 0.02
+BOOTSTRAPS = 10_000
 
 
 class Server:
@@ -74,6 +79,15 @@ class Server:
     def over(self, id: str) -> bool:
         return self.ask("GET", f"v1/videos/{id}")["status"] in ("completed", "failed")
 
+    def wait(self, id: str) -> None:
+        """Until the job's events end, without a poll."""
+        with urlopen(f"{self.url}v1/videos/{id}/events", timeout=3600) as stream:
+            stream.read()
+
+    @property
+    def worker(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+
     def events(self, *names: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] in names]
@@ -87,20 +101,30 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with ltx2rt.open(args.model, backend=args.backend, device=args.device) as session:
 
             def loop() -> None:
+                start = cpu_s(os.getpid())
                 for n in range(args.jobs):
                     session.generate(f"a red fox, {n}", seed=n, **clip).save(folder.with_suffix(".mp4"))
+                cpu["loop"].append(cpu_s(os.getpid()) - start)
 
             def serve() -> None:
+                start = cpu_s(server.worker)
                 for n in range(args.jobs):
                     ids.append(server.ask("POST", "v1/videos", {"prompt": f"a red fox, {n}", "seed": n, **clip})["id"])
-                server.until(lambda: server.over(ids[-1]))
+                server.wait(ids[-1])
+                cpu["serve"].append(cpu_s(server.worker) - start)
 
             ids: list[str] = []
+            cpu: dict[str, list[float]] = {"loop": [], "serve": []}
+            before_s = cpu_s(server.process.pid)
             seconds = interleaved({"loop": loop, "serve": serve}, args.rounds)
-        told = [(line["event"], line["time"]) for line in server.events("started", "completed")]
-        gaps = [b - a for (before, a), (after, b) in pairwise(told) if (before, after) == ("completed", "started")]
-        gaps.sort()  # between two rounds the server had nothing to do
-        inner = gaps[: len(ids) - args.rounds - 1]
+            server_s = (cpu_s(server.process.pid) - before_s) / len(ids)
+        rounds = served(server, ids, args.jobs)
+        gaps = [after["started"] - job["completed"] for jobs in rounds for job, after in pairwise(jobs)]
+        spans = [jobs[-1]["completed"] - jobs[0]["started"] + float(np.median(gaps)) for jobs in rounds[-args.rounds :]]
+        seconds["serve"] = spans
+        cpu = {name: taken[-args.rounds :] for name, taken in cpu.items()}
+        gap_share = float(np.median(gaps)) * args.jobs / float(np.median(seconds["loop"]))
+        added = [a / b - 1 + gap_share for a, b in zip(cpu["serve"], cpu["loop"], strict=True)]
 
         long = {**clip, "steps": 2000}
         posts = []
@@ -113,8 +137,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             server.until(lambda id=id: (server.ask("GET", f"v1/videos/{id}")["x"]["step"] or 0) > 1)
             server.ask("POST", f"v1/videos/{id}/cancel")
             cancels.append(server.until(lambda id=id: server.over(id)))
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
+        os.kill(server.worker, signal.SIGKILL)
         server.until(lambda: not server.ready())
         restart = server.until(server.ready)
     finally:
@@ -124,12 +147,40 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "job_s": {name: Spread.of([one / args.jobs for one in taken]) for name, taken in seconds.items()},
         "serve_to_loop": ratios(seconds, "serve", "loop"),
-        "gap_s": Spread.of(inner),
+        "serve_to_loop_95": interval([a / b for a, b in zip(spans, seconds["loop"], strict=True)]),
+        "cpu_s": {name: Spread.of([one / args.jobs for one in taken]) for name, taken in cpu.items()},
+        "cpu_serve_to_loop": ratios(cpu, "serve", "loop"),
+        "added": Spread.of(added),
+        "added_95": interval(added),
+        "server_cpu_s": server_s,
+        "gap_s": Spread.of(gaps),
         "post_s": Spread.of(posts),
         "post_p99_s": float(np.quantile(posts, 0.99)),
         "cancel_s": Spread.of(cancels),
         "restart_s": restart,
     }
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def served(server: Server, ids: list[str], jobs: int) -> list[list[dict[str, Any]]]:
+    """By round, of every job its id and when it was started and completed, by the server's log."""
+    found: dict[str, dict[str, Any]] = {id: {"id": id} for id in ids}
+    for line in server.events("started", "completed"):
+        found[line["job"]][line["event"]] = line["time"]
+    told = list(found.values())
+    return [told[start : start + jobs] for start in range(0, len(told), jobs)]
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """In which the median lies with 95 %, by drawing again from the values."""
+    drawn = np.random.default_rng(0).choice(values, (BOOTSTRAPS, len(values)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -138,7 +189,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--pipeline", default="two-stage")
-    sizes = {"width": 768, "height": 512, "num-frames": 121, "jobs": 5, "rounds": 4, "posts": 200}
+    sizes = {"width": 768, "height": 512, "num-frames": 121, "jobs": 5, "rounds": 8, "posts": 200}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int)

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         on_fatal(signal.SIGBUS, lambda: _shrunk(crew))
     LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else logging.NOTSET)
     try:
-        crew = _join(args)
+        args.crew = crew = _join(args)
         status = _call(args.command, "main", args) or 0
         sys.stdout.flush()
         if crew:
@@ -137,7 +137,7 @@ def _fail(message: str, status: int, crew: Crew | None) -> int:
 
 def _join(args: argparse.Namespace) -> Crew | None:
     """The other ranks, if this process is one of several; all were given the same arguments and files."""
-    if not hasattr(args, "backend"):
+    if not hasattr(args, "backend") or args.command in ("serve", "batch"):  # their workers are the ranks
         return None
     from ltx2rt.backend import backend_names, get_factory, get_rendezvous
 

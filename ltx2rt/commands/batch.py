@@ -6,15 +6,18 @@ import argparse
 import asyncio
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ltx2rt.commands import serve
 from ltx2rt.commands.options import model_options
-from ltx2rt.commands.worker import require_one_process
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
 from ltx2rt.session.options import ModelOptions
+
+if TYPE_CHECKING:
+    from ltx2rt.serve.batch import Line, Results, Shard
 
 SOME_FAILED, TERMINATED = 3, 143
 
@@ -28,6 +31,9 @@ class BatchOptions:
     pipeline: str = flag(FIRST, "of jobs that name none", metavar="NAME")
     replicas: int = flag(1, "workers, each on a device of its own", int, metavar="N")
     lora_folder: Path | None = flag(None, "LoRAs that jobs may name", Path, name="--loras", metavar="DIR")
+    retries: int = flag(1, "of a job that fails though its request is right", int, metavar="N")
+    server: str | None = flag(None, "have a server make them; --model and its flags are the server's", metavar="URL")
+    token_file: Path | None = flag(None, "with --server: its first line is `NAME TOKEN`", Path, metavar="FILE")
     limit: int | None = flag(None, "make so many jobs at most", int, metavar="N")
     step_timeout: float = flag(120.0, "seconds without a step before a worker is replaced", float, metavar="S")
 
@@ -35,22 +41,23 @@ class BatchOptions:
 def flags(to: argparse.ArgumentParser) -> None:
     to.epilog = (
         'A line: {"id": "fox-1", "prompt": "...", "size": "768x512", "images": [{"path": "fox.png", "frame": 0}]}, '
-        "with the fields of POST /v1/videos. For one of N: --shard $((SLURM_ARRAY_TASK_ID + 1))/N, or with "
-        "JOB_COMPLETION_INDEX."
+        "with the fields of POST /v1/videos and paths of files here. One of N: --shard $((SLURM_ARRAY_TASK_ID + 1))/N; "
+        "JOB_COMPLETION_INDEX in an indexed Job of Kubernetes, SKYPILOT_NODE_RANK of SkyPilot."
     )
     to.add_argument("jobs", type=Path, metavar="JOBS.jsonl")
-    add_flags(to, ModelOptions, backend="")
+    add_flags(to, ModelOptions, backend="", model=None)
     add_flags(to, BatchOptions)
 
 
 def main(args: argparse.Namespace) -> int:
-    if not hasattr(args, "backend"):
-        args.backend = serve.installed_backend()
-    options, own = model_options(args), BatchOptions(**given_flags(args, BatchOptions))
-    options.check()
-    require_one_process(options)
+    own = BatchOptions(**given_flags(args, BatchOptions))
+    if own.retries < 0:
+        raise InputError(f"--retries: {own.retries}, expected 0 or more")
     if own.lora_folder and not own.lora_folder.is_dir():
         raise InputError(f"--loras: {own.lora_folder} is no folder; create it, or leave the flag out")
+    if (own.server is None) != hasattr(args, "model"):
+        raise InputError("--model: expected either --model, for a model here, or --server, which has one")
+    options = None if own.server else checked_options(args)
     try:
         from ltx2rt.serve import batch
         from ltx2rt.serve.admission import Admission
@@ -61,22 +68,25 @@ def main(args: argparse.Namespace) -> int:
     shard, lines = batch.parse_shard(own.shard), batch.read_lines(args.jobs)
     if not own.output_dir.is_dir():
         raise InputError(f"--output-dir: {own.output_dir} is no folder; create it first")
+    results = batch.Results(own.output_dir, shard)
+    done = results.done()
+    if options is None:
+        return on_server(own, lines, shard, results, args.jobs.parent)
     folder = Folder(own.output_dir / f".{Path(shard.results).stem}")
     try:
         folder.sweep([])
         admission = Admission(options, folder.inputs, default=own.pipeline, lora_folder=own.lora_folder)
         admitted = batch.admit(lines, admission, folder, args.jobs.parent)
-        done = batch.done_before(own.output_dir)
         jobs = [(line, a) for line, a in admitted if shard.has(line.id) and done.get(line.id) != a.digest][: own.limit]
         note(f"{len(lines)} jobs, {len(jobs)} to make here", prefix="")
         if not jobs:
             batch.clean(folder)
             return 0
         made = batch.Batch(
-            folder, own.output_dir, shard, serve.worker_command(args),
+            folder, results, [*serve.worker_command(args), "--no-previews"],
             environments=serve.device_environments(options, own.replicas),
             lora_folder=own.lora_folder and own.lora_folder.resolve(), step_timeout_s=own.step_timeout,
-            say=lambda text: note(text, prefix=""),
+            retries=own.retries, say=lambda text: note(text, prefix=""),
         )  # fmt: skip
         counts = asyncio.run(made.run(jobs))
         if sum(counts.values()) < len(jobs):
@@ -85,3 +95,28 @@ def main(args: argparse.Namespace) -> int:
         return 0 if counts.keys() == {"completed"} else SOME_FAILED
     finally:
         folder.close()
+
+
+def checked_options(args: argparse.Namespace) -> ModelOptions:
+    """Raises InputError."""
+    if not hasattr(args, "backend"):
+        args.backend = serve.installed_backend()
+    options = model_options(args)
+    options.check()
+    serve.require_first(options)
+    return options
+
+
+def on_server(own: BatchOptions, lines: list[Line], shard: Shard, results: Results, beside: Path) -> int:
+    from ltx2rt.serve import batch, remote
+
+    token = next(iter(serve.read_tokens(own.token_file)), None) if own.token_file else None
+    server = remote.Server(own.server or "", token)
+    done = results.done()
+    admitted = remote.admit(server, lines, beside)
+    jobs = [
+        (line, given) for line, given in admitted if shard.has(line.id) and done.get(line.id) != batch.digest_of(given)
+    ][: own.limit]
+    note(f"{len(lines)} jobs, {len(jobs)} to make", prefix="")
+    counts = remote.make(server, jobs, results, own.retries, lambda text: note(text, prefix=""))
+    return 0 if counts.keys() <= {"completed"} else SOME_FAILED

@@ -208,6 +208,7 @@ def produce(
     verbose: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
+    look: Callable[[Callable[[], np.ndarray]], None] | None = None,
 ) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
     """Run the plan, which fits the device, up to its frames: (state, watch, report).
 
@@ -223,6 +224,7 @@ def produce(
         agree=session.backend.agree,
         work=work,
         verbose=verbose,
+        look=look or (lambda latents: None),
     )
     if warmup:
         with watch.apart("warmup", "warming up"):

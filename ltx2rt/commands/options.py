@@ -62,9 +62,14 @@ def planned_flags(to: Any, *models: str, clip: Sequence[str] = SIZED) -> None:
     add_flags(to, *pipelines().values(), only=clip)
 
 
-def start_ranks(args: argparse.Namespace, options: ModelOptions, outputs: Sequence[Path]) -> int | None:
-    """Run the command as a process for each device, if this process is not one of them; the exit status, or None."""
+def start_ranks(
+    args: argparse.Namespace, options: ModelOptions, outputs: Sequence[Path], fed: bool = False
+) -> int | None:
+    """Run the command as a process for each device, if this process is not one of them; the exit status, or None.
+
+    fed: the first of them reads this process's stdin.
+    """
     factory, count = get_factory(options.backend), prod(options.mesh.values())
     if count == 1 or not factory.process_per_device or factory.rank_and_size(os.environ)[1] > 1:
         return None
-    return start(args.argv, count, outputs, factory.most_processes(options.device))
+    return start(args.argv, count, outputs, factory.most_processes(options.device), fed)

@@ -8,11 +8,12 @@ import re
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 
 from ltx2rt.backend import backend_names, get_factory
 from ltx2rt.commands.options import model_options
-from ltx2rt.commands.worker import Warm, require_one_process
+from ltx2rt.commands.worker import Warm
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags, words_of
 from ltx2rt.notes import note
@@ -78,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     warm = Warm(**given_flags(args, Warm)).warm
     own.check()
     options.check()
-    require_one_process(options)
+    require_first(options)
     tokens = read_tokens(own.token_file) if own.token_file else {}
     try:
         from ltx2rt.serve.admission import Admission
@@ -125,14 +126,26 @@ def installed_backend() -> str:
     raise InputError("--backend: none is installed; install one with: pip install 'ltx2rt[cuda]' or 'ltx2rt[tpu]'")
 
 
+def require_first(options: ModelOptions) -> None:
+    """Raises InputError in a launch of several processes, unless this is the first."""
+    rank, size = get_factory(options.backend).rank_and_size(os.environ)
+    if rank:
+        raise InputError(f"process {rank} of {size}: the first one serves; start `ltx2rt worker` here, with its flags")
+
+
 def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, str]]:
-    """What each of several replicas must find in its environment to have a device of its own. Raises InputError."""
+    """What each of several replicas must find in its environment to have devices of its own. Raises InputError."""
     if replicas == 1 or options.device == "cpu":
         return [{}] * replicas
     factory = get_factory(options.backend)
-    if replicas > (most := factory.most_processes(options.device)):
-        raise InputError(f"--replicas: {replicas}, but {most} can have a device each here")
-    return [factory.one_device(n, os.environ) for n in range(replicas)]
+    each = prod(options.mesh.values()) if factory.process_per_device else 1
+    if factory.rank_and_size(os.environ)[1] > 1:
+        raise InputError(f"--replicas: {replicas}, but all processes of this launch are one replica")
+    if replicas * each > (most := factory.most_processes(options.device)):
+        raise InputError(f"--replicas: {replicas} with {each} devices each, but {most} can be had here")
+    devices = [factory.one_device(n, os.environ) for n in range(replicas * each)]
+    groups = [devices[start : start + each] for start in range(0, len(devices), each)]
+    return [{name: ",".join(one[name] for one in group) for name in group[0]} for group in groups]
 
 
 def read_tokens(path: Path) -> dict[str, str]:

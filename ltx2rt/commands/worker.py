@@ -1,4 +1,8 @@
-"""`ltx2rt worker`: a replica for `ltx2rt serve`, which starts it; jobs come by stdin, events go to stdout."""
+"""`ltx2rt worker`: a replica for `ltx2rt serve`, which starts it; jobs come by stdin, events go to stdout.
+
+With a mesh of several processes they are ranks, and rank 0 is the one that is fed. Those of other hosts are started
+there, by the variables of their launch; the server starts the first.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,13 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
-from ltx2rt.backend import get_factory, keep_compiled
+from ltx2rt.backend import keep_compiled
 from ltx2rt.commands.generate import compiled_folder
-from ltx2rt.commands.options import model_options
-from ltx2rt.errors import InputError
+from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.flags import add_flags, flag, given_flags
+from ltx2rt.ranks.environment import LAUNCHER
 from ltx2rt.serve.shapes import Shape, parse_shape
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions
@@ -24,6 +27,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Warm:
+    """What a worker does before its first job."""
+
     warm: tuple[Shape, ...] = flag(
         (),
         "sizes to be ready for before the first job",
@@ -31,6 +36,7 @@ class Warm:
         metavar="WIDTHxHEIGHTxFRAMES[:PIPELINE]",
         repeat=True,
     )
+    previews: bool = flag(True, "make no pictures of videos that are being made", bool, name="--no-previews")
 
 
 def flags(to: argparse.ArgumentParser) -> None:
@@ -42,29 +48,23 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 
 def main(args: argparse.Namespace) -> int:
-    options, warm = model_options(args), Warm(**given_flags(args, Warm)).warm
+    options, ready = model_options(args), Warm(**given_flags(args, Warm))
     options.check()
-    require_one_process(options)
+    first, launched = args.crew is None or args.crew.rank == 0, os.environ.get(LAUNCHER) == str(os.getppid())
+    if args.own_process and (first or launched):  # what a shell has started may outlive it
+        die_with_parent()
     checkpoint = opened_checkpoint(options)
+    if (status := start_ranks(args, options, [], fed=True)) is not None:
+        return status
     from ltx2rt.serve.worker import Pipe, work
 
-    inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     if args.own_process:
         os.dup2(2, 1)  # what libraries print must not get among the events
         sys.stdout = sys.stderr
-        die_with_parent()
         keep_compiled(options.backend, compiled_folder(os.environ))
-    pipe = Pipe(inbox, outbox)
-    return work(open_session(options, checkpoint=checkpoint), warm, pipe)
-
-
-def require_one_process(options: ModelOptions) -> None:
-    """Raises InputError."""
-    if get_factory(options.backend).process_per_device and (size := prod(options.mesh.values())) > 1:
-        raise InputError(
-            f"mesh: {dict(options.mesh)} takes {size} processes, a replica is one; leave --mesh, --num-gpus and "
-            "--tp-size out, and use --replicas for several GPUs"
-        )
+    pipe = Pipe(inbox if first else None, outbox)
+    return work(open_session(options, checkpoint=checkpoint), ready.warm, pipe, args.crew, ready.previews)
 
 
 def die_with_parent() -> None:

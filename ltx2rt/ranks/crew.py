@@ -26,6 +26,7 @@ from ltx2rt.fatal import on_fatal
 from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED
 
 EXPLAIN_S = 1.0  # how long an exception waits for the death of the rank that may have caused it
+HANDED_S = 0.01  # between two looks for what rank 0 hands out
 
 
 class Store(Protocol):
@@ -100,6 +101,19 @@ class Crew:
         if self.rank == 0:
             self._store.set(topic, str(draw()))
         return int(self._store.get(topic))
+
+    def handed_out(self, topic: str, number: int, text: str = "") -> str:
+        """Rank 0's text, on every rank, however long it takes to come. number: of this text among those of the topic;
+        every rank has taken one before rank 0 hands out the next."""
+        if self.rank == 0:
+            self._store.set(topic, f"{number} {text}")
+            return text
+        while True:
+            if self._store.check([topic]):
+                found, _, text = self._store.get(topic).decode().partition(" ")
+                if int(found) == number:
+                    return text
+            time.sleep(HANDED_S)
 
     def _finished(self) -> bool:
         try:

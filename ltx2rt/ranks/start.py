@@ -18,14 +18,15 @@ from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED, SLEEPING, STORE, TOKEN
 
 
-def start(argv: Sequence[str], count: int, outputs: Sequence[Path], most: int) -> int:
+def start(argv: Sequence[str], count: int, outputs: Sequence[Path], most: int, fed: bool = False) -> int:
     """Run `ltx2rt argv` as `count` ranks on this host and return the exit status; no process and no part of `outputs`
-    is left behind, however it ends. InputError if more than `most` are asked for, as many as can work here."""
+    is left behind, however it ends. fed: rank 0 reads this process's stdin. InputError if more than `most` are asked
+    for, as many as can work here."""
     if count > most:
         raise InputError(f"{count} processes are asked for, this host has devices for {most}; ask for at most {most}")
     ranks: list[subprocess.Popen] = []
     try:
-        _spawn(argv, count, ranks)
+        _spawn(argv, count, ranks, fed)
         while not (ended := {i: code for i, r in enumerate(ranks) if (code := r.poll())}):
             if all(r.poll() == 0 for r in ranks):
                 return 0
@@ -46,7 +47,7 @@ def start(argv: Sequence[str], count: int, outputs: Sequence[Path], most: int) -
             remove_partial(output, ranks[0].pid)
 
 
-def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen]) -> None:
+def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen], fed: bool) -> None:
     """Append the started ranks to `ranks`. Rank 0 gets the socket that its store listens on, on this host alone."""
     # one process of torchrun may start ranks too; torchrun's store is not theirs
     shared = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
@@ -64,7 +65,7 @@ def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen]) -> No
                 subprocess.Popen(
                     [sys.executable, "-m", "ltx2rt", *argv],
                     env=env,
-                    stdin=subprocess.DEVNULL,
+                    stdin=None if fed and rank == 0 else subprocess.DEVNULL,
                     start_new_session=True,
                     pass_fds=(store.fileno(),) if rank == 0 else (),
                 )

@@ -1,7 +1,7 @@
 """From the fields of a request to a job that will run: everything that the command line refuses is refused here.
 
 The request is resolved, its seed drawn, and the run planned on a backend that has the replica's memory and runs
-nothing. No field names a file: images come as bytes, LoRAs by the names that the server gives them.
+nothing. No field names a file: images, sounds and videos come as bytes, LoRAs by the names that the server gives them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from ltx2rt.pipelines import make_request, pipelines
 from ltx2rt.pipelines.request import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Request, VideoRequest, parse_blocks, parse_fps
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
+from ltx2rt.serve.upload import SOUND, SUFFIX, VIDEO
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, LoraSpec, ModelOptions, plain
 from ltx2rt.session.session import Session
 
 OFFERED = (int, float, str, bool, parse_fps, parse_blocks)  # parsers of flags that name no file
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
-OURS = ("model", "pipeline", "size", "seconds", "images", "loras", "priority", "metadata", "user")
+MAX_VIDEOS = 8  # of one request
+UPLOADS = {"audio_path": SOUND, "video_path": VIDEO, "video_conditioning": VIDEO, "conditioning_attention_mask": VIDEO}
+OURS = ("model", "pipeline", "size", "seconds", "n", "images", "loras", "priority", "metadata", "user")
 MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # of a device that no replica has told of yet
 SHA = re.compile(r"[0-9a-f]{64}")
@@ -122,10 +125,10 @@ class Admission:
             raise Refusal(
                 400, "invalid_value", f"pipeline: {name[:80]!r}, expected one of {', '.join(self.served)}", "pipeline"
             )
-        clip_fields = offered(self.served[name])
+        clip_fields, taken = offered(self.served[name]), uploads(self.served[name])
         for field in given:
-            if field not in clip_fields and field not in OURS:
-                raise unknown(field, [*clip_fields, *OURS])
+            if field not in clip_fields and field not in OURS and field not in taken:
+                raise unknown(field, [*clip_fields, *OURS, *taken])
         if self._text(given, "model", self.model) != self.model:
             raise Refusal(400, "invalid_value", f"model: {given['model'][:80]!r}, expected {self.model!r}", "model")
         _check_metadata(given.get("metadata", {}))
@@ -135,24 +138,32 @@ class Admission:
                 raise InputError(f"--prompt: {len(clip['prompt'])} characters, expected at most {MAX_PROMPT}")
             if "prompt" not in clip:
                 raise InputError("--prompt: there is none; say what the clip shows")
-            clip = {"num_frames": DEFAULT_FRAMES} | self._size(given, clip) | clip
+            if "num_frames" in clip_fields:
+                clip = {"num_frames": DEFAULT_FRAMES} | self._size(given, clip) | clip
+            elif clash := sorted(given.keys() & {"size", "seconds"}):
+                raise InputError(f"--{clash[0]}: {name} keeps those of its video; leave it out")
             images, loras = self._images(given.get("images", ())), self._loras(given.get("loras", ()))
-            return self._planned(name, dict(given), clip, images, loras)
+            files = {field: self._files(field, given[field], taken[field]) for field in taken if field in given}
+            return self._planned(name, dict(given), clip, images, loras, files, self._number(given))
         except InputError as error:
             raise of_input(InputError(self._without_folders(str(error)))) from error
 
     def _planned(
-        self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list], loras: list[list]
-    ) -> Admitted:
+        self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list], loras: list[list],
+        files: dict[str, list[list]], n: int,
+    ) -> Admitted:  # fmt: skip
         pictures = [(self.inputs / file, frame, strength) for file, frame, strength in images]
         specs = [LoraSpec((self.lora_folder or Path()) / file, *rest) for file, *rest in loras]
         self._session.use_loras((*self.options.loras, *specs))
-        request = make_request(name, **clip, images=pictures)
+        more = {"images": pictures} if "images" in flagged(self.served[name]) else {}
+        if images and not more:
+            raise InputError(f"--image: the {name} pipeline takes none")
+        request = make_request(name, **clip, **more, **as_given(files, self.inputs), num_videos=n)
         request.check_options(self._session.options)
         request = request.resolved(self.checkpoint.config)
         texts = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
         shape = repr((replace(request, seed=0, **texts), [(lora, lora.path.stat().st_mtime_ns) for lora in specs]))
-        if images or shape not in self._work:  # what is planned once holds for every prompt and seed
+        if images or files or shape not in self._work:  # what is planned once holds for every prompt and seed
             plan = make_plan(self._session, request)
             self._session.require_memory(plan.stages)
             while len(self._work) >= MAX_SHAPES:
@@ -160,7 +171,11 @@ class Admission:
             self._work[shape] = sum(cost.steps * cost.flops for cost in self._session.costs(plan.stages)) / 1e12
         work = self._work[shape]
         resolved = {f: plain(getattr(request, f)) for f in offered(type(request))}
-        job = {"pipeline": name, "clip": resolved, "images": images, "loras": loras}
+        height, width = request.size_px
+        job = {
+            "pipeline": name, "clip": resolved, "images": images, "loras": loras, "files": files, "n": n,
+            "size": f"{width}x{height}", "seconds": float(request.num_frames / request.fps),
+        }  # fmt: skip
         digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
         return Admitted(given, job, work, json.dumps(loras) if loras else "", digest)
 
@@ -209,6 +224,26 @@ class Admission:
             images.append([file, int(frame), strength])
         return images
 
+    def _files(self, field: str, given: Any, kind: str) -> list[list]:
+        """[name among the inputs] of each, of a field for several with its strength."""
+        several = field == "video_conditioning"
+        files = []
+        for item in _items(field, given, MAX_IMAGES if several else 1, ("file_id", *(["strength"] * several))):
+            file, strength = f"{item.get('file_id')}", number(item.get("strength", 1.0))
+            if not SHA.fullmatch(file) or not (self.inputs / (file + SUFFIX[kind])).is_file():
+                raise Refusal(400, "invalid_value", f"{field}: file_id names no {kind} that was sent here", field)
+            if strength is None:
+                raise Refusal(400, "invalid_value", f"{field}: strength is a number", field)
+            files.append([file + SUFFIX[kind], *([strength] if several else [])])
+        return files
+
+    def _number(self, given: Mapping[str, Any]) -> int:
+        """Of videos: where a mesh shares them out, as many as it has places, unless the request says."""
+        n = number(given.get("n", self.options.mesh.get("data", 1)))
+        if n is None or n not in range(1, MAX_VIDEOS + 1):
+            raise Refusal(400, "invalid_value", f"n: {str(given['n'])[:80]}, expected 1 to {MAX_VIDEOS}", "n")
+        return int(n)
+
     def lora_files(self) -> dict[str, str]:
         """File names by the names that requests use."""
         found = sorted(self.lora_folder.glob("*.safetensors")) if self.lora_folder else []
@@ -246,6 +281,7 @@ class Admission:
                     "summary": type_.summary,
                     "multiple_of_px": model.video_vae.space_factor * type_.scale,
                     "fields": {f: schema(found) for f, found in offered(type_).items()},
+                    "files": uploads(type_),
                 }
                 for name, type_ in self.served.items()
             },
@@ -254,19 +290,32 @@ class Admission:
             "fps": {"min": MIN_FPS, "max": MAX_FPS},
             "prompt_characters": MAX_PROMPT,
             "images": MAX_IMAGES,
+            "videos": {"max": MAX_VIDEOS, "multiple_of": self.options.mesh.get("data", 1)},
             "loras": list(self.lora_files()),
             "warm": [str(shape) for shape in self.warm],
         }
 
 
 def served() -> dict[str, type[VideoRequest]]:
-    """The pipelines that make pictures from text and images; one with a flag for another file is not served."""
+    """The pipelines that make pictures; one with a flag for a file that is none of UPLOADS is not served."""
     found = {}
     for name, type_ in pipelines().items():
-        others = [f for field, f in flagged(type_).items() if field not in ("images", "noise_in")]
-        if issubclass(type_, VideoRequest) and all(f.metadata["flag"].parse in OFFERED for f in others):
+        files = {field for field, f in flagged(type_).items() if f.metadata["flag"].parse is Path}
+        if issubclass(type_, VideoRequest) and files <= {"noise_in", *UPLOADS}:
             found[name] = type_
     return found
+
+
+@cache
+def uploads(type_: type[Request]) -> dict[str, str]:
+    """The kinds of files that a pipeline takes besides images, by field."""
+    return {name: kind for name, kind in UPLOADS.items() if name in flagged(type_)}
+
+
+def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
+    """The files of a job, which lie in the folder, as keywords of its pipeline."""
+    found = {field: [(str(folder / file), *rest) for file, *rest in several] for field, several in files.items()}
+    return {field: several if field == "video_conditioning" else several[0][0] for field, several in found.items()}
 
 
 @cache

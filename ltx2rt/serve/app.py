@@ -15,7 +15,6 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,9 +28,9 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from ltx2rt.backend import DeviceInfo
-from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, OURS, Admission, number
+from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, UPLOADS, Admission, Admitted, number
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import CLIP, THUMBNAIL, Folder
+from ltx2rt.serve.folder import THUMBNAIL, Folder, clip_names
 from ltx2rt.serve.form import Gone, close_unread, fields_of
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import (
@@ -251,14 +250,18 @@ class App:
     def video(self, job: Job, position: int | None = None) -> dict[str, Any]:
         clip, live, result = job.job["clip"], self.board.live.get(job.id), job.result or {}
         report = result.get("report", {})
-        seconds = clip["num_frames"] / Fraction(clip["fps"]) if "num_frames" in clip else 0
+        n, seconds = job.job.get("n", 1), job.job.get("seconds", 0.0)
         progress = 100 if job.status == COMPLETED else min(99, max(1, int(99 * live["fraction"]))) if live else 0
         running = live if job.status == RUNNING and live else {}
         images = [{"file_id": i[0], "frame": i[1], "strength": i[2]} for i in job.job["images"]]
         loras = [{"name": Path(lora[0]).stem, "strength": lora[1], "stage": lora[2]} for lora in job.job["loras"]]
-        settings = {"pipeline": job.job["pipeline"], **clip, "images": images, "loras": loras}
+        files = {
+            field: [{"file_id": name.split(".")[0]} | ({"strength": rest[0]} if rest else {}) for name, *rest in kept]
+            for field, kept in job.job.get("files", {}).items()
+        }
+        settings = {"pipeline": job.job["pipeline"], **clip, "n": n, "images": images, "loras": loras, **files}
         content = f"/v1/videos/{job.id}/content"
-        made = job.status == COMPLETED and result.get("file")
+        made, shown = job.status == COMPLETED and result.get("file"), self.board.previews.get(job.id)
         return {
             "id": job.id,
             "object": "video",
@@ -269,7 +272,7 @@ class App:
             "completed_at": int(job.finished) if job.finished and job.status == COMPLETED else None,
             "expires_at": int(job.finished + self.settings.keep_s) if made and job.finished else None,
             "seconds": f"{float(seconds):.3f}",
-            "size": f"{clip.get('width', 0)}x{clip.get('height', 0)}",
+            "size": job.job.get("size", ""),
             "prompt": clip.get("prompt"),
             "remixed_from_video_id": job.remixed_from,
             "error": job.error,
@@ -282,12 +285,19 @@ class App:
                 "queue_position": position,
                 "seed": clip.get("seed"),
                 "settings": settings,
+                "preview": f"{content}?variant=preview&number={shown[0]}" if shown else None,
                 "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
                 "run_s": job.finished - job.started if job.finished and job.started else None,
                 "attempts": job.attempts,
                 "priority": job.priority,
                 "cancel_requested_at": int(job.cancel) if job.cancel else None,
-                "urls": {"video": content, "thumbnail": f"{content}?variant=thumbnail"} if made else {},
+                "urls": {
+                    "video": content,
+                    "thumbnail": f"{content}?variant=thumbnail",
+                    "videos": [f"{content}?video={number}" for number in range(n)],
+                }
+                if made
+                else {},
             },
         }
 
@@ -299,7 +309,12 @@ class App:
 
     async def create(self, request: Request) -> Response:
         self._require_accepting()
-        return await self._add(request, await fields_of(request, self.folder, self.settings.max_upload_bytes))
+        """With `check=1` the request is checked, and its files are kept, but it is not queued."""
+        most = self.settings.max_upload_bytes
+        given = await fields_of(request, self.folder, most, UPLOADS)
+        if request.query_params.get("check") == "1":
+            return Json({"object": "check", "given": (await self._admitted(given)).given})
+        return await self._add(request, given)
 
     async def remix(self, request: Request) -> Response:
         """The same settings and seed with another prompt."""
@@ -317,11 +332,7 @@ class App:
         user, key = request.state.user, request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 255:
             raise Refusal(400, "invalid_value", "Idempotency-Key: expected 1 to 255 characters")
-        priority = number(given.get("priority", 0))
-        if priority is None or priority not in range(MAX_PRIORITY + 1):
-            raise Refusal(400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority")
-        self._know_device()
-        admitted = await asyncio.get_running_loop().run_in_executor(self._planner, self.admission.admit, given)
+        admitted = await self._admitted(given)
         retried = request.headers.get("x-stainless-retry-count", "0") != "0"  # the answer may have been lost
         if retried and (known := await self.store(self.queue.repeated, user, admitted.digest)) is not None:
             return self._answer(await self._video(known))
@@ -329,7 +340,8 @@ class App:
         try:
             job = await self.store(
                 self.queue.add, user, admitted.digest, admitted.given, admitted.job, work=admitted.work,
-                loras=admitted.loras, priority=int(priority), key=key, remixed_from=remixed_from,
+                loras=admitted.loras, priority=int(number(given.get("priority")) or 0), key=key,
+                remixed_from=remixed_from,
             )  # fmt: skip
         except QueueFull as full:
             raise Refusal(429, full.code, str(full), retry_after_s=RETRY_S) from None
@@ -340,6 +352,14 @@ class App:
         )
         self.supervisor.woken()
         return self._answer(await self._video(job))
+
+    async def _admitted(self, given: dict[str, Any]) -> Admitted:
+        """Raises Refusal."""
+        priority = number(given.get("priority", 0))
+        if priority is None or priority not in range(MAX_PRIORITY + 1):
+            raise Refusal(400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority")
+        self._know_device()
+        return await asyncio.get_running_loop().run_in_executor(self._planner, self.admission.admit, given)
 
     def _require_accepting(self) -> None:
         if self.supervisor.draining:
@@ -413,14 +433,22 @@ class App:
 
     async def content(self, request: Request) -> Response:
         job, variant = await self._job(request), request.query_params.get("variant", "video")
-        if variant not in ("video", "thumbnail", "report"):
-            text = f"variant: {variant[:80]!r}, expected video, thumbnail or report"
+        if variant not in ("video", "thumbnail", "report", "preview"):
+            text = f"variant: {variant[:80]!r}, expected video, thumbnail, report or preview"
             raise Refusal(400, "invalid_value", text, "variant")
+        if variant == "preview":
+            if (shown := self.board.previews.get(job.id)) is None:
+                raise Refusal(404, "not_found", "there is no preview; listen to /v1/events?previews=1 while it runs")
+            return Response(shown[1], media_type="image/jpeg", headers={"cache-control": "no-store"})
         if job.status != COMPLETED or job.result is None:
             raise Refusal(409, "not_ready", f"the video is {job.status}; ask again when it is completed")
         if variant == "report":
             return Json(job.result.get("report", {}))
-        path = self.folder.outputs / (job.stem + (CLIP if variant == "video" else THUMBNAIL))
+        number, n = request.query_params.get("video", "0"), job.job.get("n", 1)
+        if number not in map(str, range(n)):
+            raise Refusal(400, "invalid_value", f"video: {number[:80]!r}, expected 0 to {n - 1}", "video")
+        name = clip_names(job.stem, n)[int(number)] if variant == "video" else job.stem + THUMBNAIL
+        path = self.folder.outputs / name
         if not job.result.get("file") or not path.exists():
             raise Refusal(410, "expired", "the file was deleted after its time; send the request again")
         if variant == "thumbnail":
@@ -428,8 +456,9 @@ class App:
         noted = None
         if request.method == "GET" and "fetched" not in job.result:
             noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=int(time.time()))
+        shown = f"{job.id}.mp4" if number == "0" else f"{job.id}-{number}.mp4"
         return FileResponse(
-            path, media_type="video/mp4", filename=f"{job.id}.mp4", content_disposition_type="inline", background=noted
+            path, media_type="video/mp4", filename=shown, content_disposition_type="inline", background=noted
         )
 
     async def not_here(self, request: Request) -> Response:
@@ -438,18 +467,20 @@ class App:
     # --- events -------------------------------------------------------------------------------------------------
 
     async def events(self, request: Request) -> Response:
-        """Of one job until it is over, or of all of the user's."""
+        """Of one job until it is over, or of all of the user's; with `previews=1` pictures are made of what runs."""
         job = await self._job(request) if "id" in request.path_params else None
         return StreamingResponse(
-            self._stream(request.state.user, job),
+            self._stream(request.state.user, job, request.query_params.get("previews") == "1"),
             media_type="text/event-stream",
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
 
-    async def _stream(self, me: str, only: Job | None) -> AsyncIterator[str]:
+    async def _stream(self, me: str, only: Job | None, previews: bool) -> AsyncIterator[str]:
         with self.board.watch(
-            lambda id, user: (user == me and only is None) or (only is not None and id == only.id)
+            lambda id, user: (user == me and only is None) or (only is not None and id == only.id), previews
         ) as news:
+            if previews:
+                self.supervisor.watch()
             yield "retry: 1000\n\n"
             if only is not None:
                 news.put(only.id, "state")
@@ -578,12 +609,20 @@ def openapi(admission: Admission) -> dict[str, Any]:
         for name, found in pipeline["fields"].items():
             properties.setdefault(name, found)
     objects = {"type": "array", "items": {"type": "object"}}
-    ours = {name: {"type": "string"} for name in OURS} | {
-        "images": objects,
-        "loras": objects,
-        "metadata": {"type": "object"},
-        "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
-    }
+    ours = (
+        {name: {"type": "string"} for name in OURS}
+        | {
+            "images": objects,
+            "loras": objects,
+            "metadata": {"type": "object"},
+            "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
+            "n": {"type": "integer", "minimum": 1, "maximum": MAX_VIDEOS, "default": 1},
+        }
+        | {
+            name: {"type": "string", "description": f"a {kind}: a file of the form with this name, or a data: URL"}
+            for name, kind in UPLOADS.items()
+        }
+    )
     properties |= ours | {"prompt": {"type": "string", "maxLength": MAX_PROMPT}}
     body = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
     file = {"input_reference": {"type": "string", "format": "binary"}}

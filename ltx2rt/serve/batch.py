@@ -14,23 +14,25 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.serve.admission import Admission, Admitted
+from ltx2rt.serve.admission import UPLOADS, Admission, Admitted
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import Folder, sync
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import COMPLETED, Job, Queue
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.upload import IMAGE, SUFFIX
 
 ID = re.compile(r"[\w][\w.-]{0,99}")
 WINDOW = 64  # lines within which jobs of one shape are made after one another
 LINE_LIMIT = 10**6
+RETRIED = ("worker_died", "step_timeout", "internal")  # what another attempt may mend
 
 
 @dataclass(frozen=True)
@@ -97,46 +99,110 @@ def read_lines(path: Path) -> list[Line]:
     return lines
 
 
+def digest_of(given: Mapping[str, Any]) -> str:
+    """Of all that a job asks for, as admission has it."""
+    found = {name: value for name, value in given.items() if value is not None}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def seeded(line: Line, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A job without a seed gets one of its own, the same whenever it is made. given: its files are digests."""
+    drawn = hashlib.sha256(json.dumps([line.id, given], sort_keys=True).encode()).hexdigest()
+    return {**given, **({"seed": int(drawn[:8], 16)} if given.get("seed") is None else {})}
+
+
 def admit(lines: Iterable[Line], admission: Admission, folder: Folder, beside: Path) -> list[tuple[Line, Admitted]]:
-    """Check every line as a server checks its requests. beside: where the paths of images begin. Raises InputError."""
+    """Check every line as a server checks its requests. beside: where paths of files begin. Raises InputError."""
+
+    def keep(path: str, kind: str) -> dict[str, str]:
+        return {"file_id": folder.keep_input(read(beside / path), SUFFIX[kind])}
+
     found, wrong = [], []
     for line in lines:
         try:
-            given = {**line.given, "images": [_kept(image, folder, beside) for image in line.given.get("images", ())]}
-            digest = hashlib.sha256(json.dumps([line.id, given], sort_keys=True).encode()).hexdigest()
-            seed = {"seed": int(digest[:8], 16)} if given.get("seed") is None else {}  # the same when it is made again
-            found.append((line, admission.admit({**given, **seed})))
+            given = with_files(line.given, keep)
+            found.append((line, admission.admit(seeded(line, given))))
         except (Refusal, InputError) as error:
             wrong.append(f"line {line.number} ({line.id}): {error}")
-        except (TypeError, AttributeError):
-            wrong.append(f"line {line.number} ({line.id}): images: expected a list of objects")
     if wrong:
         raise InputError("; ".join(wrong))
     return found
 
 
-def _kept(image: Mapping[str, Any], folder: Folder, beside: Path) -> dict[str, Any]:
-    rest = {name: value for name, value in image.items() if name != "path"}
-    if "path" not in image:
-        return rest
-    try:
-        return {**rest, "file_id": folder.keep_input((beside / str(image["path"])).read_bytes())}
-    except (OSError, ValueError) as error:
-        raise InputError(f"images: {str(image['path'])[:200]} cannot be read ({error})") from None
-
-
-def done_before(output: Path) -> dict[str, str]:
-    """Digests of the completed jobs by id, as all result files of the folder tell."""
-    found: dict[str, str] = {}
-    for path in sorted(output.glob("results*.jsonl")):
-        for line in path.read_text(errors="replace").splitlines():
+def with_files(given: Mapping[str, Any], kept: Callable[[str, str], dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a line with what `kept(path, kind)` gives in place of every path. Raises InputError."""
+    found = dict(given)
+    for name, kind in ({"images": IMAGE} | UPLOADS).items():
+        if name not in given:
+            continue
+        items = [{"path": given[name]}] if isinstance(given[name], str) else given[name]
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            raise InputError(f"{name}: expected a list of objects")
+        found[name] = []
+        for item in items:
+            rest = {key: value for key, value in item.items() if key != "path"}
             try:
-                result = json.loads(line)
-            except ValueError:  # cut off when its writer died
-                continue
-            if result.get("status") == COMPLETED and (output / f"{result['id']}.mp4").exists():
-                found[result["id"]] = result["digest"]
+                found[name].append(rest | (kept(str(item["path"]), kind) if "path" in item else {}))
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from None
     return found
+
+
+def read(path: Path) -> bytes:
+    """Raises InputError."""
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path.name} cannot be read ({error})") from None
+
+
+class Results:
+    """The clips of a batch and what became of each job: a line in the shard's file, on the disk after the clip."""
+
+    def __init__(self, output: Path, shard: Shard):
+        self.output, self.path = output, output / shard.results
+        self._told = [line for file in sorted(output.glob("results*.jsonl")) for line in _lines(file)]
+
+    def done(self) -> dict[str, str]:
+        """Digests of the completed jobs by id, as all result files of the folder tell, whose clips are there."""
+        return {
+            told["id"]: told["digest"]
+            for told in self._told
+            if told.get("status") == COMPLETED and all((self.output / name).exists() for name in told["files"])
+        }
+
+    def failures(self, id: str, digest: str) -> int:
+        """How often the job has failed in earlier runs."""
+        return sum((told.get("id"), told.get("digest")) == (id, digest) for told in self._told)
+
+    @staticmethod
+    def names(id: str, seed: int, count: int) -> list[str]:
+        """Of a job's clips, as `generate` names them."""
+        return [f"{id}.mp4"] if count <= 1 else [f"{id}-{seed + number}.mp4" for number in range(count)]
+
+    def keep(self, id: str, status: str, digest: str, files: Sequence[str], **facts: Any) -> None:
+        """Enter what became of a job, whose clips have their names."""
+        sync(self.output)
+        result = {"id": id, "status": status, "digest": digest, "files": list(files) if status == COMPLETED else []}
+        with self.path.open("a") as file:
+            if file.tell() and not self._ends_a_line():
+                file.write("\n")
+            file.write(json.dumps(result | facts) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _ends_a_line(self) -> bool:
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:  # cut off when its writer died
+            continue
 
 
 def in_order(jobs: Sequence[tuple[Line, Admitted]]) -> list[tuple[Line, Admitted]]:
@@ -150,14 +216,14 @@ def in_order(jobs: Sequence[tuple[Line, Admitted]]) -> list[tuple[Line, Admitted
 
 
 class Batch:
-    """command: starts a worker. say: told of every job that is over."""
+    """command: starts a worker. retries: of a job whose worker failed under it. say: told of every job that is over."""
 
     def __init__(
-        self, folder: Folder, output: Path, shard: Shard, command: Sequence[str], *,
+        self, folder: Folder, results: Results, command: Sequence[str], *,
         environments: Sequence[Mapping[str, str]] = ({},), lora_folder: Path | None = None,
-        step_timeout_s: float = 120.0, say: Callable[[str], None] = print,
+        step_timeout_s: float = 120.0, retries: int = 0, say: Callable[[str], None] = print,
     ):  # fmt: skip
-        self.folder, self.output, self.results, self.say = folder, output, output / shard.results, say
+        self.folder, self.results, self.retries, self.say = folder, results, retries, say
         self.board = Board(lambda *_, **__: None)
         self.store = Store(Queue(":memory:", most=10**9, most_of_user=10**9))
         self.supervisor = Supervisor(
@@ -169,11 +235,7 @@ class Batch:
         """How many jobs ended with each status; fewer in all than there are jobs if a signal ended it."""
         ids, counts, start = {}, dict[str, int](), time.monotonic()
         for line, admitted in in_order(jobs):
-            given, job = admitted.given, admitted.job
-            made = await self.store(
-                self.store.queue.add, "", admitted.digest, given, job, work=admitted.work, loras=admitted.loras
-            )
-            ids[made.id] = line, admitted
+            ids[await self._add(admitted)] = line, admitted, self.retries
         stopped, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
@@ -183,12 +245,16 @@ class Batch:
                 while ids and not stopped.is_set() and not replicas.done():
                     for id in [id for id, kind in (await news.take(0.2)).items() if kind in ("completed", "failed")]:
                         job = await self.store(self.store.queue.get, id)
-                        if id in ids and job is not None:
-                            line, admitted = ids.pop(id)
-                            self._keep(line, admitted, job)
-                            counts[job.status] = counts.get(job.status, 0) + 1
-                            each_s = (time.monotonic() - start) / sum(counts.values())
-                            self.say(f"{line.id}: {job.status}, {len(ids)} left, about {each_s * len(ids):.0f} s")
+                        if id not in ids or job is None:
+                            continue
+                        line, admitted, left = ids.pop(id)
+                        if left and job.error and job.error["code"] in RETRIED:
+                            ids[await self._add(admitted)] = line, admitted, left - 1
+                            continue
+                        self._keep(line, admitted, job)
+                        counts[job.status] = counts.get(job.status, 0) + 1
+                        each_s = (time.monotonic() - start) / sum(counts.values())
+                        self.say(f"{line.id}: {job.status}, {len(ids)} left, about {each_s * len(ids):.0f} s")
             finally:
                 await self.supervisor.stop(0)
                 ended = await asyncio.gather(replicas, return_exceptions=True)
@@ -197,30 +263,26 @@ class Batch:
             raise ended[0]
         return counts
 
-    def _keep(self, line: Line, admitted: Admitted, job: Job) -> None:
-        """The clip under its own name, then its line among the results."""
-        if job.status == COMPLETED and job.result:
-            os.replace(self.folder.outputs / job.result["file"], self.output / f"{line.id}.mp4")
-            sync(self.output)
-            self.folder.remove(job.stem)
-        report = (job.result or {}).get("report", {})
-        result = {
-            "id": line.id, "status": job.status, "digest": admitted.digest, "seed": job.job["clip"].get("seed"),
-            "file": f"{line.id}.mp4" if job.status == COMPLETED else None, "error": job.error,
-            "run_s": (job.finished or 0) - (job.started or 0), "attempts": job.attempts,
-            "stages": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
-        }  # fmt: skip
-        with self.results.open("a") as file:
-            if file.tell() and not self._ends_a_line():
-                file.write("\n")
-            file.write(json.dumps(result) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    async def _add(self, admitted: Admitted) -> str:
+        queue, given, job = self.store.queue, admitted.given, admitted.job
+        made = await self.store(queue.add, "", admitted.digest, given, job, work=admitted.work, loras=admitted.loras)
+        self.supervisor.woken()
+        return made.id
 
-    def _ends_a_line(self) -> bool:
-        with self.results.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read() == b"\n"
+    def _keep(self, line: Line, admitted: Admitted, job: Job) -> None:
+        """The clips under their own names, then the job's line among the results."""
+        made = (job.result or {}).get("files", [])
+        seed = job.job["clip"].get("seed")
+        names = self.results.names(line.id, seed, len(made))
+        for file, name in zip(made, names, strict=False):
+            os.replace(self.folder.outputs / file, self.results.output / name)
+        report = (job.result or {}).get("report", {})
+        self.results.keep(
+            line.id, job.status, admitted.digest, names, seed=seed, error=job.error, attempts=job.attempts,
+            run_s=(job.finished or 0) - (job.started or 0),
+            stages={stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
+        )  # fmt: skip
+        self.folder.remove(job.stem)
 
 
 def clean(folder: Folder) -> None:

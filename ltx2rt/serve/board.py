@@ -25,10 +25,13 @@ def log(event: str, **facts: Any) -> None:
 
 
 class Watcher:
-    """What happened to the jobs that a reader may see since he last looked: one kind of event for each, the latest."""
+    """What happened to the jobs that a reader may see since he last looked: one kind of event for each, the latest.
 
-    def __init__(self, wants: Callable[[str, str], bool]):
-        self.wants, self.news, self._some = wants, dict[str, str](), asyncio.Event()
+    previews: whether he wants pictures of those that run.
+    """
+
+    def __init__(self, wants: Callable[[str, str], bool], previews: bool = False):
+        self.wants, self.previews, self.news, self._some = wants, previews, dict[str, str](), asyncio.Event()
 
     def put(self, id: str, kind: str) -> None:
         self.news[id] = kind
@@ -46,22 +49,34 @@ class Watcher:
 
 
 class Board:
-    """live: progress by job, of those that run."""
+    """Of the jobs that run, live: their progress; previews: the number of the latest picture, and its JPEG."""
 
     def __init__(self, log: Callable[..., None] = log):
         self.live: dict[str, Progress] = {}
+        self.previews: dict[str, tuple[int, bytes]] = {}
         self.watchers: set[Watcher] = set()
         self.log = log
 
     @contextmanager
-    def watch(self, wants: Callable[[str, str], bool]):
+    def watch(self, wants: Callable[[str, str], bool], previews: bool = False):
         """wants(job, user): whether the reader is told of it."""
-        watcher = Watcher(wants)
+        watcher = Watcher(wants, previews)
         self.watchers.add(watcher)
         try:
             yield watcher
         finally:
             self.watchers.discard(watcher)
+
+    def previewed(self, id: str, user: str) -> bool:
+        """Whether somebody wants pictures of the job."""
+        return any(watcher.previews and watcher.wants(id, user) for watcher in self.watchers)
+
+    def show(self, id: str, user: str, number: int, picture: bytes) -> None:
+        """A new picture of a job; those who want none are not told."""
+        self.previews[id] = number, picture
+        for watcher in self.watchers:
+            if watcher.previews and watcher.wants(id, user):
+                watcher.put(id, "preview")
 
     def tell(self, kind: str, id: str, user: str, progress: Progress | None = None, **facts: Any) -> None:
         """kind: queued, started, stage, step, cancelling, completed, failed, deleted."""
@@ -69,6 +84,7 @@ class Board:
             self.live[id] = progress
         elif kind in ("queued", "completed", "failed", "deleted"):
             self.live.pop(id, None)
+            self.previews.pop(id, None)
         if kind != "step":
             self.log(kind, job=id, **facts)
         for watcher in self.watchers:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,32 +43,37 @@ class Folder:
     def queue(self) -> Path:
         return self.root / "jobs.db"
 
-    def keep_input(self, data: bytes) -> str:
-        """The name of a file with these bytes among the inputs."""
-        name = hashlib.sha256(data).hexdigest()
+    def keep_input(self, data: bytes, suffix: str = "") -> str:
+        """Keep a file with these bytes among the inputs; its digest, which with the suffix is its name."""
+        digest = hashlib.sha256(data).hexdigest()
+        name = digest + suffix
         if not (self.inputs / name).exists():
             partial = self.inputs / f".{name}.{os.urandom(4).hex()}"
             partial.write_bytes(data)
             sync(partial)
             os.replace(partial, self.inputs / name)
             sync(self.inputs)
-        return name
+        return digest
 
     def published(self, job: Job) -> dict[str, Any] | None:
         """The result of a job whose clip has its name, else None."""
         clip = self.outputs / (job.stem + CLIP)
-        return result(clip) if clip.exists() else None
+        return result(clip, job.job.get("n", 1)) if clip.exists() else None
 
     def remove(self, stem: str) -> None:
-        for suffix in (CLIP, THUMBNAIL, REPORT):
-            (self.outputs / (stem + suffix)).unlink(missing_ok=True)
+        for path in (*(self.outputs / (stem + suffix) for suffix in (CLIP, THUMBNAIL, REPORT)), *self._further(stem)):
+            path.unlink(missing_ok=True)
+
+    def _further(self, stem: str) -> Iterable[Path]:
+        """The clips of a job of several but the first."""
+        return self.outputs.glob(f"{stem}.*{CLIP}")
 
     def sweep(self, jobs: Iterable[Job]) -> None:
         """Remove what none of the jobs made or needs: a dead server's partial files, forgotten clips and images."""
         jobs = list(jobs)
-        made, needed = {job.stem for job in jobs}, {image[0] for job in jobs for image in job.job["images"]}
+        made, needed = {job.stem for job in jobs}, {name for job in jobs for name in inputs_of(job.job)}
         for path in self.outputs.iterdir():
-            if path.name.startswith(".") or path.with_suffix("").name not in made:
+            if path.name.startswith(".") or ".".join(path.name.split(".")[:2]) not in made:
                 path.unlink(missing_ok=True)
         for path in self.inputs.iterdir():
             if path.name not in needed:
@@ -81,25 +86,45 @@ class Folder:
         return shutil.disk_usage(self.root).free
 
 
+def inputs_of(job: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the files among the inputs that a job reads."""
+    yield from (image[0] for image in job["images"])
+    yield from (file[0] for files in job.get("files", {}).values() for file in files)
+
+
+def clip_names(stem: str, count: int) -> list[str]:
+    """Of the videos of one job: `JOB.EPOCH.mp4`, `JOB.EPOCH.1.mp4` ..."""
+    return [stem + (f".{number}" if number else "") + CLIP for number in range(count)]
+
+
 def publish(
-    stem: Path, write: Callable[[Path], None], thumbnail: Callable[[Path], None], report: Callable[[], Any]
-) -> dict:
-    """Make the clip's files; the clip itself comes last, whole and on the disk. Returns the job's result."""
-    partial = stem.with_name(f".{stem.name}.partial{CLIP}")
-    write(partial)
+    stem: Path, write: Callable[[int, Path], None], thumbnail: Callable[[Path], None], report: Callable[[], Any],
+    count: int = 1,
+) -> dict:  # fmt: skip
+    """Make the job's files; the first clip comes last, when all are whole and on the disk. Returns the job's result.
+
+    write: makes one of `count` clips by its number, in their order.
+    """
+    clips = [stem.with_name(name) for name in clip_names(stem.name, count)]
+    partials = [clip.with_name(f".{clip.stem}.partial{CLIP}") for clip in clips]
+    for number, partial in enumerate(partials):
+        write(number, partial)
     thumbnail(stem.with_name(stem.name + THUMBNAIL))
     stem.with_name(stem.name + REPORT).write_text(json.dumps(report()))
-    for path in (partial, stem.with_name(stem.name + REPORT)):
+    for path in (*partials, stem.with_name(stem.name + REPORT)):
         sync(path)
-    clip = stem.with_name(stem.name + CLIP)
-    os.replace(partial, clip)
+    for partial, clip in reversed(list(zip(partials, clips, strict=True))):
+        os.replace(partial, clip)
     sync(stem.parent)
-    return result(clip)
+    return result(clips[0], count)
 
 
-def result(clip: Path) -> dict[str, Any]:
+def result(clip: Path, count: int = 1) -> dict[str, Any]:
+    """Of a job's first clip."""
     report: Mapping[str, Any] = json.loads(clip.with_suffix(REPORT).read_text())
-    return {"file": clip.name, "bytes": clip.stat().st_size, "report": report}
+    files = clip_names(clip.stem, count)
+    size = sum((clip.parent / name).stat().st_size for name in files)
+    return {"file": clip.name, "files": files, "bytes": size, "report": report}
 
 
 def sync(path: Path) -> None:

@@ -11,7 +11,8 @@ import binascii
 import json
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -19,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ltx2rt.serve.folder import Folder
-from ltx2rt.serve.image import MAX_BYTES, check_image
 from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.upload import IMAGE, MAX_BYTES, SUFFIX, check_upload
 
 MAX_FIELDS, MAX_FILES = 64, 8
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
@@ -31,18 +32,23 @@ class Gone(Exception):
     """The client has left."""
 
 
-async def fields_of(request: Request, folder: Folder, max_bytes: int) -> dict[str, Any]:
-    """The fields of a body; its images are kept and stand in `images` by their `file_id`. Raises Refusal."""
+async def fields_of(
+    request: Request, folder: Folder, max_bytes: int, uploads: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The fields of a body; the files that it holds are kept, and stand where they are named by their `file_id`.
+
+    uploads: kinds of files by the field that takes them, besides images. Raises Refusal.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     chunks = _chunks(request, max_bytes)
     if kind == "multipart/form-data":
-        given, files = await _multipart(request, chunks, max_bytes)
+        given, files = await _multipart(request, chunks, max_bytes, (*STRUCTURED, *uploads))
     elif kind in ("application/json", ""):
         given, files = _json(b"".join([chunk async for chunk in chunks])), {}
     else:
         text = f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json"
         raise Refusal(415, "bad_content_type", text)
-    return await _with_images(given, files, folder)
+    return await _with_files(given, files, folder, uploads)
 
 
 async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
@@ -67,7 +73,7 @@ async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
 
 
 async def _multipart(
-    request: Request, chunks: AsyncGenerator[bytes, None], max_bytes: int
+    request: Request, chunks: AsyncGenerator[bytes, None], max_bytes: int, structured: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     parser = MultiPartParser(
         request.headers, chunks, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=max_bytes
@@ -93,7 +99,7 @@ async def _multipart(
                 given[name] = value
     finally:
         await form.close()
-    for name in STRUCTURED:
+    for name in structured:
         if isinstance(text := given.get(name), str) and text.lstrip()[:1] in ("[", "{"):
             given[name] = _parsed(text, name)
     return given, files
@@ -134,53 +140,62 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
         raise Refusal(400, "invalid_value", f"{name or 'body'}: no JSON ({str(error)[:120]})", name) from None
 
 
-async def _with_images(given: dict[str, Any], files: dict[str, bytes], folder: Folder) -> dict[str, Any]:
-    """Images by the digest of their bytes, which are kept."""
+async def _with_files(
+    given: dict[str, Any], files: dict[str, bytes], folder: Folder, uploads: Mapping[str, str]
+) -> dict[str, Any]:
+    """Every file that a field holds or names is kept, and stands there by the digest of its bytes."""
     images = given.pop("images", None)
     if (reference := given.pop("input_reference", None)) is not None:
-        images = [
-            *(images or ()),
-            {"image_url": reference.get("image_url") if isinstance(reference, dict) else reference},
-        ]
+        url = reference.get("image_url") if isinstance(reference, dict) else reference
+        images = [*_listed(images), {"image_url": url}]
     if "input_reference" in files:
-        images = [*(images or ()), {"file": "input_reference"}]
+        images = [*_listed(images), {"file": "input_reference"}]
+    given |= {name: [{"file": name}] for name in uploads if name in files and name not in given}
+    given |= {} if images is None else {"images": images}
     unused = set(files)
-    if isinstance(images, list) and len(images) <= MAX_FILES:
-        resolved = []
-        for item in images:
-            if isinstance(item, dict) and ("file" in item or "image_url" in item):
-                data = _bytes_of(item, files)
-                unused.discard(str(item.get("file")))
-                await check_image(data)
-                rest = {key: item[key] for key in item if key not in ("file", "image_url")}
-                item = {**rest, "file_id": await asyncio.to_thread(folder.keep_input, data)}
-            resolved.append(item)
-        images = resolved
+    for name, kind in ({"images": IMAGE} | dict(uploads)).items():
+        found = given.get(name)
+        if name != "images" and isinstance(found, (str, dict)):
+            found = [{"url": found} if isinstance(found, str) else found]
+        if isinstance(found, list) and len(found) <= MAX_FILES:
+            unused -= {str(item.get("file")) for item in found if isinstance(item, dict)}
+            given[name] = [await _kept(item, name, kind, files, folder) for item in found]
     if unused:
         name = sorted(unused)[0][:80]
-        raise Refusal(400, "unknown_field", f"{name!r} is a file that no entry of images names", name)
-    return given if images is None else {**given, "images": images}
+        raise Refusal(400, "unknown_field", f"{name!r} is a file that no field names", name)
+    return given
+
+
+async def _kept(item: Any, name: str, kind: str, files: dict[str, bytes], folder: Folder) -> Any:
+    """An object that holds or names a file, with its `file_id` in place of that; another one as it is."""
+    if not isinstance(item, dict) or not item.keys() & {"file", "url", "image_url"}:
+        return item
+    data = _bytes_of(item, name, kind, files)
+    await check_upload(data, name, kind)
+    rest = {key: item[key] for key in item if key not in ("file", "url", "image_url")}
+    return {**rest, "file_id": await asyncio.to_thread(folder.keep_input, data, SUFFIX[kind])}
 
 
 def _listed(images: Any) -> list[Any]:
     return images if isinstance(images, list) else [] if images is None else [images]
 
 
-def _bytes_of(item: dict[str, Any], files: dict[str, bytes]) -> bytes:
+def _bytes_of(item: dict[str, Any], name: str, kind: str, files: dict[str, bytes]) -> bytes:
     if "file" in item:
         if item["file"] not in files:
-            raise Refusal(400, "invalid_value", f"images: no file {str(item['file'])[:80]!r} was sent", "images")
+            raise Refusal(400, "invalid_value", f"{name}: no file {str(item['file'])[:80]!r} was sent", name)
         return files[item["file"]]
-    url = item["image_url"]
-    match = re.match(r"data:image/[\w.+-]{1,40};base64,", url) if isinstance(url, str) else None
+    url = item.get("image_url", item.get("url"))
+    text = url if isinstance(url, str) else ""
+    match = re.match(r"data:[\w.+-]{1,40}/[\w.+-]{1,40};base64,", text)
     if match is None:
-        raise Refusal(400, "invalid_value", "images: only data: URLs in base64 are read; send the file", "images")
-    if len(url) > 2 * MAX_BYTES:
-        raise Refusal(413, "payload_too_large", f"images: longer than {MAX_BYTES} bytes", "images")
+        raise Refusal(400, "invalid_value", f"{name}: only data: URLs in base64 are read; send the file", name)
+    if len(text) > 2 * MAX_BYTES[kind]:
+        raise Refusal(413, "payload_too_large", f"{name}: longer than {MAX_BYTES[kind]} bytes", name)
     try:
-        return base64.b64decode(url[match.end() :], validate=True)
+        return base64.b64decode(text[match.end() :], validate=True)
     except (binascii.Error, ValueError):
-        raise Refusal(400, "bad_image", "images: no base64", "images") from None
+        raise Refusal(400, f"bad_{kind}", f"{name}: no base64", name) from None
 
 
 def close_unread(response: Response) -> Response:

@@ -14,6 +14,7 @@ import os
 import signal
 import sqlite3
 import time
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
+from ltx2rt.serve.admission import as_given
 from ltx2rt.serve.board import Board, log
 from ltx2rt.serve.folder import CLIP, Folder
 from ltx2rt.serve.metrics import Metrics
@@ -157,6 +159,12 @@ class Supervisor:
             if replica.job is not None and replica.job.id == id:
                 self._send(replica, do="cancel", id=id)
 
+    def watch(self) -> None:
+        """Have pictures made of the running jobs that somebody wants them of, to their end."""
+        for replica in self.replicas:
+            if replica.job is not None and self.board.previewed(replica.job.id, replica.job.user):
+                self._send(replica, do="watch", id=replica.job.id)
+
     # --- one replica --------------------------------------------------------------------------------------------
 
     async def _live(self, replica: Replica) -> None:
@@ -235,6 +243,8 @@ class Supervisor:
             self.metrics.waited.observe(time.time() - job.created)
             self.board.tell("started", job.id, job.user, replica=replica.number, attempt=job.attempts)
             replica.free.clear()
+            if self.board.previewed(job.id, job.user):
+                self._send(replica, do="watch", id=job.id)
             self._send(replica, do="run", **self._message(job))
             if (now := await self.store(queue.get, job.id)) and now.cancel is not None:  # since it was claimed
                 self.cancel(job.id)
@@ -246,7 +256,9 @@ class Supervisor:
         loras = [[str((self.lora_folder or Path()) / name), *rest] for name, *rest in job.job["loras"]]
         images = [[str(self.folder.inputs / name), *rest] for name, *rest in job.job["images"]]
         stem = str(self.folder.outputs.resolve() / job.stem)
-        return {**job.job, "id": job.id, "epoch": job.epoch, "stem": stem, "loras": loras, "images": images}
+        files = as_given(job.job.get("files", {}), self.folder.inputs.resolve())
+        named = {"id": job.id, "epoch": job.epoch, "stem": stem}
+        return {**job.job, **named, "loras": loras, "images": images, "files": files}
 
     def _send(self, replica: Replica, **message: Any) -> None:
         if replica.process is not None and replica.process.stdin is not None:
@@ -266,6 +278,8 @@ class Supervisor:
                 was_ready.set()
             elif job is None or (message.pop("id"), message.pop("epoch")) != (job.id, job.epoch):
                 self.board.log("replica_error", replica=replica.number, error=f"{event} of no job that it runs")
+            elif event == "preview":
+                self.board.show(job.id, job.user, message["number"], b64decode(message["jpeg"]))
             elif event == "progress":
                 kind = "stage" if message["step"] == 0 else "step"
                 replica.step = message["step"]
@@ -275,6 +289,8 @@ class Supervisor:
                 self.board.tell(kind, job.id, job.user, {**message, "at": replica.heard}, **facts)
             else:
                 await self._ended(replica, job, event, message)
+                if message.get("ends"):
+                    return
 
     async def _ended(self, replica: Replica, job: Job, event: str, message: dict[str, Any]) -> None:
         status = {"done": COMPLETED, "failed": FAILED, "cancelled": CANCELLED}[event]
@@ -287,8 +303,9 @@ class Supervisor:
         elif event == "done":
             (self.folder.outputs / (job.stem + CLIP)).unlink(missing_ok=True)
         replica.claim = None
-        replica.become("idle")
-        replica.free.set()
+        if not message.get("ends"):  # else it takes no other job
+            replica.become("idle")
+            replica.free.set()
 
     def _over(self, job: Job, status: str, error: Mapping[str, str] | None, result: Mapping | None = None) -> None:
         self.metrics.over(job, status, result)

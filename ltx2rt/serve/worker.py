@@ -1,9 +1,13 @@
 """A replica: one session that runs the jobs it is sent, one at a time.
 
-One JSON object a line. It reads `{"do": "run", "id", "epoch", "stem", "pipeline", "clip", "images", "loras"}` and
-`{"do": "cancel", "id"}`, and ends at once when there is no more to read. It writes `{"event": "ready", "device",
-"mesh"}` when it is warm; of each job `progress` after every step, then `done` with its result, `cancelled`, or `failed`
-with code and message. After a failure that may have left the device in disorder it ends, to be started again.
+One JSON object a line. It reads `{"do": "run", "id", "epoch", "stem", "pipeline", "clip", "n", "images", "files",
+"loras"}` and `{"do": "cancel"}` and `{"do": "watch"}` with the `id`, and ends at once when there is no more to read. It
+writes `{"event": "ready", "device", "mesh"}` when it is warm; of each job `progress` after every step, of one that is
+watched `preview` after every fourth, then `done` with its result, `cancelled`, or `failed` with code and message. After
+a failure that may have left the device in disorder it ends, as `"ends"` says, to be started anew.
+
+Of several ranks the first is the one that is told and tells; it hands each job out, and all run it. A failure on one of
+them ends them all, for the others may wait for it in a collective; who fails says so.
 """
 
 from __future__ import annotations
@@ -12,8 +16,12 @@ import gc
 import json
 import os
 import sys
+from base64 import b64encode
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -21,36 +29,41 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ltx2rt.commands.generate import make_plan, produce, sample_rate, save, timed, warm_up
+from ltx2rt.commands.generate import Plan, make_plan, produce, sample_rate, save, timed, warm_up
 from ltx2rt.errors import Cancelled, InputError
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import make_request
+from ltx2rt.ranks.crew import Crew
+from ltx2rt.ranks.environment import FAILED
 from ltx2rt.serve.folder import publish
+from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress
 
-THUMBNAIL_PX = 320
+THUMBNAIL_PX, PREVIEW_STEPS = 320, 4
 
 
 class Pipe:
-    """inbox, outbox: as the module says. Reads in a thread of its own."""
+    """inbox, outbox: as the module says; no inbox: of a rank that is handed its jobs. Reads in a thread of its own."""
 
-    def __init__(self, inbox: BinaryIO, outbox: BinaryIO):
-        self.inbox, self.outbox = inbox, outbox
+    def __init__(self, inbox: BinaryIO | None, outbox: BinaryIO):
+        self.outbox = outbox
         self.jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self.cancelled: set[str] = set()
+        self.watched: set[str] = set()
         self._lock = Lock()
-        Thread(target=self._read, daemon=True).start()
+        if inbox is not None:
+            Thread(target=self._read, args=(inbox,), daemon=True).start()
 
-    def _read(self) -> None:
-        for line in self.inbox:
+    def _read(self, inbox: BinaryIO) -> None:
+        for line in inbox:
             message = json.loads(line)
             if message["do"] == "run":
                 self.jobs.put(message)
             else:
-                self.cancelled.add(message["id"])
+                {"cancel": self.cancelled, "watch": self.watched}[message["do"]].add(message["id"])
         os._exit(0)  # the server is gone, and with it whoever waits for this run
 
     def tell(self, event: str, **facts: Any) -> None:
@@ -59,36 +72,66 @@ class Pipe:
             self.outbox.flush()
 
 
-def work(session: Session, warm: Sequence[Shape], pipe: Pipe) -> int:
-    """Run jobs for ever; returns the exit status after a failure that only a new process mends."""
+def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None = None, previews: bool = False) -> int:
+    """Run jobs for ever; returns the exit status after a failure that only a new process mends. crew: of several
+    ranks."""
+    first = crew is None or crew.rank == 0
+    projection = None
+    if previews:
+        with suppress(InputError):  # without a video encoder there are none
+            projection = fitted(session)
     for shape in warm:
         plan = make_plan(session, make_request(shape.pipeline, prompt="a warm-up", seed=0, **shape.clip))
         session.require_memory(plan.stages)
         warm_up(session, plan)
     device = asdict(session.backend.device())
     device["free_bytes"] += session.weights.held_bytes
-    pipe.tell("ready", device=device, mesh=dict(session.backend.mesh))
+    if first:
+        pipe.tell("ready", device=device, mesh=dict(session.backend.mesh))
     own = session.options.loras
-    while True:
-        job = pipe.jobs.get()
-        event, facts = attempt(session, own, job, pipe)
+    for number in count():
+        job = pipe.jobs.get() if first else {}
+        if crew is not None:
+            job = json.loads(crew.handed_out("job", number, json.dumps(job)))
+        event, facts = attempt(session, own, job, pipe if first else None, projection)
         pipe.cancelled.discard(job["id"])
-        pipe.tell(event, id=job["id"], epoch=job["epoch"], **facts)
-        if facts.get("code") == "internal":
-            return 1
+        pipe.watched.discard(job["id"])
+        lost = facts.get("code") == "internal" or (crew is not None and facts.get("code") == "out_of_memory")
+        if first or lost:
+            pipe.tell(event, id=job["id"], epoch=job["epoch"], **facts, **({"ends": True} if lost else {}))
+        if lost and crew is not None:
+            crew.fail(facts["message"], FAILED)
+        if lost:
+            return FAILED
         if facts.get("code") == "out_of_memory":
             gc.collect()
             session.backend.trim()
+    raise AssertionError("jobs never end")
 
 
-def attempt(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any], pipe: Pipe) -> tuple[str, dict[str, Any]]:
-    """The event that ends a job, with its facts."""
+def attempt(
+    session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any], pipe: Pipe | None,
+    projection: np.ndarray | None = None,
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """The event that ends a job, with its facts. pipe: of the first rank; projection: of `preview`."""
+    named = {"id": job["id"], "epoch": job["epoch"]}
+    steps = count(1)
 
     def progress(now: Progress) -> None:
-        pipe.tell("progress", id=job["id"], epoch=job["epoch"], **asdict(now))
+        if pipe is not None:
+            pipe.tell("progress", **named, **asdict(now))
+
+    def look(latents: Callable[[], np.ndarray]) -> None:
+        number = next(steps)
+        if pipe is not None and projection is not None and job["id"] in pipe.watched and number % PREVIEW_STEPS == 0:
+            picture = picture_of(latents()[0], projection)
+            pipe.tell("preview", **named, number=number, jpeg=b64encode(picture).decode())
+
+    def cancelled() -> bool:
+        return pipe is not None and job["id"] in pipe.cancelled
 
     try:
-        return "done", {"result": run(session, own, job, progress, lambda: job["id"] in pipe.cancelled)}
+        return "done", {"result": run(session, own, job, progress, cancelled, look)}
     except Cancelled:
         return "cancelled", {}
     except InputError as error:
@@ -112,14 +155,15 @@ def run(
     job: dict[str, Any],
     progress: Callable[[Progress], None],
     cancelled: Callable[[], bool],
+    look: Callable[[Callable[[], np.ndarray]], None],
 ) -> dict[str, Any]:
     """Make the job's files; its result. own: the LoRAs of every job."""
-    session.use_loras((*own, *(LoraSpec(Path(path), *rest) for path, *rest in job["loras"])))
-    images = [(Path(path), frame, strength) for path, frame, strength in job["images"]]
-    plan = make_plan(session, make_request(job["pipeline"], **job["clip"], images=images))
-    session.require_memory(plan.stages)
-    plan = timed(session, plan)
-    state, _, report = produce(session, plan, on_progress=progress, cancelled=cancelled)
+    plan = timed(session, planned(session, own, job))
+    state, _, report = produce(session, plan, on_progress=progress, cancelled=cancelled, look=look)
+    if not session.backend.is_main:
+        for frames in state.frames:
+            deque(frames, maxlen=0)
+        return {}
     first: list[np.ndarray] = []
 
     def noted(frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -128,14 +172,29 @@ def run(
                 first.append(to_rgb8(chunk[:, :1])[0])
             yield chunk
 
-    waveform = None if state.waveforms is None else state.waveforms[0]
-    frames = next(state.frames)
-    return publish(
-        Path(job["stem"]),
-        lambda path: save(session, plan.request, 0, path, noted(frames), waveform, sample_rate(session, state)),
-        lambda path: thumbnail(first[0], path),
-        report,
-    )
+    def write(number: int, path: Path) -> None:
+        waveform = None if state.waveforms is None else state.waveforms[number]
+        frames = noted(next(state.frames))
+        save(session, plan.request, number, path, frames, waveform, sample_rate(session, state))
+
+    return publish(Path(job["stem"]), write, lambda path: thumbnail(first[0], path), report, plan.request.num_videos)
+
+
+def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Plan:
+    """Raises InputError, on all ranks if on one."""
+    refused = plan = None
+    try:
+        session.use_loras((*own, *(LoraSpec(Path(path), *rest) for path, *rest in job["loras"])))
+        images = [(Path(path), frame, strength) for path, frame, strength in job["images"]]
+        more = {"images": images} if images else {}
+        more |= {"num_videos": job.get("n", 1), **job.get("files", {})}
+        plan = make_plan(session, make_request(job["pipeline"], **job["clip"], **more))
+        session.require_memory(plan.stages)
+    except InputError as error:
+        refused = error
+    if session.backend.agree(refused is not None) or plan is None:
+        raise refused or InputError("another rank refuses it, where a file is missing or there is no room")
+    return plan
 
 
 def thumbnail(frame: np.ndarray, path: Path) -> None:

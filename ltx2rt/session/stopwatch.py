@@ -49,7 +49,8 @@ class Stopwatch:
 
     stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told of each step.
     cancelled: whether the caller wants the run to end; agree: whether a process says so, asked by all of them. work: of
-    each stage, in any unit, for the observer.
+    each stage, in any unit, for the observer. look: given after every step what makes the step's x0 of the video, a
+    host array, f32[videos, C, frames, rows, columns].
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class Stopwatch:
         agree: Callable[[bool], bool] = bool,
         work: Mapping[str, float] | None = None,
         verbose: bool = False,
+        look: Callable[[Callable[[], Any]], None] = lambda latents: None,
     ):
         self.stream, self.clock, self.synchronize = stream, clock, synchronize
         self.observer, self.cancelled, self.agree, self.work = observer, cancelled, agree, dict(work or {})
+        self.look = look
         self._bars = stream is not None and stream.isatty()
         self.verbose = verbose
         self.stages: list[StageTime] = []

@@ -177,6 +177,8 @@ class Denoise(Stage):
                         trail.setdefault(f"{m}.steps", []).append(session.backend.to_host(last[f"{m}_latent"]))
                         trail.setdefault(f"{m}.x0", []).append(session.backend.to_host(last[f"{m}_x0"]))
                 done()
+                if "video" in self.made:
+                    watch.look(lambda x=last: self._video(states, session.backend.to_host(x["video_x0"])))
                 watch.check()
             found = {m: session.backend.to_host(last[f"{m}_latent"]) for m in self.made}
         found |= {m: np.repeat(states[m].clean, self.num_videos, axis=0) for m in self.frozen}
@@ -196,6 +198,10 @@ class Denoise(Stage):
         if self.sound:
             state.sound = state.audio
             state.put("audio_latent", state.sound)
+
+    def _video(self, states: Mapping[str, ModalityState], tokens: np.ndarray) -> np.ndarray:
+        """Of the stage's tokens the clip's own, as [videos, C, frames, rows, columns]."""
+        return unpack_video(states["video"].clear(tokens), self.geometry)
 
     def _per_step(self, state: State) -> dict[str, np.ndarray]:
         """The inputs of which every evaluation has its own: [evaluations, ...]."""

@@ -1,7 +1,7 @@
 """A worker without a model, for tests: speaks the pipe protocol, sleeps for its steps, fails as it is told.
 
 What it does stands in the prompt, `STEPS:SECONDS_A_STEP[:WHAT]`. WHAT: die, hang, oom, internal, lie, late (it does not
-hear of a cancel); with `once-` in front only where the file WHAT.ID is not there yet.
+hear of a cancel); with `once-` in front only the first time that the job runs, with `first-` that any job does.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from base64 import b64encode
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -17,12 +18,15 @@ from ltx2rt.serve.folder import publish
 
 
 def main() -> None:
-    jobs, cancelled = SimpleQueue(), set()
+    jobs, cancelled, watched = SimpleQueue(), set(), set()
 
     def read() -> None:
         for line in sys.stdin:
             message = json.loads(line)
-            jobs.put(message) if message["do"] == "run" else cancelled.add(message["id"])
+            if message["do"] == "run":
+                jobs.put(message)
+            else:
+                {"cancel": cancelled, "watch": watched}[message["do"]].add(message["id"])
         os._exit(0)
 
     Thread(target=read, daemon=True).start()
@@ -41,9 +45,9 @@ def main() -> None:
         named = {"id": job["id"], "epoch": job["epoch"]}
         steps, seconds, *what = job["clip"]["prompt"].split(":")
         what = what[0] if what else ""
-        if what.startswith("once-"):
-            mark = Path(job["stem"]).parent.parent / f"{what}.{job['id']}"
-            what = "" if mark.exists() else what.removeprefix("once-")
+        if what.startswith(("once-", "first-")):
+            mark = Path(job["stem"]).parent.parent / f"{what}.{job['id'] if what.startswith('once-') else 'any'}"
+            what = "" if mark.exists() else what.partition("-")[2]
             mark.touch()
         for step in range(int(steps) + 1):
             if job["id"] in cancelled and what != "late":
@@ -51,6 +55,8 @@ def main() -> None:
                 break
             fraction = step / int(steps)
             tell("progress", **named, stage="stage1", step=step, of=int(steps), fraction=fraction, eta_s=None)
+            if step and job["id"] in watched:
+                tell("preview", **named, number=step, jpeg=b64encode(b"a picture").decode())
             time.sleep(float(seconds))
             if step == int(steps) // 2:
                 if what == "die":
@@ -73,9 +79,10 @@ def main() -> None:
             }
             result = publish(
                 Path(job["stem"]),
-                lambda path, job=job: path.write_text(f"{job['id']} {job['clip'].get('seed')}"),
+                lambda number, path, job=job: path.write_text(f"{job['id']} {job['clip'].get('seed') + number}"),
                 lambda path: path.write_bytes(b"RIFF"),
                 lambda report=report: report,
+                job.get("n", 1),
             )
             tell("done", **named, result=result)
 

@@ -18,22 +18,10 @@ SMALL = {"pipeline": "one-stage", "size": "64x64", "num_frames": 9}  # what the 
 class Server:
     """A server that runs. replicas: its workers are real, not played."""
 
-    def __init__(self, model, data, *flags, replicas="fake", env=()):
+    def __init__(self, model, data, *flags, replicas="fake", env=(), backend="cuda"):
         script = [str(Path(__file__).with_name("fake_server.py"))] if replicas == "fake" else ["-m", "ltx2rt"]
-        words = [
-            "serve",
-            "--model",
-            model,
-            "--backend",
-            "cuda",
-            "--device",
-            "cpu",
-            "--data",
-            data,
-            "--port",
-            "0",
-            *flags,
-        ]
+        words = ["serve", "--model", model, "--backend", backend, "--device", "cpu", "--data", data]
+        words += ["--port", "0", *flags]
         self.data, self.log = Path(data), Path(data).with_suffix(f".{time.monotonic_ns()}.log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -75,9 +63,9 @@ class Server:
             time.sleep(0.02)
         return video
 
-    def until_step(self, id):
+    def until_step(self, id, least=1):
         end = time.monotonic() + 30
-        while not (video := self.get(id))["x"]["step"]:
+        while ((video := self.get(id))["x"]["step"] or 0) < least:
             assert time.monotonic() < end and video["status"] != "failed", video
             time.sleep(0.01)
 

@@ -13,6 +13,7 @@ import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 
 import httpx
@@ -238,6 +239,86 @@ def test_a_picture_too_large_to_decode_is_refused_by_its_header(server):
         assert found["code"] == "bad_image" and "pixel" in found["message"]
 
 
+def sound(seconds=0.5):
+    import wave
+
+    file = io.BytesIO()
+    with wave.open(file, "wb") as made:
+        made.setnchannels(1), made.setsampwidth(2), made.setframerate(8000)
+        made.writeframes(np.sin(np.arange(int(8000 * seconds)) / 9).astype(np.int16).tobytes())
+    return file.getvalue()
+
+
+def moving(directory, frames=25, size=64):
+    from ltx2rt.media.mp4 import write_mp4
+
+    path = directory / "moving.mp4"
+    write_mp4(path, iter([np.zeros((3, frames, size, size), np.float32)]), num_frames=frames, fps=Fraction(24))
+    return path.read_bytes()
+
+
+def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
+    """By a part of the form or a data URL; what is kept is named by its digest when the settings are sent again."""
+    clip = {"prompt": "1:0", "pipeline": "a2v", "size": "64x64", "num_frames": "9"}
+    form = {name: (None, text) for name, text in clip.items()}
+    first = server.http.post("/v1/videos", files={**form, "audio_path": ("../x.wav", sound())}).json()
+    url = f"data:audio/wav;base64,{base64.b64encode(sound()).decode()}"
+    again = server.http.post("/v1/videos", json={**clip, "audio_path": url, "seed": first["x"]["seed"]}).json()
+    assert first["x"]["settings"] == again["x"]["settings"], (first, again)
+    kept = first["x"]["settings"]["audio_path"][0]["file_id"]
+    assert (server.data / "in" / f"{kept}.media").read_bytes() == sound()
+    third = server.http.post("/v1/videos", json=first["x"]["settings"]).json()
+    assert third["x"]["settings"] == first["x"]["settings"]
+    video = moving(tmp_path)
+    form = {name: (None, text) for name, text in {"prompt": "1:0", "pipeline": "retake", "start_time": "0.3",
+                                                  "end_time": "0.6", "guided": "true"}.items()}  # fmt: skip
+    answer = server.http.post("/v1/videos", files={**form, "video_path": ("clip.mp4", video)})
+    retake = answer.json()
+    assert answer.status_code == 200 and (retake["size"], retake["seconds"]) == ("64x64", "1.042"), retake
+    assert server.until(retake["id"])["status"] == "completed"
+
+
+@pytest.mark.parametrize("field, data, code, words", [
+    ("audio_path", b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "bad_sound", ""),
+    ("audio_path", b"ID3\x04\x00\x00\x00\x00\x00\x00#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1/\n", "bad_sound", ""),
+    ("audio_path", b"ffconcat version 1.0\nfile /etc/passwd\n", "bad_sound", ""),
+    ("audio_path", sound(70), "bad_sound", "longer than 60 s"),
+    ("audio_path", sound()[:30], "bad_sound", ""),
+    ("audio_path", png(), "bad_sound", "save it as"),
+    ("video_path", sound(), "bad_video", "holds no video"),
+    ("audio_path", {"file_id": "0" * 64}, "invalid_value", "names no sound"),
+    ("audio_path", {"file_id": "/etc/passwd"}, "invalid_value", "names no sound"),
+    ("audio_path", "/etc/passwd", "invalid_value", "only data: URLs"),
+    ("audio_path", "http://127.0.0.1/x.wav", "invalid_value", "only data: URLs"),
+    ("audio_path", ["/etc/passwd"], "invalid_value", "list of objects"),
+])  # fmt: skip
+def test_files_that_are_no_sounds_or_videos(server, field, data, code, words):
+    pipeline = "a2v" if field == "audio_path" else "retake"
+    if isinstance(data, bytes):
+        data = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+    answer = server.http.post("/v1/videos", json={"prompt": "1:0", "pipeline": pipeline, field: data})
+    found = error_of(answer, 400)
+    assert (found["code"], found["param"]) == (code, field) and words in found["message"], found
+    assert "root:" not in answer.text
+
+
+def test_several_videos_of_one_prompt(server):
+    id = server.add("1:0", seed=5, n=3)
+    video = server.until(id)
+    assert video["x"]["settings"]["n"] == 3 and len(video["x"]["urls"]["videos"]) == 3
+    texts = [server.http.get(url).text for url in video["x"]["urls"]["videos"]]
+    assert texts == [f"{id} {seed}" for seed in (5, 6, 7)]
+    url = f"/v1/videos/{id}/content"
+    for number in ("3", "-1", "../0"):
+        error_of(server.http.get(url, params={"video": number}), 400)
+    assert len(list((server.data / "out").glob(f"{id}*.mp4"))) == 3
+    assert server.http.delete(f"/v1/videos/{id}").json()["deleted"]
+    assert not list((server.data / "out").glob(f"{id}*"))
+    for n in (0, 9, 1.5, "many", True):
+        found = error_of(server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, "n": n}), 400)
+        assert found["param"] == "n"
+
+
 def test_a_key_is_one_job_however_often_it_is_sent(server):
     def send(n):
         body = {"prompt": "1:0.01", **SMALL}
@@ -303,7 +384,7 @@ def test_cancel_of_what_waits_runs_and_is_done(server):
 
 
 def test_events_tell_the_state_until_the_end(server):
-    id = server.add("30:0.02")
+    id = server.add("50:0.03")
     kinds, videos = [], []
     with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events", timeout=30) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
@@ -317,6 +398,21 @@ def test_events_tell_the_state_until_the_end(server):
     progress = [video["progress"] for video in videos]
     assert progress == sorted(progress) and progress[-1] == 100 and len(kinds) < 15  # at most five a second
     assert videos[-1]["status"] == "completed" and videos[-1]["x"]["urls"]
+
+
+def test_a_watcher_is_shown_the_steps_and_who_is_none_is_not(server):
+    for previews in (False, True):
+        id, shown = server.add("50:0.03"), []
+        error_of(server.http.get(f"/v1/videos/{id}/content", params={"variant": "preview"}), 404)
+        with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events?previews={int(previews)}", timeout=30) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: ") and (url := json.loads(line[6:])["x"]["preview"]):
+                    answer = server.http.get(url)
+                    if answer.status_code == 200:  # else it is over
+                        shown.append((url, answer.content, answer.headers["content-type"]))
+        assert bool(shown) == previews
+    assert len({url for url, _, _ in shown}) > 1
+    assert {facts[1:] for facts in shown} == {(b"a picture", "image/jpeg")}
 
 
 def test_all_of_a_users_jobs_in_one_stream(server):
@@ -335,7 +431,9 @@ def test_all_of_a_users_jobs_in_one_stream(server):
 
 def test_what_can_be_asked_for(server):
     limits = server.http.get("/v1/limits").json()
-    assert set(limits["pipelines"]) == {"two-stage", "distilled", "hq", "keyframes", "one-stage"}
+    assert set(limits["pipelines"]) == {
+        "two-stage", "a2v", "distilled", "hq", "ic-lora", "keyframes", "one-stage", "retake",
+    }  # fmt: skip
     assert limits["loras"] == ["style"]
     assert limits["pipelines"]["one-stage"]["multiple_of_px"] == 32
     assert "noise_in" not in limits["pipelines"]["one-stage"]["fields"]

@@ -24,30 +24,16 @@ def batch(tiny_model, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
 
-    def call(lines, *flags, real=False, kill_after_s=None, number=signal.SIGKILL):
+    def call(lines, *flags, real=False, kill_after_s=None, number=signal.SIGKILL, server=None):
         jobs = tmp_path / "jobs.jsonl"
         jobs.write_text("".join(json.dumps(line) + "\n" if isinstance(line, dict) else f"{line}\n" for line in lines))
         script = ["-m", "ltx2rt"] if real else [str(Path(__file__).with_name("fake_server.py"))]
-        words = [
-            "batch",
-            jobs,
-            "--model",
-            tiny_model,
-            "--backend",
-            "cuda",
-            "--device",
-            "cpu",
-            "--output-dir",
-            output,
-            *flags,
-        ]
+        model = ["--model", tiny_model, "--backend", "cuda", "--device", "cpu"]
+        words = ["batch", jobs, "--output-dir", output, *(["--server", server.url] if server else model), *flags]
         process = subprocess.Popen(
-            [sys.executable, *script, *map(str, words)],
-            stdout=-1,
-            stderr=-1,
-            text=True,
+            [sys.executable, *script, *map(str, words)], stdout=-1, stderr=-1, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        )  # fmt: skip
         if kill_after_s is not None:
             time.sleep(kill_after_s)
             process.send_signal(number)
@@ -117,6 +103,34 @@ def test_shards_share_the_jobs(batch):
     assert all(Shard(1, 3).has(f"j{n}") + Shard(2, 3).has(f"j{n}") + Shard(3, 3).has(f"j{n}") == 1 for n in range(99))
     with pytest.raises(InputError, match="--shard"):
         parse_shard("4/3")
+
+
+def test_a_job_that_failed_is_tried_again(batch):
+    ran, output = batch([job(1, "2:0.01:first-internal"), job(2, "2:0.01:internal")], "--retries", "1")
+    assert ran.returncode == 3, ran.stderr
+    assert sorted(results(output)) == [("j1", "completed"), ("j2", "failed")]
+
+
+def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path):
+    """Checked whole, made, killed and resumed; a job without a seed has that of a batch without a server."""
+    ran, output = batch([job(1, size="65x64"), job(2), job(3, images=[{"path": "none.png"}])], server=server)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
+    assert "line 1 (j1): --width: 65" in ran.stderr and "line 3 (j3): images: none.png" in ran.stderr
+    before = len(server.lines("queued"))
+    lines = [job(n, "20:0.05") | {"n": 1 + n % 2} for n in range(4)]
+    batch(lines, server=server, kill_after_s=3)
+    ran, _ = batch(lines, server=server)
+    assert ran.returncode == 0, ran.stderr
+    assert {id for id, status in results(output) if status == "completed"} == {f"j{n}" for n in range(4)}
+    assert len(server.lines("queued")) == before + 4
+    names = {path.name for path in output.glob("*.mp4")}
+    assert {"j0.mp4", "j2.mp4"} < names and len(names) == 2 + 2 * 2
+    ran, _ = batch(lines, server=server)
+    assert ran.returncode == 0 and "0 to make" in ran.stderr
+    made = (output / "j0.mp4").read_text().split()[1]
+    (output / "j0.mp4").unlink()
+    ran, _ = batch(lines[:1])  # here
+    assert ran.returncode == 0 and (output / "j0.mp4").read_text().split()[1] == made, ran.stderr
 
 
 def killed(batch, num_jobs, num_kills, seed):

@@ -216,7 +216,7 @@ while (job := queue.claim()) is not None:
     with open(root / "runs", "a") as runs:
         runs.write(job.id + "\\n")
     stem = folder.outputs / job.stem
-    made = publish(stem, lambda p: p.write_text(str(job.job["n"])), lambda p: p.write_text("t"), lambda: {"n": 1})
+    made = publish(stem, lambda _, p: p.write_text(str(job.job["n"])), lambda p: p.write_text("t"), lambda: {"n": 1})
     assert queue.finish(job.id, job.epoch, "completed", result=made)
 print(passed)
 """

@@ -243,6 +243,107 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(star
     assert thumbnail.content.startswith(b"RIFF")
 
 
+@pytest.mark.slow
+def test_ranks_behind_a_replica_end_and_begin_together(start):
+    """Two ranks by gloo: cancelled in a step, one of them killed, one stopped, then the server killed."""
+    server = start("--num-gpus", "2", "--warm", "64x64x9:one-stage", "--step-timeout", "5", replicas="real")
+
+    def ranks():
+        (launcher,) = children(server.process.pid)
+        return children(launcher)
+
+    def content(id):
+        return server.http.get(f"/v1/videos/{id}/content").content
+
+    first = server.add("a fox", steps=3, seed=1)
+    assert server.until(first, timeout_s=200)["status"] == "completed"
+    cancelled, after = server.add("a fox", steps=400, seed=1), server.add("a fox", steps=3, seed=1)
+    server.until_step(cancelled)
+    server.http.post(f"/v1/videos/{cancelled}/cancel")
+    assert server.until(cancelled)["error"]["code"] == "cancelled"
+    assert server.until(after)["status"] == "completed" and content(after) == content(first)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        job, before = server.add("a fox", steps=300, seed=1), ranks()
+        server.until_step(job, 3)
+        os.kill(before[1], number)
+        video = server.until(job, timeout_s=300)
+        assert (video["status"], video["x"]["attempts"]) == ("completed", 2)
+        assert not any(map(alive, before))
+    last = [*ranks(), *children(server.process.pid)]
+    server.kill()
+    end = time.monotonic() + 10
+    while any(map(alive, last)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_workers_of_two_hosts_are_one_replica(start, tiny_model, tmp_path, backend):
+    """The server starts the first by its own variables, the second is started by hand."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--mesh", "tensor=2")
+    if backend == "cuda":
+        hosts = [
+            {"WORLD_SIZE": "2", "RANK": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for n in (0, 1)
+        ]
+    else:
+        hosts = [
+            {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(n)}
+            for n in (0, 1)
+        ]
+    words = ["worker", "--backend", backend, "--device", "cpu", "--model", tiny_model, *flags]
+    other = subprocess.Popen(
+        [sys.executable, "-m", "ltx2rt", *map(str, words)], env=os.environ | {"OMP_NUM_THREADS": "1"} | hosts[1],
+        stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, text=True,
+    )  # fmt: skip
+    try:
+        server = start(*flags, replicas="real", env=hosts[0], backend=backend)
+        ids = [server.add("a fox", steps=2, seed=1) for _ in range(2)]
+        for id in ids:
+            assert server.until(id, timeout_s=400)["status"] == "completed", server.get(id)
+        server.kill(signal.SIGTERM)
+        out, err = other.communicate(timeout=60)  # it ends with the first
+        assert other.returncode != 0 and out == "", err
+    finally:
+        other.kill()
+        other.communicate()
+
+
+@pytest.mark.slow
+def test_a_sound_and_a_video_by_upload_make_the_clips_of_the_command_line(start, tiny_model, tmp_path):
+    import ltx2rt
+    from ltx2rt.media.compare import compare
+
+    size = {"width": 64, "height": 64}
+    more = {"num_frames": 9, "seed": 5, "steps": 2, "video_stg": 0}
+    source, sound = tmp_path / "source.mp4", tmp_path / "sound.m4a"
+    with ltx2rt.open(tiny_model, backend="cuda", device="cpu") as session:
+        session.generate("a fox", pipeline="one-stage", **size, **more | {"num_frames": 25}).save(source)
+        sound.write_bytes(source.read_bytes())
+        asked = {
+            "a2v": ({**size, **more}, "audio_path", sound),
+            "retake": (
+                {"seed": 5, "steps": 2, "start_time": 0.3, "end_time": 0.6, "guided": True},
+                "video_path",
+                source,
+            ),
+        }
+        for name, (clip, field, path) in asked.items():
+            session.generate("a fox", pipeline=name, **clip, **{field: path}).save(tmp_path / f"{name}.mp4")
+    server = start(replicas="real")
+    for name, (clip, field, path) in asked.items():
+        form = {key: (None, str(value)) for key, value in {"prompt": "a fox", "pipeline": name, **clip}.items()}
+        answer = server.http.post("/v1/videos", files={**form, field: ("../x", path.read_bytes())})
+        assert answer.status_code == 200, answer.text
+        id = answer.json()["id"]
+        assert server.until(id, timeout_s=200)["status"] == "completed", server.get(id)
+        (tmp_path / "got.mp4").write_bytes(server.http.get(f"/v1/videos/{id}/content").content)
+        same = compare(tmp_path / "got.mp4", tmp_path / f"{name}.mp4")
+        assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6), name
+
+
 def test_a_full_disk_refuses_and_loses_nothing(start):
     """The queue's file may not grow beyond what it has: writes fail as on a full disk, until there is room again."""
     server = start()

@@ -5,6 +5,7 @@ const $ = (selector) => document.querySelector(selector);
 const jobs = new Map(); // id -> {video, row}
 const mine = new Set(); // ids that this page has sent: shown when they are done
 const pictures = []; // {file or file_id, frame, strength}
+let files = {}; // of the settings in use: by field, [{file_id}]
 const SIZES = ["768x512", "512x768", "1280x704", "704x1280"];
 const OWN = ["prompt", "width", "height", "num_frames", "fps", "seed"]; // fields with a place of their own in the form
 let limits;
@@ -77,6 +78,17 @@ function fillMore() {
     body.append(make("label", {}, `${name.replaceAll("_", " ")} `, input));
     if (about.description) body.append(make("p", { className: "hint", textContent: about.description }));
   }
+  const several = make("input", { type: "number", min: 1, max: limits.videos.max, placeholder: limits.videos.multiple_of });
+  several.dataset.field = "n";
+  several.value = before.n ?? "";
+  body.append(make("label", {}, "videos, of seeds one after the other ", several));
+  $("#files").replaceChildren(...Object.entries(limits.pipelines[$("#pipeline").value].files).map(([name, kind]) => {
+    const input = make("input", { type: "file", accept: kind === "sound" ? "audio/*,video/*" : "video/*" });
+    input.dataset.file = name;
+    const kept = files[name] ? make("span", { className: "hint", textContent: `the ${kind} of that video, unless another is chosen` }) : "";
+    return make("label", {}, `${name.replace("_path", "").replaceAll("_", " ")} `, input, kept);
+  }));
+  for (const name of ["width", "height", "seconds", "fps"]) $(`#${name}`).disabled = !("num_frames" in fields());
   check();
 }
 
@@ -93,6 +105,7 @@ function matchPreset() {
 
 function problem() {
   if (!$("#prompt").value.trim()) return ["#prompt", "Say what the clip shows."];
+  if (!("num_frames" in fields())) return null; // its file decides
   const unit = limits.pipelines[$("#pipeline").value].multiple_of_px;
   for (const side of ["width", "height"]) {
     const value = Number($(`#${side}`).value);
@@ -148,9 +161,15 @@ async function send(event) {
   const put = (name, value) => value !== "" && form.append(name, value);
   put("prompt", $("#prompt").value);
   put("pipeline", $("#pipeline").value);
-  put("size", `${$("#width").value}x${$("#height").value}`);
-  put("num_frames", numFrames());
-  put("fps", $("#fps").value);
+  if ("num_frames" in fields()) {
+    put("size", `${$("#width").value}x${$("#height").value}`);
+    put("num_frames", numFrames());
+    put("fps", $("#fps").value);
+  }
+  for (const input of document.querySelectorAll("#files input")) {
+    if (input.files.length) form.append(input.dataset.file, input.files[0]);
+    else if (files[input.dataset.file]) put(input.dataset.file, JSON.stringify(files[input.dataset.file]));
+  }
   put("seed", $("#seed").value);
   for (const input of document.querySelectorAll("#more [data-field]")) put(input.dataset.field, input.value);
   const loras = [...document.querySelectorAll("[data-use]:checked")].map((use) =>
@@ -181,11 +200,14 @@ async function order(body) {
 function useSettings(video) {
   const { pipeline, images, loras, ...clip } = video.x.settings;
   $("#pipeline").value = pipeline;
+  files = Object.fromEntries(Object.entries(clip).filter(([name]) => name in limits.pipelines[pipeline].files));
   fillMore();
   for (const name of ["prompt", "width", "height", "seed"]) $(`#${name}`).value = clip[name] ?? "";
-  const [over, under = 1] = clip.fps.split("/").map(Number);
-  $("#fps").value = over / under;
-  $("#seconds").value = (clip.num_frames / $("#fps").value).toFixed(3);
+  if (clip.fps) {
+    const [over, under = 1] = clip.fps.split("/").map(Number);
+    $("#fps").value = over / under;
+    $("#seconds").value = (clip.num_frames / $("#fps").value).toFixed(3);
+  }
   matchPreset();
   for (const input of document.querySelectorAll("#more [data-field]")) input.value = clip[input.dataset.field] ?? "";
   for (const use of document.querySelectorAll("[data-use]")) {
@@ -241,8 +263,11 @@ function show(video, atEnd = false) {
     actions.append(button("Cancel", tell(async () => show(await ask("POST", `v1/videos/${video.id}/cancel`)))));
   } else {
     if (video.x.urls.video) {
-      actions.append(button("Watch", () => watch(video)));
-      actions.append(make("a", { href: video.x.urls.video, download: `${video.id}.mp4`, textContent: "Download" }));
+      video.x.urls.videos.forEach((url, n, { length }) => {
+        const which = length > 1 ? ` ${n + 1}` : "";
+        actions.append(button(`Watch${which}`, () => watch(video, url)));
+        actions.append(make("a", { href: url, download: `${video.id}${which.trim() && `-${n}`}.mp4`, textContent: `Download${which}` }));
+      });
     }
     actions.append(button("Use these settings", () => useSettings(video)), button("Again, other seed", () => again(video)));
     actions.append(button("Delete", tell(async () => { await ask("DELETE", `v1/videos/${video.id}`); forget(video.id); })));
@@ -266,6 +291,11 @@ function show(video, atEnd = false) {
 function bars(body, video) {
   if (!body.children.length) {
     body.append(make("progress", { max: 100, ariaLabel: "the whole video" }), make("progress", { ariaLabel: "this stage" }));
+    body.append(make("img", { alt: "what it looks like so far", hidden: true }));
+  }
+  if (video.x.preview) {
+    body.children[2].hidden = false;
+    if (!body.children[2].src.endsWith(video.x.preview)) body.children[2].src = video.x.preview;
   }
   body.children[0].value = video.progress;
   body.children[1].hidden = !video.x.steps;
@@ -284,10 +314,10 @@ function changed(video) {
   if (limits) check();
 }
 
-function watch(video) {
+function watch(video, url = video.x.urls.video) {
   $("#result").hidden = false;
   const player = $("#result video");
-  player.src = video.x.urls.video;
+  player.src = url;
   player.setAttribute("aria-label", video.prompt.slice(0, 120));
   $("#result p").textContent = `${video.prompt.slice(0, 200)} (${stateOf(video)})`;
 }
@@ -332,13 +362,13 @@ async function status() {
 }
 
 function listen() {
-  const stream = new EventSource("v1/events");
+  const stream = new EventSource("v1/events?previews=1");
   stream.onopen = () => { $("#banner").hidden = true; list(); status(); };
   stream.onerror = () => {
     $("#banner").hidden = false;
     if (stream.readyState === EventSource.CLOSED) setTimeout(listen, 2000);
   };
-  for (const kind of ["queued", "started", "stage", "step", "cancelling", "completed", "failed"]) {
+  for (const kind of ["queued", "started", "stage", "step", "preview", "cancelling", "completed", "failed"]) {
     stream.addEventListener(kind, (event) => show(JSON.parse(event.data)));
   }
   stream.addEventListener("deleted", (event) => forget(JSON.parse(event.data).id));

@@ -1,0 +1,96 @@
+"""Files that clients send: looked at by their first bytes, then decoded once in a process that may use little memory.
+
+Decides which are kept. Their bytes stay as they are, so that a clip is that of the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import resource
+import sys
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from ltx2rt.serve.refusal import Refusal
+
+IMAGE, SOUND, VIDEO = "image", "sound", "video"
+MAX_BYTES = {IMAGE: 16 * 2**20, SOUND: 16 * 2**20, VIDEO: 64 * 2**20}
+MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
+MAX_S, MAX_FRAMES, MAX_STREAMS = 60, 2000, 8  # of sound and video; the models make at most 20 s
+MEMORY_BYTES, TIME_S = {IMAGE: 2**30, SOUND: 2**31, VIDEO: 2**31}, {IMAGE: 20, SOUND: 60, VIDEO: 60}
+IMAGES = ("PNG", "JPEG", "WEBP")
+MEDIA = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg")  # as FFmpeg calls its readers
+STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
+SUFFIX = {IMAGE: "", SOUND: ".media", VIDEO: ".media"}  # what is kept as one kind cannot be named as another
+
+
+async def check_upload(data: bytes, field: str, kind: str) -> None:
+    """Raises Refusal."""
+    if len(data) > (most := MAX_BYTES[kind]):
+        raise Refusal(413, "payload_too_large", f"{field}: {len(data)} bytes, expected at most {most}", field)
+    if kind == IMAGE and not data.startswith(STARTS):
+        raise Refusal(400, "bad_image", f"{field}: no {', '.join(IMAGES)} file; save it as one of them", field)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "ltx2rt.serve.upload", kind, stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(data), TIME_S[kind])
+    except TimeoutError:
+        said = b"it takes too long to read"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        reason = said.decode(errors="replace").strip()[:200] or "it cannot be read"
+        raise Refusal(400, f"bad_{kind}", f"{field}: {reason}", field)
+
+
+def main() -> int:
+    """Decode stdin as what argv says; the reason on stdout if that fails."""
+    kind = sys.argv[1]
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES[kind], MEMORY_BYTES[kind]))
+    resource.setrlimit(resource.RLIMIT_CPU, (TIME_S[kind], TIME_S[kind]))
+    try:
+        read_image() if kind == IMAGE else read_media(kind)
+    except Exception as error:
+        print(f"{error}"[:200])
+        return 1
+    return 0
+
+
+def read_image() -> None:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(sys.stdin.buffer.read()), formats=IMAGES) as image:
+        if image.width * image.height > MAX_PX:
+            raise ValueError(f"{image.width}x{image.height} pixels, expected at most {MAX_PX} in all")
+        image.load()
+
+
+def read_media(kind: str) -> None:
+    from ltx2rt.media.mp4 import opened
+
+    with NamedTemporaryFile() as file:
+        file.write(sys.stdin.buffer.read())
+        file.flush()
+        with opened(Path(file.name)) as container:
+            streams = [*container.streams.audio, *container.streams.video]
+            if container.format.name not in MEDIA or len(container.streams) > MAX_STREAMS:
+                raise ValueError(f"no {kind}: a file of the kind {container.format.name!r}; save it as MP4 or WAV")
+            if not (container.streams.audio if kind == SOUND else container.streams.video):
+                raise ValueError(f"holds no {kind}")
+            for video in container.streams.video:
+                if video.width * video.height > MAX_FRAME_PX:
+                    raise ValueError(f"{video.width}x{video.height} pixels, expected at most {MAX_FRAME_PX} in all")
+            frames = dict.fromkeys((stream.index for stream in streams), 0)
+            for packet in container.demux(*streams):
+                for frame in packet.decode():
+                    frames[packet.stream.index] += packet.stream.type == "video"
+                    if (frame.time or 0) > MAX_S or frames[packet.stream.index] > MAX_FRAMES:
+                        raise ValueError(f"longer than {MAX_S} s or {MAX_FRAMES} frames; cut it")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
