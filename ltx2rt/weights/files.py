@@ -253,7 +253,7 @@ def digest(path: str | os.PathLike[str]) -> str:
     """
     path = Path(path)
     if path.is_dir():
-        inner = sorted(path.rglob("*.safetensors"))
+        inner = sorted(file for file in path.rglob("*.safetensors") if file.is_file())
         return sha256("".join(f"{file.relative_to(path)} {digest(file)}\n" for file in inner).encode()).hexdigest()[:12]
     with path.open("rb") as file:
         start, size = file.read(8), os.fstat(file.fileno()).st_size
