@@ -147,8 +147,10 @@ def check_opened() -> None:
 
 
 def finite(array: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite: as integers, those are the largest of either sign. Faster than a sum, because
-    few blocks of weights have a value above 2, without which no exponent can have all its bits."""
+    """Whether no value is NaN or infinite: as integers, those are the largest of either sign.
+
+    Faster than a sum: few blocks of weights have a value above 2, without which no exponent has all its bits.
+    """
     if array.dtype not in INFINITY or array.size == 0:
         return True
     (above, below), bits = INFINITY[array.dtype], np.atleast_1d(array).view(f"u{array.itemsize}")
