@@ -43,6 +43,7 @@ COMMANDS = {
     "devices": "list the backends and their devices",
 }
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+MESSAGE = 2000  # characters of an error
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,7 +68,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if not _first():  # all ranks have the same flags
             self.exit(BAD_INPUT)
-        self.exit(BAD_INPUT, f"ltx2rt: error: {message}; see `{self.prog} --help`\n")
+        self.exit(BAD_INPUT, f"ltx2rt: error: {_shortened(message)}; see `{self.prog} --help`\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,11 +129,16 @@ def _fail(message: str, status: int, crew: Crew | None) -> int:
         import traceback
 
         traceback.print_exc()
-    message = " ".join(message.split())
+    message = _shortened(" ".join(message.split()))
     if crew:
         crew.fail(message, status, bad_input=status == BAD_INPUT)
     print(f"ltx2rt: error: {message}", file=sys.stderr)
     return status
+
+
+def _shortened(message: str) -> str:
+    """Without the middle of what was given, if that is endless."""
+    return message if len(message) <= MESSAGE else f"{message[: MESSAGE // 2]} ... {message[-MESSAGE // 2 :]}"
 
 
 def _join(args: argparse.Namespace) -> Crew | None:

@@ -180,6 +180,16 @@ sys.exit(ltx2rt.__main__.main())
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "ltx2rt: error: interrupted\n")
 
 
+@pytest.mark.parametrize("flag", ["--num-frames", "--image", "--model"])
+def test_endless_input_is_not_echoed_whole(flag, capsys):
+    try:
+        status = cli.main([*MINIMAL, flag, "9" * 100_000])
+    except SystemExit as end:
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2 and error.count("\n") == 1 and 100 < len(error) < 3000
+
+
 SHRINKING = """
 import os, sys
 from ltx2rt import cli

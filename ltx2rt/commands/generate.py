@@ -49,8 +49,8 @@ from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile, digest, write_arrays
 from ltx2rt.weights.lora import STORED, Merge
 
-BYTES_PER_PIXEL = 1 / 8  # of H.264 at this quality: more than film takes, less than noise
-PNG_BYTES_PER_PIXEL = 2  # likewise
+BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
+PNG_BYTES_PER_PIXEL = 3.1  # at most: uncompressed
 
 
 @dataclass(frozen=True)
@@ -297,16 +297,18 @@ def run(
 
 
 def _sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
-    """Bytes that the run's large files are expected to take."""
+    """Bytes that the run's large files take at most."""
     request = plan.request
     pixels, seconds = prod(request.size_px) * request.clip_frames, float(request.clip_frames / request.clip_fps)
     per_pixel = PNG_BYTES_PER_PIXEL if files.output.suffix.lower() == ".png" else BYTES_PER_PIXEL
-    clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8)
+    samples = 2 * seconds * session.config.vocoder.sample_rate
+    clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
-    if files.latents_out:  # noise and start, then every step's latents and x0, and the noise that samplers draw
+    if files.latents_out:  # noise, start, result and what is made of it, each step's latents and x0; samplers' noise
         draws = [(s.steps(), name, shape) for s in plan.stages for name, shape in s.draws(session.config).items()]
-        copies = [(2 + 2 * steps if name.count(".") == 1 else 1, shape) for steps, name, shape in draws]
-        sizes[files.latents_out] = sum(4 * prod(shape) * count for count, shape in copies)
+        copies = [(4 + 2 * steps if name.count(".") == 1 else 1, shape) for steps, name, shape in draws]
+        latents = sum(prod(shape) * count for count, shape in copies)
+        sizes[files.latents_out] = int(4 * (latents + request.num_videos * samples)) + 2**16
     return sizes
 
 

@@ -147,8 +147,10 @@ def check_opened() -> None:
 
 
 def finite(array: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite: as integers, those are the largest of either sign. Faster than a sum: few
-    blocks of weights have a value above 2, without which no exponent can have all its bits."""
+    """Whether no value is NaN or infinite: as integers, those are the largest of either sign.
+
+    Faster than a sum: few blocks of weights have a value above 2, without which no exponent has all its bits.
+    """
     if array.dtype not in INFINITY or array.size == 0:
         return True
     (above, below), bits = INFINITY[array.dtype], np.atleast_1d(array).view(f"u{array.itemsize}")
@@ -253,7 +255,7 @@ def digest(path: str | os.PathLike[str]) -> str:
     """
     path = Path(path)
     if path.is_dir():
-        inner = sorted(path.rglob("*.safetensors"))
+        inner = sorted(file for file in path.rglob("*.safetensors") if file.is_file())
         return sha256("".join(f"{file.relative_to(path)} {digest(file)}\n" for file in inner).encode()).hexdigest()[:12]
     with path.open("rb") as file:
         start, size = file.read(8), os.fstat(file.fileno()).st_size

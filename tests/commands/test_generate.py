@@ -348,3 +348,16 @@ def test_a_file_that_will_be_replaced_is_named(generate, model, tmp_path):
     flags = ("--report", tmp_path / "old.json", "--seed", 1, "--num-frames", 9, "--pipeline", "one-stage", "--steps", 1)
     found = generate("cuda", model, *flags)
     assert found.status == 0 and f"will be replaced: {tmp_path}/old.json\n" in found.stderr
+
+
+def test_the_room_that_is_asked_for_holds_the_files(run, monkeypatch):
+    """Latents to a few percent, beside 64 KiB of headers."""
+    asked = {}
+    monkeypatch.setattr("ltx2rt.commands.generate.require_space", asked.update)
+    made = run("--num-videos", 2, "--steps", 2, sound=True)
+    for path, most in asked.items():
+        size = path.stat().st_size
+        assert size <= most, path
+        if path == made.latents_file:
+            assert most - 2**16 < 1.1 * size
+    assert len(asked) == 3

@@ -11,6 +11,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from copy import deepcopy
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,13 @@ from safetensors import SafetensorError, safe_open
 from ltx2rt import cli
 from ltx2rt.errors import InputError
 from ltx2rt.media.images import notes, read_rgb
+from ltx2rt.media.output import write_clip
+from ltx2rt.media.sound import read_sound
+from ltx2rt.media.video import read_frames, require_constant_rate, video_info
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import open_lora
 
-COUNTS = {"headers": 500, "configs": 30, "loras": 300, "images": 300, "flags": 40}
+COUNTS = {"headers": 500, "configs": 20, "loras": 300, "images": 300, "sources": 100, "flags": 40}
 VALUES = [
     *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**9, 1e300, -0.5, float("inf"), "", "x", "0", [], {}),
     *([0], [1, 2], [-1] * 3, [[2]] * 4, {"a": 1}, "é\u202e", "a" * 2000, [[1, [2]]], [True]),
@@ -153,23 +157,28 @@ def test_headers(rng, many, tmp_path):
             assert readable(path), data
 
 
-def test_configs(rng, many, tiny, tmp_path, capsys):
+@pytest.mark.parametrize("preset", ["tiny-2.3", "tiny-2.5"])
+def test_configs(rng, many, tiny, tmp_path, capsys, preset):
+    """Of every file that has one."""
     model = tmp_path / "model"
-    shutil.copytree(tiny("tiny-2.3", "official"), model)
-    main = model / "tiny-2.3.safetensors"
-    data = main.read_bytes()
-    size = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:size])
-    config = json.loads(header["__metadata__"]["config"])
+    shutil.copytree(tiny(preset, "official"), model)
+    argv = ["generate", "--backend", "cuda", "--device", "cpu", "--model", str(model), "--prompt", "x"]
+    argv += ["--output", str(tmp_path / "o.mp4"), "--width", "64", "--height", "64", "--num-frames", "9"]
+    argv += ["--pipeline", "one-stage", "--max-memory", "0.000001"]  # planned whole, never run
+    files = {path: path.read_bytes() for path in sorted(model.glob("*.safetensors"))}
+    sizes = {path: 8 + int.from_bytes(data[:8], "little") for path, data in files.items()}
+    headers = {path: json.loads(data[8 : sizes[path]]) for path, data in files.items()}
+    written = [(path, key) for path, header in headers.items() for key in header["__metadata__"] if "config" in key]
     for _ in range(many("configs")):
+        path, key = rng.choice(written)
+        header, rest = headers[path], files[path][sizes[path] :]
+        config = json.loads(header["__metadata__"][key])
         found = changed(rng, config)
-        metadata = header["__metadata__"] | {"config": json.dumps(found)}
-        main.write_bytes(encoded(header | {"__metadata__": metadata}) + data[size:])
-        argv = ["generate", "--backend", "cuda", "--device", "cpu", "--model", str(model), "--prompt", "x"]
-        argv += ["--output", str(tmp_path / "o.mp4"), "--width", "64", "--height", "64", "--num-frames", "9"]
-        argv += ["--pipeline", "one-stage", "--max-memory", "0.000001"]  # planned whole, never run
-        assert cli.main(argv) == 2, (capsys.readouterr().err, changes(config, found))
+        metadata = header["__metadata__"] | {key: json.dumps(found)}
+        path.write_bytes(encoded(header | {"__metadata__": metadata}) + rest)
+        assert cli.main(argv) == 2, (path.name, capsys.readouterr().err, changes(config, found))
         assert sorted(tmp_path.iterdir()) == [model]
+        path.write_bytes(files[path])
 
 
 def test_loras(rng, many, tmp_path):
@@ -210,6 +219,35 @@ def test_images(rng, many, tmp_path):
             assert read_rgb(path).ndim == 3
 
         accepted(read, (kind, data))
+
+
+def test_sources(rng, many, tmp_path):
+    """What a video or a sound is read from, mostly damaged where its header stands."""
+    frames = np.random.default_rng(0).random((3, 17, 32, 48), np.float32)
+    sound = np.random.default_rng(0).random((2, 16000), np.float32) - 0.5
+    originals = {}
+    for kind in ("mp4", "webm", "wav"):
+        path = tmp_path / f"original.{kind}"
+        given = iter([] if kind == "wav" else [frames])
+        write_clip(path, given, num_frames=17, fps=Fraction(24), waveform=sound, sample_rate=24000, comment=None)
+        originals[kind] = path.read_bytes()
+        path.unlink()
+    for _ in range(many("sources")):
+        kind = rng.choice(sorted(originals))
+        path, data = tmp_path / f"source.{kind}", originals[kind]
+        head = rng.choice([60, 2000, len(data)])
+        data = flipped(rng, data[:head]) + data[head:]
+        path.write_bytes(data)
+
+        def frames(path=path):
+            info = video_info(path, "--video-path")
+            require_constant_rate(path, "--video-path", info)
+            assert sum(frame.ndim == 3 for frame in read_frames(path, "--video-path", info.num_frames)) > 0
+
+        accepted(frames, (kind, data))
+        accepted(lambda path=path: read_sound(path, 0.1, 0.5), (kind, data))
+        assert list(tmp_path.iterdir()) == [path]
+        path.unlink()
 
 
 def test_flags(rng, many, tiny, tmp_path, capsys):

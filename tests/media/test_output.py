@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ltx2rt.commands.generate import BYTES_PER_PIXEL
 from ltx2rt.errors import InputError
 from ltx2rt.media import output
 from ltx2rt.media.mp4 import durations, to_rgb8
@@ -162,3 +163,12 @@ def test_a_form_fits_what_is_made(tmp_path):
     check_streams(tmp_path / "a.wav", False, True)
     check_streams(tmp_path / "a-%d.png", True, False)
     assert output.SUFFIXES == (".mp4", ".mov", ".webm", ".png", ".wav")
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "webm"])
+def test_no_clip_is_larger_than_the_room_that_is_asked_for(tmp_path, suffix):
+    """The worst that an encoder can be given."""
+    noise = np.random.default_rng(0).integers(0, 2, (9, 128, 192, 3), np.uint8) * 255
+    path = tmp_path / f"noise.{suffix}"
+    write_clip(path, [noise], num_frames=9, fps=Fraction(24), waveform=None, sample_rate=0, comment=None)
+    assert path.stat().st_size <= BYTES_PER_PIXEL * noise.size / 3

@@ -187,6 +187,8 @@ def test_a_digest_names_content_not_paths(tmp_path):
     same = digest(copy)
     assert digest(tmp_path / "a.safetensors") == same and len(same) == 12 and int(same, 16)
     folder = digest(tmp_path)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert digest(tmp_path) == folder, "a pipe is not waited for"
     write_arrays(copy, {"b": np.ones(5, np.float32)})
     assert digest(copy) != same and digest(tmp_path) != folder
     picture = tmp_path / "a.png"
