@@ -6,8 +6,9 @@
 | int8   | int8 [out, in], rotated if `comfy_quant` says so | `X.weight_scale` as above, `X.comfy_quant` uint8: JSON |
 | nvfp4  | uint8 [out, in/2], two e2m1 numbers each, the high half first | `X.weight_scale` e4m3 for each 16 inputs, in the tiles of `swizzled`; `X.weight_scale_2` f32: one number |
 
-Each may have `X.input_scale`, of activations that are quantised by a fixed scale, which is not used. Which matrices are
-stored so is discovered from the header, never assumed: releases differ in it.
+Each may have `X.input_scale`, of activations that are quantised by a fixed scale, and nvfp4 `X.torchao_nvfp4`, JSON that
+repeats the layout; neither is used. Which matrices are stored so is discovered from the header, never assumed: releases
+differ in it.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource
 
 E4M3, F32 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float32)
-COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale", "comfy_quant")
+COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale", "comfy_quant", "torchao_nvfp4")
 BLOCK = 16  # inputs that share a scale in nvfp4
 HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
 Float8 = tuple[Any, Any]  # e4m3 [rows, n] and its scale f32[rows, 1]; or numbers [rows, n] and None: to be quantised

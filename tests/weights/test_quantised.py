@@ -4,6 +4,7 @@ The references decode one number at a time, from the description of the format, 
 """
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +18,7 @@ from ltx2rt.passes.quantise import quantise
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import MergedSource, merge, open_lora
+from ltx2rt.weights.names import gemma_to_canonical
 from ltx2rt.weights.quantised import dequantised, rotation
 from ltx2rt.weights.random.make import make_checkpoint, plan_checkpoint
 from ltx2rt.weights.random.presets import preset
@@ -140,6 +142,37 @@ def test_a_made_float8_file_is_of_one_block_with_its_gates_and_reads_as_weight_t
         assert scale.shape == file.read(f"{name.removesuffix('weight')}input_scale").shape == ()
         np.testing.assert_array_equal(source.read(name), file.read(name).astype(np.float32) * scale)
         assert np.abs(file.read(name).astype(np.float32)).max() == 448
+
+
+@pytest.mark.parametrize("kind", ["int8 rotated", "nvfp4"])
+def test_quantised_files_of_2_5_are_read_as_their_format_says(tiny, tmp_path, kind):
+    """The transformer's and the text encoder's, with one block and one layer of each kind so; nothing else changes."""
+    folder, expected = tiny("tiny-2.5", "official"), {}
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    for part in ("transformer", "text-encoder"):
+        path = folder / f"tiny-2.5-{part}.safetensors"
+        file, arrays = TensorFile(path), {}
+        for name in file.names():
+            arrays[name], stem = file.read(name), name.removesuffix("weight")
+            if (
+                re.search(r"\b(blocks|layers)\.[25]\.(attn1|self_attn|mlp|ff)\..*weight$", name)
+                and arrays[name].ndim == 2
+            ):
+                packed = stored(kind, *arrays[name].shape)
+                arrays |= {f"{stem}{companion}": array for companion, array in packed.items()}
+                arrays |= {f"{stem}torchao_nvfp4": said()} if kind == "nvfp4" else {}
+                expected[name] = meant(kind, packed).astype(np.float32)
+        (tmp_path / path.name).unlink()
+        write_arrays(tmp_path / path.name, arrays, file.metadata)
+    plain, found = open_checkpoint(folder), open_checkpoint(tmp_path)
+    assert found.config == plain.config and len(expected) > 10
+    for part in ("transformer", "text", "gemma"):
+        assert set(found.source(part).names()) == set(plain.source(part).names())
+    for name, array in expected.items():
+        part = "transformer" if name.startswith("model.diffusion_model.") else "gemma"
+        canonical = name if part == "transformer" else gemma_to_canonical(name)
+        np.testing.assert_array_equal(found.source(part).read(canonical), array)
 
 
 def test_made_files_of_the_other_layout_are_refused(command, tmp_path):
