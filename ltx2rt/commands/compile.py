@@ -147,7 +147,7 @@ def _size(session: Session, call: Call) -> str:
         frames, rows, columns = call.sizes[2:]
     elif call.network == "diffusion-decoder":
         frames, rows, columns = session.graph(call).outputs["frames"].type.shape[2:]
-    elif call.network in ("video-decoder", "diffusion-features", "upsampler"):
+    elif call.network in ("video-decoder", "diffusion-features", "upsampler", "temporal-upsampler"):
         frames, rows, columns = call.sizes[2:]
         frames, rows, columns = (
             pixel_frames(frames, vae.time_factor),
