@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
-from ltx2rt.commands.options import SIZED, SOURCES, planned_flags, planned_options
+from ltx2rt.commands.options import planned_flags, planned_options
 from ltx2rt.commands.plan import datasheet_session
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, flagged, given_flags
@@ -150,7 +150,7 @@ def _size(session: Session, call: Call) -> str:
         frames, rows, columns = call.sizes[2:]
     elif call.network == "diffusion-decoder":
         frames, rows, columns = session.graph(call).outputs["frames"].type.shape[2:]
-    elif call.network in ("video-decoder", "diffusion-features", "upsampler"):
+    elif call.network in ("video-decoder", "diffusion-features", "upsampler", "temporal-upsampler"):
         frames, rows, columns = call.sizes[2:]
         frames, rows, columns = (
             pixel_frames(frames, vae.time_factor),
@@ -231,7 +231,7 @@ def flags(to: Any) -> None:
         "libtpu, which is best installed into an environment of its own. XLA_FLAGS are honoured, dumps included."
     )
     add_flags(to, Target)
-    planned_flags(to, "text_encoder", "upsampler", "loras", "video_decoder", "vae_tiling", clip=(*SIZED, *SOURCES))
+    planned_flags(to, "text_encoder", "upsampler", "loras", "video_decoder", "vae_tiling")
     to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
 
 

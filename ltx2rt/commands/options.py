@@ -21,10 +21,8 @@ from ltx2rt.session.options import ModelOptions
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 PLACED = ("profile", "mesh", "weights_dtype")
 SIZED = ("width", "height", "num_frames")
-SOURCES = (  # what decides a run's cost besides
-    "images", "audio_path", "audio_start_time", "audio_max_duration", "audio_fit", "video_path", "start_time",
-    "end_time", "keep", "guided", "video_conditioning", "conditioning_attention_strength",
-    "conditioning_attention_mask", "skip_stage_2", "duration", "temporal_upsample_rounds",
+WORDS = (  # flags of a clip that decide what it shows and not what it costs
+    "prompt", "negative_prompt", "enhance_prompt", "enhance_seed", "enhanced_prompt", "seed", "noise_in",
 )  # fmt: skip
 
 
@@ -54,12 +52,12 @@ def model_or_preset(to: Any) -> None:
     model.add_argument("--preset", choices=PRESETS, help="the sizes of a released or a tiny model")
 
 
-def planned_flags(to: Any, *models: str, clip: Sequence[str] = SIZED) -> None:
-    """A model or a preset, a pipeline, and some of the flags of both."""
+def planned_flags(to: Any, *models: str) -> None:
+    """A model or a preset and some of its flags, a pipeline and all flags of pipelines but `WORDS`."""
     model_or_preset(to)
     to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"{', '.join(pipelines())} (default: {FIRST})")
     add_flags(to, ModelOptions, only=(*models, *PLACED), dtype="bfloat16")
-    add_flags(to, *pipelines().values(), only=clip)
+    add_flags(to, *pipelines().values(), but=WORDS)
 
 
 def start_ranks(

@@ -18,7 +18,7 @@ from typing import Any
 
 from ltx2rt.backend import DeviceInfo, get_factory
 from ltx2rt.commands.generate import Plan, make_plan
-from ltx2rt.commands.options import SIZED, SOURCES, planned_flags, planned_options
+from ltx2rt.commands.options import planned_flags, planned_options
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.pipelines import pipeline
@@ -189,7 +189,7 @@ def flags(to: Any) -> None:
     add_flags(to, Devices)
     parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "loras", "dtype")
     how = ("stage_weights", "text_encoder_offload", "video_decoder", "vae_tiling")
-    planned_flags(to, *parts, *how, clip=(*SIZED, "fps", "steps", "audio", *SOURCES))
+    planned_flags(to, *parts, *how)
     to.add_argument("--json", action="store_true")
 
 

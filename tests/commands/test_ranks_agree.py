@@ -169,14 +169,15 @@ def test_new_pipelines_on_two_ranks(pipelines_agree):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "mesh", "profile"),
+    ("backend", "mesh", "profile", "names"),
     [
-        ("cuda", "sequence=2", ""),
-        ("cuda", "tensor=2", ""),
-        ("tpu", "guidance=2,sequence=2,tensor=2", "trillium"),
-        ("tpu", "sequence=8", "ironwood"),
-        ("tpu", "tensor=8", "ironwood-1d"),
+        ("cuda", "sequence=2", "", NEW),
+        ("cuda", "tensor=2", "", NEW),
+        ("tpu", "sequence=8", "ironwood", NEW),
+        ("tpu", "tensor=8", "ironwood-1d", NEW),
+        ("tpu", "guidance=2,sequence=2,tensor=2", "trillium", ("keyframes", "a2v", "retake", "ic-lora")),
+        ("tpu", "guidance=3,sequence=2", "trillium", ("hq", "t2a")),  # they have three branches
     ],
 )
-def test_every_new_pipeline_on_ranks_and_devices(pipelines_agree, backend, mesh, profile):
-    print(mesh, pipelines_agree(backend, mesh, profile, NEW))
+def test_every_new_pipeline_on_ranks_and_devices(pipelines_agree, backend, mesh, profile, names):
+    print(mesh, pipelines_agree(backend, mesh, profile, names))

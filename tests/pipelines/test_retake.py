@@ -66,16 +66,21 @@ def clip(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def opened(tiny):
+def generation():
+    return "2.3"
+
+
+@pytest.fixture(scope="module")
+def opened(tiny, generation):
     with ltx2rt.open(
-        tiny("tiny-2.3", "diffusers"), backend="cuda", device="cpu", distilled_lora="none", dtype="float32"
+        tiny(f"tiny-{generation}", "diffusers"), backend="cuda", device="cpu", distilled_lora="none", dtype="float32"
     ) as session:
         yield session
 
 
 @pytest.fixture(scope="module")
-def module(tiny):
-    folder = tiny("tiny-2.3", "diffusers") / "transformer"
+def module(tiny, generation):
+    folder = tiny(f"tiny-{generation}", "diffusers") / "transformer"
     return LTX2VideoTransformer3DModel.from_pretrained(folder, perturbed_attn=True).eval()
 
 
@@ -118,7 +123,13 @@ def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
 
 
 @pytest.mark.parametrize(
-    ("kept", "guided"), [(None, 0), ("audio", 0), ("video", 0), ("no sound", 0), (None, 2), ("audio", 2), ("video", 2)]
+    ("generation", "kept", "guided"),
+    [
+        *(("2.3", kept, 0) for kept in (None, "audio", "video", "no sound")),
+        *(("2.3", kept, 2) for kept in (None, "audio", "video")),
+        ("2.0", None, 2),
+    ],
+    scope="module",
 )
 def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, guided, tmp_path):
     """x0 = x - v m sigma, masked; what is frozen is at sigma 0 and never guided. Kept tokens end as the source's, bit
