@@ -6,7 +6,8 @@
 
 The canvas is the clip, continued to whole segments of 24 or 32 frames; every segment ends with a keyframe. A round's
 segments have twice the frames: each is between two keyframes, which are its anchors, and generates one in its middle.
-What continues the clip is dropped after decoding.
+What continues the clip is dropped after decoding. A LoRA that is made for references of half the size (IC-LoRA) is
+merged in stage 2 alone, which then sees stage 1's clip.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
 from ltx2rt.pipelines.request import MAX_FPS, NEUTRAL, Loras, VideoRequest
-from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, SeededSlot, Slot
+from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, Remade, SeededSlot, Slot
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.given import Given
 from ltx2rt.stages.refine import Cut, Refine
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.upsample import Upsample, UpsampleTime
+from ltx2rt.weights.lora import reference_factors
 
 SEGMENTS = (32, 24)  # pixel frames; of two that continue a clip alike the first
 ROUND_SIGMAS = DISTILLED_SIGMAS[4:]
@@ -122,12 +124,15 @@ class DFR(VideoRequest):
             yield f"the clip has {self.clip_frames} frames at {float(self.clip_fps):g} fps"
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """User LoRAs are merged in the order given, the distilled one last; rounds have the LoRAs of stage 2."""
+        """User LoRAs are merged in the order given, then the distilled one, then IC-LoRAs; rounds have those of stage 2
+        but IC-LoRAs."""
         frames, segment = canvas(self.num_frames)
         whole = replace(self, num_frames=frames)
         half, full = whole.geometry(model, self.factor(model)), whole.geometry(model)
         extra = (loras.distilled,) if loras.distilled else ()
-        first, second = ((*loras.of(stage), *extra) for stage in ("stage1", "stage2"))
+        detailing = tuple(lora for lora in loras.user if reference_factors([lora.path]) != (1, 1))
+        others = replace(loras, user=tuple(lora for lora in loras.user if lora not in detailing))
+        first, second = ((*others.of(stage), *extra) for stage in ("stage1", "stage2"))
         keyframes = range(segment, frames, segment)
 
         def steps(kind: Callable[..., Stage], name: str, *how: Any, given: Any, **more: Any) -> list[Stage]:
@@ -137,11 +142,12 @@ class DFR(VideoRequest):
         def beside(geometry: Geometry) -> list[Conditioning]:
             return [*self.guides(geometry), *(Slot(frame, geometry) for frame in keyframes)]
 
+        given = [*beside(full), *self.seen(detailing, half, model)]
         made = [
             *self.text,
             *steps(Denoise, "stage1", half, DISTILLED_SIGMAS, first, given=beside(half), sound=True),
             Upsample(half, self.num_videos, self.factor(model), len(keyframes)),
-            *steps(Denoise, "stage2", full, STAGE2_SIGMAS, second, given=beside(full)),
+            *steps(Denoise, "stage2", full, STAGE2_SIGMAS, (*second, *detailing), given=given),
         ]
         for number in range(1, self.temporal_upsample_rounds + 1):
             doubled = UpsampleTime(full, self.num_videos, round=number)
@@ -158,6 +164,18 @@ class DFR(VideoRequest):
                     lead=(window.own - window.start) // full.time_factor + 1 if i else 0,
                 )  # fmt: skip
         return [*made, *self.decoded(full, model, options), Cut(self.clip_frames, self.clip_fps)]
+
+    def seen(self, loras: tuple[LoraSpec, ...], half: Geometry, model: ModelConfig) -> list[Conditioning]:
+        """What IC-LoRAs are to see in stage 2. Raises InputError if stage 1's clip is not what they are made for."""
+        if not loras:
+            return []
+        space, time = reference_factors(lora.path for lora in loras)
+        if (space, time) != (self.factor(model), 1) or any(lora.stage == "stage1" for lora in loras):
+            raise InputError(
+                f"--lora: {loras[0].path} is for references of 1/{space} the size and 1/{time} the frames; dfr has "
+                "stage 1's clip for stage 2, of half the size and all frames"
+            )
+        return [Remade("stage1", half, space)]
 
     def guides(self, geometry: Geometry, start: int = 0, times: int = 1) -> list[Conditioning]:
         """The request's images that lie in a part of the clip, which begins at pixel frame `start` and has `times` as

@@ -250,6 +250,34 @@ class Reference:
         return np.full(g.num_video_tokens, scale) if self.attention < 1 else None
 
 
+@dataclass(frozen=True)
+class Remade:
+    """Latents that an earlier stage made, whole, as reference tokens beside the clip's (IC-LoRA).
+
+    latents: their name in the state's; geometry: theirs. downscale: of how many rows and columns of pixels of the clip
+    one of theirs is.
+    """
+
+    latents: str
+    geometry: Geometry
+    downscale: int
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def check(self) -> list[str]:
+        return []
+
+    def blank(self) -> Tokens:
+        return self._tokens(np.zeros(self.geometry.video_shape, np.float32))
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        return self._tokens(state.latents[self.latents])
+
+    def _tokens(self, latent: np.ndarray) -> Tokens:
+        return Tokens(pack_video(latent), np.float32(0), reference_positions(self.geometry, self.downscale))
+
+
 def slot_frames(num_frames: int, count: int) -> tuple[int, ...]:
     """The pixel frames of `count` keyframes spread over a clip, its ends left out; halves are rounded to even."""
     return tuple(round(x) for x in np.linspace(0, num_frames - 1, count + 2)[1:-1].tolist())

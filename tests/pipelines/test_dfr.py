@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from test_agree import assert_agree
+from test_ic_lora import lora_with
 
 import ltx2rt
 from ltx2rt.commands.compile import Target, plan_job
@@ -18,10 +19,10 @@ from ltx2rt.pipelines.dfr import canvas
 from ltx2rt.pipelines.request import Loras, parse_image
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Anchor, Image, ModalityState, SeededSlot, audio_state
-from ltx2rt.stages.denoise import step_shape
+from ltx2rt.stages.denoise import Denoise, step_shape
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.refine import Cut, Refine
 from ltx2rt.stages.sound import Sound
@@ -283,6 +284,36 @@ def test_fewer_rounds_are_the_beginning_of_more(session):
         assert fewer.keys() < more.keys()
         for name, value in fewer.items():
             np.testing.assert_array_equal(value, more[name], err_msg=name)
+
+
+def test_a_detailing_lora_sees_the_clip_of_stage_1_in_stage_2(session, tmp_path):
+    """After the keyframes, kept whole, no keyframe itself, spread over the clip; rounds have neither."""
+    detail = LoraSpec(lora_with(session.checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=2), 0.5)
+    request = pipeline("dfr")("a fox", num_frames=17, seed=3, temporal_upsample_rounds=1, **SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "options", replace(session.options, loras=(detail,)))
+        plan = make_plan(session, request)
+    first, second, last = (stage for stage in plan.stages if isinstance(stage, Denoise))
+    assert second.loras == (*first.loras, detail) and last.loras == first.loras and len(first.loras) == 1
+    until = plan.stages[: plan.stages.index(second) + 1]
+    state, *_ = produce(session, replace(plan, stages=until), keep=True)
+    states = second._states(state.given["stage2"], {})["video"]
+    seen = packed(state.latents["stage1"])
+    expected = positions((4, 1, 2), 24, ()) * np.float32([1, 2, 2])[:, None, None]
+    where = slice(4 * 8 + 8, None)
+    np.testing.assert_array_equal(states.positions[:, where], expected)
+    np.testing.assert_array_equal(states.clean[:, where], np.float32(seen))
+    np.testing.assert_array_equal(states.keyframes, np.repeat([1, 0, 1, 0], (8, 24, 8, 8)))
+    np.testing.assert_array_equal(states.mask[0, :, 0], np.repeat([1, 0], (40, 8)))
+    np.testing.assert_array_equal(state.record["stage2.video.steps"][-1][where], np.float32(seen)[0])
+
+
+def test_a_lora_for_other_references_is_refused(session, tmp_path):
+    coarse = LoraSpec(lora_with(session.checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "options", replace(session.options, loras=(coarse,)))
+        with pytest.raises(InputError, match=r"ic\.safetensors is for references of 1/3 the size and 1/1 the frames"):
+            make_plan(session, pipeline("dfr")("a fox", num_frames=17, seed=3, **SIZE))
 
 
 # --- both backends -----------------------------------------------------------------------------------------------
