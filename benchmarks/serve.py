@@ -2,8 +2,8 @@
 
 job      the same jobs by `ltx2rt serve` and by a loop over one session in this process, in turns: from the start of the
          first to the end of the last, and a gap; their ratio with a 95 % interval of its median
-cpu      the same by CPU time of the worker's and of this process, which other processes disturb less; added is what the
-         worker does more, with the gap, as a share of the loop's job
+cpu      the same work by the worker's code and by that loop, both in this process, in turns and in CPU time: what other
+         processes do disturbs both alike. added: what the worker does more, with the gap, as a share of the job
 gap      from the end of a job to the start of the next that waited for it
 server   CPU time of the server's own process per job, the requests of this benchmark included
 post     from sending a request to its answer, the disk included
@@ -34,6 +34,7 @@ import numpy as np
 
 import ltx2rt
 from benchmarks.measure import Spread, interleaved, machine, ratios, record
+from ltx2rt.serve import worker
 
 POLL_S = 0.02
 BOOTSTRAPS = 10_000
@@ -101,30 +102,35 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with ltx2rt.open(args.model, backend=args.backend, device=args.device) as session:
 
             def loop() -> None:
-                start = cpu_s(os.getpid())
                 for n in range(args.jobs):
                     session.generate(f"a red fox, {n}", seed=n, **clip).save(folder.with_suffix(".mp4"))
-                cpu["loop"].append(cpu_s(os.getpid()) - start)
 
             def serve() -> None:
-                start = cpu_s(server.worker)
                 for n in range(args.jobs):
                     ids.append(server.ask("POST", "v1/videos", {"prompt": f"a red fox, {n}", "seed": n, **clip})["id"])
                 server.wait(ids[-1])
-                cpu["serve"].append(cpu_s(server.worker) - start)
+
+            def work() -> None:
+                for n in range(args.jobs):
+                    fields = {name: value for name, value in clip.items() if name != "pipeline"}
+                    job = {"id": "j", "epoch": 1, "stem": str(folder.with_name(f"j{n}")), "pipeline": args.pipeline}
+                    job |= {"clip": {"prompt": f"a red fox, {n}", "seed": n, **fields}, "images": [], "loras": []}
+                    event, facts = worker.attempt(session.resident, (), job, pipe)
+                    assert event == "done", facts
 
             ids: list[str] = []
-            cpu: dict[str, list[float]] = {"loop": [], "serve": []}
             before_s = cpu_s(server.process.pid)
             seconds = interleaved({"loop": loop, "serve": serve}, args.rounds)
             server_s = (cpu_s(server.process.pid) - before_s) / len(ids)
+            with open(os.devnull, "wb") as nowhere:
+                pipe = worker.Pipe(None, nowhere)
+                cpu = interleaved({"loop": loop, "work": work}, args.rounds, clock=time.process_time)
         rounds = served(server, ids, args.jobs)
         gaps = [after["started"] - job["completed"] for jobs in rounds for job, after in pairwise(jobs)]
         spans = [jobs[-1]["completed"] - jobs[0]["started"] + float(np.median(gaps)) for jobs in rounds[-args.rounds :]]
         seconds["serve"] = spans
-        cpu = {name: taken[-args.rounds :] for name, taken in cpu.items()}
         gap_share = float(np.median(gaps)) * args.jobs / float(np.median(seconds["loop"]))
-        added = [a / b - 1 + gap_share for a, b in zip(cpu["serve"], cpu["loop"], strict=True)]
+        added = [a / b - 1 + gap_share for a, b in zip(cpu["work"], cpu["loop"], strict=True)]
 
         long = {**clip, "steps": 2000}
         posts = []
@@ -149,7 +155,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "serve_to_loop": ratios(seconds, "serve", "loop"),
         "serve_to_loop_95": interval([a / b for a, b in zip(spans, seconds["loop"], strict=True)]),
         "cpu_s": {name: Spread.of([one / args.jobs for one in taken]) for name, taken in cpu.items()},
-        "cpu_serve_to_loop": ratios(cpu, "serve", "loop"),
+        "cpu_work_to_loop": ratios(cpu, "work", "loop"),
         "added": Spread.of(added),
         "added_95": interval(added),
         "server_cpu_s": server_s,

@@ -347,10 +347,11 @@ class App:
             raise Refusal(429, full.code, str(full), retry_after_s=RETRY_S) from None
         except Conflict as error:
             raise Refusal(409, "conflict", str(error)) from None
-        self.board.tell(
-            "queued", job.id, user, **({"prompt": given.get("prompt")} if self.settings.log_prompts else {})
-        )
-        self.supervisor.woken()
+        if job.status == QUEUED:  # else it was sent before
+            self.board.tell(
+                "queued", job.id, user, **({"prompt": given.get("prompt")} if self.settings.log_prompts else {})
+            )
+            self.supervisor.woken()
         return self._answer(await self._video(job))
 
     async def _admitted(self, given: dict[str, Any]) -> Admitted:

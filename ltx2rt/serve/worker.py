@@ -12,6 +12,7 @@ them ends them all, for the others may wait for it in a collective; who fails sa
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -43,6 +44,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress
 
 THUMBNAIL_PX, PREVIEW_STEPS = 320, 4
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Pipe:
@@ -138,6 +140,8 @@ def attempt(
         code = "too_large_for_memory" if str(error).startswith("no room") else "input_changed"
         return "failed", {"code": code, "message": str(error)}
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            return "failed", {"code": "disk_full", "message": f"the clip cannot be written: {error.strerror}"}
         print(f"ltx2rt: {job['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = "out_of_memory" if ran_out_of_memory(error) else "internal"
         return "failed", {"code": code, "message": f"{type(error).__name__}: {error}"[:500]}

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from serving import SMALL
 
+from ltx2rt import cli
 from ltx2rt.errors import InputError
 from ltx2rt.serve.batch import Shard, parse_shard, read_lines
 
@@ -116,13 +119,13 @@ def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path
     ran, output = batch([job(1, size="65x64"), job(2), job(3, images=[{"path": "none.png"}])], server=server)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
     assert "line 1 (j1): --width: 65" in ran.stderr and "line 3 (j3): images: none.png" in ran.stderr
-    before = len(server.lines("queued"))
+    before = len({line["job"] for line in server.lines("queued")})
     lines = [job(n, "20:0.05") | {"n": 1 + n % 2} for n in range(4)]
     batch(lines, server=server, kill_after_s=3)
     ran, _ = batch(lines, server=server)
     assert ran.returncode == 0, ran.stderr
     assert {id for id, status in results(output) if status == "completed"} == {f"j{n}" for n in range(4)}
-    assert len(server.lines("queued")) == before + 4
+    assert len({line["job"] for line in server.lines("queued")}) == before + 4
     names = {path.name for path in output.glob("*.mp4")}
     assert {"j0.mp4", "j2.mp4"} < names and len(names) == 2 + 2 * 2
     ran, _ = batch(lines, server=server)
@@ -171,3 +174,30 @@ def test_lines_are_read_with_their_numbers(tmp_path):
         (2, "a", {}),
         (4, "b", {"seed": 1}),
     ]
+
+
+def test_the_commands_of_the_deployment_examples_are_ones_that_the_program_takes():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    folder, found = Path(__file__).parents[2] / "examples/deploy", []
+
+    def commands(node):
+        if isinstance(node, dict):
+            if isinstance(node.get("command"), list) and node["command"][0] == "ltx2rt":
+                found.append(node["command"])
+            for value in node.values():
+                commands(value)
+        elif isinstance(node, list):
+            for value in node:
+                commands(value)
+        elif isinstance(node, str):
+            node = re.sub(r"\$\(\(\w+ ?\+ ?1\)\)", "1", node).replace("$SKYPILOT_NUM_NODES", "4")
+            found.extend(shlex.split(text) for text in re.findall(r"(?m)^(?:exec )?(ltx2rt .*)", node))
+
+    for path in folder.glob("*.yaml"):
+        commands(list(yaml.safe_load_all(path.read_text())))
+    assert [words[1] for words in found] == ["serve", "batch", "batch"]
+    for words in found:
+        args = cli.parser().parse_args(words[1:])
+        assert not hasattr(args, "shard") or parse_shard(args.shard).count in (4, 8)
+    for dockerfile in folder.glob("*.Dockerfile"):
+        assert 'ENTRYPOINT ["ltx2rt"]' in dockerfile.read_text()

@@ -139,6 +139,23 @@ def test_cancel_ends_what_waits_and_asks_what_runs(queue):
     assert queue.delete(runs.id) and queue.get(runs.id) is None and queue.cancel(runs.id) is None
 
 
+def test_a_thousand_jobs_are_cancelled_once_each():
+    queue = Queue(":memory:", most=10**5, most_of_user=10**5)
+    ids = [add(queue).id for _ in range(1000)]
+    assert {queue.cancel(id).status for _ in range(2) for id in ids} == {"cancelled"}
+    assert queue.claim() is None and queue.counts()["cancelled"] == len(ids)
+    assert all(queue.delete(id) for id in ids) and not any(queue.delete(id) for id in ids)
+
+
+def test_a_clock_that_is_set_back_changes_no_order(queue, monkeypatch):
+    first = add(queue).id
+    now = time.time()
+    monkeypatch.setattr(module.time, "time", lambda: now - 3600)
+    second = add(queue).id
+    assert [queue.claim().id for _ in range(2)] == [first, second]
+    assert [job.id for job in queue.page("a")[0]] == [second, first]
+
+
 def test_pages_follow_the_order_of_arrival(queue):
     ids = [add(queue).id for _ in range(45)]
     add(queue, "b")

@@ -11,8 +11,12 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+import numpy as np
 import pytest
 from serving import SMALL
 
@@ -161,6 +165,64 @@ def test_two_servers_do_not_share_a_folder(start, tiny_model):
     (server.data / "jobs.db").write_text("no queue at all " * 99)
     ran = subprocess.run([sys.executable, "-m", "ltx2rt", *map(str, words)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2 and "--data" in ran.stderr and ran.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_twenty_clients_queue_five_hundred_jobs_in_their_order(start):
+    server = start("--max-queue", "1000", "--max-user-queue", "1000", env={"FAKE_START_S": "1000"})
+
+    def client(_):
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            body = {"prompt": "1:0", **SMALL}
+            return [http.post("/v1/videos", json=body).json()["id"] for _ in range(25)]
+
+    with ThreadPoolExecutor(20) as pool:
+        sent = list(pool.map(client, range(20)))
+    ids, after = [], None
+    while len(ids) < 500:
+        asked = {"order": "asc", "limit": 100} | ({"after": after} if after else {})
+        page = server.http.get("/v1/videos", params=asked).json()
+        ids, after = ids + [video["id"] for video in page["data"]], page["last_id"]
+    assert sorted(ids) == sorted(id for some in sent for id in some)
+    assert all([id for id in ids if id in some] == some for some in map(list, sent))
+    text = server.http.get("/metrics").text
+    assert float(next(line for line in text.splitlines() if 'process="server"' in line).split()[-1]) < 150e6
+
+
+@pytest.mark.slow
+def test_a_delete_that_races_the_end_leaves_nothing(start):
+    server, chance = start("--replicas", "2"), random.Random(SEED)
+    for _ in range(300):
+        id = server.add("1:0.01")
+        time.sleep(chance.uniform(0, 0.04))
+        assert server.http.delete(f"/v1/videos/{id}").json()["deleted"]
+        assert server.http.get(f"/v1/videos/{id}").status_code == 404
+    time.sleep(1)
+    assert not list((server.data / "out").iterdir()) and server.http.get("/v1/videos").json()["data"] == []
+
+
+@pytest.mark.slow
+def test_memory_stays_flat(start):
+    """300 jobs of six shapes, with readers that come and go: neither memory nor files nor threads grow."""
+    server = start("--replicas", "2", "--max-user-queue", "1000")
+    shapes = [{"size": f"{32 * (1 + n % 3)}x64", "num_frames": 9 + 8 * (n % 2)} for n in range(6)]
+
+    def held():
+        proc = Path(f"/proc/{server.process.pid}")
+        status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+        return int(status["VmRSS"].split()[0]) * 1024, len(list((proc / "fd").iterdir())), int(status["Threads"])
+
+    seen = []
+    for number in range(300):
+        id = server.add("2:0.005", seed=number, **shapes[number % 6])
+        with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events?previews=1", timeout=60) as stream:
+            deque(stream.iter_lines(), maxlen=0)
+        server.http.get(f"/v1/videos/{id}/content")
+        seen.append(held())
+    rss, files, threads = np.array(seen[50:]).T
+    slope = np.polyfit(np.arange(len(rss)), rss, 1)[0]
+    assert slope < 0.1e6, f"{slope / 1e6:.3f} MB a job"
+    assert files.max() - files.min() <= 8 and threads.max() - threads.min() <= 4, (files, threads)
 
 
 def test_clips_go_when_their_time_is_over(start):

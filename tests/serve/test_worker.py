@@ -1,24 +1,29 @@
 """A real replica, `ltx2rt worker`, on the tiny checkpoint: what comes through its pipe."""
 
 import base64
+import errno
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
 import ltx2rt
+from ltx2rt.media.compare import compare
 from ltx2rt.media.mp4 import opened
+from ltx2rt.serve.worker import attempt
 
-CLIP = {"prompt": "a red fox", "width": 64, "height": 64, "num_frames": 9, "fps": "48", "seed": 3, "steps": 2,
+CLIP = {"prompt": "a red fox", "width": 64, "height": 64, "num_frames": 9, "fps": "24", "seed": 3, "steps": 2,
         "image_crf": 0}  # fmt: skip
 
 
 class Worker:
-    def __init__(self, model, *flags):
-        words = ["worker", "--backend", "cuda", "--device", "cpu", "--model", str(model), *flags]
+    def __init__(self, model, *flags, backend="cuda"):
+        words = ["worker", "--backend", backend, "--device", "cpu", "--model", str(model), *flags]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ltx2rt", *words], stdin=-1, stdout=-1, stderr=-1, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -43,7 +48,7 @@ class Worker:
 def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny, tmp_path):
     model = tiny("tiny-2.3", "official")
     worker = Worker(model, "--warm", "64x64x9:one-stage")
-    worker.run(tmp_path, 1)
+    worker.run(tmp_path, 1, steps=25)  # of the 32 that the loop is made for, as for the 30 of the warm-up
     worker.run(tmp_path, 2, seed=3, n=2)
     worker.run(tmp_path, 3, steps=9000)
     ready, *progress, done = worker.events("done")
@@ -52,9 +57,10 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     fractions = [event["fraction"] for event in progress]
     assert fractions == sorted(fractions) and fractions[-1] == pytest.approx(1)
     assert done["result"]["file"] == "j1.1.mp4" and done["result"]["report"]["loaded_bytes"] == 0
+    assert done["result"]["report"]["programs_built"] == 0  # it was warm for this shape
     assert {path.name for path in tmp_path.glob("j1*")} == {"j1.1.json", "j1.1.mp4", "j1.1.webp"}
     with ltx2rt.open(model, backend="cuda", device="cpu") as session:
-        clip = session.generate(**{**CLIP, "pipeline": "one-stage", "image_crf": 0})
+        clip = session.generate(**CLIP | {"pipeline": "one-stage", "steps": 25})
     clip.save(tmp_path / "direct.mp4")
     with opened(tmp_path / "j1.1.mp4") as served, opened(tmp_path / "direct.mp4") as direct:
         for a, b in zip(served.decode(video=0), direct.decode(video=0), strict=True):
@@ -76,3 +82,100 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     worker.process.stdin.close()
     assert worker.process.wait(20) == 0 and not list(tmp_path.glob("j3*")) + list(tmp_path.glob(".*"))
     worker.process.stdout.close(), worker.process.stderr.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_a_hundred_cancels_leave_nothing_and_change_nothing(tiny, tmp_path, backend):
+    """At random events of a run, of whatever stage; within two steps; what runs after them is what ran before."""
+    chance = random.Random(int(os.environ.get("LTX2RT_TEST_SEED", "11")))
+    worker = Worker(tiny("tiny-2.3", "official"), "--warm", "64x64x9:one-stage", backend=backend)
+    worker.run(tmp_path, 0, steps=8)
+    events = worker.events("done")
+    count, after, seconds = len(events) - 2, [], []
+    for number in range(1, int(os.environ.get("LTX2RT_CANCELS", "100")) + 1):
+        worker.run(tmp_path, number, steps=8)
+        for _ in range(chance.randrange(count)):
+            worker.events("progress")
+        start = time.monotonic()
+        worker.send(do="cancel", id=f"j{number}")
+        *more, last = worker.events("cancelled", "done")
+        seconds.append(time.monotonic() - start)
+        after += [len(more)] if last["event"] == "cancelled" else []
+        assert last["event"] == "cancelled" or not more or more[-1]["stage"] == "decode", last  # the end came first
+    worker.run(tmp_path, 999, steps=8)
+    assert worker.events("done", "failed")[-1]["event"] == "done"
+    first, last = ((tmp_path / f"j{number}.1.mp4").read_bytes() for number in (0, 999))
+    assert first == last
+    print(f"{backend}: {len(after)} cancelled, after {max(after)} more events and {max(seconds):.2f} s at most")
+    assert len(after) > number / 2 and sorted(after)[len(after) // 2] <= 2
+    worker.process.stdin.close()
+    assert worker.process.wait(20) == 0 and not list(tmp_path.glob(".*"))
+    worker.process.stdout.close(), worker.process.stderr.close()
+
+
+@pytest.mark.slow
+def test_a_worker_on_jax_makes_the_clips_of_the_command_line(tiny, tmp_path):
+    model = tiny("tiny-2.3", "official")
+    worker = Worker(model, "--warm", "64x64x9:one-stage", backend="tpu")
+    worker.run(tmp_path, 1, steps=25)
+    done = worker.events("done")[-1]
+    assert done["result"]["report"]["programs_built"] == 0
+    worker.process.kill()
+    worker.process.communicate()
+    with ltx2rt.open(model, backend="tpu", device="cpu") as session:
+        session.generate(**CLIP | {"pipeline": "one-stage", "steps": 25}).save(tmp_path / "direct.mp4")
+    same = compare(tmp_path / "j1.1.mp4", tmp_path / "direct.mp4")
+    assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def session(tiny):
+    with ltx2rt.open(tiny("tiny-2.3", "official"), backend="cuda", device="cpu") as opened:
+        yield opened.resident
+
+
+def job(folder):
+    named = {"id": "j", "epoch": 1, "stem": str(folder / "j.1")}
+    return named | {"pipeline": "one-stage", "clip": CLIP, "images": [], "loras": []}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(session, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert attempt(session, (), job(folder), None)[0] == "done"
+    return (folder / "j.1.mp4").read_bytes()
+
+
+class Fails:
+    """A function that fails once, at its n-th call."""
+
+    def __init__(self, real, error, at):
+        self.real, self.error, self.left = real, error, at
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return self.real(*args, **kwargs)
+
+
+@pytest.mark.parametrize("where, name, at", [("weights", "of", 2), ("backend", "to_host", 1), ("backend", "each", 1)])
+def test_out_of_memory_anywhere_fails_one_job(session, undisturbed, tmp_path, monkeypatch, where, name, at):
+    """While it loads, after the steps, before the decoder; the next job is right."""
+    owner = getattr(session, where)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, Fails(getattr(owner, name), RuntimeError("CUDA out of memory"), at))
+        event, facts = attempt(session, (), job(tmp_path), None)
+    assert (event, facts["code"]) == ("failed", "out_of_memory") and not list(tmp_path.iterdir())
+    assert attempt(session, (), job(tmp_path), None)[0] == "done"
+    assert (tmp_path / "j.1.mp4").read_bytes() == undisturbed
+
+
+def test_a_full_disk_fails_the_job_and_says_so(session, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ltx2rt.serve.worker.save", full)
+    event, facts = attempt(session, (), job(tmp_path), None)
+    assert (event, facts["code"]) == ("failed", "disk_full") and "No space left" in facts["message"]
