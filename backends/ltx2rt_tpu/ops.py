@@ -175,18 +175,25 @@ def _conv_by_taps(x: Array, weight: Array, *, stride: int = 1, dilation: int = 1
         steps = (x.shape[2] - weight.shape[2]) // stride + -(-weight.shape[2] // stride)
         x, weight = (_columns(y, stride) for y in (x[..., : steps * stride], weight))
         x = jnp.pad(x, ((0, 0), (0, 0), (0, steps - x.shape[2])))
-    out, _, taps = weight.shape
+    taps = weight.shape[2]
     time = x.shape[2] - (taps - 1) * dilation
     matrices = weight.transpose(2, 0, 1)
+    return matrix_taps(lambda tap: matrices[tap], x, lambda tap: tap * dilation, taps, time)
+
+
+def matrix_taps(matrix: Callable, x: Array, start: Callable, taps: int | Array, time: int) -> Array:
+    """The sum over taps of matrix(tap) (out, channels) x samples [start(tap), start(tap) + time) of x (B, channels,
+    samples): (B, out, time)."""
 
     def add(tap, y):
-        window = lax.dynamic_slice_in_dim(x, tap * dilation, time, axis=2)
+        window = lax.dynamic_slice_in_dim(x, start(tap), time, axis=2)
         contract = (((1,), (1,)), ((), ()))
         product = lax.dot_general(
-            matrices[tap], window, contract, precision=_precision(x), preferred_element_type=jnp.float32
+            matrix(tap), window, contract, precision=_precision(x), preferred_element_type=jnp.float32
         )
         return y + product
 
+    out = jax.eval_shape(matrix, 0).shape[0]
     y = lax.fori_loop(0, taps, add, jnp.zeros((out, x.shape[0], time), jnp.float32))
     return y.transpose(1, 0, 2).astype(x.dtype)
 

@@ -22,6 +22,7 @@ from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import OPS
+from ltx2rt_tpu.roll import roll
 from ltx2rt_tpu.weights import Weights, weight_specs, weights_on
 
 ASSEMBLED = ("vocoder",)  # networks that run as `Assembled`
@@ -124,7 +125,7 @@ class Assembled:
     """
 
     def __init__(self, graph: Graph, place: Sharding):
-        self.graph, self.place = fuse(graph, (snakes,)), place
+        self.graph, self.place = roll(fuse(graph, (snakes,))), place
         self.schedule = [(_kind(node), node) for node in self.graph.nodes]
         last = {id(v): i for i, (_, node) in enumerate(self.schedule) for v in node.inputs}
         kept = {id(v) for v in self.graph.outputs.values()}

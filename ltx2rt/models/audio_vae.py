@@ -8,6 +8,9 @@ Layout (B, channels, time, mel). Time is causal with zeros, mel symmetric: n lat
 
 from __future__ import annotations
 
+from fractions import Fraction
+from math import ceil
+
 from ltx2rt.config import AudioVaeConfig
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
@@ -23,6 +26,15 @@ def trace_decoder(config: AudioVaeConfig, batch: int, latents: int, dtype: str) 
 def trace_encoder(config: AudioVaeConfig, batch: int, mel_frames: int, dtype: str) -> Graph:
     """Input `mel` (B, 2, mel_frames, 64), natural log; output `latent` float32, the normalised mean."""
     return trace_graph("audio-encoder", encoder, dtype, config, batch, mel_frames)
+
+
+def reach(config: AudioVaeConfig) -> tuple[int, int]:
+    """How many latents before and after its own the decoded mel frames of a latent depend on: the causal 3x3
+    convolutions of every level, two of a block, in mel frames of that level."""
+    rates = [2**level for level in range(len(config.channel_multipliers))]
+    blocks = sum(Fraction(4 * (config.num_res_blocks + 1), rate) for rate in rates)
+    single = sum(Fraction(2, rate) for rate in (*rates, rates[-1]))  # conv_in, those after upsampling, conv_out
+    return ceil(8 + blocks + single), 0  # two blocks in the middle
 
 
 def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[str, Term]:

@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 
@@ -49,6 +50,45 @@ def resampler_filter(ratio: int) -> np.ndarray:
     t = (np.arange(2 * width * ratio + 1) / ratio - width) * RESAMPLER_ROLLOFF
     window = np.cos(np.clip(t, -RESAMPLER_ZEROS, RESAMPLER_ZEROS) * np.pi / (2 * RESAMPLER_ZEROS)) ** 2
     return (np.sinc(t) * window * RESAMPLER_ROLLOFF / ratio).astype(np.float32)[None, None]
+
+
+def frame_samples(config: VocoderConfig) -> int:
+    """Samples of the waveform for each mel frame."""
+    samples = math.prod(config.generator.upsample_rates)
+    return samples if config.bandwidth_extension is None else samples * config.sample_rate // config.input_sample_rate
+
+
+def reach(config: VocoderConfig) -> tuple[int, int] | None:
+    """How many mel frames before and after its own the samples of a frame depend on.
+
+    None if a part of a mel spectrogram becomes other samples: a frame is not whole hops of the STFT.
+    """
+    before, after = _generator_reach(config.generator)
+    if extension := config.bandwidth_extension:
+        samples, hop = math.prod(config.generator.upsample_rates), config.stft_hop
+        if samples % hop:
+            return None
+        low = [reach * hop for reach in _generator_reach(extension)]  # in samples of the first generator
+        taps = resampler_filter(config.sample_rate // config.input_sample_rate).shape[-1]
+        resampler = taps // 2 // (config.sample_rate // config.input_sample_rate)
+        before += max(low[0] + config.stft_size - hop, resampler) / samples
+        after += max(low[1] + hop - 1, resampler) / samples
+    return math.ceil(before), math.ceil(after)
+
+
+def _generator_reach(config: GeneratorConfig) -> tuple[Fraction, Fraction]:
+    """The same of one generator, in its own frames; what is padded at either end counts."""
+    snake = FILTER_TAPS // 2 - 1 if config.activation == "snakebeta" else 0
+    blocks = zip(config.resblock_kernels, config.resblock_dilations, strict=True)
+    block = max(sum((size - 1) // 2 * (d + 1) + 2 * snake for d in dilations) for size, dilations in blocks)
+    before = after = Fraction(3)  # conv_pre
+    rate = 1
+    for ratio, kernel in zip(config.upsample_rates, config.upsample_kernels, strict=True):
+        rate *= ratio
+        crop = (kernel - ratio) // 2
+        before += Fraction(block + kernel - 1 - crop, rate)
+        after += Fraction(block + crop, rate)
+    return before + Fraction(snake + 3, rate), after + Fraction(snake + 3, rate)  # act_post and conv_post
 
 
 def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[str, Term]:

@@ -1,0 +1,123 @@
+"""roll: the residual blocks that read one value become one node, which is a loop over all their convolutions.
+
+For the vocoder, most of which are hundreds of convolutions that differ in how many samples they read and how far apart:
+XLA compiles one body for each of its rates. Requires the fused graph; what does not look like a block stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ltx2rt.graph.ir import Graph, Node, Value
+from ltx2rt_tpu.ops import OPS, matrix_taps
+
+ACTIVATIONS = ("snake_beta", "leaky_relu")
+HALF = ("pad", "conv")  # after an activation; a unit is two halves and the sum with what it read
+
+
+@dataclass(frozen=True)
+class Unit:
+    """x + conv2(act2(conv1(act1(x)))), zeros outside, as long as x."""
+
+    nodes: Sequence[Node]
+
+    @property
+    def halves(self) -> Sequence[tuple[Node, Node]]:
+        """Activation and convolution of both."""
+        return [(self.nodes[i], self.nodes[i + 2]) for i in (0, 3)]
+
+    @property
+    def x(self) -> Value:
+        return self.nodes[0].inputs[0]
+
+    @property
+    def result(self) -> Value:
+        return self.nodes[-1].outputs[0]
+
+
+def roll(graph: Graph) -> Graph:
+    """Same inputs, parameters and outputs; sums in another order."""
+    nodes, blocks, i = [], [], 0
+    while i < len(graph.nodes):
+        unit = _unit(graph.nodes[i : i + 7])
+        if unit is None:
+            nodes += [*_rolled(blocks), graph.nodes[i]]
+            blocks, i = [], i + 1
+            continue
+        if blocks and blocks[-1][-1].result is unit.x:
+            blocks[-1].append(unit)
+        else:
+            blocks.append([unit])
+        i += 7
+    return replace(graph, nodes=[*nodes, *_rolled(blocks)])
+
+
+def _unit(nodes: Sequence[Node]) -> Unit | None:
+    if len(nodes) < 7 or nodes[0].op not in ACTIVATIONS:
+        return None
+    if tuple(node.op for node in nodes) != (nodes[0].op, *HALF) * 2 + ("add",):
+        return None
+    x, y = nodes[0].inputs[0], nodes[-1].outputs[0]
+    chained = all(b.inputs[0] is a.outputs[0] for a, b in pairwise(nodes[:6]))
+    added = nodes[-1].inputs[0] is x and nodes[-1].inputs[1] is nodes[-2].outputs[0]
+    alike = all(node.outputs[0].type == x.type for node in (nodes[0], nodes[2], nodes[3], nodes[5], nodes[6]))
+    even = all(node.args["widths"][2][0] == node.args["widths"][2][1] for node in (nodes[1], nodes[4]))
+    return Unit(nodes) if chained and added and alike and even and y.type == x.type else None
+
+
+def _rolled(blocks: Sequence[Sequence[Unit]]) -> list[Node]:
+    """Blocks in a row, of those that read the same value and are as long one node."""
+    found = []
+    for _, same in groupby(blocks, key=lambda block: (id(block[0].x), len(block))):
+        same = list(same)
+        halves = [half for block in same for unit in block for half in unit.halves]
+        activation = halves[0][0]
+        operands = [(*act.inputs[1:], *conv.inputs[1:]) for act, conv in halves]
+        args = {
+            "activation": activation.op,
+            "args": activation.args,
+            "blocks": len(same),
+            "dilations": tuple(conv.args["dilation"][0] for _, conv in halves),
+        }
+        inputs = (same[0][0].x, *(v for several in operands for v in several))
+        found.append(Node("res_blocks", inputs, tuple(block[-1].result for block in same), {}, args))
+    return found
+
+
+def res_blocks(x: Array, *operands: Array, activation: str, args, blocks: int, dilations: tuple[int, ...]):
+    """Of every block its result. operands: of every half the activation's, the weight and the bias."""
+    halves = len(dilations)
+    each = [operands[i :: len(operands) // halves] for i in range(len(operands) // halves)]
+    *of_activation, weights, biases = each
+    stacks = [jnp.stack(several) for several in of_activation]
+    bias, counts = jnp.stack(biases), [w.shape[2] for w in weights]
+    taps = jnp.concatenate([w.transpose(2, 0, 1) for w in weights])
+    firsts = jnp.array([sum(counts[:i]) for i in range(halves)])
+    sizes, steps = jnp.array(counts), jnp.array(dilations)
+    reach = [(n - 1) * d // 2 for n, d in zip(counts, dilations, strict=True)]
+    most, reaches, time = max(reach), jnp.array(reach), x.shape[2]
+
+    def half(n, y):
+        y = OPS[activation](y, *(s[n] for s in stacks), **args)
+        y = jnp.pad(y, ((0, 0), (0, 0), (most, most)))
+        starts = most - reaches[n]
+        y = matrix_taps(lambda tap: taps[firsts[n] + tap], y, lambda tap: starts + tap * steps[n], sizes[n], time)
+        return y + bias[n][:, None]
+
+    def unit(i, y):
+        return y + lax.fori_loop(0, 2, lambda h, z: half(2 * i + h, z), y)
+
+    def block(_, i):
+        per_block = halves // 2 // blocks
+        return None, lax.fori_loop(i * per_block, (i + 1) * per_block, unit, x)
+
+    _, results = lax.scan(block, None, jnp.arange(blocks))
+    return tuple(results)
+
+
+OPS["res_blocks"] = res_blocks
