@@ -50,7 +50,7 @@ from ltx2rt.placement.cost import flops
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
-from ltx2rt.stages.denoise import Denoise, step_shape
+from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.random.presets import preset
@@ -193,15 +193,13 @@ class Guided:
         self.sigmas = stage.sigmas[: steps + 1]
         self.steps = len(self.sigmas) - 1
         self.pairs = trajectory("euler", self.sigmas).sigmas
-        shape, feeds = step_shape(session.config, stage.blank, stage.branches)
+        shape, feeds = stage.shape(session.config, stage.blank)
         self.call = Call("guided-step", shape, steps=self.steps)  # no LoRA: both stages share weights
         self.graph = session.graph(replace(self.call, steps=None))
         self.start = {m: standard_normal(0, f"start.{m}", state.shape) for m, state in stage.blank.items()}
         for m in self.start:
             feeds[f"{m}_context"] = standard_normal(0, f"context.{m}", self.graph.inputs[f"{m}_context"].type.shape)
-        blocks = np.zeros(self.config.num_layers, np.float32)
-        blocks[list(stage.stg_blocks)] = 1
-        self.feeds = feeds | {"guidance": stage.guidance, "stg_blocks": blocks}
+        self.feeds = feeds | {"guidance": stage.guidance}
 
     def ours(self) -> Callable[[], dict[str, torch.Tensor]]:
         start = {f"{m}_latent": x for m, x in self.start.items()}

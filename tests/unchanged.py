@@ -92,7 +92,11 @@ def _nodes(nodes: list[dict[str, Any]], numbers: dict[str, Any]) -> list[Any]:
         row: dict[str, Any] = {key: node[key] for key in ("op", "axes", "shape", "dtype", "collective")}
         row |= {"inputs": operands, "attrs": node.get("attrs", {})}
         if "body" in node:
-            row |= {"count": node["count"], "body": _nodes(node["body"], {})}
+            row |= {
+                "count": node["count"],
+                "body": _nodes(node["body"], {}),
+                **{k: node[k] for k in ("first",) if k in node},
+            }
         rows.append(row)
         numbers |= {name: f"{len(rows)}.{i}" for i, name in enumerate(node["outputs"])}
     return rows

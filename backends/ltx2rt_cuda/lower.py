@@ -65,7 +65,9 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
             modules[f"repeat_{number}"] = Repeat(plan, torch.compile(block, dynamic=False) if compile else block)
             own = {name for name in plan.body.params if "*" in name}
             lists = [
-                weights[name] if name in own else built.call_function(_shared, (weights[name], plan.count))
+                built.call_function(_iterations, (weights[name], plan.first, plan.stop))
+                if name in own
+                else built.call_function(_shared, (weights[name], plan.count))
                 for name in plan.body.all_params()
             ]
             result = built.call_module(f"repeat_{number}", (*operands, *lists))
@@ -95,6 +97,11 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
 
 def _item(results, i: int):
     return results[i]
+
+
+def _iterations(weights: list, first: int, stop: int) -> list:
+    """A `*` weight's tensors that the iterations of a repeat read."""
+    return weights[first:stop]
 
 
 def _shared(weight, count: int) -> list:

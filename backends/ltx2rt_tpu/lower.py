@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax.numpy as jnp
 from jax import Array, lax
 
 from ltx2rt.graph.ir import Graph, Node
@@ -36,12 +37,17 @@ def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unr
     initial, invariant, data = plan.divide(operands)
     stacked = {name: weights[name] for name in plan.body.params if "*" in name}
     shared = {name: weights[name] for name in plan.body.all_params() if name not in stacked}
+    part = {name: x for name, x in stacked.items() if len(x) > plan.count}  # read in place: a slice would be a copy
+    whole = {name: x for name, x in stacked.items() if name not in part}
+
+    layers = jnp.arange(plan.first, plan.stop) if part else None
 
     def body(carry, per_layer):
-        data, layer_weights = per_layer
+        data, layer_weights, layer = per_layer
+        layer_weights |= {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in part.items()}
         results = run(plan.body, shared | layer_weights, [*carry, *invariant, *data])
         return results[: plan.num_carries], results[plan.num_carries :]
 
     unroll = plan.count if unrolled else 1
-    carry, outputs = lax.scan(body, initial, (data, stacked), length=plan.count, unroll=unroll)
+    carry, outputs = lax.scan(body, initial, (data, whole, layers), length=plan.count, unroll=unroll)
     return [*carry, *outputs]

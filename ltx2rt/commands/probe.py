@@ -243,7 +243,7 @@ def _guided_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
         contexts = x[f"{m}_context"] if branches.uncond else x[f"{m}_context"][:1]
         feeds |= guided_step.mask_feeds(m, x[f"{m}_mask"][0, :, 0])
         feeds |= {f"{m}_clean": x[f"{m}_clean"][0], f"{m}_context": contexts, f"{m}_latent": x[f"{m}_latent"]}
-    feeds |= {"guidance": x["guidance"], "stg_blocks": x["stg_blocks"]}
+    feeds["guidance"] = x["guidance"]
     if config.keyframe_vector:
         feeds["video_keyframes_mask"] = x.get("video_keyframes_mask", np.zeros_like(x["video_mask"]))[0, :, 0]
     structure = guided_step.StepShape(
@@ -255,6 +255,7 @@ def _guided_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
         video_levels=len(feeds["video_levels"]),
         audio_levels=len(feeds["audio_levels"]),
         rule=session.options.cross_timestep_rule,
+        stg_blocks=tuple(np.flatnonzero(x["stg_blocks"]).tolist()) if branches.perturbed else (),
     )
     call = Call("guided-step", structure, steps=1, loras=_loras(session))
     session.weights.audit(call, session.graph(call))

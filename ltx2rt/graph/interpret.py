@@ -117,7 +117,7 @@ def _repeat(node: Node, params: Mapping[str, np.ndarray], operands: list[Devices
     stacked: list[list[Devices]] = []
     for i in range(repeat.count):
         now = [*carry, *invariant, *([d[i] for d in devices] for devices in data)]
-        results = _run(repeat.body, params, now, i, grid)
+        results = _run(repeat.body, params, now, repeat.first + i, grid)
         carry, outputs = results[: repeat.num_carries], results[repeat.num_carries :]
         stacked.append(outputs)
     columns = zip(*stacked, strict=True)

@@ -115,7 +115,7 @@ class Repeat:
     The node's inputs are carries, then invariants, then per-iteration data (the axis `axis` first); the body's
     inputs are the same without that axis. The body's outputs are the carries, then per-iteration outputs, which
     the node stacks along `axis`. A parameter of the body itself with `*` in its name has one tensor per iteration, of
-    the name that `numbered` gives.
+    the name that `numbered` gives; the first iteration reads the one with number `first`.
     """
 
     body: Graph
@@ -123,6 +123,12 @@ class Repeat:
     num_carries: int
     num_invariants: int
     axis: str = "layers"  # or "steps"
+    first: int = 0
+
+    @property
+    def stop(self) -> int:
+        """One more than the number of the last iteration's tensors."""
+        return self.first + self.count
 
     def divide(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """carry, invariant, data of `values`, one for each operand of the node or each input of the body."""
@@ -207,7 +213,8 @@ class Graph:
         """Every declared parameter, `*` names unexpanded, with its number of tensors."""
         found = {name: (value, count if "*" in name else 1) for name, value in self.params.items()}
         for repeat in self.repeats:
-            found.update(repeat.body.all_params(repeat.count))
+            for name, (value, n) in repeat.body.all_params(repeat.stop).items():
+                found[name] = value, max(n, found.get(name, (value, 0))[1])
         return found
 
     def all_layouts(self) -> dict[str, Layout]:

@@ -41,7 +41,8 @@ def _body(graph: Graph, lines: list[str], indent: str) -> None:
         if node.op == "repeat":
             body = node.repeat.body
             carry, invariant, data = node.repeat.divide(list(zip(body.inputs, node.inputs, strict=True)))
-            lines.append(f"{indent}{results} = repeat {node.repeat.count}")
+            start = f" from {node.repeat.first}" if node.repeat.first else ""
+            lines.append(f"{indent}{results} = repeat {node.repeat.count}{start}")
             for kind, pairs in (("carry", carry), ("data", data)):
                 lines += [f"{indent}  {kind} {name} = {v.name}: {body.inputs[name].type}" for name, v in pairs]
             lines.append(f"{indent}  reads " + ", ".join(f"{name} = {v.name}" for name, v in invariant))
@@ -111,6 +112,7 @@ def _json(graph: Graph) -> str:
             }
             if node.op == "repeat":
                 row |= {"count": node.repeat.count, "body": nodes(node.repeat.body)}
+                row |= {"first": node.repeat.first} if node.repeat.first else {}
             else:
                 row["attrs"] = {k: list(v) if isinstance(v, tuple) else v for k, v in node.attrs.items()}
             found.append(row)

@@ -1,7 +1,8 @@
 """One guided denoise step as a graph: the active branches through the transformer in one batch, guidance, a sampler.
 
-Which branches exist is structure; guidance scales, sigmas and the STG block list are inputs, so changing them among
-non-neutral values compiles nothing. Everything after the transformer is float32.
+Which branches exist and which blocks STG perturbs is structure: the pass `share` computes what branches have in common
+once. Guidance scales and sigmas are inputs, so changing them among non-neutral values compiles nothing. What depends on
+the timestep alone has no batch. Everything after the transformer is float32.
 
     x0   = x - v * mask * sigma                                        per branch
     pred = c + (cfg-1)(c-u) + stg (c-p) + (modality-1)(c-q)            c cond, u uncond, p perturbed, q isolated
@@ -19,11 +20,12 @@ together. They differ in their noise only.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
 
-from ltx2rt.config import TransformerConfig
+from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.modulation import Levels
@@ -73,7 +75,7 @@ class StepShape:
     """What shapes a guided-step graph besides its config: the key under which programs are kept.
 
     streams: what the clip has, of video and audio; frozen: those of them that are given. A stream that is absent has 0
-    tokens. masked: video self-attention is weighted by an input.
+    tokens. masked: video self-attention is weighted by an input. stg_blocks: those that the perturbed branch perturbs.
     """
 
     branches: Branches
@@ -89,6 +91,13 @@ class StepShape:
     streams: tuple[str, ...] = ("video", "audio")
     frozen: tuple[str, ...] = ()
     masked: bool = False
+    stg_blocks: tuple[int, ...] = ()
+
+
+def default_stg_blocks(model: ModelConfig) -> tuple[int, ...]:
+    """28 for LTX-2.3 and 29 for 2.0, of 48 blocks; the block at the same depth of a model with another number."""
+    num_layers = model.transformer.num_layers
+    return (29,) if num_layers == 48 and model.generation == "2.0" else (28 * num_layers // 48,)
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -123,24 +132,23 @@ def _guide(o: Ops, x0: Term, names: tuple[str, ...], scales: list[Term], tokens:
 def _keeps(
     o: Ops, config: TransformerConfig, names: tuple[str, ...], scales: dict[str, list[Term]], s: StepShape
 ) -> dict[str, Term]:
-    """Keep masks (layers, B): STG's value pass-through in `stg_blocks`, cross-attention off in the isolated branch."""
-    videos = s.videos
-    if "perturbed" not in names and "isolated" not in names:
-        return {}
-    n = config.num_layers
-    blocks = o.input("stg_blocks", "float32", layers=n)
-    zeros, ones = (o.full(value, "float32", layers=n) for value in (0.0, 1.0))
+    """Keep masks (layers, B): STG's value pass-through in its blocks, cross-attention off in the isolated branch."""
+    layers = range(config.num_layers)
 
-    def columns(branch: str, inside: Term) -> Term:
-        keep = o.stack(*(inside if name == branch else ones for name in names), axis="branches", dim=1)
-        return o.merge(o.expand(keep, axis="videos", size=videos), axes=("branches", "videos"), into="B")
+    def columns(branch: str, blocks: Container[int], inside: Term) -> Term:
+        """`inside` in these blocks of a branch, 1 elsewhere."""
+        one, ones = o.full(1.0, "float32"), o.full(1.0, "float32", layers=len(layers))
+        own = o.stack(*(inside if layer in blocks else one for layer in layers), axis="layers", dim=0)
+        keep = o.stack(*(own if name == branch else ones for name in names), axis="branches", dim=1)
+        return o.merge(o.expand(keep, axis="videos", size=s.videos), axes=("branches", "videos"), into="B")
 
-    keeps = {}
-    for name in scales:
-        active = o.select(scales[name][STG], blocks, zeros)  # a modality whose own stg is 0 is not perturbed
-        keeps[f"{name}_self_keep"] = columns("perturbed", 1 - active)
-    if len(s.streams) > 1:
-        cross = columns("isolated", zeros)
+    keeps, zero = {}, o.full(0.0, "float32")
+    if "perturbed" in names:
+        for name in scales:
+            active = o.select(scales[name][STG], o.full(1.0, "float32"), zero)  # a stream whose own stg is 0 is not
+            keeps[f"{name}_self_keep"] = columns("perturbed", s.stg_blocks, 1 - active)
+    if "isolated" in names and len(s.streams) > 1:
+        cross = columns("isolated", layers, zero)
         keeps |= {"a2v_keep": cross, "v2a_keep": cross}
     return keeps
 
@@ -152,9 +160,8 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
     m_level_index int32 (tokens); m_context (1 or 2, text, C'): positive, then negative if the uncond branch runs; of a
     frozen modality m_clean and the positive context alone; the RoPE tables.
     sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale (if any branch runs
-    besides cond);
-    stg_blocks (layers): 1 = perturbed (if such a branch runs); video_attention_mask (tokens, keys) in [0, 1], if
-    masked; video_keyframes_mask (tokens): 1 = a keyframe, if the model has its vector.
+    besides cond); video_attention_mask (tokens, keys) in [0, 1], if masked; video_keyframes_mask (tokens): 1 = a
+    keyframe, if the model has its vector.
     Of a sampler that wants them, coefficients (n), m_noise, m_anchor and m_kept (videos, tokens, C).
     Outputs, of the modalities that are not frozen: m_latent, m_x0, m_anchor, m_kept (videos, tokens, C).
     """
@@ -174,10 +181,6 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
                 x = o.expand(x, axis="videos", size=s.videos, before=x.type.axes[1])
             return o.merge(x, axes=("branches", "videos"), into="B")
 
-        def everywhere(x: Term) -> Term:
-            """A scalar or (levels) for all of the batch."""
-            return o.expand(x, axis="B", size=len(names) * s.videos, before=x.type.axes[0] if x.type.axes else None)
-
         pairs = o.input("sigmas", "float32", ends=2)
         ends = [o.at(pairs, axis="ends", index=i) for i in range(2 if s.sampler == "euler" else 1)]
         sigma = ends[0]
@@ -196,11 +199,11 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             clean[n] = o.input(f"{n}_clean", "float32", **axes, C=stream.channels)
             if frozen:
                 x[n] = o.expand(clean[n], axis="videos", size=s.videos, before=stream.tokens)
-                levels[n] = Levels(everywhere(o.full(0.0, "float32", levels=1)), None)
+                levels[n] = Levels(o.full(0.0, "float32", levels=1), None)
             else:
                 mask[n] = o.input(f"{n}_mask", "float32", **axes)
                 own = declare_levels(o, n, s.video_levels if video else s.audio_levels, **axes)
-                levels[n] = Levels(everywhere(own.values * sigma), own.index)
+                levels[n] = Levels(own.values * sigma, own.index)
             count = 2 if s.branches.uncond and not frozen else 1
             context = declare_context(o, config, stream, contexts=count, text=s.text_tokens)
             context = o.rename(context, names={"contexts": "branches"})
@@ -216,13 +219,13 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
         bias = None
         if s.masked:
             weights = o.input("video_attention_mask", "float32", tokens=s.video_tokens, keys=s.video_tokens)
-            bias = o.expand(mask_bias(o, weights), axis="B", size=batch, before="tokens")
+            bias = mask_bias(o, weights)
         keyframes = declare_keyframes(o, config, s.streams, tokens=s.video_tokens)
         velocity = transformer(
             o, config,
             latents={n: batched(branched(x[n])) for n in x},
             levels=levels,
-            sigmas={n: everywhere(o.full(0.0, "float32") if n in s.frozen else sigma) for n in x},
+            sigmas={n: o.full(0.0, "float32") if n in s.frozen else sigma for n in x},
             contexts=contexts,
             tables=tables,
             keeps=_keeps(o, config, names, scales, s),

@@ -13,7 +13,7 @@ from ltx2rt.graph import Ops, Term
 
 @dataclass(frozen=True)
 class Levels:
-    """Timesteps of a stream. values: float32 (B, levels), already multiplied by the timestep scale (0..1000).
+    """Timesteps of a stream. values: float32 ((B,) levels), already multiplied by the timestep scale (0..1000).
     index: int32 ((B,) tokens) into levels, or None if there is one level."""
 
     values: Term
@@ -22,13 +22,13 @@ class Levels:
 
 @dataclass(frozen=True)
 class Modulation:
-    """rows: (B, levels, rows, D) of a modulation MLP; index as in Levels."""
+    """rows: ((B,) levels, rows, D) of a modulation MLP; index as in Levels."""
 
     rows: Term
     index: Term | None
 
     def with_table(self, o: Ops, table: Term, start: int = 0) -> list[Term]:
-        """Each row plus its table entry, spread to tokens: (B, D) if there is one level, else (B, tokens, D).
+        """Each row plus its table entry, spread to tokens: ((B,) D) if there is one level, else ((B,) tokens, D).
 
         table: (rows, D), of which the entries from `start` on are used.
         """
@@ -43,7 +43,7 @@ class Modulation:
 
 
 def adaln(o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D") -> tuple[Modulation, Term]:
-    """Sinusoid(256), Linear, SiLU, Linear = embedding (B, levels, D); SiLU, Linear = its num_rows modulation rows."""
+    """Sinusoid(256), Linear, SiLU, Linear = embedding ((B,) levels, D); SiLU, Linear = its num_rows modulation rows."""
     e = o.cast(o.sinusoid(levels.values, size=256), dtype=o.dtype)
     e = o.silu(o.linear(e, "emb.timestep_embedder.linear_1", {axis: width}))
     e = o.linear(e, "emb.timestep_embedder.linear_2", {axis: width})

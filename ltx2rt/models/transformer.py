@@ -225,8 +225,8 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
             ropes = {"rope": rope(f"{s.name}_cross"), "context_rope": rope(f"{other.name}_cross")}
             deltas[s.name] = attend(name, h, context, audio, **ropes)
         for s, keep in ((video, "a2v_keep"), (audio, "v2a_keep")):
-            y = deltas[s.name] * gates[s.name]
-            x[s.name] += y * o.cast(data[keep], dtype=o.dtype) if keep in data else y
+            y = deltas[s.name] * o.cast(data[keep], dtype=o.dtype) if keep in data else deltas[s.name]
+            x[s.name] += y * gates[s.name]
     for s in pair:
         rows, gate = own[s.name]["ff"]
         x[s.name] += feed_forward(o.under(f"{s.prefix}ff"), modulated(norm(s), rows), s.ff_bias) * gate
@@ -288,7 +288,7 @@ def transformer(
 ) -> dict[str, Term]:
     """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32, of the streams that there are.
 
-    latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas (B). contexts (B, text,
+    latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas ((B)). contexts (B, text,
     C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep (layers, B). bias: video self-attention.
     keyframes: ((B,) tokens), 1 where a video token is a keyframe's.
     """

@@ -88,7 +88,7 @@ def _node(op: str, inputs: Sequence[Value], outputs: Sequence[Value], **attrs) -
 def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node], list[Value]] | None:
     """add(x, mul(y, gate)): the nodes that go, those the gate needs, and x, y, gate.
 
-    mul(mul(y, gate), keep) is y times gate * keep: both are small, and a keep of 0 or 1 makes no rounding.
+    mul(mul(y, keep), gate) is y times keep * gate: both are small, and a keep of 0 or 1 makes no rounding.
     """
     if node.op != "add":
         return None
@@ -99,11 +99,17 @@ def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node
     y, gate = scaled.inputs
     gone, new = [node, scaled], []
     inner = uses.only(y, "mul")
-    if inner is not None and set(gate.type.axes) < set(inner.inputs[1].type.axes) and _is_row(inner.inputs[1], x):
-        y, full = inner.inputs
-        product = graph.fresh(full.type)
-        new.append(_node("mul", (full, gate), (product,)))
-        gone, gate = [*gone, inner], product
+    if inner is not None and inner.inputs[1].type.axes == x.type.axes[:1] and _is_row(gate, x):
+        y, keep = inner.inputs
+        if gate.type.axes == x.type.axes[-1:]:
+            size = gate.type.shape[0]
+            wide = graph.fresh(Type((*keep.type.axes, *gate.type.axes), (*keep.type.shape, size), gate.type.dtype))
+            new.append(_node("expand", (keep,), (wide,), axis=gate.type.axes[0], size=size))
+            keep = wide
+        if set(keep.type.axes) <= set(gate.type.axes) or keep is not inner.inputs[1]:
+            product = graph.fresh(max(keep.type, gate.type, key=lambda type: len(type.axes)))
+            new.append(_node("mul", (keep, gate), (product,)))
+            gone, gate = [*gone, inner], product
     if y.type != x.type or not _is_row(gate, x):
         return None
     return gone, new, [x, y, gate]

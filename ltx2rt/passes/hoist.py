@@ -187,7 +187,7 @@ class _Loop:
         entering = [Value(v.name, v.type) for v in outside]  # the same values on their way through the outer body
         self.outer.update(zip(map(id, entering), outside, strict=True))
         operands = tuple(self._outside(operand) for _, _, operand in taken)
-        once = {"repeat": Repeat(apart, repeat.count, 0, len(fixed), repeat.axis)}
+        once = {"repeat": Repeat(apart, repeat.count, 0, len(fixed), repeat.axis, repeat.first)}
         self.out.nodes.append(Node("repeat", operands, outside, node.attrs, once))
 
         fixed = [entry for entry in invariant if id(entry[1]) in wanted]

@@ -55,5 +55,5 @@ def iteration(repeat: Repeat, out: Graph, fixed: Sequence[Value], data: Sequence
     """Append iteration i to `out`; returns its results. fixed: carries and invariants; data: of all iterations."""
     rows = [emit(out, "at", v, axis=repeat.axis, index=i) for v in data]
     env = dict(zip(map(id, repeat.body.inputs.values()), [*fixed, *rows], strict=True))
-    write_out(repeat.body, out, env, i)
+    write_out(repeat.body, out, env, repeat.first + i)
     return [env[id(v)] for v in repeat.body.outputs.values()]

@@ -22,7 +22,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, spelling
 from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.models.guided_step import Branches
+from ltx2rt.models.guided_step import Branches, default_stg_blocks
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file, parse_number, plain
 from ltx2rt.stages.conditioning import Conditioning, Image, ImageSpec, Slot, slot_frames
 from ltx2rt.stages.denoise import Denoise, Noise
@@ -430,13 +430,10 @@ class Guided(VideoRequest):
 
 
 def stg_blocks(model: ModelConfig, given: tuple[int, ...] | None, used: bool) -> tuple[int, ...]:
-    """28 for LTX-2.3 and 29 for 2.0, of 48 blocks; the block at the same depth of a model with another number.
-
-    used: whether any scale needs them. Raises InputError.
-    """
+    """The given ones, else the model's. used: whether any scale needs them. Raises InputError."""
     num_layers = model.transformer.num_layers
     if given is None:
-        return (29,) if num_layers == 48 and model.generation == "2.0" else (28 * num_layers // 48,)
+        return default_stg_blocks(model)
     if given == () and used:
         raise InputError("--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0")
     for block in given:

@@ -20,6 +20,7 @@ from ltx2rt.passes.loop import looped, step_slots
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.passes.quantise import quantise
+from ltx2rt.passes.share import share
 from ltx2rt.placement.mesh import FSDP, stage_mesh, text_mesh
 from ltx2rt.placement.profiles import Profile, Rules
 
@@ -78,12 +79,20 @@ def _quantised(graph: Graph, on: Placement, network: str, steps: int | None) -> 
     return quantise(graph)
 
 
+def _shared(graph: Graph, on: Placement, network: str, steps: int | None) -> Graph:
+    """Where every device has branches of its own, none is on it twice."""
+    return share(graph) if network == "transformer" and on.mesh.get("guidance", 1) == 1 else graph
+
+
 # Each takes a graph, the placement, the network, and the number of steps if the graph becomes their loop.
 PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     # From here on shapes are those of one device, and every communication is a node.
     lambda g, on, net, steps: place(g, on.rules(net, weights=False), on.mesh, net in on.profile.strict),
     # After place: the scales are those of the rows that a device holds.
     _quantised,
+    # After place, so that every part of a divided stack of blocks keeps its tokens cut; after quantise, which wants the
+    # stack whole; before the loop and hoist, for which the parts are stacks like any other.
+    _shared,
     # After place, which knows the videos of one device only; before the loop, whose state is that of all.
     lambda g, on, net, steps: data_parallel(g, "videos", "data", on.mesh.get("data", 1)) if steps else g,
     lambda g, on, net, steps: looped(g, "denoise", step_slots(steps), PER_STEP) if steps else g,

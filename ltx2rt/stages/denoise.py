@@ -128,7 +128,8 @@ class Denoise(Stage):
     ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
         """What shapes its guided step, and the feeds that positions, masks and clean latents decide."""
         shape, feeds = step_shape(model, states, self.branches, self.num_videos, self.rule, self.frozen)
-        return replace(shape, sampler=self.sampler), feeds
+        blocks = tuple(sorted(set(self.stg_blocks))) if self.branches.perturbed else ()
+        return replace(shape, sampler=self.sampler, stg_blocks=blocks), feeds
 
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
@@ -163,9 +164,7 @@ class Denoise(Stage):
             feeds |= {f"{m}_{name}": np.zeros_like(noise) for name in CARRIED[self.sampler]}
             state.put(f"{self.name}.{m}.noise", noise)
             state.put(f"{self.name}.{m}.start", feeds[f"{m}_latent"])
-        blocks = np.zeros(session.config.transformer.num_layers, np.float32)
-        blocks[list(self.stg_blocks)] = 1
-        feeds |= {"guidance": self.guidance, "stg_blocks": blocks}
+        feeds["guidance"] = self.guidance
         per_step = self._per_step(state)
         session.load(call)
         trail: dict[str, list[np.ndarray]] = {}

@@ -42,7 +42,7 @@ def job(seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2) -> dict[str, 
     constants = transformer.position_feeds(CONFIG, video, audio)
     constants |= guided_step.mask_feeds("video", np.array([0.3, 0.3, *[1] * (3 * rows - 2)]))
     constants |= guided_step.mask_feeds("audio", np.ones(AUDIO_TOKENS))
-    constants |= {"guidance": guidance, "stg_blocks": np.array([0, 1, 0], np.float32)}
+    constants |= {"guidance": guidance}
     state = {}
     for name, tokens, channels, width in (("video", 3 * rows, 4, 24), ("audio", AUDIO_TOKENS, 8, 12)):
         state[f"{name}_latent"] = rng.standard_normal((1, tokens, channels), np.float32)
@@ -54,7 +54,7 @@ def job(seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2) -> dict[str, 
 def step_graph(rows: int = 2, dtype: str = "float32"):
     counts = transformer.coordinate_counts(job(0, rows=rows)["constants"])
     branches = guided_step.Branches.of(GUIDANCE)
-    structure = guided_step.StepShape(branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2)
+    structure = guided_step.StepShape(branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2, stg_blocks=(1,))
     return guided_step.trace(CONFIG, structure, dtype)
 
 
@@ -211,7 +211,6 @@ def test_guidance_sigmas_and_number_of_steps_compile_nothing_in_jax(xla_compilat
     before = xla_compilations()
     for seed, num_steps in ((5, 2), (6, 7), (7, 8)):
         other = job(seed, GUIDANCE * np.float32(0.9 + 0.1 * seed))
-        other["constants"]["stg_blocks"] = np.array([1, 0, 1], np.float32)
         sigmas = np.linspace(0.95, 0.1, num_steps + 1, dtype=np.float32)
         denoise(handle, sigmas, **other)
     assert xla_compilations() == before
@@ -331,7 +330,6 @@ def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, clo
     ):
         for rows, loop in loops.items():
             work = job(seed, GUIDANCE * np.float32(0.9 + 0.05 * (seed - 20)), rows)
-            work["constants"]["stg_blocks"] = np.eye(LAYERS, dtype=np.float32)[seed % LAYERS]
             steps = denoise((backend, loop, chosen), sigmas, **work)
             expected = denoise((backend, eager[rows], chosen), sigmas, **work)
             for i, (found, wanted) in enumerate(zip(steps, expected, strict=True)):

@@ -51,7 +51,7 @@ def ours(kind, config, inputs, branches: Branches | None = None, rule: str = "B"
     structure = guided_step.StepShape(
         branches, len(inputs["video_mask"]), len(inputs["audio_mask"]), inputs["video_context"].shape[1],
         transformer.coordinate_counts(feeds), len(feeds["video_levels"]),
-        len(feeds["audio_levels"]), rule,
+        len(feeds["audio_levels"]), rule, stg_blocks=tuple(np.flatnonzero(inputs["stg_blocks"]).tolist()),
     )  # fmt: skip
     graph = guided_step.trace(config, structure, "float32")
     params = params_of(build(config)) if params is None else params

@@ -99,13 +99,11 @@ def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
     shape, feeds = euler.shape(session.config, states)
     call = Call("guided-step", shape, steps=1, loras=euler.loras)
     feeds |= {f"{m}_context": state.contexts[m] for m in states} | {"guidance": euler.guidance}
-    blocks = np.zeros(session.config.transformer.num_layers, np.float32)
-    blocks[list(euler.stg_blocks)] = 1
 
     def x0_of(x, sigma):
         now = {f"{m}_latent": x[m].astype(np.float32) for m in x}
         pair = {"sigmas": np.array([[sigma, 0]], np.float32)}
-        (out,) = session.denoise(call, feeds | now | {"stg_blocks": blocks}, pair)
+        (out,) = session.denoise(call, feeds | now, pair)
         return {m: session.backend.to_host(out[f"{m}_x0"]).astype(np.float64) for m in x}
 
     def masked(x):

@@ -30,8 +30,8 @@ def fused_ops(graph) -> dict[str, int]:
 
 
 def body(graph):
-    (found,) = (node.args["repeat"].body for node in graph.nodes if node.op == "repeat")
-    return found
+    """A block: of a step that is divided where branches part, the last."""
+    return graph.repeats[-1].body
 
 
 def collectives(graph) -> Counter:
@@ -222,9 +222,10 @@ def test_modulation_that_feeds_its_neighbour_is_kept_apart():
     assert checked(model) == {}
 
 
-def test_keep_mask_of_the_residual_joins_the_gate():
+@pytest.mark.parametrize("axes", [{"B": 2, "D": 4}, {"D": 4}, {"B": 2, "tokens": 3, "D": 4}])
+def test_keep_mask_of_the_residual_joins_the_gate(axes):
     def model(o):
-        delta = o.mul(o.mul(stream(o, "y"), row(o, "gate")), o.input("keep", B=2))
+        delta = o.mul(o.mul(stream(o, "y"), o.input("keep", B=2)), o.input("gate", **axes))
         return {"x": o.add(stream(o), delta)}
 
     assert checked(model) == {"gated_residual": 1}

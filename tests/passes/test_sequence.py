@@ -113,7 +113,6 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
         feeds[f"{name}_clean"] = rng.standard_normal((count, channels))
         feeds[f"{name}_context"] = rng.standard_normal((2, 5, width))
     feeds |= {"sigmas": np.array([0.8, 0.6]), "guidance": np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]])}
-    feeds["stg_blocks"] = np.array([0, 1, 0])
     if masked:
         feeds["video_attention_mask"] = attention_weights(tokens)
     structure = guided_step.StepShape(
@@ -124,6 +123,7 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
         transformer.coordinate_counts(feeds),
         len(feeds["video_levels"]),
         masked=masked,
+        stg_blocks=(1,),
     )
     graph = guided_step.trace(config, structure, "float32")
     params = random_params(graph)
