@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -167,8 +168,9 @@ class Session:
         for stage in stages:
             if not (calls := list(stage.needs(self.config))):
                 continue
-            spread = [call for call in calls if call.each]  # the first process never has fewer than another
-            calls = [c for c in calls if not c.each] + spread[:: self.backend.num_processes]
+            spread = [call for call in calls if call.each]  # as if one device had the largest, and no fewer than others
+            spread.sort(key=lambda c: -sum(v.type.nbytes for v in self.graph(c).outputs.values()))
+            calls = [c for c in calls if not c.each] + spread[:: prod(self.backend.mesh.values())]
             for call in calls:
                 self._hold(here, call)
             key = (stage.name, tuple((call.program, call.times, call.steps) for call in calls))

@@ -95,6 +95,7 @@ def test_devices_share_work_and_weights():
     one, four = stages(plan("ltx-2.3", 1)), stages(plan("ltx-2.3", 4))
     assert four["stage1"].flops == pytest.approx(one["stage1"].flops / 4, rel=0.01)
     assert four["decode"].flops == pytest.approx(one["decode"].flops / 2, rel=0.25)  # two tiles, of 10 and 9 latents
+    assert stages(plan("ltx-2.3", 8, "v6e"))["decode"].flops == four["decode"].flops
     assert four["stage2"].weights_bytes < 0.4 * one["stage2"].weights_bytes
     assert one["stage1"].collectives == {} and one["upsample"].flops == four["upsample"].flops
 

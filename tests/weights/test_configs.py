@@ -355,6 +355,8 @@ def test_the_diffusion_decoders_header_is_read_and_written():
 def test_a_diffusion_decoder_that_no_release_has_is_refused(change, message):
     with pytest.raises(InputError, match=message):
         configs.official_diffusion_decoder(Keys({**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}, "vae"))
+    with pytest.raises(InputError, match="model_output_type = 'v' is not supported, expected 'x0'"):
+        configs.official_diffusion_decoder(Keys(DIFFUSION | {"model_output_type": "v"}, "vae"))
 
 
 def readers():
