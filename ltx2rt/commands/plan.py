@@ -62,8 +62,8 @@ class DatasheetBackend:
 
 @dataclass(frozen=True)
 class Estimate:
-    """plan: of one of the devices; costs: its stages; notes: what is not split, and why; advice: what to try if
-    it does not fit, else empty."""
+    """plan: of one of the devices; costs: its stages; notes: what is not split or shared, and why; advice: what to try
+    if it does not fit, else empty."""
 
     devices: int
     kind: DeviceKind
@@ -105,7 +105,8 @@ def estimate(options: ModelOptions, request: Request, devices: Devices, preset: 
         costs = tuple(session.costs(plan.stages))
         budget = int(kind.memory_bytes) - kind.reserve_bytes
         advice = "" if peak(costs).peak_bytes <= budget else session.advice(plan.stages, budget)
-        return Estimate(devices.devices, kind, session, plan, costs, tuple(_whole(session, plan, kind)), advice)
+        notes = (*_whole(session, plan, kind), *_unshared(session, plan))
+        return Estimate(devices.devices, kind, session, plan, costs, notes, advice)
 
 
 def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
@@ -122,6 +123,19 @@ def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
         for part, axis, size in dict.fromkeys(undivided(whole, rules, graph.mesh)):
             parts = graph.mesh[rules[axis]]
             yield f"{network}: {part} is replicated, {axis}={size} does not divide over {rules[axis]}={parts}"
+
+
+def _unshared(session: Session, plan: Plan) -> Iterator[str]:
+    """Where branches do not share what they have in common, and why."""
+    for stage in plan.stages:
+        for call in stage.needs(session.config):
+            branches = call.row.branches(call.sizes) if call.row.branches else 1
+            parts = session.placement.of(branches).mesh.get("guidance", 1)
+            if parts > 1:
+                yield (
+                    f"{stage.name}: guidance={parts} puts its {branches} branches on devices of their own; what they "
+                    "have in common is computed on each, as it would have to be sent otherwise"
+                )
 
 
 def to_json(found: Estimate) -> dict[str, Any]:

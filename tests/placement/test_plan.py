@@ -68,7 +68,9 @@ def test_what_left_the_loop_costs_memory_and_no_step():
 
 def test_every_stage_has_its_own_mesh():
     """Stage 1 gathers what its four branches give; stage 2 has one, and its devices trade tokens for heads."""
-    costs = stages(plan.__wrapped__(devices=2, mesh={"guidance": 2}))
+    found = plan.__wrapped__(devices=2, mesh={"guidance": 2})
+    costs = stages(found)
+    assert [note.split(":")[0] for note in found.notes if "guidance=2 puts its 4 branches" in note] == ["stage1"]
     assert set(costs["text"].collectives) == {"all_reduce"}
     assert {name: t.count for name, t in costs["stage1"].collectives.items()} == {"all_gather": 2}
     assert "all_to_all" in costs["stage2"].collectives
