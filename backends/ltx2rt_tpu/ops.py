@@ -207,10 +207,30 @@ def _columns(x: Array, size: int) -> Array:
 
 @op
 def conv_transpose(x: Array, weight: Array, bias: Array | None = None, *, stride: int) -> Array:
+    y = _transposed_filter if weight.shape[:2] == (1, 1) and stride <= weight.shape[2] else _transposed
+    y = lax.platform_dependent(x, weight, tpu=partial(y, stride=stride), default=partial(_transposed, stride=stride))
+    return y if bias is None else y + bias[:, None]
+
+
+def _transposed(x: Array, weight: Array, *, stride: int) -> Array:
     k = weight.shape[2]
     kernel = jnp.flip(weight, 2).transpose(1, 0, 2)
-    y = lax.conv_general_dilated(x, kernel, (1,), [(k - 1, k - 1)], lhs_dilation=(stride,), precision=_precision(x))
-    return y if bias is None else y + bias[:, None]
+    return lax.conv_general_dilated(x, kernel, (1,), [(k - 1, k - 1)], lhs_dilation=(stride,), precision=_precision(x))
+
+
+def _transposed_filter(x: Array, weight: Array, *, stride: int) -> Array:
+    """The same of one channel, as sums of shifted signals, the samples of a stride apart: its convolution keeps the TPU
+    compiler busy for a minute."""
+    taps = weight.shape[2]
+    reads = -(-taps // stride)  # samples that go into one
+    time = x.shape[2] + reads - 1
+    padded = jnp.pad(x, ((0, 0), (0, 0), (reads - 1, reads - 1)))
+    shifted = [lax.slice_in_dim(padded, reads - 1 - j, reads - 1 - j + time, axis=2) for j in range(reads)]
+    phases = [
+        reduce(jnp.add, (shifted[tap // stride] * weight[0, 0, tap] for tap in range(phase, taps, stride)))
+        for phase in range(stride)
+    ]
+    return jnp.stack(phases, axis=3).reshape(*x.shape[:2], -1)[..., : (x.shape[2] - 1) * stride + taps]
 
 
 @op

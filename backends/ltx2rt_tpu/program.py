@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import OPS
-from ltx2rt_tpu.roll import roll
+from ltx2rt_tpu.roll import parts, roll
 from ltx2rt_tpu.weights import Weights, weight_specs, weights_on
 
 ASSEMBLED = ("vocoder",)  # networks that run as `Assembled`
@@ -116,18 +116,17 @@ class Program:
 
 
 class Assembled:
-    """A lowered graph as one executable for each kind of node, compiled side by side.
+    """A lowered graph as executables compiled side by side: the loops that `roll` makes, and what lies between.
 
-    For the vocoder: hundreds of small unlike convolutions and filters, of which the TPU compiler makes one program only
-    after a quarter of an hour and more. A kind is an op with its plan and the types of its operands; LTX-2.3's 792
-    nodes are of 256 kinds. Between executables an array has no axes of size 1, which a TPU would lay out otherwise and
-    then rearrange. Every device of a mesh runs everything.
+    For the vocoder: hundreds of small unlike convolutions and filters, which as they stand keep the TPU compiler busy
+    for a quarter of an hour and more. Between executables an array has no axes of size 1, which a TPU would lay out
+    otherwise and then rearrange. Every device of a mesh runs everything.
     """
 
     def __init__(self, graph: Graph, place: Sharding):
         self.graph, self.place = roll(fuse(graph, (snakes,))), place
-        self.schedule = [(_kind(node), node) for node in self.graph.nodes]
-        last = {id(v): i for i, (_, node) in enumerate(self.schedule) for v in node.inputs}
+        self.schedule = list(enumerate(parts(self.graph)))
+        last = {id(v): i for i, node in self.schedule for v in node.inputs}
         kept = {id(v) for v in self.graph.outputs.values()}
         self.dropped: list[list[int]] = [[] for _ in self.schedule]  # values that nobody reads after a node
         for key, i in last.items():
@@ -135,18 +134,17 @@ class Assembled:
                 self.dropped[i].append(key)
 
     @cached_property
-    def executables(self) -> dict[Hashable, Any]:
+    def executables(self) -> dict[int, Any]:
         return self.compile()
 
     def release(self) -> None:
         self.__dict__.pop("executables", None)
 
-    def compile(self, options: Mapping[str, Any] | None = None) -> dict[Hashable, Any]:
-        kinds = dict(self.schedule)
-        lowered = [self._lowered(node) for node in kinds.values()]
+    def compile(self, options: Mapping[str, Any] | None = None) -> dict[int, Any]:
         pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
         try:
-            return dict(zip(kinds, pool.map(lambda one: one.compile(options), lowered), strict=True))
+            lowered = [self._lowered(node) for _, node in self.schedule]
+            return dict(enumerate(pool.map(lambda one: one.compile(options), lowered)))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no compiler
 
@@ -165,8 +163,8 @@ class Assembled:
         given |= weights_on(self.place, self.graph, weights)
         values = self.graph.inputs | self.graph.params
         env = {id(v): given[name].reshape(_flat(v.type.shape)) for name, v in values.items()}
-        for (kind, node), dropped in zip(self.schedule, self.dropped, strict=True):
-            results = self.executables[kind](*(env[id(v)] for v in node.inputs))
+        for (i, node), dropped in zip(self.schedule, self.dropped, strict=True):
+            results = self.executables[i](*(env[id(v)] for v in node.inputs))
             env |= {id(v): x for v, x in zip(node.outputs, results, strict=True)}
             for key in dropped:
                 del env[key]
@@ -175,11 +173,6 @@ class Assembled:
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n for n in shape if n != 1)
-
-
-def _kind(node: Node) -> Hashable:
-    plan = {name: x.tobytes() if isinstance(x, np.ndarray) else repr(x) for name, x in node.args.items()}
-    return node.op, tuple(sorted(plan.items())), tuple((v.type.shape, v.type.dtype) for v in node.inputs)
 
 
 class Loop:

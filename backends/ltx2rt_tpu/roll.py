@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ltx2rt.graph.ir import Graph, Node, Value
+from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import OPS, matrix_taps
 
 ACTIVATIONS = ("snake_beta", "leaky_relu")
@@ -96,7 +97,7 @@ def res_blocks(x: Array, *operands: Array, activation: str, args, blocks: int, d
     *of_activation, weights, biases = each
     stacks = [jnp.stack(several) for several in of_activation]
     bias, counts = jnp.stack(biases), [w.shape[2] for w in weights]
-    taps = jnp.concatenate([w.transpose(2, 0, 1) for w in weights])
+    taps = jnp.concatenate(weights, axis=2).transpose(2, 0, 1)
     firsts = jnp.array([sum(counts[:i]) for i in range(halves)])
     sizes, steps = jnp.array(counts), jnp.array(dilations)
     reach = [(n - 1) * d // 2 for n, d in zip(counts, dilations, strict=True)]
@@ -120,4 +121,26 @@ def res_blocks(x: Array, *operands: Array, activation: str, args, blocks: int, d
     return tuple(results)
 
 
-OPS["res_blocks"] = res_blocks
+def parts(graph: Graph) -> list[Node]:
+    """A rolled graph's loops, and as one node each what lies between two of them."""
+    groups = [list(same) for _, same in groupby(graph.nodes, key=lambda node: node.op == "res_blocks")]
+    found, read = [], {id(v) for v in graph.outputs.values()}
+    for nodes in reversed(groups):
+        inside = {id(v) for node in nodes for v in node.outputs}
+        inputs = {id(v): v for node in nodes for v in node.inputs if id(v) not in inside}
+        outputs = [v for node in nodes for v in node.outputs if id(v) in read]
+        read |= inputs.keys()
+        if nodes[0].op == "res_blocks":
+            found += reversed(nodes)
+            continue
+        names = [{v.name: v for v in values} for values in (inputs.values(), outputs)]
+        part = replace(graph, inputs=names[0], params={}, nodes=nodes, outputs=names[1])
+        found.append(Node("part", tuple(inputs.values()), tuple(outputs), {}, {"graph": part}))
+    return found[::-1]
+
+
+def part(*operands: Array, graph: Graph) -> tuple[Array, ...]:
+    return tuple(run(graph, {}, list(operands)))
+
+
+OPS |= {"res_blocks": res_blocks, "part": part}
