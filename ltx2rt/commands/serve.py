@@ -20,6 +20,7 @@ from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
 from ltx2rt.session.options import ModelOptions
 
+PLACES = ("here", "ray")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -43,6 +44,7 @@ class ServeOptions:
     token_file: Path | None = flag(None, "a line `NAME TOKEN` for each user", Path, metavar="FILE")
     pipeline: str = flag(FIRST, "of requests that name none", metavar="NAME")
     replicas: int = flag(1, "workers, each on a device of its own", int, metavar="N")
+    workers: str = flag("here", "where workers run: on this machine, or on nodes of a Ray cluster", choices=PLACES)
     lora_folder: Path | None = flag(None, "LoRAs that requests may name", Path, name="--loras", metavar="DIR")
     max_queue: int = flag(1000, "jobs that may wait", int, metavar="N")
     max_user_queue: int = flag(100, "jobs of one user that may wait", int, metavar="N")
@@ -99,9 +101,9 @@ def main(args: argparse.Namespace) -> int:
             data=own.data,
             host=own.host,
             port=own.port,
-            command=worker_command(args),
+            command=[*bridge(own.workers, options), *worker_command(args)],
             settings=settings,
-            environments=device_environments(options, own.replicas),
+            environments=device_environments(options, own.replicas) if own.workers == "here" else [{}] * own.replicas,
             lora_folder=own.lora_folder and own.lora_folder.resolve(),
             max_queue=own.max_queue,
             max_user_queue=own.max_user_queue,
@@ -116,6 +118,17 @@ def main(args: argparse.Namespace) -> int:
 
 def worker_command(args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", "ltx2rt", "worker", *words_of(args, ModelOptions, Warm)]
+
+
+def bridge(workers: str, options: ModelOptions) -> list[str]:
+    """What starts a worker somewhere else, before the words that start it here. Raises InputError."""
+    if workers == "here":
+        return []
+    if find_spec("ray") is None:
+        raise InputError("--workers: ray is not installed; install it with: pip install 'ltx2rt[ray]'")
+    factory = get_factory(options.backend)
+    each = prod(options.mesh.values()) if factory.process_per_device else 1
+    return [sys.executable, "-m", "ltx2rt.serve.on_ray", str(0 if options.device == "cpu" else each)]
 
 
 def installed_backend() -> str:

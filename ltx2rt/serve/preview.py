@@ -18,7 +18,7 @@ from ltx2rt.session.call import Call
 from ltx2rt.session.session import Session
 
 GRID, PATCHES = 16, 4  # latent pixels and patches of colour along the side of a picture to fit
-PICTURES, RIDGE = 4, 1e-3  # 1024 points for 129 unknowns; relative to the mean square of a channel
+PICTURES, RIDGE = 2, 1e-3  # 512 points for 129 unknowns; relative to the mean square of a channel
 SIZE_PX = 192
 
 

@@ -3,8 +3,6 @@
 import pytest
 from serving import Server
 
-from ltx2rt.weights.random.make import make_checkpoint
-
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny):
@@ -33,8 +31,7 @@ def server(tiny_model, tmp_path_factory):
     root = tmp_path_factory.mktemp("server")
     loras = root / "loras"
     loras.mkdir()
-    make_checkpoint("tiny-2.3", "official", root / "other", seed=1)
-    (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
+    (loras / "style.safetensors").symlink_to(tiny_model / "tiny-2.3-distilled-lora.safetensors")
     made = Server(tiny_model, root / "data", "--loras", loras, "--replicas", "2", "--max-user-queue", "1000")
     yield made
     made.kill()

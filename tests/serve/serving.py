@@ -60,14 +60,14 @@ class Server:
         end = time.monotonic() + timeout_s
         while (video := self.get(id))["status"] not in (statuses or ("completed", "failed")):
             assert time.monotonic() < end, video
-            time.sleep(0.02)
+            time.sleep(0.05)
         return video
 
     def until_step(self, id, least=1):
         end = time.monotonic() + 30
         while ((video := self.get(id))["x"]["step"] or 0) < least:
             assert time.monotonic() < end and video["status"] != "failed", video
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def kill(self, number=signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

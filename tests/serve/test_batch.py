@@ -157,6 +157,7 @@ def test_twenty_kills_over_two_hundred_lines(batch):
     assert killed(batch, 200, 20, SEED) <= 220
 
 
+@pytest.mark.slow
 def test_a_batch_on_the_tiny_checkpoint_with_an_image(batch, tmp_path):
     from PIL import Image
 

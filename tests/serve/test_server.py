@@ -5,14 +5,17 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -404,6 +407,67 @@ def test_a_sound_and_a_video_by_upload_make_the_clips_of_the_command_line(start,
         (tmp_path / "got.mp4").write_bytes(server.http.get(f"/v1/videos/{id}/content").content)
         same = compare(tmp_path / "got.mp4", tmp_path / f"{name}.mp4")
         assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+def test_workers_on_a_ray_cluster_are_replaced_and_their_jobs_made(start, tmp_path):
+    """Two workers, one of them killed in the middle of 20 jobs, then the server."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["start", "--head", "--block", "--num-cpus", "4", "--port", port]
+    short = tempfile.mkdtemp(prefix="r")  # sockets lie there, and their paths have at most 107 bytes
+    words += ["--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", short]
+    log = (tmp_path / "ray.log").open("w")
+    cluster = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *map(str, words)], stdout=log, stderr=log,
+        env=os.environ | {"FAKE_CLUSTER": short},
+    )  # fmt: skip
+    there = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+
+    def workers():
+        """Of this cluster: what it starts has its environment."""
+        found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+        return [
+            pid
+            for pid in found
+            if alive(pid)
+            and b"fake_replica.py" in told(pid, "cmdline")
+            and f"FAKE_CLUSTER={short}".encode() in told(pid, "environ")
+            and b"on_ray" not in told(pid, "cmdline")
+        ]
+
+    def told(pid, name):
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/{name}").read_bytes()
+        return b""
+
+    end = time.monotonic() + 300
+    while "Ray runtime started" not in (tmp_path / "ray.log").read_text():
+        assert cluster.poll() is None and time.monotonic() < end, (tmp_path / "ray.log").read_text()
+        time.sleep(0.2)
+    try:
+        server = start("--workers", "ray", "--replicas", "2", env=there)
+        ids = [server.add("10:0.05", seed=n) for n in range(20)]
+        server.until(ids[3], timeout_s=300)
+        os.kill(workers()[0], signal.SIGKILL)
+        server.until(ids[8], timeout_s=300)
+        server.kill()
+        server = start("--workers", "ray", "--replicas", "2", env=there)
+        for n, id in enumerate(ids):
+            assert server.until(id, timeout_s=300)["status"] == "completed"
+            assert server.http.get(f"/v1/videos/{id}/content").text == f"{id} {n}"
+        assert len(list((server.data / "out").glob("*.mp4"))) == 20
+        server.kill(signal.SIGTERM)
+        end = time.monotonic() + 60
+        while workers():
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    finally:
+        cluster.terminate()
+        cluster.wait(60)
+        log.close()
+        shutil.rmtree(short, ignore_errors=True)
 
 
 def test_a_full_disk_refuses_and_loses_nothing(start):

@@ -1,0 +1,80 @@
+"""A worker on some node of a Ray cluster, with the pipes of one that runs here.
+
+    server -- stdin, stdout -- this process, a Ray driver -- an actor -- stdin, stdout -- `ltx2rt worker`
+
+Ray decides where: on a node with the devices that it asks for. Whatever ends, the worker, its actor, its node or this
+process, ends them all, and is to the supervisor a worker that ended: it starts another, and Ray finds a place. Nothing
+of a job is known to Ray, so that none is lost with it or run twice. Files go by the folder `--data`, which all nodes
+must see under its name. The cluster is that of RAY_ADDRESS, or the one that runs here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from threading import Event, Thread
+
+from ltx2rt.commands.worker import die_with_parent
+
+ENDED = 1  # exit status
+
+
+class Worker:
+    """The actor: the process, whose lines it passes on."""
+
+    def __init__(self, words: list[str]):
+        self._started = Event()
+        Thread(target=self._run, args=(words,), daemon=True).start()
+        self._started.wait()
+
+    def _run(self, words: list[str]) -> None:
+        """In a thread that lasts as long as the process, which the kernel ends with it."""
+        self.process = subprocess.Popen(words, stdin=-1, stdout=-1)
+        self._started.set()
+        self.process.wait()
+
+    def put(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line)
+        self.process.stdin.flush()
+
+    def lines(self) -> Iterator[bytes]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:  # noqa: UP028  # Ray sends into the generator, which a file does not take
+            yield line
+
+    def status(self) -> int:
+        return self.process.wait()
+
+
+def main(num_gpus: int, words: list[str]) -> int:
+    """Run the worker that the words start until it ends, or until there is no more to read; its exit status."""
+    die_with_parent()
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+
+    outbox = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what Ray prints must not get among the events
+    ray.init(configure_logging=False)
+    actor = ray.remote(num_gpus=num_gpus, num_cpus=1, max_concurrency=3)(Worker).remote(words)
+
+    def feed() -> None:
+        for line in sys.stdin.buffer:
+            actor.put.remote(line)
+        os._exit(ENDED)  # the server is gone; Ray ends what this driver has started
+
+    Thread(target=feed, daemon=True).start()
+    try:
+        for line in actor.lines.options(num_returns="streaming").remote():
+            outbox.write(ray.get(line))
+            outbox.flush()
+        return ray.get(actor.status.remote())
+    except RayError as error:
+        print(f"ltx2rt: the worker on Ray ended: {type(error).__name__}", file=sys.stderr)
+        return ENDED
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
