@@ -335,7 +335,7 @@ def test_all_of_a_users_jobs_in_one_stream(server):
 
 def test_what_can_be_asked_for(server):
     limits = server.http.get("/v1/limits").json()
-    assert set(limits["pipelines"]) == {"two-stage", "dfr", "distilled", "hq", "keyframes", "one-stage"}
+    assert set(limits["pipelines"]) == {"two-stage", "distilled", "hq", "keyframes", "one-stage"}
     assert limits["loras"] == ["style"]
     assert limits["pipelines"]["one-stage"]["multiple_of_px"] == 32
     assert "noise_in" not in limits["pipelines"]["one-stage"]["fields"]
