@@ -121,7 +121,8 @@ class DFR(VideoRequest):
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         if self.temporal_upsample_rounds:
-            yield f"the clip has {self.clip_frames} frames at {float(self.clip_fps):g} fps"
+            most = "at most " if self.auto_duration else ""
+            yield f"the clip has {most}{self.clip_frames} frames at {float(self.clip_fps):g} fps"
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in the order given, then the distilled one, then IC-LoRAs; rounds have those of stage 2

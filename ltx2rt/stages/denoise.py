@@ -212,10 +212,11 @@ class Denoise(Stage):
         for m in self.made:
             tokens = self.blank[m].shape[1:]
             noise = np.zeros((len(plan), self.num_videos, *tokens), np.float32)
-            drawn = {s: self.noise.draw(f"{self.name}.{m}.{s}", (n, *tokens)) for s, n in plan.streams.items()}
+            read = {s: self.noise.draw(f"{self.name}.{m}.{s}", (n, *tokens)) for s, n in plan.streams.items()}
+            drawn = {s: x.reshape(self.num_videos, -1, *tokens) for s, x in read.items()}  # a file's may lack videos
             for i, draw in enumerate(plan.draws):
                 if draw is not None:
-                    noise[i] = drawn[draw.name].reshape(self.num_videos, -1, *tokens)[:, draw.row]
+                    noise[i] = drawn[draw.name][:, draw.row]
                     if self.sampler == "res2s":
                         noise[i] = np.stack([standardised(one) for one in noise[i]])
             found[f"{m}_noise"] = noise
