@@ -54,7 +54,7 @@ def job(seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2) -> dict[str, 
 def step_graph(rows: int = 2, dtype: str = "float32"):
     counts = transformer.coordinate_counts(job(0, rows=rows)["constants"])
     branches = guided_step.Branches.of(GUIDANCE)
-    structure = guided_step.StepShape(branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2, stg_blocks=(1,))
+    structure = guided_step.StepShape(branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2, stg_blocks=(0,))
     return guided_step.trace(CONFIG, structure, dtype)
 
 
@@ -239,7 +239,8 @@ def test_torch_lowers_once_however_often_it_is_called(monkeypatch):
 
 
 def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
-    """Three layers, several steps, other scales and other weights: one graph, run by a compiler that only counts."""
+    """Three layers, several steps, other scales and other weights: a graph for each of the two parts into which the
+    layers are divided, run by a compiler that only counts."""
     compiled, runs = [], []
 
     def counting(module, _):
@@ -257,7 +258,7 @@ def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
     backend, loop, _ = handle
     other = backend.load([loop.graph], ArraySource(random_params(loop.graph, seed=1)))
     denoise((backend, loop, other), SIGMAS[:2], **job(12))
-    assert len(compiled) == 1
+    assert len(compiled) == len(loop.body.graph.repeats) == 2
     assert len(runs) == LAYERS * 5
 
 
