@@ -194,7 +194,7 @@ class _Loop:
         keep = carry + fixed + [entry for entry in data if id(entry[1]) in wanted]
         entered = _named(results)
         rest = replace(inner, nodes=_reading(left, entered))
-        rest.params = {n: v for n, v in inner.params.items() if id(v) in wanted}
+        rest.params = {n: v for n, v in inner.params.items() if id(v) in wanted or id(v) not in read}
         rest.layouts = {n: inner.layouts[n] for n in rest.params if n in inner.layouts}
         rest.inputs = {name: v for name, v, _ in keep} | {v.name: v for v in entered.values()}
         rest.outputs = {n: entered.get(id(v), v) for n, v in inner.outputs.items()}
@@ -216,7 +216,8 @@ class _Loop:
         data = [v for v in entering + hoisted if id(v) in self.data]
         entered = _named(hoisted)
         inner = replace(body, nodes=_reading(kept, entered))
-        inner.params = {n: v for n, v in body.params.items() if id(v) in read}
+        # What nothing reads stays: every set of weights of a network has the same tensors.
+        inner.params = {n: v for n, v in body.params.items() if id(v) in read or id(v) not in self.outer}
         inner.layouts = {n: body.layouts[n] for n in inner.params if n in body.layouts}
         inside = [entered.get(id(v), v) for v in (*carries, *invariants, *data)]
         inner.inputs = {names.get(id(v), v.name): v for v in inside}
