@@ -60,7 +60,7 @@ def test_the_released_head_has_15_tensors():
         (5.05, 24, (1, 20), 121),
         (0.2, 24, (1, 20), 25),  # the first of the grid in the window
         (100, 24, (1, 20), 473),
-        (2.5, 25, (1, 20), 57),  # 62.5 rounds to the even 62
+        (2.6875, 24, (1, 20), 57),  # 64.5 rounds to the even 64
         (3, 24, (2.95, 3.1), 73),
         (1, 24, (0, 20), 17),
     ],

@@ -32,7 +32,7 @@ def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
 
 
 def upsampler_kind(keys: Keys) -> str:
-    """Of a diffusers folder, as `ltx2rt.weights.checkpoint` names the kinds."""
+    """Of a diffusers folder, as `ltx2rt.weights.parts` names the kinds."""
     if is_temporal(keys):
         return "temporal_upsampler"
     x15 = keys.get("use_rational_resampler", True) and keys.get("rational_spatial_scale", 2.0) == 1.5
