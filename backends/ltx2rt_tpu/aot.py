@@ -28,7 +28,7 @@ from ltx2rt.backend import Compiled, DoesNotFit
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Value
 from ltx2rt_tpu.distributed import device_mesh
-from ltx2rt_tpu.hlo import collectives
+from ltx2rt_tpu.hlo import COLLECTIVE, collectives
 from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program, own
 from ltx2rt_tpu.weights import abstract_weights
 
@@ -145,7 +145,9 @@ def assembled(program: Assembled) -> Compiled:
         start, busy = time.perf_counter(), time.process_time()
         executables = program.compile(options)
         compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
-        found = [collectives(text) for text in read()]
+        found = [
+            collectives(text) for text in read() if COLLECTIVE.search(text)
+        ]  # loops of others may be of any length
     memory = {kind: one.memory_analysis() for kind, one in executables.items()}
     weights_bytes = sum(v.type.nbytes for v in (program.graph.inputs | program.graph.params).values())
     sizes: dict[int, int] = {}

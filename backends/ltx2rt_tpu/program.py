@@ -124,7 +124,7 @@ class Assembled:
     """
 
     def __init__(self, graph: Graph, place: Sharding):
-        self.graph, self.place = roll(fuse(graph, (snakes,))), place
+        self.graph, self.place = roll(graph), place
         self.schedule = list(enumerate(parts(self.graph)))
         last = {id(v): i for i, node in self.schedule for v in node.inputs}
         kept = {id(v) for v in self.graph.outputs.values()}

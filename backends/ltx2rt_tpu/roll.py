@@ -1,19 +1,20 @@
 """roll: the residual blocks that read one value become one node, which is a loop over all their convolutions.
 
 For the vocoder, most of which are hundreds of convolutions that differ in how many samples they read and how far apart:
-XLA compiles one body for each of its rates. Requires the fused graph; what does not look like a block stays as it is.
+XLA compiles one body for each of its rates. Every SnakeBeta becomes one op; what does not look like a block stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ltx2rt.graph.ir import Graph, Node, Value
+from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import OPS, matrix_taps
 
@@ -43,6 +44,11 @@ class Unit:
 
 def roll(graph: Graph) -> Graph:
     """Same inputs, parameters and outputs; sums in another order."""
+    # Between two convolutions each, for it looks at all nodes again after every match: 3 s at once.
+    number = accumulate((node.op == "conv" and len(node.inputs) == 3 for node in graph.nodes), initial=0)
+    groups = groupby(zip(number, graph.nodes, strict=False), key=lambda pair: pair[0])
+    cuts = _cut(graph, [[node for _, node in same] for _, same in groups])
+    graph = replace(graph, nodes=[node for cut in cuts for node in fuse(cut, (snakes,)).nodes])
     nodes, blocks, i = [], [], 0
     while i < len(graph.nodes):
         unit = _unit(graph.nodes[i : i + 7])
@@ -124,18 +130,23 @@ def res_blocks(x: Array, *operands: Array, activation: str, args, blocks: int, d
 def parts(graph: Graph) -> list[Node]:
     """A rolled graph's loops, and as one node each what lies between two of them."""
     groups = [list(same) for _, same in groupby(graph.nodes, key=lambda node: node.op == "res_blocks")]
+    found = []
+    for cut in _cut(graph, groups):
+        inputs, outputs = (tuple(values.values()) for values in (cut.inputs, cut.outputs))
+        loops = cut.nodes[0].op == "res_blocks"
+        found += cut.nodes if loops else [Node("part", inputs, outputs, {}, {"graph": cut})]
+    return found
+
+
+def _cut(graph: Graph, groups: Sequence[list[Node]]) -> list[Graph]:
+    """Each of the groups of nodes, in a row, as a graph of its own; parameters are inputs."""
     found, read = [], {id(v) for v in graph.outputs.values()}
     for nodes in reversed(groups):
         inside = {id(v) for node in nodes for v in node.outputs}
-        inputs = {id(v): v for node in nodes for v in node.inputs if id(v) not in inside}
-        outputs = [v for node in nodes for v in node.outputs if id(v) in read]
-        read |= inputs.keys()
-        if nodes[0].op == "res_blocks":
-            found += reversed(nodes)
-            continue
-        names = [{v.name: v for v in values} for values in (inputs.values(), outputs)]
-        part = replace(graph, inputs=names[0], params={}, nodes=nodes, outputs=names[1])
-        found.append(Node("part", tuple(inputs.values()), tuple(outputs), {}, {"graph": part}))
+        inputs = {v.name: v for node in nodes for v in node.inputs if id(v) not in inside}
+        outputs = {v.name: v for node in nodes for v in node.outputs if id(v) in read}
+        read |= {id(v) for v in inputs.values()}
+        found.append(replace(graph, inputs=inputs, params={}, nodes=nodes, outputs=outputs))
     return found[::-1]
 
 

@@ -34,7 +34,7 @@ def session(request, model):
 
 
 def made(session, **changes):
-    """Silent with JAX unless a test asks for sound: it compiles the vocoder's 256 kinds of node for half a minute."""
+    """Silent with JAX unless a test asks for sound: it compiles the vocoder for ten seconds."""
     audio = session.resident.options.backend == "cuda"
     return session.generate("a red fox", **{"seed": 3, "audio": audio, **SMALL, **SIZES[0], **changes})
 
