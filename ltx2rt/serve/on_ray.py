@@ -14,7 +14,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from threading import Event, Thread
+from typing import Any
 
 from ltx2rt.commands.worker import die_with_parent
 
@@ -52,8 +54,7 @@ class Worker:
 def main(num_gpus: int, words: list[str]) -> int:
     """Run the worker that the words start until it ends, or until there is no more to read; its exit status."""
     die_with_parent()
-    import ray  # pyright: ignore[reportMissingImports]
-    from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+    ray: Any = import_module("ray")
 
     outbox = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what Ray prints must not get among the events
@@ -71,7 +72,7 @@ def main(num_gpus: int, words: list[str]) -> int:
             outbox.write(ray.get(line))
             outbox.flush()
         return ray.get(actor.status.remote())
-    except RayError as error:
+    except ray.exceptions.RayError as error:
         print(f"ltx2rt: the worker on Ray ended: {type(error).__name__}", file=sys.stderr)
         return ENDED
 

@@ -3,6 +3,8 @@
 import pytest
 from serving import Server
 
+from ltx2rt.weights.random.make import make_checkpoint
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny):
@@ -31,7 +33,8 @@ def server(tiny_model, tmp_path_factory):
     root = tmp_path_factory.mktemp("server")
     loras = root / "loras"
     loras.mkdir()
-    (loras / "style.safetensors").symlink_to(tiny_model / "tiny-2.3-distilled-lora.safetensors")
+    make_checkpoint("tiny-2.3", "official", root / "other", seed=1)  # the model's own would be merged twice
+    (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
     made = Server(tiny_model, root / "data", "--loras", loras, "--replicas", "2", "--max-user-queue", "1000")
     yield made
     made.kill()
