@@ -164,6 +164,13 @@ def test_branches_on_devices_of_their_own_are_not_shared(mesh):
     assert stacks(local) == [(0, LAYERS, 2)]
 
 
+def test_what_a_frozen_stream_does_not_use_stays_in_the_graph():
+    """The audit holds the parameters that the loop reads against the checkpoint's."""
+    graph, *_ = step(frozen=("audio",))
+    loop = Placement(PROFILES["single"]).loop(graph, 2)
+    assert loop.parameters() == graph.parameters()
+
+
 def test_nothing_to_share_is_the_graph_itself():
     graph, *_ = step(Branches())
     assert share(graph) is graph
