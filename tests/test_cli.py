@@ -35,6 +35,18 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_an_interrupt_during_the_first_imports_is_one_line():
+    code = (
+        "import sys\nfrom ltx2rt.__main__ import main\n"
+        "class Interrupted:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'ltx2rt.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted)\nsys.exit(main())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (130, "ltx2rt: error: interrupted\n")
+
+
 def test_a_request_without_flags_has_only_defaults():
     args = cli.parser().parse_args(MINIMAL)
     assert generate.asked(args) == (ModelOptions("cuda", Path("m")), TwoStage("a cat"), Files(Path("o.mp4")))

@@ -288,10 +288,7 @@ class _Analysis:
         def read(v: Value, entries: Iterable[int]) -> None:
             needed.setdefault(id(v), set()).update(entries if BATCH in v.type.axes else {0})
 
-        read_by_some = {id(v) for node in self.graph.nodes for v in node.inputs}
-        made = (v for node in self.graph.nodes for v in node.outputs)
-        unread = (v for v in made if id(v) not in read_by_some)  # a frozen stream's velocity: its parameters stay
-        for v in (*self.graph.outputs.values(), *unread):
+        for v in self.graph.outputs.values():
             read(v, range(_size(v)))
         for node in reversed(self.graph.nodes):
             entries = set().union(*(needed.get(id(v), ()) for v in node.outputs))
