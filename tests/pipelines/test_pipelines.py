@@ -44,7 +44,7 @@ def third(tmp_path, monkeypatch):
 
 
 def test_the_default_comes_first_and_is_what_two_stage_says():
-    assert list(pipelines.pipelines())[:3] == ["two-stage", "a2v", "distilled"]
+    assert list(pipelines.pipelines())[:3] == ["two-stage", "a2v", "dfr"]
 
 
 def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):

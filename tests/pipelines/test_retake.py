@@ -66,8 +66,8 @@ def clip(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def generation():
-    return "2.3"
+def generation(request):
+    return getattr(request, "param", "2.3")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
         *(("2.3", kept, 2) for kept in (None, "audio", "video")),
         ("2.0", None, 2),
     ],
-    scope="module",
+    indirect=["generation"],
 )
 def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, guided, tmp_path):
     """x0 = x - v m sigma, masked; what is frozen is at sigma 0 and never guided. Kept tokens end as the source's, bit
