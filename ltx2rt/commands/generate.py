@@ -30,7 +30,7 @@ from ltx2rt.commands.options import model_options, start_ranks, wanted_files
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
-from ltx2rt.media.output import check_streams, remove_clip, write_clip
+from ltx2rt.media.output import check_encoders, check_streams, remove_clip, write_clip
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, draw_seed
@@ -91,7 +91,9 @@ def prepared(options: ModelOptions, request: Request, files: Files) -> tuple[Che
     checkpoint = opened_checkpoint(options)
     files.check(request.seeds, checkpoint.files)
     _check_enhancing(request, checkpoint)
-    return checkpoint, request.resolved(checkpoint.config)
+    request = request.resolved(checkpoint.config)
+    check_encoders(files.output)  # last: its import takes as long as all the rest
+    return checkpoint, request
 
 
 def make_plan(session: Session, request: Request) -> Plan:

@@ -35,8 +35,7 @@ PNG_THREADS = 8
 
 
 def check_output(path: Path) -> None:
-    """Refuse a name of no known form, frames that would mix with older ones, and encoders that this build of FFmpeg
-    lacks. Raises InputError."""
+    """Refuse a name of no known form, and frames that would mix with older ones. Raises InputError."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise InputError(f"--output: {path} is not named {', '.join(f'*{s}' for s in SUFFIXES)}; rename it")
@@ -44,7 +43,11 @@ def check_output(path: Path) -> None:
         raise InputError(f"--output: {path} is one name for all frames; number them: {path.with_name('%05d.png')}")
     if suffix == ".png" and path.parent.is_dir() and (found := files_of(path)):
         raise InputError(f"--output: {found[0]} is there already; choose an empty folder, so that frames do not mix")
-    if container := CONTAINERS.get(suffix):
+
+
+def check_encoders(path: Path) -> None:
+    """Refuse a container whose encoders this build of FFmpeg lacks. Raises InputError."""
+    if container := CONTAINERS.get(path.suffix.lower()):
         import av
 
         for encoder in (container.video, container.audio):

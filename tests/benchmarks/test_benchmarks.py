@@ -196,7 +196,7 @@ def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
         expected = sum(v.type.nbytes for v in (*case.node.inputs, *case.node.outputs))
         assert case.bytes.minimum == expected, case
     one_step = {op: sum(c.calls.get("stage1", 0) for c in found if c.node.op == op) for op in FOLDERS}
-    # Six attentions in each of three blocks; in two of these, branches part between the gates of two and what they gate.
+    # Six attentions in each of three blocks; in two of them branches part between two gates and what they gate.
     assert one_step["head_gate"] == 6 * 3 - 4
 
 

@@ -13,7 +13,7 @@ from ltx2rt.commands.generate import BYTES_PER_PIXEL
 from ltx2rt.errors import InputError
 from ltx2rt.media import output
 from ltx2rt.media.mp4 import durations, to_rgb8
-from ltx2rt.media.output import check_output, check_streams, files_of, write_clip
+from ltx2rt.media.output import check_encoders, check_output, check_streams, files_of, write_clip
 
 NTSC = Fraction(24000, 1001)
 COMMENT = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}
@@ -151,9 +151,9 @@ def test_frames_do_not_mix_with_older_ones(tmp_path):
 
 def test_an_encoder_that_the_build_lacks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(av, "codecs_available", av.codecs_available - {"libvpx-vp9"})
-    check_output(tmp_path / "a.mp4")
+    check_encoders(tmp_path / "a.mp4")
     with pytest.raises(InputError, match=r"a\.webm needs the encoder libvpx-vp9, .*; write \*\.mp4"):
-        check_output(tmp_path / "a.webm")
+        check_encoders(tmp_path / "a.webm")
 
 
 def test_a_form_fits_what_is_made(tmp_path):
