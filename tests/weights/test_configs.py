@@ -152,6 +152,15 @@ def test_an_absent_key_is_named(name, key):
         configs.official_text(keys, 448)
 
 
+@pytest.mark.parametrize("key", ["upsample_kernel_sizes", "resblock_dilation_sizes"])
+def test_a_vocoders_lists_go_together(key):
+    data = official("tiny-2.3")
+    data["vocoder"]["vocoder"][key] = data["vocoder"]["vocoder"][key][:-1]
+    audio = configs.official_audio_vae(Keys(data["audio_vae"], "audio_vae"))
+    with pytest.raises(InputError, match=r"vocoder\.vocoder: \d .* and \d .*, expected as many"):
+        configs.official_vocoder(Keys(data["vocoder"], "vocoder"), audio)
+
+
 @pytest.mark.parametrize(
     ("part", "key", "value"),
     [

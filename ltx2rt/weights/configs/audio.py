@@ -104,6 +104,15 @@ def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:
     )
 
 
+def _paired(where: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Every rate has a kernel, and every kernel of a residual block dilations. Raises InputError."""
+    for one, other in (("upsample_rates", "upsample_kernels"), ("resblock_kernels", "resblock_dilations")):
+        if len(found[one]) != len(found[other]):
+            counts = f"{len(found[one])} {one} and {len(found[other])} {other}"
+            raise InputError(f"{where}: {counts}, expected as many; pass the checkpoint as it was released")
+    return found
+
+
 def _plain(generator: GeneratorConfig, sample_rate: int) -> VocoderConfig:
     return VocoderConfig(generator, None, 0, 0, 0, sample_rate, sample_rate)
 
@@ -116,7 +125,7 @@ def _official_generator(keys: Keys, activation: str, mel_bins: int) -> Generator
     if keys.flag("apply_final_activation", True):
         final = "tanh" if keys.flag("use_tanh_at_final", True) else "clamp"
     return GeneratorConfig(
-        **read_official(GENERATOR, keys),
+        **_paired(keys.where, read_official(GENERATOR, keys)),
         in_channels=STEREO * mel_bins,
         out_channels=STEREO,
         activation=activation,
@@ -163,7 +172,7 @@ def _diffusers_generator(keys: Keys, prefix: str, activation: str) -> GeneratorC
     finals = {"tanh": "tanh", "clamp": "clamp", None: "none"}
     final = keys.choice(f"{prefix}final_act_fn", finals, "tanh" if plain else None)
     return GeneratorConfig(
-        **read_diffusers(GENERATOR, keys, prefix),
+        **_paired(keys.where, read_diffusers(GENERATOR, keys, prefix)),
         in_channels=keys.number(f"{prefix}in_channels"),
         out_channels=keys.number(f"{prefix}out_channels"),
         activation=activation,
