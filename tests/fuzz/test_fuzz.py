@@ -250,7 +250,8 @@ def test_sources(rng, many, tmp_path):
         path.unlink()
 
 
-def test_flags(rng, many, tiny, tmp_path, capsys):
+def test_flags(rng, many, tiny, tmp_path, capfd):
+    """Ranks that a run starts write to the file descriptor."""
     words = ["0", "-1", "1", "64", "nan", "inf", "1e400", "9" * 30, "", ":", "x:0", "0:0:0", "é", "a=1", "tensor=0"]
     words += ["1/0", "-0", "0x10", "1_000", " 1", "none", "stage1", "/", ".", "/dev/null", "x" * 5000, "٣"]
     flags = "width height num-frames fps seed num-videos image image-crf noise-in steps video-cfg stg-blocks audio-from"
@@ -267,7 +268,7 @@ def test_flags(rng, many, tiny, tmp_path, capsys):
             status = cli.main(argv)
         except SystemExit as end:
             status = end.code
-        printed = capsys.readouterr()
+        printed = capfd.readouterr()
         assert status == 2 and printed.out == "", (added, printed)
         assert [line[:15] for line in printed.err.splitlines()][-1] == "ltx2rt: error: ", (added, printed)
         assert list(tmp_path.iterdir()) == []
