@@ -45,8 +45,8 @@ class Unit:
 def roll(graph: Graph) -> Graph:
     """Same inputs, parameters and outputs; sums in another order."""
     # Between two convolutions each, for it looks at all nodes again after every match: 3 s at once.
-    number = accumulate((node.op == "conv" and len(node.inputs) == 3 for node in graph.nodes), initial=0)
-    groups = groupby(zip(number, graph.nodes, strict=False), key=lambda pair: pair[0])
+    number = accumulate(node.op == "conv" and len(node.inputs) == 3 for node in graph.nodes)
+    groups = groupby(zip(number, graph.nodes, strict=True), key=lambda pair: pair[0])
     cuts = _cut(graph, [[node for _, node in same] for _, same in groups])
     graph = replace(graph, nodes=[node for cut in cuts for node in fuse(cut, (snakes,)).nodes])
     nodes, blocks, i = [], [], 0

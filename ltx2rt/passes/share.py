@@ -430,7 +430,7 @@ class _Writer:
             body.inputs[v.name if v.name not in body.inputs else f"{v.name}_{len(body.inputs)}"] = v
             operands.append(value)
 
-        for (v, _), source in zip(carry, sources, strict=False):
+        for (v, _), source in zip(carry, sources[: len(carry)], strict=True):
             value = self.read(source, found.leaders(v))
             own = Value(v.name, value.type)
             writer.held[id(v)] = own, found.where(v)

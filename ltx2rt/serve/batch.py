@@ -274,7 +274,7 @@ class Batch:
         made = (job.result or {}).get("files", [])
         seed = job.job["clip"].get("seed")
         names = self.results.names(line.id, seed, len(made))
-        for file, name in zip(made, names, strict=False):
+        for file, name in zip(made, names[: len(made)], strict=True):  # a job that failed has none
             os.replace(self.folder.outputs / file, self.results.output / name)
         report = (job.result or {}).get("report", {})
         self.results.keep(
