@@ -40,16 +40,17 @@ def run(model: Path, root: Path, output: Path, *flags: str) -> tuple[dict[str, i
 
 
 def test_the_second_process_compiles_nothing_and_damage_is_mended(tiny, tmp_path):
+    """The second makes another request of the same size."""
     model, root = tiny("tiny-2.0", "official"), tmp_path / "kept"
     (root / "ltx2rt-0.0.1_jax-0.1").mkdir(parents=True)
     first, said = run(model, root, tmp_path / "first.mp4")
     assert "ltx2rt-0.0.1_jax-0.1" in said and "cannot use" in said
     assert first["cache_misses"] == first["compile_requests_use_cache"] > 0 and "cache_hits" not in first
 
-    second, said = run(model, root, tmp_path / "second.mp4")
+    changed = ["--prompt", "an owl", "--seed", "2", "--steps", "3", "--video-cfg", "2.5"]
+    second, said = run(model, root, tmp_path / "second.mp4", *changed)
     assert second["cache_hits"] == second["compile_requests_use_cache"] > 0 and "cache_misses" not in second
     assert "ltx2rt:" not in said
-    assert same_pictures(tmp_path / "first.mp4", tmp_path / "second.mp4")
 
     *_, flipped, cut = sorted(root.glob("*/*-cache"), key=lambda path: path.stat().st_size)
     cut.write_bytes(cut.read_bytes()[:1000])
@@ -62,9 +63,11 @@ def test_the_second_process_compiles_nothing_and_damage_is_mended(tiny, tmp_path
     for path in (flipped, cut):
         assert len(zlib.decompress(path.read_bytes())) > 1000
 
-    changed = ["--prompt", "an owl", "--seed", "2", "--steps", "3", "--video-cfg", "2.5"]
-    fourth, _ = run(model, root, tmp_path / "fourth.mp4", *changed)
-    assert "cache_misses" not in fourth, "another request of this size compiles nothing"
+
+@pytest.mark.slow
+def test_another_size_compiles_what_depends_on_it_once(tiny, tmp_path):
+    model, root = tiny("tiny-2.0", "official"), tmp_path / "kept"
+    run(model, root, tmp_path / "first.mp4")
     wider, _ = run(model, root, tmp_path / "wider.mp4", "--width", "128")
     assert wider["cache_misses"] > 0 and wider["cache_hits"] > 0  # the text encoder's
     assert "cache_misses" not in run(model, root, tmp_path / "again.mp4", "--width", "128")[0]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from placed_cases import DEVICES, LAYERS, NAMES, case
-from tensor_parallel_ranks import MEASURED, RUNS, Run, source_of, write_inputs
+from placed_cases import LAYERS, NAMES, case
+from tensor_parallel_ranks import MEASURED, RANKS, RUNS, Run, source_of, write_inputs
 
 from ltx2rt.backend import get_backend
 
@@ -86,7 +86,7 @@ def runs(kind: str, dtype: str) -> list[Run]:
     return [run for run in RUNS[kind] if run.dtype == dtype]
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("run", runs("cuda", "float32"), ids=str)
 def test_torch_ranks_equal_one_device(torch_ranks, run, devices):
     """12 heads on 3 ranks among them, merged LoRAs, and at 4 ranks heads that stay whole."""
@@ -106,20 +106,20 @@ def test_torch_ranks_in_bfloat16_err_as_one_device_does(torch_ranks):
     for run in runs("cuda", "bfloat16"):
         exact = alone(Run(run.name, "float32", run.lora), torch_ranks)
         single = distance(alone(run, torch_ranks), exact)
-        for devices in DEVICES:
+        for devices in RANKS:
             for key, error in distance(saved(torch_ranks, "cuda", devices, run), exact).items():
                 ratios.append(error / single[key])
                 assert 0 < ratios[-1] <= 2, f"{run}, {devices} ranks, {key}"
     assert np.exp(np.mean(np.log(ratios))) <= 1.2
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("run", RUNS["tpu"], ids=str)
 def test_jax_devices_under_shard_map_equal_one_device(jax_devices, run, devices):
     assert max(distance(saved(jax_devices, "tpu", devices, run), alone(run, jax_devices)).values()) <= CLOSE
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("run", RUNS["cuda"], ids=str)
 def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, run, devices):
     """As torch dispatches them, on every rank."""
@@ -132,7 +132,7 @@ def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, ru
         assert rank["executed"][str(run)] == planned
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("run", RUNS["tpu"], ids=str)
 def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, run, devices):
     """JAX makes one psum of each operand; which of them leave together is up to XLA. A scan's body is there once."""
@@ -141,7 +141,7 @@ def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, ru
     assert nodes and traced == {"psum": sum(len(node.inputs) for node in nodes)}
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
 def test_ranks_execute_4_large_and_3_small_all_reduces_a_block(torch_ranks, generation, devices):
     for rank in did(torch_ranks, devices):
@@ -153,12 +153,12 @@ def test_ranks_execute_4_large_and_3_small_all_reduces_a_block(torch_ranks, gene
         assert all(op.startswith("all_reduce") for op in executed), "no gather"
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", RANKS)
 def test_ranks_agree_on_what_one_of_them_says(torch_ranks, devices):
     assert [rank["agreed"] for rank in did(torch_ranks, devices)] == [[True, False]] * devices
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("text")])
 def test_ranks_request_their_slices_once_and_whole_tensors_each(torch_ranks, name, devices):
     split = whole = 0
@@ -171,7 +171,7 @@ def test_ranks_request_their_slices_once_and_whole_tensors_each(torch_ranks, nam
     assert [rank["requested"][name] for rank in did(torch_ranks, devices)] == [split // devices + whole] * devices
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
     params = case(name).on(devices).all_params().values()
@@ -199,7 +199,7 @@ def test_jax_devices_peak_at_what_they_hold_while_they_load(jax_devices, source,
     assert 0.9 * found["share"] < found["peak"] <= limit * found["share"], found
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", RANKS)
 def test_shared_calls_can_be_stopped_and_the_next_ones_are_whole(torch_ranks, devices):
     """At most one call is under way on each rank beyond the one handed out; all ranks stop at the same call."""
     found = [rank["shared"] for rank in did(torch_ranks, devices)]

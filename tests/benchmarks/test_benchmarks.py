@@ -317,10 +317,11 @@ def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedP
 @pytest.mark.parametrize(
     "part,flags,files",
     [
-        (
+        pytest.param(
             "kernels",
             " ".join([*TINY_SIZE, "--rounds 1 --contestants kernel"]),
             {"kernels.json": "kernels", "kernels-image.json": "kernels", "kernels-float8.json": "kernels"},
+            marks=pytest.mark.slow,
         ),
         (
             "cold-start",
@@ -328,10 +329,11 @@ def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedP
             {"cold-start.json": "cold_start"},
         ),
         ("peer", " ".join([*TINY_CLIP, "--repeats 1"]), {"peer.json": "end_to_end"}),
-        (
+        pytest.param(
             "memory",
             " ".join([*TINY_CLIP, "--repeats 1"]),
             {f"memory-{name}.json": "end_to_end" for name in ("resident", "offload", "reload")},
+            marks=pytest.mark.slow,
         ),
     ],
 )

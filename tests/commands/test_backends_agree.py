@@ -67,6 +67,7 @@ def test_two_stage_with_images_and_loras(tiny, generate_on_both, images, user_lo
     assert measured["duration_video_a_s"] == measured["duration_video_b_s"]
 
 
+@pytest.mark.slow
 def test_distilled_after_a_warm_up(tiny, generate_on_both, user_lora):
     """The warm-up has run both stages, so stage 1 meets weights that stage 2, without the LoRA, has shared."""
     lora = f"{user_lora('2.0')}:0.5:stage1"

@@ -305,9 +305,13 @@ def test_a_neutral_branch_is_not_run(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "raised,status", [(RuntimeError("no luck"), 1), (KeyboardInterrupt(), 130), (SystemExit(143), 143)]
+    "where,raised,status",
+    [
+        ((Session, "denoise"), RuntimeError("no luck"), 1),
+        ((sound, "decode_sound"), KeyboardInterrupt(), 130),
+        ((decode.Frames, "_calls"), SystemExit(143), 143),
+    ],
 )
-@pytest.mark.parametrize("where", [(Session, "denoise"), (sound, "decode_sound"), (decode.Frames, "_calls")])
 def test_a_run_that_fails_midway_leaves_no_file(where, raised, status, generate, model, monkeypatch):
     def fail(*_, **__):
         raise raised

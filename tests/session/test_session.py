@@ -137,6 +137,7 @@ def _plan(resident):
     return make_plan(resident, make_request("two-stage", prompt="a red fox", seed=3, **SMALL, **SIZES[0]))
 
 
+@pytest.mark.parametrize("session", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)], indirect=True)
 def test_programs_of_rarely_used_shapes_are_let_go(session, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_PROGRAMS", 10)
     released = []
