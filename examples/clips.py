@@ -86,9 +86,15 @@ class Clip:
         else:  # as high and as wide as the circle
             outside = np.maximum(dy - radius, 0.894 * np.abs(dx) - 0.447 * (dy + radius))
         inside = np.clip(0.5 - outside * size, 0, 1)[..., None]
-        shade = (1.15 - 0.3 * rows)[None, :, None, None]
-        behind = np.float32(BACKGROUNDS[self.background]) * np.broadcast_to(shade, (1, side, side, 1))
-        return (behind * (1 - inside) + np.float32(COLOURS[self.colour]) * inside).astype(np.float32)
+        behind = self.behind(size)[:, top : top + side, left : left + side]
+        return (behind * (1 - inside) + np.array(COLOURS[self.colour], np.float32) * inside).astype(np.float32)
+
+    def behind(self, size: int = SIZE) -> np.ndarray:
+        """The background alone, f32[1, size, size, 3]: lighter at the top."""
+        shade = 1.15 - 0.3 * (np.arange(size, dtype=np.float32) + 0.5) / size
+        return np.broadcast_to(
+            np.array(BACKGROUNDS[self.background], np.float32) * shade[:, None, None], (1, size, size, 3)
+        )
 
     def sound(self, rate: int = RATE) -> np.ndarray:
         """f32[2, samples] at `rate` Hz: a tone by shape, louder where the shape is larger and on its side; clicks."""

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from examples.clips import BACKGROUNDS, COLOURS, FPS, FRAMES, MOTIONS, PITCHES, SIZE, Clip, random_clip
-from ltx2rt.config import ModelConfig
+from ltx2rt.config import GemmaConfig, ModelConfig, VaeStage
 from ltx2rt.graph import Graph
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models import audio_vae, connectors, gemma, transformer, upsampler, video_vae, vocoder
@@ -61,7 +61,8 @@ from ltx2rt.weights.random.presets import gemma as gemma_sizes
 
 NAME = "tiny-trained-2.3"
 HALF = SIZE // 2  # what stage 1 makes
-LATENT_NOISE = 0.25  # of the latents' deviation, added in training: neighbours must decode to neighbours
+SHAPE_WEIGHT = 12  # of a shape's pixels, which are few
+LATENT_NOISE = 0.2  # of the latents' deviation, added in training: neighbours must decode to neighbours
 DROPPED = 0.1  # of the prompts are the empty or the negative one, for classifier-free guidance
 LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
 WORDS, FIRST = 64, 24  # tokens of a context in most of the training, of which the first are those of every prompt
@@ -71,6 +72,7 @@ GIVEN = 0.3, 0.1  # of the clips have a clean first frame, and of them all a cle
 GUIDANCE, SUBSTEPS = 3.0, 4  # of the teacher that is distilled
 MEL_SECONDS = 0.32  # of the pieces that the vocoder is trained on
 SHARD_BYTES = 1_900_000
+SAVE_SECONDS = 60  # what an interruption costs at most
 
 
 def sizes() -> Preset:
@@ -78,7 +80,7 @@ def sizes() -> Preset:
     a generator halves its channels at each."""
     text = gemma_sizes(vocab=480, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=64, window=16)
     own = replace(
-        SIZES["tiny-2.3"], layers=4, gemma=text, encoder_widths=(16, 16, 32, 32, 64), audio_multipliers=(1, 2, 2),
+        SIZES["tiny-2.3"], layers=4, gemma=text, encoder_widths=(16, 32, 32, 32, 32), audio_multipliers=(1, 2, 2),
         vocoder_hidden=64, extension_hidden=16, connector_layers=1, lora_rank=8,
     )  # fmt: skip
     made = of_sizes(own, NAME)
@@ -92,7 +94,20 @@ def sizes() -> Preset:
             c.vocoder.bandwidth_extension, upsample_rates=(6, 5, 4, 2), upsample_kernels=(12, 11, 8, 4)
         ),
     )
-    return replace(made, config=replace(c, audio_vae=replace(c.audio_vae, base_channels=16), vocoder=sound))
+    widths = 64, 32, 32, 32, 16  # of the decoder, wider at the end than the released one's would be at this size
+    pairs = zip(widths[:-1], widths[1:], ((2, 2, 2), (2, 2, 2), (2, 1, 1), (1, 2, 2)), strict=True)
+    stages = [
+        stage
+        for before, after, stride in pairs
+        for stage in (
+            VaeStage("sample", before, after, stride=stride, residual=False),
+            VaeStage("res", after, after, num_layers=1),
+        )
+    ]
+    picture = replace(c.video_vae, decoder=(c.video_vae.decoder[0], *stages))
+    return replace(
+        made, config=replace(c, video_vae=picture, audio_vae=replace(c.audio_vae, base_channels=16), vocoder=sound)
+    )
 
 
 def prompts() -> list[str]:
@@ -128,6 +143,10 @@ class Lab:
                 elif name.endswith("coder.conv_in.conv.bias"):  # or the norms after it hide how bright a plain area is
                     fixed.mul_(10)
 
+        for path in sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime):
+            if path.stem != "latents":
+                self._put(load_file(path))
+
     def rng(self, *what: Any) -> np.random.Generator:
         return np.random.default_rng([self.seed, *(zlib.crc32(str(x).encode()) for x in what)])
 
@@ -146,6 +165,7 @@ class Lab:
         loss: Callable[[int, np.random.Generator], dict[str, torch.Tensor]],
     ) -> None:  # fmt: skip
         """AdamW, a cosine to zero, and the average of the last weights as the result."""
+        self.weights |= parameters
         done = self.folder / f"{part}.safetensors"
         if done.exists():
             self._put(load_file(done))
@@ -177,15 +197,15 @@ class Lab:
             with torch.no_grad():
                 for name, p in parameters.items():
                     average[name].lerp_(p, 1 - decay)
-            curve.append({name: float(value) for name, value in losses.items()})
-            if not np.isfinite(float(total)):
-                raise SystemExit(f"{part}: step {step}: the loss is {float(total)}")
+            curve.append({name: float(value.detach()) for name, value in losses.items()})
+            if not torch.isfinite(total):
+                raise SystemExit(f"{part}: step {step}: the loss is {float(total.detach())}")
             if step % max(1, steps // 40) == 0 or step == steps - 1:
                 said = ", ".join(
                     f"{name} {np.mean([c[name] for c in curve[-50:] if name in c]):.4f}" for name in curve[-1]
                 )
                 print(f"{part}: step {step} of {steps}, {said}, {time.time() - began:.0f} s", flush=True)
-            if time.time() - saved > 60:
+            if time.time() - saved >= SAVE_SECONDS:
                 weights = {name: p.detach() for name, p in parameters.items()}
                 state = {"weights": weights, "optimizer": optimizer.state_dict(), "average": average, "curve": curve}
                 torch.save(state | {"step": step + 1, "seconds": time.time() - began}, kept)
@@ -264,7 +284,7 @@ class Lab:
     @cached_property
     def states(self) -> torch.Tensor:
         """The text encoder's, of every prompt: (prompts, text, D, states)."""
-        assert self.config.gemma is not None
+        assert isinstance(self.config.gemma, GemmaConfig)
         ids, mask = self.tokens
         network = self.module(gemma.trace(self.config.gemma, 1, PROMPT_TOKENS, "float32"), lambda name: False)
         found = []
@@ -322,12 +342,16 @@ class Lab:
 
 def pixels(clip: Clip, size: int, **window) -> torch.Tensor:
     """f32[3, frames, size, size] in [-1, 1]."""
-    return torch.from_numpy(clip.frames(size, **window) * 2 - 1).permute(3, 0, 1, 2).contiguous()
+    return as_pixels(clip.frames(size, **window))
+
+
+def as_pixels(frames: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(frames * 2 - 1).permute(3, 0, 1, 2).contiguous()
 
 
 def ramp(part: float) -> float:
-    """0 in the first fifth of a training, when the plain picture is learnt and all else would hide it; then up to 1."""
-    return min(1.0, max(0.0, 5 * part - 1))
+    """0 in the first half of a training, when the picture is learnt and noise would hide it; then up to 1."""
+    return min(1.0, max(0.0, 4 * part - 2))
 
 
 def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
@@ -340,31 +364,65 @@ def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
 
 
 def train_video_vae(lab: Lab) -> None:
-    """On pieces of clips at either stage's size, in turn."""
-    c, frames, steps = lab.config.video_vae, 17, 4500
+    """On short pieces of small clips, which is where most is learnt; then on longer ones at either stage's size."""
+    c, steps = lab.config.video_vae, 3600
     nets = []
-    for size, batch in ((HALF, 4), (SIZE, 2)):
+    for size, frames, batch in ((HALF, 9, 6), (HALF, 17, 4), (SIZE, 17, 2)):
         cells = ((frames - 1) // c.time_factor + 1, size // c.space_factor, size // c.space_factor)
         encode = lab.module(video_vae.trace_encoder(c, batch, frames, size, size, "float32"))
-        nets.append((size, batch, (encode, lab.module(video_vae.trace_decoder(c, batch, *cells, "float32")))))
+        decode = lab.module(video_vae.trace_decoder(c, batch, *cells, "float32"))
+        nets.append((size, frames, batch, (encode, decode)))
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        size, batch, (encode, decode) = nets[step % 2]
-        clips = [random_clip(rng) for _ in range(batch)]
-        shown = torch.stack(
-            [pixels(x, size, first=int(rng.integers(FRAMES - frames + 1)), count=frames) for x in clips]
-        )
+        size, frames, batch, (encode, decode) = nets[0 if 5 * step < 3 * steps else 1 + step % 2]
+        shown, weight = examples_of(rng, size, frames, batch)
         with torch.autocast("cpu", torch.bfloat16):
             latent = encode(frames=shown)["latent"].float()
             found = decode(latent=disturbed(latent, step / steps))["frames"].float()
-        moved, meant = found.diff(dim=2), shown.diff(dim=2)
-        return {
-            "pixels": (found - shown).abs().mean(),
-            "motion": ramp(step / steps) * 0.5 * (moved - meant).abs().mean(),
-        }
+        return picture_losses(found, shown, weight)
 
-    lab.fit("video_vae", lab.trained(*(net for *_, pair in nets for net in pair)), steps, 7e-4, loss)
+    lab.fit("video_vae", lab.trained(*(net for *_, pair in nets for net in pair)), steps, 1e-3, loss)
     _measure(lab, "vae", lambda clips: encode_video(lab, clips), axes=(0, 2, 3, 4))
+
+
+def train_video_decoder(lab: Lab) -> None:
+    """On, with the latents as they are by now: the transformer can learn those meanwhile."""
+    c, batch, frames = lab.config.video_vae, 2, 17
+    nets = []
+    for size in (HALF, SIZE):
+        cells = ((frames - 1) // c.time_factor + 1, size // c.space_factor, size // c.space_factor)
+        encode = lab.module(video_vae.trace_encoder(c, batch, frames, size, size, "float32"))
+        nets.append((size, encode, lab.module(video_vae.trace_decoder(c, batch, *cells, "float32"))))
+
+    def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        size, encode, decode = nets[step % 2]
+        shown, weight = examples_of(rng, size, frames, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                latent = encode(frames=shown)["latent"].float()
+            noise = LATENT_NOISE * torch.rand(batch, 1, 1, 1, 1) * torch.randn_like(latent)
+            found = decode(latent=latent + noise)["frames"].float()
+        return picture_losses(found, shown, weight)
+
+    parameters = {name: p for name, p in lab.trained(*(net for *_, net in nets)).items() if "decoder" in name}
+    lab.fit("video_decoder", parameters, 2500, 7e-4, loss)
+
+
+def examples_of(rng: np.random.Generator, size: int, frames: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pieces of clips (B, 3, frames, size, size), and the weights of their pixels (B, 1, ...)."""
+    clips = [random_clip(rng) for _ in range(batch)]
+    pieces = zip(clips, rng.integers(FRAMES - frames + 1, size=batch).tolist(), strict=True)
+    shown = torch.stack([pixels(clip, size, first=first, count=frames) for clip, first in pieces])
+    plain = torch.stack([as_pixels(clip.behind(size)) for clip in clips])
+    return shown, 1 + SHAPE_WEIGHT * ((shown - plain).abs().amax(1, keepdim=True) > 0.02).float()
+
+
+def picture_losses(found: torch.Tensor, shown: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    off = found - shown
+    return {
+        "weighted": (weight * (off.abs() + off.square())).mean() / weight.mean(),
+        "pixels": off.detach().abs().mean(),
+    }
 
 
 def encode_video(lab: Lab, clips: list[Clip]) -> torch.Tensor:
@@ -658,6 +716,7 @@ PARTS: dict[str, Callable[[Lab], None]] = {
     "video_vae": train_video_vae,
     "audio_vae": train_audio_vae,
     "vocoder": train_vocoder,
+    "video_decoder": train_video_decoder,
     "upsampler": train_upsampler,
     "transformer": train_transformer,
     "lora": train_lora,
