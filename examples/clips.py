@@ -21,7 +21,7 @@ COLOURS = {
     "yellow": (0.95, 0.85, 0.15),
     "white": (0.95, 0.95, 0.95),
 }
-PITCHES = {"circle": 330.0, "square": 495.0, "triangle": 743.0}  # Hz; a fifth apart
+PITCHES = {"circle": 300.0, "square": 500.0, "triangle": 700.0}  # Hz; of a steady mel of 100 a second no other comes
 MOTIONS = {
     "bounces": "bounces on the floor",
     "right": "slides to the right",

@@ -69,7 +69,7 @@ WORDS, FIRST = 64, 24  # tokens of a context in most of the training, of which t
 SIZES_OF_CLIPS = "half", "whole"
 STEPS_DRAWN = np.array([2, 1, 1, 1, 2, 3, 3, 3]) / 16  # how often each distilled step is trained
 GIVEN = 0.3, 0.1  # of the clips have a clean first frame, and of them all a clean sound or video
-GUIDANCE, SUBSTEPS = 3.0, 4  # of the teacher that is distilled
+GUIDANCE, SUBSTEPS = 3.0, 2  # of the teacher that is distilled
 MEL_SECONDS = 0.32  # of the pieces that the vocoder is trained on
 SHARD_BYTES = 1_900_000
 SAVE_SECONDS = 60  # what an interruption costs at most
@@ -239,7 +239,7 @@ class Lab:
         path = self.folder / "latents.safetensors"
         if path.exists():
             return load_file(path)
-        count, names = max(16, round(3000 * self.scale)), prompts()
+        count, names = max(16, round(2000 * self.scale)), prompts()
         found: dict[str, list] = {"half": [], "whole": [], "sound": [], "prompt": []}
         encoders = {
             name: self.module(video_vae.trace_encoder(self.config.video_vae, 4, FRAMES, size, size, "float32"))
@@ -251,7 +251,9 @@ class Lab:
                 clips = [random_clip(self.rng("latents", i + j)) for j in range(4)]
                 for name, size in (("half", HALF), ("whole", SIZE)):
                     frames = torch.stack([pixels(clip, size) for clip in clips])
-                    found[name].append(torch.from_numpy(pack_video(encoders[name](frames=frames)["latent"].numpy())))
+                    with torch.autocast("cpu", torch.bfloat16):
+                        latent = encoders[name](frames=frames)["latent"].float()
+                    found[name].append(torch.from_numpy(pack_video(latent.numpy())))
                 mel = torch.from_numpy(self.mels(clips))
                 found["sound"].append(torch.from_numpy(pack_audio(hear(mel=mel)["latent"].numpy())))
                 found["prompt"] += [names.index(clip.prompt) for clip in clips]
@@ -471,6 +473,7 @@ def train_vocoder(lab: Lab) -> None:
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         clips = [random_clip(rng) for _ in range(batch)]
+        clips = [replace(clip, motion="bounces") if rng.random() < 0.5 else clip for clip in clips]
         mels, start = lab.mels(clips), int(rng.integers(lab.mel_frames - frames))
         waves = torch.from_numpy(np.stack([clip.sound(a.sample_rate) for clip in clips]))
         waves = F.pad(waves, (0, a.mel_hop * (start + frames)))[..., a.mel_hop * start : a.mel_hop * (start + frames)]
@@ -485,7 +488,7 @@ def train_vocoder(lab: Lab) -> None:
             ).abs().mean()
         return losses
 
-    lab.fit("vocoder", lab.trained(network), 2500, 1e-3, loss)
+    lab.fit("vocoder", lab.trained(network), 4500, 1e-3, loss)
 
 
 def train_upsampler(lab: Lab) -> None:
@@ -506,7 +509,7 @@ def train_upsampler(lab: Lab) -> None:
             found = network(latent=small + 0.1 * torch.randn_like(small))["latent"].float()
         return {"latents": (found - large).square().mean()}
 
-    lab.fit("upsampler", lab.trained(network), 2000, 2e-3, loss)
+    lab.fit("upsampler", lab.trained(network), 1500, 1e-3, loss)
 
 
 def train_transformer(lab: Lab) -> None:
@@ -527,7 +530,7 @@ def train_transformer(lab: Lab) -> None:
             rng,
         )
 
-    lab.fit("transformer", lab.trained(*nets), 7000, 1e-3, short)
+    lab.fit("transformer", lab.trained(*nets), 5500, 1e-3, short)
     text, known = lab.connectors(spread), lab.latents["prompt"].numpy()
     nets = [lab.forward(size, batch, PROMPT_TOKENS)[0] for size in ("half", "whole")]
 
@@ -539,7 +542,7 @@ def train_transformer(lab: Lab) -> None:
         found = {name: x.repeat_interleave(batch // spread, 0) for name, x in encoded.items()}
         return flow(lab, lab.forward(size := SIZES_OF_CLIPS[step % 2], batch, PROMPT_TOKENS), size, rows, found, rng)
 
-    lab.fit("transformer_and_connectors", lab.trained(text, *nets), 300, 3e-4, full)
+    lab.fit("transformer_and_connectors", lab.trained(text, *nets), 200, 3e-4, full)
     del lab.contexts
 
 
@@ -648,7 +651,7 @@ def train_lora(lab: Lab) -> None:
             "sound": (a - (y - begun[1]) / length).square().mean(),
         }
 
-    lab.fit("lora", factors, 1000, 2e-3, loss)
+    lab.fit("lora", factors, 400, 2e-3, loss)
 
 
 # ---- what is left of it ---------------------------------------------------------------------------------------------
