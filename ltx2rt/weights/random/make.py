@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -475,9 +475,9 @@ def _vision(config: GemmaConfig) -> dict[str, Any]:
     return {"model_type": "siglip_vision_model", "vision_use_head": False, **dict(zip(keys, sizes, strict=True))}
 
 
-def tokenizer_json(config: GemmaConfig | Gemma4Config) -> str:
-    """A small Gemma-style BPE with byte fallback, trained on four sentences. As the released ones, that of Gemma 3 adds
-    BOS and that of Gemma 4 does not."""
+def tokenizer_json(config: GemmaConfig | Gemma4Config, corpus: Sequence[str] = CORPUS) -> str:
+    """A small Gemma-style BPE with byte fallback, trained on a few sentences. As the released ones, that of Gemma 3
+    adds BOS and that of Gemma 4 does not."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
@@ -493,7 +493,7 @@ def tokenizer_json(config: GemmaConfig | Gemma4Config) -> str:
         min_frequency=2,
         max_token_length=8,
     )
-    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    tokenizer.train_from_iterator([*corpus] * 4, trainer)
     if isinstance(config, GemmaConfig):
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", special.index("<bos>"))]

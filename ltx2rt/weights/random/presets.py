@@ -160,8 +160,13 @@ def preset(name: str, upsampler: str = "x2") -> Preset:
     """upsampler: its kind, one of `UPSAMPLERS`. Raises InputError."""
     if name not in SIZES:
         raise InputError(f"unknown preset {name!r}, known are {', '.join(SIZES)}")
+    return of_sizes(SIZES[name], name, upsampler)
+
+
+def of_sizes(sizes: Sizes, name: str, upsampler: str = "x2") -> Preset:
+    """As the preset `name` in everything but its sizes."""
     scale, rational = UPSAMPLERS[upsampler]
-    sizes, new, newest = SIZES[name], not name.endswith("2.0"), name.endswith("2.5")
+    new, newest = not name.endswith("2.0"), name.endswith("2.5")
     version = (2, int(name[-1]), 0)
     transformer = _transformer(sizes, new)
     config = ModelConfig(

@@ -1,0 +1,128 @@
+"""Synthetic clips with sound: one coloured shape that moves, and the sentence that describes it.
+
+Decides what the tiny trained model can know. A clip is drawn from its description, so whoever measures a generated one
+can ask what it should have shown (`Clip.centre`, `Clip.hits`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+SIZE, FRAMES, FPS = 128, 25, 24  # pixels of either side, 1 + 8 n frames
+SECONDS = FRAMES / FPS
+RATE = 48000  # Hz
+
+COLOURS = {
+    "red": (0.90, 0.16, 0.16),
+    "green": (0.16, 0.75, 0.25),
+    "blue": (0.20, 0.35, 0.95),
+    "yellow": (0.95, 0.85, 0.15),
+    "white": (0.95, 0.95, 0.95),
+}
+PITCHES = {"circle": 300.0, "square": 500.0, "triangle": 700.0}  # Hz; of a steady mel of 100 a second no other comes
+MOTIONS = {
+    "bounces": "bounces on the floor",
+    "right": "slides to the right",
+    "left": "slides to the left",
+    "grows": "grows",
+    "shrinks": "shrinks",
+}
+BACKGROUNDS = {"dark": (0.08, 0.08, 0.10), "grey": (0.42, 0.42, 0.45), "brown": (0.35, 0.24, 0.16)}
+FLOOR = 0.86  # of the height, where a shape that bounces touches
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What a clip shows. x: of the centre where it does not slide; radius: where it does not change, both in units of
+    the side; phase: in [0, 1), where in its movement a clip begins; period_s: between two bounces."""
+
+    shape: str
+    colour: str
+    motion: str
+    background: str
+    x: float = 0.5
+    radius: float = 0.16
+    phase: float = 0.0
+    period_s: float = 0.5
+
+    @property
+    def prompt(self) -> str:
+        return f"a {self.colour} {self.shape} {MOTIONS[self.motion]}, {self.background} background"
+
+    def hits(self) -> np.ndarray:
+        """Seconds at which the shape touches the floor, f64[n]."""
+        if self.motion != "bounces":
+            return np.zeros(0)
+        times = (np.arange(-1, SECONDS / self.period_s + 1) - self.phase) * self.period_s
+        return times[(times >= 0) & (times < SECONDS)]
+
+    def pose(self, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Centre x, centre y and radius in units of the side, at each of `seconds`."""
+        part = np.asarray(seconds) / SECONDS
+        still = np.full_like(part, 0.5)
+        x, y, radius = still - 0.5 + self.x, still, still - 0.5 + self.radius
+        if self.motion in ("left", "right"):
+            way = 0.22 + 0.08 * self.phase + (0.56 - 0.16 * self.phase) * part
+            x = way if self.motion == "right" else 1 - way
+        elif self.motion in ("grows", "shrinks"):
+            radius = 0.08 + 0.03 * self.phase + 0.18 * (part if self.motion == "grows" else 1 - part)
+        else:
+            u = (np.asarray(seconds) / self.period_s + self.phase) % 1
+            y = FLOOR - self.radius - (FLOOR - 2 * self.radius - 0.06) * 4 * u * (1 - u)
+        return x, y, radius
+
+    def frames(self, size: int = SIZE, window: tuple[int, int, int] | None = None, first: int = 0, count: int = FRAMES):
+        """f32[count, size, size, 3] in [0, 1] from frame `first` on; window: (top, left, side) of the part to draw."""
+        x, y, radius = (a[:, None, None].astype(np.float32) for a in self.pose(np.arange(first, first + count) / FPS))
+        top, left, side = window or (0, 0, size)
+        rows, columns = ((np.arange(side, dtype=np.float32) + 0.5 + start) / size for start in (top, left))
+        dx, dy = columns[None, None, :] - x, rows[None, :, None] - y
+        if self.shape == "circle":
+            outside = np.sqrt(dx**2 + dy**2) - radius
+        elif self.shape == "square":
+            outside = np.maximum(np.abs(dx), np.abs(dy)) - 0.86 * radius
+        else:  # as high and as wide as the circle
+            outside = np.maximum(dy - radius, 0.894 * np.abs(dx) - 0.447 * (dy + radius))
+        inside = np.clip(0.5 - outside * size, 0, 1)[..., None]
+        behind = self.behind(size)[:, top : top + side, left : left + side]
+        return (behind * (1 - inside) + np.array(COLOURS[self.colour], np.float32) * inside).astype(np.float32)
+
+    def behind(self, size: int = SIZE) -> np.ndarray:
+        """The background alone, f32[1, size, size, 3]: lighter at the top."""
+        shade = 1.15 - 0.3 * (np.arange(size, dtype=np.float32) + 0.5) / size
+        return np.broadcast_to(
+            np.array(BACKGROUNDS[self.background], np.float32) * shade[:, None, None], (1, size, size, 3)
+        )
+
+    def sound(self, rate: int = RATE) -> np.ndarray:
+        """f32[2, samples] at `rate` Hz: a tone by shape, louder where the shape is larger and on its side; clicks."""
+        t = np.arange(round(SECONDS * rate)) / rate
+        x, _, radius = self.pose(t)
+        tone = np.sin(2 * np.pi * PITCHES[self.shape] * t) * 0.12 * radius / 0.16
+        wave = np.stack([tone * np.sqrt(1 - x), tone * np.sqrt(x)])
+        for hit in self.hits():
+            since = t - hit
+            wave += np.where(since >= 0, 0.6 * np.exp(-since / 0.012) * np.sin(2 * np.pi * 1800 * since), 0)
+        fade = np.minimum(1, np.minimum(t, SECONDS - t) / 0.01)
+        return (wave * fade).astype(np.float32)
+
+
+def held_out(shape: str, colour: str, motion: str) -> bool:
+    """Whether a combination is never trained on: one in five, each shape, colour and motion among them."""
+    names = (list(PITCHES).index(shape), list(COLOURS).index(colour), list(MOTIONS).index(motion))
+    return (names[0] * 2 + names[1] + names[2]) % 5 == 0
+
+
+def random_clip(rng: np.random.Generator, trained: bool = True) -> Clip:
+    """One of those that are trained on, or else one of those held out."""
+    while True:
+        shape, colour, motion, background = (
+            str(rng.choice(list(names))) for names in (PITCHES, COLOURS, MOTIONS, BACKGROUNDS)
+        )
+        if held_out(shape, colour, motion) != trained:
+            period = rng.uniform(0.4, 0.6)
+            return Clip(
+                shape, colour, motion, background, rng.uniform(0.3, 0.7), rng.uniform(0.13, 0.2), rng.random(), period
+            )

@@ -1,0 +1,746 @@
+"""Trains a tiny model of the LTX-2.3 architecture on synthetic clips, with the graphs that run it.
+
+    python -m examples.train_tiny FOLDER             # goes on where it was stopped
+
+Every network is trained by itself, in the order of `PARTS`; what is done lies in FOLDER and is not done again. The
+seed decides every clip and every noise. At the end FOLDER/model is a checkpoint that `ltx2rt generate` takes, and
+FOLDER/losses.png shows how the losses fell.
+
+The text encoder stays random: it only has to tell words apart. So does the second half of the vocoder, which adds what
+lies above 8 kHz: its last convolution is zero, for the clips have nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ltx2rt_cuda import as_module
+from ltx2rt_cuda.module import NetworkModule
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from examples.clips import BACKGROUNDS, COLOURS, FPS, FRAMES, MOTIONS, PITCHES, SIZE, Clip, random_clip
+from ltx2rt.config import GemmaConfig, ModelConfig, VaeStage
+from ltx2rt.graph import Graph
+from ltx2rt.graph import trace as trace_graph
+from ltx2rt.models import audio_vae, connectors, gemma, transformer, upsampler, video_vae, vocoder
+from ltx2rt.models.catalog import PROMPT_TOKENS
+from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.models.mel import log_mel
+from ltx2rt.pipelines.request import DEFAULT_NEGATIVE_PROMPT
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS
+from ltx2rt.stages.tokenizer import tokenize
+from ltx2rt.weights.files import TensorInfo, write_tensors
+from ltx2rt.weights.random.make import (
+    F32,
+    INVERSE_BASIS,
+    Tensor,
+    lora_tensors,
+    plan_checkpoint,
+    stored,
+    tokenizer_json,
+    values,
+)
+from ltx2rt.weights.random.presets import SIZES, Preset, of_sizes
+from ltx2rt.weights.random.presets import gemma as gemma_sizes
+
+NAME = "tiny-trained-2.3"
+HALF = SIZE // 2  # what stage 1 makes
+SHAPE_WEIGHT = 12  # of a shape's pixels, which are few
+LATENT_NOISE = 0.2  # of the latents' deviation, added in training: neighbours must decode to neighbours
+DROPPED = 0.1  # of the prompts are the empty or the negative one, for classifier-free guidance
+LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
+WORDS, FIRST = 64, 24  # tokens of a context in most of the training, of which the first are those of every prompt
+SIZES_OF_CLIPS = "half", "whole"
+STEPS_DRAWN = np.array([2, 1, 1, 1, 2, 3, 3, 3]) / 16  # how often each distilled step is trained
+GIVEN = 0.3, 0.1  # of the clips have a clean first frame, and of them all a clean sound or video
+GUIDANCE, SUBSTEPS = 3.0, 2  # of the teacher that is distilled
+MEL_SECONDS = 0.32  # of the pieces that the vocoder is trained on
+SHARD_BYTES = 1_900_000
+SAVE_SECONDS = 60  # what an interruption costs at most
+
+
+def sizes() -> Preset:
+    """Of a checkpoint of at most 12 MB in bfloat16. Fewer, larger steps from mel to sound than the released vocoder's:
+    a generator halves its channels at each."""
+    text = gemma_sizes(vocab=480, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=64, window=16)
+    own = replace(
+        SIZES["tiny-2.3"], layers=4, gemma=text, encoder_widths=(16, 32, 32, 32, 32), audio_multipliers=(1, 2, 2),
+        vocoder_hidden=64, extension_hidden=16, connector_layers=1, lora_rank=8,
+    )  # fmt: skip
+    made = of_sizes(own, NAME)
+    c = made.config
+    assert c.vocoder.bandwidth_extension
+    sound = replace(
+        c.vocoder,
+        stft_size=256,
+        generator=replace(c.vocoder.generator, upsample_rates=(5, 4, 4, 2), upsample_kernels=(11, 8, 8, 4)),
+        bandwidth_extension=replace(
+            c.vocoder.bandwidth_extension, upsample_rates=(6, 5, 4, 2), upsample_kernels=(12, 11, 8, 4)
+        ),
+    )
+    widths = 64, 32, 32, 32, 16  # of the decoder, wider at the end than the released one's would be at this size
+    pairs = zip(widths[:-1], widths[1:], ((2, 2, 2), (2, 2, 2), (2, 1, 1), (1, 2, 2)), strict=True)
+    stages = [
+        stage
+        for before, after, stride in pairs
+        for stage in (
+            VaeStage("sample", before, after, stride=stride, residual=False),
+            VaeStage("res", after, after, num_layers=1),
+        )
+    ]
+    picture = replace(c.video_vae, decoder=(c.video_vae.decoder[0], *stages))
+    return replace(
+        made, config=replace(c, video_vae=picture, audio_vae=replace(c.audio_vae, base_channels=16), vocoder=sound)
+    )
+
+
+def prompts() -> list[str]:
+    every = itertools.product(PITCHES, COLOURS, MOTIONS, BACKGROUNDS)
+    return [Clip(*names).prompt for names in every] + ["", DEFAULT_NEGATIVE_PROMPT]
+
+
+class Lab:
+    """What the parts share: the weights so far, by their official names, and where they lie.
+
+    scale: of every part's number of steps.
+    """
+
+    def __init__(self, folder: Path, seed: int, scale: float):
+        self.folder, self.seed, self.scale = folder, seed, scale
+        folder.mkdir(parents=True, exist_ok=True)
+        self.preset = sizes()
+        self.config: ModelConfig = self.preset.config
+        shapes = stored(self.config)
+        self.weights: dict[str, torch.nn.Parameter] = {}
+        for part in shapes.values():
+            for name, shape in part.items():
+                start = torch.from_numpy(np.array(values(Tensor(name, TensorInfo(shape, F32)), seed)))
+                self.weights[name] = torch.nn.Parameter(start)
+        with torch.no_grad():
+            for name, fixed in self.weights.items():
+                if name.endswith(("mean-of-means", "vocoder.bwe_generator.conv_post.weight")):
+                    fixed.zero_()
+                elif name.endswith("std-of-means"):
+                    fixed.fill_(1)
+                elif name.endswith("learnable_registers"):  # much the same, and so easily told from words
+                    fixed.copy_(fixed[:1] + 0.1 * fixed)
+                elif name.endswith("coder.conv_in.conv.bias"):  # or the norms after it hide how bright a plain area is
+                    fixed.mul_(10)
+
+        for path in sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime):
+            if path.stem != "latents":
+                self._put(load_file(path))
+
+    def rng(self, *what: Any) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *(zlib.crc32(str(x).encode()) for x in what)])
+
+    def module(self, graph: Graph, trained: Callable[[str], bool] = lambda name: True) -> NetworkModule:
+        """A network on the lab's own weights, which all modules share."""
+        found = as_module(graph)
+        for name in [name for name, _ in found.named_parameters()]:
+            home, _, leaf = name.rpartition(".")
+            own = self.weights[name]
+            own.requires_grad_(trained(name) and not name.endswith(("-of-means", "filter", "basis")))
+            found.get_submodule(home).register_parameter(leaf, own)
+        return found
+
+    def fit(
+        self, part: str, parameters: Mapping[str, torch.nn.Parameter], steps: int, rate: float,
+        loss: Callable[[int, np.random.Generator], dict[str, torch.Tensor]],
+    ) -> None:  # fmt: skip
+        """AdamW, a cosine to zero, and the average of the last weights as the result."""
+        self.weights |= parameters
+        done = self.folder / f"{part}.safetensors"
+        if done.exists():
+            self._put(load_file(done))
+            return
+        steps = max(2, round(steps * self.scale))
+        optimizer = torch.optim.AdamW(parameters.values(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+        average = {name: p.detach().clone() for name, p in parameters.items()}
+        curve, first, began = [], 0, time.time()
+        kept = self.folder / f"{part}.partial"
+        if kept.exists():
+            state = torch.load(kept)
+            self._put(state["weights"])
+            optimizer.load_state_dict(state["optimizer"])
+            average, curve, first = state["average"], state["curve"], state["step"]
+            began -= state["seconds"]
+        saved = time.time()
+        for step in range(first, steps):
+            for group in optimizer.param_groups:
+                group["lr"] = float(rate * min(1, (step + 1) / 50) * (0.5 + 0.5 * np.cos(np.pi * step / steps)))
+            rng = self.rng(part, step)
+            torch.manual_seed(int(rng.integers(2**31)))
+            losses = loss(step, rng)
+            total = torch.stack(list(losses.values())).sum()
+            optimizer.zero_grad(set_to_none=True)
+            total.backward()
+            torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+            optimizer.step()
+            decay = min(0.995, (step + 1) / (step + 10))
+            with torch.no_grad():
+                for name, p in parameters.items():
+                    average[name].lerp_(p, 1 - decay)
+            curve.append({name: float(value.detach()) for name, value in losses.items()})
+            if not torch.isfinite(total):
+                raise SystemExit(f"{part}: step {step}: the loss is {float(total.detach())}")
+            if step % max(1, steps // 40) == 0 or step == steps - 1:
+                said = ", ".join(
+                    f"{name} {np.mean([c[name] for c in curve[-50:] if name in c]):.4f}" for name in curve[-1]
+                )
+                print(f"{part}: step {step} of {steps}, {said}, {time.time() - began:.0f} s", flush=True)
+            if time.time() - saved >= SAVE_SECONDS:
+                weights = {name: p.detach() for name, p in parameters.items()}
+                state = {"weights": weights, "optimizer": optimizer.state_dict(), "average": average, "curve": curve}
+                torch.save(state | {"step": step + 1, "seconds": time.time() - began}, kept)
+                saved = time.time()
+        self._put(average)
+        save_file({name: value.contiguous() for name, value in average.items()}, done)
+        (self.folder / f"{part}.json").write_text(json.dumps({"seconds": time.time() - began, "losses": curve}))
+        kept.unlink(missing_ok=True)
+
+    @staticmethod
+    def trained(*modules: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        return {name: p for m in modules for name, p in m.named_parameters() if p.requires_grad}
+
+    def _put(self, found: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in found.items():
+                if name in self.weights:
+                    self.weights[name].copy_(value)
+                else:
+                    self.weights[name] = torch.nn.Parameter(value.clone())
+
+    # ---- what the clips are to the transformer -------------------------------------------------------------------
+
+    def geometry(self, size: int) -> Geometry:
+        return Geometry.of(self.config, size, size, FRAMES, Fraction(FPS))
+
+    @cached_property
+    def latents(self) -> dict[str, torch.Tensor]:
+        """Of many clips, tokens as the transformer reads them: `half` and `whole` (clips, tokens, C), `sound`; `prompt`
+        (clips) numbers `prompts()`."""
+        path = self.folder / "latents.safetensors"
+        if path.exists():
+            return load_file(path)
+        count, names = max(16, round(2000 * self.scale)), prompts()
+        found: dict[str, list] = {"half": [], "whole": [], "sound": [], "prompt": []}
+        encoders = {
+            name: self.module(video_vae.trace_encoder(self.config.video_vae, 4, FRAMES, size, size, "float32"))
+            for name, size in (("half", HALF), ("whole", SIZE))
+        }
+        hear = self.module(audio_vae.trace_encoder(self.config.audio_vae, 4, self.mel_frames, "float32"))
+        with torch.no_grad():
+            for i in range(0, count, 4):
+                clips = [random_clip(self.rng("latents", i + j)) for j in range(4)]
+                for name, size in (("half", HALF), ("whole", SIZE)):
+                    frames = torch.stack([pixels(clip, size) for clip in clips])
+                    with torch.autocast("cpu", torch.bfloat16):
+                        latent = encoders[name](frames=frames)["latent"].float()
+                    found[name].append(torch.from_numpy(pack_video(latent.numpy())))
+                mel = torch.from_numpy(self.mels(clips))
+                found["sound"].append(torch.from_numpy(pack_audio(hear(mel=mel)["latent"].numpy())))
+                found["prompt"] += [names.index(clip.prompt) for clip in clips]
+        kept = {name: torch.cat(parts) for name, parts in found.items() if name != "prompt"}
+        kept["prompt"] = torch.tensor(found["prompt"])
+        save_file(kept, path)
+        return kept
+
+    @property
+    def mel_frames(self) -> int:
+        g = self.geometry(SIZE)
+        return (g.audio_latents - 1) * g.audio_time_factor + 1
+
+    def mels(self, clips: Iterable[Clip]) -> np.ndarray:
+        """f32[clips, 2, mel_frames, 64]"""
+        rate = self.config.audio_vae.sample_rate
+        waves = np.stack([clip.sound(rate) for clip in clips])
+        hop = self.config.audio_vae.mel_hop
+        waves = np.pad(waves, ((0, 0), (0, 0), (0, max(0, (self.mel_frames - 1) * hop - waves.shape[-1]))))
+        return log_mel(waves, self.config.audio_vae)[:, :, : self.mel_frames]
+
+    @cached_property
+    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        path = self.folder / "tokenizer.json"
+        assert self.config.gemma is not None
+        words = [f" {word}" for prompt in prompts() for word in prompt.split(" ")]  # or its tokens would join them
+        path.write_text(tokenizer_json(self.config.gemma, words))
+        return tokenize(path, prompts())
+
+    @cached_property
+    def states(self) -> torch.Tensor:
+        """The text encoder's, of every prompt: (prompts, text, D, states)."""
+        assert isinstance(self.config.gemma, GemmaConfig)
+        ids, mask = self.tokens
+        network = self.module(gemma.trace(self.config.gemma, 1, PROMPT_TOKENS, "float32"), lambda name: False)
+        found = []
+        with torch.no_grad():
+            for i in range(len(ids)):
+                (state,) = network(**gemma.feeds(self.config.gemma, ids[i : i + 1], mask[i : i + 1])).values()
+                found.append(state[0].to(torch.bfloat16))
+        return torch.stack(found)
+
+    def encode(self, network: NetworkModule, rows: Iterable[int]) -> dict[str, torch.Tensor]:
+        """video_context and audio_context (rows, text, D) of the prompts `rows`."""
+        rows = list(rows)
+        fed = connectors.feeds(self.config.text, self.tokens[1][rows])
+        return network(hidden_states=self.states[rows].float(), **fed)
+
+    def connectors(self, count: int) -> NetworkModule:
+        return self.module(connectors.trace(self.config.text, count, PROMPT_TOKENS, "float32"))
+
+    @cached_property
+    def contexts(self) -> dict[str, torch.Tensor]:
+        """Of every prompt, by the connectors as they are now: video and audio (prompts, text, D)."""
+        network, found = self.connectors(1), []
+        with torch.no_grad():
+            for i in range(len(prompts())):
+                found.append({name: x.to(torch.bfloat16) for name, x in self.encode(network, [i]).items()})
+        return {name: torch.cat([f[name] for f in found]) for name in found[0]}
+
+    @cache  # noqa: B019 (there is one lab)
+    def forward(self, size: str, batch: int, words: int, own: bool = True) -> tuple[NetworkModule, dict[str, Any]]:
+        """The transformer of a batch of `half` or `whole` clips under contexts of `words` tokens, and its RoPE tables.
+        own: on the lab's weights as they are; else to be changed."""
+        g = self.geometry(HALF if size == "half" else SIZE)
+        feeds = transformer.position_feeds(self.config.transformer, video_positions(g), audio_positions(g))
+        shape = transformer.ForwardShape(
+            batch, g.num_video_tokens, g.audio_latents, words, transformer.coordinate_counts(feeds), video_levels=2
+        )
+        network = self.module(transformer.trace(self.config.transformer, shape, "float32"), lambda name: own)
+        return network, {name: torch.from_numpy(table) for name, table in feeds.items()}
+
+    def velocity(
+        self, forward: tuple[NetworkModule, dict[str, Any]], video: torch.Tensor, sound: torch.Tensor,
+        sigmas: torch.Tensor, contexts: Mapping[str, torch.Tensor], keep: torch.Tensor,
+        sound_sigmas: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Of both streams, at the sigmas (B) of video and sound; keep (B, tokens): 1 where a token is clean."""
+        network, tables = forward
+        sounding = sigmas if sound_sigmas is None else sound_sigmas
+        found = network(
+            video_latent=video, audio_latent=sound, video_sigma=sigmas, audio_sigma=sounding,
+            video_levels=torch.stack([sigmas, torch.zeros_like(sigmas)], 1), video_level_index=keep.int(),
+            audio_levels=sounding[:, None], **{name: x.float() for name, x in contexts.items()}, **tables,
+        )  # fmt: skip
+        return found["video_velocity"], found["audio_velocity"]
+
+
+def pixels(clip: Clip, size: int, **window) -> torch.Tensor:
+    """f32[3, frames, size, size] in [-1, 1]."""
+    return as_pixels(clip.frames(size, **window))
+
+
+def as_pixels(frames: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(frames * 2 - 1).permute(3, 0, 1, 2).contiguous()
+
+
+def ramp(part: float) -> float:
+    """0 in the first half of a training, when the picture is learnt and noise would hide it; then up to 1."""
+    return min(1.0, max(0.0, 4 * part - 2))
+
+
+def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
+    """With noise, in units of each channel's deviation."""
+    strength = LATENT_NOISE * ramp(part)
+    return latent + strength * latent.detach().std((0, 2, 3, 4), keepdim=True) * torch.randn_like(latent)
+
+
+# ---- the parts ------------------------------------------------------------------------------------------------------
+
+
+def train_video_vae(lab: Lab) -> None:
+    """On short pieces of small clips, which is where most is learnt; then on longer ones at either stage's size."""
+    c, steps = lab.config.video_vae, 3600
+    nets = []
+    for size, frames, batch in ((HALF, 9, 6), (HALF, 17, 4), (SIZE, 17, 2)):
+        cells = ((frames - 1) // c.time_factor + 1, size // c.space_factor, size // c.space_factor)
+        encode = lab.module(video_vae.trace_encoder(c, batch, frames, size, size, "float32"))
+        decode = lab.module(video_vae.trace_decoder(c, batch, *cells, "float32"))
+        nets.append((size, frames, batch, (encode, decode)))
+
+    def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        size, frames, batch, (encode, decode) = nets[0 if 5 * step < 3 * steps else 1 + step % 2]
+        shown, weight = examples_of(rng, size, frames, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            latent = encode(frames=shown)["latent"].float()
+            found = decode(latent=disturbed(latent, step / steps))["frames"].float()
+        return picture_losses(found, shown, weight)
+
+    lab.fit("video_vae", lab.trained(*(net for *_, pair in nets for net in pair)), steps, 1e-3, loss)
+    _measure(lab, "vae", lambda clips: encode_video(lab, clips), axes=(0, 2, 3, 4))
+
+
+def train_video_decoder(lab: Lab) -> None:
+    """On, with the latents as they are by now: the transformer can learn those meanwhile."""
+    c, batch, frames = lab.config.video_vae, 2, 17
+    nets = []
+    for size in (HALF, SIZE):
+        cells = ((frames - 1) // c.time_factor + 1, size // c.space_factor, size // c.space_factor)
+        encode = lab.module(video_vae.trace_encoder(c, batch, frames, size, size, "float32"))
+        nets.append((size, encode, lab.module(video_vae.trace_decoder(c, batch, *cells, "float32"))))
+
+    def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        size, encode, decode = nets[step % 2]
+        shown, weight = examples_of(rng, size, frames, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                latent = encode(frames=shown)["latent"].float()
+            noise = LATENT_NOISE * torch.rand(batch, 1, 1, 1, 1) * torch.randn_like(latent)
+            found = decode(latent=latent + noise)["frames"].float()
+        return picture_losses(found, shown, weight)
+
+    parameters = {name: p for name, p in lab.trained(*(net for *_, net in nets)).items() if "decoder" in name}
+    lab.fit("video_decoder", parameters, 2500, 7e-4, loss)
+
+
+def examples_of(rng: np.random.Generator, size: int, frames: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pieces of clips (B, 3, frames, size, size), and the weights of their pixels (B, 1, ...)."""
+    clips = [random_clip(rng) for _ in range(batch)]
+    pieces = zip(clips, rng.integers(FRAMES - frames + 1, size=batch).tolist(), strict=True)
+    shown = torch.stack([pixels(clip, size, first=first, count=frames) for clip, first in pieces])
+    plain = torch.stack([as_pixels(clip.behind(size)) for clip in clips])
+    return shown, 1 + SHAPE_WEIGHT * ((shown - plain).abs().amax(1, keepdim=True) > 0.02).float()
+
+
+def picture_losses(found: torch.Tensor, shown: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    off = found - shown
+    return {
+        "weighted": (weight * (off.abs() + off.square())).mean() / weight.mean(),
+        "pixels": off.detach().abs().mean(),
+    }
+
+
+def encode_video(lab: Lab, clips: list[Clip]) -> torch.Tensor:
+    graph = video_vae.trace_encoder(lab.config.video_vae, len(clips), FRAMES, SIZE, SIZE, "float32")
+    return lab.module(graph)(frames=torch.stack([pixels(clip, SIZE) for clip in clips]))["latent"]
+
+
+def train_audio_vae(lab: Lab) -> None:
+    c, batch = lab.config.audio_vae, 4
+    encode = lab.module(audio_vae.trace_encoder(c, batch, lab.mel_frames, "float32"))
+    decode = lab.module(audio_vae.trace_decoder(c, batch, lab.geometry(SIZE).audio_latents, "float32"))
+
+    def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        mel = torch.from_numpy(lab.mels([random_clip(rng) for _ in range(batch)]))
+        with torch.autocast("cpu", torch.bfloat16):
+            latent = encode(mel=mel)["latent"].float()
+            found = decode(latent=latent + 0.3 * torch.randn_like(latent))["mel"].float()
+        return {"mel": (found - mel).abs().mean(), "latents": 2e-3 * latent.square().mean()}
+
+    lab.fit("audio_vae", lab.trained(encode, decode), 5000, 2e-3, loss)
+    _measure(lab, "audio_vae", lambda clips: encode(mel=torch.from_numpy(lab.mels(clips)))["latent"], axes=(0, 2))
+
+
+def _measure(lab: Lab, vae: str, encode: Callable[[list[Clip]], torch.Tensor], axes: tuple[int, ...]) -> None:
+    """The autoencoder's statistics, after which its latents have mean 0 and deviation 1."""
+    names = [f"{vae}.per_channel_statistics.{kind}-of-means" for kind in ("mean", "std")]
+    path = lab.folder / f"{vae}_statistics.safetensors"
+    if not path.exists():
+        with torch.no_grad():
+            found = torch.cat([encode([random_clip(lab.rng(vae, i, j)) for j in range(4)]) for i in range(24)])
+        mean, std = found.mean(axes).flatten(), found.std(axes).flatten().clamp(min=1e-2)
+        save_file(dict(zip(names, (mean, std), strict=True)), path)
+    lab._put(load_file(path))
+
+
+def train_vocoder(lab: Lab) -> None:
+    c, a, batch = lab.config.vocoder.generator, lab.config.audio_vae, 4
+    frames = round(MEL_SECONDS * a.sample_rate / a.mel_hop)
+
+    def model(o):
+        mel = o.input("mel", B=batch, channels=c.out_channels, time=frames, mel=a.mel_bins)
+        return {"waveform": vocoder.generator(o.under("vocoder.vocoder"), c, mel)}
+
+    network = lab.module(trace_graph("vocoder", model, "float32"))
+    scales = {n: torch.hann_window(n) for n in (128, 512, 2048)}
+
+    def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        clips = [random_clip(rng) for _ in range(batch)]
+        clips = [replace(clip, motion="bounces") if rng.random() < 0.5 else clip for clip in clips]
+        mels, start = lab.mels(clips), int(rng.integers(lab.mel_frames - frames))
+        waves = torch.from_numpy(np.stack([clip.sound(a.sample_rate) for clip in clips]))
+        waves = F.pad(waves, (0, a.mel_hop * (start + frames)))[..., a.mel_hop * start : a.mel_hop * (start + frames)]
+        found = network(mel=mels[:, :, start : start + frames])["waveform"]
+        losses = {}
+        for n, window in scales.items():
+            ours, theirs = (
+                torch.stft(w.flatten(0, 1), n, n // 4, window=window, return_complex=True).abs() for w in (found, waves)
+            )
+            losses[f"spectrum {n}"] = (ours - theirs).norm() / theirs.norm().clamp(min=1e-3) + 0.5 * (
+                torch.log(ours + 1e-3) - torch.log(theirs + 1e-3)
+            ).abs().mean()
+        return losses
+
+    lab.fit("vocoder", lab.trained(network), 4500, 1e-3, loss)
+
+
+def train_upsampler(lab: Lab) -> None:
+    g, batch = lab.geometry(HALF), 8
+    assert lab.config.upsampler is not None
+    network = lab.module(
+        upsampler.trace(lab.config.upsampler, batch, g.frames, g.rows, g.columns, "float32"),
+        lambda name: name not in lab.weights or not name.startswith("vae."),
+    )
+
+    def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        rows = torch.from_numpy(rng.integers(len(lab.latents["half"]), size=batch))
+        small, large = (
+            lab.latents[name][rows].transpose(1, 2).unflatten(2, (g.frames, factor * g.rows, factor * g.columns))
+            for name, factor in (("half", 1), ("whole", 2))
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            found = network(latent=small + 0.1 * torch.randn_like(small))["latent"].float()
+        return {"latents": (found - large).square().mean()}
+
+    lab.fit("upsampler", lab.trained(network), 1500, 1e-3, loss)
+
+
+def train_transformer(lab: Lab) -> None:
+    """First on some of every context's tokens, which is most of the time saved; then on all, with the connectors."""
+    batch, spread = 16, 4
+    nets = [lab.forward(size, batch, WORDS)[0] for size in ("half", "whole")]
+    contexts = lab.contexts
+
+    def short(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        rows = rng.integers(len(lab.latents["half"]), size=batch)
+        asked = dropped(lab.latents["prompt"][rows].numpy(), rng)
+        return flow(
+            lab,
+            lab.forward(size := SIZES_OF_CLIPS[step % 2], batch, WORDS),
+            size,
+            rows,
+            some(contexts, asked, rng),
+            rng,
+        )
+
+    lab.fit("transformer", lab.trained(*nets), 5500, 1e-3, short)
+    text, known = lab.connectors(spread), lab.latents["prompt"].numpy()
+    nets = [lab.forward(size, batch, PROMPT_TOKENS)[0] for size in ("half", "whole")]
+
+    def full(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        """A few prompts, several clips of each."""
+        wanted = rng.choice(np.unique(known), spread)
+        rows = np.concatenate([rng.choice(np.flatnonzero(known == p), batch // spread) for p in wanted])
+        encoded = lab.encode(text, dropped(wanted, rng))
+        found = {name: x.repeat_interleave(batch // spread, 0) for name, x in encoded.items()}
+        return flow(lab, lab.forward(size := SIZES_OF_CLIPS[step % 2], batch, PROMPT_TOKENS), size, rows, found, rng)
+
+    lab.fit("transformer_and_connectors", lab.trained(text, *nets), 200, 3e-4, full)
+    del lab.contexts
+
+
+def dropped(asked: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Numbers of prompts, some of them of the empty or the negative one instead."""
+    unguided = len(prompts()) - 2
+    return np.where(rng.random(len(asked)) < DROPPED, unguided + rng.integers(2, size=len(asked)), asked)
+
+
+def some(contexts: Mapping[str, torch.Tensor], asked: np.ndarray, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    """The first tokens of the prompts' contexts, which are words, and a few of the registers after them."""
+    tokens = np.append(np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, WORDS - FIRST, replace=False))
+    return {name: x[asked][:, tokens] for name, x in contexts.items()}
+
+
+def flow(
+    lab: Lab, forward, size: str, rows: np.ndarray, contexts: Mapping[str, torch.Tensor], rng: np.random.Generator
+) -> dict[str, torch.Tensor]:
+    """Flow matching: x = (1 - s) clip + s noise, and the velocity noise - clip is asked for."""
+    batch = len(rows)
+    video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
+    sigmas = torch.from_numpy(1 / (1 + np.exp(-rng.normal(*LEVELS, batch)))).float()
+    part = rng.random(batch)
+    sounding = torch.where(torch.from_numpy(part < GIVEN[1] / 2), torch.zeros(()), sigmas)
+    keep = first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
+    keep = torch.where(torch.from_numpy(part > 1 - GIVEN[1] / 2)[:, None], torch.ones(()), keep)
+    noise, hiss = torch.randn_like(video), torch.randn_like(sound)
+    at, heard = (sigmas[:, None] * (1 - keep))[..., None], sounding[:, None, None]
+    seen = torch.where(keep.all(1), torch.zeros(()), sigmas)
+    v, a = lab.velocity(
+        forward, video + at * (noise - video), sound + heard * (hiss - sound), seen, contexts, keep, sounding
+    )
+    made, heard = (1 - keep)[..., None], (sounding > 0).float()[:, None, None]
+    return {
+        "video": ((v - noise + video).square() * made).sum() / made.expand_as(v).sum().clamp(min=1),
+        "sound": ((a - hiss + sound).square() * heard).sum() / heard.expand_as(a).sum().clamp(min=1),
+    }
+
+
+def first_frame(video: torch.Tensor) -> torch.Tensor:
+    """(B, tokens): 1 where a token is of the first latent frame."""
+    frames = (FRAMES - 1) // 8 + 1
+    return (torch.arange(video.shape[1]) < video.shape[1] // frames).float().expand(len(video), -1)
+
+
+class LowRank(torch.nn.Module):
+    """A matrix plus up @ down."""
+
+    def __init__(self, down: torch.nn.Parameter, up: torch.nn.Parameter):
+        super().__init__()
+        self.down, self.up = down, up
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.up @ self.down
+
+
+def train_lora(lab: Lab) -> None:
+    """One step from a distilled level to the next is to reach what the guided transformer reaches in several."""
+    batch, words = 8, 4 * WORDS
+    factors = {
+        name: torch.nn.Parameter(torch.from_numpy(np.array(values(tensor, lab.seed), np.float32)))
+        for name, tensor in lora_tensors(lab.config, stored(lab.config), lab.preset.lora_rank).items()
+    }
+    for name, factor in factors.items():
+        if name.endswith("lora_B.weight"):
+            torch.nn.init.zeros_(factor)
+    students = {}
+    for size in SIZES_OF_CLIPS:
+        students[size] = lab.forward(size, batch, words, own=False)
+        for name in factors:
+            if name.endswith(".lora_A.weight"):
+                module = name.removesuffix(".lora_A.weight")
+                pair = LowRank(factors[name], factors[f"{module}.lora_B.weight"])
+                parametrize.register_parametrization(students[size][0].get_submodule(f"model.{module}"), "weight", pair)
+    teachers = {size: lab.forward(size, 2 * batch, words, own=False) for size in SIZES_OF_CLIPS}
+    contexts, levels = lab.contexts, torch.from_numpy(DISTILLED_SIGMAS.copy())
+    unguided = len(prompts()) - 1
+
+    def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        size = SIZES_OF_CLIPS[step % 2]
+        rows = rng.integers(len(lab.latents[size]), size=batch)
+        video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
+        asked = np.append(lab.latents["prompt"][rows].numpy(), [unguided] * batch)
+        tokens = np.append(np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, words - FIRST, replace=False))
+        text = {name: x[asked][:, tokens] for name, x in contexts.items()}
+        which = torch.from_numpy(rng.choice(len(levels) - 1, batch, p=STEPS_DRAWN))
+        start, end = levels[which], levels[which + 1]
+        keep = first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
+        made = (1 - keep)[..., None]
+        x = video + start[:, None, None] * made * (torch.randn_like(video) - video)
+        y = sound + start[:, None, None] * (torch.randn_like(sound) - sound)
+        begun = x, y
+        with torch.no_grad():
+            for i in range(SUBSTEPS):
+                now, after = (start + (end - start) * j / SUBSTEPS for j in (i, i + 1))
+                v, a = lab.velocity(
+                    teachers[size], torch.cat([x, x]), torch.cat([y, y]), now.repeat(2), text, keep.repeat(2, 1)
+                )
+                guided = [cond + (GUIDANCE - 1) * (cond - uncond) for cond, uncond in (v.chunk(2), a.chunk(2))]
+                move = (after - now)[:, None, None]
+                x, y = x + move * made * guided[0], y + move * guided[1]
+        length = (end - start)[:, None, None]
+        v, a = lab.velocity(students[size], *begun, start, {name: x[:batch] for name, x in text.items()}, keep)
+        return {
+            "video": ((v - (x - begun[0]) / length).square() * made).mean(),
+            "sound": (a - (y - begun[1]) / length).square().mean(),
+        }
+
+    lab.fit("lora", factors, 400, 2e-3, loss)
+
+
+# ---- what is left of it ---------------------------------------------------------------------------------------------
+
+
+def write_model(lab: Lab) -> None:
+    """FOLDER/model: the official layout in bfloat16, in shards of at most SHARD_BYTES."""
+    lab.tokens  # noqa: B018 (writes the tokenizer)
+    plan, model = plan_checkpoint(lab.preset, NAME, "official"), lab.folder / "model"
+    plan.tensors[f"{NAME}.safetensors"].pop(INVERSE_BASIS)  # which nothing reads
+    plan.texts["gemma-3/tokenizer.json"] = (lab.folder / "tokenizer.json").read_text()
+    shutil.rmtree(model, ignore_errors=True)
+
+    def value(tensor: Tensor) -> np.ndarray:
+        if tensor.name not in lab.weights:  # of a tower that nothing reads
+            return values(tensor, lab.seed)
+        return lab.weights[tensor.name].detach().numpy().astype(tensor.info.dtype)
+
+    for path, tensors in plan.tensors.items():
+        shards: list[dict[str, Tensor]] = [{}]
+        for name, tensor in tensors.items():
+            if sum(t.info.nbytes for t in shards[-1].values()) + tensor.info.nbytes > SHARD_BYTES:
+                shards.append({})
+            shards[-1][name] = tensor
+        whole, home = model / path, {}
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        for i, shard in enumerate(shards, 1):
+            file = whole if len(shards) == 1 else whole.with_stem(f"{whole.stem}-{i:05}-of-{len(shards):05}")
+            infos = {name: tensor.info for name, tensor in shard.items()}
+            write_tensors(file, infos, lambda name, shard=shard: value(shard[name]), plan.metadata[path])
+            home |= dict.fromkeys(shard, file.name)
+        if len(shards) > 1:
+            size = sum(tensor.info.nbytes for tensor in tensors.values())
+            index = {"metadata": {"total_size": size}, "weight_map": home}
+            plan.texts[f"{path}.index.json"] = json.dumps(index, separators=(",", ":")) + "\n"
+    for path, text in plan.texts.items():
+        (model / path).write_text(text)
+
+
+def draw_losses(lab: Lab) -> None:
+    """FOLDER/losses.png: of every part, its losses over its steps, both logarithmic and each over its own range."""
+    width, height, colours = 360, 200, [(200, 40, 40), (40, 90, 200), (30, 140, 60)]
+    found = [(path.stem, json.loads(path.read_text())) for path in sorted(lab.folder.glob("*.json"))]
+    found = [(name, data["losses"], data["seconds"]) for name, data in found if "losses" in data]
+    columns = 3
+    sheet = Image.new("RGB", (columns * width, -(-len(found) // columns) * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, (part, curve, seconds) in enumerate(found):
+        left, top = i % columns * width + 10, i // columns * height + 10
+        draw.text((left, top), f"{part}: {len(curve)} steps, {seconds:.0f} s", fill="black")
+        for j, name in enumerate(curve[0]):
+            y = np.maximum([c[name] for c in curve], 1e-6)
+            size = max(1, len(y) // 60)
+            y = np.log(np.array([part.mean() for part in np.array_split(y, -(-len(y) // size))]))
+            low, high = y.min(), max(y.max(), y.min() + 1e-6)
+            x = left + np.linspace(0, width - 30, len(y))
+            line = top + 65 + (height - 90) * (high - y) / (high - low)
+            draw.line(list(zip(x.tolist(), line.tolist(), strict=True)), fill=colours[j], width=2)
+            said = f"{name}: {np.exp(y[0]):.3g} to {np.exp(y[-1]):.3g}"
+            draw.text((left, top + 14 + 14 * j), said, fill=colours[j])
+    sheet.save(lab.folder / "losses.png")
+
+
+PARTS: dict[str, Callable[[Lab], None]] = {
+    "video_vae": train_video_vae,
+    "audio_vae": train_audio_vae,
+    "vocoder": train_vocoder,
+    "video_decoder": train_video_decoder,
+    "upsampler": train_upsampler,
+    "transformer": train_transformer,
+    "lora": train_lora,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps, to try it out")
+    parser.add_argument("--part", choices=PARTS, help="train this one alone; those before it are done")
+    args = parser.parse_args(argv)
+    lab = Lab(args.folder, args.seed, args.scale)
+    for name, part in PARTS.items():
+        if args.part in (None, name):
+            part(lab)
+    if args.part is None:
+        write_model(lab)
+        draw_losses(lab)
+
+
+if __name__ == "__main__":
+    main()

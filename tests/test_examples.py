@@ -1,0 +1,112 @@
+"""The synthetic clips, and the training of the tiny model on them."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from examples import train_tiny
+from examples.clips import FLOOR, FRAMES, MOTIONS, RATE, SIZE, Clip, held_out, random_clip
+from ltx2rt.models import connectors, transformer
+from ltx2rt.models.geometry import audio_positions, video_positions
+
+
+def test_a_click_is_heard_when_the_shape_is_on_the_floor():
+    for phase in (0.2, 0.5, 0.7):  # a click at the very start fades in
+        clip = Clip("circle", "red", "bounces", "dark", phase=phase)
+        still = Clip("circle", "red", "grows", "dark")
+        assert not len(still.hits()) and len(clip.hits()) >= 2
+        _, y, radius = clip.pose(clip.hits())
+        np.testing.assert_allclose(y + radius, FLOOR, atol=1e-9)
+        steps = np.abs(np.diff(clip.sound()[0], 2))  # of a click of 1800 Hz 10 times those of the tone
+        loud = np.flatnonzero(steps > 0.25 * steps.max()) / RATE
+        starts = loud[np.diff(loud, prepend=-1) > 0.1]
+        np.testing.assert_allclose(starts, clip.hits(), atol=2e-3)  # seconds
+
+
+@pytest.mark.parametrize("motion", MOTIONS)
+def test_a_shape_is_drawn_where_it_is_said_to_be(motion):
+    clip = Clip("square", "white", motion, "dark")
+    shape = np.abs(clip.frames() - clip.behind()).sum(-1)
+    x, y, _ = clip.pose(np.arange(FRAMES) / 24)
+    at = (np.arange(SIZE) + 0.5) / SIZE
+    total = shape.sum((1, 2))
+    np.testing.assert_allclose((shape.sum(1) * at).sum(1) / total, x, atol=0.01)  # of the side; half a pixel is 0.004
+    np.testing.assert_allclose((shape.sum(2) * at).sum(1) / total, y, atol=0.01)
+
+
+def test_what_is_held_out_is_never_trained_on():
+    rng = np.random.default_rng(0)
+    for trained in (True, False):
+        clips = [random_clip(rng, trained) for _ in range(30)]
+        assert {held_out(clip.shape, clip.colour, clip.motion) for clip in clips} == {not trained}
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return train_tiny.Lab(tmp_path, 0, 1.0)
+
+
+def test_a_part_that_was_interrupted_ends_bit_identical(lab, monkeypatch):
+    monkeypatch.setattr(train_tiny, "SAVE_SECONDS", 0)
+    stops = [3]
+
+    def train(part):
+        weight = torch.nn.Parameter(torch.ones(4, 4))
+
+        def loss(step, rng):
+            if stops and step == stops[0]:
+                stops.pop()
+                raise KeyboardInterrupt
+            target = torch.from_numpy(rng.standard_normal((4, 4))).float() + 0.1 * torch.randn(4, 4)
+            return {"off": (weight - target).square().mean()}
+
+        lab.fit(part, {"weight": weight}, 8, 0.1, loss)
+        return load_file(lab.folder / f"{part}.safetensors")["weight"]
+
+    with pytest.raises(KeyboardInterrupt):
+        train("part")
+    stopped = train("part")
+    (lab.folder / "part.safetensors").unlink()
+    assert torch.equal(train("part"), stopped)
+    assert not torch.equal(stopped, torch.ones(4, 4))
+
+
+def test_gradients_reach_all_that_is_trained(lab):
+    """Of the transformer and its connectors; those of the other networks are tested with `as_module`."""
+    g = lab.geometry(train_tiny.HALF)
+    text = lab.module(connectors.trace(lab.config.text, 1, 64, "float32"))
+    feeds = transformer.position_feeds(lab.config.transformer, video_positions(g), audio_positions(g))
+    shape = transformer.ForwardShape(
+        1, g.num_video_tokens, g.audio_latents, 64, transformer.coordinate_counts(feeds), video_levels=2
+    )
+    network = lab.module(transformer.trace(lab.config.transformer, shape, "float32"))
+    mask = np.append(np.zeros(54, np.int32), np.ones(10, np.int32))[None]
+    shape = (1, 64, lab.config.text.gemma_hidden, lab.config.text.num_states)
+    contexts = text(hidden_states=torch.randn(shape), **connectors.feeds(lab.config.text, mask))
+    keep = torch.zeros(1, g.num_video_tokens)
+    keep[:, :4] = 1
+    video, sound = torch.randn(1, g.num_video_tokens, 128), torch.randn(1, g.audio_latents, 128)
+    found = lab.velocity((network, feeds), video, sound, torch.tensor([0.5]), contexts, keep)
+    torch.stack([x.square().mean() for x in found]).sum().backward()
+    trained = lab.trained(text, network)
+    assert len(trained) > 200
+    assert [name for name, p in trained.items() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+@pytest.mark.slow
+def test_the_smallest_training_gives_a_checkpoint_that_runs(tmp_path, generate):
+    """Two steps of everything; interrupted between two parts and gone on with, it ends the same."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train_tiny.main([str(whole), "--scale", "0.0003"])
+    for part in ("video_vae", "audio_vae"):
+        train_tiny.main([str(broken), "--scale", "0.0003", "--part", part])
+    train_tiny.main([str(broken), "--scale", "0.0003"])
+    files = sorted(path.relative_to(whole) for path in (whole / "model").rglob("*") if path.is_file())
+    assert [path for path in files if (whole / path).read_bytes() != (broken / path).read_bytes()] == []
+    assert max((whole / path).stat().st_size for path in files) <= 2 * 2**20
+    assert sum((whole / path).stat().st_size for path in files) <= 12e6
+    assert (whole / "losses.png").stat().st_size > 1000
+    for pipeline in ("one-stage", "two-stage"):
+        run = generate("cuda", whole / "model", "--pipeline", pipeline)
+        assert run.status == 0, run.stderr
