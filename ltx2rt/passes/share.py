@@ -9,7 +9,8 @@ up to the first perturbed block. A value is computed for one entry of each class
 part. What nothing reads is not computed: attention that a branch multiplies by 0.
 
 A repeat in which classes part between iterations becomes several, each over its own iterations of the same stacked
-parameters (`Repeat.first`).
+parameters (`Repeat.first`). What it carries is spread before the iteration in which classes part, whose start is so
+computed more than once: a loop of one iteration costs a compiler as much as one of many.
 """
 
 from __future__ import annotations
@@ -245,23 +246,29 @@ class _Analysis:
             return made[patterns]
 
         runs: list[tuple[int, Sequence[np.ndarray], Hashable]] = []  # first iteration, its carries, its signature
+        carry = [self._renumbered((id(node), j), x) for j, x in enumerate(carry)]
         for i in range(repeat.count):
-            found = body(carry, (n[i] for n in data))
+            while True:  # until what enters is told apart wherever what leaves is
+                found = body(carry, (n[i] for n in data))
+                results = (found.numbers[id(v)] for v in repeat.body.outputs.values())
+                finer = [self._renumbered(id(node), x, y) for x, y in zip(carry, results, strict=True)]
+                if all(len(np.unique(x)) == len(np.unique(y)) for x, y in zip(carry, finer, strict=True)):
+                    break
+                carry = finer
             signature = found._signature(repeat.num_carries)
             if not runs or runs[-1][2] != signature:
                 runs.append((i, carry, signature))
-            results = [found.numbers[id(v)] for v in repeat.body.outputs.values()]
-            carry = [self._renumbered(x, id(node), i, j) for j, x in enumerate(results)]
-        self.numbers |= {id(v): x for v, x in zip(node.outputs, carry, strict=True)}
+        self.numbers |= {id(v): self._renumbered(id(v), x) for v, x in zip(node.outputs, carry, strict=True)}
         stops = [*(first for first, *_ in runs[1:]), repeat.count]
         self.segments[id(node)] = [
             _Segment(first, stop - first, body(entering, (self._over(n[first:stop]) for n in data)))
             for (first, entering, _), stop in zip(runs, stops, strict=True)
         ]
 
-    def _renumbered(self, numbers: np.ndarray, *key: Hashable) -> np.ndarray:
-        """The numbers of another analysis as ones of this."""
-        return np.array([self._number(*key, n) for n in numbers.ravel().tolist()]).reshape(numbers.shape)
+    def _renumbered(self, key: Hashable, *numbers: np.ndarray) -> np.ndarray:
+        """New numbers for entries that are told apart by any of these, perhaps another analysis's."""
+        entries = zip(*(n.ravel().tolist() for n in numbers), strict=True)
+        return np.array([self._number(key, entry) for entry in entries]).reshape(numbers[0].shape)
 
     def _pattern(self, numbers: np.ndarray) -> Pattern:
         order: dict[int, int] = {}
@@ -280,7 +287,7 @@ class _Analysis:
         """In what iterations of one segment agree: equal entries of what they carry and of what is heavy."""
         carries = list(self.graph.inputs.values())[:num_carries]
         heavy = (v for node in self.graph.nodes if node.op in HEAVY for v in node.outputs)
-        return tuple(self.where(v) for v in (*carries, *heavy, *self.graph.outputs.values()))
+        return tuple(self.where(v) for v in (*carries, *heavy))
 
     def _needed(self) -> dict[int, set[int]]:
         needed: dict[int, set[int]] = {}
@@ -411,18 +418,11 @@ class _Writer:
         return parts[0] if len(parts) == 1 else emit(self.out, "concat", *parts, axis=BATCH)
 
     def _segment(self, node: Node, segment: _Segment, sources: Sequence[Value]) -> None:
-        """One of the repeats that `node` becomes; what it carries are `sources`.
-
-        One in which classes part is of a single iteration: what it carries enters and leaves in unlike types, as an
-        invariant and as a result of one layer.
-        """
+        """One of the repeats that `node` becomes; what it carries are `sources`."""
         repeat, found = node.repeat, segment.found
         body = replace(repeat.body, inputs={}, nodes=[], params=dict(repeat.body.params), outputs={})
         writer = _Writer(body, found)
         carry, invariant, data = repeat.divide(list(zip(repeat.body.inputs.values(), node.inputs, strict=True)))
-        ends = list(repeat.body.outputs.values())
-        parted = any(found.where(v) != found.where(end) for (v, _), end in zip(carry, ends, strict=True))
-        assert segment.count == 1 or not parted, f"{self.out.name}: classes part within {segment.count} iterations"
         operands: list[Value] = []
         num_invariants = 0
 
@@ -437,7 +437,8 @@ class _Writer:
             enter(own, value)
         for inside in repeat.body.nodes:
             writer.write(inside)
-        results = [writer.read(v, found.leaders(v)) for v in ends]
+        ends = zip(repeat.body.outputs.values(), carry, strict=True)
+        results = [writer.read(end, found.leaders(v)) for end, (v, _) in ends]
         body.outputs = dict(zip(repeat.body.outputs, results, strict=True))
         used = {id(v) for inside in body.nodes for v in inside.inputs} | {id(v) for v in results}
         for group in (invariant, data):
@@ -450,14 +451,12 @@ class _Writer:
                         value = emit(self.out, "slice", value, axis=repeat.axis, start=segment.first, stop=stop)
                     enter(own, value)
             num_invariants += len(operands) * (group is invariant)
-        first, num_carries = repeat.first + segment.first, 0 if parted else len(carry)
-        plan = Repeat(body, segment.count, num_carries, num_invariants - num_carries, repeat.axis, first)
-        types = [v.type.stacked(repeat.axis, 1) if parted else v.type for v in results]
-        made = tuple(map(self.out.fresh, types))
+        first = repeat.first + segment.first
+        plan = Repeat(body, segment.count, len(carry), num_invariants - len(carry), repeat.axis, first)
+        made = tuple(self.out.fresh(v.type) for v in results)
         self.out.nodes.append(Node("repeat", tuple(operands), made, {"count": plan.count}, {"repeat": plan}))
-        for v, value, end in zip(node.outputs, made, ends, strict=True):
-            value = emit(self.out, "at", value, axis=repeat.axis, index=0) if parted else value
-            self.held[id(v)] = value, found.where(end)
+        for v, value, (own, _) in zip(node.outputs, made, carry, strict=True):
+            self.held[id(v)] = value, found.where(own)
 
 
 def _without_batch(type: Type) -> Type:

@@ -80,14 +80,14 @@ def test_every_combination_of_branches_keeps_its_values(branches, generation):
 
 
 @pytest.mark.parametrize("blocks,expected", [
-    ((0,), [(0, 1, 1), (1, 3, 4)]),
-    ((2,), [(0, 1, 1), (1, 1, 3), (2, 1, 3), (3, 1, 4)]),
-    ((3,), [(0, 1, 1), (1, 2, 3), (3, 1, 3)]),
-    ((1, 3), [(0, 1, 1), (1, 1, 3), (2, 2, 4)]),
-    ((0, 1, 2, 3), [(0, 1, 1), (1, 3, 4)]),
+    ((0,), [(0, 4, 4)]),
+    ((2,), [(0, 2, 3), (2, 2, 4)]),
+    ((3,), [(0, 3, 3), (3, 1, 4)]),
+    ((1, 3), [(0, 1, 3), (1, 3, 4)]),
+    ((0, 1, 2, 3), [(0, 4, 4)]),
 ])  # fmt: skip
 def test_blocks_are_divided_where_classes_part(blocks, expected):
-    """Block 0 begins with one class; the perturbed branch is the conditional one up to its first perturbed block."""
+    """The perturbed branch is the conditional one up to its first perturbed block."""
     graph, params, inputs = step(blocks=blocks)
     shared = share(graph)
     assert stacks(shared) == expected
@@ -147,11 +147,11 @@ def test_a_placed_step_communicates_no_more(mesh, generation):
 
 
 def test_quantised_blocks_are_shared_too():
-    """The first block, of one class up to its text, is written out; float8 in the others rounds equal rows alike."""
+    """Float8 rounds equal rows alike. The first block is written out, and computed once up to its text."""
     graph, params, inputs = step()
     quantised = quantise(graph)
     shared = share(quantised)
-    assert flops(shared) == flops(share(graph))
+    assert flops(shared) < flops(share(graph))
     expected = interpret(quantised, params, inputs)
     for name, value in interpret(shared, params, inputs).items():
         assert relative_l2(value, expected[name]) <= 0.02, name  # a float32 rounding may become one of e4m3
@@ -198,9 +198,9 @@ def published():
 def test_the_published_step_does_no_work_twice():
     graph, shared = published()
     assert round(flops(graph) / 1e12, 1) == 191.9
-    assert round(flops(shared) / 1e12, 1) == 151.9
-    assert stacks(shared) == [(0, 1, 1), (1, 27, 3), (28, 1, 3), (29, 19, 4)]
-    assert heavy(shared, "*.attn1.to_q") == {1: 1, 3: 28, 4: 19}
+    assert round(flops(shared) / 1e12, 1) == 152.8
+    assert stacks(shared) == [(0, 28, 3), (28, 20, 4)]
+    assert heavy(shared, "*.attn1.to_q") == {3: 28, 4: 20}
     assert heavy(shared, "*.attn2.to_k") == {2: 48}
     assert heavy(shared, "audio_to_video_attn.to_q") == {2: 28, 3: 20}  # the isolated branch has none
     assert heavy(shared, "diffusion_model.patchify_proj") == {1: 1}

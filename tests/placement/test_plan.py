@@ -54,12 +54,12 @@ def test_the_full_model_reaches_the_floor_of_collectives():
 def test_what_left_the_loop_costs_memory_and_no_step():
     """The prompts' keys and values of LTX-2.0, four branches on four devices: as prepared, and as a step reads them.
 
-    Two prompts are projected; block 0 reads both, 28 blocks those of three branches, the others of four.
+    Two prompts are projected; 28 blocks read those of three branches, the others of four.
     """
     found = plan("ltx-2.0", 4)
     stage1 = stages(found)["stage1"]
     heads = (4096 + 2048) // 4
-    kept = (2 + 28 * 3 + 19 * 4) * 2 * 1024 * heads * 2  # layers x branches, k and v, tokens, heads, bfloat16
+    kept = (28 * 3 + 20 * 4) * 2 * 1024 * heads * 2  # layers x branches, k and v, tokens, heads, bfloat16
     whole = cost(Work("step", ((graph(found, "guided-step"), 1),), {}))
     assert 1.9 * kept < stage1.activation_bytes - whole.activation_bytes < 2.1 * kept  # one layer's leave the step
     products = 48 * 2 * 2 * 2 * 1024 * (4096 * 4096 + 2048 * 2048) // 4
@@ -85,11 +85,11 @@ def test_a_kind_of_device_has_a_mesh_of_its_own(kind, mesh):
 
 
 def test_work_of_one_step_is_the_known_number():
-    """One forward of stage 2 is 198.7 TFLOP, of stage 1 with four branches 151.9, of 191.9 if they shared
+    """One forward of stage 2 is 198.7 TFLOP, of stage 1 with four branches 152.8, of 191.9 if they shared
     nothing; 0.2 % for the small layers."""
     costs = stages(plan("ltx-2.3", 1))
     assert costs["stage2"].flops == pytest.approx(198.7e12, rel=2e-3)
-    assert costs["stage1"].flops == pytest.approx(151.9e12, rel=2e-3)
+    assert costs["stage1"].flops == pytest.approx(152.8e12, rel=2e-3)
     assert costs["stage1"].steps == 30 and costs["stage2"].steps == 3
 
 
