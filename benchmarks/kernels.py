@@ -19,11 +19,12 @@ operands larger than its caches.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,19 +68,26 @@ class Case:
 
 
 def request_graphs(
-    preset: str, width: int, height: int, num_frames: int, levels: int, weights_dtype: str | None = None
+    preset: str,
+    width: int,
+    height: int,
+    num_frames: int,
+    levels: int,
+    weights_dtype: str | None = None,
+    mesh: Mapping[str, int] = MappingProxyType({}),
+    parts: Sequence[str] = ("stage1", "stage2", "decode", "audio"),
 ) -> dict[str, Graph]:
-    """Of one H200: a step of each stage, and one call of the decoders. levels: timesteps among the video tokens; an
-    image adds one. weights_dtype: of the transformer's blocks."""
-    options = ModelOptions("", Path(), weights_dtype=weights_dtype)
+    """Of one H200, or one of a mesh: a step of each stage, and one call of the decoders. levels: timesteps among the
+    video tokens; an image adds one. weights_dtype: of the transformer's blocks. parts: those of the request to build."""
+    options = ModelOptions("", Path(), weights_dtype=weights_dtype, mesh=mesh)
     request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
-    with datasheet_session(options, preset, device_kind("h200-141gb"), 1) as session:
+    with datasheet_session(options, preset, device_kind("h200-141gb"), prod(mesh.values())) as session:
         calls = {stage.name: list(stage.needs(session.config)) for stage in make_plan(session, request).stages}
-        loops = {stage: found[0] for stage, found in calls.items() if found[0].steps}
+        loops = {stage: found[0] for stage, found in calls.items() if found[0].steps and stage in parts}
         loops = {s: replace(call, sizes=replace(call.sizes, video_levels=levels)) for s, call in loops.items()}
         graphs = {stage: taken_apart(session.graph(call)).body for stage, call in loops.items()}
-        largest, vocoder = max(calls["decode"], key=lambda call: prod(call.sizes)), calls["audio"][-1]
-        return graphs | {"decode": session.graph(largest), "audio": session.graph(vocoder)}
+        decoders = {"decode": max(calls["decode"], key=lambda call: prod(call.sizes)), "audio": calls["audio"][-1]}
+        return graphs | {part: session.graph(call) for part, call in decoders.items() if part in parts}
 
 
 def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:

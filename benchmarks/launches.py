@@ -1,0 +1,267 @@
+"""What a recorded denoise step launches and moves on a GPU, counted without one.
+
+Decides what counts. The lowered step runs on torch's fake tensors on a CUDA device: shapes, strides and dtypes without
+data, so that every choice that the runtime makes (kernel or plain ops, copies for alignment, layouts) is made here. A
+launch is what the device executes; bytes are those that operands and results occupy, each read or written once, beside
+matrix products, attention and what travels between devices. A repeat's block runs once and counts as often as it is
+repeated. What cuBLAS or cuDNN launch inside is theirs: a product, an attention and a collective are one launch each.
+
+Of what runs it also asks what no CPU shows otherwise: nothing waits for the device, no operand lies elsewhere, rows of
+16 bytes where kernels and products load so.
+
+    python -m benchmarks.launches
+    python -m benchmarks.launches --mesh tensor=4 --weights-dtype float8 --output benchmarks/results/launches.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed._functional_collectives  # what collectives make of fake tensors is registered here
+import torch.nn.functional as F
+from ltx2rt_cuda import attention, lower, ops
+from ltx2rt_cuda.distributed import Position
+from ltx2rt_cuda.ops import DTYPES
+from ltx2rt_kernels.choose import FOLDERS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.kernels import request_graphs
+from benchmarks.measure import machine, record
+from ltx2rt.graph.ir import Graph
+from ltx2rt.passes.fuse import fuse
+from ltx2rt.session.options import parse_mesh
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "_scaled_mm"}
+FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
+LOAD_BYTES = attention.LOAD_BYTES
+STAGES = ("stage1", "stage2")
+
+
+@dataclass
+class Counts:
+    """launches and bytes by what is launched: an aten op, a kernel, "product", "attention", "collective"."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    times: int = 1
+
+    def add(self, name: str, *tensors: Any) -> None:
+        self.launches[name] += self.times
+        self.bytes[name] += self.times * sum(occupied(x) for x in tensors)
+
+
+def occupied(x: Any) -> int:
+    """Bytes that a tensor reads from memory once: of an axis of stride 0, one."""
+    if isinstance(x, (list, tuple)):
+        return sum(map(occupied, x))
+    if not isinstance(x, torch.Tensor):
+        return 0
+    return prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether x begins, and every axis but the last steps, at a multiple of LOAD_BYTES."""
+    starts = (x.storage_offset(), *(s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1))
+    return x.stride(-1) == 1 and not any(n * x.element_size() % LOAD_BYTES for n in starts)
+
+
+class Counting(TorchDispatchMode):
+    """Counts what torch itself launches, and refuses what would wait for the device or leave it."""
+
+    def __init__(self, counts: Counts):
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if name in WAITS:
+            raise RuntimeError(f"{func} waits for the device")
+        is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+        if is_view or name in FREE or func.namespace == "prim":
+            return result
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        if elsewhere := {x.device.type for x in tensors if x.ndim} - {"cuda"}:
+            raise RuntimeError(f"{func} reads or writes on {elsewhere}")
+        if func.namespace == "_c10d_functional":
+            self.counts.add("collective")
+            if name in ("all_reduce", "all_reduce_coalesced"):  # they copy their operands, and reduce the copies
+                for x in tensors[: len(tensors) // 2]:
+                    self.counts.add("copy for a collective", x, x)
+        elif name in PRODUCTS:
+            matrices = [x for x in tensors if x.ndim == 2]
+            if unaligned := [x for x in matrices if not is_aligned(x) and not is_aligned(x.t())]:
+                raise RuntimeError(f"{func}: rows that are no multiples of {LOAD_BYTES} bytes: {unaligned}")
+            self.counts.add("product")
+        elif name.startswith("_foreach"):
+            self.counts.launches[name] += self.counts.times
+            self.counts.bytes[name] += self.counts.times * sum(map(occupied, tensors))
+        else:
+            self.counts.add(name, *tensors)
+        return result
+
+
+def contiguous(x: torch.Tensor, memory_format=torch.contiguous_format) -> torch.Tensor:
+    return x if x.is_contiguous(memory_format=memory_format) else x.clone(memory_format=memory_format)
+
+
+def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """x[index] of ints, slices and an ellipsis."""
+    index = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index = (*index[:at], *[slice(None)] * (x.ndim - len(index) + 1), *index[at + 1 :])
+    dim = 0
+    for i in index:
+        if isinstance(i, int):
+            x = x.select(dim, i)
+        else:
+            start, stop, step = i.indices(x.shape[dim])
+            x, dim = torch.ops.aten.slice(x, dim, start, stop, step), dim + 1
+    return x
+
+
+class Views(TorchFunctionMode):
+    """What torch does on a machine with a driver, where without one it fails or does something else."""
+
+    def __init__(self, counts: Counts):
+        super().__init__()
+        self.counts = counts
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.contiguous:
+            return contiguous(*args, **kwargs)
+        if func is torch.Tensor.reshape:
+            x, *shape = args
+            try:
+                return x.view(*shape)
+            except RuntimeError:
+                return contiguous(x).view(*shape)
+        if func in (torch.rms_norm, F.rms_norm):  # on a CPU build torch writes its kernel out, in a dozen ops
+            x = contiguous(args[0])
+            y = torch.empty_like(x)
+            self.counts.add("rms_norm", x, y)
+            return y
+        if func is torch.Tensor.__getitem__:
+            return indexed(*args)
+        return func(*args, **kwargs)
+
+
+class Launches:
+    """Stands for a Triton kernel; notes its launches."""
+
+    def __init__(self, kernel: Any, counts: Counts):
+        self.name, self.counts = kernel.fn.__name__, counts
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *operands, num_warps: int, **constants) -> None:
+        self.counts.add(self.name, *operands)
+
+
+def once(counts: Counts, repeat: lower.Repeat, *operands):
+    """One iteration of a repeat that counts as all of them."""
+    plan = repeat.plan
+    carry, invariant, per_layer = plan.divide(operands)
+    counts.times *= plan.count
+    results = repeat.block(*carry, *invariant, *(p[0] for p in per_layer))
+    counts.times //= plan.count
+    stacked = [x.expand(plan.count, *x.shape) for x in results[plan.num_carries :]]
+    return *results[: plan.num_carries], *stacked
+
+
+@contextmanager
+def stood_in(counts: Counts) -> Iterator[None]:
+    """On this machine the runtime chooses as on an H200, and what would reach the device is counted."""
+
+    def attend(q, k, v, mask, scale):
+        q, k, v = (attention.aligned(x) for x in (q, k, v))
+        counts.add("attention")
+        return torch.empty_like(q.transpose(1, 2)).transpose(1, 2)
+
+    def aligned(x):
+        if is_aligned(x) or x.shape[-1] * x.element_size() % LOAD_BYTES:
+            return x
+        return x.clone(memory_format=torch.contiguous_format)
+
+    with ExitStack() as stack:
+        for folder in {*FOLDERS.values()} - {"linear_gelu"}:
+            module = import_module(f"ltx2rt_kernels.{folder}.cuda")
+            for name, kernel in vars(module).items():
+                if name.endswith("_kernel"):
+                    stack.enter_context(patch.object(module, name, Launches(kernel, counts)))
+        for owner, name, stand_in in (
+            (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            (attention, "aligned", aligned),
+            (ops, "attend", attend),
+            (lower.Repeat, "forward", lambda self, *operands: once(counts, self, *operands)),
+        ):
+            stack.enter_context(patch.object(owner, name, stand_in))
+        yield
+
+
+def count(graph: Graph) -> Counts:
+    """Launches and bytes of one call of `graph`, as it is lowered for a GPU."""
+    graph, counts = fuse(graph), Counts()
+    position = Position(graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh})
+
+    def tensor(shape, dtype):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    module = lower.lower(graph, torch.device("cpu"), position=position)
+    with FakeTensorMode(), torch.no_grad(), stood_in(counts):
+        for part in module.modules():
+            if isinstance(part, lower.Constant):
+                part.value = tensor(part.value.shape, part.value.dtype)
+        inputs = [tensor(v.type.shape, DTYPES[v.type.dtype]) for v in graph.inputs.values()]
+        weights = []
+        for name, (v, layers) in graph.all_params().items():
+            weight = tensor(v.type.shape, DTYPES[v.type.dtype])
+            weights.append([weight] * layers if "*" in name else weight)
+        with Counting(counts), Views(counts):
+            module(*inputs, *weights)
+    return counts
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description="launches and bytes of a recorded denoise step, counted without a GPU")
+    parser.add_argument("--preset", default="ltx-2.3")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--height", type=int, default=512)
+    parser.add_argument("--num-frames", type=int, default=121)
+    parser.add_argument("--levels", type=int, default=1, help="timesteps among the video tokens; an image adds one")
+    parser.add_argument("--mesh", type=parse_mesh, default={}, metavar="AXIS=N")
+    parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"))
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
+    args = parser.parse_args(argv)
+    size = (args.width, args.height, args.num_frames, args.levels)
+    graphs = request_graphs(args.preset, *size, args.weights_dtype, args.mesh, STAGES)
+    facts: dict[str, Any] = {"benchmark": "launches", **machine(), "clip": size, "mesh": dict(args.mesh)}
+    facts |= {"preset": args.preset, "weights_dtype": args.weights_dtype, "stages": {}}
+    for stage, graph in graphs.items():
+        found = count(graph)
+        facts["stages"][stage] = {"launches": found.launches, "bytes": found.bytes}
+        print(f"{stage}: {found.launches.total()} launches, {found.bytes.total() / 1e9:.1f} GB")
+        for name, n in found.launches.most_common():
+            print(f"  {name:28} {n:>6} {found.bytes[name] / 1e9:>8.2f} GB")
+    record(args.output, facts)
+    return facts
+
+
+if __name__ == "__main__":
+    main()
