@@ -309,6 +309,43 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(star
 
 
 @pytest.mark.slow
+def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
+    """And end, by the same command, as twenty clips that play, each of the bytes that an undisturbed server makes."""
+    from ltx2rt.media.mp4 import opened
+
+    def make(data, disturbed):
+        command = ("--warm", "64x64x9:one-stage")
+        server = start(*command, data=data, replicas="real")
+        ids = [server.add(f"a fox, {n}", seed=n, steps=60 if n == 7 else 4, fps="24") for n in range(20)]
+        if disturbed:
+            server.until(ids[6], timeout_s=300)
+            server.until_step(ids[7])
+            workers = children(server.process.pid)
+            for pid in (server.process.pid, *workers):
+                os.kill(pid, signal.SIGKILL)
+            server.kill()
+            assert len(workers) == 1
+            server = start(*command, data=data, replicas="real")
+        videos = [server.until(id, timeout_s=300) for id in ids]
+        assert {video["status"] for video in videos} == {"completed"}
+        assert [video["x"]["attempts"] for video in videos] == [1 + (disturbed and n == 7) for n in range(20)]
+        found = [server.http.get(f"/v1/videos/{id}/content").content for id in ids]
+        assert server.kill(signal.SIGTERM) == 143
+        made = sorted(path.name.split(".")[0] for path in (server.data / "out").glob("*.mp4"))
+        assert made == sorted(ids) and not list((server.data / "out").glob(".*"))
+        return found, sorted((server.data / "out").glob("*.mp4"))
+
+    got, files = make("killed", True)
+    undisturbed, _ = make("undisturbed", False)
+    assert got == undisturbed and len(set(got)) == 20
+    for file in files:
+        with opened(file) as clip:
+            assert len(list(clip.decode(video=0))) == 9
+        with opened(file) as clip:
+            assert sum(frame.samples for frame in clip.decode(audio=0)) > 10_000
+
+
+@pytest.mark.slow
 def test_ranks_behind_a_replica_end_and_begin_together(start):
     """Two ranks by gloo: cancelled in a step, one of them killed, one stopped, then the server killed."""
     server = start("--num-gpus", "2", "--warm", "64x64x9:one-stage", "--step-timeout", "5", replicas="real")
