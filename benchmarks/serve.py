@@ -7,7 +7,7 @@ cpu      the same work by the worker's code and by that loop, both in this proce
 gap      from the end of a job to the start of the next that waited for it
 server   CPU time of the server's own process per job, the requests of this benchmark included
 post     from sending a request to its answer, the disk included
-cancel   of a running job, until it is over
+cancel   of a running job, until it is over; beyond: what that is more than two of its steps
 restart  from the death of the replica until another one takes jobs, loading and warm-up included
 
   python -m benchmarks.serve --model MODEL_DIR --backend cuda --output benchmarks/results/serve.json
@@ -85,6 +85,13 @@ class Server:
         with urlopen(f"{self.url}v1/videos/{id}/events", timeout=3600) as stream:
             stream.read()
 
+    def step_s(self) -> float:
+        """The mean of the first stage's steps, of all jobs."""
+        with urlopen(f"{self.url}metrics", timeout=60) as answer:
+            lines = [line.split() for line in answer.read().decode().splitlines() if 'stage="stage1"' in line]
+        found = {name.partition("{")[0]: float(value) for name, value in lines}
+        return found["ltx2rt_step_seconds_sum"] / found["ltx2rt_step_seconds_count"]
+
     @property
     def worker(self) -> int:
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
@@ -140,9 +147,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             posts.append(time.perf_counter() - start)
         cancels = []
         for id in ids[-args.posts :][: args.rounds]:
-            server.until(lambda id=id: (server.ask("GET", f"v1/videos/{id}")["x"]["step"] or 0) > 1)
+            server.until(lambda id=id: (server.ask("GET", f"v1/videos/{id}")["x"]["step"] or 0) > 4)
             server.ask("POST", f"v1/videos/{id}/cancel")
             cancels.append(server.until(lambda id=id: server.over(id)))
+        step_s = server.step_s()
         os.kill(server.worker, signal.SIGKILL)
         server.until(lambda: not server.ready())
         restart = server.until(server.ready)
@@ -163,6 +171,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "post_s": Spread.of(posts),
         "post_p99_s": float(np.quantile(posts, 0.99)),
         "cancel_s": Spread.of(cancels),
+        "step_s": step_s,
+        "cancel_beyond_two_steps_s": Spread.of([one - 2 * step_s for one in cancels]),
         "restart_s": restart,
     }
 

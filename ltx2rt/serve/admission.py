@@ -253,19 +253,14 @@ class Admission:
         """[file, strength, stage] of each."""
         known, loras = self.lora_files(), []
         for item in _items("loras", given, MAX_LORAS, ("name", "strength", "stage")):
-            strength, stage = number(item.get("strength", 1.0)), item.get("stage")
-            if item.get("name") not in known:
-                names = ", ".join(known) or "none"
-                raise Refusal(
-                    400,
-                    "invalid_value",
-                    f"loras: no LoRA is named {str(item.get('name'))[:80]!r}; known: {names}",
-                    "loras",
-                )
+            strength, stage, name = number(item.get("strength", 1.0)), item.get("stage"), str(item.get("name"))
+            if name not in known:
+                text = f"loras: no LoRA is named {name[:80]!r}; known: {', '.join(known) or 'none'}"
+                raise Refusal(400, "invalid_value", text, "loras")
             if strength is None or stage not in (None, *DISTILLED_STAGES):
                 text = "loras: strength is a number, stage one of stage1 and stage2"
                 raise Refusal(400, "invalid_value", text, "loras")
-            loras.append([known[item["name"]], strength, stage])
+            loras.append([known[name], strength, stage])
         return loras
 
     # --- what can be asked for ----------------------------------------------------------------------------------

@@ -28,11 +28,12 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from ltx2rt.backend import DeviceInfo
-from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, UPLOADS, Admission, Admitted, number
+from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import THUMBNAIL, Folder, clip_names
 from ltx2rt.serve.form import Gone, close_unread, fields_of
 from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.openapi import openapi
 from ltx2rt.serve.queue import (
     CANCELLED,
     COMPLETED,
@@ -52,6 +53,7 @@ LOCAL = "local"  # the user where there are no tokens
 MIN_FREE_BYTES = 2 * 10**9
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
 DELETE_WAIT_S, RETRY_S = 30, 10
+UNUSED_S = 3600  # for so long what was sent stays if no job reads it
 UNREAD_BYTES, UNREAD_S = 2**20, 1.0  # of a refused body, read to get the answer through
 POLL_MS = {QUEUED: 1000, RUNNING: 250}
 PAGE = Path(__file__).with_name("page")
@@ -180,7 +182,7 @@ class App:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if not self.settings.tokens and not is_local(host):
             raise Refusal(403, "bad_host", f"host: {host[:80]!r}, expected localhost; give the server a token file")
-        if request.method not in ("GET", "HEAD") and origin is not None and urlsplit(origin).netloc != host:
+        if request.method not in ("GET", "HEAD") and origin is not None and origin.partition("://")[2] != host:
             raise Refusal(403, "bad_origin", f"origin: {origin[:80]!r}, expected this server's own pages")
         if not self.settings.tokens:
             return LOCAL
@@ -308,10 +310,10 @@ class App:
     # --- videos -------------------------------------------------------------------------------------------------
 
     async def create(self, request: Request) -> Response:
-        self._require_accepting()
         """With `check=1` the request is checked, and its files are kept, but it is not queued."""
+        self._require_accepting()
         most = self.settings.max_upload_bytes
-        given = await fields_of(request, self.folder, most, UPLOADS)
+        given = await fields_of(request, most, self.folder, UPLOADS)
         if request.query_params.get("check") == "1":
             return Json({"object": "check", "given": (await self._admitted(given)).given})
         return await self._add(request, given)
@@ -320,7 +322,7 @@ class App:
         """The same settings and seed with another prompt."""
         self._require_accepting()
         job = await self._job(request)
-        given = await fields_of(request, self.folder, self.settings.max_upload_bytes)
+        given = await fields_of(request, self.settings.max_upload_bytes)
         if unknown := sorted(given.keys() - {"prompt"}):
             raise Refusal(
                 400, "unknown_field", f"{unknown[0][:80]!r}: a remix changes the prompt alone", unknown[0][:80]
@@ -359,20 +361,20 @@ class App:
         priority = number(given.get("priority", 0))
         if priority is None or priority not in range(MAX_PRIORITY + 1):
             raise Refusal(400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority")
-        self._know_device()
-        return await asyncio.get_running_loop().run_in_executor(self._planner, self.admission.admit, given)
+        return await asyncio.get_running_loop().run_in_executor(self._planner, self._admit, given)
+
+    def _admit(self, given: dict[str, Any]) -> Admitted:
+        """With the memory of the replicas, once one has told of it."""
+        if self.supervisor.device is not None:
+            device, mesh = self.supervisor.device
+            self.admission.plan_for(DeviceInfo(**device), mesh)
+        return self.admission.admit(given)
 
     def _require_accepting(self) -> None:
         if self.supervisor.draining:
             raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
         if self.folder.free_bytes() < MIN_FREE_BYTES:
             raise Refusal(503, "disk_full", "the server's disk is full", retry_after_s=60)
-
-    def _know_device(self) -> None:
-        """Plan with the memory of the replicas, once one has told of it."""
-        if self.supervisor.device is not None:
-            device, mesh = self.supervisor.device
-            self.admission.plan_for(DeviceInfo(**device), mesh)
 
     async def list(self, request: Request) -> Response:
         asked = request.query_params
@@ -560,7 +562,7 @@ class App:
 
     async def login(self, request: Request) -> Response:
         """A token as a cookie, for the page: neither <video> nor EventSource can send a header."""
-        given = await fields_of(request, self.folder, 10_000)
+        given = await fields_of(request, 10_000)
         token = str(given.get("token", ""))
         if not self.settings.tokens or self._user_of(token) is None:
             raise Refusal(401, "bad_token", "this token is not known")
@@ -574,7 +576,10 @@ class App:
     async def keep_house(self) -> None:
         """Delete clips after their time, and the oldest where they take too much room; fetched ones first."""
         while True:
-            await self.expire()
+            try:
+                await self.expire()
+            except (OSError, sqlite3.Error) as error:
+                self.board.log("queue_error", error=str(error))
             await asyncio.sleep(60)
 
     async def expire(self) -> None:
@@ -587,11 +592,16 @@ class App:
                 await asyncio.to_thread(self.folder.remove, job.stem)
                 excess -= (job.result or {}).get("bytes", 0)
         await self.store.insist(self.queue.forget, now - 10 * self.settings.keep_s)
+        needed = await self.store(self.queue.waiting) + await self.store(self.queue.finished)
+        await asyncio.to_thread(self.folder.sweep_inputs, needed, UNUSED_S)
 
 
 def is_local(host: str) -> bool:
     """Whether a Host header names this machine by its loopback."""
-    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
     return name in ("localhost", "::1") or (name.startswith("127.") and name.replace(".", "").isdecimal())
 
 
@@ -601,56 +611,3 @@ def rss_bytes(pid: int | str) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
     except (OSError, IndexError):
         return 0
-
-
-def openapi(admission: Admission) -> dict[str, Any]:
-    """What a client may send, from the flags themselves."""
-    properties: dict[str, Any] = {}
-    for pipeline in admission.limits()["pipelines"].values():
-        for name, found in pipeline["fields"].items():
-            properties.setdefault(name, found)
-    objects = {"type": "array", "items": {"type": "object"}}
-    ours = (
-        {name: {"type": "string"} for name in OURS}
-        | {
-            "images": objects,
-            "loras": objects,
-            "metadata": {"type": "object"},
-            "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
-            "n": {"type": "integer", "minimum": 1, "maximum": MAX_VIDEOS, "default": 1},
-        }
-        | {
-            name: {"type": "string", "description": f"a {kind}: a file of the form with this name, or a data: URL"}
-            for name, kind in UPLOADS.items()
-        }
-    )
-    properties |= ours | {"prompt": {"type": "string", "maxLength": MAX_PROMPT}}
-    body = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
-    file = {"input_reference": {"type": "string", "format": "binary"}}
-    form = {**body, "properties": properties | file}
-    content = {"application/json": {"schema": body}, "multipart/form-data": {"schema": form}}
-    id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": JOB_ID.pattern}}
-    answers = {"200": {"description": "done"}, "4XX": {"description": "an error object"}}
-
-    def at(**methods: Mapping[str, Any]) -> dict[str, Any]:
-        return {method: {"responses": answers, **more} for method, more in methods.items()}
-
-    one, remix = {"parameters": [id]}, {"type": "object", "properties": {"prompt": {"type": "string"}}}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "ltx2rt", "version": "1"},
-        "paths": {
-            "/v1/videos": at(get={}, post={"requestBody": {"required": True, "content": content}}),
-            "/v1/videos/{id}": at(get=one, delete=one),
-            "/v1/videos/{id}/cancel": at(post=one),
-            "/v1/videos/{id}/remix": at(
-                post={**one, "requestBody": {"content": {"application/json": {"schema": remix}}}}
-            ),
-            "/v1/videos/{id}/content": at(get=one),
-            "/v1/videos/{id}/events": at(get=one),
-            "/v1/events": at(get={}),
-            "/v1/models": at(get={}),
-            "/v1/loras": at(get={}),
-            "/v1/limits": at(get={}),
-        },
-    }

@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,9 @@ class Folder:
         """Keep a file with these bytes among the inputs; its digest, which with the suffix is its name."""
         digest = hashlib.sha256(data).hexdigest()
         name = digest + suffix
-        if not (self.inputs / name).exists():
+        try:
+            os.utime(self.inputs / name)  # `sweep_inputs` leaves it alone
+        except FileNotFoundError:
             partial = self.inputs / f".{name}.{os.urandom(4).hex()}"
             partial.write_bytes(data)
             sync(partial)
@@ -71,13 +75,19 @@ class Folder:
     def sweep(self, jobs: Iterable[Job]) -> None:
         """Remove what none of the jobs made or needs: a dead server's partial files, forgotten clips and images."""
         jobs = list(jobs)
-        made, needed = {job.stem for job in jobs}, {name for job in jobs for name in inputs_of(job.job)}
+        made = {job.stem for job in jobs}
         for path in self.outputs.iterdir():
             if path.name.startswith(".") or ".".join(path.name.split(".")[:2]) not in made:
                 path.unlink(missing_ok=True)
+        self.sweep_inputs(jobs)
+
+    def sweep_inputs(self, jobs: Iterable[Job], older_than_s: float = 0.0) -> None:
+        """Remove what was sent so long ago and none of the jobs needs."""
+        needed, before = {name for job in jobs for name in inputs_of(job.job)}, time.time() - older_than_s
         for path in self.inputs.iterdir():
-            if path.name not in needed:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # what was being written has its name now
+                if path.name not in needed and path.stat().st_mtime <= before:
+                    path.unlink()
 
     def used_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.outputs.iterdir() if path.exists())

@@ -33,11 +33,12 @@ class Gone(Exception):
 
 
 async def fields_of(
-    request: Request, folder: Folder, max_bytes: int, uploads: Mapping[str, str] = MappingProxyType({})
+    request: Request, max_bytes: int, folder: Folder | None = None, uploads: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """The fields of a body; the files that it holds are kept, and stand where they are named by their `file_id`.
 
-    uploads: kinds of files by the field that takes them, besides images. Raises Refusal.
+    folder: where; none: files are not looked at. uploads: kinds of files by the field that takes them, besides images.
+    Raises Refusal.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     chunks = _chunks(request, max_bytes)
@@ -48,7 +49,7 @@ async def fields_of(
     else:
         text = f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json"
         raise Refusal(415, "bad_content_type", text)
-    return await _with_files(given, files, folder, uploads)
+    return given if folder is None else await _with_files(given, files, folder, uploads)
 
 
 async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
@@ -182,9 +183,9 @@ def _listed(images: Any) -> list[Any]:
 
 def _bytes_of(item: dict[str, Any], name: str, kind: str, files: dict[str, bytes]) -> bytes:
     if "file" in item:
-        if item["file"] not in files:
-            raise Refusal(400, "invalid_value", f"{name}: no file {str(item['file'])[:80]!r} was sent", name)
-        return files[item["file"]]
+        if (file := str(item["file"])) not in files:
+            raise Refusal(400, "invalid_value", f"{name}: no file {file[:80]!r} was sent", name)
+        return files[file]
     url = item.get("image_url", item.get("url"))
     text = url if isinstance(url, str) else ""
     match = re.match(r"data:[\w.+-]{1,40}/[\w.+-]{1,40};base64,", text)

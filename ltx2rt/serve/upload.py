@@ -22,7 +22,9 @@ MEMORY_BYTES, TIME_S = {IMAGE: 2**30, SOUND: 2**31, VIDEO: 2**31}, {IMAGE: 20, S
 IMAGES = ("PNG", "JPEG", "WEBP")
 MEDIA = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg")  # as FFmpeg calls its readers
 STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
+AT_ONCE = 4  # are decoded; more wait
 SUFFIX = {IMAGE: "", SOUND: ".media", VIDEO: ".media"}  # what is kept as one kind cannot be named as another
+_places = asyncio.Semaphore(AT_ONCE)
 
 
 async def check_upload(data: bytes, field: str, kind: str) -> None:
@@ -31,17 +33,18 @@ async def check_upload(data: bytes, field: str, kind: str) -> None:
         raise Refusal(413, "payload_too_large", f"{field}: {len(data)} bytes, expected at most {most}", field)
     if kind == IMAGE and not data.startswith(STARTS):
         raise Refusal(400, "bad_image", f"{field}: no {', '.join(IMAGES)} file; save it as one of them", field)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "ltx2rt.serve.upload", kind, stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        said, _ = await asyncio.wait_for(process.communicate(data), TIME_S[kind])
-    except TimeoutError:
-        said = b"it takes too long to read"
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    async with _places:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "ltx2rt.serve.upload", kind, stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL
+        )
+        try:
+            said, _ = await asyncio.wait_for(process.communicate(data), TIME_S[kind])
+        except TimeoutError:
+            said = b"it takes too long to read"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
     if process.returncode != 0:
         reason = said.decode(errors="replace").strip()[:200] or "it cannot be read"
         raise Refusal(400, f"bad_{kind}", f"{field}: {reason}", field)

@@ -82,8 +82,10 @@ def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None 
     if previews:
         with suppress(InputError):  # without a video encoder there are none
             projection = fitted(session)
+    places = session.backend.mesh.get("data", 1)
     for shape in warm:
-        plan = make_plan(session, make_request(shape.pipeline, prompt="a warm-up", seed=0, **shape.clip))
+        asked = {"prompt": "a warm-up", "seed": 0, "num_videos": places, **shape.clip}
+        plan = make_plan(session, make_request(shape.pipeline, **asked))
         session.require_memory(plan.stages)
         warm_up(session, plan)
     device = asdict(session.backend.device())

@@ -1,6 +1,7 @@
 """Servers in processes of their own, by default with replicas that have no model."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -8,9 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+import wave
+from fractions import Fraction
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 SMALL = {"pipeline": "one-stage", "size": "64x64", "num_frames": 9}  # what the prompt of a fake replica goes with
 
@@ -74,3 +78,21 @@ class Server:
             self.process.send_signal(number)
         self.http.close()
         return self.process.wait(30)
+
+
+def sound(seconds=0.5):
+    """A WAV file."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as made:
+        made.setnchannels(1), made.setsampwidth(2), made.setframerate(8000)
+        made.writeframes(np.sin(np.arange(int(8000 * seconds)) / 9).astype(np.int16).tobytes())
+    return file.getvalue()
+
+
+def moving(directory, frames=25, size=64):
+    """An MP4 file."""
+    from ltx2rt.media.mp4 import write_mp4
+
+    path = directory / "moving.mp4"
+    write_mp4(path, iter([np.zeros((3, frames, size, size), np.float32)]), num_frames=frames, fps=Fraction(24))
+    return path.read_bytes()

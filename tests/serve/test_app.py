@@ -13,14 +13,13 @@ import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from fractions import Fraction
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from serving import SMALL
+from serving import SMALL, moving, sound
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
@@ -151,6 +150,8 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
     ({"loras": [{"name": "style", "strength": "nan"}]}, "loras", "strength is a number"),
     ({"loras": [{"name": "style", "stage": "stage2"}]}, "loras", "has none"),
     ({"loras": [{"path": "x"}]}, "loras.path", "no field"),
+    ({"loras": [{"name": []}]}, "loras", "known: style"),
+    ({"images": [{"file": {}}]}, "images", "no file '{}' was sent"),
     ({"images": [{"file_id": "../../../etc/passwd"}]}, "images", "names no image"),
     ({"images": [{"image_url": "http://10.0.0.1/x.png"}]}, "images", "only data: URLs"),
     ({"images": [{"image_url": "data:image/png;base64,!!!"}]}, "images", "no base64"),
@@ -237,24 +238,6 @@ def test_a_picture_too_large_to_decode_is_refused_by_its_header(server):
         files = {"input_reference": ("x.png", bomb), "prompt": (None, "1:0")}
         found = error_of(server.http.post("/v1/videos", files=files), 400)
         assert found["code"] == "bad_image" and "pixel" in found["message"]
-
-
-def sound(seconds=0.5):
-    import wave
-
-    file = io.BytesIO()
-    with wave.open(file, "wb") as made:
-        made.setnchannels(1), made.setsampwidth(2), made.setframerate(8000)
-        made.writeframes(np.sin(np.arange(int(8000 * seconds)) / 9).astype(np.int16).tobytes())
-    return file.getvalue()
-
-
-def moving(directory, frames=25, size=64):
-    from ltx2rt.media.mp4 import write_mp4
-
-    path = directory / "moving.mp4"
-    write_mp4(path, iter([np.zeros((3, frames, size, size), np.float32)]), num_frames=frames, fps=Fraction(24))
-    return path.read_bytes()
 
 
 def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
@@ -485,6 +468,8 @@ def test_other_hosts_and_other_pages_are_refused(server):
     post = {"json": {"prompt": "1:0", **SMALL}}
     assert error_of(server.http.post("/v1/videos", headers={"origin": "http://evil.example"}, **post), 403)
     assert server.http.post("/v1/videos", headers={"origin": f"http://{own}"}, **post).status_code == 200
+    assert error_of(server.http.get("/v1/videos", headers={"host": "["}), 403)["code"] == "bad_host"
+    assert error_of(server.http.post("/v1/videos", headers={"origin": "http://["}, **post), 403)["code"] == "bad_origin"
     error_of(server.http.put("/v1/videos"), 405)
     assert "default-src 'self'" in server.http.get("/").headers["content-security-policy"]
 
@@ -546,6 +531,9 @@ def test_a_user_sees_and_cancels_his_own_jobs_alone(start, tmp_path):
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert server.http.get(f"/v1/videos/{id}").status_code == 200
     error_of(server.http.post("/login", json={"token": "wrong"}), 401)
+    picture = {"images": [{"image_url": f"data:image/png;base64,{base64.b64encode(png()).decode()}"}]}
+    error_of(server.http.post("/login", json={"token": "wrong", **picture}), 401)
+    assert not list((server.data / "in").iterdir())  # strangers leave nothing here
 
 
 def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_path):
@@ -569,6 +557,7 @@ def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_
 
 ODD = (
     *(None, True, -1, 0, 1.5, 2**63, 10**400, [], [[]], {}, {"a": None}, [1, "2"]),
+    *([{name: value}] for name in ("name", "file", "file_id", "url") for value in (None, [], {"a": []}, 2**70)),
     *("", " ", "NaN", "1e999", "\0", "\ud800", "../../etc/passwd", "<b>", "x" * 5000, "[1", "{}", "9" * 400, "\u0663"),
 )
 

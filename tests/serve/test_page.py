@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from serving import moving, sound
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -31,7 +32,7 @@ def page(browser):
     opened, errors = browser.new_page(viewport={"width": 1100, "height": 900}), []
     opened.on("pageerror", lambda error: errors.append(str(error)))
     opened.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
-    opened.set_default_timeout(30_000)
+    opened.set_default_timeout(90_000)
     yield opened
     opened.close()
     assert not errors
@@ -44,7 +45,7 @@ def picture(page, name):
 
 def until(page, condition):
     """As `wait_for_function`, which needs an `eval` that the page's policy forbids."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 90
     while not page.evaluate(condition):
         assert time.monotonic() < end, condition
         time.sleep(0.05)
@@ -85,6 +86,58 @@ def test_a_video_from_the_prompt_to_its_sound(start, page):
     until(page, "document.querySelectorAll('#jobs li').length === 2")
     page.locator("#jobs li >> text=Delete").last.click()
     until(page, "document.querySelectorAll('#jobs li').length === 1")
+
+
+def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, tmp_path):
+    """Uploads of three pipelines, `n`, pictures of the steps; "use these settings" sends the same file again."""
+    (tmp_path / "song.wav").write_bytes(sound())
+    moving(tmp_path)
+    page.goto(server.url)
+    fill(page, "80:0.03: sung")
+    page.select_option("#pipeline", "a2v")
+    page.set_input_files("[data-file=audio_path]", tmp_path / "song.wav")
+    page.click("summary")
+    page.fill("[data-field=n]", "2")
+    page.click("#send")
+    row = page.locator("#jobs li", has_text="sung")
+    row.locator("img[alt='what it looks like so far']").wait_for(state="attached")
+    until(page, "document.querySelector('#jobs .bars img')?.getAttribute('src')?.includes('variant=preview')")
+    row.locator("text=Watch 2").wait_for()
+    first = page.evaluate("fetch('v1/videos?limit=1').then(answer => answer.json())")["data"][0]
+    assert first["x"]["settings"]["n"] == 2 and len(first["x"]["urls"]["videos"]) == 2
+    row.locator("text=Watch 2").click()
+    assert "video=1" in page.get_attribute("#result video", "src")
+    page.select_option("#pipeline", "one-stage")
+    row.locator("text=Use these settings").click()
+    assert page.input_value("#pipeline") == "a2v" and page.input_value("[data-field=n]") == "2"
+    assert "the sound of that video" in page.inner_text("#files")
+    page.fill("#prompt", "1:0.01: again")
+    page.click("#send")
+    page.locator("#jobs li", has_text="again").locator("text=Watch 1").wait_for()
+    again = page.evaluate("fetch('v1/videos?limit=1').then(answer => answer.json())")["data"][0]
+    assert again["x"]["settings"]["audio_path"] == first["x"]["settings"]["audio_path"]
+    page.select_option("#pipeline", "retake")
+    assert page.is_disabled("#width") and page.is_disabled("#seconds")
+    page.set_input_files("[data-file=video_path]", tmp_path / "moving.mp4")
+    fill_only = {"#prompt": "1:0.01: retaken", "[data-field=start_time]": "0.3", "[data-field=end_time]": "0.6"}
+    for selector, text in {**fill_only, "[data-field=n]": "", "#seed": ""}.items():
+        page.fill(selector, text)
+    page.select_option("[data-field=guided]", "true")
+    page.click("#send")
+    page.locator("#jobs li", has_text="retaken").locator("text=Watch").wait_for()
+    page.select_option("#pipeline", "ic-lora")
+    page.set_input_files("[data-file=video_conditioning]", tmp_path / "moving.mp4")
+    page.check("[data-use=style]")
+    for selector, text in {"#prompt": "1:0.01: followed", "#width": "128", "#height": "128"}.items():
+        page.fill(selector, text)
+    page.click("#send")
+    page.locator("#jobs li", has_text="followed").locator("text=Watch").wait_for()
+    followed = page.evaluate("fetch('v1/videos?limit=1').then(answer => answer.json())")["data"][0]
+    assert len(followed["x"]["settings"]["video_conditioning"]) == 1
+    assert followed["x"]["settings"]["loras"][0]["name"] == "style"
+    page.set_input_files("[data-file=video_conditioning]", tmp_path / "song.wav")
+    page.click("#send")
+    until(page, "document.querySelector('#problem').textContent.includes('holds no video')")
 
 
 def test_wrong_settings_are_said_before_anything_is_sent(server, page):

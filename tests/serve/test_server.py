@@ -38,6 +38,13 @@ def alive(pid):
     return False
 
 
+def held(server):
+    """Bytes of memory, open files and threads of the server's own process."""
+    proc = Path(f"/proc/{server.process.pid}")
+    status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]) * 1024, len(list((proc / "fd").iterdir())), int(status["Threads"])
+
+
 def storm(start, num_jobs, num_kills, seed):
     """Jobs are sent while server, replica or both are killed at random; then everything is left to end."""
     chance, accepted, sent = random.Random(seed), {}, 0
@@ -210,22 +217,30 @@ def test_memory_stays_flat(start):
     server = start("--replicas", "2", "--max-user-queue", "1000")
     shapes = [{"size": f"{32 * (1 + n % 3)}x64", "num_frames": 9 + 8 * (n % 2)} for n in range(6)]
 
-    def held():
-        proc = Path(f"/proc/{server.process.pid}")
-        status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
-        return int(status["VmRSS"].split()[0]) * 1024, len(list((proc / "fd").iterdir())), int(status["Threads"])
-
     seen = []
     for number in range(300):
         id = server.add("2:0.005", seed=number, **shapes[number % 6])
         with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events?previews=1", timeout=60) as stream:
             deque(stream.iter_lines(), maxlen=0)
         server.http.get(f"/v1/videos/{id}/content")
-        seen.append(held())
+        seen.append(held(server))
     rss, files, threads = np.array(seen[50:]).T
     slope = np.polyfit(np.arange(len(rss)), rss, 1)[0]
     assert slope < 0.1e6, f"{slope / 1e6:.3f} MB a job"
     assert files.max() - files.min() <= 8 and threads.max() - threads.min() <= 4, (files, threads)
+
+
+def test_fifty_jobs_without_memory_leave_the_server_as_it_was(start):
+    """Two of them cost their replica, too."""
+    server, seen = start(), []
+    for number in range(50):
+        id = server.add(f"1:0:{'internal' if number % 20 == 19 else 'oom'}")
+        assert server.until(id)["error"]["code"] in ("out_of_memory", "internal")
+        seen.append(held(server))
+    assert server.until(server.add("1:0"))["status"] == "completed"
+    rss, files, threads = np.array(seen[10:]).T
+    assert rss.max() - rss[0] < 5e6 and files.max() - files.min() <= 4 and threads.max() - threads.min() <= 2, seen
+    assert len(list((server.data / "out").iterdir())) == 3  # of the last one
 
 
 def test_clips_go_when_their_time_is_over(start):
@@ -265,6 +280,33 @@ def test_slow_readers_and_slow_writers_hold_nothing_up(start):
     for one in stuck:
         one.close()
     assert server.kill(signal.SIGTERM) == 143
+
+
+def test_slow_downloads_hold_nothing_up(start):
+    """Twenty readers of about 1 kB/s of a clip of 64 MB: the others do not wait, and what is unread is on the disk."""
+    server = start()
+    id = server.add("1:0")
+    server.until(id)
+    (clip,) = (server.data / "out").glob("*.mp4")
+    os.truncate(clip, size := 64 * 2**20)
+    address, before = ("127.0.0.1", int(server.url.rpartition(":")[2])), held(server)[0]
+    slow = [socket.create_connection(address) for _ in range(20)]
+    for one in slow:
+        one.sendall(f"GET /v1/videos/{id}/content HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+    took = []
+    for _ in range(3):
+        for one in slow:
+            assert one.recv(1000)
+        begun = time.monotonic()
+        assert server.get(id)["status"] == "completed"
+        took.append(time.monotonic() - begun)
+        assert server.until(server.add("5:0.01"))["status"] == "completed"
+    with httpx.stream("GET", f"{server.url}/v1/videos/{id}/content", timeout=60) as stream:
+        assert sum(map(len, stream.iter_bytes())) == size
+    assert held(server)[0] - before < 50e6 and min(took) < 1
+    assert server.kill(signal.SIGTERM) == 143  # it does not wait for them
+    for one in slow:
+        one.close()
 
 
 def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(start, tiny_model, tmp_path):
@@ -309,6 +351,43 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(star
 
 
 @pytest.mark.slow
+def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
+    """And end, by the same command, as twenty clips that play, each of the bytes that an undisturbed server makes."""
+    from ltx2rt.media.mp4 import opened
+
+    def make(data, disturbed):
+        command = ("--warm", "64x64x9:one-stage")
+        server = start(*command, data=data, replicas="real")
+        ids = [server.add(f"a fox, {n}", seed=n, steps=60 if n == 7 else 4, fps="24") for n in range(20)]
+        if disturbed:
+            server.until(ids[6], timeout_s=300)
+            server.until_step(ids[7])
+            workers = children(server.process.pid)
+            for pid in (server.process.pid, *workers):
+                os.kill(pid, signal.SIGKILL)
+            server.kill()
+            assert len(workers) == 1
+            server = start(*command, data=data, replicas="real")
+        videos = [server.until(id, timeout_s=300) for id in ids]
+        assert {video["status"] for video in videos} == {"completed"}
+        assert [video["x"]["attempts"] for video in videos] == [1 + (disturbed and n == 7) for n in range(20)]
+        found = [server.http.get(f"/v1/videos/{id}/content").content for id in ids]
+        assert server.kill(signal.SIGTERM) == 143
+        made = sorted(path.name.split(".")[0] for path in (server.data / "out").glob("*.mp4"))
+        assert made == sorted(ids) and not list((server.data / "out").glob(".*"))
+        return found, sorted((server.data / "out").glob("*.mp4"))
+
+    got, files = make("killed", True)
+    undisturbed, _ = make("undisturbed", False)
+    assert got == undisturbed and len(set(got)) == 20
+    for file in files:
+        with opened(file) as clip:
+            assert len(list(clip.decode(video=0))) == 9
+        with opened(file) as clip:
+            assert sum(frame.samples for frame in clip.decode(audio=0)) > 10_000
+
+
+@pytest.mark.slow
 def test_ranks_behind_a_replica_end_and_begin_together(start):
     """Two ranks by gloo: cancelled in a step, one of them killed, one stopped, then the server killed."""
     server = start("--num-gpus", "2", "--warm", "64x64x9:one-stage", "--step-timeout", "5", replicas="real")
@@ -340,6 +419,49 @@ def test_ranks_behind_a_replica_end_and_begin_together(start):
     while any(map(alive, last)):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_ranks_share_the_videos_of_one_prompt(start, tiny_model, tmp_path):
+    """Over the mesh axis `data`: the clips of the command line there, whose latents are those of each seed alone."""
+    from safetensors.numpy import load_file
+
+    from ltx2rt.media.compare import compare
+    from ltx2rt.testing import relative_l2
+
+    asked = {"steps": 25, "fps": "24"}  # of the 32 that the loop is made for, as for the 30 of the warm-up
+
+    def made(name, seed, *flags):
+        words = ["--model", tiny_model, "--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage", *flags]
+        words += ["--prompt", "a fox", "--seed", seed, "--width", 64, "--height", 64, "--num-frames", 9, "--quiet"]
+        words += [word for flag, value in asked.items() for word in (f"--{flag}", value)]
+        words += ["--output", tmp_path / f"{name}.mp4", "--latents-out", tmp_path / f"{name}.safetensors"]
+        ran = subprocess.run([sys.executable, "-m", "ltx2rt", "generate", *map(str, words)], capture_output=True)
+        assert ran.returncode == 0, ran.stderr
+        return load_file(tmp_path / f"{name}.safetensors")
+
+    both = made("both", 7, "--num-videos", 2, "--mesh", "data=2")
+    for number in range(2):
+        alone = made(f"{number}", 7 + number)
+        for name in ("video_latent", "waveform"):
+            assert relative_l2(both[name][number].reshape(alone[name].shape), alone[name]) <= 1e-5, name
+    server = start("--mesh", "data=2", "--warm", "64x64x9:one-stage", replicas="real")
+    assert server.http.get("/v1/limits").json()["videos"]["multiple_of"] == 2
+    odd = server.http.post("/v1/videos", json={"prompt": "a fox", **SMALL, "n": 3})
+    assert odd.status_code == 400 and "data=2" in odd.json()["error"]["message"]
+    id = server.add("a fox", seed=7, **asked)  # as many as there are places
+    with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events?previews=1", timeout=300) as stream:
+        assert any("variant=preview" in line for line in stream.iter_lines())
+    video = server.until(id, timeout_s=300)
+    assert video["status"] == "completed" and len(video["x"]["urls"]["videos"]) == 2, video
+    report = server.http.get(f"/v1/videos/{id}/content", params={"variant": "report"}).json()
+    assert report["mesh"]["data"] == 2 and report["settings"]["num_videos"] == 2
+    assert report["programs_built"] == 0  # it was warm
+    for number in range(2):
+        content = server.http.get(f"/v1/videos/{id}/content", params={"video": number}).content
+        (tmp_path / "served.mp4").write_bytes(content)
+        same = compare(tmp_path / "served.mp4", tmp_path / f"both-{7 + number}.mp4")
+        assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -377,33 +499,43 @@ def test_workers_of_two_hosts_are_one_replica(start, tiny_model, tmp_path, backe
 
 
 @pytest.mark.slow
-def test_a_sound_and_a_video_by_upload_make_the_clips_of_the_command_line(start, tiny_model, tmp_path):
+def test_a_sound_and_videos_by_upload_make_the_clips_of_the_command_line(start, tiny_model, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
     import ltx2rt
     from ltx2rt.media.compare import compare
 
     size = {"width": 64, "height": 64}
     more = {"num_frames": 9, "seed": 5, "steps": 2, "video_stg": 0}
-    source, sound = tmp_path / "source.mp4", tmp_path / "sound.m4a"
-    with ltx2rt.open(tiny_model, backend="cuda", device="cpu") as session:
+    loras, source, sound = tmp_path / "loras", tmp_path / "source.mp4", tmp_path / "sound.m4a"
+    loras.mkdir()
+    distilled = tiny_model / "tiny-2.3-distilled-lora.safetensors"
+    factors = {name: array / 2 for name, array in load_file(distilled).items()}
+    save_file(factors, loras / "ic.safetensors", {"reference_downscale_factor": "2"})
+    flags = {"backend": "cuda", "device": "cpu", "distilled_lora": distilled}
+    with ltx2rt.open(tiny_model, **flags) as session:
         session.generate("a fox", pipeline="one-stage", **size, **more | {"num_frames": 25}).save(source)
-        sound.write_bytes(source.read_bytes())
-        asked = {
-            "a2v": ({**size, **more}, "audio_path", sound),
-            "retake": (
-                {"seed": 5, "steps": 2, "start_time": 0.3, "end_time": 0.6, "guided": True},
-                "video_path",
-                source,
-            ),
-        }
-        for name, (clip, field, path) in asked.items():
-            session.generate("a fox", pipeline=name, **clip, **{field: path}).save(tmp_path / f"{name}.mp4")
-    server = start(replicas="real")
-    for name, (clip, field, path) in asked.items():
+    sound.write_bytes(source.read_bytes())
+    retake = {"seed": 5, "steps": 2, "start_time": 0.3, "end_time": 0.6, "guided": True}
+    follow = {"width": 128, "height": 128, "num_frames": 9, "seed": 5, "conditioning_attention_strength": 0.7}
+    asked = [  # pipeline, clip, LoRAs, what is sent as which field
+        ("a2v", {**size, **more}, [], {"audio_path": sound}),
+        ("retake", retake, [], {"video_path": source}),
+        ("ic-lora", follow, [("ic", 0.9)], {"video_conditioning": source, "conditioning_attention_mask": source}),
+    ]
+    server = start("--distilled-lora", distilled, "--loras", loras, replicas="real")
+    for name, clip, used, sent in asked:
+        own = [(loras / f"{lora}.safetensors", strength) for lora, strength in used]
+        with ltx2rt.open(tiny_model, **flags, lora=own) as session:
+            files = {field: [path] if field == "video_conditioning" else path for field, path in sent.items()}
+            session.generate("a fox", pipeline=name, **clip, **files).save(tmp_path / f"{name}.mp4")
         form = {key: (None, str(value)) for key, value in {"prompt": "a fox", "pipeline": name, **clip}.items()}
-        answer = server.http.post("/v1/videos", files={**form, field: ("../x", path.read_bytes())})
+        form |= {field: ("../x", path.read_bytes()) for field, path in sent.items()}
+        form |= {"loras": (None, json.dumps([{"name": lora, "strength": strength} for lora, strength in used]))}
+        answer = server.http.post("/v1/videos", files=form)
         assert answer.status_code == 200, answer.text
         id = answer.json()["id"]
-        assert server.until(id, timeout_s=200)["status"] == "completed", server.get(id)
+        assert server.until(id, timeout_s=300)["status"] == "completed", server.get(id)
         (tmp_path / "got.mp4").write_bytes(server.http.get(f"/v1/videos/{id}/content").content)
         same = compare(tmp_path / "got.mp4", tmp_path / f"{name}.mp4")
         assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6), name

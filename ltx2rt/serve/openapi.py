@@ -1,0 +1,63 @@
+"""The routes as OpenAPI has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, UPLOADS, Admission
+from ltx2rt.serve.queue import JOB_ID
+
+
+def openapi(admission: Admission) -> dict[str, Any]:
+    """What a client may send, from the flags themselves."""
+    properties: dict[str, Any] = {}
+    limits = admission.limits()
+    for pipeline in limits["pipelines"].values():
+        for name, found in pipeline["fields"].items():
+            properties.setdefault(name, found)
+    objects = {"type": "array", "items": {"type": "object"}}
+    ours = (
+        {name: {"type": "string"} for name in OURS}
+        | {
+            "images": objects,
+            "loras": objects,
+            "metadata": {"type": "object"},
+            "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
+            "n": {"type": "integer", "minimum": 1, "maximum": MAX_VIDEOS, "default": limits["videos"]["multiple_of"]},
+        }
+        | {
+            name: {"type": "string", "description": f"a {kind}: a file of the form with this name, or a data: URL"}
+            for name, kind in UPLOADS.items()
+        }
+    )
+    properties |= ours | {"prompt": {"type": "string", "maxLength": MAX_PROMPT}}
+    body = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
+    file = {"input_reference": {"type": "string", "format": "binary"}}
+    form = {**body, "properties": properties | file}
+    content = {"application/json": {"schema": body}, "multipart/form-data": {"schema": form}}
+    id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": JOB_ID.pattern}}
+    answers = {"200": {"description": "done"}, "4XX": {"description": "an error object"}}
+
+    def at(**methods: Mapping[str, Any]) -> dict[str, Any]:
+        return {method: {"responses": answers, **more} for method, more in methods.items()}
+
+    one, remix = {"parameters": [id]}, {"type": "object", "properties": {"prompt": {"type": "string"}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "ltx2rt", "version": "1"},
+        "paths": {
+            "/v1/videos": at(get={}, post={"requestBody": {"required": True, "content": content}}),
+            "/v1/videos/{id}": at(get=one, delete=one),
+            "/v1/videos/{id}/cancel": at(post=one),
+            "/v1/videos/{id}/remix": at(
+                post={**one, "requestBody": {"content": {"application/json": {"schema": remix}}}}
+            ),
+            "/v1/videos/{id}/content": at(get=one),
+            "/v1/videos/{id}/events": at(get=one),
+            "/v1/events": at(get={}),
+            "/v1/models": at(get={}),
+            "/v1/loras": at(get={}),
+            "/v1/limits": at(get={}),
+        },
+    }
