@@ -75,9 +75,7 @@ class Clip:
 
     def frames(self, size: int = SIZE, window: tuple[int, int, int] | None = None, first: int = 0, count: int = FRAMES):
         """f32[count, size, size, 3] in [0, 1] from frame `first` on; window: (top, left, side) of the part to draw."""
-        x, y, radius = (
-            a[:, None, None].astype(np.float32) for a in self.pose(np.arange(first, first + count) / FPS)
-        )
+        x, y, radius = (a[:, None, None].astype(np.float32) for a in self.pose(np.arange(first, first + count) / FPS))
         top, left, side = window or (0, 0, size)
         rows, columns = ((np.arange(side, dtype=np.float32) + 0.5 + start) / size for start in (top, left))
         dx, dy = columns[None, None, :] - x, rows[None, :, None] - y

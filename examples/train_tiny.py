@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -28,8 +29,10 @@ import numpy as np
 import torch
 from ltx2rt_cuda import as_module
 from ltx2rt_cuda.module import NetworkModule
+from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from examples.clips import BACKGROUNDS, COLOURS, FPS, FRAMES, MOTIONS, PITCHES, SIZE, Clip, random_clip
 from ltx2rt.config import ModelConfig
@@ -40,31 +43,56 @@ from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
 from ltx2rt.models.mel import log_mel
 from ltx2rt.pipelines.request import DEFAULT_NEGATIVE_PROMPT
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.weights.files import TensorInfo, write_tensors
-from ltx2rt.weights.random.make import F32, Tensor, plan_checkpoint, stored, tokenizer_json, values
+from ltx2rt.weights.random.make import (
+    F32,
+    INVERSE_BASIS,
+    Tensor,
+    lora_tensors,
+    plan_checkpoint,
+    stored,
+    tokenizer_json,
+    values,
+)
 from ltx2rt.weights.random.presets import SIZES, Preset, of_sizes
+from ltx2rt.weights.random.presets import gemma as gemma_sizes
 
 NAME = "tiny-trained-2.3"
 HALF = SIZE // 2  # what stage 1 makes
-CROP_FRAMES = 17  # of the pieces of HALF x HALF pixels that the video autoencoder is trained on
-LATENT_NOISE = 0.3  # added to latents in training: neighbours must decode to neighbours
+LATENT_NOISE = 0.25  # of the latents' deviation, added in training: neighbours must decode to neighbours
 DROPPED = 0.1  # of the prompts are the empty or the negative one, for classifier-free guidance
+LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
+WORDS, FIRST = 64, 24  # tokens of a context in most of the training, of which the first are those of every prompt
+SIZES_OF_CLIPS = "half", "whole"
+STEPS_DRAWN = np.array([2, 1, 1, 1, 2, 3, 3, 3]) / 16  # how often each distilled step is trained
 GIVEN = 0.3, 0.1  # of the clips have a clean first frame, and of them all a clean sound or video
 GUIDANCE, SUBSTEPS = 3.0, 4  # of the teacher that is distilled
 MEL_SECONDS = 0.32  # of the pieces that the vocoder is trained on
-STATES = "states"
+SHARD_BYTES = 1_900_000
 
 
 def sizes() -> Preset:
-    """Of a checkpoint of at most 12 MB in bfloat16."""
+    """Of a checkpoint of at most 12 MB in bfloat16. Fewer, larger steps from mel to sound than the released vocoder's:
+    a generator halves its channels at each."""
+    text = gemma_sizes(vocab=480, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=64, window=16)
     own = replace(
-        SIZES["tiny-2.3"], layers=6, encoder_widths=(32, 32, 64, 64, 64), audio_multipliers=(1, 2, 2),
-        vocoder_hidden=96, extension_hidden=32, lora_rank=16,
+        SIZES["tiny-2.3"], layers=4, gemma=text, encoder_widths=(16, 16, 32, 32, 64), audio_multipliers=(1, 2, 2),
+        vocoder_hidden=64, extension_hidden=16, connector_layers=1, lora_rank=8,
     )  # fmt: skip
     made = of_sizes(own, NAME)
-    return replace(made, config=replace(made.config, audio_vae=replace(made.config.audio_vae, base_channels=32)))
+    c = made.config
+    assert c.vocoder.bandwidth_extension
+    sound = replace(
+        c.vocoder,
+        stft_size=256,
+        generator=replace(c.vocoder.generator, upsample_rates=(5, 4, 4, 2), upsample_kernels=(11, 8, 8, 4)),
+        bandwidth_extension=replace(
+            c.vocoder.bandwidth_extension, upsample_rates=(6, 5, 4, 2), upsample_kernels=(12, 11, 8, 4)
+        ),
+    )
+    return replace(made, config=replace(c, audio_vae=replace(c.audio_vae, base_channels=16), vocoder=sound))
 
 
 def prompts() -> list[str]:
@@ -95,6 +123,10 @@ class Lab:
                     fixed.zero_()
                 elif name.endswith("std-of-means"):
                     fixed.fill_(1)
+                elif name.endswith("learnable_registers"):  # much the same, and so easily told from words
+                    fixed.copy_(fixed[:1] + 0.1 * fixed)
+                elif name.endswith("coder.conv_in.conv.bias"):  # or the norms after it hide how bright a plain area is
+                    fixed.mul_(10)
 
     def rng(self, *what: Any) -> np.random.Generator:
         return np.random.default_rng([self.seed, *(zlib.crc32(str(x).encode()) for x in what)])
@@ -102,7 +134,7 @@ class Lab:
     def module(self, graph: Graph, trained: Callable[[str], bool] = lambda name: True) -> NetworkModule:
         """A network on the lab's own weights, which all modules share."""
         found = as_module(graph)
-        for name, parameter in list(found.named_parameters()):
+        for name in [name for name, _ in found.named_parameters()]:
             home, _, leaf = name.rpartition(".")
             own = self.weights[name]
             own.requires_grad_(trained(name) and not name.endswith(("-of-means", "filter", "basis")))
@@ -110,11 +142,10 @@ class Lab:
         return found
 
     def fit(
-        self, part: str, modules: Iterable[torch.nn.Module], steps: int, rate: float,
+        self, part: str, parameters: Mapping[str, torch.nn.Parameter], steps: int, rate: float,
         loss: Callable[[int, np.random.Generator], dict[str, torch.Tensor]],
     ) -> None:  # fmt: skip
-        """AdamW on what the modules train, a cosine to zero, and the average of the last weights as the result."""
-        parameters = {name: p for m in modules for name, p in m.named_parameters() if p.requires_grad}
+        """AdamW, a cosine to zero, and the average of the last weights as the result."""
         done = self.folder / f"{part}.safetensors"
         if done.exists():
             self._put(load_file(done))
@@ -133,7 +164,7 @@ class Lab:
         saved = time.time()
         for step in range(first, steps):
             for group in optimizer.param_groups:
-                group["lr"] = rate * min(1, (step + 1) / 50) * (0.5 + 0.5 * np.cos(np.pi * step / steps))
+                group["lr"] = float(rate * min(1, (step + 1) / 50) * (0.5 + 0.5 * np.cos(np.pi * step / steps)))
             rng = self.rng(part, step)
             torch.manual_seed(int(rng.integers(2**31)))
             losses = loss(step, rng)
@@ -149,7 +180,7 @@ class Lab:
             curve.append({name: float(value) for name, value in losses.items()})
             if not np.isfinite(float(total)):
                 raise SystemExit(f"{part}: step {step}: the loss is {float(total)}")
-            if step % max(1, steps // 20) == 0 or step == steps - 1:
+            if step % max(1, steps // 40) == 0 or step == steps - 1:
                 said = ", ".join(
                     f"{name} {np.mean([c[name] for c in curve[-50:] if name in c]):.4f}" for name in curve[-1]
                 )
@@ -163,6 +194,10 @@ class Lab:
         save_file({name: value.contiguous() for name, value in average.items()}, done)
         (self.folder / f"{part}.json").write_text(json.dumps({"seconds": time.time() - began, "losses": curve}))
         kept.unlink(missing_ok=True)
+
+    @staticmethod
+    def trained(*modules: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        return {name: p for m in modules for name, p in m.named_parameters() if p.requires_grad}
 
     def _put(self, found: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -187,9 +222,7 @@ class Lab:
         count, names = max(16, round(3000 * self.scale)), prompts()
         found: dict[str, list] = {"half": [], "whole": [], "sound": [], "prompt": []}
         encoders = {
-            name: self.module(
-                video_vae.trace_encoder(self.config.video_vae, 4, FRAMES, size, size, "float32")
-            )
+            name: self.module(video_vae.trace_encoder(self.config.video_vae, 4, FRAMES, size, size, "float32"))
             for name, size in (("half", HALF), ("whole", SIZE))
         }
         hear = self.module(audio_vae.trace_encoder(self.config.audio_vae, 4, self.mel_frames, "float32"))
@@ -224,7 +257,8 @@ class Lab:
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         path = self.folder / "tokenizer.json"
         assert self.config.gemma is not None
-        path.write_text(tokenizer_json(self.config.gemma, prompts()))
+        words = [f" {word}" for prompt in prompts() for word in prompt.split(" ")]  # or its tokens would join them
+        path.write_text(tokenizer_json(self.config.gemma, words))
         return tokenize(path, prompts())
 
     @cached_property
@@ -246,43 +280,43 @@ class Lab:
         fed = connectors.feeds(self.config.text, self.tokens[1][rows])
         return network(hidden_states=self.states[rows].float(), **fed)
 
-    def connectors(self, count: int, trained: bool) -> NetworkModule:
-        graph = connectors.trace(self.config.text, count, PROMPT_TOKENS, "float32")
-        return self.module(graph, lambda name: trained)
+    def connectors(self, count: int) -> NetworkModule:
+        return self.module(connectors.trace(self.config.text, count, PROMPT_TOKENS, "float32"))
 
     @cached_property
     def contexts(self) -> dict[str, torch.Tensor]:
-        """Of every prompt, once the connectors are trained."""
-        network, found = self.connectors(1, False), []
+        """Of every prompt, by the connectors as they are now: video and audio (prompts, text, D)."""
+        network, found = self.connectors(1), []
         with torch.no_grad():
             for i in range(len(prompts())):
                 found.append({name: x.to(torch.bfloat16) for name, x in self.encode(network, [i]).items()})
         return {name: torch.cat([f[name] for f in found]) for name in found[0]}
 
     @cache  # noqa: B019 (there is one lab)
-    def forward(self, size: str, batch: int) -> tuple[NetworkModule, dict[str, np.ndarray]]:
-        """The transformer of a batch of `half` or `whole` clips, and its RoPE tables."""
+    def forward(self, size: str, batch: int, words: int, own: bool = True) -> tuple[NetworkModule, dict[str, Any]]:
+        """The transformer of a batch of `half` or `whole` clips under contexts of `words` tokens, and its RoPE tables.
+        own: on the lab's weights as they are; else to be changed."""
         g = self.geometry(HALF if size == "half" else SIZE)
         feeds = transformer.position_feeds(self.config.transformer, video_positions(g), audio_positions(g))
         shape = transformer.ForwardShape(
-            batch, g.num_video_tokens, g.audio_latents, PROMPT_TOKENS, transformer.coordinate_counts(feeds),
-            video_levels=2,
-        )  # fmt: skip
-        return self.module(transformer.trace(self.config.transformer, shape, "float32")), feeds
+            batch, g.num_video_tokens, g.audio_latents, words, transformer.coordinate_counts(feeds), video_levels=2
+        )
+        network = self.module(transformer.trace(self.config.transformer, shape, "float32"), lambda name: own)
+        return network, {name: torch.from_numpy(table) for name, table in feeds.items()}
 
     def velocity(
-        self, size: str, video: torch.Tensor, sound: torch.Tensor, sigmas: torch.Tensor,
-        contexts: Mapping[str, torch.Tensor], keep: torch.Tensor, sound_sigmas: torch.Tensor | None = None,
+        self, forward: tuple[NetworkModule, dict[str, Any]], video: torch.Tensor, sound: torch.Tensor,
+        sigmas: torch.Tensor, contexts: Mapping[str, torch.Tensor], keep: torch.Tensor,
+        sound_sigmas: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Of both streams, at the sigmas (B) of video and sound; keep (B, tokens): 1 where a token is clean."""
-        network, tables = self.forward(size, len(video))
+        network, tables = forward
         sounding = sigmas if sound_sigmas is None else sound_sigmas
-        with torch.autocast("cpu", torch.bfloat16):
-            found = network(
-                video_latent=video, audio_latent=sound, video_sigma=sigmas, audio_sigma=sounding,
-                video_levels=torch.stack([sigmas, torch.zeros_like(sigmas)], 1), video_level_index=keep.int(),
-                audio_levels=sounding[:, None], **{name: x.float() for name, x in contexts.items()}, **tables,
-            )  # fmt: skip
+        found = network(
+            video_latent=video, audio_latent=sound, video_sigma=sigmas, audio_sigma=sounding,
+            video_levels=torch.stack([sigmas, torch.zeros_like(sigmas)], 1), video_level_index=keep.int(),
+            audio_levels=sounding[:, None], **{name: x.float() for name, x in contexts.items()}, **tables,
+        )  # fmt: skip
         return found["video_velocity"], found["audio_velocity"]
 
 
@@ -291,40 +325,45 @@ def pixels(clip: Clip, size: int, **window) -> torch.Tensor:
     return torch.from_numpy(clip.frames(size, **window) * 2 - 1).permute(3, 0, 1, 2).contiguous()
 
 
-def piece(rng: np.random.Generator) -> torch.Tensor:
-    """f32[3, CROP_FRAMES, HALF, HALF]: half of them a whole clip at stage 1's size, half a part of one, near its
-    shape."""
-    clip, first = random_clip(rng), int(rng.integers(FRAMES - CROP_FRAMES + 1))
-    if rng.random() < 0.4:
-        return pixels(clip, HALF, first=first, count=CROP_FRAMES)
-    x, y, _ = clip.pose(np.array([first + rng.integers(CROP_FRAMES)]) / FPS)
-    centre = np.array([y[0], x[0]]) * SIZE + rng.normal(0, 12, 2)
-    top, left = np.clip(np.round(centre - HALF / 2), 0, SIZE - HALF).astype(int)
-    return pixels(clip, SIZE, window=(top, left, HALF), first=first, count=CROP_FRAMES)
+def ramp(part: float) -> float:
+    """0 in the first fifth of a training, when the plain picture is learnt and all else would hide it; then up to 1."""
+    return min(1.0, max(0.0, 5 * part - 1))
+
+
+def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
+    """With noise, in units of each channel's deviation."""
+    strength = LATENT_NOISE * ramp(part)
+    return latent + strength * latent.detach().std((0, 2, 3, 4), keepdim=True) * torch.randn_like(latent)
 
 
 # ---- the parts ------------------------------------------------------------------------------------------------------
 
 
 def train_video_vae(lab: Lab) -> None:
-    c, batch = lab.config.video_vae, 4
-    encode = lab.module(video_vae.trace_encoder(c, batch, CROP_FRAMES, HALF, HALF, "float32"))
-    cells = ((CROP_FRAMES - 1) // c.time_factor + 1, HALF // c.space_factor, HALF // c.space_factor)
-    decode = lab.module(video_vae.trace_decoder(c, batch, *cells, "float32"))
+    """On pieces of clips at either stage's size, in turn."""
+    c, frames, steps = lab.config.video_vae, 17, 4500
+    nets = []
+    for size, batch in ((HALF, 4), (SIZE, 2)):
+        cells = ((frames - 1) // c.time_factor + 1, size // c.space_factor, size // c.space_factor)
+        encode = lab.module(video_vae.trace_encoder(c, batch, frames, size, size, "float32"))
+        nets.append((size, batch, (encode, lab.module(video_vae.trace_decoder(c, batch, *cells, "float32")))))
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        frames = torch.stack([piece(rng) for _ in range(batch)])
+        size, batch, (encode, decode) = nets[step % 2]
+        clips = [random_clip(rng) for _ in range(batch)]
+        shown = torch.stack(
+            [pixels(x, size, first=int(rng.integers(FRAMES - frames + 1)), count=frames) for x in clips]
+        )
         with torch.autocast("cpu", torch.bfloat16):
-            latent = encode(frames=frames)["latent"].float()
-            found = decode(latent=latent + LATENT_NOISE * torch.randn_like(latent))["frames"].float()
-        moved, meant = found.diff(dim=2), frames.diff(dim=2)
+            latent = encode(frames=shown)["latent"].float()
+            found = decode(latent=disturbed(latent, step / steps))["frames"].float()
+        moved, meant = found.diff(dim=2), shown.diff(dim=2)
         return {
-            "pixels": (found - frames).abs().mean(),
-            "motion": 0.5 * (moved - meant).abs().mean(),
-            "latents": 2e-3 * latent.square().mean(),
+            "pixels": (found - shown).abs().mean(),
+            "motion": ramp(step / steps) * 0.5 * (moved - meant).abs().mean(),
         }
 
-    lab.fit("video_vae", (encode, decode), 3500, 2e-3, loss)
+    lab.fit("video_vae", lab.trained(*(net for *_, pair in nets for net in pair)), steps, 7e-4, loss)
     _measure(lab, "vae", lambda clips: encode_video(lab, clips), axes=(0, 2, 3, 4))
 
 
@@ -342,10 +381,10 @@ def train_audio_vae(lab: Lab) -> None:
         mel = torch.from_numpy(lab.mels([random_clip(rng) for _ in range(batch)]))
         with torch.autocast("cpu", torch.bfloat16):
             latent = encode(mel=mel)["latent"].float()
-            found = decode(latent=latent + LATENT_NOISE * torch.randn_like(latent))["mel"].float()
+            found = decode(latent=latent + 0.3 * torch.randn_like(latent))["mel"].float()
         return {"mel": (found - mel).abs().mean(), "latents": 2e-3 * latent.square().mean()}
 
-    lab.fit("audio_vae", (encode, decode), 1500, 2e-3, loss)
+    lab.fit("audio_vae", lab.trained(encode, decode), 5000, 2e-3, loss)
     _measure(lab, "audio_vae", lambda clips: encode(mel=torch.from_numpy(lab.mels(clips)))["latent"], axes=(0, 2))
 
 
@@ -383,13 +422,12 @@ def train_vocoder(lab: Lab) -> None:
             ours, theirs = (
                 torch.stft(w.flatten(0, 1), n, n // 4, window=window, return_complex=True).abs() for w in (found, waves)
             )
-            losses[f"spectrum {n}"] = (
-                (ours - theirs).norm() / theirs.norm().clamp(min=1e-3)
-                + 0.5 * (torch.log(ours + 1e-3) - torch.log(theirs + 1e-3)).abs().mean()
-            )
+            losses[f"spectrum {n}"] = (ours - theirs).norm() / theirs.norm().clamp(min=1e-3) + 0.5 * (
+                torch.log(ours + 1e-3) - torch.log(theirs + 1e-3)
+            ).abs().mean()
         return losses
 
-    lab.fit("vocoder", (network,), 2500, 1e-3, loss)
+    lab.fit("vocoder", lab.trained(network), 2500, 1e-3, loss)
 
 
 def train_upsampler(lab: Lab) -> None:
@@ -410,60 +448,210 @@ def train_upsampler(lab: Lab) -> None:
             found = network(latent=small + 0.1 * torch.randn_like(small))["latent"].float()
         return {"latents": (found - large).square().mean()}
 
-    lab.fit("upsampler", (network,), 2000, 2e-3, loss)
+    lab.fit("upsampler", lab.trained(network), 2000, 2e-3, loss)
 
 
 def train_transformer(lab: Lab) -> None:
-    """First with the connectors, then on what these make of every prompt."""
-    for part, steps, batch, spread in (("transformer_and_connectors", 1500, 12, 4), ("transformer", 6000, 12, 0)):
-        text = lab.connectors(spread, True) if spread else None
-        nets = [lab.forward(size, batch)[0] for size in ("half", "whole")]
-        trained = [*nets, *([text] if text else [])]
-        lab.fit(part, trained, steps, 1.5e-3 if text else 1e-3, _flow(lab, text, batch, spread))
-    lab.contexts  # noqa: B018 (they are wanted in memory)
+    """First on some of every context's tokens, which is most of the time saved; then on all, with the connectors."""
+    batch, spread = 16, 4
+    nets = [lab.forward(size, batch, WORDS)[0] for size in ("half", "whole")]
+    contexts = lab.contexts
+
+    def short(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        rows = rng.integers(len(lab.latents["half"]), size=batch)
+        asked = dropped(lab.latents["prompt"][rows].numpy(), rng)
+        return flow(
+            lab,
+            lab.forward(size := SIZES_OF_CLIPS[step % 2], batch, WORDS),
+            size,
+            rows,
+            some(contexts, asked, rng),
+            rng,
+        )
+
+    lab.fit("transformer", lab.trained(*nets), 7000, 1e-3, short)
+    text, known = lab.connectors(spread), lab.latents["prompt"].numpy()
+    nets = [lab.forward(size, batch, PROMPT_TOKENS)[0] for size in ("half", "whole")]
+
+    def full(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        """A few prompts, several clips of each."""
+        wanted = rng.choice(np.unique(known), spread)
+        rows = np.concatenate([rng.choice(np.flatnonzero(known == p), batch // spread) for p in wanted])
+        encoded = lab.encode(text, dropped(wanted, rng))
+        found = {name: x.repeat_interleave(batch // spread, 0) for name, x in encoded.items()}
+        return flow(lab, lab.forward(size := SIZES_OF_CLIPS[step % 2], batch, PROMPT_TOKENS), size, rows, found, rng)
+
+    lab.fit("transformer_and_connectors", lab.trained(text, *nets), 300, 3e-4, full)
+    del lab.contexts
 
 
-def _flow(lab: Lab, text: NetworkModule | None, batch: int, spread: int):
-    """Flow matching: x = (1 - s) clip + s noise, and the velocity noise - clip is asked for."""
+def dropped(asked: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Numbers of prompts, some of them of the empty or the negative one instead."""
     unguided = len(prompts()) - 2
+    return np.where(rng.random(len(asked)) < DROPPED, unguided + rng.integers(2, size=len(asked)), asked)
+
+
+def some(contexts: Mapping[str, torch.Tensor], asked: np.ndarray, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    """The first tokens of the prompts' contexts, which are words, and a few of the registers after them."""
+    tokens = np.append(np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, WORDS - FIRST, replace=False))
+    return {name: x[asked][:, tokens] for name, x in contexts.items()}
+
+
+def flow(
+    lab: Lab, forward, size: str, rows: np.ndarray, contexts: Mapping[str, torch.Tensor], rng: np.random.Generator
+) -> dict[str, torch.Tensor]:
+    """Flow matching: x = (1 - s) clip + s noise, and the velocity noise - clip is asked for."""
+    batch = len(rows)
+    video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
+    sigmas = torch.from_numpy(1 / (1 + np.exp(-rng.normal(*LEVELS, batch)))).float()
+    part = rng.random(batch)
+    sounding = torch.where(torch.from_numpy(part < GIVEN[1] / 2), torch.zeros(()), sigmas)
+    keep = first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
+    keep = torch.where(torch.from_numpy(part > 1 - GIVEN[1] / 2)[:, None], torch.ones(()), keep)
+    noise, hiss = torch.randn_like(video), torch.randn_like(sound)
+    at, heard = (sigmas[:, None] * (1 - keep))[..., None], sounding[:, None, None]
+    seen = torch.where(keep.all(1), torch.zeros(()), sigmas)
+    v, a = lab.velocity(
+        forward, video + at * (noise - video), sound + heard * (hiss - sound), seen, contexts, keep, sounding
+    )
+    made, heard = (1 - keep)[..., None], (sounding > 0).float()[:, None, None]
+    return {
+        "video": ((v - noise + video).square() * made).sum() / made.expand_as(v).sum().clamp(min=1),
+        "sound": ((a - hiss + sound).square() * heard).sum() / heard.expand_as(a).sum().clamp(min=1),
+    }
+
+
+def first_frame(video: torch.Tensor) -> torch.Tensor:
+    """(B, tokens): 1 where a token is of the first latent frame."""
+    frames = (FRAMES - 1) // 8 + 1
+    return (torch.arange(video.shape[1]) < video.shape[1] // frames).float().expand(len(video), -1)
+
+
+class LowRank(torch.nn.Module):
+    """A matrix plus up @ down."""
+
+    def __init__(self, down: torch.nn.Parameter, up: torch.nn.Parameter):
+        super().__init__()
+        self.down, self.up = down, up
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.up @ self.down
+
+
+def train_lora(lab: Lab) -> None:
+    """One step from a distilled level to the next is to reach what the guided transformer reaches in several."""
+    batch, words = 8, 4 * WORDS
+    factors = {
+        name: torch.nn.Parameter(torch.from_numpy(np.array(values(tensor, lab.seed), np.float32)))
+        for name, tensor in lora_tensors(lab.config, stored(lab.config), lab.preset.lora_rank).items()
+    }
+    for name, factor in factors.items():
+        if name.endswith("lora_B.weight"):
+            torch.nn.init.zeros_(factor)
+    students = {}
+    for size in SIZES_OF_CLIPS:
+        students[size] = lab.forward(size, batch, words, own=False)
+        for name in factors:
+            if name.endswith(".lora_A.weight"):
+                module = name.removesuffix(".lora_A.weight")
+                pair = LowRank(factors[name], factors[f"{module}.lora_B.weight"])
+                parametrize.register_parametrization(students[size][0].get_submodule(f"model.{module}"), "weight", pair)
+    teachers = {size: lab.forward(size, 2 * batch, words, own=False) for size in SIZES_OF_CLIPS}
+    contexts, levels = lab.contexts, torch.from_numpy(DISTILLED_SIGMAS.copy())
+    unguided = len(prompts()) - 1
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        size = "half" if step % 3 else "whole"
-        if text is not None:  # a few prompts, several clips of each
-            chosen = rng.choice(unguided, 4 * spread)
-            known = lab.latents["prompt"].numpy()
-            wanted = [p for p in dict.fromkeys(chosen.tolist()) if (known == p).any()][:spread]
-            wanted = (wanted * spread)[:spread]
-            rows = np.concatenate([rng.choice(np.flatnonzero(known == p), batch // spread) for p in wanted])
-            asked = [unguided + int(rng.integers(2)) if rng.random() < DROPPED else p for p in wanted]
-            with torch.autocast("cpu", torch.bfloat16):
-                encoded = lab.encode(text, asked)
-            contexts = {name: x.repeat_interleave(batch // spread, 0) for name, x in encoded.items()}
-        else:
-            rows = rng.integers(len(lab.latents["half"]), size=batch)
-            asked = lab.latents["prompt"][rows].numpy()
-            asked = np.where(rng.random(batch) < DROPPED, unguided + rng.integers(2, size=batch), asked)
-            contexts = {name: x[asked] for name, x in lab.contexts.items()}
+        size = SIZES_OF_CLIPS[step % 2]
+        rows = rng.integers(len(lab.latents[size]), size=batch)
         video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
-        sigmas = torch.from_numpy(1 / (1 + np.exp(-rng.normal(0.5, 1.3, batch)))).float()
-        first = torch.arange(video.shape[1]) < lab.geometry(HALF if size == "half" else SIZE).num_video_tokens // 4
-        keep = (torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None] & first).float()
-        part = rng.random(batch)
-        sounding = torch.where(torch.from_numpy(part < GIVEN[1] / 2), torch.zeros(()), sigmas)
-        keep = torch.where(torch.from_numpy(part > 1 - GIVEN[1] / 2)[:, None], torch.ones(()), keep)
-        noise, hiss = torch.randn_like(video), torch.randn_like(sound)
-        at = (sigmas[:, None] * (1 - keep))[..., None]
-        heard = sounding[:, None, None]
-        v, a = lab.velocity(
-            size, video + at * (noise - video), sound + heard * (hiss - sound), sigmas, contexts, keep, sounding
-        )
-        made, heard = (1 - keep)[..., None], (sounding > 0).float()[:, None, None]
+        asked = np.append(lab.latents["prompt"][rows].numpy(), [unguided] * batch)
+        tokens = np.append(np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, words - FIRST, replace=False))
+        text = {name: x[asked][:, tokens] for name, x in contexts.items()}
+        which = torch.from_numpy(rng.choice(len(levels) - 1, batch, p=STEPS_DRAWN))
+        start, end = levels[which], levels[which + 1]
+        keep = first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
+        made = (1 - keep)[..., None]
+        x = video + start[:, None, None] * made * (torch.randn_like(video) - video)
+        y = sound + start[:, None, None] * (torch.randn_like(sound) - sound)
+        begun = x, y
+        with torch.no_grad():
+            for i in range(SUBSTEPS):
+                now, after = (start + (end - start) * j / SUBSTEPS for j in (i, i + 1))
+                v, a = lab.velocity(
+                    teachers[size], torch.cat([x, x]), torch.cat([y, y]), now.repeat(2), text, keep.repeat(2, 1)
+                )
+                guided = [cond + (GUIDANCE - 1) * (cond - uncond) for cond, uncond in (v.chunk(2), a.chunk(2))]
+                move = (after - now)[:, None, None]
+                x, y = x + move * made * guided[0], y + move * guided[1]
+        length = (end - start)[:, None, None]
+        v, a = lab.velocity(students[size], *begun, start, {name: x[:batch] for name, x in text.items()}, keep)
         return {
-            "video": ((v - noise + video).square() * made).sum() / made.expand_as(v).sum().clamp(min=1),
-            "sound": ((a - hiss + sound).square() * heard).sum() / heard.expand_as(a).sum().clamp(min=1),
+            "video": ((v - (x - begun[0]) / length).square() * made).mean(),
+            "sound": (a - (y - begun[1]) / length).square().mean(),
         }
 
-    return loss
+    lab.fit("lora", factors, 1000, 2e-3, loss)
+
+
+# ---- what is left of it ---------------------------------------------------------------------------------------------
+
+
+def write_model(lab: Lab) -> None:
+    """FOLDER/model: the official layout in bfloat16, in shards of at most SHARD_BYTES."""
+    lab.tokens  # noqa: B018 (writes the tokenizer)
+    plan, model = plan_checkpoint(lab.preset, NAME, "official"), lab.folder / "model"
+    plan.tensors[f"{NAME}.safetensors"].pop(INVERSE_BASIS)  # which nothing reads
+    plan.texts["gemma-3/tokenizer.json"] = (lab.folder / "tokenizer.json").read_text()
+    shutil.rmtree(model, ignore_errors=True)
+
+    def value(tensor: Tensor) -> np.ndarray:
+        if tensor.name not in lab.weights:  # of a tower that nothing reads
+            return values(tensor, lab.seed)
+        return lab.weights[tensor.name].detach().numpy().astype(tensor.info.dtype)
+
+    for path, tensors in plan.tensors.items():
+        shards: list[dict[str, Tensor]] = [{}]
+        for name, tensor in tensors.items():
+            if sum(t.info.nbytes for t in shards[-1].values()) + tensor.info.nbytes > SHARD_BYTES:
+                shards.append({})
+            shards[-1][name] = tensor
+        whole, home = model / path, {}
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        for i, shard in enumerate(shards, 1):
+            file = whole if len(shards) == 1 else whole.with_stem(f"{whole.stem}-{i:05}-of-{len(shards):05}")
+            infos = {name: tensor.info for name, tensor in shard.items()}
+            write_tensors(file, infos, lambda name, shard=shard: value(shard[name]), plan.metadata[path])
+            home |= dict.fromkeys(shard, file.name)
+        if len(shards) > 1:
+            size = sum(tensor.info.nbytes for tensor in tensors.values())
+            index = {"metadata": {"total_size": size}, "weight_map": home}
+            plan.texts[f"{path}.index.json"] = json.dumps(index, separators=(",", ":")) + "\n"
+    for path, text in plan.texts.items():
+        (model / path).write_text(text)
+
+
+def draw_losses(lab: Lab) -> None:
+    """FOLDER/losses.png: of every part, its losses over its steps, both logarithmic and each over its own range."""
+    width, height, colours = 360, 200, [(200, 40, 40), (40, 90, 200), (30, 140, 60)]
+    found = [(path.stem, json.loads(path.read_text())) for path in sorted(lab.folder.glob("*.json"))]
+    found = [(name, data["losses"], data["seconds"]) for name, data in found if "losses" in data]
+    columns = 3
+    sheet = Image.new("RGB", (columns * width, -(-len(found) // columns) * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, (part, curve, seconds) in enumerate(found):
+        left, top = i % columns * width + 10, i // columns * height + 10
+        draw.text((left, top), f"{part}: {len(curve)} steps, {seconds:.0f} s", fill="black")
+        for j, name in enumerate(curve[0]):
+            y = np.maximum([c[name] for c in curve], 1e-6)
+            size = max(1, len(y) // 60)
+            y = np.log(np.array([part.mean() for part in np.array_split(y, -(-len(y) // size))]))
+            low, high = y.min(), max(y.max(), y.min() + 1e-6)
+            x = left + np.linspace(0, width - 30, len(y))
+            line = top + 65 + (height - 90) * (high - y) / (high - low)
+            draw.line(list(zip(x.tolist(), line.tolist(), strict=True)), fill=colours[j], width=2)
+            said = f"{name}: {np.exp(y[0]):.3g} to {np.exp(y[-1]):.3g}"
+            draw.text((left, top + 14 + 14 * j), said, fill=colours[j])
+    sheet.save(lab.folder / "losses.png")
 
 
 PARTS: dict[str, Callable[[Lab], None]] = {
@@ -472,6 +660,7 @@ PARTS: dict[str, Callable[[Lab], None]] = {
     "vocoder": train_vocoder,
     "upsampler": train_upsampler,
     "transformer": train_transformer,
+    "lora": train_lora,
 }
 
 
@@ -480,13 +669,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps, to try it out")
-    parser.add_argument("--until", choices=PARTS, help="the last part to train")
+    parser.add_argument("--part", choices=PARTS, help="train this one alone; those before it are done")
     args = parser.parse_args(argv)
     lab = Lab(args.folder, args.seed, args.scale)
     for name, part in PARTS.items():
-        part(lab)
-        if name == args.until:
-            return
+        if args.part in (None, name):
+            part(lab)
+    if args.part is None:
+        write_model(lab)
+        draw_losses(lab)
 
 
 if __name__ == "__main__":

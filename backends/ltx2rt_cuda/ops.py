@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+import operator
+from collections.abc import Callable, Iterable
+from functools import reduce, wraps
 from typing import Any
 
 import torch
@@ -397,11 +398,37 @@ def pixel_norm_silu(x: Tensor, *, dim: int, eps: float) -> Tensor:
 def snake_beta(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float) -> Tensor:
     b, c, t = x.shape
     pad, start, edges = snake_windows(up.shape[-1])
+
+    def snake(y: Tensor) -> Tensor:
+        return y + (y * alpha.exp()[:, None]).sin().square() / (beta.exp()[:, None] + eps)
+
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        return _snake_beta_by_phase(x, up.flatten(), down.flatten(), snake, pad, start, edges[0])
     y = F.pad(x.reshape(b * c, 1, t), (pad, pad), mode="replicate")
-    y = 2 * F.conv_transpose1d(y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t)
-    y = y + (y * alpha.exp()[:, None]).sin().square() / (beta.exp()[:, None] + eps)
+    y = snake(2 * F.conv_transpose1d(y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t))
     y = F.pad(y.reshape(b * c, 1, 2 * t), edges, mode="replicate")
     return F.conv1d(y, down, stride=2).reshape(b, c, t)
+
+
+def _snake_beta_by_phase(x: Tensor, up: Tensor, down: Tensor, snake, pad: int, start: int, edge: int) -> Tensor:
+    """The same in whole-signal multiply-adds: a CPU runs a convolution of one channel several times as slowly.
+
+    The signal at twice the rate is held as its even and its odd samples.
+    """
+    t, taps = x.shape[-1], len(up)
+    x = F.pad(x, (pad, pad), mode="replicate")
+    y = [
+        snake(_weighted((2 * up[k], x[..., (p + start - k) // 2 :][..., :t]) for k in range((p + start) % 2, taps, 2)))
+        for p in (0, 1)
+    ]
+    first, last = y[0][..., :1].expand(*x.shape[:2], pad), y[1][..., -1:].expand(*x.shape[:2], pad)
+    y = [torch.cat([first, phase, last], -1) for phase in y]
+    return _weighted((down[k], y[(k - edge) % 2][..., pad + (k - edge) // 2 :][..., :t]) for k in range(taps))
+
+
+def _weighted(terms: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of the signals, each times its weight (a scalar)."""
+    return reduce(operator.add, (signal * weight for weight, signal in terms))
 
 
 @fused

@@ -1,6 +1,7 @@
 """Opening a checkpoint: its configuration, and a source of tensors for each of its parts.
 
-Decides the layout (official: a single file, since LTX-2.5 a file for each part; or a diffusers folder) and which of the
+Decides the layout (official: a single file or its shards under an
+index, since LTX-2.5 a file for each part; or a diffusers folder) and which of the
 files that `parts` finds are taken; no tensor data is read. Leaves data, LoRA and devices to others.
 """
 
@@ -23,7 +24,7 @@ from ltx2rt.graph.ir import Cut
 from ltx2rt.notes import note
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, parse_json, version_tuple
-from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, cut, open_tensors
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource, cut, open_tensors
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, fused_of, gemma_to_canonical, to_official
 from ltx2rt.weights.parts import (
@@ -234,7 +235,7 @@ def open_checkpoint(
         mains += [path / INDEX] if "transformer" in parts.diffusers else []
         main = parts.main[0] if parts.main else None
     else:
-        main = TensorFile(path)
+        main = open_tensors(path)
         if file_kind(main) != "main":
             raise InputError(
                 f"{path}: no LTX-2 checkpoint ({contents(main)}); pass the main file or a folder with --model"
@@ -347,7 +348,7 @@ def _tokenizer(gemma_dir: Path | None, found: list[Path]) -> Path | Asset | None
     return found[0] if len(found) == 1 else None
 
 
-def official_metadata(file: TensorFile) -> Keys:
+def official_metadata(file: TensorFile | TensorFolder) -> Keys:
     """Its config's sections; those that are null, as the files of LTX-2.5 have them, are absent."""
     if "config" not in file.metadata:
         raise InputError(f"{file.path}: its metadata has no `config`; pass the original file, not a re-saved one")
@@ -356,7 +357,7 @@ def official_metadata(file: TensorFile) -> Keys:
 
 
 def open_official(
-    main: TensorFile,
+    main: TensorFile | TensorFolder,
     paths: Mapping[str, Path | None],
     gemma_path: Path | None,
     gemma: GemmaConfig | Gemma4Config | None,
@@ -421,7 +422,9 @@ def _duration_head(keys: Keys, source: RenamedSource, layout: str) -> DurationHe
     return configs.duration_head(keys, layout, *(source.info(name).shape[-1] for name in names))
 
 
-def _text_source(main: TensorFile, text: RenamedSource | None, gemma_path: Path | None) -> tuple[RenamedSource, int]:
+def _text_source(
+    main: TensorFile | TensorFolder, text: RenamedSource | None, gemma_path: Path | None
+) -> tuple[RenamedSource, int]:
     """Connectors and text projection, which is in the main file or in the text encoder's; the width that it takes."""
     if text is None:
         raise InputError(f"{main.path}: no embeddings connectors; pass a complete checkpoint")
@@ -446,7 +449,7 @@ def _text_source(main: TensorFile, text: RenamedSource | None, gemma_path: Path 
     return text, widths.pop()
 
 
-def check_gemma_version(main: TensorFile, version: tuple[int, ...], gemma: Keys, where: Path) -> None:
+def check_gemma_version(main: TensorFile | TensorFolder, version: tuple[int, ...], gemma: Keys, where: Path) -> None:
     """Raises InputError if, as far as both say, the transformer was trained with another text encoder."""
     found, release = gemma.get("gemma_version", None), f"LTX-{'.'.join(map(str, version)) or '2'}"
     if "gemma_source_checkpoint" in main.metadata:
@@ -469,7 +472,7 @@ def check_gemma_version(main: TensorFile, version: tuple[int, ...], gemma: Keys,
         )
 
 
-def official_sources(file: TensorFile) -> dict[str, RenamedSource]:
+def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource]:
     homes: dict[str | None, dict[str, tuple[TensorSource, str]]] = {}
     for name in file.names():
         homes.setdefault(component_of(name), {})[name] = (file, name)

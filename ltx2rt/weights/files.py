@@ -55,6 +55,7 @@ INFINITY = {  # the bits of the least non-finite value, above zero and below; fl
     for dtype in FLOATS
 }
 CACHED_BYTES = 2**20
+SHARD_INDEX = ".safetensors.index.json"  # how the name of a file ends that lists the shards beside it
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS, MAX_NAME = 64, 1000  # numpy's limit; names are shown in messages
 
@@ -191,11 +192,12 @@ class TensorFolder:
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
-    """Open a file, a folder with one `*.safetensors.index.json`, or a folder with one safetensors file."""
+    """Open a file, an index of shards (`*.safetensors.index.json`) or a folder with one, or a folder with one
+    safetensors file."""
     path = Path(path)
     if not path.is_dir():
-        return TensorFile(path)
-    indices = sorted(index for index in path.glob("*.safetensors.index.json") if index.is_file())
+        return _open_shards(path, path) if path.name.endswith(SHARD_INDEX) else TensorFile(path)
+    indices = sorted(index for index in path.glob(f"*{SHARD_INDEX}") if index.is_file())
     if len(indices) > 1:
         raise InputError(f"{path}: {len(indices)} shard indices ({', '.join(i.name for i in indices)}), expected one")
     if indices:
@@ -211,7 +213,7 @@ def _open_shards(path: Path, index: Path) -> TensorFolder:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         shards = sorted(set(weight_map.values()))
-        folder = TensorFolder(path, [TensorFile(path / shard) for shard in shards])
+        folder = TensorFolder(path, [TensorFile(index.parent / shard) for shard in shards])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ltx2rt.errors import InputError
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, parse_json
-from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.files import SHARD_INDEX, TensorFile, TensorFolder, open_tensors
 
 T = TypeVar("T")
 DIFFUSERS_CLASSES = {
@@ -90,7 +90,7 @@ def refuse_ambiguous(**found: Sequence[Any]) -> None:
 class Parts:
     """What lies in a folder, by kind."""
 
-    main: list[TensorFile] = field(default_factory=list)
+    main: list[TensorFile | TensorFolder] = field(default_factory=list)  # a folder: shards under an index
     video_vae: list[Path] = field(default_factory=list)  # with the convolutional decoder
     diffusion_decoder: list[Path] = field(default_factory=list)
     audio_vae: list[Path] = field(default_factory=list)
@@ -158,7 +158,8 @@ def scan(folder: Path, deep: bool = False) -> Parts:
     if deep:
         folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and not (path / "config.json").exists()]
         inner = [path for one in folders if os.access(one, os.R_OK) for path in sorted(one.glob("*.safetensors"))]
-    for path in [*sorted(folder.iterdir()), *inner]:
+    shards: set[Path] = set()
+    for path in [*sorted(folder.iterdir(), key=lambda p: (not p.name.endswith(SHARD_INDEX), p)), *inner]:
         try:
             if path.is_dir():
                 kind = folder_kind(path)
@@ -170,7 +171,12 @@ def scan(folder: Path, deep: bool = False) -> Parts:
                     parts.diffusers.setdefault(kind, []).append(path)
                 if (path / "tokenizer.json").is_file():
                     parts.tokenizer.append(path / "tokenizer.json")
-            elif path.suffix == ".safetensors":
+            elif path.name.endswith(SHARD_INDEX):
+                file = open_tensors(path)
+                if isinstance(file, TensorFolder) and file_kind(file) == "main":
+                    parts.main.append(file)
+                    shards |= {shard.path for shard in file.files}
+            elif path.suffix == ".safetensors" and path not in shards:
                 file = TensorFile(path)
                 kind = file_kind(file)
                 if kind == "main":
@@ -184,7 +190,7 @@ def scan(folder: Path, deep: bool = False) -> Parts:
     return parts
 
 
-def contents(file: TensorFile) -> str:
+def contents(file: TensorFile | TensorFolder) -> str:
     kind = file_kind(file)
     if kind:
         return f"it is a {WORDS[kind]}"
