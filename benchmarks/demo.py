@@ -1,6 +1,8 @@
-"""`make demo`: a random tiny model makes the same clip with sound on both backends, from a prompt and an image.
+"""`make demo`: a tiny trained model makes the same clip with sound on both backends, from a prompt and an image.
 
-`make demo MODEL=tiny-2.5` takes that one; a model that can choose how long the clip is does so.
+`make demo PROMPT="a green square grows, grey background"` makes another one; the words are those of
+`examples/clips.py`. `make demo MODEL=tiny-2.5` takes random weights of that preset; a model that can choose how long
+the clip is does so.
 
 Decides the settings of that clip; everything is done by the commands that it echoes, which work the same on a real
 checkpoint.
@@ -9,16 +11,23 @@ checkpoint.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-PROMPT = "a red fox walks through a snowy forest at dawn"
-CLIP = shlex.split("--width 256 --height 128 --steps 4 --seed 7")
+import numpy as np
+from PIL import Image
+
+from benchmarks import contact_sheet
+from examples.clips import BACKGROUNDS, COLOURS, FRAMES, MOTIONS, PITCHES, SIZE, Clip
+
+TRAINED = Path("examples/tiny-trained")
+WORDS = {"triangle": PITCHES, "yellow": COLOURS, "bounces": MOTIONS, "brown": BACKGROUNDS}  # the default's first
+CLIP = shlex.split(f"--width {SIZE} --height {SIZE} --steps 20 --seed 7 --image-crf 0")
 LENGTH = {"tiny-2.5": "--auto-duration 0.5 1.5"}  # of the models that choose it; of others:
-FRAMES = "--num-frames 25"
 BACKENDS = {"cuda": "PyTorch", "tpu": "JAX"}
 
 
@@ -31,33 +40,38 @@ def ltx2rt(*arguments: str | Path) -> None:
         sys.exit(status)
 
 
-def draw_picture(path: Path) -> None:
-    """A sun over snow, 320 x 180: not the clip's shape, so that resizing and cropping are seen too."""
-    from PIL import Image, ImageDraw
-
-    picture = Image.linear_gradient("L").resize((320, 180)).convert("RGB")
-    draw = ImageDraw.Draw(picture)
-    draw.rectangle((0, 120, 320, 180), fill=(230, 235, 245))
-    draw.ellipse((200, 30, 260, 90), fill=(250, 180, 60))
-    picture.save(path)
+def described(prompt: str) -> Clip:
+    """What a prompt asks for; where none of its words is known, the default's."""
+    said = re.findall(r"\w+", prompt.lower())
+    return Clip(*(next((name for name in names if name in said), word) for word, names in WORDS.items()), phase=0.2)
 
 
-def main(name: str = "tiny-2.3", folder: Path = Path("demo")) -> None:
+def main(model: str = str(TRAINED), prompt: str = Clip(*WORDS).prompt, folder: Path = Path("demo")) -> None:
     folder.mkdir(exist_ok=True)
-    model, image = folder / name, folder / "image.png"
-    shutil.rmtree(model, ignore_errors=True)
-    draw_picture(image)
-    ltx2rt("weights", "make", "--preset", name, "--layout", "official", model)
-    clips = {backend: folder / f"{backend}.mp4" for backend in BACKENDS}
-    for backend, clip in clips.items():
-        inputs = ("--prompt", PROMPT, "--image", f"{image}:0", *CLIP, *LENGTH.get(name, FRAMES).split())
-        ltx2rt("generate", "--backend", backend, "--model", model, *inputs, "--output", clip)
+    path, image, sheet = Path(model), folder / "image.png", folder / "sheet.png"
+    Image.fromarray(np.uint8(255 * described(prompt).frames(count=1)[0])).save(image)
+    if path != TRAINED:
+        path = folder / model
+        shutil.rmtree(path, ignore_errors=True)
+        ltx2rt("weights", "make", "--preset", model, "--layout", "official", path)
+    clips = {name: folder / f"{backend}.mp4" for backend, name in BACKENDS.items()}
+    length = shlex.split(LENGTH.get(model, f"--num-frames {FRAMES}"))
+    for backend, clip in zip(BACKENDS, clips.values(), strict=True):
+        inputs = ("--prompt", prompt, "--image", f"{image}:0", *CLIP, *length)
+        ltx2rt("generate", "--backend", backend, "--model", path, *inputs, "--output", clip)
     ltx2rt("compare", *clips.values())
-    print("\nThe weights are random, so the clips are noise; what counts is that the two agree.")
-    for backend, clip in clips.items():
-        print(f"{clip}: {BACKENDS[backend]}, {os.path.getsize(clip)} bytes")
-    print(f"{model}: the checkpoint, {image}: the picture at frame 0")
+    contact_sheet.draw(sheet, prompt, clips)
+    if path != TRAINED:
+        print("\nThe weights are random, so the clips are noise; what counts is that the two agree.")
+    else:
+        known = "; ".join(", ".join(names) for names in WORDS.values())
+        print(
+            f'\nAnother one: make demo PROMPT="{Clip("square", "green", "grows", "grey").prompt}" (it knows: {known})'
+        )
+    for name, clip in clips.items():
+        print(f"{clip}: {name}, {os.path.getsize(clip)} bytes")
+    print(f"{sheet}: frames and sound of both; {path}: the checkpoint; {image}: the picture at frame 0")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:])

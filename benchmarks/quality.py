@@ -1,0 +1,292 @@
+"""What each way of making a clip costs in quality, on clips whose every property can be measured.
+
+The tiny trained checkpoint is asked for clips of `examples.clips`, each with a seed of its own; a quarter of them show
+a combination of shape, colour and motion that it was never trained on. `benchmarks.recognise` says whether what was
+asked for came. Rows that ought to make the same clip as `REFERENCE` are compared with it, and every row makes its first
+clip twice. Each row runs in a process of its own, two at a time.
+
+    python -m benchmarks.quality                     # all rows; prints the table of docs/quality.md
+    python -m benchmarks.quality --rows JAX float8   # these anew
+    python -m benchmarks.quality --rows              # the table of what was measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import ltx2rt
+from benchmarks.measure import RESULTS, machine
+from benchmarks.recognise import marks, psnr_db
+from examples.clips import FPS, FRAMES, RATE, SIZE, Clip, random_clip
+from ltx2rt.media.compare import correlation, luma, ssim
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.output import write_wav
+
+COUNT = 64
+HELD_OUT = 4  # every fourth
+NONE = {f"{m}_{name}": value for m in ("video", "audio") for name, value in (("cfg", 1), ("stg", 0), ("modality", 1))}
+# More devices than cores: a thread may come late to a rendezvous, which XLA takes for a deadlock after 40 s.
+XLA = "--xla_force_host_platform_device_count={} --xla_cpu_collective_call_terminate_timeout_seconds=600"
+
+
+@dataclass(frozen=True)
+class Row:
+    """model, clip: keywords of `ltx2rt.open` and `generate`. given: what a clip gets beside its prompt, a key of
+    `GIVEN`. part: of the clips, where it takes long. lora: whether the distilled LoRA has to be named. same: whether
+    the clip should be the reference's. ranks: processes."""
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    clip: Mapping[str, Any] = field(default_factory=dict)
+    given: str = ""
+    part: float = 1.0
+    lora: bool = False
+    same: bool = False
+    ranks: int = 1
+    devices: int = 1
+
+    @property
+    def sized(self) -> bool:
+        return self.clip.get("pipeline") not in ("retake", "t2a")
+
+
+def _torch(part: float = 1.0, given: str = "", lora: bool = False, **clip: Any) -> Row:
+    return Row({"backend": "cuda"}, clip, given, part, lora)
+
+
+EIGHT = "guidance=2,fsdp=2,tensor=2"
+REFERENCE, DRAWN = "PyTorch", "as drawn"
+ROWS = {
+    REFERENCE: Row({"backend": "cuda"}),
+    "JAX": Row({"backend": "tpu"}, same=True),
+    "two processes, tensor=2": Row({"backend": "cuda"}, part=0.25, same=True, ranks=2),
+    f"eight devices, {EIGHT}": Row({"backend": "tpu", "mesh": EIGHT}, part=0.25, same=True, devices=8),
+    "bfloat16": Row({"backend": "cuda", "dtype": "bfloat16"}, same=True),
+    "float8": Row({"backend": "cuda", "weights_dtype": "float8"}, same=True),
+    "without CFG": _torch(video_cfg=1, audio_cfg=1),
+    "without STG": _torch(video_stg=0, audio_stg=0),
+    "without modality guidance": _torch(video_modality=1, audio_modality=1),
+    "without any guidance": _torch(**NONE),
+    "`one-stage`": _torch(pipeline="one-stage"),
+    "`distilled`": _torch(pipeline="distilled", lora=True),
+    "`hq`": _torch(pipeline="hq"),
+    "with an image": _torch(given="image"),
+    "`distilled`, with an image": _torch(pipeline="distilled", given="image", lora=True),
+    "`keyframes`": _torch(pipeline="keyframes", given="first and last"),
+    "`a2v`": _torch(pipeline="a2v", given="sound"),
+    "`retake`, 0.35 to 0.7 s": _torch(pipeline="retake", given="clip", lora=True, start_time=0.35, end_time=0.7),
+    "`t2a`": _torch(pipeline="t2a", num_frames=FRAMES),
+}
+
+
+def asked(number: int) -> Clip:
+    return random_clip(np.random.default_rng([16, number]), trained=number % HELD_OUT != 0)
+
+
+# --- what a clip is given beside its prompt --------------------------------------------------------------------------
+
+
+def _images(clip: Clip, path: Path, *frames: int) -> dict[str, Any]:
+    named = []
+    for i in frames:
+        Image.fromarray(_bytes(clip.frames(first=i, count=1)[0])).save(path.with_suffix(f".{i}.png"))
+        named.append(f"{path.with_suffix(f'.{i}.png')}:{i}")
+    return {"image": named, "image_crf": 0}
+
+
+def _sound(clip: Clip, path: Path) -> dict[str, Any]:
+    write_wav(path.with_suffix(".wav"), clip.sound(), RATE)
+    return {"audio_path": path.with_suffix(".wav"), "audio_fit": "pad"}
+
+
+def _clip(clip: Clip, path: Path) -> dict[str, Any]:
+    chunk = clip.frames().transpose(3, 0, 1, 2) * 2 - 1
+    sound = {"waveform": clip.sound(), "sample_rate": RATE}
+    write_mp4(path.with_suffix(".mp4"), [chunk], num_frames=FRAMES, fps=Fraction(FPS), **sound)
+    return {"video_path": path.with_suffix(".mp4")}
+
+
+def _bytes(frames: np.ndarray) -> np.ndarray:
+    return np.round(255 * frames).astype(np.uint8)
+
+
+GIVEN: dict[str, Callable[[Clip, Path], dict[str, Any]]] = {
+    "": lambda clip, path: {},
+    "image": lambda clip, path: _images(clip, path, 0),
+    "first and last": lambda clip, path: _images(clip, path, 0, FRAMES - 1),
+    "sound": _sound,
+    "clip": _clip,
+}
+
+
+# --- a row -----------------------------------------------------------------------------------------------------------
+
+
+def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, Any]]:
+    """The marks of each clip of a row, and how it was made; in other processes than the main one nothing of use.
+
+    The clips of `REFERENCE` stay in `folder`, and others are compared with them.
+    """
+    if name == DRAWN:
+        drawn = map(asked, range(count))
+        return [_of(i, marks(clip, _bytes(clip.frames()), clip.sound(), RATE)) for i, clip in enumerate(drawn)]
+    row, found, first = ROWS[name], [], {}
+    options = dict(row.model) | ({"distilled_lora": distilled_lora(model)} if row.lora else {})
+    size = {"width": SIZE, "height": SIZE, "num_frames": FRAMES} if row.sized else {}
+    numbers = range(max(1, round(count * row.part)))
+    with ltx2rt.open(model, **options) as session:
+        for i in (*numbers, 0):
+            clip, path = asked(i), folder / f"{i}"
+            given, start = GIVEN[row.given](clip, path), time.perf_counter()
+            made = session.generate(clip.prompt, seed=i, **{**size, **row.clip, **given})
+            seconds = time.perf_counter() - start
+            frames = made.frames if len(made.frames) else None
+            parts = {"frames": made.frames, "waveform": made.waveform}
+            first = first or parts
+            if found and i == 0:
+                found[0]["repeats"] = all(np.array_equal(parts[name], first[name]) for name in parts)
+                break
+            of = _of(i, marks(clip, frames, made.waveform, made.sample_rate)) | {"seconds": seconds}
+            if "image" in given and frames is not None:
+                of["frame 0"] = psnr_db(frames[0], _bytes(clip.frames(count=1)[0]))
+            kept = folder / f"{i}.npz"
+            if name == REFERENCE:
+                np.savez(kept, **parts)
+            elif row.same and frames is not None:
+                of |= _distance(np.load(kept), frames, made.waveform)
+            found.append(of)
+    return found
+
+
+def _of(number: int, found: Mapping[str, Any]) -> dict[str, Any]:
+    return {"held_out": number % HELD_OUT == 0, **found}
+
+
+def _distance(reference: Any, frames: np.ndarray, waveform: np.ndarray | None) -> dict[str, Any]:
+    a, b = reference["frames"], frames
+    scores = [ssim(luma(x), luma(y)) for x, y in zip(a, b, strict=True)]
+    found: dict[str, Any] = {"psnr_db": psnr_db(a, b), "ssim": float(np.mean(scores))}
+    if waveform is not None:
+        found["audio_corr"] = correlation(reference["waveform"].astype(np.float64), waveform.astype(np.float64))
+    return found
+
+
+def distilled_lora(model: Path) -> Path:
+    return next(iter(sorted(model.glob("*lora*.safetensors"))))
+
+
+def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of every mark the mean over clips of combinations that were trained and that were held out; medians of what has
+    a unit, the lowest PSNR too."""
+    found: dict[str, Any] = {"clips": len(clips), "repeats": clips[0].get("repeats")}
+    for name in ("colour", "shape", "motion", "background", "pitch", "clicked", "silent"):
+        parts = [[c[name] for c in clips if name in c and c["held_out"] is held] for held in (False, True)]
+        if any(parts):
+            found[name] = [round(float(np.mean(part)), 4) if part else None for part in parts]
+    for name in ("lag_ms", "frame 0", "psnr_db", "ssim", "audio_corr", "seconds"):
+        values = [c[name] for c in clips if c.get(name) is not None]
+        if values:
+            found[name] = round(float(np.median(np.abs(values))), 6)
+    if "psnr_db" in found:
+        found["lowest_psnr_db"] = round(min(c["psnr_db"] for c in clips), 2)
+    return found
+
+
+# --- all rows --------------------------------------------------------------------------------------------------------
+
+
+def start(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row in a process, or several, of its own. Raises RuntimeError with what it said if it fails."""
+    row = ROWS.get(name, Row())
+    output = args.folder / f"{[*ROWS, DRAWN].index(name)}.json"
+    words = ["-m", "benchmarks.quality", "--rows", name, "--worker", output, "--folder", args.folder]
+    words += ["--model", args.model, "--count", args.count]
+    if row.ranks > 1:
+        words = ["-m", "torch.distributed.run", "--nproc-per-node", row.ranks, *words]
+    flags = (
+        f"--xla_force_host_platform_device_count={row.devices} --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    )
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"XLA_FLAGS": flags} if row.devices > 1 else {})
+    ran = subprocess.run([sys.executable, *map(str, words)], env=env, capture_output=True, text=True)
+    if ran.returncode:
+        raise RuntimeError(f"{name}: {ran.stderr[-2000:]}")
+    return json.loads(output.read_text())
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown; of two percentages the first is of combinations that were trained."""
+    head = ["", "clips", "colour", "shape", "motion", "pitch", "click at a bounce", "lag", "no click else"]
+    head += ["from the reference: PSNR (lowest)", "SSIM", "sound", "frame 0", "repeat"]
+    lines = [head, ["---"] * len(head)]
+    for name, row in rows.items():
+        psnr = f"{row['psnr_db']:.1f} dB ({row['lowest_psnr_db']:.1f})" if "psnr_db" in row else ""
+        cells = [name, str(row["clips"]), *(_share(row.get(key)) for key in ("colour", "shape", "motion", "pitch"))]
+        cells += [_share(row.get("clicked")), _unit(row.get("lag_ms"), "{:.0f} ms"), _share(row.get("silent")), psnr]
+        cells += [_unit(row.get("ssim"), "{:.4f}"), _unit(row.get("audio_corr"), "{:.4f}")]
+        cells += [_unit(row.get("frame 0"), "{:.1f} dB"), {True: "equal", False: "differs"}.get(row["repeats"], "")]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _share(parts: Iterable[float | None] | None) -> str:
+    return " / ".join("-" if part is None else f"{100 * part:.0f}" for part in parts) if parts else ""
+
+
+def _unit(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="what each way of making a clip costs in quality")
+    parser.add_argument("--model", type=Path, default=Path("examples/tiny-trained"))
+    parser.add_argument("--count", type=int, default=COUNT, help="of prompts, each with its own seed")
+    parser.add_argument("--rows", nargs="*", choices=(DRAWN, *ROWS), default=(DRAWN, *ROWS), metavar="ROW")
+    parser.add_argument("--folder", type=Path, default=Path("demo/quality"), help="what rows leave for each other")
+    parser.add_argument("--output", type=Path, default=RESULTS / "quality.json")
+    parser.add_argument("--jobs", type=int, default=2, help="rows at a time")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.worker:
+        found = run_row(args.rows[0], args.model, args.count, args.folder)
+        if int(os.environ.get("RANK", "0")) == 0:
+            args.worker.write_text(json.dumps(found))
+        return
+    facts: dict[str, Any] = {"benchmark": "quality", "rows": {}}
+    if args.output.exists():
+        facts |= json.loads(args.output.read_text())
+
+    def run(name: str) -> None:
+        began = time.time()
+        try:
+            clips = start(name, args)
+        except RuntimeError as error:
+            print(error, file=sys.stderr, flush=True)
+            return
+        rows = facts["rows"] | {name: summary(clips) | {"commit": machine()["commit"]}}
+        facts["rows"] = {n: rows[n] for n in (DRAWN, *ROWS) if n in rows}
+        args.output.write_text(json.dumps(facts | machine("torch", "jax"), indent=1) + "\n")
+        print(f"{name}: {len(clips)} clips, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+
+    if REFERENCE in args.rows:
+        run(REFERENCE)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(run, [name for name in args.rows if name != REFERENCE]))
+    print(table(facts["rows"]))
+
+
+if __name__ == "__main__":
+    main()
