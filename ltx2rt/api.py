@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -143,4 +144,4 @@ def open(model: str | Path, *, backend: str, **options: Any) -> Session:
     """Open a checkpoint on a backend. options: the model flags of `generate`. Raises InputError."""
     given = located(with_mesh(ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions))))
     given.check()
-    return Session(open_session(given))
+    return Session(open_session(given, stages=partial(command.usual_stages, options=given)))

@@ -13,8 +13,9 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from math import prod
 from pathlib import Path
@@ -32,7 +33,7 @@ from ltx2rt.flags import add_flags, flagged, given_flags, spelling
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
 from ltx2rt.media.output import check_encoders, check_streams, remove_clip, write_clip
 from ltx2rt.notes import note
-from ltx2rt.pipelines import FIRST, pipeline, pipelines
+from ltx2rt.pipelines import FIRST, make_request, pipeline, pipelines
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, draw_seed
 from ltx2rt.session.open import located, open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions, plain
@@ -96,13 +97,32 @@ def prepared(options: ModelOptions, request: Request, files: Files) -> tuple[Che
     return checkpoint, request
 
 
+def resolved(
+    checkpoint: Checkpoint, options: ModelOptions, request: Request
+) -> tuple[Request, Loras, tuple[Stage, ...]]:
+    """The request against the model, its LoRAs and its stages. Raises InputError."""
+    request.check_options(options)
+    request.check_files()
+    request = request.resolved(checkpoint.config)
+    loras = Loras(options.loras, distilled_lora(request, options, checkpoint.distilled_lora))
+    return request, loras, tuple(request.stages(checkpoint.config, options, loras))
+
+
+def resolved_stages(checkpoint: Checkpoint, options: ModelOptions, request: Request) -> tuple[Stage, ...]:
+    return resolved(checkpoint, options, request)[2]
+
+
+def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, ...]:
+    """Of a clip of default size, by the first pipeline that makes one of this model from a prompt alone."""
+    for name in pipelines():
+        with suppress(InputError):
+            return resolved_stages(checkpoint, options, make_request(name, prompt="a clip", seed=0))
+    return ()
+
+
 def make_plan(session: Session, request: Request) -> Plan:
     """Resolve the request against the model and check everything that headers tell but memory. Raises InputError."""
-    request.check_options(session.options)
-    request.check_files()
-    request = request.resolved(session.config)
-    loras = Loras(session.options.loras, distilled_lora(request, session.options, session.checkpoint.distilled_lora))
-    stages = tuple(request.stages(session.config, session.options, loras))
+    request, loras, stages = resolved(session.checkpoint, session.options, request)
     for stage in stages:
         stage.check(session)
     merges = session.audit(stages)
@@ -255,7 +275,8 @@ def run(
 ) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError before any weight is
     read. request, checkpoint: as `prepared` gives them; unread: flags that were given for nothing."""
-    session = open_session(options, checkpoint=checkpoint)
+    stages = partial(resolved_stages, options=options, request=request)
+    session = open_session(options, checkpoint=checkpoint, stages=stages)
     plan = make_enhanced_plan(session, request)
     has_video = any(isinstance(stage, Frames) for stage in plan.stages)
     check_streams(files.output, has_video, any(isinstance(stage, Sound) for stage in plan.stages))

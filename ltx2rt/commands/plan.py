@@ -12,24 +12,27 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, replace
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.backend import DeviceInfo, get_factory
-from ltx2rt.commands.generate import Plan, make_plan
+from ltx2rt.commands.generate import Plan, make_plan, resolved_stages
 from ltx2rt.commands.options import planned_flags, planned_options
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.cost import Traffic, weight_bytes
-from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind, device_kind
+from ltx2rt.placement.devices import COLLECTIVE_S, DEVICE_KINDS, DeviceKind, device_kind
+from ltx2rt.placement.mesh import stage_mesh
+from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
-from ltx2rt.session.open import opened_checkpoint
+from ltx2rt.session.arrange import Choice, DatasheetBackend, Estimator, choose
+from ltx2rt.session.open import StagesOf, opened_checkpoint
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.session.session import Session
+from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.random.make import make_checkpoint
 
 
@@ -39,25 +42,6 @@ class Devices:
 
     devices: int = flag(MISSING, "", int, metavar="N")
     device_kind: str = flag(MISSING, f"{', '.join(DEVICE_KINDS)}, or h100, 4090, ...", metavar="KIND")
-
-
-class DatasheetBackend:
-    """Devices of one kind, known by their data sheet."""
-
-    def __init__(self, kind: DeviceKind, mesh: Mapping[str, int]):
-        self.kind, self.mesh = kind, mesh
-        self.name, self.device_kind = kind.backend, kind.framework_kind
-        self.is_main, self.versions, self.num_built = True, {}, 0
-        self.num_processes = prod(mesh.values()) if get_factory(kind.backend).process_per_device else 1
-
-    def device(self) -> DeviceInfo:
-        size = int(self.kind.memory_bytes)
-        return DeviceInfo(self.device_kind, self.kind.name, size, size, reserve_bytes=self.kind.reserve_bytes)
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("a device that is not here runs nothing")
-
-    load = lower = lower_loop = merge = each = to_host = synchronize = peak_bytes = agree = trim = _refuse
 
 
 @dataclass(frozen=True)
@@ -79,18 +63,37 @@ class Estimate:
 
 
 @contextmanager
-def datasheet_session(options: ModelOptions, preset: str | None, kind: DeviceKind, devices: int) -> Iterator[Session]:
-    """A session that can plan but not run; of a preset, on an empty checkpoint that lives as long as the body.
-
-    Raises InputError for unknown profiles and a mesh of another size.
-    """
-    profile, mesh = resolve(options.profile, kind.name, options.mesh, devices)
+def datasheet_checkpoint(options: ModelOptions, preset: str | None) -> Iterator[tuple[ModelOptions, Checkpoint]]:
+    """The options and their checkpoint; of a preset an empty one, which lives as long as the body."""
     with tempfile.TemporaryDirectory(prefix="ltx2rt-plan-") as folder:
         if preset is not None:
             make_checkpoint(preset, "official", folder, empty=True)
             options = replace(options, model=Path(folder))
-        options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
-        yield Session(opened_checkpoint(options), DatasheetBackend(kind, mesh), options)
+        yield options, opened_checkpoint(options)
+
+
+def on_datasheet(options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int) -> Session:
+    """A session that can plan but not run. Raises InputError for unknown profiles and a mesh of another size."""
+    profile, mesh = resolve(options.profile, kind.name, options.mesh, devices)
+    options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
+    return Session(checkpoint, DatasheetBackend(kind, mesh), options)
+
+
+@contextmanager
+def datasheet_session(options: ModelOptions, preset: str | None, kind: DeviceKind, devices: int) -> Iterator[Session]:
+    """As `on_datasheet`, of a checkpoint or a preset."""
+    with datasheet_checkpoint(options, preset) as (options, checkpoint):
+        yield on_datasheet(options, checkpoint, kind, devices)
+
+
+def chosen(
+    options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int, stages: StagesOf
+) -> Choice | None:
+    """The mesh that `generate` would take for the stages where no flag says which; None if one does."""
+    if options.mesh or options.profile or devices == 1:
+        return None
+    options = replace(options, backend=kind.backend)
+    return choose(checkpoint, options, kind, devices, stages(checkpoint))
 
 
 def estimate(options: ModelOptions, request: Request, devices: Devices, preset: str | None = None) -> Estimate:
@@ -100,12 +103,21 @@ def estimate(options: ModelOptions, request: Request, devices: Devices, preset: 
         raise InputError(f"--devices: {devices.devices}, expected at least 1")
     if preset is not None and request.distilled == "optional" and options.distilled_lora is None:
         options = replace(options, distilled_lora=NO_LORA)  # its weights stand for distilled ones
-    with datasheet_session(options, preset, kind, devices.devices) as session:
+    with datasheet_checkpoint(options, preset) as (options, checkpoint):
+        stages = partial(resolved_stages, options=options, request=request)
+        choice = chosen(options, checkpoint, kind, devices.devices, stages)
+        if choice:
+            options = replace(options, mesh=choice.best.mesh)
+        session = on_datasheet(options, checkpoint, kind, devices.devices)
+        if choice:
+            session.adopt(choice.session)
         plan = make_plan(session, request)
         costs = tuple(session.costs(plan.stages))
         budget = int(kind.memory_bytes) - kind.reserve_bytes
         advice = "" if peak(costs).peak_bytes <= budget else session.advice(plan.stages, budget)
-        notes = (*_whole(session, plan, kind), *_unshared(session, plan))
+        said = [str(choice)] if choice else []
+        estimator = choice.estimator if choice else Estimator(session, kind)
+        notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))
         return Estimate(devices.devices, kind, session, plan, costs, notes, advice)
 
 
@@ -125,24 +137,44 @@ def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
             yield f"{network}: {part} is replicated, {axis}={size} does not divide over {rules[axis]}={parts}"
 
 
-def _unshared(session: Session, plan: Plan) -> Iterator[str]:
-    """Where branches do not share what they have in common, and why."""
+def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[str]:
+    """Where branches do not share what they have in common, and whether that is cheaper."""
+    kind, profile = estimator.kind, session.placement.profile
     for stage in plan.stages:
         for call in stage.needs(session.config):
             branches = call.row.branches(call.sizes) if call.row.branches else 1
-            parts = session.placement.of(branches).mesh.get("guidance", 1)
-            if parts > 1:
-                yield (
-                    f"{stage.name}: guidance={parts} puts its {branches} branches on devices of their own; what they "
-                    "have in common is computed on each, as it would have to be sent otherwise"
-                )
+            mesh = session.placement.of(branches).mesh
+            if mesh.get("guidance", 1) == 1 or call.steps is None:
+                continue
+            split, together = Placement(profile, mesh), Placement(profile, stage_mesh(mesh, 1))
+            said = (
+                f"{stage.name}: guidance={mesh['guidance']} puts its {branches} branches on devices of their own; "
+                "what they have in common is computed on each"
+            )
+            try:
+                costs = [estimator.step(call, on) for on in (split, together)]
+            except InputError:
+                yield said
+                continue
+            times = [c.time_s(kind) for c in costs]
+            sent = [c.exchange_s(kind) for c in costs]
+            cheaper = int(times[1] < times[0])
+            less = "exchanges" if sent[cheaper] < sent[1 - cheaper] else "computes"
+            where = ",".join(f"{axis}={size}" for axis, size in together.mesh.items())
+            yield (
+                f"{said}: {costs[0].flops / 1e12:.3g} TFLOP and {sent[0]:.3g} s of exchange a step, shared on "
+                f"{where} {costs[1].flops / 1e12:.3g} and {sent[1]:.3g}; {('splitting', 'sharing')[cheaper]} is "
+                f"cheaper, {times[cheaper]:.3g} s to {times[1 - cheaper]:.3g}, as it {less} less"
+            )
 
 
 def to_json(found: Estimate) -> dict[str, Any]:
-    """flops, collectives and time_s of a stage with steps are of one step."""
+    """flops, collectives, time_s and exchange_s, its part in which devices wait for each other, are of one step of a
+    stage with steps."""
     return {
         "fits": found.fits,
         "devices": found.devices,
+        "mesh": dict(found.session.backend.mesh),
         "stages": [
             {
                 "name": c.name,
@@ -150,6 +182,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
                 "activation_bytes": c.activation_bytes,
                 "flops": c.flops,
                 "collectives": {name: {"count": t.count, "bytes": t.bytes} for name, t in c.collectives.items()},
+                "exchange_s": c.exchange_s(found.kind),
                 "time_s": c.time_s(found.kind),
             }
             for c in found.costs
@@ -187,11 +220,16 @@ def to_text(found: Estimate) -> str:
         + f", {kind.reserve_bytes / 1e9:.1f} GB of which stay free" * bool(kind.reserve_bytes)
         + f"; try {found.advice}" * (not found.fits),
         f"estimated time: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
-        f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s, "
-        f"received / {kind.link_bytes_per_s / 1e9:g} GB/s)",
+        f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s)"
+        + " + exchanges"
+        * bool(mesh),
     ]
     if mesh:
-        lines.append("an all-reduce of B bytes among n devices receives 2 (n - 1) / n B")
+        links = "the links of its neighbours" if kind.neighbours else f"{kind.link_bytes_per_s / 1e9:g} GB/s"
+        lines.append(
+            f"exchanges: received / {links} and {COLLECTIVE_S[kind.framework_kind] * 1e6:g} us each, none of it "
+            "hidden; an all-reduce of B bytes among n devices receives 2 (n - 1) / n B"
+        )
     return "\n".join([*lines, *found.notes]) + "\n"
 
 

@@ -10,17 +10,22 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ltx2rt.backend import keep_compiled
-from ltx2rt.commands.generate import compiled_folder
+from ltx2rt.commands.generate import compiled_folder, resolved_stages, usual_stages
 from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.flags import add_flags, flag, given_flags
+from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.environment import LAUNCHER
 from ltx2rt.serve.shapes import Shape, parse_shape
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.stage import Stage
+from ltx2rt.weights.checkpoint import Checkpoint
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -64,7 +69,15 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout = sys.stderr
         keep_compiled(options.backend, compiled_folder(os.environ))
     pipe = Pipe(inbox if first else None, outbox)
-    return work(open_session(options, checkpoint=checkpoint), ready.warm, pipe, args.crew, ready.previews)
+    session = open_session(options, checkpoint=checkpoint, stages=partial(stages_of, options=options, warm=ready.warm))
+    return work(session, ready.warm, pipe, args.crew, ready.previews)
+
+
+def stages_of(checkpoint: Checkpoint, options: ModelOptions, warm: Sequence[Shape]) -> Sequence[Stage]:
+    """Of the first size to be ready for; without one, of what is usual."""
+    if not warm:
+        return usual_stages(checkpoint, options)
+    return resolved_stages(checkpoint, options, make_request(warm[0].pipeline, prompt="a clip", seed=0, **warm[0].clip))
 
 
 def die_with_parent() -> None:

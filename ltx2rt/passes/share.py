@@ -108,6 +108,7 @@ class _Analysis:
         self.kept: dict[int, int] = {}
         self.segments: dict[int, list[_Segment]] = {}
         self._known: dict[Hashable, int] = {}
+        self._leaders: dict[int, list[int]] = {}
         for i, v in enumerate(graph.inputs.values()):
             shape = tuple(_tracked(v.type).values())
             labels = range(math.prod(shape)) if patterns is None else patterns[i]
@@ -134,6 +135,11 @@ class _Analysis:
         """By entry: the first one equal to it. Of an entry that is not computed, any."""
         if BATCH not in v.type.axes:
             return []
+        if id(v) not in self._leaders:
+            self._leaders[id(v)] = self._leader(v)
+        return self._leaders[id(v)]
+
+    def _leader(self, v: Value) -> list[int]:
         numbers = np.moveaxis(self.numbers[id(v)], list(_tracked(v.type)).index(BATCH), 0)
         keys = [tuple(n) for n in numbers.reshape(len(numbers), -1).tolist()]
         first = {keys[b]: b for b in sorted(self.computed[id(v)], reverse=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from ltx2rt.graph.ir import Graph, Node
@@ -35,14 +35,27 @@ class Traffic:
         return Traffic(self.count * times, self.bytes * times, self.received_bytes * times)
 
 
-def traffic(graph: Graph) -> dict[str, Traffic]:
-    """What one run of a placed graph communicates, by kind of collective."""
-    found: dict[str, Traffic] = {}
+def exchanges(graph: Graph) -> dict[tuple[str, int], Traffic]:
+    """What one run of a placed graph communicates, by kind of collective and number of devices that take part."""
+    found: dict[tuple[str, int], Traffic] = {}
     for node, times in graph.walk():
         if node.op in COLLECTIVES:
+            devices = graph.mesh[node.attrs["mesh_axis"]]
             size = sum(v.type.nbytes for v in node.inputs)
-            received = round(size * RECEIVED[node.op](graph.mesh[node.attrs["mesh_axis"]]))
-            found[node.op] = found.get(node.op, Traffic()) + Traffic(1, size, received) * times
+            made = Traffic(1, size, round(size * RECEIVED[node.op](devices))) * times
+            found[node.op, devices] = found.get((node.op, devices), Traffic()) + made
+    return found
+
+
+def traffic(graph: Graph) -> dict[str, Traffic]:
+    """What one run of a placed graph communicates, by kind of collective."""
+    return by_kind(exchanges(graph))
+
+
+def by_kind(exchanged: Mapping[tuple[str, int], Traffic]) -> dict[str, Traffic]:
+    found: dict[str, Traffic] = {}
+    for (op, _), made in exchanged.items():
+        found[op] = found.get(op, Traffic()) + made
     return found
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ltx2rt.errors import InputError
 
@@ -17,7 +18,8 @@ class DeviceKind:
 
     memory_bytes: as sold; what the driver offers is a little more on GPUs, a little less on TPUs.
     flops_per_s: bfloat16, dense; float8_flops_per_s: of float8 linears as the backend runs them.
-    link_bytes_per_s: what one device can receive from the others of its machine.
+    link_bytes_per_s: what one device can receive from the others of its machine. neighbours: the same among so many
+    devices, (of an all-to-all, of any other collective), where the way between them is narrower.
     """
 
     name: str
@@ -30,6 +32,15 @@ class DeviceKind:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     found_as: tuple[str, ...] = ()
+    neighbours: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+    def exchange_s(self, collective: str, devices: int, count: int, received_bytes: int) -> float:
+        """The time of so many collectives among so many devices, by which one of them receives so many bytes."""
+        rate = self.link_bytes_per_s
+        if self.neighbours:
+            rates = self.neighbours[max(n for n in self.neighbours if n <= devices)]
+            rate = rates[0 if collective == "all_to_all" else 1]
+        return received_bytes / rate + count * COLLECTIVE_S[self.framework_kind]
 
     @property
     def reserve_bytes(self) -> int:
@@ -41,6 +52,14 @@ def gpu_reserve_bytes(total_bytes: int) -> int:
     """What PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take of a GPU: 3 GB and 2 %."""
     return int(3e9 + 0.02 * total_bytes)
 
+
+# What a collective takes beside its bytes. Assumed; nobody has measured it here.
+COLLECTIVE_S = {"cuda": 10e-6, "tpu": 2e-6}
+# An ICI link brings 90 GB/s (JAX scaling book). Neighbours on a v6e 2x4, which has no wrap, and on the chips of two
+# devices of a v7x 2x2x1: a pair has one link, or is on one chip; a line of 4 passes half of an all-to-all of its pairs
+# through the middle; 8 have two links on v6e, of which those of a v7x chip's devices are one each.
+V6E_LINKS = {2: (90e9, 90e9), 4: (67.5e9, 90e9), 8: (79e9, 180e9)}
+V7X_LINKS = {2: (300e9, 300e9), 4: (67.5e9, 90e9), 8: (79e9, 90e9)}
 
 # JAX multiplies float8 numbers as bfloat16 ones; so does an A100, which has no units for them. Cards without NVLink
 # receive over PCIe: 32 GB/s of generation 4, 64 GB/s of generation 5.
@@ -64,11 +83,23 @@ DEVICE_KINDS = {
         DeviceKind("rtx4090-24gb", "cuda", "cuda", "hopper", 24e9, 165.2e12, 330.3e12, 1.008e12, 32e9, ("cuda",)),
         DeviceKind("rtx5090-32gb", "cuda", "cuda", "hopper", 32e9, 209.5e12, 419e12, 1.792e12, 64e9, ("cuda",)),
         # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
-        DeviceKind("v6e", "tpu", "tpu", "trillium", 32e9, 918e12, 918e12, 1.638e12, 400e9, ("TPU v6 lite", "TPU v6e")),
+        DeviceKind(
+            "v6e",
+            "tpu",
+            "tpu",
+            "trillium",
+            32e9,
+            918e12,
+            918e12,
+            1.638e12,
+            400e9,
+            ("TPU v6 lite", "TPU v6e"),
+            V6E_LINKS,
+        ),
         # Google Cloud, TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
         DeviceKind("v5p", "tpu", "tpu", "ironwood", 95e9, 459e12, 459e12, 2.765e12, 600e9, ("TPU v5", "TPU v5p")),
         # Google Cloud, TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
-        DeviceKind("v7x", "tpu", "tpu", "ironwood", 96e9, 1153.5e12, 1153.5e12, 3.69e12, 300e9, ("TPU7x",)),
+        DeviceKind("v7x", "tpu", "tpu", "ironwood", 96e9, 1153.5e12, 1153.5e12, 3.69e12, 300e9, ("TPU7x",), V7X_LINKS),
     )
 }
 
@@ -82,6 +113,19 @@ def device_kind(name: str) -> DeviceKind:
     if not found:
         raise InputError(f"--device-kind: unknown {name[:80]!r}; known: {', '.join(DEVICE_KINDS)}")
     return DEVICE_KINDS[found[0]]
+
+
+def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind | None:
+    """The kind of a device by what its driver calls it, if its links are known: not those of a PCIe card (PCIe, NVL) of
+    a kind that has NVLink."""
+    name = name.lower().replace(" ", "")
+    found = [
+        kind
+        for kind in DEVICE_KINDS.values()
+        if kind.framework_kind == framework_kind and "pcie" not in name and "nvl" not in name
+        and (kind.name.split("-")[0] in name or name in (x.lower().replace(" ", "") for x in kind.found_as))
+    ]  # fmt: skip
+    return min(found, key=lambda kind: abs(kind.memory_bytes - total_bytes), default=None)
 
 
 GENERATIONS = {"v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}  # libtpu's name -> kind, devices per chip

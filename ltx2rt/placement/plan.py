@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ltx2rt.graph.ir import Graph
-from ltx2rt.placement.cost import Traffic, activation_bytes, float8_flops, flops, traffic, weight_bytes
+from ltx2rt.placement.cost import Traffic, activation_bytes, by_kind, exchanges, float8_flops, flops, weight_bytes
 from ltx2rt.placement.devices import DeviceKind
 
 
@@ -34,7 +34,7 @@ class Work:
 class StageCost:
     """What a stage costs one device. weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes:
     the most alive at once. For each step, without what runs before them all: flops (float8_flops of them in float8),
-    collectives, and read_bytes, the weights that it uses.
+    read_bytes, the weights that it uses, and what is exchanged, by kind of collective and number of devices.
     """
 
     name: str
@@ -43,29 +43,34 @@ class StageCost:
     activation_bytes: int
     read_bytes: int
     flops: int
-    collectives: Mapping[str, Traffic]
+    exchanged: Mapping[tuple[str, int], Traffic]
     float8_flops: int = 0
 
     @property
     def peak_bytes(self) -> int:
         return self.weights_bytes + self.activation_bytes
 
-    def time_s(self, kind: DeviceKind) -> float:
-        """The time of one step, at least: arithmetic, reading the weights and the links at once, each at its full rate.
+    @property
+    def collectives(self) -> dict[str, Traffic]:
+        return by_kind(self.exchanged)
 
-        That is max(FLOP / peak, weights / memory bandwidth, received / link bandwidth).
-        """
-        received = sum(t.received_bytes for t in self.collectives.values())
+    def time_s(self, kind: DeviceKind) -> float:
+        """The time of one step, at least: arithmetic and reading the weights at once, then the exchanges, none of which
+        is hidden, each at its full rate."""
         arithmetic = (self.flops - self.float8_flops) / kind.flops_per_s + self.float8_flops / kind.float8_flops_per_s
-        return max(arithmetic, self.read_bytes / kind.memory_bytes_per_s, received / kind.link_bytes_per_s)
+        return max(arithmetic, self.read_bytes / kind.memory_bytes_per_s) + self.exchange_s(kind)
+
+    def exchange_s(self, kind: DeviceKind) -> float:
+        """Of one step."""
+        return sum(kind.exchange_s(*by, t.count, t.received_bytes) for by, t in self.exchanged.items())
 
 
 def cost(work: Work) -> StageCost:
     """The cost of a stage on one device, read off its graphs."""
-    collectives: dict[str, Traffic] = {}
+    exchanged: dict[tuple[str, int], Traffic] = {}
     for graph, times in work.calls:
-        for name, found in traffic(graph).items():
-            collectives[name] = collectives.get(name, Traffic()) + found * times
+        for by, found in exchanges(graph).items():
+            exchanged[by] = exchanged.get(by, Traffic()) + found * times
     alive = max((activation_bytes(graph) for graph, _ in work.calls), default=0)
     if work.before is not None:
         kept = sum(v.type.nbytes for v in work.before.outputs.values())
@@ -77,7 +82,7 @@ def cost(work: Work) -> StageCost:
         activation_bytes=alive,
         read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
         flops=sum(flops(graph) * times for graph, times in work.calls),
-        collectives=collectives,
+        exchanged=exchanged,
         float8_flops=sum(float8_flops(graph) * times for graph, times in work.calls),
     )
 

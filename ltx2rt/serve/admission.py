@@ -19,7 +19,6 @@ from typing import Any
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.commands.generate import make_plan
-from ltx2rt.commands.plan import DatasheetBackend
 from ltx2rt.errors import InputError
 from ltx2rt.flags import convert, flagged
 from ltx2rt.pipelines import make_request, pipelines
@@ -27,6 +26,7 @@ from ltx2rt.pipelines.request import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Request, 
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import SOUND, SUFFIX, VIDEO
+from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, LoraSpec, ModelOptions, plain
 from ltx2rt.session.session import Session

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +44,6 @@ class Call:
         return " ".join(filter(None, (self.row.rules, self.row.partial(self.sizes)))), self.loras
 
     @property
-    def program(self) -> Hashable:
+    def program(self) -> tuple[str, Any, int | None]:
         """What programs are kept by: calls that differ in times, LoRAs or who makes them share one."""
         return self.network, self.sizes, None if self.steps is None else step_slots(self.steps)

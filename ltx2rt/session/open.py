@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from ltx2rt.backend import Backend, DeviceInfo, get_backend, get_factory
 from ltx2rt.notes import note
+from ltx2rt.placement.devices import DEVICE_KINDS, known_kind
 from ltx2rt.placement.profiles import resolve
+from ltx2rt.session.arrange import Choice, choose
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
-from ltx2rt.session.session import Session
+from ltx2rt.session.session import Needing, Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.hub import OPTIONAL, fetch, parse_repo, parts
 
+StagesOf = Callable[[Checkpoint], Sequence[Needing]]
 FILES = ("upsampler", "temporal_upsampler", "video_vae", "audio_vae", "duration_head")
 
 
-def open_session(options: ModelOptions, dtype: str | None = None, checkpoint: Checkpoint | None = None) -> Session:
+def open_session(
+    options: ModelOptions,
+    dtype: str | None = None,
+    checkpoint: Checkpoint | None = None,
+    stages: StagesOf | None = None,
+) -> Session:
     """dtype: the default of a command that has another one than the device. checkpoint: the options' own, if it is open
-    already. Raises InputError, for what is wrong with the checkpoint before a framework is imported."""
+    already. stages: of the run to come, which choose the mesh if the options do not; asked for only then. Raises
+    InputError, for what is wrong with the checkpoint before a framework is imported."""
     checkpoint = checkpoint or opened_checkpoint(options)
     backend = open_backend(options)
-    return Session(checkpoint, backend, options, options.compute_dtype(dtype) if dtype else None)
+    choice = _chosen(options, checkpoint, backend, stages) if stages else None
+    if choice:
+        if backend.is_main:
+            note(str(choice))
+        options = replace(options, mesh=choice.best.mesh)
+        backend = get_backend(options.backend, options.device, options.mesh)
+    session = Session(checkpoint, backend, options, options.compute_dtype(dtype) if dtype else None)
+    if choice and session.dtype == choice.session.dtype:
+        session.adopt(choice.session)
+    return session
+
+
+def _chosen(options: ModelOptions, checkpoint: Checkpoint, backend: Backend, stages: StagesOf) -> Choice | None:
+    """The mesh of a run on all devices of the backend, where no flag says which and links are known: of devices of one
+    kind, GPUs of one host. All processes must ask, and get the same answer."""
+    device, devices = backend.device(), prod(backend.mesh.values())
+    if devices == 1 or options.profile or (options.mesh and options.num_gpus is None):
+        return None
+    found = known_kind(device.kind, device.name, device.total_bytes) if devices <= device.count else None
+    here = [kind for kind in (None, *DEVICE_KINDS.values()) if backend.agree(kind is found)]
+    if len(here) > 1 or not here[0]:
+        return None
+    return choose(checkpoint, options, here[0], devices, stages(checkpoint))
 
 
 def opened_checkpoint(options: ModelOptions) -> Checkpoint:
@@ -62,10 +93,13 @@ def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelO
 
 
 def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:
-    """The options with the mesh of this launch. Raises InputError where flags and launch contradict each other."""
+    """The options with the mesh of this launch, and with the number of its devices only where no flag says which mesh.
+    Raises InputError where flags and launch contradict each other."""
     factory = get_factory(options.backend)
     launched = factory.rank_and_size(environment)[1] if factory.process_per_device else 1
-    return replace(options, mesh=options.on_mesh(launched), num_gpus=None, tp_size=None)
+    mesh = options.on_mesh(launched)
+    free = prod(mesh.values()) > 1 and not options.mesh and not options.tp_size
+    return replace(options, mesh=mesh, num_gpus=prod(mesh.values()) if free else None, tp_size=None)
 
 
 def open_backend(options: ModelOptions) -> Backend:

@@ -19,6 +19,7 @@ from ltx2rt.backend import Backend, Loop, Program, get_factory
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
+from ltx2rt.models.catalog import network
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import touched_bytes, weight_bytes
 from ltx2rt.placement.placement import Placement
@@ -31,6 +32,7 @@ from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.lora import Merge
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 MAX_PROGRAMS = 64  # a request of two stages with images and tiles of eight shapes has fewer than 20
 MAX_CONTEXTS = 8  # of prompts, 50 MB each at full size
 
@@ -56,10 +58,19 @@ class Session:
         self.placement = Placement(profile, backend.mesh, options.weights_dtype)
         self.weights = WeightStore(checkpoint, backend, options, self.dtype)
         self.building: Callable[[str], None] = lambda network: None  # told of every program that is made
-        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[str, Any, int | None], Graph] = OrderedDict()
         self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program | Loop] = OrderedDict()
         self._contexts: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def adopt(self, planned: Session) -> None:
+        """Take over the graphs and costs of a session of the same checkpoint and options on as many devices, of another
+        mesh those graphs that do not depend on it."""
+        if planned.backend.mesh == self.backend.mesh:
+            self._graphs, self._costs = planned._graphs, planned._costs
+        else:
+            alike = {key: graph for key, graph in planned._graphs.items() if not network(key[0]).branches}
+            self._graphs.update(alike)
 
     def use_loras(self, loras: Sequence[LoraSpec]) -> None:
         """The user's LoRAs of the requests to come."""
@@ -266,8 +277,8 @@ class Session:
 
 
 def _kept(
-    kept: OrderedDict[Hashable, T],
-    key: Hashable,
+    kept: OrderedDict[K, T],
+    key: K,
     make: Callable[[], T],
     most: int,
     release: Callable[[T], None] = lambda _: None,

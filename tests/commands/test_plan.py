@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-STAGE_KEYS = {"name", "weights_bytes", "activation_bytes", "flops", "collectives", "time_s"}
-PLAN = ["plan", "--devices", "2", "--device-kind", "h100-80gb"]
+STAGE_KEYS = {"name", "weights_bytes", "activation_bytes", "flops", "collectives", "exchange_s", "time_s"}
+PLAN = ["plan", "--devices", "2", "--device-kind", "h100-80gb", "--mesh", "tensor=2"]
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +16,8 @@ def planned(command):
 
 
 def test_plan_prints_the_promised_json(planned):
-    assert planned.keys() == {"fits", "devices", "stages"}
-    assert planned["fits"] is True and planned["devices"] == 2
+    assert planned.keys() == {"fits", "devices", "mesh", "stages"}
+    assert planned["fits"] is True and planned["devices"] == 2 and planned["mesh"] == {"tensor": 2}
     assert [s["name"] for s in planned["stages"]] == ["text", "stage1", "upsample", "stage2", "audio", "decode"]
     assert all(s.keys() == STAGE_KEYS for s in planned["stages"])
     assert planned["stages"][1]["collectives"] == {

@@ -19,7 +19,10 @@ from ltx2rt.weights.random.make import make_checkpoint
 
 @cache
 def plan(preset="tiny-2.3", devices=2, kind="h100-80gb", **settings):
+    """Unless it says how, as the kind's profile means the devices to be."""
     options = {key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__}
+    if devices > 1 and kind in DEVICE_KINDS and not options.keys() & {"mesh", "profile"}:
+        options["profile"] = DEVICE_KINDS[kind].profile
     request = pipeline(settings.pop("pipeline", "two-stage"))("a plan", seed=0, **settings)
     found = ModelOptions("", options.pop("model", Path()), dtype="bfloat16", **options)
     return estimate(found, request, Devices(devices, kind), preset)
@@ -123,12 +126,26 @@ def test_a_warm_up_leaves_everything_on_the_device(tmp_path):
     assert {c.weights_bytes for c in warm} == {cold[-1].weights_bytes}
 
 
-def test_time_is_the_slowest_of_three():
+def test_time_is_work_or_weights_and_then_what_is_exchanged():
     kind = DEVICE_KINDS["h100-80gb"]
-    base = StageCost("s", 1, 0, 0, read_bytes=0, flops=0, collectives={})
+    base = StageCost("s", 1, 0, 0, read_bytes=0, flops=0, exchanged={})
     assert base.time_s(kind) == 0
-    busy = StageCost("s", 1, 0, 0, int(3.35e12), int(2 * 989.5e12), {"all_reduce": Traffic(1, 0, int(3 * 450e9))})
-    assert busy.time_s(kind) == pytest.approx(3)
+    exchanged = {("all_reduce", 4): Traffic(1000, 0, int(3 * 450e9))}  # 10 us each
+    busy = StageCost("s", 1, 0, 0, int(3.35e12), int(2 * 989.5e12), exchanged)
+    assert busy.time_s(kind) == pytest.approx(2 + 3.01)
+    pair, line = (
+        StageCost("s", 1, 0, 0, 0, 0, {("all_to_all", n): Traffic(1000, 0, int(90e9))}).exchange_s(DEVICE_KINDS["v6e"])
+        for n in (2, 4)
+    )
+    assert pair == pytest.approx(1.002) and line == pytest.approx(4 / 3 + 0.002)
+
+
+def test_a_guidance_axis_is_weighed_against_sharing():
+    """Two branches are 96 TFLOP; half of the tokens of what four branches share, and all of the sound, 82."""
+    found = plan.__wrapped__("ltx-2.3", 2, mesh={"guidance": 2}, profile="hopper")
+    (note,) = [note for note in found.notes if note.startswith("stage1")]
+    assert "96 TFLOP" in note and "sequence=2 82.1 " in note, note
+    assert "sharing is cheaper" in note and "computes less" in note, note
 
 
 def test_a_stage_adds_up_its_graphs_and_keeps_the_largest_activations():

@@ -1,0 +1,172 @@
+"""Which mesh a run takes if nobody names one: of those that fit the memory, the one of the least estimated time.
+
+Decides by data sheets and the run's own sizes alone, so that every process of a launch decides alike. Estimates of the
+denoise steps are read off graphs that are shared and placed, but not passed on to a backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ltx2rt.backend import DeviceInfo, get_factory
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Graph
+from ltx2rt.passes.coalesce import coalesce
+from ltx2rt.passes.place import place
+from ltx2rt.passes.share import share
+from ltx2rt.placement.cost import node_flops
+from ltx2rt.placement.devices import DeviceKind
+from ltx2rt.placement.mesh import canonical
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.plan import StageCost, Work, cost, peak
+from ltx2rt.placement.profiles import PROFILES, default_mesh
+from ltx2rt.session.call import Call
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Needing, Session
+from ltx2rt.weights.checkpoint import Checkpoint
+
+MARGIN = 0.03  # two estimates that are closer say nothing: the mesh that the profile is meant for stays
+
+
+class DatasheetBackend:
+    """Devices of one kind, known by their data sheet."""
+
+    def __init__(self, kind: DeviceKind, mesh: Mapping[str, int]):
+        self.kind, self.mesh = kind, mesh
+        self.name, self.device_kind = kind.backend, kind.framework_kind
+        self.is_main, self.versions, self.num_built = True, {}, 0
+        self.num_processes = math.prod(mesh.values()) if get_factory(kind.backend).process_per_device else 1
+
+    def device(self) -> DeviceInfo:
+        size = int(self.kind.memory_bytes)
+        return DeviceInfo(self.device_kind, self.kind.name, size, size, reserve_bytes=self.kind.reserve_bytes)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("a device that is not here runs nothing")
+
+    load = lower = lower_loop = merge = each = to_host = synchronize = peak_bytes = agree = trim = _refuse
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A mesh, and what all denoise steps of a run take on it, estimated; steps: one of each stage, by its name."""
+
+    mesh: Mapping[str, int]
+    time_s: float
+    read_bytes: int
+    steps: Mapping[str, StageCost]
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The mesh of a run, the next best of those that take no more memory, and the best of all if it has no room."""
+
+    best: Arrangement
+    runner_up: Arrangement | None
+    roomier: Arrangement | None
+    session: Session  # on the best mesh of devices that are not here
+    estimator: Estimator
+
+    def __str__(self) -> str:
+        said = f"mesh {self.best}: denoising takes an estimated {self.best.time_s:.3g} s"
+        if self.runner_up is None:
+            said += "; no other takes as little memory"
+        else:
+            said += f"; the next best, --mesh {self.runner_up}, {self.runner_up.time_s:.3g} s"
+        return said + (f"; {self.roomier}, {self.roomier.time_s:.3g} s, has no room" if self.roomier else "")
+
+
+def choose(
+    checkpoint: Checkpoint, options: ModelOptions, kind: DeviceKind, devices: int, stages: Sequence[Needing]
+) -> Choice | None:
+    """The mesh of a run of these stages; None if nothing of it is split. Where none fits, the one of the least weights.
+
+    Raises InputError if none splits it, in the words of the profile's own mesh.
+    """
+    budget = int(min(kind.memory_bytes, (options.max_memory or math.inf) * 1e9)) - kind.reserve_bytes
+    estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), options), kind)
+    ranked, tried = arrangements(estimator, devices, stages), None
+    left = ranked
+    while left:
+        best = left[0]
+        session = Session(checkpoint, DatasheetBackend(kind, best.mesh), options)
+        if tried:
+            session.adopt(tried)
+        lighter = [one for one in left if one.read_bytes < best.read_bytes]
+        if peak(session.costs(stages)).peak_bytes <= budget or not lighter:
+            others = (one for one in left[1:] if one.read_bytes <= best.read_bytes)
+            return Choice(best, next(others, None), ranked[0] if tried else None, session, estimator)
+        left, tried = lighter, session
+    return None
+
+
+def arrangements(estimator: Estimator, devices: int, stages: Sequence[Needing]) -> list[Arrangement]:
+    """Every way to split the steps of these stages over the devices, the fastest first. Raises as `choose` does."""
+    config, kind = estimator.session.config, estimator.kind
+    calls = {stage.name: call for stage in stages for call in stage.needs(config) if call.steps is not None}
+    if not calls:
+        return []
+    profile = PROFILES[kind.profile]
+    meant, estimated, reason = default_mesh(profile, devices), [], None
+    for mesh in _meshes(devices, max(map(_branches, calls.values()))):
+        try:
+            steps = {name: estimator.step(call, Placement(profile, mesh)) for name, call in calls.items()}
+        except InputError as error:
+            reason = error if mesh == meant else reason
+            continue
+        time_s = sum(calls[name].steps * step.time_s(kind) for name, step in steps.items())  # type: ignore[operator]
+        estimated.append(Arrangement(mesh, time_s, max(s.read_bytes for s in steps.values()), steps))
+    if not estimated and reason:
+        raise reason
+    return sorted(estimated, key=lambda one: (one.time_s * (1 - MARGIN * (one.mesh == meant)), str(one)))
+
+
+def _meshes(devices: int, branches: int) -> Iterator[dict[str, int]]:
+    """All that `guidance`, `sequence` and `tensor` can be: `data` is several requests in one, `fsdp` saves memory."""
+    for guidance in (n for n in range(1, branches + 1) if devices % n == branches % n == 0):
+        for tensor in (n for n in range(1, devices // guidance + 1) if devices // guidance % n == 0):
+            mesh = {"guidance": guidance, "sequence": devices // guidance // tensor, "tensor": tensor}
+            yield canonical({axis: size for axis, size in mesh.items() if size > 1})
+
+
+def _branches(call: Call) -> int:
+    return call.row.branches(call.sizes) if call.row.branches else 1
+
+
+class Estimator:
+    """The cost of one denoise step on one device of a mesh; graphs are traced and shared once."""
+
+    def __init__(self, session: Session, kind: DeviceKind):
+        self.session, self.kind = session, kind
+        self._graphs: dict[tuple[Any, bool], Graph] = {}
+        self._costs: dict[Any, StageCost] = {}
+
+    def step(self, call: Call, placement: Placement) -> StageCost:
+        on = placement.of(_branches(call))
+        key = call.program, tuple(on.mesh.items())
+        if key not in self._costs:
+            graph = self._graph(call, on.mesh.get("guidance", 1) == 1)
+            strict = "transformer" in on.profile.strict
+            placed = coalesce(place(graph, on.rules("transformer", weights=False), on.mesh, strict))
+            found = cost(Work(call.network, ((placed, 1),), {}))
+            if self.session.options.weights_dtype == "float8":  # of almost all linears
+                linear = sum(node_flops(node) * times for node, times in placed.walk() if node.op == "linear")
+                found = replace(found, float8_flops=linear)
+            self._costs[key] = found
+        return self._costs[key]
+
+    def _graph(self, call: Call, shared: bool) -> Graph:
+        key = call.program, shared
+        if key not in self._graphs and shared:
+            self._graphs[key] = share(self._graph(call, False))
+        elif key not in self._graphs:
+            session, row = self.session, call.row
+            with session.checkpoint.tracing():
+                self._graphs[key] = row.trace(session.config, call.sizes, row.dtype or session.dtype)
+        return self._graphs[key]

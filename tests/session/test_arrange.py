@@ -1,0 +1,134 @@
+"""Where no flag names a mesh, a run takes the one of the least estimated time that fits."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ltx2rt.backend import DeviceInfo
+from ltx2rt.commands.generate import resolved_stages, usual_stages
+from ltx2rt.commands.plan import chosen, datasheet_checkpoint
+from ltx2rt.errors import InputError
+from ltx2rt.pipelines import pipeline
+from ltx2rt.placement.devices import DEVICE_KINDS, device_kind, known_kind
+from ltx2rt.placement.profiles import PROFILES, default_mesh
+from ltx2rt.session.arrange import DatasheetBackend, Estimator, arrangements, choose
+from ltx2rt.session.open import _chosen, with_mesh
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
+
+OPEN = ExitStack()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed():
+    with OPEN:
+        yield
+
+
+@cache
+def clip(preset="ltx-2.3", name="two-stage", **settings):
+    """Options, checkpoint and stages of a request."""
+    options = {key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__}
+    given = ModelOptions("cuda", Path(), dtype="bfloat16", **options)
+    given, checkpoint = OPEN.enter_context(datasheet_checkpoint(given, preset))
+    request = pipeline(name)("a clip", seed=0, **settings)
+    return given, checkpoint, resolved_stages(checkpoint, given, request)
+
+
+def ranked(kind, devices, *words, **settings):
+    options, checkpoint, stages = clip(*words, **settings)
+    found, kind = replace(options, backend=device_kind(kind).backend), device_kind(kind)
+    return arrangements(Estimator(Session(checkpoint, DatasheetBackend(kind, {}), found), kind), devices, stages)
+
+
+@pytest.mark.parametrize("kind,devices,first", [
+    ("v6e", 8, "guidance=4,sequence=2"), ("v7x", 8, "guidance=4,sequence=2"), ("h100", 2, None), ("h100", 4, None),
+])  # fmt: skip
+def test_all_meshes_that_the_network_allows_are_estimated(kind, devices, first):
+    found = ranked(kind, devices)
+    times = [one.time_s for one in found]
+    meshes = [one.mesh for one in found]
+    assert all(prod(mesh.values()) == devices for mesh in meshes)
+    assert default_mesh(PROFILES[device_kind(kind).profile], devices) in meshes and {"tensor": devices} in meshes
+    assert all(a <= b * 1.04 for a, b in pairwise(times))  # the profile's own mesh stays within 3 %
+    assert first in (None, str(found[0]))
+
+
+def test_a_small_model_takes_what_its_heads_allow():
+    """Four heads: neither tensor=8 nor, where there is one branch, sequence=8."""
+    found = ranked("h100", 4, "tiny-2.3")
+    assert len(found) == 6 and [str(one) for one in found] == [str(one) for one in ranked("h100", 4, "tiny-2.3")]
+    with pytest.raises(InputError, match="heads=4 does not divide over tensor=8"):
+        ranked("h100", 8, "tiny-2.3")
+
+
+def test_the_fastest_that_fits_is_chosen_and_estimated_as_planned():
+    """On v6e no device holds the weights whole: with one set at a time two halves fit, with both sets eighths."""
+    small = dict(stage_weights="reload", text_encoder_offload=True)
+    options, checkpoint, stages = clip(**small)
+    kind = device_kind("v6e")
+    choice = choose(checkpoint, replace(options, backend="tpu"), kind, 8, stages)
+    assert choice and choice.best.mesh == {"guidance": 4, "tensor": 2}
+    assert choice.runner_up and str(choice.runner_up) in str(choice)
+    assert choice.best.time_s < choice.runner_up.time_s
+    steps = {c.name: c for c in choice.session.costs(stages)}
+    for name, step in choice.best.steps.items():  # what leaves the loop is in the estimate, and packed weights are not
+        assert steps[name].time_s(kind) == pytest.approx(step.time_s(kind), rel=0.03), name
+
+
+def test_flags_win():
+    options, checkpoint, stages = clip("tiny-2.3")
+    kind = device_kind("h100")
+    assert chosen(options, checkpoint, kind, 2, lambda _: stages)
+    for given in (dict(mesh={"tensor": 2}), dict(profile="hopper")):
+        assert chosen(replace(options, **given), checkpoint, kind, 2, lambda _: stages) is None
+    assert chosen(options, checkpoint, kind, 1, lambda _: stages) is None
+
+
+def test_a_session_that_is_told_of_no_run_takes_a_clip_of_default_size():
+    options, checkpoint, stages = clip("tiny-2.3")
+    assert [s.name for s in usual_stages(checkpoint, options)] == [s.name for s in stages]
+
+
+def test_a_launch_chooses_where_its_cards_are_known():
+    options, checkpoint, stages = clip("tiny-2.3")
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+    def choice(card: str, count: int = 2, elsewhere: str | None = "h100-80gb", **given: Any):
+        """elsewhere: the kind that the other process has."""
+        here = with_mesh(replace(options, **given), launched)
+        assert prod(here.mesh.values()) == 2
+        device, said = DeviceInfo("cuda", card, int(80e9), int(80e9), count), []
+
+        def agree(flag):
+            said.append(flag)
+            return flag or [None, *DEVICE_KINDS][len(said) - 1] == elsewhere
+
+        backend: Any = SimpleNamespace(device=lambda: device, mesh=here.mesh, agree=agree)
+        return _chosen(here, checkpoint, backend, lambda _: stages)
+
+    assert choice("NVIDIA H100 80GB HBM3") and choice("NVIDIA H100 80GB HBM3", num_gpus=2)
+    assert choice("NVIDIA H100 80GB HBM3", tp_size=2) is None
+    assert choice("NVIDIA H100 80GB HBM3", mesh={"sequence": 2}) is None
+    assert choice("NVIDIA H100 PCIe") is None and choice("A card of tomorrow", elsewhere=None) is None
+    assert choice("NVIDIA H100 80GB HBM3", count=1) is None, "cards of another host, behind unknown links"
+    assert choice("NVIDIA H100 80GB HBM3", elsewhere="h200-141gb") is None
+
+
+@pytest.mark.parametrize("kind,name,total,expected", [
+    ("cuda", "NVIDIA A100-SXM4-40GB", 42e9, "a100-40gb"), ("cuda", "NVIDIA A100-SXM4-80GB", 85e9, "a100-80gb"),
+    ("cuda", "NVIDIA GeForce RTX 4090", 25e9, "rtx4090-24gb"), ("cuda", "NVIDIA H200", 150e9, "h200-141gb"),
+    ("cuda", "NVIDIA A100-PCIE-40GB", 42e9, None), ("cuda", "NVIDIA H100 NVL", 100e9, None),
+    ("tpu", "TPU v6 lite", 32e9, "v6e"), ("tpu", "TPU7x", 96e9, "v7x"), ("tpu", "TPU v4", 32e9, None),
+    ("cpu", "Xeon", 1e12, None),
+])  # fmt: skip
+def test_a_card_is_known_by_its_drivers_name(kind, name, total, expected):
+    found = known_kind(kind, name, int(total))
+    assert (found and found.name) == expected
