@@ -41,9 +41,11 @@ from benchmarks.kernels import request_graphs
 from benchmarks.measure import machine, record
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.fuse import fuse
+from ltx2rt.placement.devices import DeviceKind
 from ltx2rt.session.options import parse_mesh
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "_scaled_mm"}
+SUMMED = {"addmm", "baddbmm", "_addmm_activation"}  # products whose first operand is added to them
 FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
 LOAD_BYTES = attention.LOAD_BYTES
@@ -52,15 +54,22 @@ STAGES = ("stage1", "stage2")
 
 @dataclass
 class Counts:
-    """launches and bytes by what is launched: an aten op, a kernel, "product", "attention", "collective"."""
+    """launches, bytes and flops by what is launched: an aten op, a kernel, "product", "attention", "collective"."""
 
     launches: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
     times: int = 1
 
-    def add(self, name: str, *tensors: Any) -> None:
+    def add(self, name: str, *tensors: Any, flops: int = 0) -> None:
         self.launches[name] += self.times
         self.bytes[name] += self.times * sum(occupied(x) for x in tensors)
+        self.flops[name] += self.times * flops
+
+    def time_s(self, kind: DeviceKind) -> float:
+        """Of one device, without exchanges: products and attention at its full rate, then all other bytes at its
+        memory's."""
+        return self.flops.total() / kind.flops_per_s + self.bytes.total() / kind.memory_bytes_per_s
 
 
 def occupied(x: Any) -> int:
@@ -105,7 +114,8 @@ class Counting(TorchDispatchMode):
             matrices = [x for x in tensors if x.ndim == 2]
             if unaligned := [x for x in matrices if not is_aligned(x) and not is_aligned(x.t())]:
                 raise RuntimeError(f"{func}: rows that are no multiples of {LOAD_BYTES} bytes: {unaligned}")
-            self.counts.add("product")
+            inner = args[name in SUMMED].shape[-1]
+            self.counts.add("product", flops=2 * result.numel() * inner)
         elif name.startswith("_foreach"):
             self.counts.launches[name] += self.counts.times
             self.counts.bytes[name] += self.counts.times * sum(map(occupied, tensors))
@@ -191,7 +201,7 @@ def stood_in(counts: Counts) -> Iterator[None]:
 
     def attend(q, k, v, mask, scale):
         q, k, v = (attention.aligned(x) for x in (q, k, v))
-        counts.add("attention")
+        counts.add("attention", flops=4 * q.numel() * k.shape[1])
         return torch.empty_like(q.transpose(1, 2)).transpose(1, 2)
 
     def aligned(x):
@@ -255,8 +265,9 @@ def main(argv: list[str] | None = None) -> dict:
     facts |= {"preset": args.preset, "weights_dtype": args.weights_dtype, "stages": {}}
     for stage, graph in graphs.items():
         found = count(graph)
-        facts["stages"][stage] = {"launches": found.launches, "bytes": found.bytes}
-        print(f"{stage}: {found.launches.total()} launches, {found.bytes.total() / 1e9:.1f} GB")
+        facts["stages"][stage] = {"launches": found.launches, "bytes": found.bytes, "flops": found.flops}
+        total, moved = found.flops.total() / 1e12, found.bytes.total() / 1e9
+        print(f"{stage}: {found.launches.total()} launches, {moved:.1f} GB, {total:.1f} TFLOP")
         for name, n in found.launches.most_common():
             print(f"  {name:28} {n:>6} {found.bytes[name] / 1e9:>8.2f} GB")
     record(args.output, facts)

@@ -19,6 +19,7 @@ SHAPE = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 FLAG_BYTES = 4  # what an asynchronous start keeps beside its arrays
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 COLLECTIVE = re.compile(rf" ({'|'.join(KINDS + OTHERS)})(-start)?\(")
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
 RESULT = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]")
 CONVOLUTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]\S* convolution\(%?([\w.\-]+), %?([\w.\-]+)\)")
 CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
@@ -34,14 +35,14 @@ def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
     Raises ValueError if a loop's length or what a communication brings cannot be told: neither is guessed.
     """
     counts: Counter[str] = Counter()
-    received = 0.0
+    total = 0.0
     for line, times, _ in _executed(hlo, steps):
         if match := COLLECTIVE.search(line):
             if match[1] in OTHERS:
                 raise ValueError(f"a communication whose bytes are not known here: {line[:200]}")
             counts[match[1]] += times
-            received += times * _received(match[1], match[2] is not None, line)
-    return counts, round(received)
+            total += times * received(match[1], match[2] is not None, line)
+    return counts, round(total)
 
 
 def flops(hlo: str, steps: int | None = None) -> int:
@@ -54,28 +55,32 @@ def flops(hlo: str, steps: int | None = None) -> int:
     for line, times, shapes in _executed(hlo, steps):
         if 'custom_call_target="tpu_custom_call"' in line:
             raise ValueError(f"a kernel, whose multiply-adds are not known here: {line[:200]}")
-        if match := CONVOLUTION.match(line):
-            total += 2 * times * _multiply_adds(line, _dims(match[2]), *(shapes[name] for name in match.groups()[2:]))
+        total += times * product_flops(line, shapes)
     return total
+
+
+def product_flops(line: str, shapes: Mapping[str, list[int]]) -> int:
+    """Of one execution of one instruction; 0 of what is no convolution."""
+    if (match := CONVOLUTION.match(line)) is None:
+        return 0
+    return 2 * _multiply_adds(line, dims(match[2]), *(shapes[name] for name in match.groups()[2:]))
 
 
 def _executed(hlo: str, steps: int | None) -> Iterator[tuple[str, int, Mapping[str, list[int]]]]:
     """Every instruction that runs, how often, and the shapes of its computation's values by name."""
-    entry, bodies = _computations(hlo)
-    shapes = {
-        name: {m[1]: _dims(m[2]) for line in lines if (m := RESULT.match(line))} for name, lines in bodies.items()
-    }
+    entry, bodies = computations(hlo)
+    shapes = {name: {m[1]: dims(m[2]) for line in lines if (m := RESULT.match(line))} for name, lines in bodies.items()}
 
     def walk(name: str, times: int) -> Iterator[tuple[str, int, Mapping[str, list[int]]]]:
         for line in bodies.get(name, ()):
             if " while(" in line and not COLLECTIVE.search(line):
                 parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", line))
-                trips = _trips(bodies[parts["condition"]], line)
-                if trips is None and name == entry:
-                    trips = steps
-                if trips is None:
+                n = trips(parts["condition"], bodies[parts["condition"]], line)
+                if n is None and name == entry:
+                    n = steps
+                if n is None:
                     raise ValueError(f"a loop without a known trip count: {line[:200]} {bodies[parts['condition']]}")
-                yield from walk(parts["body"], times * trips)
+                yield from walk(parts["body"], times * n)
                 continue
             yield line, times, shapes[name]
             if not COLLECTIVE.search(line):
@@ -86,7 +91,7 @@ def _executed(hlo: str, steps: int | None) -> Iterator[tuple[str, int, Mapping[s
     yield from walk(entry, 1)
 
 
-def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
+def computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
     """The entry's name, and the instructions of every computation by name."""
     bodies: dict[str, list[str]] = {}
     entry = current = None
@@ -97,22 +102,25 @@ def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
             entry = current if match[1] else entry
         elif line.startswith("}") and not line.startswith("}}"):  # the latter ends a kernel's metadata
             current = None
-        elif current is not None:
+        elif current is not None and (INSTRUCTION.match(line) or not bodies[current]):
             bodies[current].append(line.strip())
+        elif current is not None:  # a kernel's metadata has lines of its own
+            bodies[current][-1] += f" {line.strip()}"
     if entry is None:
         raise ValueError("HLO text without an ENTRY computation")
     return entry, bodies
 
 
-def _trips(condition: list[str], line: str) -> int | None:
-    """How often a counted loop runs: annotated, or the bound that its condition compares the counter with."""
+def trips(name: str, condition: list[str], line: str) -> int | None:
+    """How often a counted loop runs: annotated, or the bound that its condition, of this name, compares the counter
+    with; that of a windowed product counts two of its parts at a time."""
     if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"\}', line):
         return int(known[1])
     bounds = [int(n) for text in condition for n in re.findall(r"[su]32\[\]\S* constant\((\d+)\)", text)]
-    return bounds[0] if len(bounds) == 1 else None
+    return bounds[0] // (2 if "windowed_dot" in name else 1) if len(bounds) == 1 else None
 
 
-def _received(kind: str, start: bool, line: str) -> float:
+def received(kind: str, start: bool, line: str) -> float:
     result = line.split(" = ", 1)[1].split(f" {kind}", 1)[0]
     arrays = SHAPE.findall(result)
     sizes = [BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays]
@@ -122,12 +130,12 @@ def _received(kind: str, start: bool, line: str) -> float:
     size = sum(sizes)
     if kind == "collective-permute":
         return size
-    group = _group(line)
-    share = (group - 1) / group
-    return {"all-reduce": 2 * size * share, "reduce-scatter": size * (group - 1)}.get(kind, size * share)
+    devices = group(line)
+    share = (devices - 1) / devices
+    return {"all-reduce": 2 * size * share, "reduce-scatter": size * (devices - 1)}.get(kind, size * share)
 
 
-def _group(line: str) -> int:
+def group(line: str) -> int:
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(match[1])
     match = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
@@ -136,7 +144,7 @@ def _group(line: str) -> int:
     return len(match[1].split(","))
 
 
-def _dims(text: str) -> list[int]:
+def dims(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n]
 
 

@@ -122,3 +122,8 @@ def test_products_in_loops_are_multiplied_and_kernels_have_no_figure():
     assert flops(HLO.replace(kernel, f"  {square}\n")) == 48 * 2 * 4**3
     with pytest.raises(ValueError, match="a kernel"):
         flops(HLO)
+
+
+def test_a_windowed_product_takes_two_parts_at_a_time():
+    windowed = HLO.replace("%condition", "%windowed_dot_general_cond_param")
+    assert collectives(windowed)[0] == {"all-reduce": 24, "all-gather": 1}
