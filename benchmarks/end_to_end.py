@@ -202,6 +202,8 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
         "mesh": dict(backend.mesh),
         "profile": session.placement.profile.name,
         "compile": options.compile,
+        "stage_weights": options.stage_weights,
+        "text_encoder_offload": options.text_encoder_offload,
         "paper_step_s": by_datasheet(session, plan, device.name),
     }
 

@@ -1,8 +1,9 @@
 """Each kernel against eager torch, torch.compile and the least time that the device needs for its bytes and FLOPs.
 
 Decides the cases: every op with a kernel in the graphs of a two-stage request (a guided step of both stages, the
-largest tile of the video decoder, the vocoder), with the operands that it has there, drawn at random and contiguous.
-Of a float8 linear (`--weights-dtype float8`) it is the quantisation of its operand.
+largest tile of the video decoder, the vocoder), with the operands that it has there, drawn at random and lying as they
+do there: slices of packed rows, videos channels last, what has several readers once. Of a float8 linear
+(`--weights-dtype float8`) it is the quantisation of its operand.
 
 Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the reason is told;
 `eager` is those plain ops; `compiled` is what Inductor makes of them. The floor is the op's least traffic, every
@@ -51,10 +52,14 @@ RUN_BYTES = 20e9  # that a measured run moves at least on a GPU: milliseconds, b
 
 @dataclass(frozen=True)
 class Case:
-    """One op on operands of certain types, and how often each part of a request executes it."""
+    """One op on operands of certain types, and how often each part of a request executes it.
+
+    packed: by operand that is a slice of a packed row, the row's type and the slice's start.
+    """
 
     node: Node
     calls: dict[str, int]
+    packed: dict[int, tuple[Type, int]]
 
     @property
     def bytes(self) -> Bytes:
@@ -78,7 +83,7 @@ def request_graphs(
     parts: Sequence[str] = ("stage1", "stage2", "decode", "audio"),
 ) -> dict[str, Graph]:
     """Of one H200, or one of a mesh: a step of each stage, and one call of the decoders. levels: timesteps among the
-    video tokens; an image adds one. weights_dtype: of the transformer's blocks. parts: those of the request to build."""
+    video tokens; an image adds one. weights_dtype: of the transformer's blocks. parts: what of the request to build."""
     options = ModelOptions("", Path(), weights_dtype=weights_dtype, mesh=mesh)
     request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
     with datasheet_session(options, preset, device_kind("h200-141gb"), prod(mesh.values())) as session:
@@ -94,22 +99,36 @@ def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
     """Every op with a kernel, once for each combination of operands."""
     found: dict[tuple, Case] = {}
     for part, graph in graphs.items():
-        for node, times in fuse(graph).walk():
-            node = quantisation(node) if node.op == "linear_float8" else node
+        walked = list(fuse(graph).walk())
+        makers = {id(v): node for node, _ in walked for v in node.outputs}
+        for node, times in walked:
+            node = quantisation(node) if node.op.endswith("linear_float8") else node
             if node.op in ops:
-                key = (node.op, tuple(v.type for v in node.inputs), repr(node.args))
-                case = found.setdefault(key, Case(node, {}))
+                packed = {i: slice_ for i, v in enumerate(node.inputs) if (slice_ := slice_of(makers, v)) is not None}
+                ids = [id(v) for v in node.inputs]
+                shared = tuple(map(ids.index, ids))
+                key = (node.op, tuple(v.type for v in node.inputs), repr(node.args), repr(packed), shared)
+                case = found.setdefault(key, Case(node, {}, packed))
                 case.calls[part] = case.calls.get(part, 0) + times
     return sorted(found.values(), key=lambda case: case.node.op)
 
 
+def slice_of(makers: Mapping[int, Node], v: Value) -> tuple[Type, int] | None:
+    """The packed row that v is cut out of, and where it starts."""
+    cut = makers.get(id(v))
+    piece = makers.get(id(cut.inputs[0])) if cut is not None and cut.op == "split" else None
+    if piece is None or piece.op != "slice" or piece.attrs["axis"] != "packed":
+        return None
+    return piece.inputs[0].type, piece.attrs["start"]
+
+
 def quantisation(node: Node) -> Node:
-    """What a float8 linear does first: its operand, row by row, becomes e4m3."""
+    """What a float8 linear does first: its operand, or the GELU of it, row by row, becomes e4m3."""
     x, width = node.inputs[0].type, node.inputs[1].type.shape[1]
     rows = x.num_elements // width
     shapes = {"x": (width, x.dtype), "values": (width, "float8_e4m3fn"), "scale": (1, "float32")}
     x, *results = (Value(name, Type(("rows", "n"), (rows, n), dtype)) for name, (n, dtype) in shapes.items())
-    return Node("quantise_rows", (x,), tuple(results), {}, {})
+    return Node("quantise_rows", (x,), tuple(results), {}, {"gelu": node.op.startswith("gelu")})
 
 
 def operands(case: Case, device: torch.device, generator: torch.Generator) -> list[torch.Tensor]:
@@ -120,7 +139,16 @@ def operands(case: Case, device: torch.device, generator: torch.Generator) -> li
             return torch.randint(levels, type.shape, dtype=torch.int32, device=device, generator=generator)
         return torch.randn(type.shape, dtype=DTYPES[type.dtype], device=device, generator=generator)
 
-    return [draw(v.type) for v in case.node.inputs]
+    drawn: dict[int, torch.Tensor] = {}
+    for i, v in enumerate(case.node.inputs):
+        if id(v) not in drawn:
+            row, start = case.packed.get(i, (v.type, 0))
+            x = draw(row)
+            if i in case.packed:
+                x = x.narrow(-1, start, v.type.num_elements // prod(row.shape[:-1])).reshape(v.type.shape)
+            last = case.node.op == "pixel_norm_silu" and x.ndim == 5
+            drawn[id(v)] = x.contiguous(memory_format=torch.channels_last_3d) if last else x
+    return [drawn[id(v)] for v in case.node.inputs]
 
 
 def repeated(function: Callable, sets: Sequence[Sequence[torch.Tensor]], rounds: int) -> Callable[[], None]:

@@ -9,15 +9,17 @@ repeated. What cuBLAS or cuDNN launch inside is theirs: a product, an attention 
 Of what runs it also asks what no CPU shows otherwise: nothing waits for the device, no operand lies elsewhere, rows of
 16 bytes where kernels and products load so.
 
-    python -m benchmarks.launches
-    python -m benchmarks.launches --mesh tensor=4 --weights-dtype float8 --output benchmarks/results/launches.json
+    python -m benchmarks.launches --output benchmarks/results/launches.json
+    python -m benchmarks.launches --mesh tensor=4 --weights-dtype float8
+
+Without --mesh and --weights-dtype it counts all of CASES, which is what the tests hold the program against.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -50,6 +52,9 @@ FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "empty_strided", "
 WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
 LOAD_BYTES = attention.LOAD_BYTES
 STAGES = ("stage1", "stage2")
+CASES = (  # mesh and dtype of the blocks' weights
+    ("", None), ("", "float8"), ("tensor=2", None), ("tensor=4", None), ("tensor=8", None), ("guidance=4", None),
+)  # fmt: skip
 
 
 @dataclass
@@ -70,6 +75,11 @@ class Counts:
         """Of one device, without exchanges: products and attention at its full rate, then all other bytes at its
         memory's."""
         return self.flops.total() / kind.flops_per_s + self.bytes.total() / kind.memory_bytes_per_s
+
+    def facts(self) -> dict[str, Any]:
+        """Totals, and launches of each kind."""
+        gb = round(self.bytes.total() / 1e9, 1)
+        return {"launches": self.launches.total(), "gb": gb, "by": dict(self.launches.most_common())}
 
 
 def occupied(x: Any) -> int:
@@ -187,7 +197,7 @@ class Launches:
 def once(counts: Counts, repeat: lower.Repeat, *operands):
     """One iteration of a repeat that counts as all of them."""
     plan = repeat.plan
-    carry, invariant, per_layer = plan.divide(operands)
+    carry, invariant, per_layer = repeat.iterations(operands)
     counts.times *= plan.count
     results = repeat.block(*carry, *invariant, *(p[0] for p in per_layer))
     counts.times //= plan.count
@@ -239,13 +249,23 @@ def count(graph: Graph) -> Counts:
             if isinstance(part, lower.Constant):
                 part.value = tensor(part.value.shape, part.value.dtype)
         inputs = [tensor(v.type.shape, DTYPES[v.type.dtype]) for v in graph.inputs.values()]
-        weights = []
+        weights, layouts = [], graph.all_layouts()
         for name, (v, layers) in graph.all_params().items():
-            weight = tensor(v.type.shape, DTYPES[v.type.dtype])
+            rows, *others = v.type.shape or (0,)
+            packed = len(layouts[name].parts) > 1
+            shape = (ops.joined_rows(rows), *others) if packed else v.type.shape
+            weight = tensor(shape, DTYPES[v.type.dtype])
             weights.append([weight] * layers if "*" in name else weight)
         with Counting(counts), Views(counts):
             module(*inputs, *weights)
     return counts
+
+
+def step_graphs(
+    preset: str, size: tuple[int, int, int, int], mesh: str, dtype: str | None, stages: Sequence[str] = STAGES
+) -> dict[str, Graph]:
+    """A step of each stage. size: width, height, frames, timesteps among the video tokens."""
+    return request_graphs(preset, *size, dtype, parse_mesh(mesh) if mesh else {}, stages)
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -255,21 +275,24 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--height", type=int, default=512)
     parser.add_argument("--num-frames", type=int, default=121)
     parser.add_argument("--levels", type=int, default=1, help="timesteps among the video tokens; an image adds one")
-    parser.add_argument("--mesh", type=parse_mesh, default={}, metavar="AXIS=N")
+    parser.add_argument("--mesh", metavar="AXIS=N")
     parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"))
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     args = parser.parse_args(argv)
     size = (args.width, args.height, args.num_frames, args.levels)
-    graphs = request_graphs(args.preset, *size, args.weights_dtype, args.mesh, STAGES)
-    facts: dict[str, Any] = {"benchmark": "launches", **machine(), "clip": size, "mesh": dict(args.mesh)}
-    facts |= {"preset": args.preset, "weights_dtype": args.weights_dtype, "stages": {}}
-    for stage, graph in graphs.items():
-        found = count(graph)
-        facts["stages"][stage] = {"launches": found.launches, "bytes": found.bytes, "flops": found.flops}
-        total, moved = found.flops.total() / 1e12, found.bytes.total() / 1e9
-        print(f"{stage}: {found.launches.total()} launches, {moved:.1f} GB, {total:.1f} TFLOP")
-        for name, n in found.launches.most_common():
-            print(f"  {name:28} {n:>6} {found.bytes[name] / 1e9:>8.2f} GB")
+    asked = args.mesh or args.weights_dtype
+    steps = []
+    for mesh, dtype in [(args.mesh or "", args.weights_dtype)] if asked else CASES:
+        for stage, graph in step_graphs(args.preset, size, mesh, dtype).items():
+            found = count(graph)
+            steps.append({"mesh": mesh, "weights_dtype": dtype, "stage": stage} | found.facts())
+            print(
+                f"{mesh or 'one GPU'} {dtype or ''} {stage}: {steps[-1]['launches']} launches, {steps[-1]['gb']} GB, "
+                + f"{found.flops.total() / 1e12:.1f} TFLOP"
+            )
+            for name, n in found.launches.most_common():
+                print(f"  {name:28} {n:>6} {found.bytes[name] / 1e9:>8.2f} GB")
+    facts = {"benchmark": "launches", **machine(), "clip": size, "preset": args.preset, "steps": steps}
     record(args.output, facts)
     return facts
 

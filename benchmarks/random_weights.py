@@ -21,7 +21,7 @@ from ltx2rt_cuda.ops import DTYPES, quantise_rows
 
 from ltx2rt.backend import TensorSource
 from ltx2rt.graph import Graph
-from ltx2rt.graph.ir import Cut
+from ltx2rt.graph.ir import Cut, Type
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
@@ -58,8 +58,13 @@ class RandomBackend(CudaBackend):
                         self._piece_of(piece, shape, cuts, layout.encoding, DTYPES[value.type.dtype])
                         for (piece, *cuts), shape in zip(pieces, shapes, strict=True)
                     ]
-                    weights[name] = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+                    weights[name] = drawn[0] if len(drawn) == 1 else self._joined(drawn, value.type)
         return weights
+
+    def _joined(self, pieces: Sequence[torch.Tensor], type: Type) -> torch.Tensor:
+        joined = self.empty_joined(type.shape, DTYPES[type.dtype])
+        torch.cat(list(pieces), out=joined[: type.shape[0]])
+        return joined
 
     def _piece_of(
         self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut], encoding: str | None, dtype: torch.dtype

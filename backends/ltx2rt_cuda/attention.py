@@ -23,6 +23,7 @@ TORCH = {  # in order of preference
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+CUDNN = 91501  # torch itself prefers none before it (check_prefer_cudnn_attention in its sdp_utils.cpp)
 LOAD_BYTES = 16  # that the fused kernels fetch at once; a TMA descriptor takes no other strides either
 
 
@@ -68,6 +69,8 @@ def why_not_cudnn(q: Tensor, mask: Tensor | None) -> str | None:
         return "its plans for a mask differ from release to release"
     if q.shape[3] > 128:
         return f"heads of {q.shape[3]}, all its releases have plans up to 128"
+    if (version := torch.backends.cudnn.version()) is not None and version < CUDNN:
+        return f"it is cuDNN {version}, sequences that are no multiples of 128 want {CUDNN}"
     return None
 
 

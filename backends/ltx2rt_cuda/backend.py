@@ -22,7 +22,7 @@ from ltx2rt.placement.devices import gpu_reserve_bytes
 from ltx2rt.weights.float8 import EncodedSource, Piece
 from ltx2rt.weights.lora import Factors, row_chunks
 from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
-from ltx2rt_cuda.ops import DTYPES, quantise_rows
+from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 
 
@@ -83,12 +83,19 @@ class CudaBackend:
             read = source.read(pieces[0], encoding)
             tensor, borrowed = to_torch(read), isinstance(read, np.ndarray)
             return tensor.to(self.torch_device, dtype, copy=borrowed, memory_format=self.memory_format(tensor.ndim))
-        joined = torch.empty(type.shape, dtype=dtype, device=self.torch_device)
+        joined = self.empty_joined(type.shape, dtype)
         row = 0
         for piece in pieces:
             tensor = to_torch(source.read(piece, encoding))
             joined[row : row + len(tensor)] = tensor
             row += len(tensor)
+        return joined
+
+    def empty_joined(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of a packed weight. On a GPU it may have more rows, of zeros, than its graph says."""
+        rows = joined_rows(shape[0]) if self.device_kind == "cuda" else shape[0]
+        joined = torch.empty((rows, *shape[1:]), dtype=dtype, device=self.torch_device)
+        joined[shape[0] :].zero_()
         return joined
 
     def memory_format(self, ndim: int) -> torch.memory_format:

@@ -6,13 +6,15 @@ one compilation whatever the number of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import fx
 
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt_cuda.distributed import ALONE, Position
@@ -33,21 +35,105 @@ class Constant(torch.nn.Module):
 
 
 class Repeat(torch.nn.Module):
-    """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], then a list per weight."""
+    """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], then a list per weight.
 
-    def __init__(self, plan: RepeatPlan, block: Callable):
+    sums: the data that it makes of invariants and weights first, for all iterations at once.
+    """
+
+    def __init__(self, plan: RepeatPlan, block: Callable, sums: Sums, compiled: bool):
         super().__init__()
-        self.plan, self.block = plan, block
+        self.plan, self.block, self.sums, self.compiled = plan, block, sums, compiled
+
+    def iterations(self, operands: Sequence) -> tuple[list, list, list]:
+        """The block's operands: carries, invariants, and what it reads iteration by iteration."""
+        carry, invariant, per_layer = self.plan.divide(operands)
+        num_data = len(self.plan.body.inputs) - len(carry) - len(invariant)
+        data, lists = per_layer[:num_data], dict(zip(self.plan.body.all_params(), per_layer[num_data:], strict=True))
+        return carry, invariant, [*data, *self.sums(invariant, lists), *lists.values()]
 
     def forward(self, *operands):
         plan = self.plan
-        carry, invariant, per_layer = plan.divide(operands)
+        carry, invariant, per_layer = self.iterations(operands)
+        if self.compiled:  # as the block leaves them: it is not compiled once more for the branches' common start
+            carry = [x.contiguous() for x in carry]
         stacked: list[tuple] = []
         for i in range(plan.count):
             results = self.block(*carry, *invariant, *(p[i] for p in per_layer))
             carry = results[: plan.num_carries]
             stacked.append(results[plan.num_carries :])
         return *carry, *(torch.stack(column) for column in zip(*stacked, strict=True))
+
+
+VIEWS = ("at", "slice", "rename")
+OWN = ("linear", "linear_float8", "gelu_linear_float8", "sum_squares")
+ROWS = 2**20  # numbers of a layer's sum at most
+
+
+class Sums(torch.nn.Module):
+    """What a block adds up of a view of an invariant and a view of a weight of its own, such as AdaLN's rows of this
+    step and the table of the layer: for all layers in two launches instead of one for each."""
+
+    def __init__(self, plan: RepeatPlan, nodes: Sequence[Node], kinds: Mapping[int, str], device: torch.device):
+        """nodes: the sums; kinds: of the body's values, "row" of invariants, "table" of weights."""
+        super().__init__()
+        self.count, self.names, self.shapes = plan.count, [], []
+        operands: dict[str, list[Value]] = {"row": [], "table": []}
+        for node in nodes:
+            shapes = {}
+            for v, shape in zip(node.inputs, node.args["views"], strict=True):
+                operands[kinds[id(v)]].append(v)
+                shapes[kinds[id(v)]] = shape
+            self.shapes.append((shapes["row"], shapes["table"]))
+        if not nodes:
+            return
+        rows, tables = (_views(plan.body, operands[kind]) for kind in ("row", "table"))
+        rows.inputs = dict(plan.divide(list(plan.body.inputs.items()))[1])
+        tables.params = {name: v for name, v in plan.body.params.items() if id(v) in _read(tables)}
+        self.names = list(tables.params)
+        self.rows, self.tables = lower(rows, device), lower(tables, device)
+
+    def forward(self, invariant: Sequence, lists: Mapping[str, Sequence]) -> list[torch.Tensor]:
+        if not self.shapes:
+            return []
+        tables = [self.tables(*(lists[name][i] for name in self.names)) for i in range(self.count)]
+        return [
+            row.reshape(1, *row_shape) + torch.stack(column).reshape(self.count, *shape)
+            for row, column, (row_shape, shape) in zip(
+                self.rows(*invariant), zip(*tables, strict=True), self.shapes, strict=True
+            )
+        ]
+
+
+def _views(body: Graph, values: Sequence[Value]) -> Graph:
+    """What makes `values`, without the inputs and parameters that it reads."""
+    graph = Graph(body.name, outputs={str(i): v for i, v in enumerate(values)})
+    for node in reversed(body.nodes):
+        if _read(graph) & set(map(id, node.outputs)):
+            graph.nodes.insert(0, node)
+    return graph
+
+
+def _read(graph: Graph) -> set[int]:
+    return {id(v) for v in (*graph.outputs.values(), *(v for node in graph.nodes for v in node.inputs))}
+
+
+def _summed(plan: RepeatPlan, device: torch.device) -> tuple[Graph, Sums]:
+    """The body of a repeat without its sums of rows, which it then reads as data, and these."""
+    body = plan.body
+    kinds = {id(v): "table" for name, v in body.params.items() if "*" in name}
+    _, invariant, _ = plan.divide(list(body.inputs.values()))
+    kinds |= {id(v): "row" for v in invariant}
+    sums: list[Node] = []
+    for node in body.nodes:
+        found = [kinds.get(id(v)) for v in node.inputs]
+        if node.op in VIEWS and found[0]:
+            kinds[id(node.outputs[0])] = found[0]
+        elif node.op == "add" and set(found) == {"row", "table"} and node.outputs[0].type.num_elements <= ROWS:
+            sums.append(node)
+    data = {f"sum_{i}": node.outputs[0] for i, node in enumerate(sums)}
+    gone = set(map(id, sums))
+    rest = replace(body, nodes=[n for n in body.nodes if id(n) not in gone], inputs=body.inputs | data)
+    return rest, Sums(plan, sums, kinds, device)
 
 
 def lower(graph: Graph, device: torch.device, compile: bool = False, position: Position = ALONE) -> fx.GraphModule:
@@ -57,16 +143,19 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
     env = {id(v): built.placeholder(f"in_{name}") for name, v in graph.inputs.items()}
     weights = {name: built.placeholder(f"w_{i}") for i, name in enumerate(graph.all_params())}
     env |= {id(v): weights[name] for name, v in graph.params.items()}
+    own = _own(graph)
     for number, node in enumerate(graph.nodes):
         operands = tuple(env[id(v)] for v in node.inputs)
         if node.op == "repeat":
             plan = node.repeat
-            block = lower(plan.body, device, position=position)
-            modules[f"repeat_{number}"] = Repeat(plan, torch.compile(block, dynamic=False) if compile else block)
-            own = {name for name in plan.body.params if "*" in name}
+            body, sums = _summed(plan, device)
+            block = lower(body, device, position=position)
+            block = torch.compile(block, dynamic=False) if compile else block
+            modules[f"repeat_{number}"] = Repeat(plan, block, sums, compile)
+            layered = {name for name in plan.body.params if "*" in name}
             lists = [
                 built.call_function(_iterations, (weights[name], plan.first, plan.stop))
-                if name in own
+                if name in layered
                 else built.call_function(_shared, (weights[name], plan.count))
                 for name in plan.body.all_params()
             ]
@@ -82,6 +171,8 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
                 kwargs["index"] = position.coordinates[kwargs.pop("mesh_axis")]
             elif node.op in COLLECTIVES:  # a group's name: FX can write a string into its code, but no process group
                 kwargs["group"] = position.groups[kwargs.pop("mesh_axis")]
+                if node.op == "all_reduce":
+                    kwargs["in_place"] = all(id(v) in own for v in node.inputs)
             result = built.call_function(OPS[node.op], operands, kwargs)
         if len(node.outputs) == 1 and node.op not in SEVERAL:
             env[id(node.outputs[0])] = result
@@ -93,6 +184,13 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
     for name, module in modules.items():
         root.add_module(name, module)
     return fx.GraphModule(root, built)
+
+
+def _own(graph: Graph) -> set[int]:
+    """Values in memory of their own that one node reads once."""
+    readers = Counter(id(v) for v in (*(v for node in graph.nodes for v in node.inputs), *graph.outputs.values()))
+    made = (v for node in graph.nodes if node.op in OWN for v in node.outputs)
+    return {id(v) for v in made if readers[id(v)] == 1}
 
 
 def _item(results, i: int):

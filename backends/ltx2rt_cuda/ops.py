@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from functools import reduce, wraps
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ DTYPES = {
     "int32": torch.int32,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
+# cuBLASLt has no product of float8 rows of M <= 256 and K = 9216, of M = 257, or of K = 3072 it has (pytorch/ao#4582):
+# shorter ones are filled up with rows of zeros. LTX-2's sound has 126 tokens and a feed-forward of K = 8192.
+FEW_ROWS, LONG_ROWS = 272, 4096
+ROW_GRID, ROW_TILE = 16, 64  # numbers of a row: of what Triton tells 16-byte loads by; of a product's tile
 
 
 def _binary(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -101,11 +106,6 @@ def select(condition: Tensor, x: Tensor, y: Tensor, views) -> Tensor:
 
 
 @op
-def modulate(x: Tensor, scale: Tensor, shift: Tensor, views) -> Tensor:
-    return x * (1 + scale.reshape(views[0])) + shift.reshape(views[1])
-
-
-@op
 def slice_(x: Tensor, dim: int, start: int, stop: int, step: int) -> Tensor:
     x = x.narrow(dim, start, stop - start)
     return x if step == 1 else x[(slice(None),) * dim + (slice(None, None, step),)]
@@ -137,7 +137,19 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dims: int) -> Tensor:
 @op
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_contracted: int, out_shape) -> Tensor:
     lead = x.shape[: x.ndim - num_contracted]
-    return F.linear(x.reshape(*lead, weight.shape[1]), weight, bias).reshape(*lead, *out_shape)
+    y = F.linear(x.reshape(*lead, weight.shape[1]), weight, bias)
+    return y.narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
+
+
+def joined_rows(rows: int) -> int:
+    """How many rows a packed weight has on a GPU: with zeros behind the last, so that the product's own rows begin
+    where kernels load 16 bytes at once."""
+    return rows if rows % ROW_GRID == 0 else -(-rows // ROW_TILE) * ROW_TILE
+
+
+@op
+def gelu_linear_float8(*operands: Tensor, **plan) -> Tensor:
+    return linear_float8(*operands, **plan, gelu=True)
 
 
 def scaled_matmul_runs(x: Tensor, weight: Tensor) -> bool:
@@ -148,18 +160,29 @@ def scaled_matmul_runs(x: Tensor, weight: Tensor) -> bool:
 
 @op
 def linear_float8(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, num_contracted: int, out_shape
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_contracted: int,
+    out_shape,
+    gelu: bool = False,
 ) -> Tensor:
     """Where the device has no such product, the quantised numbers are multiplied in float32: the same but for order."""
-    lead = x.shape[: x.ndim - num_contracted]
-    values, row_scale = quantise_rows(x.reshape(-1, weight.shape[1]))
-    if scaled_matmul_runs(x, weight):
+    lead, rows = x.shape[: x.ndim - num_contracted], x.reshape(-1, weight.shape[1])
+    runs = scaled_matmul_runs(x, weight)
+    if runs and len(rows) < FEW_ROWS and rows.shape[1] > LONG_ROWS:
+        rows = F.pad(rows, (0, 0, 0, FEW_ROWS - len(rows)))
+    values, row_scale = quantise_rows(rows, gelu=gelu)
+    if runs:
         product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
         y = product(values, weight.t(), row_scale, scale.t(), bias, out_dtype=x.dtype, use_fast_accum=True)
+        y = y[: prod(lead)]
     else:
         y = (values.float() @ weight.float().t()) * row_scale * scale.t()
         y = (y if bias is None else y + bias).to(x.dtype)
-    return y.reshape(*lead, *out_shape)
+    return y.narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
 
 
 @op
@@ -203,12 +226,13 @@ def shard(x: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 
 @op
-def all_reduce(*xs: Tensor, group: str) -> tuple[Tensor, ...]:
-    """One communication for all operands."""
+def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor, ...]:
+    """One communication for all operands. in_place: nothing else reads them, or memory that they lie in."""
     functional = torch.ops._c10d_functional
+    own = "_" if in_place and not torch.compiler.is_compiling() else ""  # Inductor finds that out itself
     if len(xs) == 1:
-        return (functional.wait_tensor(functional.all_reduce(xs[0].contiguous(), "sum", group)),)
-    sums = functional.all_reduce_coalesced([x.contiguous() for x in xs], "sum", group)
+        return (functional.wait_tensor(getattr(functional, f"all_reduce{own}")(xs[0].contiguous(), "sum", group)),)
+    sums = getattr(functional, f"all_reduce_coalesced{own}")([x.contiguous() for x in xs], "sum", group)
     return tuple(functional.wait_tensor(x) for x in sums)
 
 
@@ -332,6 +356,11 @@ def _take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:
 
 
 @fused
+def modulate(x: Tensor, scale: Tensor, shift: Tensor, *, views) -> Tensor:
+    return x * (1 + scale.reshape(views[0])) + shift.reshape(views[1])
+
+
+@fused
 def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
     y = F.rms_norm(x, x.shape[-1:], None, eps)
     results = tuple(
@@ -340,18 +369,44 @@ def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
     return results[0] if len(results) == 1 else results
 
 
-@fused
-def gated_residual(x: Tensor, y: Tensor, *gate: Tensor, views, index_view=None) -> Tensor:
-    (row,) = rows_per_token(gate, views, index_view, _take_along)
-    return torch.addcmul(x, y, row)
+def _residual(x: Tensor, y: Tensor, rows, views, index_view, biased: bool) -> tuple[Tensor, list[Tensor]]:
+    """x + y * gate, and the rows behind the gate."""
+    shaped = rows_per_token(rows, views, index_view, _take_along)
+    y = y + shaped.pop(0) if biased else y
+    y = F.pad(y, [0, 0] * (x.ndim - 1) + [0, len(x) - len(y)]) if len(y) < len(x) else y
+    gate, *others = shaped
+    return torch.addcmul(x, y, gate), others
 
 
 @fused
-def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None):
-    gate, *shaped = rows_per_token(rows, views, index_view, _take_along)
-    x = torch.addcmul(x, y, gate)
+def gated_residual(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False) -> Tensor:
+    return _residual(x, y, rows, views, index_view, biased)[0]
+
+
+@fused
+def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False):
+    x, shaped = _residual(x, y, rows, views, index_view, biased)
     y = F.rms_norm(x, x.shape[-1:], None, eps)
     return x, *([y * (1 + scale) + shift for scale, shift in pairs(shaped)] or [y])
+
+
+@fused
+def qk_norm(*operands: Tensor, weight_views, eps: float):
+    return _normed(rms_norm, 2, operands, weight_views, eps=eps)
+
+
+@fused
+def qk_scale(*operands: Tensor, weight_views, count: int, eps: float):
+    return _normed(rms_scale, 3, operands, weight_views, count=count, eps=eps)
+
+
+def _normed(norm, size: int, operands, weight_views, **args):
+    """`norm` over the last two axes of x, and what else it reads, `size` at a time."""
+    results = [
+        norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
+        for (x, *others), view in zip(grouped(operands, size), weight_views, strict=True)
+    ]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _rotated(norm, size: int, operands, weight_views, table_views, **args):
@@ -432,8 +487,9 @@ def _weighted(terms: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 @fused
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, n] as e4m3, and the float32 scale [rows, 1] of each row: no op of the table, but part of one."""
-    x = x.float()
+def quantise_rows(x: Tensor, *, gelu: bool = False) -> tuple[Tensor, Tensor]:
+    """x [rows, n], or its GELU, as e4m3, and the float32 scale [rows, 1] of each row: no op of the table, but part of
+    one."""
+    x = (F.gelu(x, approximate="tanh") if gelu else x).float()
     scale = x.abs().amax(1, keepdim=True).clamp(min=FLOAT8_TINY) * FLOAT8_STEP
     return (x / scale).to(torch.float8_e4m3fn), scale

@@ -13,12 +13,15 @@ from importlib.util import find_spec
 from typing import Any
 
 FOLDERS = {
+    "modulate": "norm_modulate",
     "norm_modulate": "norm_modulate",
     "gated_residual": "residual_norm_modulate",
     "residual_norm_modulate": "residual_norm_modulate",
     "sum_squares": "qk_norm_rope",
     "qk_norm_rope": "qk_norm_rope",
     "qk_scale_rope": "qk_norm_rope",
+    "qk_norm": "qk_norm_rope",
+    "qk_scale": "qk_norm_rope",
     "linear_gelu": "linear_gelu",
     "head_gate": "head_gate",
     "pixel_norm_silu": "pixel_norm_silu",

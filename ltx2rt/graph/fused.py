@@ -76,36 +76,47 @@ def norm_modulate(x: Type, *rows: Type, eps: float):
     return _one_or_many((x,) * (len(views) // 2)), {"views": views, "eps": eps} | args
 
 
-def _numpy_gated_residual(x, y, *gate, views, index_view=None):
-    (gate,) = rows_per_token(gate, views, index_view, np.take_along_axis)
-    return x + y * gate
+def _numpy_residual(x, y, rows, views, index_view, biased):
+    """x + y * gate, and the rows behind the gate."""
+    bias, gate, *rows = [*(() if biased else (0,)), *rows_per_token(rows, views, index_view, np.take_along_axis)]
+    y = np.pad(y + bias, [(0, x.shape[0] - y.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+    return x + y * gate, rows
 
 
-@op(_numpy_gated_residual)
-def gated_residual(x: Type, y: Type, *gate: Type):
-    """x + y * gate. gate: one row, and the index if it is by level."""
-    _expect(x == y, f"gated_residual: {x} and {y} differ")
-    views, args = _row_args(x, gate)
-    _expect(len(views) == 1, f"gated_residual: {len(views)} gates, expected 1")
-    return x, {"views": views} | args
+def _residual_args(op: str, x: Type, y: Type, rows: Sequence[Type], biased: bool):
+    """Checked operands of a residual: the number of rows behind bias and gate, and the arguments."""
+    _expect(x.axes == y.axes and x.dtype == y.dtype and x.shape[1:] == y.shape[1:], f"{op}: {x} and {y} differ")
+    _expect(x.shape[0] >= y.shape[0], f"{op}: {y} has more samples than {x}")
+    views, args = _row_args(x, rows)
+    args = {"views": views} | args | ({"biased": True} if biased else {})
+    return len(views) - 1 - biased, args
 
 
-def _numpy_residual_norm_modulate(x, y, *rows, views, eps, index_view=None):
-    gate, *rows = rows_per_token(rows, views, index_view, np.take_along_axis)
-    x = x + y * gate
+@op(lambda x, y, *rows, views, index_view=None, biased=False: _numpy_residual(x, y, rows, views, index_view, biased)[0])
+def gated_residual(x: Type, y: Type, *rows: Type, biased: bool = False):
+    """x + y * gate; biased: x + (y + bias) * gate. Samples at the end that y lacks are x's.
+
+    rows: the bias if there is one, the gate, and the index if it is by level.
+    """
+    others, args = _residual_args("gated_residual", x, y, rows, biased)
+    _expect(others == 0, f"gated_residual: {others + 1} gates, expected 1")
+    return x, args
+
+
+def _numpy_residual_norm_modulate(x, y, *rows, views, eps, index_view=None, biased=False):
+    x, rows = _numpy_residual(x, y, rows, views, index_view, biased)
     return [x, *(_normed(x, rows, eps) or [OPS["rms_norm"].numpy(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)])]
 
 
 @op(_numpy_residual_norm_modulate)
-def residual_norm_modulate(x: Type, y: Type, *rows: Type, eps: float):
-    """x + y * gate, and its RMSNorm modulated by every pair of rows; without pairs, the RMSNorm itself.
+def residual_norm_modulate(x: Type, y: Type, *rows: Type, eps: float, biased: bool = False):
+    """gated_residual, and its RMSNorm modulated by every pair of rows; without pairs, the RMSNorm itself.
 
-    rows: the gate, the pairs, and the index if some of them are by level.
+    rows: the bias if there is one, the gate, the pairs, and the index if some of them are by level.
     """
-    _expect(x == y, f"residual_norm_modulate: {x} and {y} differ")
-    views, args = _row_args(x, rows)
-    _expect(len(views) % 2 == 1, f"residual_norm_modulate: {len(views)} rows are no gate and pairs of scale and shift")
-    return (x,) * (1 + max(1, len(views) // 2)), {"views": views, "eps": eps} | args
+    others, args = _residual_args("residual_norm_modulate", x, y, rows, biased)
+    _expect(others >= 0 and others % 2 == 0, f"residual_norm_modulate: {others} rows are no pairs of scale and shift")
+    return (x,) * (1 + max(1, others // 2)), args | {"eps": eps}
 
 
 def _numpy_rotated(norm, size, *operands, weight_views, table_views, **args):
@@ -146,10 +157,42 @@ def qk_scale_rope(*operands: Type, count: int, eps: float):
     return _rotated("rms_scale", 5, operands, count=count, eps=eps)
 
 
+def _numpy_normed(norm, size, *operands, weight_views, **args):
+    found = [
+        OPS[norm].numpy(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
+        for (x, *others), view in zip(grouped(operands, size), weight_views, strict=True)
+    ]
+    return _one_or_many(tuple(found))
+
+
+def _only_normed(norm: str, size: int, operands: Sequence[Type], **attrs: Any):
+    rules = [OPS[norm].rule(x, *others, over=x.axes[-2:], **attrs) for x, *others in grouped(operands, size)]
+    views = tuple(args["weight_view"] for _, args in rules)
+    return _one_or_many(tuple(operands[::size])), {"weight_views": views, **attrs}
+
+
+@op(partial(_numpy_normed, "rms_norm", 2))
+def qk_norm(*operands: Type, eps: float):
+    """qk_norm_rope of an attention without RoPE. operands: x, weight; once, or for q and then for k."""
+    return _only_normed("rms_norm", 2, operands, eps=eps)
+
+
+@op(partial(_numpy_normed, "rms_scale", 3))
+def qk_scale(*operands: Type, count: int, eps: float):
+    """qk_scale_rope of an attention without RoPE. operands: x, sum of squares, weight; once, or for q, then for k."""
+    return _only_normed("rms_scale", 3, operands, count=count, eps=eps)
+
+
 @op(lambda *operands, **args: OPS["gelu"].numpy(OPS["linear"].numpy(*operands, **args)))
 def linear_gelu(x: Type, weight: Type, bias: Type, *, contract: tuple[str, ...], out: dict[str, int]):
     """A linear layer with bias, then GELU."""
     return OPS["linear"].rule(x, weight, bias, contract=contract, out=out)
+
+
+@op(lambda x, *others, **args: OPS["linear_float8"].numpy(OPS["gelu"].numpy(x), *others, **args))
+def gelu_linear_float8(x: Type, *others: Type, contract: tuple[str, ...], out: dict[str, int]):
+    """GELU, then a linear layer of float8 weights."""
+    return OPS["linear_float8"].rule(x, *others, contract=contract, out=out)
 
 
 @op(lambda y, logits: y * (2 * OPS["sigmoid"].numpy(logits))[..., None])

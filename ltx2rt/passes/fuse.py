@@ -86,9 +86,10 @@ def _node(op: str, inputs: Sequence[Value], outputs: Sequence[Value], **attrs) -
 
 
 def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node], list[Value]] | None:
-    """add(x, mul(y, gate)): the nodes that go, those the gate needs, and x, y, gate.
+    """add(x, mul(y, gate)): the nodes that go, those the gate needs, and x, y, the bias if there is one, gate.
 
-    mul(mul(y, keep), gate) is y times keep * gate: both are small, and a keep of 0 or 1 makes no rounding.
+    mul(mul(y, keep), gate) is y times keep * gate: both are small, and a keep of 0 or 1 makes no rounding. Samples that
+    pad y are left out, and the bias that follows an all-reduce is added with the rest.
     """
     if node.op != "add":
         return None
@@ -112,7 +113,20 @@ def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node
             gone, gate = [*gone, inner], product
     if y.type != x.type or not _is_row(gate, x):
         return None
-    return gone, new, [x, y, gate]
+    if (padded := uses.only(y, "pad")) is not None and _pads_samples(padded):
+        gone, y = [*gone, padded], padded.inputs[0]
+    bias: list[Value] = []
+    if (sum_ := uses.only(y, "add")) is not None and sum_.inputs[0].type == y.type:
+        total, row = sum_.inputs
+        if uses.maker(total, "all_reduce") is not None and row.type.axes == y.type.axes[-1:]:
+            gone, y, bias = [*gone, sum_], total, [row]
+    return gone, new, [x, y, *bias, gate]
+
+
+def _pads_samples(node: Node) -> bool:
+    """Whether a `pad` adds zeros behind the last sample of (B, tokens, D), and nothing else."""
+    (first, *others) = node.args["widths"]
+    return node.args["mode"] == "zeros" and first[0] == 0 and len(others) == 2 and not any(map(any, others))
 
 
 def _by_level(uses: _Uses, x: Value, rows: Sequence[Value]) -> tuple[list[Node], list[Value]]:
@@ -162,9 +176,9 @@ def _norm_modulate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     residual = uses.makers.get(id(x))
     found = _gated(graph, uses, residual) if residual is not None else None
     if found is not None:
-        more, new, (carried, y, gate) = found
-        takes, rows = _by_level(uses, x, [gate, *rows])
-        fused = _node("residual_norm_modulate", [carried, y, *rows], [x, *results], eps=eps)
+        more, new, (carried, y, *gate) = found
+        takes, rows = _by_level(uses, x, [*gate, *rows])
+        fused = _node("residual_norm_modulate", [carried, y, *rows], [x, *results], eps=eps, **_biased(gate))
         return [*more, *gone, *takes], [*new, fused]
     takes, rows = _by_level(uses, x, rows)
     return ([*gone, *takes], [_node("norm_modulate", [x, *rows], results, eps=eps)]) if rows else None
@@ -174,9 +188,13 @@ def _gated_residual(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     found = _gated(graph, uses, node)
     if found is None:
         return None
-    gone, new, (x, y, gate) = found
-    takes, rows = _by_level(uses, x, [gate])
-    return [*gone, *takes], [*new, _node("gated_residual", [x, y, *rows], node.outputs)]
+    gone, new, (x, y, *gate) = found
+    takes, rows = _by_level(uses, x, gate)
+    return [*gone, *takes], [*new, _node("gated_residual", [x, y, *rows], node.outputs, **_biased(gate))]
+
+
+def _biased(gate: Sequence[Value]) -> dict[str, bool]:
+    return {"biased": True} if len(gate) == 2 else {}
 
 
 def _qk_norm_rope(graph: Graph, uses: _Uses, node: Node) -> Found | None:
@@ -192,6 +210,18 @@ def _qk_norm_rope(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return None
 
 
+def _qk_norm(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """rms_norm or rms_scale over all heads, with a weight, where no RoPE follows."""
+    fused, operands = {"rms_norm": ("qk_norm", 2), "rms_scale": ("qk_scale", 3)}.get(node.op, ("", 0))
+    if len(node.inputs) != operands or not fused:
+        return None
+    x, *_ = node.inputs
+    if len(x.type.axes) != 4 or tuple(node.attrs["over"]) != x.type.axes[-2:]:
+        return None
+    attrs = {key: value for key, value in node.attrs.items() if key != "over"}
+    return [node], [_node(fused, node.inputs, node.outputs, **attrs)]
+
+
 def _qk_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     """q and k of one attention, or of the exchange in front of it: one launch for both."""
     if node.op not in ("attention", "attention_part", "all_to_all"):
@@ -199,17 +229,19 @@ def _qk_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     found = []
     for v in node.inputs:
         maker = uses.makers.get(id(v))
-        while maker is not None and maker.op == "rename":
+        while maker is not None and maker.op in ("rename", "at", "expand", "slice", "concat"):
             maker = uses.makers.get(id(maker.inputs[0]))
-        if maker is not None and maker.op in ("qk_norm_rope", "qk_scale_rope") and len(maker.outputs) == 1:
+        if maker is not None and maker.op in NORMED and len(maker.outputs) == 1:
             found.append(maker)
     if len(found) != 2 or found[0] is found[1] or found[0].op != found[1].op or found[0].attrs != found[1].attrs:
         return None
     q, k = found
-    shapes = [x.outputs[0].type.shape for x in found]
-    if len({(batch, *heads) for batch, _, *heads in shapes}) > 1:
+    if len({x.outputs[0].type.shape[2:] for x in found}) > 1:
         return None
     return found, [_node(q.op, [*q.inputs, *k.inputs], [*q.outputs, *k.outputs], **q.attrs)]
+
+
+NORMED = ("qk_norm_rope", "qk_scale_rope", "qk_norm", "qk_scale")
 
 
 def _linear_gelu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
@@ -217,6 +249,15 @@ def _linear_gelu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     if linear is None or len(linear.inputs) < 3:
         return None
     return [linear, node], [_node("linear_gelu", linear.inputs, node.outputs, **linear.attrs)]
+
+
+def _gelu_float8(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """The GELU in front of a float8 linear, which reads its operand row by row anyway."""
+    gelu = uses.only(node.inputs[0], "gelu") if node.op == "linear_float8" else None
+    if gelu is None:
+        return None
+    inputs = (*gelu.inputs, *node.inputs[1:])
+    return [gelu, node], [_node("gelu_linear_float8", inputs, node.outputs, **node.attrs)]
 
 
 def _head_gate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
@@ -290,7 +331,8 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
 
 
 MATCHES: tuple[Match, ...] = (
-    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_pair, _linear_gelu, _head_gate, _pixel_norm_silu, snakes,
+    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_norm, _qk_pair, _linear_gelu, _gelu_float8, _head_gate,
+    _pixel_norm_silu, snakes,
 )  # fmt: skip
 
 

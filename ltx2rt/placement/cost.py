@@ -119,12 +119,12 @@ def flops(graph: Graph) -> int:
 
 def float8_flops(graph: Graph) -> int:
     """The part of `flops` in which float8 numbers are multiplied."""
-    return sum(node_flops(node) * times for node, times in graph.walk() if node.op == "linear_float8")
+    return sum(node_flops(node) * times for node, times in graph.walk() if node.op.endswith("linear_float8"))
 
 
 def node_flops(node: Node) -> int:
     """2 x multiply-adds of one execution of one node; a repeat's body is not counted."""
-    if node.op in ("linear", "linear_gelu", "linear_float8"):
+    if node.op in ("linear", "linear_gelu", "linear_float8", "gelu_linear_float8"):
         x, weight = (v.type for v in node.inputs[:2])
         return 2 * x.num_elements * weight.shape[0]
     if node.op == "conv":

@@ -122,7 +122,7 @@ def collectives():
             space, name = function.name().split("::")
             if "c10d" in space and name != "wait_tensor":
                 first = args[0][0] if isinstance(args[0], list) else args[0]
-                seen[f"{name.split('.')[0]} {first.dtype}"] += 1
+                seen[f"{name.split('.')[0].rstrip('_')} {first.dtype}"] += 1  # in place or not
             return function(*args, **(kwargs or {}))
 
     with Watch():

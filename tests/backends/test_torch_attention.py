@@ -54,6 +54,14 @@ def test_cudnn_comes_first_only_where_it_surely_has_a_plan():
     assert "mask" in why_not_cudnn(heads[0], mask)
 
 
+def test_cudnn_of_wrong_results_is_not_asked(monkeypatch):
+    """Those of CUDA 12's wheels."""
+    q = torch.empty(1, 7, 2, 64)
+    for version, first in ((91002, "flash2"), (91500, "flash2"), (92000, "cudnn"), (None, "cudnn")):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert preference(q, None)[0] == first
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "row,start,copied",

@@ -154,7 +154,12 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     facts = kernels.main(
         [*TINY_SIZE, "--rounds", "1", "--contestants", "kernel", "eager", *FLOAT8, "--output", str(written)]
     )
-    elsewhere = {"sum_squares", "qk_scale_rope", "neighbourhood_attention"}  # on several devices; in LTX-2.5
+    elsewhere = {
+        "sum_squares",
+        "qk_scale_rope",
+        "qk_scale",
+        "neighbourhood_attention",
+    }  # on several devices; in LTX-2.5
     assert {case["op"] for case in facts["cases"]} == set(FOLDERS) - elsewhere
     assert {case["why_not"] for case in facts["cases"]} == {"the operands are on cpu, the kernel runs on cuda"}
     assert facts["total_us"].keys() == {"stage1", "stage2", "decode", "audio"}
@@ -164,6 +169,19 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     assert first["floor_us"] == pytest.approx(first["minimum_bytes"] / facts["copy_bytes_per_s"] * 1e6)
     assert first["us"]["eager"].keys() == {"median", "low", "high", "min", "max"}
     assert "plain ops stand in for kernels" in capsys.readouterr().out
+
+
+def test_operands_are_raced_as_they_lie_in_the_runtime():
+    """q and k as slices of packed rows, the keys' heads beside them; the decoder's videos channels last."""
+    found = kernels.cases(kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=1, parts=("stage2", "decode")), FOLDERS)
+    for case in found:
+        drawn = kernels.operands(case, torch.device("cpu"), torch.Generator())
+        assert [tuple(x.shape) for x in drawn] == [v.type.shape for v in case.node.inputs]
+        if case.node.op in ("qk_norm_rope", "qk_norm"):
+            q = drawn[0]
+            assert q.stride(1) > q.shape[2] * q.shape[3] and q.stride(2) == q.shape[3], case
+        if case.node.op == "pixel_norm_silu" and drawn[0].ndim == 5:
+            assert drawn[0].is_contiguous(memory_format=torch.channels_last_3d)
 
 
 def test_a_race_that_is_cut_off_leaves_the_cases_it_had(tmp_path, monkeypatch):
@@ -278,9 +296,10 @@ def test_two_clips_apart_are_not_called_equal():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
 def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
-    done = on_gpu(tmp_path, "stages", *TINY_CLIP)
+    done = on_gpu(tmp_path, "stages", *TINY_CLIP, GPU_GB="80")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "stages.json").read_text())
+    assert found["stage_weights"] == "reload" and found["text_encoder_offload"], "what fits into 80 GB"
     assert found["commit"] == "abc1234" and found["preset"] == "tiny-2.3" and "refinement" in done.stdout
     unknown = on_gpu(tmp_path, "nonsense")
     assert unknown.returncode == 2 and "known: env tests" in unknown.stderr

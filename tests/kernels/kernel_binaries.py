@@ -1,6 +1,7 @@
 """Every kernel as it would be launched for LTX-2.3 at full size, compiled for sm_90 without a GPU.
 
-Prints {launch: {"registers", "spilled_bytes"}}. The operands are on torch's meta device: shapes and strides, no data.
+Prints {launch: {"registers", "spilled_bytes", "narrow_loads"}}; arguments: beginnings of the launches to compile
+(default: all). The operands are on torch's meta device: shapes and strides, no data.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from ltx2rt_cuda.ops import joined_rows
 from ltx2rt_kernels.head_gate import cuda as head_gate
 from ltx2rt_kernels.neighbourhood_attention import cuda as neighbourhood
 from ltx2rt_kernels.norm_modulate import cuda as norm_modulate
@@ -59,7 +62,9 @@ class Recorder:
             else:
                 signature[name] = "fp32"
         source = ASTSource(self.kernel, signature, fixed, attrs)
-        self.found = resources(triton.compile(source, target=TARGET, options={"num_warps": num_warps}).asm["cubin"])
+        asm = triton.compile(source, target=TARGET, options={"num_warps": num_warps}).asm
+        # A number of 16 bits at a time, where eight would come at once.
+        self.found = resources(asm["cubin"]) | {"narrow_loads": len(re.findall(r"ld\.global[.\w]*\.b16\b", asm["ptx"]))}
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -80,11 +85,12 @@ def main() -> None:
             if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 recorders[name] = Recorder(kernel)
                 setattr(module, name, recorders[name])
-    found = {}
+    found, wanted = {}, tuple(sys.argv[1:]) or ("",)
 
     def compiled(name: str, kernel: str, function: Any, *operands: torch.Tensor, **plan: Any) -> None:
-        function(*operands, **plan)
-        found[name] = recorders[kernel].found
+        if name.startswith(wanted):
+            function(*operands, **plan)
+            found[name] = recorders[kernel].found
 
     tokens, f32 = 6144, torch.float32
     for width in (4096, 2048):
@@ -99,6 +105,12 @@ def main() -> None:
             views=(view,) * 2,
             eps=1e-6,
         )
+        compiled(f"modulate {width}", "rows_kernel", norm_modulate.modulate, x, row, row, views=(view,) * 2)
+        compiled(
+            f"residual_norm_modulate of a partial sum {width}", "rows_kernel",
+            residual_norm_modulate.residual_norm_modulate,
+            x, x[:3], row[0], *[row] * 3, views=((1, 1, width), *[view] * 3), eps=1e-6, biased=True,
+        )  # fmt: skip
         for pairs in (0, 1, 2):
             compiled(
                 f"residual_norm_modulate {width}, {pairs} pairs", "rows_kernel",
@@ -115,9 +127,11 @@ def main() -> None:
             x, x, *[levels] * 5, index, views=((4, 2, width),) * 5, index_view=(1, tokens), eps=1e-6,
         )  # fmt: skip
         dim = width // 32
-        for heads in (32, 8):
-            packed = meta(4, tokens, 3 * heads * dim + 32)[..., : heads * dim].unflatten(2, (heads, dim))
-            table = meta(tokens, heads, dim // 2, dtype=f32)
+        for heads in (32, 8, 4):
+            packed = meta(4, tokens, joined_rows(3 * heads * dim + heads))[..., : heads * dim].unflatten(
+                2, (heads, dim)
+            )
+            table, others = (meta(tokens, heads, dim // 2, dtype=f32) for _ in range(2))
             plan = {"weight_views": (None,), "table_views": ((1, *table.shape),), "eps": 1e-6}
             both = {"weight_views": (None,) * 2, "table_views": ((1, *table.shape),) * 2, "eps": 1e-6}
             weight, total = meta(heads * dim), meta(4, tokens, dtype=f32)
@@ -128,7 +142,25 @@ def main() -> None:
                 packed, total, weight, table, table, count=width, **plan,
             )  # fmt: skip
             q, given = [packed, weight, table, table], [packed, total, weight, table, table]
-            compiled(f"qk_norm_rope of q and k, {name}", kernel, qk_norm_rope.qk_norm_rope, *q, *q, **both)
+            compiled(
+                f"qk_norm_rope of q and k, {name}",
+                kernel,
+                qk_norm_rope.qk_norm_rope,
+                *q,
+                *q[:2],
+                others,
+                others,
+                **both,
+            )
+            compiled(f"qk_norm_rope with the same tables, {name}", kernel, qk_norm_rope.qk_norm_rope, *q, *q, **both)
+            plan = {"weight_views": (None,) * 2, "eps": 1e-6}
+            text = meta(2, 1024, joined_rows(2 * heads * dim))[..., : heads * dim].unflatten(2, (heads, dim))
+            compiled(f"qk_norm {name}", kernel, qk_norm_rope.qk_norm, packed, weight, text, weight, **plan)
+            sums = meta(2, 1024, dtype=f32)
+            compiled(
+                f"qk_scale {name}", kernel, qk_norm_rope.qk_scale,
+                packed, total, weight, text, sums, weight, count=width, **plan,
+            )  # fmt: skip
             compiled(
                 f"qk_scale_rope of q and k, {name}",
                 kernel,
@@ -153,6 +185,8 @@ def main() -> None:
     for width in (2048, 4096, 16384):
         name = f"quantise_rows {width}"
         compiled(name, "quantise_rows_kernel", quantise_rows.quantise_rows, meta(4 * tokens, width))
+    gelu = meta(4 * tokens, 16384)
+    compiled("quantise_rows of a GELU", "quantise_rows_kernel", quantise_rows.quantise_rows, gelu, gelu=True)
     for sizes, width, window in (((121, 128, 192), 256, (11, 11, 11)), ((18, 16, 24), 2048, (3, 7, 7))):
         packed = meta(1, *sizes, 3 * width).unflatten(4, (3, width // 64, 64))
         plan = {"window": window, "first": (0, 0, 0), "scale": 0.125}

@@ -55,6 +55,11 @@ def norm_modulate(x: Operands, pairs: int, width: int = 37) -> Case:
     return "norm_modulate", [x.inside(2, 5, width), *rows], {"views": views, "eps": 1e-6}, {"eps": 1e-6}
 
 
+def modulate(x: Operands) -> Case:
+    rows, views = _rows(x, 2, 5, 37, 2)
+    return "modulate", [x.inside(2, 5, 37), *rows], {"views": views}, {}
+
+
 def residual(x: Operands, pairs: int, width: int = 37) -> Case:
     rows, views = _rows(x, 2, 5, width, 1 + 2 * pairs)
     operands = [x(2, 5, width), x.inside(2, 5, width), *rows]
@@ -64,6 +69,14 @@ def residual(x: Operands, pairs: int, width: int = 37) -> Case:
 def gated_residual(x: Operands, per_token: bool) -> Case:
     gate = x(2, 5, 37) if per_token else x(2, 37)
     return "gated_residual", [x(2, 5, 37), x(2, 5, 37), gate], {"views": ((2, 5 if per_token else 1, 37),)}, {}
+
+
+def partial_sum(x: Operands, pairs: int, samples: int, op: str = "residual_norm_modulate") -> Case:
+    """The residual comes without its bias, and lacks the samples from `samples` on."""
+    rows, views = _rows(x, 3, 5, 37, 1 + 2 * pairs)
+    eps = {} if op == "gated_residual" else {"eps": 1e-6}
+    operands = [x(3, 5, 37), x.inside(samples, 5, 37), x(37), *rows]
+    return op, operands, {"views": ((1, 1, 37), *views), "biased": True} | eps, {"biased": True} | eps
 
 
 def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
@@ -88,20 +101,37 @@ def _tables(x: Operands, shape: tuple[int, ...]) -> list[torch.Tensor]:
     return [x(*shape, dtype=torch.float32) for _ in range(2)]
 
 
-def qk(x: Operands, given: bool, batched: bool, lengths: tuple[int, ...] = (5,)) -> Case:
+def qk(x: Operands, given: bool, batched: bool, lengths: tuple[int, ...] = (5,), shared: bool = False) -> Case:
     """3 heads of 10, as slices of packed projections; the sum of squares is then that of 7 heads. lengths: tokens of q,
-    or of q and of k."""
+    or of q and of k, which then have the same tables if they share them."""
     batch, heads, dim = 2, 3, 10
-    operands, views = [], []
+    operands, views, tables = [], [], []
     for tokens in lengths:
         packed = x.inside(batch, tokens, heads * dim)
-        tables = _tables(x, (batch, tokens, heads, dim // 2) if batched else (tokens, heads, dim // 2))
+        if not (shared and tables):
+            tables = _tables(x, (batch, tokens, heads, dim // 2) if batched else (tokens, heads, dim // 2))
         total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
         operands += [packed.unflatten(2, (heads, dim)), *total, x(heads * dim), *tables]
         views.append((2 if batched else 1, tokens, heads, dim // 2))
     keywords = {"eps": 1e-6} | ({"count": 70} if given else {})
     plan = {"weight_views": ((1, 1, heads, dim),) * len(views), "table_views": tuple(views)} | keywords
     return "qk_scale_rope" if given else "qk_norm_rope", operands, plan, keywords
+
+
+def text_qk(x: Operands, given: bool, shapes: tuple[tuple[int, int], ...] = ((2, 5),)) -> Case:
+    """The same without tables. shapes: samples and tokens of q, or of q and of k."""
+    heads, dim = 3, 10
+    operands = []
+    for batch, tokens in shapes:
+        total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
+        operands += [x.inside(batch, tokens, heads * dim).unflatten(2, (heads, dim)), *total, x(heads * dim)]
+    keywords = {"eps": 1e-6} | ({"count": 70} if given else {})
+    return (
+        "qk_scale" if given else "qk_norm",
+        operands,
+        {"weight_views": ((1, 1, heads, dim),) * len(shapes)} | keywords,
+        keywords,
+    )
 
 
 def sum_squares(x: Operands) -> Case:
@@ -140,6 +170,10 @@ def quantise_rows(x: Operands, width: int) -> Case:
     return "quantise_rows", [rows], {}, {}
 
 
+def e4m3_of_gelu(x: Operands) -> Case:
+    return "quantise_rows", [x.inside(7, 30)], {"gelu": True}, {"gelu": True}
+
+
 def neighbourhood(x: Operands, sizes: tuple[int, ...], window: tuple[int, ...], beyond: int = 0, dim: int = 10) -> Case:
     """q, k and v as slices of a packed projection; beyond: columns of keys on either side of the queries'."""
     keys = (*sizes[:2], sizes[2] + 2 * beyond)
@@ -149,6 +183,7 @@ def neighbourhood(x: Operands, sizes: tuple[int, ...], window: tuple[int, ...], 
 
 
 CASES: dict[str, Callable[[Operands], Case]] = {
+    "modulate": modulate,
     "norm_modulate": partial(norm_modulate, pairs=1),
     "norm_modulate two pairs": partial(norm_modulate, pairs=2),
     "norm_modulate one number": partial(norm_modulate, pairs=1, width=1),
@@ -157,6 +192,8 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "residual_norm_modulate without rows": partial(residual, pairs=0),
     "gated_residual per sample": partial(gated_residual, per_token=False),
     "gated_residual per token": partial(gated_residual, per_token=True),
+    "gated_residual of a partial sum": partial(partial_sum, op="gated_residual", pairs=0, samples=3),
+    "residual_norm_modulate of a partial sum": partial(partial_sum, pairs=1, samples=2),
     "norm_modulate by level": partial(by_level, op="norm_modulate", pairs=2, batched=False),
     "norm_modulate by level of each sample": partial(by_level, op="norm_modulate", pairs=1, batched=True),
     "residual_norm_modulate by level": partial(by_level, op="residual_norm_modulate", pairs=2, batched=False),
@@ -173,6 +210,13 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "qk_norm_rope of q and k": partial(qk, given=False, batched=False, lengths=(5, 5)),
     "qk_norm_rope of few q and many k": partial(qk, given=False, batched=True, lengths=(1, 9)),
     "qk_scale_rope of q and k": partial(qk, given=True, batched=False, lengths=(7, 3)),
+    "qk_norm_rope of q and k with the same tables": partial(
+        qk, given=False, batched=False, lengths=(5, 5), shared=True
+    ),
+    "qk_scale_rope of q and k with the same tables": partial(qk, given=True, batched=True, lengths=(5, 5), shared=True),
+    "qk_norm": partial(text_qk, given=False),
+    "qk_norm of q and k": partial(text_qk, given=False, shapes=((3, 5), (2, 7))),
+    "qk_scale of q and k": partial(text_qk, given=True, shapes=((1, 7), (2, 3))),
     "sum_squares": sum_squares,
     "linear_gelu": linear_gelu,
     "head_gate": head_gate,
@@ -188,6 +232,7 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "pixel_norm_silu more channels than a tile": partial(pixel_norm_silu, channels=300, last=False),
     "quantise_rows": partial(quantise_rows, width=1030),
     "quantise_rows one number": partial(quantise_rows, width=1),
+    "e4m3 of a GELU": e4m3_of_gelu,
     "neighbourhood_attention": partial(neighbourhood, sizes=(5, 6, 11), window=(3, 5, 3)),
     "neighbourhood_attention centred windows": partial(neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2),
     "neighbourhood_attention windows as large as the grid": partial(

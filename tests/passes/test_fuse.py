@@ -20,8 +20,8 @@ rng = np.random.default_rng(np.random.SeedSequence().entropy)
 DRAWN = ("video_latent", "audio_latent", "video_context", "audio_context")
 CLOSE = 1e-6  # float32: one sum in another order
 FUSED = {
-    "norm_modulate", "gated_residual", "residual_norm_modulate", "qk_norm_rope", "qk_scale_rope", "linear_gelu",
-    "head_gate", "pixel_norm_silu", "snake_beta",
+    "norm_modulate", "gated_residual", "residual_norm_modulate", "qk_norm_rope", "qk_scale_rope", "qk_norm", "qk_scale",
+    "linear_gelu", "gelu_linear_float8", "head_gate", "pixel_norm_silu", "snake_beta",
 }  # fmt: skip
 
 
@@ -101,6 +101,7 @@ def test_block_has_the_expected_fusions(generation, devices, qk):
         "gated_residual": 2,
         "linear_gelu": 2,
         qk: 4,  # q and k together, of four attentions with RoPE
+        qk.removesuffix("_rope"): 2,  # and of two to the text
     } | ({"head_gate": 6} if new else {})
 
 
@@ -291,6 +292,33 @@ def test_q_and_k_of_other_heads_stay_apart():
         return {"y": o.attention(q, k, o.input("v", B=2, text=5, heads=1, head_dim=4), scale=0.5)}
 
     assert checked(model) == {"qk_norm_rope": 2}
+
+
+def test_text_queries_and_keys_of_other_batches_are_one_node():
+    """Two contexts of four branches: the keys are spread behind their norm."""
+
+    def model(o):
+        q, k = o.input("q", B=3, tokens=3, heads=2, head_dim=4), o.input("k", B=2, text=5, heads=2, head_dim=4)
+        q, k = (o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6) for x, n in ((q, "q_norm"), (k, "k_norm")))
+        k = o.concat(*(o.slice(k, axis="B", start=i, stop=i + 1) for i in (0, 1, 0)), axis="B")
+        return {"y": o.attention(q, k, o.input("v", B=3, text=5, heads=2, head_dim=4), scale=0.5)}
+
+    assert checked(model) == {"qk_norm": 1}
+
+
+def test_residual_that_lacks_samples_is_not_padded():
+    def model(o):
+        x, y = o.input("x", B=3, tokens=4, D=6), o.input("y", B=2, tokens=4, D=6)
+        x = o.add(x, o.mul(o.pad(y, B=(0, 1)), o.input("gate", D=6)))
+        return {"y": o.modulate(o.rms_norm(x, over=("D",), eps=1e-6), o.input("scale", D=6), o.input("shift", D=6))}
+
+    assert checked(model) == {"residual_norm_modulate": 1}
+
+
+def test_bias_behind_an_all_reduce_joins_the_residual():
+    """Row-parallel linears of two devices: no pass over the tokens of its own."""
+    left = [node for node in body(fuse(case("guided-2.3").on(2))).nodes if node.op in ("add", "mul")]
+    assert not any(v.type.axes[-2:] in (("tokens", "D"), ("audio_tokens", "audio_D")) for n in left for v in n.outputs)
 
 
 def test_q_and_k_that_travel_to_other_heads_are_one_node():

@@ -23,6 +23,7 @@ from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ir import Graph
 from ltx2rt.graph.ops import quantise_rows
 from ltx2rt.models import transformer
+from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.passes.quantise import quantise
@@ -122,6 +123,10 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     y = ltx2rt_cuda.ops.linear_float8(*operands, **plan)
     assert y.dtype == torch.bfloat16 and y.shape == (3, 5, 12, 4)
     assert relative_l2(y.float(), expected.float()) <= 2**-8  # bfloat16 keeps 8 bits; the bias may be added after
+    monkeypatch.setattr(ltx2rt_cuda.ops, "LONG_ROWS", 32)
+    rows = []  # a product of few long rows there is none of
+    monkeypatch.setattr(torch, "_scaled_mm", lambda x, *_, **__: rows.append(len(x)) or torch.zeros(len(x), 48))
+    assert ltx2rt_cuda.ops.linear_float8(*operands, **plan).shape == y.shape and rows == [272]
 
 
 # --- the pass ----------------------------------------------------------------------------------------------------
@@ -171,6 +176,15 @@ def test_backends_do_what_the_definition_says(kind, layers):
         expected = interpret(graph, params(), inputs())
         for key, value in run_graph(kind, graph, params(), inputs(), layers).items():
             assert relative_l2(value, expected[key]) <= 2e-3, key
+
+
+def test_gelu_joins_the_quantisation_behind_it():
+    fused = fuse(quantise(stack()))
+    assert ops(fused)["gelu_linear_float8"] == LAYERS - 2 and ops(fused)["gelu"] == 0
+    expected = interpret(quantise(stack()), params(), inputs())
+    for kind in ("numpy", "cuda"):
+        for key, value in run_graph(kind, fused, params(), inputs()).items():
+            assert relative_l2(value, expected[key]) <= 2e-3, key  # as above
 
 
 @pytest.mark.parametrize("mesh", ({"tensor": 2}, {"tensor": 4}))

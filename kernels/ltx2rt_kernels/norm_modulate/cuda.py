@@ -1,8 +1,9 @@
 """One program per token: the row is read once, held in float32, and written once per result.
 
-The same kernel with RESIDUAL adds y * gate first and writes the sum too; the norm then sees the unrounded sum. With an
-index, rows are by level and each token reads those of its own. Of rows that tokens share, all but the first read the L2
-cache: what comes from memory is x (and y), the results and a few rows.
+The same kernel with RESIDUAL adds y * gate first, or (y + bias) * gate, and writes the sum too; the norm then sees the
+unrounded sum. Without NORM it only modulates. With an index, rows are by level and each token reads those of its own.
+Of rows that tokens share, all but the first read the L2 cache: what comes from memory is x (and y), the results and a
+few rows.
 """
 
 from __future__ import annotations
@@ -15,12 +16,22 @@ from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, nu
 
 
 @jit
+def gated(y, bias, gate, D: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.constexpr):
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    delta = tl.load(y + d, inside, 0.0).to(tl.float32)
+    if BIASED:
+        delta += tl.load(bias + d, inside, 0.0).to(tl.float32)
+    return delta * tl.load(gate + d, inside, 0.0).to(tl.float32)
+
+
+@jit
 def rows_kernel(
-    x, y, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, eps,
+    x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B, eps,
     x_b, x_t, y_b, y_t, gate_b, gate_t,
     scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
     D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
-    BY_LEVEL: tl.constexpr,
+    BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = row // T
@@ -32,11 +43,18 @@ def rows_kernel(
     inside = d < D
     v = tl.load(x + b * x_b + t * x_t + d, inside, 0.0).to(tl.float32)
     if RESIDUAL:
-        delta = tl.load(y + b * y_b + t * y_t + d, inside, 0.0).to(tl.float32)
-        v += delta * tl.load(gate + b * gate_b + r * gate_t + d, inside, 0.0).to(tl.float32)
+        y += b * y_b + t * y_t
+        gate += b * gate_b + r * gate_t
+        if PADDED:
+            if b < y_B:
+                v += gated(y, bias, gate, D, BLOCK, BIASED)
+        else:
+            v += gated(y, bias, gate, D, BLOCK, BIASED)
         tl.store(total + row * D + d, v, inside)
     if RESULTS > 0:
-        n = v * tl.rsqrt(tl.sum(v * v, axis=0) / D + eps)
+        n = v
+        if NORM:
+            n = v * tl.rsqrt(tl.sum(v * v, axis=0) / D + eps)
         z = n
         if ROWS:
             scale = tl.load(scale_0 + b * scale_0_b + r * scale_0_t + d, inside, 0.0).to(tl.float32)
@@ -61,22 +79,28 @@ def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.
     return dtype_reason(x, *rows)
 
 
-def launch(x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_view, results: int, eps: float):
-    """[x + y * the first row if there is a y] + results, normalised and modulated by the other rows."""
+def launch(
+    x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_view, results: int, eps: float,
+    biased: bool = False, norm: bool = True,
+):  # fmt: skip
+    """[x + y * the first row if there is a y] + results, normalised and modulated by the other rows. biased: a bias of
+    y's comes first."""
     batch, tokens, width = x.shape
     index = rows[-1].reshape(index_view).expand(batch, tokens) if index_view else None
     count = max([view[1] for view in views], default=1) if index_view else tokens
-    shaped = [spread(row, view, (batch, count, width)) for row, view in zip(rows, views, strict=index is None)]
+    rows = rows[: len(views)]
+    bias, rows, views = (rows[0].reshape(width), rows[1:], views[1:]) if biased else (None, rows, views)
+    shaped = [spread(row, view, (batch, count, width)) for row, view in zip(rows, views, strict=True)]
     gate, pairs = (shaped[0], shaped[1:]) if y is not None else (None, shaped)
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(results + (y is not None))]
     total, *outs = outputs if y is not None else (None, *outputs)
-    operands = [x, y, gate, *pairs, *[None] * (4 - len(pairs)), index]
-    strides = [n for v in operands for n in ((0, 0) if v is None else v.stride()[:2])]
+    read = [gate, *pairs, *[None] * (4 - len(pairs)), index]
+    strides = [n for v in (x, y, *read) for n in ((0, 0) if v is None else v.stride()[:2])]
     size = block(width)
     rows_kernel[(batch * tokens,)](
-        *operands, total, *outs, *[None] * (2 - results), tokens, eps, *strides,
+        x, y, bias, *read, total, *outs, *[None] * (2 - results), tokens, 0 if y is None else len(y), eps, *strides,
         D=width, BLOCK=size, RESIDUAL=y is not None, RESULTS=results, ROWS=len(pairs) > 0, BY_LEVEL=index is not None,
-        num_warps=num_warps(size),
+        BIASED=biased, PADDED=y is not None and len(y) < batch, NORM=norm, num_warps=num_warps(size),
     )  # fmt: skip
     return outputs
 
@@ -84,3 +108,7 @@ def launch(x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_v
 def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
     results = launch(x, None, rows, views, index_view, len(views) // 2, eps)
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def modulate(x: Tensor, *rows: Tensor, views) -> Tensor:
+    return launch(x, None, rows, views, None, 1, 0.0, norm=False)[0]

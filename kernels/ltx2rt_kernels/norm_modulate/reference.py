@@ -30,6 +30,10 @@ def norm_modulate(x: np.ndarray, *rows: np.ndarray, eps: float, index: np.ndarra
     return [y * (1 + scale.astype(np.float64)) + shift for scale, shift in zip(rows[::2], rows[1::2], strict=True)]
 
 
+def modulate(x: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    return x * (1 + scale.astype(np.float64)) + shift
+
+
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x, the rows, and the index if there is one."""
     x, *rows = shapes

@@ -56,8 +56,9 @@ def pixel_norm_silu(x: Tensor, *, dim: int, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=last)
     first = stride == 1
     block_c = block(channels)
-    # Channels first: 32 neighbours fill whole 64-byte sectors. Channels last: rows are long enough by themselves.
-    block_p = max(8192 // block_c, 32 if first else 1)
+    # Channels first: neighbours fill whole 32-byte sectors, of 1024 channels no more than registers hold. Channels
+    # last: rows are long enough by themselves.
+    block_p = max(8192 // block_c, min(32, 16384 // block_c) if first else 1)
     block_p = min(block_p, block(pixels))
     strides = (1, channels) if x.ndim == 5 else (pixels, 1)
     pixel_norm_silu_kernel[(-(-pixels // block_p), batch)](

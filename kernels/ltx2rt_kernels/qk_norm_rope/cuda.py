@@ -1,7 +1,8 @@
 """One program per token, which holds all its heads: their two halves, cos and sin are read once, the result written
 once, the minimum but for the weight, which all tokens but the first read from the cache. q and k of one attention are
-one launch, whatever their lengths. Under tensor parallelism two kernels: the sum of squares of this device's heads,
-and, after the all-reduce, the rest, given the sum.
+one launch, whatever their lengths; where they have their tables in common, a program turns both. Without tables it is
+the norm alone, of the text's attention. Under tensor parallelism two kernels: the sum of squares of this device's
+heads, and, after the all-reduce, the rest, given the sum.
 """
 
 from __future__ import annotations
@@ -27,14 +28,21 @@ def sum_squares_kernel(
 
 
 @jit
-def rotate(
-    program, x, given, weight, cos, sin, out, T, x_b, x_t, x_h, given_b, given_t, table_b, table_t, table_h,
-    B, count, eps,
+def read_tables(cos, sin, b, t, table_b, table_t, table_h, HEADS: tl.constexpr, HALF: tl.constexpr,
+                BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    h = tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (h < HEADS) & (d < HALF)
+    table = b * table_b + t * table_t + h * table_h + d
+    return tl.load(cos + table, inside, 0.0), tl.load(sin + table, inside, 0.0)
+
+
+@jit
+def turn(
+    b, t, x, given, weight, out, T, x_b, x_t, x_h, given_b, given_t, c, s, count, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, GIVEN: tl.constexpr,
+    ROTATE: tl.constexpr,
 ):  # fmt: skip
-    # The samples of one token are neighbours, so that they find its tables in the cache.
-    b = program % B
-    t = program // B
     h = tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (h < HEADS) & (d < HALF)
@@ -49,59 +57,98 @@ def rotate(
     place = h * (2 * HALF) + d
     lower = lower * scale * tl.load(weight + place, inside, 0.0).to(tl.float32)
     upper = upper * scale * tl.load(weight + place + HALF, inside, 0.0).to(tl.float32)
-    table = b * table_b + t * table_t + h * table_h + d
-    c = tl.load(cos + table, inside, 0.0)
-    s = tl.load(sin + table, inside, 0.0)
     result = out + (b * T + t) * (2 * HEADS * HALF) + place
-    tl.store(result, lower * c - upper * s, inside)
-    tl.store(result + HALF, upper * c + lower * s, inside)
+    if ROTATE:
+        tl.store(result, lower * c - upper * s, inside)
+        tl.store(result + HALF, upper * c + lower * s, inside)
+    else:
+        tl.store(result, lower, inside)
+        tl.store(result + HALF, upper, inside)
+
+
+@jit
+def one(
+    program, x, given, weight, cos, sin, out, T, B, x_b, x_t, x_h, given_b, given_t, table_b, table_t, table_h,
+    count, eps,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, GIVEN: tl.constexpr,
+    ROTATE: tl.constexpr,
+):  # fmt: skip
+    # The samples of one token are neighbours, so that they find its tables in the cache.
+    b = program % B
+    t = program // B
+    c = 0.0
+    s = 0.0
+    if ROTATE:
+        c, s = read_tables(cos, sin, b, t, table_b, table_t, table_h, HEADS, HALF, BLOCK_H, BLOCK_D)
+    turn(
+        b, t, x, given, weight, out, T, x_b, x_t, x_h, given_b, given_t, c, s, count, eps,
+        HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
+    )  # fmt: skip
 
 
 @jit
 def qk_norm_rope_kernel(
-    q, q_given, q_weight, q_cos, q_sin, q_out, q_T, q_b, q_t, q_h,
+    q, q_given, q_weight, q_cos, q_sin, q_out, q_T, q_B, q_b, q_t, q_h,
     q_given_b, q_given_t, q_table_b, q_table_t, q_table_h,
-    k, k_given, k_weight, k_cos, k_sin, k_out, k_T, k_b, k_t, k_h,
-    k_given_b, k_given_t, k_table_b, k_table_t, k_table_h, B, count, eps,
+    k, k_given, k_weight, k_cos, k_sin, k_out, k_T, k_B, k_b, k_t, k_h,
+    k_given_b, k_given_t, k_table_b, k_table_t, k_table_h, count, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, GIVEN: tl.constexpr,
-    TWO: tl.constexpr,
+    ROTATE: tl.constexpr, TWO: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
+    if SHARED:
+        b = program % q_B
+        t = program // q_B
+        c, s = read_tables(q_cos, q_sin, b, t, q_table_b, q_table_t, q_table_h, HEADS, HALF, BLOCK_H, BLOCK_D)
+        turn(
+            b, t, q, q_given, q_weight, q_out, q_T, q_b, q_t, q_h, q_given_b, q_given_t, c, s, count, eps,
+            HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
+        )  # fmt: skip
+        turn(
+            b, t, k, k_given, k_weight, k_out, k_T, k_b, k_t, k_h, k_given_b, k_given_t, c, s, count, eps,
+            HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
+        )  # fmt: skip
+        return
     if TWO:
-        after = program - q_T * B
+        after = program - q_T * q_B
         if after >= 0:
-            rotate(
-                after, k, k_given, k_weight, k_cos, k_sin, k_out, k_T, k_b, k_t, k_h,
-                k_given_b, k_given_t, k_table_b, k_table_t, k_table_h, B, count, eps,
-                HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN,
+            one(
+                after, k, k_given, k_weight, k_cos, k_sin, k_out, k_T, k_B, k_b, k_t, k_h,
+                k_given_b, k_given_t, k_table_b, k_table_t, k_table_h, count, eps,
+                HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
             )  # fmt: skip
             return
-    rotate(
-        program, q, q_given, q_weight, q_cos, q_sin, q_out, q_T, q_b, q_t, q_h,
-        q_given_b, q_given_t, q_table_b, q_table_t, q_table_h, B, count, eps, HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN,
+    one(
+        program, q, q_given, q_weight, q_cos, q_sin, q_out, q_T, q_B, q_b, q_t, q_h,
+        q_given_b, q_given_t, q_table_b, q_table_t, q_table_h, count, eps,
+        HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
     )  # fmt: skip
 
 
-def why_not(*operands: Tensor, dims=None, table_views=((),), **plan) -> str | None:
+def why_not(*operands: Tensor, dims=None, weight_views=((),), table_views=None, **plan) -> str | None:
     if dims is not None and dims != (2, 3):
         return f"the sum is over axes {dims}, the kernel takes (2, 3)"
-    if len(table_views) > 2:
-        return f"{len(table_views)} tensors, the kernel takes q, or q and k"
-    groups = list(zip(*[iter(operands)] * (len(operands) // len(table_views)), strict=True))
-    for (x, *others), view in zip(groups, table_views, strict=True):
+    if len(weight_views) > 2:
+        return f"{len(weight_views)} tensors, the kernel takes q, or q and k"
+    groups = list(zip(*[iter(operands)] * (len(operands) // len(weight_views)), strict=True))
+    for i, (x, *others) in enumerate(groups):
         if x.ndim != 4:
             return f"x has {x.ndim} axes, the kernel takes (B, tokens, heads, head_dim)"
         if block(x.shape[2]) * block(x.shape[3]) > MAX_BLOCK:
             return f"{x.shape[2]} heads of {x.shape[3]}, the kernel takes at most {MAX_BLOCK} numbers a token"
-        if (x.shape[0], *x.shape[2:]) != (groups[0][0].shape[0], *groups[0][0].shape[2:]):
-            return "q and k differ in more than tokens"
+        if x.shape[2:] != groups[0][0].shape[2:]:
+            return "q and k differ in their heads"
         if x.stride(3) != 1:
             return "x's last axis is strided"
-        if others:
-            *_, weight, cos, sin = others
-            cos, sin = cos.reshape(view), sin.reshape(view)
-            if cos.stride() != sin.stride() or cos.stride(3) != 1 or not weight.is_contiguous():
-                return "cos, sin or the weight are strided"
+        if table_views:
+            *others, cos, sin = others
+            cos, sin = cos.reshape(table_views[i]), sin.reshape(table_views[i])
+            if cos.stride() != sin.stride() or cos.stride(3) != 1:
+                return "cos or sin are strided"
+        if others and not others[-1].is_contiguous():
+            return "the weight is strided"
+        if dims is None and x.shape[3] % 2:
+            return f"heads of {x.shape[3]}, the kernel takes them in halves"
         if (reason := dtype_reason(x)) is not None:
             return reason
     return None
@@ -120,29 +167,48 @@ def sum_squares(x: Tensor, *, dims) -> Tensor:
 
 
 def _launch(groups: list[tuple[Any, ...]], views, count: int, eps: float):
-    """groups: x, its sum of squares or None, weight, cos and sin; of one tensor or of two."""
-    batch, _, heads, dim = groups[0][0].shape
+    """groups: x, its sum of squares or None, weight, cos and sin or twice None; of one tensor or of two."""
+    shape = groups[0][0].shape
+    heads, dim = shape[2:]
     arguments, results = [], []
     for (x, given, weight, cos, sin), view in zip(groups, views, strict=True):
-        tokens = x.shape[1]
-        cos, sin = (spread(table, view, (*x.shape[:3], dim // 2)) for table in (cos, sin))
+        if cos is not None:
+            cos, sin = (spread(table, view, (*x.shape[:3], dim // 2)) for table in (cos, sin))
         results.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
-        arguments += [x, given, weight, cos, sin, results[-1], tokens, *x.stride()[:3]]
-        arguments += [*((0, 0) if given is None else given.stride()), *cos.stride()[:3]]
-    two = len(groups) == 2
+        arguments += [x, given, weight, cos, sin, results[-1], x.shape[1], x.shape[0], *x.stride()[:3]]
+        arguments += [*((0, 0) if given is None else given.stride()), *((0, 0, 0) if cos is None else cos.stride()[:3])]
+    two, rotate = len(groups) == 2, groups[0][3] is not None
+    # Two tensors of the same tokens with the same tables: one program turns both.
+    same = [a is b for a, b in zip(groups[0][3:], groups[-1][3:], strict=True)]
+    shared = two and rotate and all(same) and groups[1][0].shape == shape
     arguments += [] if two else [None] * len(arguments)
+    programs = [x.shape[0] * x.shape[1] for x in results]
     blocks = _blocks(heads, dim // 2) | {"num_warps": _blocks(heads, dim)["num_warps"]}
-    qk_norm_rope_kernel[(batch * sum(x.shape[1] for x in results),)](
-        *arguments, batch, float(count), eps,
-        HEADS=heads, HALF=dim // 2, GIVEN=groups[0][1] is not None, TWO=two, **blocks,
+    qk_norm_rope_kernel[(programs[0] if shared else sum(programs),)](
+        *arguments, float(count), eps,
+        HEADS=heads, HALF=dim // 2, GIVEN=groups[0][1] is not None, ROTATE=rotate, TWO=two, SHARED=shared, **blocks,
     )  # fmt: skip
     return tuple(results) if two else results[0]
 
 
+def _numbers(x: Tensor) -> int:
+    return x.shape[2] * x.shape[3]
+
+
 def qk_norm_rope(*operands: Tensor, weight_views, table_views, eps: float):
     groups = [(x, None, *others) for x, *others in zip(*[iter(operands)] * 4, strict=True)]
-    return _launch(groups, table_views, operands[0].shape[2] * operands[0].shape[3], eps)
+    return _launch(groups, table_views, _numbers(operands[0]), eps)
 
 
 def qk_scale_rope(*operands: Tensor, weight_views, table_views, count: int, eps: float):
     return _launch(list(zip(*[iter(operands)] * 5, strict=True)), table_views, count, eps)
+
+
+def qk_norm(*operands: Tensor, weight_views, eps: float):
+    groups = [(x, None, weight, None, None) for x, weight in zip(*[iter(operands)] * 2, strict=True)]
+    return _launch(groups, weight_views, _numbers(operands[0]), eps)
+
+
+def qk_scale(*operands: Tensor, weight_views, count: int, eps: float):
+    groups = [(x, total, weight, None, None) for x, total, weight in zip(*[iter(operands)] * 3, strict=True)]
+    return _launch(groups, weight_views, count, eps)

@@ -34,9 +34,23 @@ def qk_norm_rope(*operands: np.ndarray, eps: float) -> list[np.ndarray]:
     return found
 
 
+def qk_scale(*operands: np.ndarray, count: int, eps: float) -> list[np.ndarray]:
+    """qk_scale_rope without tables: operands x, total, weight."""
+    still = (np.ones(1), np.zeros(1))
+    return qk_scale_rope(
+        *(v for g in zip(*[iter(operands)] * 3, strict=True) for v in (*g, *still)), count=count, eps=eps
+    )
+
+
+def qk_norm(*operands: np.ndarray, eps: float) -> list[np.ndarray]:
+    """qk_norm_rope without tables: operands x, weight."""
+    still = (np.ones(1), np.zeros(1))
+    return qk_norm_rope(*(v for g in zip(*[iter(operands)] * 2, strict=True) for v in (*g, *still)), eps=eps)
+
+
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
-    """shapes: of x, the sums of squares if they are given, weight, cos and sin, and again of k's; sums and tables are
-    float32.
+    """shapes: of x, the sums of squares if they are given, weight, cos and sin if it turns, and again of k's; sums and
+    tables are float32. Tables that q and k share are counted for both.
 
     Tables without a batch axis are asked for once per sample; the samples of a token run next to each other, so all
     but the first read the cache.
@@ -45,8 +59,10 @@ def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
         both = size(shapes, dtype) + size([shapes[0][:2]], "float32")
         return Bytes(both, both)
     moved = minimum = 0
-    for x, *given, weight, cos, sin in zip(*[iter(shapes)] * (4 if op == "qk_norm_rope" else 5), strict=True):
+    tables = 2 if op.endswith("rope") else 0
+    for x, *others in zip(*[iter(shapes)] * (2 + tables + ("scale" in op)), strict=True):
+        cos_and_sin, (*given, weight) = others[len(others) - tables :], others[: len(others) - tables]
         each = (*x[:-1], x[-1] // 2)
-        moved += size([x, (x[0], x[1], *weight), x], dtype) + size([each, each, *given], "float32")
-        minimum += size([x, weight, x], dtype) + size([cos, sin, *given], "float32")
+        moved += size([x, (x[0], x[1], *weight), x], dtype) + size([each] * tables + given, "float32")
+        minimum += size([x, weight, x], dtype) + size([*cos_and_sin, *given], "float32")
     return Bytes(moved, minimum)

@@ -1,4 +1,5 @@
-"""One program per row: read once, its largest number found, divided and rounded to e4m3 as it is written.
+"""One program per row: read once, its GELU taken where one stands before the product, its largest number found, divided
+and rounded to e4m3 as it is written.
 
 It moves the minimum: x read once, the values and a scale for each row written once.
 """
@@ -15,18 +16,21 @@ from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, nu
 
 @jit
 def quantise_rows_kernel(
-    x, values, scales, x_r, STEP: tl.constexpr, TINY: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, values, scales, x_r, STEP: tl.constexpr, TINY: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     v = tl.load(x + row * x_r + d, d < N, 0.0).to(tl.float32)
+    if GELU:  # by tanh: (1 + tanh z) / 2 is the logistic function of 2 z, here with z = sqrt(2 / pi) (v + 0.044715 v^3)
+        v = v * tl.sigmoid(1.5957691216057308 * v * (1.0 + 0.044715 * v * v))
     scale = tl.maximum(tl.max(tl.abs(v), axis=0), TINY) * STEP
     tl.store(scales + row, scale)
     # div_rn: Triton's own division errs by a last bit, which would move numbers over the edge between two steps.
     tl.store(values + row * N + d, tl.div_rn(v, scale).to(tl.float8e4nv), d < N)
 
 
-def why_not(x: Tensor) -> str | None:
+def why_not(x: Tensor, *, gelu: bool = False) -> str | None:
     if x.ndim != 2:
         return f"x has {x.ndim} axes, the kernel takes (rows, n)"
     if x.shape[1] > MAX_BLOCK:
@@ -38,13 +42,13 @@ def why_not(x: Tensor) -> str | None:
     return dtype_reason(x)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor, *, gelu: bool = False) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     size = block(width)
     quantise_rows_kernel[(rows,)](
         x, values, scales, x.stride(0),
-        STEP=FLOAT8_STEP, TINY=FLOAT8_TINY, N=width, BLOCK=size, num_warps=num_warps(size),
+        STEP=FLOAT8_STEP, TINY=FLOAT8_TINY, N=width, BLOCK=size, GELU=gelu, num_warps=num_warps(size),
     )  # fmt: skip
     return values, scales

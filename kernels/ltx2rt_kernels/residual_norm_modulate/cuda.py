@@ -1,7 +1,8 @@
 """The row kernel of `norm_modulate` with a gated residual before it; `gated_residual` leaves the norm out.
 
-From memory it moves the minimum but for rows, which all tokens but the first read from the cache: x and y once, the sum
-and each result once.
+The residual may come before its bias is added, as under tensor parallelism, and lack the last samples, as where the
+isolated branch has no cross-attention. From memory it moves the minimum but for rows, which all tokens but the first
+read from the cache: x and y once, the sum and each result once.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from ltx2rt_kernels.norm_modulate.cuda import launch
 from ltx2rt_kernels.norm_modulate.cuda import why_not as why_not_rows
 
 
-def why_not(x: Tensor, y: Tensor, gate: Tensor, *rows: Tensor, views, index_view=None, eps=0.0) -> str | None:
-    if y.stride(-1) != 1 or gate.stride(-1) != 1:
+def why_not(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False, eps=0.0) -> str | None:
+    if any(row.stride(-1) != 1 for row in (y, *rows[: 1 + biased])):
         return "an operand's last axis is strided"
-    return why_not_rows(x, *rows, index_view=index_view)
+    return why_not_rows(x, *rows[1 + biased :], index_view=index_view)
 
 
-def gated_residual(x: Tensor, y: Tensor, *gate: Tensor, views, index_view=None) -> Tensor:
-    return launch(x, y, gate, views, index_view, 0, 0.0)[0]
+def gated_residual(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False) -> Tensor:
+    return launch(x, y, rows, views, index_view, 0, 0.0, biased)[0]
 
 
-def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None):
-    return tuple(launch(x, y, rows, views, index_view, max(1, len(views) // 2), eps))
+def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False):
+    results = max(1, (len(views) - biased) // 2)
+    return tuple(launch(x, y, rows, views, index_view, results, eps, biased))
