@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import sqlite3
 import time
 import traceback
@@ -17,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -49,6 +49,7 @@ from ltx2rt.serve.queue import (
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
 
+LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 LOCAL = "local"  # the user where there are no tokens
 MIN_FREE_BYTES = 2 * 10**9
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
@@ -85,6 +86,23 @@ class Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False).encode()
+
+
+class Opened(FileResponse):
+    """A file that can be read to its end when it is deleted meanwhile. Raises FileNotFoundError."""
+
+    def __init__(self, path: Path, **how: Any):
+        self._file = path.open("rb")
+        super().__init__(f"/dev/fd/{self._file.fileno()}", **how)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def ranged(message: Any) -> None:
+            if message["type"] == "http.response.start" and (status := message["status"]) >= 400:
+                raise Refusal(status, "invalid_value", "range: expected bytes=FIRST-LAST within the file", "range")
+            await send(message)
+
+        with self._file:
+            await super().__call__(scope, receive, ranged)
 
 
 class App:
@@ -450,19 +468,18 @@ class App:
         number, n = request.query_params.get("video", "0"), job.job.get("n", 1)
         if number not in map(str, range(n)):
             raise Refusal(400, "invalid_value", f"video: {number[:80]!r}, expected 0 to {n - 1}", "video")
-        name = clip_names(job.stem, n)[int(number)] if variant == "video" else job.stem + THUMBNAIL
-        path = self.folder.outputs / name
-        if not job.result.get("file") or not path.exists():
-            raise Refusal(410, "expired", "the file was deleted after its time; send the request again")
-        if variant == "thumbnail":
-            return FileResponse(path, media_type="image/webp")
-        noted = None
-        if request.method == "GET" and "fetched" not in job.result:
-            noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=int(time.time()))
-        shown = f"{job.id}.mp4" if number == "0" else f"{job.id}-{number}.mp4"
-        return FileResponse(
-            path, media_type="video/mp4", filename=shown, content_disposition_type="inline", background=noted
-        )
+        try:
+            if variant == "thumbnail":
+                return Opened(self.folder.outputs / (job.stem + THUMBNAIL), media_type="image/webp")
+            noted = None
+            if request.method == "GET" and "fetched" not in job.result:
+                noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=int(time.time()))
+            return Opened(
+                self.folder.outputs / clip_names(job.stem, n)[int(number)], media_type="video/mp4", background=noted,
+                filename=job.id + (f"-{number}" if number != "0" else "") + ".mp4", content_disposition_type="inline",
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise Refusal(410, "expired", "the file was deleted after its time; send the request again") from None
 
     async def not_here(self, request: Request) -> Response:
         raise Refusal(501, "not_supported", NOT_HERE)
@@ -598,11 +615,7 @@ class App:
 
 def is_local(host: str) -> bool:
     """Whether a Host header names this machine by its loopback."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    return name in ("localhost", "::1") or (name.startswith("127.") and name.replace(".", "").isdecimal())
+    return LOCAL_HOST.fullmatch(host.lower()) is not None
 
 
 def rss_bytes(pid: int | str) -> int:
