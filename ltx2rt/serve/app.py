@@ -30,7 +30,7 @@ from starlette.routing import Route
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import THUMBNAIL, Folder, clip_names
+from ltx2rt.serve.folder import NO_SPACE, THUMBNAIL, Folder, clip_names
 from ltx2rt.serve.form import Gone, close_unread, fields_of
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.openapi import openapi
@@ -151,6 +151,7 @@ class App:
                 HTTPException: self._refused,
                 Gone: self._refused,
                 sqlite3.OperationalError: self._refused,
+                OSError: self._refused,
                 Exception: self._refused,
             },
         )
@@ -233,9 +234,11 @@ class App:
         if isinstance(error, HTTPException):
             codes = {404: "not_found", 405: "method_not_allowed"}
             error = Refusal(error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail))
-        elif isinstance(error, sqlite3.OperationalError):
-            self.board.log("queue_error", error=str(error))
-            error = Refusal(503, "disk_full", "the queue cannot be written", retry_after_s=RETRY_S)
+        elif isinstance(error, (sqlite3.OperationalError, OSError)):
+            self.board.log("disk_error", error=str(error))
+            full = isinstance(error, sqlite3.Error) or error.errno in NO_SPACE
+            code, said = ("disk_full", "is full") if full else ("disk_error", "does not work; the log says why")
+            error = Refusal(503, code, f"the server's disk {said}", retry_after_s=RETRY_S)
         elif isinstance(error, Gone):
             error = Refusal(400, "gone", "the client has left")
         elif not isinstance(error, Refusal):

@@ -2,12 +2,13 @@
 
 import asyncio
 import base64
-import io
+import hashlib
 import json
 import os
 import random
 import socket
 import struct
+import sys
 import time
 import warnings
 import zlib
@@ -16,18 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
-from PIL import Image
-from serving import SMALL, moving, sound
+from serving import SMALL, moving, png, sound
+
+import ltx2rt
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
-
-
-def png(width=20, height=10):
-    file = io.BytesIO()
-    Image.fromarray(np.arange(width * height * 3, dtype=np.uint8).reshape(height, width, 3)).save(file, "PNG")
-    return file.getvalue()
 
 
 def error_of(answer, status):
@@ -464,15 +459,46 @@ def test_the_log_has_no_prompts(server):
     assert [line["job"] for line in server.lines("completed")].count(id) == 1
 
 
-@pytest.mark.parametrize("path", [
+TRAVERSALS = (
     "/v1/videos/..%2f..%2fjobs.db", "/v1/videos/video_../content", "/../jobs.db", "/%2e%2e/%2e%2e/etc/passwd",
     "/page/../app.py", "/index.html%00", "/v1/videos/video_0123456789ABCDEFGHJKMNPQRS", "/app.py", "//etc/passwd",
-])  # fmt: skip
-def test_paths_lead_nowhere(server, path):
+)  # fmt: skip
+
+
+def raw_get(server, path):
+    """The status of the answer to a path that no client would send."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
         raw.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: raw.recv(65536), b""))
-    assert answer.split()[1] in (b"404", b"400"), answer
+        return int(b"".join(iter(lambda: raw.recv(65536), b"")).split()[1])
+
+
+@pytest.mark.parametrize("path", TRAVERSALS)
+def test_paths_lead_nowhere(server, path):
+    assert raw_get(server, path) in (400, 404)
+
+
+def test_nothing_is_opened_but_what_is_the_servers_own(start, tiny_model, tmp_path):
+    server = start(env={"FAKE_OPENED": str(tmp_path / "opened")})
+    id = server.add("1:0")
+    server.until(id)
+    before, clip = len((tmp_path / "opened").read_text()), {"prompt": "1:0", **SMALL}
+    for path in (*TRAVERSALS, f"/v1/videos/{id}/content?variant=../../jobs.db", f"/v1/videos/{id}/content?video=../0"):
+        assert raw_get(server, path) in (400, 404)
+    for name in ("../../x.png", "/etc/passwd", "a\0.png", "a" * 4000, "x.mp4"):
+        files = {"input_reference": (name, png()), **{field: (None, str(text)) for field, text in clip.items()}}
+        assert server.http.post("/v1/videos", files=files).status_code in (200, 400)
+    for url in ("/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x"):
+        error_of(server.http.post("/v1/videos", json={**clip, "input_reference": {"image_url": url}}), 400)
+    error_of(server.http.post("/v1/videos", json={**clip, "images": [{"file_id": "../../etc/passwd"}]}), 400)
+    error_of(server.http.post("/v1/videos", json={**clip, "loras": [{"name": "../../x"}]}), 400)
+    many = {f"f{n}": (f"f{n}", b"x") for n in range(100)}
+    error_of(server.http.post("/v1/videos", files={**many, "prompt": (None, "1:0")}), 400)
+    assert server.http.get("/").status_code == server.http.get(f"/v1/videos/{id}/content").status_code == 200
+    own = [server.data, tiny_model, Path(ltx2rt.__file__).parent, sys.prefix, sys.base_prefix, "/dev/fd", "/dev/null"]
+    opened = set((tmp_path / "opened").read_text()[before:].splitlines())
+    strange = {path for path in opened if not path.isdecimal() and not path.startswith(tuple(f"{one}" for one in own))}
+    assert len(opened) > 3 and not strange, strange
+    assert {path.name for path in (server.data / "in").iterdir()} == {hashlib.sha256(png()).hexdigest()}
 
 
 def test_other_hosts_and_other_pages_are_refused(server):
