@@ -1,7 +1,6 @@
 """The routes: OpenAI's `/v1/videos` and what it lacks, as one ASGI application.
 
-Decides who may ask what, and what a job looks like from outside. Four statuses are known to OpenAI's client, so a
-cancelled job is `failed` with the code `cancelled`; what OpenAI has no field for stands in `x`.
+Decides who may ask what, and how each question is answered.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ from ltx2rt.serve.queue import (
 )
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.video import as_video
 
 LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 LOCAL = "local"  # the user where there are no tokens
@@ -268,61 +268,8 @@ class App:
 
     async def _video(self, job: Job) -> dict[str, Any]:
         position = await self.store(self.queue.ahead, job) if job.status == QUEUED else None
-        return self.video(job, position)
-
-    def video(self, job: Job, position: int | None = None) -> dict[str, Any]:
-        clip, live, result = job.job["clip"], self.board.live.get(job.id), job.result or {}
-        report = result.get("report", {})
-        n, seconds = job.job.get("n", 1), job.job.get("seconds", 0.0)
-        progress = 100 if job.status == COMPLETED else min(99, max(1, int(99 * live["fraction"]))) if live else 0
-        running = live if job.status == RUNNING and live else {}
-        images = [{"file_id": i[0], "frame": i[1], "strength": i[2]} for i in job.job["images"]]
-        loras = [{"name": Path(lora[0]).stem, "strength": lora[1], "stage": lora[2]} for lora in job.job["loras"]]
-        files = {
-            field: [{"file_id": name.split(".")[0]} | ({"strength": rest[0]} if rest else {}) for name, *rest in kept]
-            for field, kept in job.job.get("files", {}).items()
-        }
-        settings = {"pipeline": job.job["pipeline"], **clip, "n": n, "images": images, "loras": loras, **files}
-        content = f"/v1/videos/{job.id}/content"
-        made, shown = job.status == COMPLETED and result.get("file"), self.board.previews.get(job.id)
-        return {
-            "id": job.id,
-            "object": "video",
-            "model": self.admission.model,
-            "status": FAILED if job.status == CANCELLED else job.status,
-            "progress": progress,
-            "created_at": int(job.created),
-            "completed_at": int(job.finished) if job.finished and job.status == COMPLETED else None,
-            "expires_at": int(job.finished + self.settings.keep_s) if made and job.finished else None,
-            "seconds": f"{float(seconds):.3f}",
-            "size": job.job.get("size", ""),
-            "prompt": clip.get("prompt"),
-            "remixed_from_video_id": job.remixed_from,
-            "error": job.error,
-            "metadata": job.given.get("metadata"),
-            "x": {
-                "stage": running.get("stage"),
-                "step": running.get("step"),
-                "steps": running.get("of"),
-                "eta_s": running.get("eta_s"),
-                "queue_position": position,
-                "seed": clip.get("seed"),
-                "settings": settings,
-                "preview": f"{content}?variant=preview&number={shown[0]}" if shown else None,
-                "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
-                "run_s": job.finished - job.started if job.finished and job.started else None,
-                "attempts": job.attempts,
-                "priority": job.priority,
-                "cancel_requested_at": int(job.cancel) if job.cancel else None,
-                "urls": {
-                    "video": content,
-                    "thumbnail": f"{content}?variant=thumbnail",
-                    "videos": [f"{content}?video={number}" for number in range(n)],
-                }
-                if made
-                else {},
-            },
-        }
+        live, preview = self.board.live.get(job.id), self.board.previews.get(job.id)
+        return as_video(job, self.admission.model, self.settings.keep_s, live, preview and preview[0], position)
 
     def _answer(self, video: dict[str, Any], status: int = 200) -> Response:
         wait_ms = POLL_MS.get(video["status"])
