@@ -101,11 +101,14 @@ class DFR(VideoRequest):
             found = self.num_generated_keyframes
             raise InputError(f"--num-generated-keyframes: {found}, but dfr places its keyframes itself; leave it out")
 
-    def resolved(self: Any, model: ModelConfig) -> Any:
+    @classmethod
+    def check_model(cls, model: ModelConfig) -> None:
         if not model.transformer.keyframe_vector:
             raise InputError(
                 f"--pipeline: dfr, but LTX-{model.generation} has no vector for keyframes; pass a model of LTX-2.5"
             )
+
+    def resolved(self: Any, model: ModelConfig) -> Any:
         full = super().resolved(model)
         if full.num_frames == 1:
             raise InputError(f"--num-frames: 1, expected {model.video_vae.time_factor + 1} or more (dfr)")

@@ -66,6 +66,8 @@ def parse_fps(text: str | float | Fraction) -> Fraction:
     """23.976, 29.97 and 59.94 mean x*1000/1001 of the next integer; anything else is the decimal or fraction given."""
     ntsc, text = {"23.976": 24, "29.97": 30, "59.94": 60}, str(text)
     try:
+        if len(text) > 80 or "e" in text.lower():  # 1e999999999 has as many digits
+            raise ValueError
         fps = Fraction(ntsc[text] * 1000, 1001) if text in ntsc else Fraction(text)
     except (ValueError, ZeroDivisionError):
         raise InputError(f"--fps: {text[:80]!r} is no number; give one such as 24, 23.976 or 30000/1001") from None
@@ -146,10 +148,6 @@ class Request:
 
     def check(self) -> None:
         """Refuse what is wrong whatever the model is. Raises InputError; reads no file."""
-        try:
-            self.prompt.encode()
-        except UnicodeEncodeError:
-            raise InputError("--prompt: holds characters that are no text (lone surrogates); type it again") from None
         if not self.prompt.strip():
             raise InputError("--prompt: the prompt is empty; say what the clip shows")
         if self.num_videos < 1:
@@ -174,6 +172,8 @@ class Request:
             value = getattr(self, f.name)
             if isinstance(value, float) and not abs(value) < 1e6:
                 raise InputError(f"{spelling(f)}: {value:g}, expected a finite number below 1e6")
+            if isinstance(value, str) and value != value.encode(errors="ignore").decode():
+                raise InputError(f"{spelling(f)}: holds characters that are no text (lone surrogates); type it again")
 
     def check_files(self) -> None:
         """Refuse named files that are not there. Raises InputError."""
@@ -190,8 +190,13 @@ class Request:
             if lora.stage == "stage2" and self.num_stages == 1:
                 raise InputError(f"--lora: {lora.path} is for stage 2, and the {self.name} pipeline has none")
 
+    @classmethod
+    def check_model(cls, model: ModelConfig) -> None:
+        """Refuse a model that no request of the pipeline goes with. Raises InputError."""
+
     def resolved(self: R, model: ModelConfig) -> R:
         """Check the request against the model and fill every default, the seed included. Raises InputError."""
+        self.check_model(model)
         self.check()
         self, step = self._lasting(model), model.video_vae.time_factor
         limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
@@ -466,7 +471,7 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
     raise InputError(f"{name}: {value}, expected {rule}; the nearest are {nearest} {unit}")
 
 
-def distilled_lora(request: Request, options: ModelOptions, found: Any) -> LoraSpec | None:
+def distilled_lora(request: Request | type[Request], options: ModelOptions, found: Any) -> LoraSpec | None:
     """The distilled LoRA of a run whose options are checked. found: gives the one beside the checkpoint, or raises
     InputError.
 

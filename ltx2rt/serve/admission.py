@@ -22,13 +22,22 @@ from ltx2rt.commands.generate import make_plan
 from ltx2rt.errors import InputError
 from ltx2rt.flags import convert, flagged
 from ltx2rt.pipelines import make_request, pipelines
-from ltx2rt.pipelines.request import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Request, VideoRequest, parse_blocks, parse_fps
+from ltx2rt.pipelines.request import (
+    DEFAULT_FRAMES,
+    MAX_FPS,
+    MIN_FPS,
+    Request,
+    VideoRequest,
+    distilled_lora,
+    parse_blocks,
+    parse_fps,
+)
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import SOUND, SUFFIX, VIDEO
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
-from ltx2rt.session.options import DISTILLED_STAGES, LoraSpec, ModelOptions, plain
+from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, plain
 from ltx2rt.session.session import Session
 
 OFFERED = (int, float, str, bool, parse_fps, parse_blocks)  # parsers of flags that name no file
@@ -36,9 +45,12 @@ MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 
 MAX_VIDEOS = 8  # of one request
 UPLOADS = {"audio_path": SOUND, "video_path": VIDEO, "video_conditioning": VIDEO, "conditioning_attention_mask": VIDEO}
 OURS = ("model", "pipeline", "size", "seconds", "n", "images", "loras", "priority", "metadata", "user")
+MAX_DIGITS, MAX_USER = 40, 512  # characters: of a number, of a user's name
+NOT_HERE = {"num_videos", "enhance_prompt", "enhance_seed", "enhanced_prompt"}
 MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # of a device that no replica has told of yet
 SHA = re.compile(r"[0-9a-f]{64}")
+KEPT = re.compile(rf"\b{SHA.pattern}(\.media)?\b")
 
 
 class Elsewhere(DatasheetBackend):
@@ -90,6 +102,7 @@ class Admission:
         self.served = served()
         if default not in self.served:
             raise InputError(f"--pipeline: {default!r}, expected one of {', '.join(self.served)}")
+        self.possible = {name: type_ for name, type_ in self.served.items() if self._possible(type_)}
         kind = "cpu" if options.device == "cpu" else "unknown"
         self._session: Any = None
         self._work: OrderedDict[str, float] = OrderedDict()  # TFLOP by all that decides it
@@ -132,10 +145,10 @@ class Admission:
         if self._text(given, "model", self.model) != self.model:
             raise Refusal(400, "invalid_value", f"model: {given['model'][:80]!r}, expected {self.model!r}", "model")
         _check_metadata(given.get("metadata", {}))
+        if len(self._text(given, "user", "")) > MAX_USER:
+            raise Refusal(400, "invalid_value", f"user: expected at most {MAX_USER} characters", "user")
         try:
             clip = {field: value(clip_fields[field], given[field]) for field in clip_fields if field in given}
-            if len(clip.get("prompt", "")) > MAX_PROMPT:
-                raise InputError(f"--prompt: {len(clip['prompt'])} characters, expected at most {MAX_PROMPT}")
             if "prompt" not in clip:
                 raise InputError("--prompt: there is none; say what the clip shows")
             if "num_frames" in clip_fields:
@@ -180,11 +193,11 @@ class Admission:
         return Admitted(given, job, work, json.dumps(loras) if loras else "", digest)
 
     def _without_folders(self, message: str) -> str:
-        """Sentences name files; where they lie is nobody's business."""
+        """Sentences name files; where they lie is nobody's business, and what they are named here."""
         for folder in (self.inputs, self.lora_folder, self.options.model, self.options.model.parent):
             if folder is not None and str(folder) not in (".", "/"):
                 message = message.replace(f"{folder}/", "")
-        return message
+        return KEPT.sub("the file", message)
 
     @staticmethod
     def _text(given: Mapping[str, Any], name: str, default: str) -> str:
@@ -265,12 +278,23 @@ class Admission:
 
     # --- what can be asked for ----------------------------------------------------------------------------------
 
+    def _possible(self, type_: type[VideoRequest]) -> bool:
+        """Whether model and flags allow a request of the pipeline at all; what refuses one says why not."""
+        try:
+            type_.check_model(self.checkpoint.config)
+            lora = None
+            if isinstance(type_.distilled, str):  # else each request's settings tell
+                lora = distilled_lora(type_, self.options, self.checkpoint.distilled_lora)
+        except InputError:
+            return False
+        return type_.distilled != "needed" or lora != NO_LORA
+
     def limits(self) -> dict[str, Any]:
         model = self.checkpoint.config
         seconds = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
         return {
             "model": self.model,
-            "default_pipeline": self.default,
+            "default_pipeline": self.default if self.default in self.possible else None,
             "pipelines": {
                 name: {
                     "summary": type_.summary,
@@ -278,7 +302,7 @@ class Admission:
                     "fields": {f: schema(found) for f, found in offered(type_).items()},
                     "files": uploads(type_),
                 }
-                for name, type_ in self.served.items()
+                for name, type_ in self.possible.items()
             },
             "frames": {"step": model.video_vae.time_factor, "offset": 1},
             "max_seconds": seconds,
@@ -315,10 +339,12 @@ def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
 
 @cache
 def offered(type_: type[Request]) -> dict[str, Field]:
-    """The clip flags that requests may set: those that name no file. Several videos are several jobs."""
-    found = {f.name: f for f in fields(type_) if "flag" in f.metadata}
-    several = {name for name, f in found.items() if f.metadata["flag"].repeat or name == "num_videos"}
-    return {name: f for name, f in found.items() if f.metadata["flag"].parse in OFFERED and name not in several}
+    """The clip flags that requests may set: those that name no file. Several videos are several jobs; the model that
+    writes prompts out has no place beside the one that is held."""
+    found = {f.name: (f, f.metadata["flag"]) for f in fields(type_) if "flag" in f.metadata}
+    return {
+        name: f for name, (f, how) in found.items() if how.parse in OFFERED and not how.repeat and name not in NOT_HERE
+    }
 
 
 def value(f: Field, given: Any) -> Any:
@@ -329,7 +355,9 @@ def value(f: Field, given: Any) -> Any:
             raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
         return str(given).lower() == "true"
     plain_types = (str, int, float, list) if parse is parse_blocks else (str, int, float)
-    if isinstance(given, bool) or not isinstance(given, plain_types) or len(str(given)) > 10 * MAX_PROMPT:
+    if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
+        raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
+    if isinstance(given, bool) or not isinstance(given, plain_types) or len(str(given)) > MAX_PROMPT:
         raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
     if parse is int and not re.fullmatch(r"-?\d{1,20}(\.0)?", str(given).strip()):
         raise InputError(f"{name}: {str(given)[:80]}, expected a whole number of at most 20 digits")
@@ -357,7 +385,7 @@ def schema(f: Field) -> dict[str, Any]:
 def number(given: Any) -> float | None:
     """A finite number, or its text."""
     try:
-        found = None if isinstance(given, bool) else float(given)
+        found = None if isinstance(given, bool) or len(str(given)) > MAX_DIGITS else float(given)
     except (TypeError, ValueError, OverflowError):
         return None
     return found if found is not None and abs(found) < 1e12 else None

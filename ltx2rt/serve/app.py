@@ -1,7 +1,6 @@
 """The routes: OpenAI's `/v1/videos` and what it lacks, as one ASGI application.
 
-Decides who may ask what, and what a job looks like from outside. Four statuses are known to OpenAI's client, so a
-cancelled job is `failed` with the code `cancelled`; what OpenAI has no field for stands in `x`.
+Decides who may ask what, and how each question is answered.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import sqlite3
 import time
 import traceback
@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -30,7 +29,7 @@ from starlette.routing import Route
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import THUMBNAIL, Folder, clip_names
+from ltx2rt.serve.folder import NO_SPACE, THUMBNAIL, Folder, clip_names
 from ltx2rt.serve.form import Gone, close_unread, fields_of
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.openapi import openapi
@@ -48,7 +47,9 @@ from ltx2rt.serve.queue import (
 )
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.video import as_video
 
+LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 LOCAL = "local"  # the user where there are no tokens
 MIN_FREE_BYTES = 2 * 10**9
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
@@ -85,6 +86,23 @@ class Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False).encode()
+
+
+class Opened(FileResponse):
+    """A file that can be read to its end when it is deleted meanwhile. Raises FileNotFoundError."""
+
+    def __init__(self, path: Path, **how: Any):
+        self._file = path.open("rb")
+        super().__init__(f"/dev/fd/{self._file.fileno()}", **how)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def ranged(message: Any) -> None:
+            if message["type"] == "http.response.start" and (status := message["status"]) >= 400:
+                raise Refusal(status, "invalid_value", "range: expected bytes=FIRST-LAST within the file", "range")
+            await send(message)
+
+        with self._file:
+            await super().__call__(scope, receive, ranged)
 
 
 class App:
@@ -133,6 +151,7 @@ class App:
                 HTTPException: self._refused,
                 Gone: self._refused,
                 sqlite3.OperationalError: self._refused,
+                OSError: self._refused,
                 Exception: self._refused,
             },
         )
@@ -215,9 +234,11 @@ class App:
         if isinstance(error, HTTPException):
             codes = {404: "not_found", 405: "method_not_allowed"}
             error = Refusal(error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail))
-        elif isinstance(error, sqlite3.OperationalError):
-            self.board.log("queue_error", error=str(error))
-            error = Refusal(503, "disk_full", "the queue cannot be written", retry_after_s=RETRY_S)
+        elif isinstance(error, (sqlite3.OperationalError, OSError)):
+            self.board.log("disk_error", error=str(error))
+            full = isinstance(error, sqlite3.Error) or error.errno in NO_SPACE
+            code, said = ("disk_full", "is full") if full else ("disk_error", "does not work; the log says why")
+            error = Refusal(503, code, f"the server's disk {said}", retry_after_s=RETRY_S)
         elif isinstance(error, Gone):
             error = Refusal(400, "gone", "the client has left")
         elif not isinstance(error, Refusal):
@@ -247,61 +268,8 @@ class App:
 
     async def _video(self, job: Job) -> dict[str, Any]:
         position = await self.store(self.queue.ahead, job) if job.status == QUEUED else None
-        return self.video(job, position)
-
-    def video(self, job: Job, position: int | None = None) -> dict[str, Any]:
-        clip, live, result = job.job["clip"], self.board.live.get(job.id), job.result or {}
-        report = result.get("report", {})
-        n, seconds = job.job.get("n", 1), job.job.get("seconds", 0.0)
-        progress = 100 if job.status == COMPLETED else min(99, max(1, int(99 * live["fraction"]))) if live else 0
-        running = live if job.status == RUNNING and live else {}
-        images = [{"file_id": i[0], "frame": i[1], "strength": i[2]} for i in job.job["images"]]
-        loras = [{"name": Path(lora[0]).stem, "strength": lora[1], "stage": lora[2]} for lora in job.job["loras"]]
-        files = {
-            field: [{"file_id": name.split(".")[0]} | ({"strength": rest[0]} if rest else {}) for name, *rest in kept]
-            for field, kept in job.job.get("files", {}).items()
-        }
-        settings = {"pipeline": job.job["pipeline"], **clip, "n": n, "images": images, "loras": loras, **files}
-        content = f"/v1/videos/{job.id}/content"
-        made, shown = job.status == COMPLETED and result.get("file"), self.board.previews.get(job.id)
-        return {
-            "id": job.id,
-            "object": "video",
-            "model": self.admission.model,
-            "status": FAILED if job.status == CANCELLED else job.status,
-            "progress": progress,
-            "created_at": int(job.created),
-            "completed_at": int(job.finished) if job.finished and job.status == COMPLETED else None,
-            "expires_at": int(job.finished + self.settings.keep_s) if made and job.finished else None,
-            "seconds": f"{float(seconds):.3f}",
-            "size": job.job.get("size", ""),
-            "prompt": clip.get("prompt"),
-            "remixed_from_video_id": job.remixed_from,
-            "error": job.error,
-            "metadata": job.given.get("metadata"),
-            "x": {
-                "stage": running.get("stage"),
-                "step": running.get("step"),
-                "steps": running.get("of"),
-                "eta_s": running.get("eta_s"),
-                "queue_position": position,
-                "seed": clip.get("seed"),
-                "settings": settings,
-                "preview": f"{content}?variant=preview&number={shown[0]}" if shown else None,
-                "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
-                "run_s": job.finished - job.started if job.finished and job.started else None,
-                "attempts": job.attempts,
-                "priority": job.priority,
-                "cancel_requested_at": int(job.cancel) if job.cancel else None,
-                "urls": {
-                    "video": content,
-                    "thumbnail": f"{content}?variant=thumbnail",
-                    "videos": [f"{content}?video={number}" for number in range(n)],
-                }
-                if made
-                else {},
-            },
-        }
+        live, preview = self.board.live.get(job.id), self.board.previews.get(job.id)
+        return as_video(job, self.admission.model, self.settings.keep_s, live, preview and preview[0], position)
 
     def _answer(self, video: dict[str, Any], status: int = 200) -> Response:
         wait_ms = POLL_MS.get(video["status"])
@@ -450,19 +418,18 @@ class App:
         number, n = request.query_params.get("video", "0"), job.job.get("n", 1)
         if number not in map(str, range(n)):
             raise Refusal(400, "invalid_value", f"video: {number[:80]!r}, expected 0 to {n - 1}", "video")
-        name = clip_names(job.stem, n)[int(number)] if variant == "video" else job.stem + THUMBNAIL
-        path = self.folder.outputs / name
-        if not job.result.get("file") or not path.exists():
-            raise Refusal(410, "expired", "the file was deleted after its time; send the request again")
-        if variant == "thumbnail":
-            return FileResponse(path, media_type="image/webp")
-        noted = None
-        if request.method == "GET" and "fetched" not in job.result:
-            noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=int(time.time()))
-        shown = f"{job.id}.mp4" if number == "0" else f"{job.id}-{number}.mp4"
-        return FileResponse(
-            path, media_type="video/mp4", filename=shown, content_disposition_type="inline", background=noted
-        )
+        try:
+            if variant == "thumbnail":
+                return Opened(self.folder.outputs / (job.stem + THUMBNAIL), media_type="image/webp")
+            noted = None
+            if request.method == "GET" and "fetched" not in job.result:
+                noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=int(time.time()))
+            return Opened(
+                self.folder.outputs / clip_names(job.stem, n)[int(number)], media_type="video/mp4", background=noted,
+                filename=job.id + (f"-{number}" if number != "0" else "") + ".mp4", content_disposition_type="inline",
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise Refusal(410, "expired", "the file was deleted after its time; send the request again") from None
 
     async def not_here(self, request: Request) -> Response:
         raise Refusal(501, "not_supported", NOT_HERE)
@@ -598,11 +565,7 @@ class App:
 
 def is_local(host: str) -> bool:
     """Whether a Host header names this machine by its loopback."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    return name in ("localhost", "::1") or (name.startswith("127.") and name.replace(".", "").isdecimal())
+    return LOCAL_HOST.fullmatch(host.lower()) is not None
 
 
 def rss_bytes(pid: int | str) -> int:

@@ -6,6 +6,7 @@ on the disk. The epoch in the name keeps a run that was given up from replacing 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,6 +21,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.serve.queue import Job
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLIP, THUMBNAIL, REPORT = ".mp4", ".webp", ".json"
 
 
@@ -53,9 +55,12 @@ class Folder:
             os.utime(self.inputs / name)  # `sweep_inputs` leaves it alone
         except FileNotFoundError:
             partial = self.inputs / f".{name}.{os.urandom(4).hex()}"
-            partial.write_bytes(data)
-            sync(partial)
-            os.replace(partial, self.inputs / name)
+            try:
+                partial.write_bytes(data)
+                sync(partial)
+                os.replace(partial, self.inputs / name)
+            finally:
+                partial.unlink(missing_ok=True)
             sync(self.inputs)
         return digest
 

@@ -24,6 +24,7 @@ from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.upload import IMAGE, MAX_BYTES, SUFFIX, check_upload
 
 MAX_FIELDS, MAX_FILES = 64, 8
+MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
 STRUCTURED = ("loras", "images", "metadata", "stg_blocks")
 
@@ -37,7 +38,7 @@ async def fields_of(
 ) -> dict[str, Any]:
     """The fields of a body; the files that it holds are kept, and stand where they are named by their `file_id`.
 
-    folder: where; none: files are not looked at. uploads: kinds of files by the field that takes them, besides images.
+    folder: where; none: their bytes stand there. uploads: kinds of files by the field that takes them, besides images.
     Raises Refusal.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -49,7 +50,7 @@ async def fields_of(
     else:
         text = f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json"
         raise Refusal(415, "bad_content_type", text)
-    return given if folder is None else await _with_files(given, files, folder, uploads)
+    return {**given, **files} if folder is None else await _with_files(given, files, folder, uploads)
 
 
 async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
@@ -135,7 +136,10 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no number")
 
+    marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
     try:
+        if sum(map(text.count, marks)) > MAX_MARKS:  # type: ignore[arg-type]
+            raise ValueError("it has too many parts")
         return json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "invalid_value", f"{name or 'body'}: no JSON ({str(error)[:120]})", name) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from ltx2rt.serve.board import Board, log
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
+from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
 
 HEAD_S, IDLE_S, GRACE_S = 10, 75, 2
@@ -74,6 +76,9 @@ class Patient(H11Protocol):
         self._late = None
         if self.cycle is None or (self.cycle.response_complete and self.conn.trailing_data[0]):
             self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(json.dumps(Refusal(400, "invalid_value", msg).body))
 
 
 class Server(uvicorn.Server):

@@ -58,7 +58,7 @@ def main() -> int:
     try:
         read_image() if kind == IMAGE else read_media(kind)
     except Exception as error:
-        print(f"{error}"[:200])
+        print(f"{getattr(error, 'strerror', None) or error}"[:200])  # FFmpeg's begin with a number, and name the file
         return 1
     return 0
 
@@ -85,6 +85,8 @@ def read_media(kind: str) -> None:
             if not (container.streams.audio if kind == SOUND else container.streams.video):
                 raise ValueError(f"holds no {kind}")
             for video in container.streams.video:
+                if video.codec_context is None:
+                    raise ValueError(f"its {kind} is of no known kind; save it as MP4")
                 if video.width * video.height > MAX_FRAME_PX:
                     raise ValueError(f"{video.width}x{video.height} pixels, expected at most {MAX_FRAME_PX} in all")
             frames = dict.fromkeys((stream.index for stream in streams), 0)

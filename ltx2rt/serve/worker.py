@@ -12,7 +12,6 @@ them ends them all, for the others may wait for it in a collective; who fails sa
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -36,7 +35,7 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
-from ltx2rt.serve.folder import publish
+from ltx2rt.serve.folder import NO_SPACE, publish
 from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.session.options import LoraSpec
@@ -44,7 +43,6 @@ from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress
 
 THUMBNAIL_PX, PREVIEW_STEPS = 320, 4
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Pipe:

@@ -29,10 +29,9 @@ class Text(Stage):
         tokenizer = session.checkpoint.require_tokenizer()
         if session.config.gemma is not None:
             check_vocabulary(tokenizer, session.config.gemma.vocab_size)
-        for prompt in self.prompts:
+        for name, prompt in zip(("prompt", "negative prompt"), self.prompts, strict=False):
             if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS and session.backend.is_main:
-                said = f"the prompt has {count} tokens, the model reads the first {PROMPT_TOKENS}"
-                note(f"{said}: {prompt[:40]!r}...")
+                note(f"the {name} has {count} tokens, the model reads the first {PROMPT_TOKENS}")
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         """Contexts of prompts that the session has encoded before are its own."""

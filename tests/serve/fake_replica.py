@@ -1,7 +1,7 @@
 """A worker without a model, for tests: speaks the pipe protocol, sleeps for its steps, fails as it is told.
 
-What it does stands in the prompt, `STEPS:SECONDS_A_STEP[:WHAT]`. WHAT: die, hang, oom, internal, lie, late (it does not
-hear of a cancel); with `once-` in front only the first time that the job runs, with `first-` that any job does.
+What it does stands in the prompt, `STEPS:SECONDS_A_STEP[:WHAT]`. WHAT: die, hang, stop, oom, internal, lie, late (does
+not hear of a cancel); with `once-` in front only the first time that the job runs, with `first-` that any job does.
 """
 
 import json
@@ -61,6 +61,8 @@ def main() -> None:
             if step == int(steps) // 2:
                 if what == "die":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if what == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 if what == "hang":
                     time.sleep(1000)
                 if what in ("oom", "internal"):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+from PIL import Image
 
 SMALL = {"pipeline": "one-stage", "size": "64x64", "num_frames": 9}  # what the prompt of a fake replica goes with
 
@@ -78,6 +79,12 @@ class Server:
             self.process.send_signal(number)
         self.http.close()
         return self.process.wait(30)
+
+
+def png(width=20, height=10):
+    file = io.BytesIO()
+    Image.fromarray(np.arange(width * height * 3, dtype=np.uint8).reshape(height, width, 3)).save(file, "PNG")
+    return file.getvalue()
 
 
 def sound(seconds=0.5):

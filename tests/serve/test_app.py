@@ -2,12 +2,13 @@
 
 import asyncio
 import base64
-import io
+import hashlib
 import json
 import os
 import random
 import socket
 import struct
+import sys
 import time
 import warnings
 import zlib
@@ -16,18 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
-from PIL import Image
-from serving import SMALL, moving, sound
+from serving import SMALL, moving, png, sound
+
+import ltx2rt
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
-
-
-def png(width=20, height=10):
-    file = io.BytesIO()
-    Image.fromarray(np.arange(width * height * 3, dtype=np.uint8).reshape(height, width, 3)).save(file, "PNG")
-    return file.getvalue()
 
 
 def error_of(answer, status):
@@ -119,6 +114,13 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
     ({"prompt": "x" * 4001}, "prompt", "at most 4000"),
     ({"prompt": "a \ud800"}, "prompt", "surrogates"),
     ({"prompt": 5}, "prompt", "5"),
+    ({"negative_prompt": "a \ud800"}, "negative_prompt", "surrogates"),
+    ({"negative_prompt": "x" * 4001}, "negative_prompt", "at most 4000"),
+    ({"enhance_prompt": True}, "enhance_prompt", "no field"),
+    ({"steps": " " * 5000 + "1"}, "steps", "expected integer"),
+    ({"n": "0" * 5000 + "1"}, "n", "expected 1 to 8"),
+    ({"user": "x" * 600}, "user", "at most 512"),
+    ({"user": [["x"]]}, "user", "expected text"),
     ({"prompt": None}, "prompt", "there is none"),
     ({"size": "65x64"}, "width", "divisible by 32"),
     ({"size": "64"}, "size", "WIDTHxHEIGHT"),
@@ -129,6 +131,7 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
     ({"num_frames": 9.5}, "num_frames", "9.5"),
     ({"num_frames": None, "seconds": "nan"}, "seconds", "above 0"),
     ({"fps": "1/0"}, "fps", "is no number"),
+    ({"fps": "1e999999999"}, "fps", "is no number"),  # hours to read
     ({"fps": [24]}, "fps", "expected number"),
     ({"seed": -1}, "seed", "0 or more"),
     ({"seed": 2**63}, "seed", "below 2^63"),
@@ -170,6 +173,7 @@ def test_what_the_command_line_refuses_is_refused_before_it_waits(server, given,
     (b"[]", "application/json", 400),
     (b'{"seed": NaN}', "application/json", 400),
     (b"[" * 100_000, "application/json", 400),
+    (b"[" + b"[]," * 5_000_000 + b"[]]", "application/json", 400),  # seconds and 900 MB to read
     (b"\xff\xfe", "application/json", 400),
     (b"a=b", "application/x-www-form-urlencoded", 415),
     (b"<x/>", "text/xml", 415),
@@ -211,6 +215,8 @@ def test_settings_of_a_video_make_another_one(server):
     remix = server.http.post(f"/v1/videos/{first['id']}/remix", json={"prompt": "2:0"}).json()
     assert remix["x"]["settings"] == {**first["x"]["settings"], "prompt": "2:0"}
     error_of(server.http.post(f"/v1/videos/{first['id']}/remix", json={"prompt": "2:0", "seed": 4}), 400)
+    form = {"prompt": (None, "2:0"), "input_reference": ("x.png", png())}
+    error_of(server.http.post(f"/v1/videos/{first['id']}/remix", files=form), 400)
 
 
 def test_seconds_become_the_nearest_number_of_frames(server):
@@ -344,7 +350,8 @@ def test_content_in_ranges_and_with_a_tag(server):
     part = server.http.get(url, headers={"range": "bytes=6-10"})
     assert (part.status_code, part.content) == (206, whole[6:11])
     assert server.http.get(url, headers={"range": "bytes=-2"}).content == whole[-2:]
-    assert server.http.get(url, headers={"range": "bytes=999-"}).status_code == 416
+    for asked, status in (("bytes=999-", 416), ("bytes=5-2", 400), ("bytes=a-b", 400), ("seconds=0-1", 400)):
+        assert error_of(server.http.get(url, headers={"range": asked}), status)["param"] == "range"
     error_of(server.http.get(url, params={"variant": "../x"}), 400)
     assert server.http.get(url, params={"variant": "report"}).json()["seed"] == 9
 
@@ -415,7 +422,7 @@ def test_all_of_a_users_jobs_in_one_stream(server):
 def test_what_can_be_asked_for(server):
     limits = server.http.get("/v1/limits").json()
     assert set(limits["pipelines"]) == {
-        "two-stage", "a2v", "dfr", "distilled", "hq", "ic-lora", "keyframes", "one-stage", "retake",
+        "two-stage", "a2v", "distilled", "hq", "ic-lora", "keyframes", "one-stage", "retake",
     }  # fmt: skip
     assert limits["loras"] == ["style"]
     assert limits["pipelines"]["one-stage"]["multiple_of_px"] == 32
@@ -451,15 +458,46 @@ def test_the_log_has_no_prompts(server):
     assert [line["job"] for line in server.lines("completed")].count(id) == 1
 
 
-@pytest.mark.parametrize("path", [
+TRAVERSALS = (
     "/v1/videos/..%2f..%2fjobs.db", "/v1/videos/video_../content", "/../jobs.db", "/%2e%2e/%2e%2e/etc/passwd",
     "/page/../app.py", "/index.html%00", "/v1/videos/video_0123456789ABCDEFGHJKMNPQRS", "/app.py", "//etc/passwd",
-])  # fmt: skip
-def test_paths_lead_nowhere(server, path):
+)  # fmt: skip
+
+
+def raw_get(server, path):
+    """The status of the answer to a path that no client would send."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
         raw.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: raw.recv(65536), b""))
-    assert answer.split()[1] in (b"404", b"400"), answer
+        return int(b"".join(iter(lambda: raw.recv(65536), b"")).split()[1])
+
+
+@pytest.mark.parametrize("path", TRAVERSALS)
+def test_paths_lead_nowhere(server, path):
+    assert raw_get(server, path) in (400, 404)
+
+
+def test_nothing_is_opened_but_what_is_the_servers_own(start, tiny_model, tmp_path):
+    server = start(env={"FAKE_OPENED": str(tmp_path / "opened")})
+    id = server.add("1:0")
+    server.until(id)
+    before, clip = len((tmp_path / "opened").read_text()), {"prompt": "1:0", **SMALL}
+    for path in (*TRAVERSALS, f"/v1/videos/{id}/content?variant=../../jobs.db", f"/v1/videos/{id}/content?video=../0"):
+        assert raw_get(server, path) in (400, 404)
+    for name in ("../../x.png", "/etc/passwd", "a\0.png", "a" * 4000, "x.mp4"):
+        files = {"input_reference": (name, png()), **{field: (None, str(text)) for field, text in clip.items()}}
+        assert server.http.post("/v1/videos", files=files).status_code in (200, 400)
+    for url in ("/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x"):
+        error_of(server.http.post("/v1/videos", json={**clip, "input_reference": {"image_url": url}}), 400)
+    error_of(server.http.post("/v1/videos", json={**clip, "images": [{"file_id": "../../etc/passwd"}]}), 400)
+    error_of(server.http.post("/v1/videos", json={**clip, "loras": [{"name": "../../x"}]}), 400)
+    many = {f"f{n}": (f"f{n}", b"x") for n in range(100)}
+    error_of(server.http.post("/v1/videos", files={**many, "prompt": (None, "1:0")}), 400)
+    assert server.http.get("/").status_code == server.http.get(f"/v1/videos/{id}/content").status_code == 200
+    own = [server.data, tiny_model, Path(ltx2rt.__file__).parent, sys.prefix, sys.base_prefix, "/dev/fd", "/dev/null"]
+    opened = set((tmp_path / "opened").read_text()[before:].splitlines())
+    strange = {path for path in opened if not path.isdecimal() and not path.startswith(tuple(f"{one}" for one in own))}
+    assert len(opened) > 3 and not strange, strange
+    assert {path.name for path in (server.data / "in").iterdir()} == {hashlib.sha256(png()).hexdigest()}
 
 
 def test_other_hosts_and_other_pages_are_refused(server):
@@ -468,10 +506,44 @@ def test_other_hosts_and_other_pages_are_refused(server):
     post = {"json": {"prompt": "1:0", **SMALL}}
     assert error_of(server.http.post("/v1/videos", headers={"origin": "http://evil.example"}, **post), 403)
     assert server.http.post("/v1/videos", headers={"origin": f"http://{own}"}, **post).status_code == 200
-    assert error_of(server.http.get("/v1/videos", headers={"host": "["}), 403)["code"] == "bad_host"
+    for host in ("[", "evil@localhost", "localhost#evil", "localhost.evil", "127.0.0.1.evil", "localhost:999999"):
+        assert error_of(server.http.get("/v1/videos", headers={"host": host}), 403)["code"] == "bad_host"
     assert error_of(server.http.post("/v1/videos", headers={"origin": "http://["}, **post), 403)["code"] == "bad_origin"
     error_of(server.http.put("/v1/videos"), 405)
     assert "default-src 'self'" in server.http.get("/").headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("sent", [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\x16\x03\x01\x02\0\x01\0\r\n\r\n",
+    b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
+])  # fmt: skip
+def test_what_is_no_http_is_refused_like_the_rest(server, sent):
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as raw:
+        raw.sendall(sent)
+        head, _, body = b"".join(iter(lambda: raw.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert b" 400 " in head.splitlines()[0] and b'"code": "invalid_value"' in body
+
+
+def test_a_clip_that_is_deleted_while_it_is_asked_for_is_all_or_nothing(server):
+    ids = [server.add("1:0") for _ in range(12)]
+    for id in ids:
+        server.until(id)
+
+    def ask(id, method, path=""):
+        answer = httpx.request(method, f"{server.url}/v1/videos/{id}{path}", timeout=60)
+        return path, answer.status_code, answer.content.partition(b" ")[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        calls = (("GET", "/content"), ("GET", "/content"), ("DELETE", ""), ("DELETE", ""), ("POST", "/cancel"))
+        answers = [(id, pool.submit(ask, id, *call)) for id in ids for call in calls]
+        for id, answer in answers:
+            path, status, first = answer.result()
+            assert status in {"/content": (200, 404, 410), "": (200, 404), "/cancel": (404, 409)}[path], (path, status)
+            assert path != "/content" or status != 200 or first == id.encode()
+    assert not [path for id in ids for path in (server.data / "out").glob(f"{id}*")]
+    assert not server.lines("error")
 
 
 def test_bodies_are_cut_at_their_limit(server):

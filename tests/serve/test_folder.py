@@ -2,8 +2,12 @@
 
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+from ltx2rt.errors import InputError
 from ltx2rt.serve.folder import Folder
 
 
@@ -18,3 +22,10 @@ def test_what_was_sent_and_no_job_reads_goes_after_a_while(tmp_path):
     folder.sweep([])
     assert not list(folder.inputs.iterdir())
     folder.close()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "data", "/proc/data"):
+        with pytest.raises(InputError, match=r"^--data: .*cannot be written .*name another folder$"):
+            Folder(Path(place))

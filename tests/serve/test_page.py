@@ -40,7 +40,7 @@ def page(browser):
 
 def picture(page, name):
     if PICTURES:
-        page.screenshot(path=str(Path(PICTURES) / f"{name}.png"), full_page=True)
+        page.screenshot(path=str(Path(PICTURES) / f"{name}.png"))
 
 
 def until(page, condition):

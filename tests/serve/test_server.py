@@ -1,5 +1,6 @@
 """Whole servers that are killed, stopped and started again: no accepted job is lost, none is made twice."""
 
+import base64
 import contextlib
 import json
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from serving import SMALL
+from serving import SMALL, png
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 
@@ -611,6 +612,10 @@ def test_a_full_disk_refuses_and_loses_nothing(start):
     try:
         answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), answer.text
+        picture = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+        answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, "input_reference": picture})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), answer.text
+        assert not list((server.data / "in").iterdir())
         assert server.get(id)["status"] == "completed"
     finally:
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)

@@ -116,6 +116,8 @@ async def test_a_job_that_does_not_move_loses_its_replica(running):
     async with running(step_timeout_s=0.2) as run:
         (job,) = await run.over(await run.add("6:0.01:once-hang"))
         assert (job.status, job.attempts) == ("completed", 2)
+        (job,) = await run.over(await run.add("6:0.01:once-stop"))  # SIGSTOP
+        assert (job.status, job.attempts) == ("completed", 2)
         (job,) = await run.over(await run.add("6:0.01:hang"))
         assert (job.status, job.error["code"]) == ("failed", "step_timeout")
 

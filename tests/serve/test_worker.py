@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ import torch
 import ltx2rt
 from ltx2rt.media.compare import compare
 from ltx2rt.media.mp4 import opened
-from ltx2rt.serve.worker import Pipe, attempt
+from ltx2rt.ranks.environment import FAILED
+from ltx2rt.serve.worker import Pipe, attempt, work
 
 CLIP = {"prompt": "a red fox", "width": 64, "height": 64, "num_frames": 9, "fps": "24", "seed": 3, "steps": 2,
         "image_crf": 0}  # fmt: skip
@@ -235,6 +237,25 @@ def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, 
     early, last = seen[min(2, count - 1)], seen[-1]
     assert last[:3] == early[:3], seen
     assert last[3] - early[3] < 20e6, seen  # an allocator's breath; one job's arrays take 50 MB and more
+
+
+@pytest.mark.parametrize("code", ["out_of_memory", "internal"])
+@pytest.mark.parametrize("ranks", [True, False])
+def test_a_failure_that_others_may_wait_for_ends_the_ranks(session, monkeypatch, code, ranks):
+    """And on one device only one that may have left it in disorder: after the other the worker goes on."""
+    failures, failed, out = iter([(code, "first"), ("internal", "second")]), [], io.BytesIO()
+    crew = SimpleNamespace(rank=0, handed_out=lambda _, __, text: text, fail=lambda *said: failed.append(said))
+    monkeypatch.setattr(
+        "ltx2rt.serve.worker.attempt",
+        lambda *_: ("failed", dict(zip(("code", "message"), next(failures), strict=True))),
+    )
+    pipe = Pipe(None, out)
+    for number in range(2):
+        pipe.jobs.put({"id": f"j{number}", "epoch": 1})
+    assert work(session, (), pipe, crew if ranks else None) == FAILED
+    ends = [json.loads(line).get("ends", False) for line in out.getvalue().splitlines()[1:]]
+    assert ends == ([True] if ranks or code == "internal" else [False, True])
+    assert failed == ([("first", FAILED)] if ranks else [])
 
 
 def test_a_full_disk_fails_the_job_and_says_so(session, tmp_path, monkeypatch):

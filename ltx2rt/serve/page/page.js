@@ -36,7 +36,7 @@ function fillForm() {
   for (const [name, about] of Object.entries(limits.pipelines)) {
     $("#pipeline").append(make("option", { value: name, textContent: name, title: about.summary }));
   }
-  $("#pipeline").value = limits.default_pipeline;
+  $("#pipeline").value = limits.default_pipeline ?? Object.keys(limits.pipelines)[0];
   const warm = limits.warm.map((shape) => shape.split(":")[0].split("x"));
   const sizes = new Set([...warm.map(([width, height]) => `${width}x${height}`), ...SIZES]);
   for (const size of sizes) $("#preset").append(make("option", { value: size, textContent: size.replace("x", " × ") }));

@@ -1,0 +1,75 @@
+"""A job as OpenAI's `Video`.
+
+Decides what a client is told of it. Four statuses are known to OpenAI's client, so a cancelled job is `failed` with the
+code `cancelled`; what OpenAI has no field for stands in `x`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.serve.board import Progress
+from ltx2rt.serve.queue import CANCELLED, COMPLETED, FAILED, RUNNING, Job
+
+
+def as_video(
+    job: Job, model: str, keep_s: float, live: Progress | None, preview: int | None, position: int | None
+) -> dict[str, Any]:
+    """live: of one that runs; preview: the number of its latest picture; position: how many wait before it."""
+    clip, result = job.job["clip"], job.result or {}
+    made, report, n = job.status == COMPLETED and result.get("file"), result.get("report", {}), job.job.get("n", 1)
+    progress = 100 if job.status == COMPLETED else min(99, max(1, int(99 * live["fraction"]))) if live else 0
+    running = live if job.status == RUNNING and live else {}
+    content = f"/v1/videos/{job.id}/content"
+    urls = {
+        "video": content,
+        "thumbnail": f"{content}?variant=thumbnail",
+        "videos": [f"{content}?video={number}" for number in range(n)],
+    }
+    return {
+        "id": job.id,
+        "object": "video",
+        "model": model,
+        "status": FAILED if job.status == CANCELLED else job.status,
+        "progress": progress,
+        "created_at": int(job.created),
+        "completed_at": int(job.finished) if job.finished and job.status == COMPLETED else None,
+        "expires_at": int(job.finished + keep_s) if made and job.finished else None,
+        "seconds": f"{float(job.job.get('seconds', 0.0)):.3f}",
+        "size": job.job.get("size", ""),
+        "prompt": clip.get("prompt"),
+        "remixed_from_video_id": job.remixed_from,
+        "error": job.error,
+        "metadata": job.given.get("metadata"),
+        "x": {
+            "stage": running.get("stage"),
+            "step": running.get("step"),
+            "steps": running.get("of"),
+            "eta_s": running.get("eta_s"),
+            "queue_position": position,
+            "seed": clip.get("seed"),
+            "settings": settings(job),
+            "preview": None if preview is None else f"{content}?variant=preview&number={preview}",
+            "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
+            "run_s": job.finished - job.started if job.finished and job.started else None,
+            "attempts": job.attempts,
+            "priority": job.priority,
+            "cancel_requested_at": int(job.cancel) if job.cancel else None,
+            "urls": urls if made else {},
+        },
+    }
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """What a request says to get the same video."""
+    images = [{"file_id": file, "frame": frame, "strength": strength} for file, frame, strength in job.job["images"]]
+    loras = [
+        {"name": Path(file).stem, "strength": strength, "stage": stage} for file, strength, stage in job.job["loras"]
+    ]
+    files = {
+        field: [{"file_id": name.split(".")[0]} | ({"strength": rest[0]} if rest else {}) for name, *rest in kept]
+        for field, kept in job.job.get("files", {}).items()
+    }
+    own = {"pipeline": job.job["pipeline"], "n": job.job.get("n", 1), "images": images, "loras": loras}
+    return {**own, **job.job["clip"], **files}

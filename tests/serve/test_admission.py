@@ -1,0 +1,38 @@
+"""What is offered and what is refused, in this process."""
+
+import pytest
+
+from ltx2rt.serve.admission import Admission
+from ltx2rt.serve.refusal import Refusal
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
+
+CLIP = {"prompt": "a fox", "size": "64x64", "num_frames": 9}
+
+
+@pytest.fixture
+def admission(tmp_path, tiny):
+    """admission(preset, **options) -> Admission"""
+
+    def make(preset="tiny-2.3", **options):
+        model = tiny(preset, "official")
+        if options.get("distilled_lora") == "its":
+            options["distilled_lora"] = LoraSpec(next(model.glob("*-distilled-lora.safetensors")))
+        return Admission(ModelOptions("cuda", model, device="cpu", **options), tmp_path, default="two-stage")
+
+    return make
+
+
+@pytest.mark.parametrize("preset, lora, missing", [
+    ("tiny-2.3", "its", {"dfr"}),
+    ("tiny-2.3", None, {"dfr", "distilled", "ic-lora"}),  # they may merge it or not: the flag decides
+    ("tiny-2.3", NO_LORA, {"dfr", "two-stage", "hq", "a2v", "keyframes"}),
+    ("tiny-2.5", NO_LORA, {"two-stage", "hq", "a2v", "keyframes"}),
+])  # fmt: skip
+def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(admission, preset, lora, missing):
+    found = admission(preset, distilled_lora=lora)
+    limits = found.limits()
+    assert found.served.keys() - limits["pipelines"].keys() == missing
+    assert limits["default_pipeline"] == (None if "two-stage" in missing else "two-stage")
+    for name in missing - {"a2v", "ic-lora", "keyframes"}:  # which need files; who asks for one hears why
+        with pytest.raises(Refusal, match="--pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"):
+            found.admit({**CLIP, "pipeline": name})
