@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> dict:
             steps.append({"mesh": mesh, "weights_dtype": dtype, "stage": stage} | found.facts())
             print(
                 f"{mesh or 'one GPU'} {dtype or ''} {stage}: {steps[-1]['launches']} launches, {steps[-1]['gb']} GB, "
-                + f"{found.flops.total() / 1e12:.1f} TFLOP"
+                f"{found.flops.total() / 1e12:.1f} TFLOP"
             )
             for name, n in found.launches.most_common():
                 print(f"  {name:28} {n:>6} {found.bytes[name] / 1e9:>8.2f} GB")
