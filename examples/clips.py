@@ -45,7 +45,7 @@ class Clip:
     x: float = 0.5
     radius: float = 0.16
     phase: float = 0.0
-    period_s: float = 0.5
+    period_s: float = 0.75
 
     @property
     def prompt(self) -> str:
@@ -122,7 +122,7 @@ def random_clip(rng: np.random.Generator, trained: bool = True) -> Clip:
             str(rng.choice(list(names))) for names in (PITCHES, COLOURS, MOTIONS, BACKGROUNDS)
         )
         if held_out(shape, colour, motion) != trained:
-            period = rng.uniform(0.4, 0.6)
+            period = rng.uniform(0.6, 0.9)
             return Clip(
                 shape, colour, motion, background, rng.uniform(0.3, 0.7), rng.uniform(0.13, 0.2), rng.random(), period
             )

@@ -62,6 +62,7 @@ from ltx2rt.weights.random.presets import gemma as gemma_sizes
 NAME = "tiny-trained-2.3"
 HALF = SIZE // 2  # what stage 1 makes
 SHAPE_WEIGHT = 12  # of a shape's pixels, which are few
+MATRICES = 0.02  # the rate of Muon, which gets the video autoencoder as far as AdamW at 1e-3 in a third of the steps
 LATENT_NOISE = 0.2  # of the latents' deviation, added in training: neighbours must decode to neighbours
 DROPPED = 0.1  # of the prompts are the empty or the negative one, for classifier-free guidance
 LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
@@ -162,37 +163,43 @@ class Lab:
 
     def fit(
         self, part: str, parameters: Mapping[str, torch.nn.Parameter], steps: int, rate: float,
-        loss: Callable[[int, np.random.Generator], dict[str, torch.Tensor]],
+        loss: Callable[[int, np.random.Generator], dict[str, torch.Tensor]], matrix_rate: float = 0.0,
     ) -> None:  # fmt: skip
-        """AdamW, a cosine to zero, and the average of the last weights as the result."""
+        """AdamW, or Muon at `matrix_rate` for matrices and kernels, a cosine to zero, and the average of the last
+        weights as the result."""
         self.weights |= parameters
         done = self.folder / f"{part}.safetensors"
         if done.exists():
             self._put(load_file(done))
             return
         steps = max(2, round(steps * self.scale))
-        optimizer = torch.optim.AdamW(parameters.values(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+        optimizers = _optimizers(parameters, rate, matrix_rate)
         average = {name: p.detach().clone() for name, p in parameters.items()}
         curve, first, began = [], 0, time.time()
         kept = self.folder / f"{part}.partial"
         if kept.exists():
             state = torch.load(kept)
             self._put(state["weights"])
-            optimizer.load_state_dict(state["optimizer"])
+            for optimizer, kept_state in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept_state)
             average, curve, first = state["average"], state["curve"], state["step"]
             began -= state["seconds"]
         saved = time.time()
         for step in range(first, steps):
-            for group in optimizer.param_groups:
-                group["lr"] = float(rate * min(1, (step + 1) / 50) * (0.5 + 0.5 * np.cos(np.pi * step / steps)))
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    slowed = min(1, (step + 1) / 50) * (0.5 + 0.5 * np.cos(np.pi * step / steps))
+                    group["lr"] = float(group["initial_lr"] * slowed)
             rng = self.rng(part, step)
             torch.manual_seed(int(rng.integers(2**31)))
             losses = loss(step, rng)
             total = torch.stack(list(losses.values())).sum()
-            optimizer.zero_grad(set_to_none=True)
+            for p in parameters.values():
+                p.grad = None
             total.backward()
             torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             decay = min(0.995, (step + 1) / (step + 10))
             with torch.no_grad():
                 for name, p in parameters.items():
@@ -207,7 +214,8 @@ class Lab:
                 print(f"{part}: step {step} of {steps}, {said}, {time.time() - began:.0f} s", flush=True)
             if time.time() - saved >= SAVE_SECONDS:
                 weights = {name: p.detach() for name, p in parameters.items()}
-                state = {"weights": weights, "optimizer": optimizer.state_dict(), "average": average, "curve": curve}
+                state = {"weights": weights, "average": average, "curve": curve}
+                state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
                 torch.save(state | {"step": step + 1, "seconds": time.time() - began}, kept)
                 saved = time.time()
         self._put(average)
@@ -342,6 +350,33 @@ class Lab:
         return found["video_velocity"], found["audio_velocity"]
 
 
+def _optimizers(
+    parameters: Mapping[str, torch.nn.Parameter], rate: float, matrix_rate: float
+) -> list[torch.optim.Optimizer]:
+    def is_matrix(name: str) -> bool:
+        return bool(matrix_rate) and name.endswith(".weight") and parameters[name].ndim > 1
+
+    matrices = [p for name, p in parameters.items() if is_matrix(name)]
+    others = [p for name, p in parameters.items() if not is_matrix(name)]
+    adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    found: list[torch.optim.Optimizer] = [adam]
+    if matrices:
+        muon = torch.optim.Muon(
+            [torch.nn.Parameter(p.data.flatten(1)) for p in matrices], matrix_rate, weight_decay=0.0
+        )
+
+        def flat_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for flat, p in zip(optimizer.param_groups[0]["params"], matrices, strict=True):
+                flat.grad = None if p.grad is None else p.grad.flatten(1)
+
+        muon.register_step_pre_hook(flat_gradients)
+        found.append(muon)
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return found
+
+
 def pixels(clip: Clip, size: int, **window) -> torch.Tensor:
     """f32[3, frames, size, size] in [-1, 1]."""
     return as_pixels(clip.frames(size, **window))
@@ -366,24 +401,24 @@ def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
 
 
 def train_video_vae(lab: Lab) -> None:
-    """On short pieces of small clips, which is where most is learnt; then on longer ones at either stage's size."""
-    c, steps = lab.config.video_vae, 3600
+    """On small clips, which is where most is learnt; then at either stage's size."""
+    c, steps, frames = lab.config.video_vae, 4500, 17
     nets = []
-    for size, frames, batch in ((HALF, 9, 6), (HALF, 17, 4), (SIZE, 17, 2)):
+    for size, batch in ((HALF, 4), (SIZE, 2)):
         cells = ((frames - 1) // c.time_factor + 1, size // c.space_factor, size // c.space_factor)
         encode = lab.module(video_vae.trace_encoder(c, batch, frames, size, size, "float32"))
         decode = lab.module(video_vae.trace_decoder(c, batch, *cells, "float32"))
-        nets.append((size, frames, batch, (encode, decode)))
+        nets.append((size, batch, (encode, decode)))
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        size, frames, batch, (encode, decode) = nets[0 if 5 * step < 3 * steps else 1 + step % 2]
+        size, batch, (encode, decode) = nets[step % 2 if 2 * step > steps else 0]
         shown, weight = examples_of(rng, size, frames, batch)
         with torch.autocast("cpu", torch.bfloat16):
             latent = encode(frames=shown)["latent"].float()
             found = decode(latent=disturbed(latent, step / steps))["frames"].float()
         return picture_losses(found, shown, weight)
 
-    lab.fit("video_vae", lab.trained(*(net for *_, pair in nets for net in pair)), steps, 1e-3, loss)
+    lab.fit("video_vae", lab.trained(*(net for *_, pair in nets for net in pair)), steps, 1e-3, loss, MATRICES)
     _measure(lab, "vae", lambda clips: encode_video(lab, clips), axes=(0, 2, 3, 4))
 
 
@@ -407,7 +442,7 @@ def train_video_decoder(lab: Lab) -> None:
         return picture_losses(found, shown, weight)
 
     parameters = {name: p for name, p in lab.trained(*(net for *_, net in nets)).items() if "decoder" in name}
-    lab.fit("video_decoder", parameters, 2500, 7e-4, loss)
+    lab.fit("video_decoder", parameters, 1500, 5e-4, loss, MATRICES / 2)
 
 
 def examples_of(rng: np.random.Generator, size: int, frames: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -462,7 +497,15 @@ def _measure(lab: Lab, vae: str, encode: Callable[[list[Clip]], torch.Tensor], a
 
 def train_vocoder(lab: Lab) -> None:
     c, a, batch = lab.config.vocoder.generator, lab.config.audio_vae, 4
-    frames = round(MEL_SECONDS * a.sample_rate / a.mel_hop)
+    hop = a.mel_hop
+    frames = round(MEL_SECONDS * a.sample_rate / hop)
+
+    def begin(clip: Clip, rng: np.random.Generator) -> int:
+        """Of a piece, which has a click where the clip has one."""
+        hits, latest = clip.hits(), lab.mel_frames - frames
+        if not len(hits):
+            return int(rng.integers(latest))
+        return int(np.clip(rng.choice(hits) * a.sample_rate / hop - rng.uniform(0.1, 0.9) * frames, 0, latest))
 
     def model(o):
         mel = o.input("mel", B=batch, channels=c.out_channels, time=frames, mel=a.mel_bins)
@@ -474,10 +517,11 @@ def train_vocoder(lab: Lab) -> None:
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         clips = [random_clip(rng) for _ in range(batch)]
         clips = [replace(clip, motion="bounces") if rng.random() < 0.5 else clip for clip in clips]
-        mels, start = lab.mels(clips), int(rng.integers(lab.mel_frames - frames))
-        waves = torch.from_numpy(np.stack([clip.sound(a.sample_rate) for clip in clips]))
-        waves = F.pad(waves, (0, a.mel_hop * (start + frames)))[..., a.mel_hop * start : a.mel_hop * (start + frames)]
-        found = network(mel=mels[:, :, start : start + frames])["waveform"]
+        starts = [begin(clip, rng) for clip in clips]
+        mels = np.stack([mel[:, i : i + frames] for mel, i in zip(lab.mels(clips), starts, strict=True)])
+        waves = F.pad(torch.from_numpy(np.stack([clip.sound(a.sample_rate) for clip in clips])), (0, hop * frames))
+        waves = torch.stack([w[:, hop * i : hop * (i + frames)] for w, i in zip(waves, starts, strict=True)])
+        found = network(mel=mels)["waveform"]
         losses = {}
         for n, window in scales.items():
             ours, theirs = (
@@ -488,7 +532,7 @@ def train_vocoder(lab: Lab) -> None:
             ).abs().mean()
         return losses
 
-    lab.fit("vocoder", lab.trained(network), 4500, 1e-3, loss)
+    lab.fit("vocoder", lab.trained(network), 2000, 1e-3, loss, MATRICES)
 
 
 def train_upsampler(lab: Lab) -> None:
@@ -530,7 +574,7 @@ def train_transformer(lab: Lab) -> None:
             rng,
         )
 
-    lab.fit("transformer", lab.trained(*nets), 5500, 1e-3, short)
+    lab.fit("transformer", lab.trained(*nets), 4500, 1e-3, short, MATRICES)
     text, known = lab.connectors(spread), lab.latents["prompt"].numpy()
     nets = [lab.forward(size, batch, PROMPT_TOKENS)[0] for size in ("half", "whole")]
 
