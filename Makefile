@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One exact version: any range would also be met by builds with gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
-# What `make demo` runs: tiny-2.0, tiny-2.3 or tiny-2.5.
-MODEL ?= tiny-2.3
+# What `make demo` runs: a tiny trained model, or random weights: tiny-2.0, tiny-2.3 or tiny-2.5. PROMPT: what it shows.
+MODEL ?= examples/tiny-trained
 # The TPU compiler, in a folder of its own: beside jax it would make every test look for a TPU.
 LIBTPU ?= libtpu==0.0.51
 COMPILED := tests/backends/test_aot.py tests/backends/test_compiled_for_tpu.py tests/benchmarks/test_tpu_compile.py \
@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.demo $(MODEL)
+	$(BIN)/python -m benchmarks.demo $(MODEL) $${PROMPT:+"$$PROMPT"}
 
 # The inner loop, in numpy and PyTorch: compilations of JAX take most of a test run's time, and `make test` has them.
 quick: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""One picture of several clips of one request: frames in rows, how far two of them lie apart, and their sounds.
+"""One picture of several clips: frames in rows, their sounds below, and how far two clips of one request lie apart.
 
 python -m benchmarks.contact_sheet SHEET.png TITLE NAME=CLIP.mp4 NAME=CLIP.mp4
 """
@@ -15,51 +15,63 @@ from PIL import Image, ImageDraw, ImageFont
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
 
-COLUMNS, CELL_PX, GAP_PX, LEFT_PX, SOUND_PX = 7, 120, 4, 86, 64
+COLUMNS, CELL_PX, GAP_PX, LEFT_PX, TOP_PX, SOUND_PX = 7, 120, 4, 86, 34, 56
 GAIN = 16  # of the difference
 PAPER, INK, WAVE = (250, 250, 248), (40, 40, 46), (58, 92, 168)
 COLOURS = 128  # of the PNG's palette: a sheet stays well below 300 kB
 
 
-def draw(path: Path, title: str, clips: Mapping[str, Path]) -> None:
-    """clips: MP4s of one size and length by what the sheet calls them. The difference is that of the first two.
+def draw(path: Path, title: str, clips: Mapping[str, Path], apart: bool = True) -> None:
+    """clips: MP4s of one length by what the sheet calls them. apart: draw the difference of the first two.
 
-    A sound's left edge is at the time of the frame above it. Raises InputError for what is no clip with sound.
+    A sound begins at the left edge of the first frame, and passes the other frames at their times. Raises InputError
+    for what is no clip with sound.
     """
     frames = {name: _frames(clip) for name, clip in clips.items()}
     chosen = np.linspace(0, len(next(iter(frames.values()))) - 1, COLUMNS).round().astype(int)
-    rows = {name: found[chosen] for name, found in frames.items()}
-    if len(rows) > 1:
-        a, b = (rows[name].astype(int) for name in list(rows)[:2])
-        rows[f"difference\nx {GAIN}"] = np.clip(GAIN * abs(a - b), 0, 255).astype(np.uint8)
-    sides = next(iter(rows.values())).shape[1:3]
-    height, width = (round(CELL_PX * side / max(sides)) for side in sides)
-    pitch, top = width + GAP_PX, 34
-    size = LEFT_PX + COLUMNS * pitch, top + len(rows) * (height + GAP_PX) + len(clips) * (SOUND_PX + GAP_PX)
-    sheet = Image.new("RGB", size, PAPER)
-    pen = ImageDraw.Draw(sheet)
+    pictures = {name: found[chosen] for name, found in frames.items()}
+    rows = [(name, _strip(pictures[name])) for name in clips]
+    sounds = [(name, _wave(clip, chosen[1])) for name, clip in clips.items()]
+    if apart:
+        a, b = (pictures[name].astype(int) for name in list(clips)[:2])
+        rows.append((f"difference\nx {GAIN}", _strip(np.clip(GAIN * abs(a - b), 0, 255).astype(np.uint8))))
+        rows += sounds
+    else:
+        rows = [row for both in zip(rows, [("", wave) for _, wave in sounds], strict=True) for row in both]
+    height = TOP_PX + sum(image.height + GAP_PX for _, image in rows)
+    sheet = Image.new("RGB", (LEFT_PX + rows[0][1].width + GAP_PX, height), PAPER)
+    pen, top = ImageDraw.Draw(sheet), TOP_PX
     pen.text((8, 8), title, INK, ImageFont.load_default(15))
-    label = ImageFont.load_default(13)
-    for name, cells in rows.items():
-        pen.text((8, top + height // 2 - 8), name, INK, label)
-        for i, cell in enumerate(cells):
-            sheet.paste(Image.fromarray(cell).resize((width, height)), (LEFT_PX + i * pitch, top))
-        top += height + GAP_PX
-    per_s = pitch / (chosen[1] / float(video_info(next(iter(clips.values())), "contact sheet").fps))
-    for name, clip in clips.items():
-        waveform, rate = read_sound(clip)
-        pen.text((8, top + SOUND_PX // 2 - 8), name, INK, label)
-        columns = np.array_split(waveform.mean(0), max(1, round(waveform.shape[1] / rate * per_s)))
-        for x, part in enumerate(columns[: size[0] - LEFT_PX]):
-            low, high = (top + SOUND_PX / 2 - np.array([part.max(), part.min()]).clip(-1, 1) * SOUND_PX / 2).round()
-            pen.line((LEFT_PX + x, low, LEFT_PX + x, high), WAVE)
-        top += SOUND_PX + GAP_PX
+    for name, image in rows:
+        pen.text((8, top + image.height // 2), name, INK, ImageFont.load_default(13), anchor="lm")
+        sheet.paste(image, (LEFT_PX, top))
+        top += image.height + GAP_PX
     sheet.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _frames(clip: Path) -> np.ndarray:
     count = video_info(clip, "contact sheet").num_frames
     return np.stack(list(read_frames(clip, "contact sheet", count)))
+
+
+def _strip(frames: np.ndarray) -> Image.Image:
+    height, width = (round(CELL_PX * side / max(frames.shape[1:3])) for side in frames.shape[1:3])
+    strip = Image.new("RGB", (COLUMNS * (CELL_PX + GAP_PX) - GAP_PX, height), PAPER)
+    for i, frame in enumerate(frames):
+        strip.paste(Image.fromarray(frame).resize((width, height)), (i * (CELL_PX + GAP_PX), 0))
+    return strip
+
+
+def _wave(clip: Path, frames_per_cell: int) -> Image.Image:
+    """Of the mean of both channels; full scale is the height."""
+    waveform, rate = read_sound(clip)
+    per_s = (CELL_PX + GAP_PX) / frames_per_cell * float(video_info(clip, "contact sheet").fps)
+    wave = Image.new("RGB", (COLUMNS * (CELL_PX + GAP_PX) - GAP_PX, SOUND_PX), PAPER)
+    pen = ImageDraw.Draw(wave)
+    for x, part in enumerate(np.array_split(waveform.mean(0), round(waveform.shape[1] / rate * per_s))):
+        low, high = ((1 - part.clip(-1, 1)[[part.argmax(), part.argmin()]]) * (SOUND_PX - 1) / 2).round()
+        pen.line((x, low, x, high), WAVE)
+    return wave
 
 
 if __name__ == "__main__":

@@ -92,6 +92,11 @@ ROWS = {
 }
 
 
+def place(name: str) -> int:
+    """Where a row stands in the table, which names its files."""
+    return [DRAWN, *ROWS].index(name)
+
+
 def asked(number: int) -> Clip:
     return random_clip(np.random.default_rng([16, number]), trained=number % HELD_OUT != 0)
 
@@ -144,31 +149,40 @@ def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, 
         drawn = map(asked, range(count))
         return [_of(i, marks(clip, _bytes(clip.frames()), clip.sound(), RATE)) for i, clip in enumerate(drawn)]
     row, found, first = ROWS[name], [], {}
-    options = dict(row.model) | ({"distilled_lora": distilled_lora(model)} if row.lora else {})
-    size = {"width": SIZE, "height": SIZE, "num_frames": FRAMES} if row.sized else {}
     numbers = range(max(1, round(count * row.part)))
-    with ltx2rt.open(model, **options) as session:
+    with ltx2rt.open(model, **options(row, model)) as session:
         for i in (*numbers, 0):
-            clip, path = asked(i), folder / f"{i}"
-            given, start = GIVEN[row.given](clip, path), time.perf_counter()
-            made = session.generate(clip.prompt, seed=i, **{**size, **row.clip, **given})
-            seconds = time.perf_counter() - start
+            clip = asked(i)
+            given, start = keywords(row, clip, folder / f"{place(name)}-{i}"), time.process_time()
+            made = session.generate(**given, seed=i)
+            cpu_s = time.process_time() - start
             frames = made.frames if len(made.frames) else None
             parts = {"frames": made.frames, "waveform": made.waveform}
             first = first or parts
             if found and i == 0:
                 found[0]["repeats"] = all(np.array_equal(parts[name], first[name]) for name in parts)
                 break
-            of = _of(i, marks(clip, frames, made.waveform, made.sample_rate)) | {"seconds": seconds}
+            of = _of(i, marks(clip, frames, made.waveform, made.sample_rate)) | {"cpu_s": cpu_s}
             if "image" in given and frames is not None:
                 of["frame 0"] = psnr_db(frames[0], _bytes(clip.frames(count=1)[0]))
-            kept = folder / f"{i}.npz"
+            kept = folder / f"{place(REFERENCE)}-{i}.npz"
             if name == REFERENCE:
                 np.savez(kept, **parts)
             elif row.same and frames is not None:
                 of |= _distance(np.load(kept), frames, made.waveform)
             found.append(of)
     return found
+
+
+def options(row: Row, model: Path) -> dict[str, Any]:
+    lora = {"distilled_lora": next(model.glob("*distilled-lora*.safetensors"))} if row.lora else {}
+    return dict(row.model) | lora
+
+
+def keywords(row: Row, clip: Clip, path: Path) -> dict[str, Any]:
+    """Of `Session.generate`. path: without an ending, for what the clip is given."""
+    size = {"width": SIZE, "height": SIZE, "num_frames": FRAMES} if row.sized else {}
+    return {"prompt": clip.prompt, **size, **row.clip, **GIVEN[row.given](clip, path)}
 
 
 def _of(number: int, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,10 +198,6 @@ def _distance(reference: Any, frames: np.ndarray, waveform: np.ndarray | None) -
     return found
 
 
-def distilled_lora(model: Path) -> Path:
-    return next(iter(sorted(model.glob("*lora*.safetensors"))))
-
-
 def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
     """Of every mark the mean over clips of combinations that were trained and that were held out; medians of what has
     a unit, the lowest PSNR too."""
@@ -196,10 +206,10 @@ def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
         parts = [[c[name] for c in clips if name in c and c["held_out"] is held] for held in (False, True)]
         if any(parts):
             found[name] = [round(float(np.mean(part)), 4) if part else None for part in parts]
-    for name in ("lag_ms", "frame 0", "psnr_db", "ssim", "audio_corr", "seconds"):
-        values = [c[name] for c in clips if c.get(name) is not None]
+    for name in ("lag_ms", "frame 0", "psnr_db", "ssim", "audio_corr", "cpu_s"):
+        values = [abs(c[name]) if name == "lag_ms" else c[name] for c in clips if c.get(name) is not None]
         if values:
-            found[name] = round(float(np.median(np.abs(values))), 6)
+            found[name] = round(float(np.median(values)), 6)
     if "psnr_db" in found:
         found["lowest_psnr_db"] = round(min(c["psnr_db"] for c in clips), 2)
     return found
@@ -211,7 +221,7 @@ def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
 def start(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row in a process, or several, of its own. Raises RuntimeError with what it said if it fails."""
     row = ROWS.get(name, Row())
-    output = args.folder / f"{[*ROWS, DRAWN].index(name)}.json"
+    output = args.folder / f"{place(name)}.json"
     words = ["-m", "benchmarks.quality", "--rows", name, "--worker", output, "--folder", args.folder]
     words += ["--model", args.model, "--count", args.count]
     if row.ranks > 1:

@@ -11,7 +11,7 @@ cancel   of a running job, until it is over; beyond: what that is more than two 
 restart  from the death of the replica until another one takes jobs, loading and warm-up included
 
   python -m benchmarks.serve --model MODEL_DIR --backend cuda --output benchmarks/results/serve.json
-  python -m benchmarks.serve --model demo/tiny-2.3 --device cpu --width 128 --height 64 --num-frames 17 --steps 6
+  python -m benchmarks.serve --model examples/tiny-trained --device cpu --width 128 --height 64 --num-frames 17
 """
 
 from __future__ import annotations

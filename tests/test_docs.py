@@ -7,8 +7,8 @@ Convention of the documents. The info string of a block says what it is:
     text                shown only; "text output": lines that the `sh` block before it prints, in this order
 
 Blocks run in a folder that has what the documents speak of: MODEL_DIR, a tiny checkpoint under the released files'
-names, demo/ as `make demo` leaves it, .venv/bin, pictures, a sound, clips, style.safetensors. Commands in running text
-are checked too.
+names, and as examples/tiny-trained, demo/, .venv/bin, pictures, a sound, clips, style.safetensors. Commands in running
+text are checked too.
 """
 
 import os
@@ -122,7 +122,8 @@ def clone(tmp_path_factory, tiny) -> Path:
     for name, stand_in in RELEASED.items():
         (folder / "MODEL_DIR" / name).symlink_to(made / stand_in)
     (folder / "demo").mkdir()
-    (folder / "demo" / "tiny-2.3").symlink_to(made)
+    (folder / "examples").mkdir()
+    (folder / "examples" / "tiny-trained").symlink_to(made)
     make_checkpoint("tiny-2.3", "official", folder / "other", seed=1)
     (folder / "style.safetensors").symlink_to(folder / "other" / "tiny-2.3-distilled-lora.safetensors")
     shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))

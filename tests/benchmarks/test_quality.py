@@ -1,12 +1,19 @@
-"""The measures of clips are right on clips that were drawn, and wrong on others."""
+"""The measures of clips are right on drawn clips, and wrong on others; the benchmark and the demo use them."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
+import ltx2rt
+from benchmarks import contact_sheet, quality
+from benchmarks.demo import described
 from benchmarks.recognise import hear, lags_s, marks, psnr_db, see
 from examples.clips import BACKGROUNDS, COLOURS, MOTIONS, PITCHES, RATE, Clip, random_clip
+from ltx2rt.commands.generate import make_plan
+from ltx2rt.pipelines import make_request
 
 EVERY = list(itertools.product(PITCHES, COLOURS, MOTIONS))
 
@@ -66,3 +73,58 @@ def test_psnr_of_pictures():
     black = np.zeros((4, 4, 3), np.uint8)
     assert psnr_db(black, black) == 200
     assert psnr_db(black, black + 255) == 0
+
+
+@pytest.mark.parametrize("name", [name for name, row in quality.ROWS.items() if row.ranks == row.devices == 1])
+def test_every_row_is_a_run_that_the_program_takes(name, tiny, tmp_path):
+    row, model = quality.ROWS[name], tiny("tiny-2.3", "official")
+    options = quality.options(row, model) | {"device": "cpu", "backend": "cuda"}
+    with ltx2rt.open(model, **options) as session:
+        request = make_request(**quality.keywords(row, quality.asked(1), tmp_path / "1"), seed=1)
+        assert make_plan(session.resident, request).stages
+
+
+def test_a_row_is_marked_and_compared(tmp_path, monkeypatch):
+    """The drawn clips stand for what a session makes."""
+
+    class Drawn:
+        def __init__(self, *given, **options):
+            self.late = options["backend"] == "tpu"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def generate(self, prompt, seed, **clip):
+            frames = pictures(quality.asked(seed)) ^ np.uint8(self.late and seed == 1)
+            sound = quality.asked(seed).sound()
+            return SimpleNamespace(frames=frames, waveform=sound, sample_rate=RATE)
+
+    monkeypatch.setattr(quality.ltx2rt, "open", Drawn)
+    reference, other = (
+        quality.summary(quality.run_row(name, tmp_path, 4, tmp_path)) for name in (quality.REFERENCE, "JAX")
+    )
+    assert reference["clips"] == 4 and reference["repeats"] is True and "psnr_db" not in reference
+    assert reference["colour"] == reference["shape"] == reference["motion"] == reference["pitch"] == [1.0, 1.0]
+    assert (other["psnr_db"], other["lowest_psnr_db"], other["audio_corr"]) == (200, pytest.approx(48.1, abs=0.1), 1)
+    assert "| PyTorch | 4 | 100 / 100 |" in quality.table({"PyTorch": reference})
+
+
+def test_a_sheet_shows_both_clips(tmp_path):
+    clip = drawn(0)
+    clips = {name: quality.GIVEN["clip"](clip, tmp_path / name)["video_path"] for name in ("PyTorch", "JAX")}
+    contact_sheet.draw(tmp_path / "sheet.png", clip.prompt, clips)
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
+    cell, step = contact_sheet.CELL_PX, contact_sheet.CELL_PX + contact_sheet.GAP_PX
+    first, second, apart = (sheet[contact_sheet.TOP_PX + i * step :][:cell, contact_sheet.LEFT_PX :] for i in range(3))
+    assert abs(first - second).max() == 0 and np.ptp(first) > 150 and apart[:, :cell].max() == 0
+    assert (tmp_path / "sheet.png").stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("number", range(0, len(EVERY), 7))
+def test_the_demo_draws_the_first_frame_of_what_a_prompt_says(number):
+    clip = drawn(number)
+    assert described(clip.prompt).prompt == clip.prompt
+    assert described("something else").prompt == described("").prompt
