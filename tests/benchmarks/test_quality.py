@@ -13,7 +13,7 @@ from benchmarks.demo import described
 from benchmarks.recognise import hear, lags_s, marks, psnr_db, see
 from examples.clips import BACKGROUNDS, COLOURS, MOTIONS, PITCHES, RATE, Clip, random_clip
 from ltx2rt.commands.generate import make_plan
-from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines import FIRST, make_request
 
 EVERY = list(itertools.product(PITCHES, COLOURS, MOTIONS))
 
@@ -80,7 +80,8 @@ def test_every_row_is_a_run_that_the_program_takes(name, tiny, tmp_path):
     row, model = quality.ROWS[name], tiny("tiny-2.3", "official")
     options = quality.options(row, model) | {"device": "cpu", "backend": "cuda"}
     with ltx2rt.open(model, **options) as session:
-        request = make_request(**quality.keywords(row, quality.asked(1), tmp_path / "1"), seed=1)
+        clip = {"pipeline": FIRST, "seed": 1, **quality.keywords(row, quality.asked(1), tmp_path / "1")}
+        request = make_request(clip.pop("pipeline"), **clip)
         assert make_plan(session.resident, request).stages
 
 
