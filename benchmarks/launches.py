@@ -41,7 +41,7 @@ from benchmarks.kernels import request_graphs
 from benchmarks.measure import machine, record
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.placement.devices import DeviceKind
+from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
 from ltx2rt.session.options import parse_mesh
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "_scaled_mm"}
@@ -267,7 +267,8 @@ def main(argv: list[str] | None = None) -> dict:
         found = count(graph)
         facts["stages"][stage] = {"launches": found.launches, "bytes": found.bytes, "flops": found.flops}
         total, moved = found.flops.total() / 1e12, found.bytes.total() / 1e9
-        print(f"{stage}: {found.launches.total()} launches, {moved:.1f} GB, {total:.1f} TFLOP")
+        print(f"{stage}: {found.launches.total()} launches, {moved:.1f} GB, {total:.1f} TFLOP", end="; ")
+        print(f"one after the other at an H200's rates {found.time_s(DEVICE_KINDS['h200-141gb']):.3f} s")
         for name, n in found.launches.most_common():
             print(f"  {name:28} {n:>6} {found.bytes[name] / 1e9:>8.2f} GB")
     record(args.output, facts)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ltx2rt.errors import InputError
 from ltx2rt.placement.devices import DeviceKind
 from ltx2rt_tpu.hlo import (
     CALLED,
@@ -38,7 +39,8 @@ from ltx2rt_tpu.hlo import (
     trips,
 )
 
-FLOP_PER_CYCLE = 524288  # bfloat16, two units of 256 x 256 that take 16 rows in 8 bundles; of v6e and of a v7x core
+FLOP_PER_CYCLE = 524288  # bfloat16, two units of 256 x 256 that take 16 rows in 8 bundles
+TIMED = ("v6e", "v7x")  # whose cores are such
 ARGUMENTS = (  # of libtpu, before it is loaded: the final bundles of every instruction, in a folder
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
 )
@@ -51,9 +53,13 @@ WITH_MOVING |= {"bitcast-convert", "maximum", "select", "compare", "iota", "conv
 
 
 class Code:
-    """The final code of what this process compiles; made before libtpu is loaded."""
+    """The final code of what this process compiles; made before libtpu is loaded. Raises InputError for other kinds."""
 
     def __init__(self, kind: DeviceKind):
+        if kind.name not in TIMED:
+            raise InputError(
+                f"--times: the clock of {kind.name} is not known, only {' and '.join(TIMED)}; leave it out"
+            )
         self.kind, self._folder = kind, TemporaryDirectory(prefix="ltx2rt-code-")
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         os.environ["LIBTPU_INIT_ARGS"] = f"{given} {ARGUMENTS.format(self._folder.name)}"

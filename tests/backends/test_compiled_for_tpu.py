@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def compiled(*what):
 """
 
 
-def run(script: str, **more: str) -> dict:
+def run(script: str, **more: str) -> Any:
     environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"} | more
     command = [sys.executable, "-c", COMPILE + script, json.dumps(sys.path)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
