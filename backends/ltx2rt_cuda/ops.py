@@ -391,21 +391,23 @@ def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: floa
 
 
 @fused
-def qk_norm(*operands: Tensor, weight_views, eps: float):
-    return _normed(rms_norm, 2, operands, weight_views, eps=eps)
+def qk_norm(*operands: Tensor, weight_views, eps: float, spread=()):
+    return _normed(rms_norm, 2, operands, weight_views, spread, eps=eps)
 
 
 @fused
-def qk_scale(*operands: Tensor, weight_views, count: int, eps: float):
-    return _normed(rms_scale, 3, operands, weight_views, count=count, eps=eps)
+def qk_scale(*operands: Tensor, weight_views, count: int, eps: float, spread=()):
+    return _normed(rms_scale, 3, operands, weight_views, spread, count=count, eps=eps)
 
 
-def _normed(norm, size: int, operands, weight_views, **args):
-    """`norm` over the last two axes of x, and what else it reads, `size` at a time."""
+def _normed(norm, size: int, operands, weight_views, spread, **args):
+    """`norm` over the last two axes of x, and what else it reads, `size` at a time; spread: of k, and of v behind."""
     results = [
         norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
-        for (x, *others), view in zip(grouped(operands, size), weight_views, strict=True)
+        for (x, *others), view in zip(grouped(operands[:-1] if spread else operands, size), weight_views, strict=True)
     ]
+    if spread:
+        results[1:] = (torch.cat([x[i : i + 1] for i in spread]) for x in (results[1], operands[-1]))
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -440,7 +442,10 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int,
 
 
 @fused
-def head_gate(y: Tensor, logits: Tensor) -> Tensor:
+def head_gate(y: Tensor, logits: Tensor, *choice: Tensor) -> Tensor:
+    if choice:
+        keep, v = choice
+        y = torch.where(keep.reshape(-1, *[1] * (y.ndim - 1)) != 0, y, v)
     return y * (2 * torch.sigmoid(logits)).unsqueeze(-1)
 
 

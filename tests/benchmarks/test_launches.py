@@ -16,7 +16,7 @@ def case(step):
     return pytest.param(step, id=" ".join(filter(None, name)), marks=() if name in FAST else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("step", map(case, RECORDED["steps"]))
+@pytest.mark.parametrize("step", list(map(case, RECORDED["steps"])))
 def test_a_recorded_step_launches_and_moves_what_the_table_says(step):
     """Where it is meant to change: python -m benchmarks.launches --output benchmarks/results/launches.json"""
     mesh, dtype, stage = step["mesh"], step["weights_dtype"], step["stage"]

@@ -203,6 +203,10 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
         "modulate": ([x, row, row], 2 * size + 2 * rows),
         "residual_norm_modulate of a partial sum": ([x, x, *[row] * 4], 4 * size + 4 * rows),
         "qk_norm of q and k": ([heads, (4096,)] * 2, 4 * size + 2 * rows),
+        "qk_norm of q and spread k": (
+            [(3, *heads[1:]), (4096,), (2, *heads[1:]), (4096,), (2, *heads[1:])],
+            16 * size + 2 * rows,
+        ),
         "qk_scale": ([heads, (1, 6144), (4096,)], 2 * size + rows + sums),
         "head_gate": ([heads, (1, 6144, 32)], 2 * size + 6144 * 32 * 2),
         "quantise_rows": ([(6144, 4096)], size + size // 2 + sums),

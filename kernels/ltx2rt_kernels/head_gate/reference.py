@@ -7,12 +7,15 @@ import numpy as np
 from ltx2rt_kernels.traffic import Bytes, size
 
 
-def head_gate(y: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """y (B, T, heads, head_dim), logits (B, T, heads)."""
+def head_gate(y: np.ndarray, logits: np.ndarray, *choice: np.ndarray) -> np.ndarray:
+    """y (B, T, heads, head_dim), logits (B, T, heads); keep (B) and v: samples whose keep is 0 are v's."""
+    if choice:
+        y = np.stack([y[b] if choice[0][b] else choice[1][b] for b in range(len(y))])
     return y * (2 / (1 + np.exp(-logits.astype(np.float64))))[..., None]
 
 
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
-    """shapes: of y and the logits."""
-    y, logits = shapes
-    return Bytes(size([y, logits, y], dtype), size([y, logits, y], dtype))
+    """shapes: of y and the logits, and of keep and v, which is read instead of y."""
+    y, logits, *choice = shapes
+    moved = size([y, logits, y], dtype) + size(choice[:1], "float32")
+    return Bytes(moved, moved)
