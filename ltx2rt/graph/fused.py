@@ -227,6 +227,26 @@ def head_gate(y: Type, logits: Type, *choice: Type):
     return y, {}
 
 
+def divided(operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Operands of head_gate_linear_float8: the gate's, and weight, scale and bias, if there is one."""
+    at = 4 if len(operands) > 5 else 2
+    return operands[:at], operands[at:]
+
+
+def _numpy_head_gate_linear_float8(*operands, **args):
+    gate, others = divided(operands)
+    return OPS["linear_float8"].numpy(_numpy_head_gate(*gate), *others, **args)
+
+
+@op(_numpy_head_gate_linear_float8)
+def head_gate_linear_float8(*operands: Type, contract: tuple[str, ...], out: dict[str, int]):
+    """The per-head gate, then a linear layer of float8 weights, whose operand each token's heads are together."""
+    gate, others = divided(operands)
+    y, _ = OPS["head_gate"].rule(*gate)
+    _expect(tuple(contract) == y.axes[-2:], f"head_gate_linear_float8: {contract} of {y} are not the heads of a token")
+    return OPS["linear_float8"].rule(y, *others, contract=contract, out=out)
+
+
 def _numpy_pixel_norm_silu(x, *, dim, eps):
     return OPS["silu"].numpy(OPS["rms_norm"].numpy(x, dims=(dim,), weight_view=None, eps=eps))
 

@@ -4,8 +4,9 @@ Requires a legal graph, placed or not. Ensures the same inputs, outputs, paramet
 values but for fewer roundings: norm and modulation (after a gated residual or not, with rows per sample, per token or
 per level), norm and RoPE of q and k together, of those first that turn by the same tables (also the placed form, given
 the reduced sums of squares; without RoPE with the copies of what several samples attend to), a linear layer and its
-GELU, GELU and the float8 linear behind it, the per-head gate and what it chooses from, the VAE's norm and SiLU, the
-vocoder's SnakeBeta. Which values meet is decided here; whether a kernel or the plain ops run them, by the backend.
+GELU, the per-head gate and what it chooses from, GELU or that gate and the float8 linear behind it, the VAE's norm and
+SiLU, the vocoder's SnakeBeta. Which values meet is decided here; whether a kernel or the plain ops run them, by the
+backend.
 
 The last residual of a block and the first norm of the next stay apart: its rows are the next block's, so that every
 block would read two sets of modulation parameters, and the norm's result travel from block to block.
@@ -333,6 +334,15 @@ def _head_gate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return gone, [_node("head_gate", inputs, node.outputs)]
 
 
+def _head_gate_float8(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """The gate in front of a float8 linear that reads all heads of a token."""
+    gate = uses.only(node.inputs[0], "head_gate") if node.op == "linear_float8" else None
+    if gate is None or tuple(node.attrs["contract"]) != gate.outputs[0].type.axes[-2:]:
+        return None
+    inputs = (*gate.inputs, *node.inputs[1:])
+    return [gate, node], [_node("head_gate_linear_float8", inputs, node.outputs, **node.attrs)]
+
+
 def _pixel_norm_silu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     norm = uses.only(node.inputs[0], "rms_norm") if node.op == "silu" else None
     if norm is None or len(norm.inputs) > 1 or len(norm.attrs["over"]) > 1:
@@ -391,7 +401,7 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
 
 MATCHES: tuple[Match, ...] = (
     _norm_modulate, _gated_residual, _qk_norm_rope, _qk_norm, _same_tables, _qk_pair, _spread, _linear_gelu,
-    _gelu_float8, _head_gate, _pixel_norm_silu, snakes,
+    _gelu_float8, _head_gate, _head_gate_float8, _pixel_norm_silu, snakes,
 )  # fmt: skip
 
 

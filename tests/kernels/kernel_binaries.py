@@ -179,6 +179,7 @@ def main() -> None:
             compiled(f"sum_squares {name}", "sum_squares_kernel", qk_norm_rope.sum_squares, packed, dims=(2, 3))
             y = meta(4, heads, tokens, dim).transpose(1, 2)
             compiled(f"head_gate {name}", "head_gate_kernel", head_gate.head_gate, y, meta(4, tokens, heads))
+            compiled(f"head_gate_rows {name}", "head_gate_kernel", head_gate.head_gate_rows, y, meta(4, tokens, heads))
             choice = meta(4, dtype=f32), packed
             compiled(
                 f"head_gate of the values {name}", "head_gate_kernel", head_gate.head_gate,

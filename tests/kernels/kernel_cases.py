@@ -161,6 +161,10 @@ def head_gate_of_values(x: Operands) -> Case:
     return "head_gate", [*operands, keep, x.inside(2, 5, 3, 10)], *others
 
 
+def e4m3_of_a_gate(x: Operands) -> Case:
+    return "head_gate_rows", *head_gate_of_values(x)[1:]
+
+
 def pixel_norm_silu(x: Operands, channels: int, last: bool, frames: int = 3, ndim: int = 5) -> Case:
     """frames: of these the last 3."""
     pixels = x(*(2, channels, frames, 5, 7)[:ndim])
@@ -235,6 +239,7 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "linear_gelu": linear_gelu,
     "head_gate": head_gate,
     "head_gate of the values": head_gate_of_values,
+    "e4m3 of a gate": e4m3_of_a_gate,
     "pixel_norm_silu channels first": partial(pixel_norm_silu, channels=12, last=False),
     "pixel_norm_silu channels last": partial(pixel_norm_silu, channels=12, last=True),
     "pixel_norm_silu of the last frames, channels first": partial(pixel_norm_silu, channels=12, last=False, frames=5),

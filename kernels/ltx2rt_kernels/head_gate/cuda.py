@@ -1,7 +1,7 @@
 """One program per token, all its heads at once; y may be a view, such as an attention's transposed result.
 
 It moves the minimum: y and the logits read once, the result written once. Where there is a choice, a program reads y or
-the values that stand for it.
+the values that stand for it; in front of a float8 product it writes e4m3 numbers and the token's scale.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps
 
 
 @jit
 def head_gate_kernel(
-    y, logits, keep, v, out, T, y_b, y_t, y_h, logits_b, logits_t, keep_b, v_b, v_t, v_h,
+    y, logits, keep, v, out, scales, T, y_b, y_t, y_h, logits_b, logits_t, keep_b, v_b, v_t, v_h,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHOICE: tl.constexpr,
+    CHOICE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = row // T
@@ -31,6 +32,10 @@ def head_gate_kernel(
         if tl.load(keep + b * keep_b) == 0:
             place = v + b * v_b + t * v_t + h * v_h + d
     result = tl.load(place, inside, 0.0).to(tl.float32) * gate
+    if ROWS:
+        scale = tl.maximum(tl.max(tl.max(tl.abs(result), axis=1), axis=0), TINY) * STEP
+        tl.store(scales + row, scale)
+        result = tl.div_rn(result, scale).to(tl.float8e4nv)
     tl.store(out + row * (HEADS * DIM) + h * DIM + d, result, inside)
 
 
@@ -45,14 +50,24 @@ def why_not(y: Tensor, logits: Tensor, *choice: Tensor) -> str | None:
 
 
 def head_gate(y: Tensor, logits: Tensor, *choice: Tensor) -> Tensor:
+    return _launch(y, logits, choice, None)
+
+
+def head_gate_rows(y: Tensor, logits: Tensor, *choice: Tensor) -> tuple[Tensor, Tensor]:
+    scales = torch.empty((y.shape[0] * y.shape[1], 1), dtype=torch.float32, device=y.device)
+    return _launch(y, logits, choice, scales).reshape(len(scales), -1), scales
+
+
+def _launch(y: Tensor, logits: Tensor, choice: tuple[Tensor, ...], scales: Tensor | None) -> Tensor:
     batch, tokens, heads, dim = y.shape
     keep, v = choice or (None, None)
     others = (0,) * 4 if v is None or keep is None else (*keep.stride(), *v.stride()[:3])
-    out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    out = torch.empty(y.shape, dtype=y.dtype if scales is None else torch.float8_e4m3fn, device=y.device)
     block_h, block_d = block(heads), block(dim)
     head_gate_kernel[(batch * tokens,)](
-        y, logits, keep, v, out, tokens, *y.stride()[:3], *logits.stride()[:2], *others,
+        y, logits, keep, v, out, scales, tokens, *y.stride()[:3], *logits.stride()[:2], *others,
         HEADS=heads, DIM=dim, BLOCK_H=block_h, BLOCK_D=block_d, CHOICE=bool(choice),
+        ROWS=scales is not None, STEP=FLOAT8_STEP, TINY=FLOAT8_TINY,
         num_warps=num_warps(block_h * block_d),
     )  # fmt: skip
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ltx2rt.graph.ops import quantise_rows
 from ltx2rt_kernels.traffic import Bytes, size
 
 
@@ -14,8 +15,15 @@ def head_gate(y: np.ndarray, logits: np.ndarray, *choice: np.ndarray) -> np.ndar
     return y * (2 / (1 + np.exp(-logits.astype(np.float64))))[..., None]
 
 
+def head_gate_rows(*operands: np.ndarray) -> list[np.ndarray]:
+    """The same as values (rows, n) and scales (rows, 1), a row each token's heads."""
+    y = head_gate(*operands)
+    return list(quantise_rows(y.reshape(y.shape[0] * y.shape[1], -1)))
+
+
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of y and the logits, and of keep and v, which is read instead of y."""
     y, logits, *choice = shapes
-    moved = size([y, logits, y], dtype) + size(choice[:1], "float32")
+    written = size([y], dtype) if op == "head_gate" else size([y], "float8_e4m3fn") + size([y[:2]], "float32")
+    moved = size([y, logits], dtype) + written + size(choice[:1], "float32")
     return Bytes(moved, moved)
