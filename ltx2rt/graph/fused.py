@@ -242,7 +242,8 @@ def _numpy_head_gate_linear_float8(*operands, **args):
 def head_gate_linear_float8(*operands: Type, contract: tuple[str, ...], out: dict[str, int]):
     """The per-head gate, then a linear layer of float8 weights, whose operand each token's heads are together."""
     gate, others = divided(operands)
-    y, _ = OPS["head_gate"].rule(*gate)
+    y = gate[0]
+    OPS["head_gate"].rule(*gate)
     _expect(tuple(contract) == y.axes[-2:], f"head_gate_linear_float8: {contract} of {y} are not the heads of a token")
     return OPS["linear_float8"].rule(y, *others, contract=contract, out=out)
 
