@@ -191,7 +191,9 @@ class Launches:
         return self.launch
 
     def launch(self, *operands, num_warps: int, **constants) -> None:
-        self.counts.add(self.name, *operands)
+        tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+        once = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in tensors}
+        self.counts.add(self.name, *once.values())
 
 
 def once(counts: Counts, repeat: lower.Repeat, *operands):
