@@ -37,6 +37,7 @@ from ltx2rt_kernels.traffic import Bytes
 from benchmarks.measure import Spread, interleaved, machine, record
 from ltx2rt.commands.generate import make_plan
 from ltx2rt.commands.plan import datasheet_session
+from ltx2rt.graph.fused import divided
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
@@ -123,7 +124,14 @@ def slice_of(makers: Mapping[int, Node], v: Value) -> tuple[Type, int] | None:
 
 
 def quantisation(node: Node) -> Node:
-    """What a float8 linear does first: its operand, or the GELU of it, row by row, becomes e4m3."""
+    """What a float8 linear does first: its operand, or the GELU or the gated heads of it, row by row, becomes e4m3."""
+    if node.op.startswith("head_gate"):
+        gate, _ = divided(node.inputs)
+        y = gate[0].type
+        rows, width = prod(y.shape[:2]), prod(y.shape[2:])
+        shapes = {"values": (width, "float8_e4m3fn"), "scale": (1, "float32")}
+        results = (Value(name, Type(("rows", "n"), (rows, n), dtype)) for name, (n, dtype) in shapes.items())
+        return Node("head_gate_rows", tuple(gate), tuple(results), {}, {})
     x, width = node.inputs[0].type, node.inputs[1].type.shape[1]
     rows = x.num_elements // width
     shapes = {"x": (width, x.dtype), "values": (width, "float8_e4m3fn"), "scale": (1, "float32")}

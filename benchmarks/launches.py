@@ -43,7 +43,7 @@ from benchmarks.kernels import request_graphs
 from benchmarks.measure import machine, record
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.placement.devices import DeviceKind
+from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
 from ltx2rt.session.options import parse_mesh
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "_scaled_mm"}
@@ -191,7 +191,9 @@ class Launches:
         return self.launch
 
     def launch(self, *operands, num_warps: int, **constants) -> None:
-        self.counts.add(self.name, *operands)
+        tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+        once = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in tensors}
+        self.counts.add(self.name, *once.values())
 
 
 def once(counts: Counts, repeat: lower.Repeat, *operands):
@@ -288,7 +290,8 @@ def main(argv: list[str] | None = None) -> dict:
             steps.append({"mesh": mesh, "weights_dtype": dtype, "stage": stage} | found.facts())
             print(
                 f"{mesh or 'one GPU'} {dtype or ''} {stage}: {steps[-1]['launches']} launches, {steps[-1]['gb']} GB, "
-                f"{found.flops.total() / 1e12:.1f} TFLOP"
+                f"{found.flops.total() / 1e12:.1f} TFLOP, "
+                f"one after the other at an H200's rates {found.time_s(DEVICE_KINDS['h200-141gb']):.3f} s"
             )
             for name, n in found.launches.most_common():
                 print(f"  {name:28} {n:>6} {found.bytes[name] / 1e9:>8.2f} GB")

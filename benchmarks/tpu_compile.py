@@ -27,6 +27,7 @@ from typing import Any
 from ltx2rt_tpu.hlo import flops
 
 from benchmarks.measure import machine, record
+from ltx2rt.commands.compile import in_words
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,10 @@ CELLS = tuple(
 )  # fmt: skip
 
 
-def compile_cell(cell: Cell) -> dict[str, Any]:
-    """The row of one cell. Raises RuntimeError with the command's own words if it fails."""
+def compile_cell(cell: Cell, times: bool = False) -> dict[str, Any]:
+    """The row of one cell; times: with estimated ones. Raises RuntimeError with the command's own words if it fails."""
     words = ["compile", "--topology", cell.topology, "--mesh", MESHES[cell.topology], *cell.flags.split(), "--json"]
+    words += ["--times"] * times
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | ({"XLA_FLAGS": f"--xla_dump_to={folder}"} if cell.counted else {})
         ran = subprocess.run([sys.executable, "-m", "ltx2rt", *words], capture_output=True, text=True, env=env)
@@ -151,7 +153,7 @@ def line(name: str, f: Figures, note: str = "") -> str:
 def show(cell: Cell, row: dict[str, Any]) -> str:
     note = f"{row['compile_cpu_s']:.0f} s{'' if row['fits'] else ', does NOT fit'}"
     note += f", {row['compiled_flops'] / 1e12:.1f} TFLOP" if cell.counted else ""
-    lines = [line(f"{cell.name}, {cell.topology}", figures(row), note)]
+    lines = [line(f"{cell.name}, {cell.topology}", figures(row), note) + in_words(row.get("times_s"))]
     if cell.target != Figures():
         lines.append(line("  target, at most", cell.target))
     return "\n".join([*lines, *(line(f"  peer, {mesh}", f) for mesh, f in cell.peers)])
@@ -162,6 +164,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     names = tuple(dict.fromkeys(cell.name for cell in CELLS))
     parser.add_argument("--cells", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--topology", nargs="+", choices=tuple(MESHES), default=tuple(MESHES))
+    parser.add_argument("--times", action="store_true", help="estimate times by the compiler's code; takes longer")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON; rows of other cells in it are kept")
     args = parser.parse_args(argv)
     rows = json.loads(args.output.read_text())["rows"] if args.output and args.output.exists() else []
@@ -170,7 +173,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(ROW.format("", "collectives", "received", "weights + temporaries", "compile", "processor time"))
     for cell in CELLS:
         if cell.name in args.cells and cell.topology in args.topology:
-            row = compile_cell(cell)
+            row = compile_cell(cell, args.times)
             print(show(cell, row), flush=True)
             key = (row["cell"], row["topology"])
             facts["rows"] = [r for r in facts["rows"] if (r["cell"], r["topology"]) != key] + [row]

@@ -100,7 +100,8 @@ class Compiled:
 
     compile_cpu_s: processor time of all threads, which a busy machine stretches less than compile_s.
     collectives: executions by kind, loops multiplied; received_bytes: what all of them bring. weights_bytes: all
-    arguments as the compiler lays them out; temp_bytes and output_bytes: what a call needs besides.
+    arguments as the compiler lays them out; temp_bytes and output_bytes: what a call needs besides. times_s: estimated
+    by the compiler's code, by class of instruction, exchanges that nothing hides among them; None if not asked for.
     """
 
     compile_s: float
@@ -110,6 +111,7 @@ class Compiled:
     weights_bytes: int
     temp_bytes: int
     output_bytes: int
+    times_s: Mapping[str, float] | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -235,8 +237,11 @@ class BackendFactory(Protocol):
         """
         ...
 
-    def ahead_compiler(self, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
-        """How placed graphs are compiled for devices that are absent; one per process. Imports the framework.
+    def ahead_compiler(
+        self, topology: str, mesh: Mapping[str, int], timed: bool = False
+    ) -> Callable[[Graph, str | None], Compiled]:
+        """How placed graphs are compiled for devices that are absent; one per process. Imports the framework. timed:
+        with `times_s`.
 
         Its second argument says how the graph runs: "each" on inputs of every device's own, as `Backend.each` does; of
         the graph of a loop over steps, "before" is what runs once before it, "step" one of its steps. InputError if
@@ -292,11 +297,13 @@ def get_rendezvous(name: str) -> Callable[[], Any]:
     return connect
 
 
-def get_ahead_compiler(name: str, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
+def get_ahead_compiler(
+    name: str, topology: str, mesh: Mapping[str, int], timed: bool = False
+) -> Callable[[Graph, str | None], Compiled]:
     """`BackendFactory.ahead_compiler`. InputError if it is not installed."""
     factory = get_factory(name)
     with _installed(name):
-        return factory.ahead_compiler(topology, mesh)
+        return factory.ahead_compiler(topology, mesh, timed)
 
 
 def keep_compiled(name: str, root: Path) -> None:

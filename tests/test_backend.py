@@ -16,7 +16,7 @@ class Factory:
     name, accelerator, process_per_device, packages = "toy", "abacus", False, ()
     def open(self, device, mesh):
         return device, dict(mesh)
-    def ahead_compiler(self, topology, mesh):
+    def ahead_compiler(self, topology, mesh, timed):
         import no_such_framework
 FACTORY = Factory()
 """

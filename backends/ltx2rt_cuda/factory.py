@@ -47,7 +47,9 @@ class CudaFactory:
     def keep_compiled(self, root: Path) -> None:
         """Inductor keeps what it compiles by itself."""
 
-    def ahead_compiler(self, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
+    def ahead_compiler(
+        self, topology: str, mesh: Mapping[str, int], timed: bool = False
+    ) -> Callable[[Graph, str | None], Compiled]:
         raise InputError("backend cuda compiles on the device that runs, not for one that is absent")
 
     def profile_key(self, device: DeviceInfo) -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ltx2rt_kernels.choose import kernel, why_not
 from torch import Tensor
 
-from ltx2rt.graph.fused import grouped, pairs, rows_per_token, snake_windows
+from ltx2rt.graph.fused import divided, grouped, pairs, rows_per_token, snake_windows
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt_cuda.attention import attention as attend
 from ltx2rt_cuda.neighbourhood import neighbourhood_attention
@@ -171,18 +171,27 @@ def linear_float8(
 ) -> Tensor:
     """Where the device has no such product, the quantised numbers are multiplied in float32: the same but for order."""
     lead, rows = x.shape[: x.ndim - num_contracted], x.reshape(-1, weight.shape[1])
-    runs = scaled_matmul_runs(x, weight)
-    if runs and len(rows) < FEW_ROWS and rows.shape[1] > LONG_ROWS:
+    if len(rows) < FEW_ROWS and rows.shape[1] > LONG_ROWS and scaled_matmul_runs(x, weight):
         rows = F.pad(rows, (0, 0, 0, FEW_ROWS - len(rows)))
-    values, row_scale = quantise_rows(rows, gelu=gelu)
-    if runs:
+    y = _scaled(x, *quantise_rows(rows, gelu=gelu), weight, scale, bias)
+    return y[: prod(lead)].narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
+
+
+def _scaled(x: Tensor, values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of quantised rows, as x's dtype."""
+    if scaled_matmul_runs(x, weight):
         product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-        y = product(values, weight.t(), row_scale, scale.t(), bias, out_dtype=x.dtype, use_fast_accum=True)
-        y = y[: prod(lead)]
-    else:
-        y = (values.float() @ weight.float().t()) * row_scale * scale.t()
-        y = (y if bias is None else y + bias).to(x.dtype)
-    return y.narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
+        return product(values, weight.t(), row_scale, scale.t(), bias, out_dtype=x.dtype, use_fast_accum=True)
+    y = (values.float() @ weight.float().t()) * row_scale * scale.t()
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+@op
+def head_gate_linear_float8(*operands: Tensor, num_contracted: int, out_shape) -> Tensor:
+    (y, *gate), (weight, scale, *bias) = divided(operands)
+    lead = y.shape[: y.ndim - num_contracted]
+    result = _scaled(y, *head_gate_rows(y, *gate), weight, scale, *(bias or [None]))
+    return result.narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
 
 
 @op
@@ -391,21 +400,23 @@ def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: floa
 
 
 @fused
-def qk_norm(*operands: Tensor, weight_views, eps: float):
-    return _normed(rms_norm, 2, operands, weight_views, eps=eps)
+def qk_norm(*operands: Tensor, weight_views, eps: float, spread=()):
+    return _normed(rms_norm, 2, operands, weight_views, spread, eps=eps)
 
 
 @fused
-def qk_scale(*operands: Tensor, weight_views, count: int, eps: float):
-    return _normed(rms_scale, 3, operands, weight_views, count=count, eps=eps)
+def qk_scale(*operands: Tensor, weight_views, count: int, eps: float, spread=()):
+    return _normed(rms_scale, 3, operands, weight_views, spread, count=count, eps=eps)
 
 
-def _normed(norm, size: int, operands, weight_views, **args):
-    """`norm` over the last two axes of x, and what else it reads, `size` at a time."""
+def _normed(norm, size: int, operands, weight_views, spread, **args):
+    """`norm` over the last two axes of x, and what else it reads, `size` at a time; spread: of k, and of v behind."""
     results = [
         norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
-        for (x, *others), view in zip(grouped(operands, size), weight_views, strict=True)
+        for (x, *others), view in zip(grouped(operands[:-1] if spread else operands, size), weight_views, strict=True)
     ]
+    if spread:
+        results[1:] = (torch.cat([x[i : i + 1] for i in spread]) for x in (results[1], operands[-1]))
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -440,8 +451,18 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int,
 
 
 @fused
-def head_gate(y: Tensor, logits: Tensor) -> Tensor:
+def head_gate(y: Tensor, logits: Tensor, *choice: Tensor) -> Tensor:
+    if choice:
+        keep, v = choice
+        y = torch.where(keep.reshape(-1, *[1] * (y.ndim - 1)) != 0, y, v)
     return y * (2 * torch.sigmoid(logits)).unsqueeze(-1)
+
+
+@fused
+def head_gate_rows(*operands: Tensor) -> tuple[Tensor, Tensor]:
+    """head_gate as quantise_rows has it, each token a row: no op of the table, but part of one."""
+    y = head_gate(*operands)
+    return quantise_rows(y.reshape(-1, y.shape[-2] * y.shape[-1]))
 
 
 @fused

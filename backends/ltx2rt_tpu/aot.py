@@ -27,6 +27,8 @@ from jax.stages import Lowered
 from ltx2rt.backend import Compiled, DoesNotFit
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Value
+from ltx2rt.placement.devices import topology as kind_of
+from ltx2rt_tpu.cycles import Code
 from ltx2rt_tpu.distributed import device_mesh
 from ltx2rt_tpu.hlo import COLLECTIVE, collectives
 from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program, own
@@ -45,11 +47,12 @@ ENVIRONMENT = {
 class AheadCompiler:
     """graph -> its programs, for the devices of `topology` in a mesh. InputError without libtpu, or if it refuses."""
 
-    def __init__(self, topology: str, mesh: Mapping[str, int]):
+    def __init__(self, topology: str, mesh: Mapping[str, int], timed: bool = False):
         if find_spec("libtpu") is None:
             raise InputError("compiling for TPUs needs libtpu, which is not installed; pip install libtpu")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        self.code = Code(kind_of(topology)[0]) if timed else None
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_enable_compilation_cache", False)  # what comes from a cache leaves no HLO
         try:
@@ -65,18 +68,20 @@ class AheadCompiler:
         place = self._place(graph)
         if part == "each" and isinstance(place, NamedSharding):
             program = Program(graph, place, unrolled=False)
-            return compiled(program.shared.lower(abstract_weights(graph, place), _own_inputs(graph, place)))
+            lowered = program.shared.lower(abstract_weights(graph, place), _own_inputs(graph, place))
+            return compiled(lowered, code=self.code)
         if graph.name in ASSEMBLED:
             return assembled(Assembled(graph, place))
         if part in (None, "each"):
             program = Program(graph, place, unrolled=False)
-            return compiled(program.function.lower(abstract_weights(graph, place), abstract(graph.inputs, place)))
+            lowered = program.function.lower(abstract_weights(graph, place), abstract(graph.inputs, place))
+            return compiled(lowered, code=self.code)
         loop = Loop(graph, place, unrolled=False)
         before = (abstract_weights(loop.parts.before, place), abstract(loop.parts.before.inputs, place))
         if part == "before":
-            return compiled(loop.before.lower(*before))
+            return compiled(loop.before.lower(*before), code=self.code)
         assert part == "step", part
-        return compiled(loop.steps.lower(*_step_arguments(loop, before)), steps=1)
+        return compiled(loop.steps.lower(*_step_arguments(loop, before)), 1, self.code)
 
     def _place(self, graph: Graph) -> Sharding:
         """The graph's own mesh where it is of all devices, else the one asked for."""
@@ -110,8 +115,9 @@ def _step_arguments(loop: Loop, before: tuple) -> tuple:
     return abstract_weights(body, place), prepared, abstract(constants, place), state, bound, bound
 
 
-def compiled(lowered: Lowered, steps: int | None = None) -> Compiled:
-    """The figures of one program. steps: how often a loop runs whose bounds are arguments; None: there is none.
+def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = None) -> Compiled:
+    """The figures of one program. steps: how often a loop runs whose bounds are arguments; None: there is none. code:
+    where the compiler leaves it, for the times of instructions.
 
     Raises DoesNotFit in the compiler's words.
     """
@@ -126,8 +132,9 @@ def compiled(lowered: Lowered, steps: int | None = None) -> Compiled:
             raise
         compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
         assert memory is not None, "the compiler tells no memory"
-        (text,) = read()
+        (text,) = read("after_optimizations")
         counts, received = collectives(text, steps)
+        times_s = code.times(*read("after_codegen"), steps=steps) if code else None
     return Compiled(
         compile_s=compile_s,
         compile_cpu_s=compile_cpu_s,
@@ -136,6 +143,7 @@ def compiled(lowered: Lowered, steps: int | None = None) -> Compiled:
         weights_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        times_s=times_s,
     )
 
 
@@ -146,7 +154,7 @@ def assembled(program: Assembled) -> Compiled:
         executables = program.compile(options)
         compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
         found = [
-            collectives(text) for text in read() if COLLECTIVE.search(text)
+            collectives(text) for text in read("after_optimizations") if COLLECTIVE.search(text)
         ]  # loops of others may be of any length
     memory = {kind: one.memory_analysis() for kind, one in executables.items()}
     weights_bytes = sum(v.type.nbytes for v in (program.graph.inputs | program.graph.params).values())
@@ -171,17 +179,17 @@ def assembled(program: Assembled) -> Compiled:
 @contextmanager
 def _dump(module: str) -> Iterator:
     """Compiler options that leave the scheduled HLO of `module` (a pattern) in a folder, the user's own if XLA_FLAGS
-    names one; and the reader of its texts.
+    names one; and the reader of its texts, of one phase.
 
     Not `Compiled.as_text`: what comes back from the compiler for TPU7x does not parse with jaxlib 0.10.2.
     """
     flag = re.findall(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(flag[-1] if flag else folder)
-        texts = f"*.{module}.*after_optimizations.txt"  # the compiler may dump modules of its own beside it
+        texts = f"*.{module}.*"  # the compiler may dump modules of its own beside it
         before = set(path.glob(texts))
 
-        def read() -> list[str]:
-            return [text.read_text() for text in set(path.glob(texts)) - before]
+        def read(phase: str) -> list[str]:
+            return [text.read_text() for text in set(path.glob(f"{texts}{phase}.txt")) - before]
 
         yield {"xla_dump_to": str(path), "xla_dump_hlo_as_text": True}, read

@@ -37,10 +37,12 @@ class TpuFactory:
 
         keep_compiled(root)
 
-    def ahead_compiler(self, topology: str, mesh: Mapping[str, int]) -> Callable[[Graph, str | None], Compiled]:
+    def ahead_compiler(
+        self, topology: str, mesh: Mapping[str, int], timed: bool = False
+    ) -> Callable[[Graph, str | None], Compiled]:
         from ltx2rt_tpu.aot import AheadCompiler
 
-        return AheadCompiler(topology, mesh)
+        return AheadCompiler(topology, mesh, timed)
 
     def profile_key(self, device: DeviceInfo) -> str:
         return device.name if device.kind == "tpu" else device.kind

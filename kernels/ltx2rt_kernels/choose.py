@@ -24,6 +24,7 @@ FOLDERS = {
     "qk_scale": "qk_norm_rope",
     "linear_gelu": "linear_gelu",
     "head_gate": "head_gate",
+    "head_gate_rows": "head_gate",
     "pixel_norm_silu": "pixel_norm_silu",
     "snake_beta": "snake_beta",
     "quantise_rows": "quantise_rows",

@@ -51,6 +51,7 @@ class Target:
     branches: int | None = flag(
         None, "guidance branches of a denoise step (default: 4 in stage 1, 1 in stage 2)", int, metavar="N"
     )
+    times: bool = flag(False, "estimate each program's time, by the compiler's own code; takes longer", bool)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Job:
     kind: DeviceKind
     mesh: Mapping[str, int]
     cells: tuple[Cell, ...]
+    times: bool = False
 
 
 def plan_job(options: ModelOptions, request: Request, target: Target, preset: str | None = None) -> Job:
@@ -104,7 +106,7 @@ def plan_job(options: ModelOptions, request: Request, target: Target, preset: st
         request = request.resolved(session.config)
         loras = Loras(session.options.loras, LoraSpec(Path("distilled")))
         cells = tuple(_cells(session, request, loras, target))
-        return Job(target.topology, kind, session.backend.mesh, cells)
+        return Job(target.topology, kind, session.backend.mesh, cells, target.times)
 
 
 def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:
@@ -164,7 +166,7 @@ def _size(session: Session, call: Call) -> str:
 
 def compile_job(job: Job) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
     """Each program as soon as it is compiled; which one is at work is said on stderr. InputError before the first."""
-    compiler = get_ahead_compiler(job.kind.backend, job.topology, job.mesh)
+    compiler = get_ahead_compiler(job.kind.backend, job.topology, job.mesh, job.times)
 
     def compile_cell(cell: Cell) -> tuple[Cell, Compiled | DoesNotFit]:
         weights, memory = weight_bytes([cell.graph]), job.kind.memory_bytes
@@ -185,7 +187,7 @@ FIGURES = tuple(field.name for field in fields(Compiled))
 def to_json(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any]:
     """Counts are of one call, bytes of one device, compile_s is what the compiler took here. What does not fit has no
     figures but why_not."""
-    refused = isinstance(found, DoesNotFit)
+    refused, figures = isinstance(found, DoesNotFit), FIGURES if job.times else FIGURES[:-1]
     return {
         "component": cell.component,
         "stage": cell.stage,
@@ -193,7 +195,7 @@ def to_json(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any
         "size": cell.size,
         "topology": job.topology,
         "mesh": dict(job.mesh),
-        **{name: None if refused else getattr(found, name) for name in FIGURES},
+        **{name: None if refused else getattr(found, name) for name in figures},
         "fits": fits(job, found),
         **({"why_not": str(found)} if refused else {}),
     }
@@ -221,8 +223,16 @@ def row(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> str:
     received, weights, temporaries, outputs = (f"{n / 1e9:.3g} GB" for n in sizes)
     return (
         f"{cell.name:<22} {cell.size:<26} {count:>11} {received:>9} {weights:>9} {temporaries:>11} {outputs:>8} "
-        f"{found.compile_s:>6.0f} s  {'yes' if fits(job, found) else 'NO'}"
+        f"{found.compile_s:>6.0f} s  {'yes' if fits(job, found) else 'NO'}" + in_words(found.times_s)
     )
+
+
+def in_words(times_s: Mapping[str, float] | None) -> str:
+    """A line of its own, the longest first; nothing where there are none."""
+    if not times_s:
+        return ""
+    parts = ", ".join(f"{name} {s * 1e3:.1f}" for name, s in sorted(times_s.items(), key=lambda item: -item[1]))
+    return f"\n  estimated by the compiler's code: {sum(times_s.values()) * 1e3:.1f} ms ({parts})"
 
 
 def flags(to: Any) -> None:

@@ -157,30 +157,41 @@ def qk_scale_rope(*operands: Type, count: int, eps: float):
     return _rotated("rms_scale", 5, operands, count=count, eps=eps)
 
 
-def _numpy_normed(norm, size, *operands, weight_views, **args):
+def _numpy_normed(norm, size, *operands, weight_views, spread=(), **args):
     found = [
         OPS[norm].numpy(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
-        for (x, *others), view in zip(grouped(operands, size), weight_views, strict=True)
+        for (x, *others), view in zip(grouped(operands[:-1] if spread else operands, size), weight_views, strict=True)
     ]
+    if spread:
+        found[1:] = (x[list(spread)] for x in (found[1], operands[-1]))
     return _one_or_many(tuple(found))
 
 
-def _only_normed(norm: str, size: int, operands: Sequence[Type], **attrs: Any):
+def _only_normed(norm: str, size: int, operands: Sequence[Type], spread: tuple[int, ...], **attrs: Any):
+    if spread:
+        *operands, v = operands
+        (q, k), args = _only_normed(norm, size, operands, (), **attrs)
+        _expect(v == k and max(spread) < k.shape[0], f"{norm}: samples {spread} of {k} and of {v}")
+        return (q, *(x.resized(x.axes[0], len(spread)) for x in (k, v))), args | {"spread": spread}
     rules = [OPS[norm].rule(x, *others, over=x.axes[-2:], **attrs) for x, *others in grouped(operands, size)]
     views = tuple(args["weight_view"] for _, args in rules)
     return _one_or_many(tuple(operands[::size])), {"weight_views": views, **attrs}
 
 
 @op(partial(_numpy_normed, "rms_norm", 2))
-def qk_norm(*operands: Type, eps: float):
-    """qk_norm_rope of an attention without RoPE. operands: x, weight; once, or for q and then for k."""
-    return _only_normed("rms_norm", 2, operands, eps=eps)
+def qk_norm(*operands: Type, eps: float, spread: tuple[int, ...] = ()):
+    """qk_norm_rope of an attention without RoPE. operands: x, weight; once, or for q and then for k.
+
+    spread: whose keys and values each sample of the result has; v is then the last operand, and a result.
+    """
+    return _only_normed("rms_norm", 2, operands, spread, eps=eps)
 
 
 @op(partial(_numpy_normed, "rms_scale", 3))
-def qk_scale(*operands: Type, count: int, eps: float):
-    """qk_scale_rope of an attention without RoPE. operands: x, sum of squares, weight; once, or for q, then for k."""
-    return _only_normed("rms_scale", 3, operands, count=count, eps=eps)
+def qk_scale(*operands: Type, count: int, eps: float, spread: tuple[int, ...] = ()):
+    """qk_scale_rope of an attention without RoPE. operands: x, sum of squares, weight; once, or for q, then for k.
+    spread: as in qk_norm."""
+    return _only_normed("rms_scale", 3, operands, spread, count=count, eps=eps)
 
 
 @op(lambda *operands, **args: OPS["gelu"].numpy(OPS["linear"].numpy(*operands, **args)))
@@ -195,12 +206,46 @@ def gelu_linear_float8(x: Type, *others: Type, contract: tuple[str, ...], out: d
     return OPS["linear_float8"].rule(x, *others, contract=contract, out=out)
 
 
-@op(lambda y, logits: y * (2 * OPS["sigmoid"].numpy(logits))[..., None])
-def head_gate(y: Type, logits: Type):
-    """y * 2 sigmoid(logits), one logit per head: y (..., heads, head_dim), logits (..., heads)."""
-    _same_dtype(y, logits)
+def _numpy_head_gate(y, logits, *choice):
+    if choice:
+        keep, v = choice
+        y = np.where(keep.reshape(-1, *[1] * (y.ndim - 1)) != 0, y, v)
+    return y * (2 * OPS["sigmoid"].numpy(logits))[..., None]
+
+
+@op(_numpy_head_gate)
+def head_gate(y: Type, logits: Type, *choice: Type):
+    """y * 2 sigmoid(logits), one logit per head: y (B, ..., heads, head_dim), logits (B, ..., heads).
+
+    choice: keep (B) and v like y: samples whose keep is 0 are v's instead of y's.
+    """
+    _same_dtype(y, logits, *choice[1:])
+    if choice:
+        keep, v = choice
+        _expect(keep.axes == y.axes[:1] and keep.shape == y.shape[:1] and v == y, f"head_gate: {keep} or {v} of {y}")
     _expect(logits.axes == y.axes[:-1] and logits.shape == y.shape[:-1], f"head_gate: {logits} does not fit {y}")
     return y, {}
+
+
+def divided(operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Operands of head_gate_linear_float8: the gate's, and weight, scale and bias, if there is one."""
+    at = 4 if len(operands) > 5 else 2
+    return operands[:at], operands[at:]
+
+
+def _numpy_head_gate_linear_float8(*operands, **args):
+    gate, others = divided(operands)
+    return OPS["linear_float8"].numpy(_numpy_head_gate(*gate), *others, **args)
+
+
+@op(_numpy_head_gate_linear_float8)
+def head_gate_linear_float8(*operands: Type, contract: tuple[str, ...], out: dict[str, int]):
+    """The per-head gate, then a linear layer of float8 weights, whose operand each token's heads are together."""
+    gate, others = divided(operands)
+    y = gate[0]
+    OPS["head_gate"].rule(*gate)
+    _expect(tuple(contract) == y.axes[-2:], f"head_gate_linear_float8: {contract} of {y} are not the heads of a token")
+    return OPS["linear_float8"].rule(y, *others, contract=contract, out=out)
 
 
 def _numpy_pixel_norm_silu(x, *, dim, eps):

@@ -2,9 +2,11 @@
 
 Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and communication, and the same
 values but for fewer roundings: norm and modulation (after a gated residual or not, with rows per sample, per token or
-per level), norm and RoPE of q and k together (also the placed form, given the reduced sums of squares), a linear layer
-and its GELU, the per-head gate, the VAE's norm and SiLU, the vocoder's SnakeBeta. Which values meet is decided here;
-whether a kernel or the plain ops run them, by the backend.
+per level), norm and RoPE of q and k together, of those first that turn by the same tables (also the placed form, given
+the reduced sums of squares; without RoPE with the copies of what several samples attend to), a linear layer and its
+GELU, the per-head gate and what it chooses from, GELU or that gate and the float8 linear behind it, the VAE's norm and
+SiLU, the vocoder's SnakeBeta. Which values meet is decided here; whether a kernel or the plain ops run them, by the
+backend.
 
 The last residual of a block and the first norm of the next stay apart: its rows are the next block's, so that every
 block would read two sets of modulation parameters, and the norm's result travel from block to block.
@@ -222,6 +224,24 @@ def _qk_norm(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return [node], [_node(fused, node.inputs, node.outputs, **attrs)]
 
 
+def _same_tables(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """Two of the same tokens that turn by the same tables: q and k of a self-attention; of two attentions between
+    streams, the one's q and the other's k."""
+    if not _turns_alone(node):
+        return None
+    for other in graph.nodes[graph.nodes.index(node) + 1 :]:
+        if _turns_alone(other) and other.op == node.op and other.attrs == node.attrs:
+            tables = zip(node.inputs[-2:], other.inputs[-2:], strict=True)
+            if other.outputs[0].type == node.outputs[0].type and all(a is b for a, b in tables):
+                inputs, outputs = (*node.inputs, *other.inputs), (*node.outputs, *other.outputs)
+                return [node, other], [_node(node.op, inputs, outputs, **node.attrs)]
+    return None
+
+
+def _turns_alone(node: Node) -> bool:
+    return node.op in ("qk_norm_rope", "qk_scale_rope") and len(node.outputs) == 1
+
+
 def _qk_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     """q and k of one attention, or of the exchange in front of it: one launch for both."""
     if node.op not in ("attention", "attention_part", "all_to_all"):
@@ -239,6 +259,41 @@ def _qk_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     if len({x.outputs[0].type.shape[2:] for x in found}) > 1:
         return None
     return found, [_node(q.op, [*q.inputs, *k.inputs], [*q.outputs, *k.outputs], **q.attrs)]
+
+
+def _spread(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """Keys and values of a few contexts, copied for every sample that reads them: the keys' norm writes them so."""
+    if node.op not in ("attention", "attention_part"):
+        return None
+    keys, values = (_gathered(uses, v) for v in node.inputs[1:3])
+    if keys is None or values is None or keys[1] != values[1]:
+        return None
+    (k, where, gone), (v, _, others) = keys, values
+    norm = uses.makers.get(id(k))
+    if norm is None or norm.op not in ("qk_norm", "qk_scale") or len(norm.outputs) < 2 or norm.outputs[1] is not k:
+        return None
+    if v.type != k.type or len(where) > SPREAD or {id(reader) for reader in uses.readers[id(k)]} - set(map(id, gone)):
+        return None
+    outputs = (norm.outputs[0], *node.inputs[1:3])
+    return [*gone, *others, norm], [_node(norm.op, [*norm.inputs, v], outputs, **norm.attrs, spread=where)]
+
+
+SPREAD = 8  # samples at most; the kernel is told theirs in 4 bits each
+
+
+def _gathered(uses: _Uses, value: Value) -> tuple[Value, tuple[int, ...], list[Node]] | None:
+    """What `value` is samples of, which ones, and the nodes that pick and join them."""
+    joined = uses.only(value, "concat")
+    if joined is None or joined.args["dim"] != 0:
+        return None
+    slices = [uses.only(v, "slice") for v in joined.inputs]
+    if any(s is None or s.args["dim"] != 0 or s.args["step"] != 1 for s in slices):
+        return None
+    found = [s for s in slices if s is not None]
+    if len({id(s.inputs[0]) for s in found}) > 1:
+        return None
+    where = tuple(i for s in found for i in range(s.args["start"], s.args["stop"]))
+    return found[0].inputs[0], where, [joined, *found]
 
 
 NORMED = ("qk_norm_rope", "qk_scale_rope", "qk_norm", "qk_scale")
@@ -261,7 +316,7 @@ def _gelu_float8(graph: Graph, uses: _Uses, node: Node) -> Found | None:
 
 
 def _head_gate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
-    """y * 2 sigmoid(logits)."""
+    """y * 2 sigmoid(logits), y of some samples chosen from other values or not."""
     if node.op != "mul":
         return None
     y, gate = node.inputs
@@ -271,7 +326,21 @@ def _head_gate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     sigmoid = uses.only(doubled.inputs[0], "sigmoid")
     if sigmoid is None or gate.type.shape != y.type.shape[:-1]:
         return None
-    return [sigmoid, doubled, node], [_node("head_gate", [y, sigmoid.inputs[0]], node.outputs)]
+    gone, inputs = [sigmoid, doubled, node], [y, *sigmoid.inputs]
+    if (chosen := uses.only(y, "select")) is not None:
+        keep, kept, other = chosen.inputs
+        if keep.type.axes == y.type.axes[:1] and kept.type == other.type == y.type:
+            gone, inputs = [chosen, *gone], [kept, *sigmoid.inputs, keep, other]
+    return gone, [_node("head_gate", inputs, node.outputs)]
+
+
+def _head_gate_float8(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """The gate in front of a float8 linear that reads all heads of a token."""
+    gate = uses.only(node.inputs[0], "head_gate") if node.op == "linear_float8" else None
+    if gate is None or tuple(node.attrs["contract"]) != gate.outputs[0].type.axes[-2:]:
+        return None
+    inputs = (*gate.inputs, *node.inputs[1:])
+    return [gate, node], [_node("head_gate_linear_float8", inputs, node.outputs, **node.attrs)]
 
 
 def _pixel_norm_silu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
@@ -331,8 +400,8 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
 
 
 MATCHES: tuple[Match, ...] = (
-    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_norm, _qk_pair, _linear_gelu, _gelu_float8, _head_gate,
-    _pixel_norm_silu, snakes,
+    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_norm, _same_tables, _qk_pair, _spread, _linear_gelu,
+    _gelu_float8, _head_gate, _head_gate_float8, _pixel_norm_silu, snakes,
 )  # fmt: skip
 
 

@@ -237,8 +237,8 @@ class App:
         elif isinstance(error, (sqlite3.OperationalError, OSError)):
             self.board.log("disk_error", error=str(error))
             full = isinstance(error, sqlite3.Error) or error.errno in NO_SPACE
-            code, said = ("disk_full", "is full") if full else ("disk_error", "does not work; the log says why")
-            error = Refusal(503, code, f"the server's disk {said}", retry_after_s=RETRY_S)
+            code, said = ("disk_full", "its disk is full") if full else ("unavailable", "its log says why")
+            error = Refusal(503, code, f"the server cannot do this now; {said}", retry_after_s=RETRY_S)
         elif isinstance(error, Gone):
             error = Refusal(400, "gone", "the client has left")
         elif not isinstance(error, Refusal):

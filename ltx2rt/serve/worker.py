@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 from base64 import b64encode
 from collections import deque
@@ -29,7 +30,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ltx2rt.commands.generate import Plan, make_plan, produce, sample_rate, save, timed, warm_up
+from ltx2rt.commands.generate import Plan, comment, make_plan, produce, sample_rate, save, timed, warm_up
 from ltx2rt.errors import Cancelled, InputError
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import make_request
@@ -43,6 +44,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress
 
 THUMBNAIL_PX, PREVIEW_STEPS = 320, 4
+FOLDERS = re.compile(r"/(?:[^\s/:'\"]+/)+")  # before a file's name
 
 
 class Pipe:
@@ -138,13 +140,13 @@ def attempt(
         return "cancelled", {}
     except InputError as error:
         code = "too_large_for_memory" if str(error).startswith("no room") else "input_changed"
-        return "failed", {"code": code, "message": str(error)}
+        return "failed", {"code": code, "message": FOLDERS.sub("", str(error))}
     except Exception as error:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return "failed", {"code": "disk_full", "message": f"the clip cannot be written: {error.strerror}"}
         print(f"ltx2rt: {job['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = "out_of_memory" if ran_out_of_memory(error) else "internal"
-        return "failed", {"code": code, "message": f"{type(error).__name__}: {error}"[:500]}
+        return "failed", {"code": code, "message": FOLDERS.sub("", f"{type(error).__name__}: {error}"[:500])}
 
 
 def ran_out_of_memory(error: Exception) -> bool:
@@ -181,7 +183,12 @@ def run(
         frames = noted(next(state.frames))
         save(session, plan.request, number, path, frames, waveform, sample_rate(session, state))
 
-    return publish(Path(job["stem"]), write, lambda path: thumbnail(first[0], path), report, plan.request.num_videos)
+    def told() -> dict[str, Any]:
+        """The report with the names of files alone: clients read it."""
+        full, settings = report(), comment(session, plan.request, 0)["settings"]
+        return full | {"settings": settings, "lora": [{**one, "file": Path(one["file"]).name} for one in full["lora"]]}
+
+    return publish(Path(job["stem"]), write, lambda path: thumbnail(first[0], path), told, plan.request.num_videos)
 
 
 def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Plan:

@@ -49,7 +49,8 @@ def _chosen(options: ModelOptions, checkpoint: Checkpoint, backend: Backend, sta
     """The mesh of a run on all devices of the backend, where no flag says which and links are known: of devices of one
     kind, GPUs of one host. All processes must ask, and get the same answer."""
     device, devices = backend.device(), prod(backend.mesh.values())
-    if devices == 1 or options.profile or (options.mesh and options.num_gpus is None):
+    named = options.profile or (options.mesh and options.num_gpus is None)
+    if named or devices == 1 or device.kind == "cpu":
         return None
     found = known_kind(device.kind, device.name, device.total_bytes) if devices <= device.count else None
     here = [kind for kind in (None, *DEVICE_KINDS.values()) if backend.agree(kind is found)]

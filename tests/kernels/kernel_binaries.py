@@ -156,6 +156,12 @@ def main() -> None:
             plan = {"weight_views": (None,) * 2, "eps": 1e-6}
             text = meta(2, 1024, joined_rows(2 * heads * dim))[..., : heads * dim].unflatten(2, (heads, dim))
             compiled(f"qk_norm {name}", kernel, qk_norm_rope.qk_norm, packed, weight, text, weight, **plan)
+            v = meta(2, 1024, joined_rows(2 * heads * dim))[..., heads * dim : 2 * heads * dim]
+            v, spread = v.unflatten(2, (heads, dim)), (0, 1, 0, 0)
+            compiled(
+                f"qk_norm and spread {name}", kernel, qk_norm_rope.qk_norm,
+                packed, weight, text, weight, v, **plan, spread=spread,
+            )  # fmt: skip
             sums = meta(2, 1024, dtype=f32)
             compiled(
                 f"qk_scale {name}", kernel, qk_norm_rope.qk_scale,
@@ -173,6 +179,12 @@ def main() -> None:
             compiled(f"sum_squares {name}", "sum_squares_kernel", qk_norm_rope.sum_squares, packed, dims=(2, 3))
             y = meta(4, heads, tokens, dim).transpose(1, 2)
             compiled(f"head_gate {name}", "head_gate_kernel", head_gate.head_gate, y, meta(4, tokens, heads))
+            compiled(f"head_gate_rows {name}", "head_gate_kernel", head_gate.head_gate_rows, y, meta(4, tokens, heads))
+            choice = meta(4, dtype=f32), packed
+            compiled(
+                f"head_gate of the values {name}", "head_gate_kernel", head_gate.head_gate,
+                y, meta(4, tokens, heads), *choice,
+            )  # fmt: skip
     for channels in (128, 1024):
         for last in (False, True):
             x = meta(1, channels, 16, 128, 192)

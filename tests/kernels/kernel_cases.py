@@ -118,14 +118,19 @@ def qk(x: Operands, given: bool, batched: bool, lengths: tuple[int, ...] = (5,),
     return "qk_scale_rope" if given else "qk_norm_rope", operands, plan, keywords
 
 
-def text_qk(x: Operands, given: bool, shapes: tuple[tuple[int, int], ...] = ((2, 5),)) -> Case:
-    """The same without tables. shapes: samples and tokens of q, or of q and of k."""
+def text_qk(
+    x: Operands, given: bool, shapes: tuple[tuple[int, int], ...] = ((2, 5),), spread: tuple[int, ...] = ()
+) -> Case:
+    """The same without tables. shapes: samples and tokens of q, or of q and of k, and of v where they are spread."""
     heads, dim = 3, 10
     operands = []
     for batch, tokens in shapes:
         total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
         operands += [x.inside(batch, tokens, heads * dim).unflatten(2, (heads, dim)), *total, x(heads * dim)]
-    keywords = {"eps": 1e-6} | ({"count": 70} if given else {})
+    keywords: dict[str, Any] = {"eps": 1e-6} | ({"count": 70} if given else {})
+    if spread:
+        operands.append(x.inside(*shapes[1], heads * dim).unflatten(2, (heads, dim)))
+        keywords["spread"] = spread
     return (
         "qk_scale" if given else "qk_norm",
         operands,
@@ -147,6 +152,17 @@ def linear_gelu(x: Operands) -> Case:
 def head_gate(x: Operands) -> Case:
     """y as attention leaves it: heads before tokens in memory; the logits a slice of a packed projection."""
     return "head_gate", [x.inside(2, 5, 3, 10, axes=(0, 2, 1, 3)), x.inside(2, 5, 3)], {}, {}
+
+
+def head_gate_of_values(x: Operands) -> Case:
+    """The second sample's values, a slice of a packed projection, stand for its attention."""
+    _, operands, *others = head_gate(x)
+    keep = torch.tensor([1.0, 0.0], device=operands[0].device)
+    return "head_gate", [*operands, keep, x.inside(2, 5, 3, 10)], *others
+
+
+def e4m3_of_a_gate(x: Operands) -> Case:
+    return "head_gate_rows", *head_gate_of_values(x)[1:]
 
 
 def pixel_norm_silu(x: Operands, channels: int, last: bool, frames: int = 3, ndim: int = 5) -> Case:
@@ -216,10 +232,14 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "qk_scale_rope of q and k with the same tables": partial(qk, given=True, batched=True, lengths=(5, 5), shared=True),
     "qk_norm": partial(text_qk, given=False),
     "qk_norm of q and k": partial(text_qk, given=False, shapes=((3, 5), (2, 7))),
+    "qk_norm of q and spread k": partial(text_qk, given=False, shapes=((4, 5), (3, 7)), spread=(1, 2, 0, 2)),
+    "qk_scale of q and spread k": partial(text_qk, given=True, shapes=((3, 7), (2, 3)), spread=(0, 1, 0)),
     "qk_scale of q and k": partial(text_qk, given=True, shapes=((1, 7), (2, 3))),
     "sum_squares": sum_squares,
     "linear_gelu": linear_gelu,
     "head_gate": head_gate,
+    "head_gate of the values": head_gate_of_values,
+    "e4m3 of a gate": e4m3_of_a_gate,
     "pixel_norm_silu channels first": partial(pixel_norm_silu, channels=12, last=False),
     "pixel_norm_silu channels last": partial(pixel_norm_silu, channels=12, last=True),
     "pixel_norm_silu of the last frames, channels first": partial(pixel_norm_silu, channels=12, last=False, frames=5),

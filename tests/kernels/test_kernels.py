@@ -66,7 +66,11 @@ def test_every_op_with_a_kernel_has_a_case():
 def test_op_table_means_what_the_kernels_do(name):
     """The numpy definition and the plain torch ops, on the kernels' own cases."""
     op, operands, plan, _ = CASES[name](Operands("cpu", torch.float32))
-    define = OPS[op].numpy if op in OPS else lambda x, gelu=False: quantise_rows(OPS["gelu"].numpy(x) if gelu else x)
+    parts = {
+        "quantise_rows": lambda x, gelu=False: quantise_rows(OPS["gelu"].numpy(x) if gelu else x),
+        "head_gate_rows": lambda *gate: quantise_rows(OPS["head_gate"].numpy(*gate).reshape(10, 30)),
+    }
+    define = parts[op] if op in parts else OPS[op].numpy
     expected = define(*(v.numpy() for v in operands), **plan)
     found = TORCH_OPS[op](*operands, **plan)
     pairs = zip(expected, found, strict=True) if isinstance(found, tuple) else [(expected, found)]
@@ -203,7 +207,12 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
         "modulate": ([x, row, row], 2 * size + 2 * rows),
         "residual_norm_modulate of a partial sum": ([x, x, *[row] * 4], 4 * size + 4 * rows),
         "qk_norm of q and k": ([heads, (4096,)] * 2, 4 * size + 2 * rows),
+        "qk_norm of q and spread k": (
+            [(3, *heads[1:]), (4096,), (2, *heads[1:]), (4096,), (2, *heads[1:])],
+            16 * size + 2 * rows,
+        ),
         "qk_scale": ([heads, (1, 6144), (4096,)], 2 * size + rows + sums),
+        "head_gate_rows": ([heads, (1, 6144, 32)], size + size // 2 + sums + 6144 * 32 * 2),
         "head_gate": ([heads, (1, 6144, 32)], 2 * size + 6144 * 32 * 2),
         "quantise_rows": ([(6144, 4096)], size + size // 2 + sums),
         "pixel_norm_silu": ([(1, 128, 3, 5, 7)], 2 * 2 * 128 * 105),

@@ -306,6 +306,41 @@ def test_text_queries_and_keys_of_other_batches_are_one_node():
     assert checked(model) == {"qk_norm": 1}
 
 
+def test_keys_and_values_of_two_contexts_are_spread_by_their_norm():
+    """Four branches, one of another context; of the heads' gates two are of the values instead."""
+
+    def model(o, where=(0, 1, 0)):
+        q, k = o.input("q", B=3, tokens=5, heads=2, head_dim=4), o.input("k", B=2, text=5, heads=2, head_dim=4)
+        q, k = (o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6) for x, n in ((q, "q_norm"), (k, "k_norm")))
+        pair = k, o.input("v", B=2, text=5, heads=2, head_dim=4)
+        k, v = (o.concat(*(o.slice(x, axis="B", start=i, stop=i + 1) for i in where), axis="B") for x in pair)
+        y = o.attention(q, k, v, scale=0.5)
+        y = o.select(o.input("keep", "int32", B=3), y, o.rename(v, names={"text": "tokens"}))
+        return {"y": o.mul(y, o.affine(o.sigmoid(o.input("logits", B=3, tokens=5, heads=2)), scale=2.0))}
+
+    assert checked(model) == {"qk_norm": 1, "head_gate": 1}
+
+
+def test_q_and_k_of_two_attentions_that_turn_alike_are_one_node():
+    """Two streams that attend to each other."""
+
+    def model(o):
+        tables = {s: [o.input(f"{s}_{f}", "float32", B=2, **{s: n}, heads=2, pairs=2) for f in ("cos", "sin")]
+                  for s, n in (("video", 5), ("audio", 3))}  # fmt: skip
+
+        def turned(name, s):
+            x = o.input(name, B=2, **{s: tables[s][0].type.size(s)}, heads=2, head_dim=4)
+            return o.rope(o.rms_norm(x, f"{name}_norm", over=("heads", "head_dim"), eps=1e-6), *tables[s]), x
+
+        (q, _), (k, v) = turned("q", "video"), turned("k", "audio")
+        (other_q, _), (other_k, other_v) = turned("other_q", "audio"), turned("other_k", "video")
+        return {"y": o.attention(q, k, v, scale=0.5), "z": o.attention(other_q, other_k, other_v, scale=0.5)}
+
+    fused = [node for node in fuse(trace("net", model, "float32")).nodes if node.op == "qk_norm_rope"]
+    assert checked(model) == {"qk_norm_rope": 2}
+    assert all(node.inputs[2:4] == node.inputs[6:8] for node in fused), "the tables are read once"
+
+
 def test_residual_that_lacks_samples_is_not_padded():
     def model(o):
         x, y = o.input("x", B=3, tokens=4, D=6), o.input("y", B=2, tokens=4, D=6)

@@ -49,7 +49,7 @@ def stack(layers: int = LAYERS, dtype: str = "float32") -> Graph:
         h = o.rms_norm(carry["x"], "norm", over=("D",), eps=1e-6)
         wide = o.gelu(o.linear(h, "up", {"ff": 48}))
         inner = o.linear(h, "to_q", {"heads": 4, "head_dim": 8})
-        inner = o.mul(inner, o.sigmoid(o.linear(h, "to_gate_logits", {"heads": 4})))
+        inner = o.mul(inner, 2 * o.sigmoid(o.linear(h, "to_gate_logits", {"heads": 4})))
         y = o.add(o.linear(wide, "down", {"D": 32}), o.linear(inner, "out", {"D": 32}, ("heads", "head_dim")))
         x = o.add(carry["x"], o.mul(y, data["gain"]))
         return {"x": x}, {"size": o.max(x, over=("D",))}
@@ -178,8 +178,9 @@ def test_backends_do_what_the_definition_says(kind, layers):
             assert relative_l2(value, expected[key]) <= 2e-3, key
 
 
-def test_gelu_joins_the_quantisation_behind_it():
+def test_gelu_and_head_gates_join_the_quantisation_behind_them():
     fused = fuse(quantise(stack()))
+    assert ops(fused)["head_gate_linear_float8"] == LAYERS - 2
     assert ops(fused)["gelu_linear_float8"] == LAYERS - 2 and ops(fused)["gelu"] == 0
     expected = interpret(quantise(stack()), params(), inputs())
     for kind in ("numpy", "cuda"):

@@ -40,6 +40,7 @@ def page(browser):
 
 def picture(page, name):
     if PICTURES:
+        page.evaluate("scrollTo(0, 0)")
         page.screenshot(path=str(Path(PICTURES) / f"{name}.png"))
 
 

@@ -347,6 +347,9 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(star
     assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6)
     for folder in (tmp_path, tiny_model):
         assert str(folder).encode() not in got.read_bytes()
+    report = server.http.get(f"/v1/videos/{first}/content", params={"variant": "report"})
+    assert report.json()["lora"][0]["file"] == "style.safetensors" and "settings" in report.json()
+    assert not [folder for folder in (tmp_path, tiny_model.parent) if str(folder) in report.text]
     thumbnail = server.http.get(f"/v1/videos/{first}/content", params={"variant": "thumbnail"})
     assert thumbnail.content.startswith(b"RIFF")
 

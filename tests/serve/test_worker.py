@@ -187,6 +187,17 @@ def test_out_of_memory_anywhere_fails_one_job(session, undisturbed, tmp_path, mo
     assert (tmp_path / "j.1.mp4").read_bytes() == undisturbed
 
 
+def test_what_is_said_of_a_failure_names_files_without_their_folders(session, tmp_path, monkeypatch):
+    gone = job(tmp_path) | {"images": [[str(tmp_path / "gone.png"), 0, 1.0]]}
+    event, facts = attempt(session, (), gone, None)
+    assert (event, facts["code"]) == ("failed", "input_changed") and str(tmp_path) not in facts["message"]
+    assert "gone.png" in facts["message"]
+    error = OSError(errno.EACCES, "Permission denied", str(tmp_path / "jobs" / "x.mp4"))
+    monkeypatch.setattr("ltx2rt.serve.worker.make_plan", Fails(None, error, 1))
+    event, facts = attempt(session, (), job(tmp_path), None)
+    assert facts == {"code": "internal", "message": "PermissionError: [Errno 13] Permission denied: 'x.mp4'"}
+
+
 def test_a_cancel_while_it_decodes_takes_one_tile_more_at_most(session, tmp_path, monkeypatch):
     monkeypatch.setattr("ltx2rt.stages.tiling.TILE_FRAMES", 24)
     monkeypatch.setattr("ltx2rt.stages.tiling.OVERLAP_FRAMES", 8)

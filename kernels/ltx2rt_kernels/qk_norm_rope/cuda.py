@@ -1,8 +1,9 @@
 """One program per token, which holds all its heads: their two halves, cos and sin are read once, the result written
 once, the minimum but for the weight, which all tokens but the first read from the cache. q and k of one attention are
 one launch, whatever their lengths; where they have their tables in common, a program turns both. Without tables it is
-the norm alone, of the text's attention. Under tensor parallelism two kernels: the sum of squares of this device's
-heads, and, after the all-reduce, the rest, given the sum.
+the norm alone, of the text's attention; where several samples read one text, keys are written and values copied for
+each of them. Under tensor parallelism two kernels: the sum of squares of this device's heads, and, after the
+all-reduce, the rest, given the sum.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps, spread
+from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps
+from ltx2rt_kernels.triton_blocks import spread as spread_row
 
 
 @jit
@@ -39,18 +41,18 @@ def read_tables(cos, sin, b, t, table_b, table_t, table_h, HEADS: tl.constexpr, 
 
 @jit
 def turn(
-    b, t, x, given, weight, out, T, x_b, x_t, x_h, given_b, given_t, c, s, count, eps,
+    b, source, t, x, given, weight, out, T, x_b, x_t, x_h, given_b, given_t, c, s, count, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, GIVEN: tl.constexpr,
     ROTATE: tl.constexpr,
 ):  # fmt: skip
     h = tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (h < HEADS) & (d < HALF)
-    first = x + b * x_b + t * x_t + h * x_h + d
+    first = x + source * x_b + t * x_t + h * x_h + d
     lower = tl.load(first, inside, 0.0).to(tl.float32)
     upper = tl.load(first + HALF, inside, 0.0).to(tl.float32)
     if GIVEN:
-        total = tl.load(given + b * given_b + t * given_t)
+        total = tl.load(given + source * given_b + t * given_t)
     else:
         total = tl.sum(tl.sum(lower * lower + upper * upper, axis=1), axis=0)
     scale = tl.rsqrt(total / count + eps)
@@ -67,11 +69,36 @@ def turn(
 
 
 @jit
+def source_of(b, SPREAD: tl.constexpr):
+    """The sample that b reads: its 4 bits of SPREAD, or b."""
+    source = b
+    if SPREAD > 0:
+        source = (SPREAD >> (4 * b)) & 15
+    return source
+
+
+@jit
+def copy(
+    program, x, out, T, B, x_b, x_t, x_h,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    b = program % B
+    t = program // B
+    h = tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (h < HEADS) & (d < HALF)
+    first = x + source_of(b, SPREAD) * x_b + t * x_t + h * x_h + d
+    result = out + (b * T + t) * (2 * HEADS * HALF) + h * (2 * HALF) + d
+    tl.store(result, tl.load(first, inside, 0.0), inside)
+    tl.store(result + HALF, tl.load(first + HALF, inside, 0.0), inside)
+
+
+@jit
 def one(
     program, x, given, weight, cos, sin, out, T, B, x_b, x_t, x_h, given_b, given_t, table_b, table_t, table_h,
     count, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, GIVEN: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ROTATE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     # The samples of one token are neighbours, so that they find its tables in the cache.
     b = program % B
@@ -81,7 +108,7 @@ def one(
     if ROTATE:
         c, s = read_tables(cos, sin, b, t, table_b, table_t, table_h, HEADS, HALF, BLOCK_H, BLOCK_D)
     turn(
-        b, t, x, given, weight, out, T, x_b, x_t, x_h, given_b, given_t, c, s, count, eps,
+        b, source_of(b, SPREAD), t, x, given, weight, out, T, x_b, x_t, x_h, given_b, given_t, c, s, count, eps,
         HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
     )  # fmt: skip
 
@@ -91,9 +118,9 @@ def qk_norm_rope_kernel(
     q, q_given, q_weight, q_cos, q_sin, q_out, q_T, q_B, q_b, q_t, q_h,
     q_given_b, q_given_t, q_table_b, q_table_t, q_table_h,
     k, k_given, k_weight, k_cos, k_sin, k_out, k_T, k_B, k_b, k_t, k_h,
-    k_given_b, k_given_t, k_table_b, k_table_t, k_table_h, count, eps,
+    k_given_b, k_given_t, k_table_b, k_table_t, k_table_h, v, v_out, v_b, v_t, v_h, count, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, GIVEN: tl.constexpr,
-    ROTATE: tl.constexpr, TWO: tl.constexpr, SHARED: tl.constexpr,
+    ROTATE: tl.constexpr, TWO: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     if SHARED:
@@ -101,31 +128,40 @@ def qk_norm_rope_kernel(
         t = program // q_B
         c, s = read_tables(q_cos, q_sin, b, t, q_table_b, q_table_t, q_table_h, HEADS, HALF, BLOCK_H, BLOCK_D)
         turn(
-            b, t, q, q_given, q_weight, q_out, q_T, q_b, q_t, q_h, q_given_b, q_given_t, c, s, count, eps,
+            b, b, t, q, q_given, q_weight, q_out, q_T, q_b, q_t, q_h, q_given_b, q_given_t, c, s, count, eps,
             HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
         )  # fmt: skip
         turn(
-            b, t, k, k_given, k_weight, k_out, k_T, k_b, k_t, k_h, k_given_b, k_given_t, c, s, count, eps,
+            b, b, t, k, k_given, k_weight, k_out, k_T, k_b, k_t, k_h, k_given_b, k_given_t, c, s, count, eps,
             HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
         )  # fmt: skip
         return
     if TWO:
         after = program - q_T * q_B
+        if SPREAD > 0:  # noqa: SIM102 - compiled or not, then run or not
+            if after >= k_T * k_B:
+                copy(
+                    after - k_T * k_B, v, v_out, k_T, k_B, v_b, v_t, v_h, HEADS, HALF, BLOCK_H, BLOCK_D, SPREAD,
+                )  # fmt: skip
+                return
         if after >= 0:
             one(
                 after, k, k_given, k_weight, k_cos, k_sin, k_out, k_T, k_B, k_b, k_t, k_h,
                 k_given_b, k_given_t, k_table_b, k_table_t, k_table_h, count, eps,
-                HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
+                HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE, SPREAD,
             )  # fmt: skip
             return
     one(
         program, q, q_given, q_weight, q_cos, q_sin, q_out, q_T, q_B, q_b, q_t, q_h,
         q_given_b, q_given_t, q_table_b, q_table_t, q_table_h, count, eps,
-        HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
+        HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE, 0,
     )  # fmt: skip
 
 
-def why_not(*operands: Tensor, dims=None, weight_views=((),), table_views=None, **plan) -> str | None:
+def why_not(*operands: Tensor, dims=None, weight_views=((),), table_views=None, spread=(), **plan) -> str | None:
+    operands, v = (operands[:-1], operands[-1]) if spread else (operands, operands[0])
+    if v.stride(-1) != 1:
+        return "v's last axis is strided"
     if dims is not None and dims != (2, 3):
         return f"the sum is over axes {dims}, the kernel takes (2, 3)"
     if len(weight_views) > 2:
@@ -166,27 +202,32 @@ def sum_squares(x: Tensor, *, dims) -> Tensor:
     return out
 
 
-def _launch(groups: list[tuple[Any, ...]], views, count: int, eps: float):
+def _launch(groups: list[tuple[Any, ...]], views, count: int, eps: float, spread=(), v: Tensor | None = None):
     """groups: x, its sum of squares or None, weight, cos and sin or twice None; of one tensor or of two."""
     shape = groups[0][0].shape
     heads, dim = shape[2:]
     arguments, results = [], []
     for (x, given, weight, cos, sin), view in zip(groups, views, strict=True):
         if cos is not None:
-            cos, sin = (spread(table, view, (*x.shape[:3], dim // 2)) for table in (cos, sin))
-        results.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
-        arguments += [x, given, weight, cos, sin, results[-1], x.shape[1], x.shape[0], *x.stride()[:3]]
+            cos, sin = (spread_row(table, view, (*x.shape[:3], dim // 2)) for table in (cos, sin))
+        batch = len(spread) if spread and results else x.shape[0]
+        results.append(torch.empty((batch, *x.shape[1:]), dtype=x.dtype, device=x.device))
+        arguments += [x, given, weight, cos, sin, results[-1], x.shape[1], batch, *x.stride()[:3]]
         arguments += [*((0, 0) if given is None else given.stride()), *((0, 0, 0) if cos is None else cos.stride()[:3])]
     two, rotate = len(groups) == 2, groups[0][3] is not None
     # Two tensors of the same tokens with the same tables: one program turns both.
     same = [a is b for a, b in zip(groups[0][3:], groups[-1][3:], strict=True)]
     shared = two and rotate and all(same) and groups[1][0].shape == shape
     arguments += [] if two else [None] * len(arguments)
+    if v is not None:
+        results.append(torch.empty(results[1].shape, dtype=v.dtype, device=v.device))
+    arguments += [None, None, 0, 0, 0] if v is None else [v, results[2], *v.stride()[:3]]
     programs = [x.shape[0] * x.shape[1] for x in results]
     blocks = _blocks(heads, dim // 2) | {"num_warps": _blocks(heads, dim)["num_warps"]}
     qk_norm_rope_kernel[(programs[0] if shared else sum(programs),)](
         *arguments, float(count), eps,
-        HEADS=heads, HALF=dim // 2, GIVEN=groups[0][1] is not None, ROTATE=rotate, TWO=two, SHARED=shared, **blocks,
+        HEADS=heads, HALF=dim // 2, GIVEN=groups[0][1] is not None, ROTATE=rotate, TWO=two, SHARED=shared,
+        SPREAD=sum(source << 4 * b for b, source in enumerate(spread)), **blocks,
     )  # fmt: skip
     return tuple(results) if two else results[0]
 
@@ -204,11 +245,13 @@ def qk_scale_rope(*operands: Tensor, weight_views, table_views, count: int, eps:
     return _launch(list(zip(*[iter(operands)] * 5, strict=True)), table_views, count, eps)
 
 
-def qk_norm(*operands: Tensor, weight_views, eps: float):
+def qk_norm(*operands: Tensor, weight_views, eps: float, spread=()):
+    operands, v = (operands[:-1], operands[-1]) if spread else (operands, None)
     groups = [(x, None, weight, None, None) for x, weight in zip(*[iter(operands)] * 2, strict=True)]
-    return _launch(groups, weight_views, _numbers(operands[0]), eps)
+    return _launch(groups, weight_views, _numbers(operands[0]), eps, spread, v)
 
 
-def qk_scale(*operands: Tensor, weight_views, count: int, eps: float):
+def qk_scale(*operands: Tensor, weight_views, count: int, eps: float, spread=()):
+    operands, v = (operands[:-1], operands[-1]) if spread else (operands, None)
     groups = [(x, total, weight, None, None) for x, total, weight in zip(*[iter(operands)] * 3, strict=True)]
-    return _launch(groups, weight_views, count, eps)
+    return _launch(groups, weight_views, count, eps, spread, v)

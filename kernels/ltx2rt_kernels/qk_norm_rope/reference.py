@@ -34,23 +34,26 @@ def qk_norm_rope(*operands: np.ndarray, eps: float) -> list[np.ndarray]:
     return found
 
 
-def qk_scale(*operands: np.ndarray, count: int, eps: float) -> list[np.ndarray]:
-    """qk_scale_rope without tables: operands x, total, weight."""
-    still = (np.ones(1), np.zeros(1))
-    return qk_scale_rope(
-        *(v for g in zip(*[iter(operands)] * 3, strict=True) for v in (*g, *still)), count=count, eps=eps
-    )
+def qk_scale(*operands: np.ndarray, count: int, eps: float, spread=()) -> list[np.ndarray]:
+    """qk_scale_rope without tables: operands x, total, weight; spread: whose k, and v behind all, each sample has."""
+    return _still(qk_scale_rope, 3, operands, spread, count=count, eps=eps)
 
 
-def qk_norm(*operands: np.ndarray, eps: float) -> list[np.ndarray]:
-    """qk_norm_rope without tables: operands x, weight."""
-    still = (np.ones(1), np.zeros(1))
-    return qk_norm_rope(*(v for g in zip(*[iter(operands)] * 2, strict=True) for v in (*g, *still)), eps=eps)
+def qk_norm(*operands: np.ndarray, eps: float, spread=()) -> list[np.ndarray]:
+    """qk_norm_rope without tables: operands x, weight; spread: as in qk_scale."""
+    return _still(qk_norm_rope, 2, operands, spread, eps=eps)
+
+
+def _still(turn, size: int, operands, spread, **keywords) -> list[np.ndarray]:
+    groups = zip(*[iter(operands[:-1] if spread else operands)] * size, strict=True)
+    found = turn(*(x for group in groups for x in (*group, np.ones(1), np.zeros(1))), **keywords)
+    return [found[0], *(x[list(spread)] for x in (found[1], operands[-1]))] if spread else found
 
 
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x, the sums of squares if they are given, weight, cos and sin if it turns, and again of k's; sums and
-    tables are float32. Tables that q and k share are counted for both.
+    tables are float32. Tables that q and k share are counted for both. A v behind all is copied, it and k for every
+    sample of q.
 
     Tables without a batch axis are asked for once per sample; the samples of a token run next to each other, so all
     but the first read the cache.
@@ -60,6 +63,10 @@ def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
         return Bytes(both, both)
     moved = minimum = 0
     tables = 2 if op.endswith("rope") else 0
+    if len(shapes) % (2 + tables + ("scale" in op)):
+        *shapes, v = shapes
+        more = (shapes[0][0] - v[0], *v[1:])  # samples that are written beyond those that are read: of k and of v
+        moved = minimum = size([more, more, v, v], dtype)
     for x, *others in zip(*[iter(shapes)] * (2 + tables + ("scale" in op)), strict=True):
         cos_and_sin, (*given, weight) = others[len(others) - tables :], others[: len(others) - tables]
         each = (*x[:-1], x[-1] // 2)

@@ -1,0 +1,251 @@
+"""Where the time of a compiled program goes, by the compiler's own code. Nothing is run.
+
+Decides what an instruction costs, of which class it is, and what of an exchange no work hides. A core issues one bundle
+of its final code in a cycle: an instruction takes its bundles times the iterations of its window, a kernel its bundles
+times its blocks. Exchanges take the links in the order of the schedule, one after the other, each as long as the bytes
+that it brings and a fixed time beside them (`placement.devices`); what a synchronous one takes is exposed, of an
+asynchronous one what its end still waits for.
+
+It ranks programs and shows layouts and overlap; it is no measured time. No stall for memory inside an instruction is in
+it and no contention; links and the fixed time are assumptions, and so is the clock, the data sheet's FLOP/s by the FLOP
+of a cycle. A kernel's first and last branches are counted in every block. A product whose body is a loop has fewer
+bundles than it runs, so none takes less than at the peak.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ltx2rt.errors import InputError
+from ltx2rt.placement.devices import DeviceKind
+from ltx2rt_tpu.hlo import (
+    CALLED,
+    INSTRUCTION,
+    KINDS,
+    RESULT,
+    SHAPE,
+    computations,
+    dims,
+    group,
+    product_flops,
+    received,
+    trips,
+)
+
+FLOP_PER_CYCLE = 524288  # bfloat16, two units of 256 x 256 that take 16 rows in 8 bundles
+TIMED = ("v6e", "v7x")  # whose cores are such
+ARGUMENTS = (  # of libtpu, before it is loaded: the final bundles of every instruction, in a folder
+    "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
+)
+BUNDLES = re.compile(r"\d+-(.+)-\d+-schedule-analysis_final_bundles\.txt")
+OPERATION = re.compile(r"\s*([\w\-]+)\((.*)", re.DOTALL)
+KERNEL = 'custom_call_target="tpu_custom_call"'
+MOVING = {"copy", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "dynamic-update-slice", "reverse"}
+WITH_MOVING = {"parameter", "bitcast", "reshape", "tuple", "get-tuple-element", "constant", "broadcast", "fusion"}
+WITH_MOVING |= {"bitcast-convert", "maximum", "select", "compare", "iota", "convert"}
+
+
+class Code:
+    """The final code of what this process compiles; made before libtpu is loaded. Raises InputError for other kinds."""
+
+    def __init__(self, kind: DeviceKind):
+        if kind.name not in TIMED:
+            raise InputError(
+                f"--times: the clock of {kind.name} is not known, only {' and '.join(TIMED)}; leave it out"
+            )
+        self.kind, self._folder = kind, TemporaryDirectory(prefix="ltx2rt-code-")
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        os.environ["LIBTPU_INIT_ARGS"] = f"{given} {ARGUMENTS.format(self._folder.name)}"
+
+    def times(self, hlo: str, steps: int | None = None) -> dict[str, float]:
+        """`times` of the program that was compiled last."""
+        found = times(hlo, bundles(Path(self._folder.name)), self.kind, steps)
+        for path in Path(self._folder.name).iterdir():
+            path.unlink()
+        return found
+
+
+def bundles(folder: Path) -> dict[str, int]:
+    """By instruction: the bundles of its final code, of a dump by `ARGUMENTS` of one program."""
+    found = {}
+    for path in folder.iterdir():
+        match = BUNDLES.fullmatch(path.name)
+        if match and (total := re.search(r"total scheduled bundles:\s+(\d+)", path.read_text())):
+            found[match[1]] = int(total[1])
+    return found
+
+
+def times(hlo: str, code: Mapping[str, int], kind: DeviceKind, steps: int | None = None) -> dict[str, float]:
+    """Seconds of one call on one device: by class of instructions; "guessed", by the compiler, of those that have no
+    code; "exposed", of exchanges that nothing hides. Their sum is the time of the call.
+
+    hlo: text after code generation, which tells windows; code: as `bundles` gives it; steps: as for `collectives`.
+    Raises ValueError as `collectives` does, and for a kernel that is no attention.
+    """
+    replay = _Replay(hlo, code, kind, steps)
+    replay.run(replay.entry, 1)
+    found = {name: cycles / replay.clock for name, cycles in replay.cycles.items() if cycles}
+    return found | {"exposed": replay.exposed_s}
+
+
+@dataclass
+class _Instruction:
+    name: str
+    op: str
+    result: str
+    text: str
+    inside: Set[str] = field(default_factory=set)  # operations of what it calls
+    collective: str | None = None  # the line of the one that it is, starts or holds
+    flops: int = 0
+
+
+class _Replay:
+    def __init__(self, hlo: str, code: Mapping[str, int], kind: DeviceKind, steps: int | None):
+        self.entry, self.bodies = computations(hlo)
+        self.code, self.kind, self.steps = code, kind, steps
+        self.clock = kind.flops_per_s / FLOP_PER_CYCLE
+        self.cycles: defaultdict[str, float] = defaultdict(float)
+        self.exposed_s = 0.0
+        self._insides: dict[str, tuple[Set[str], str | None, int]] = {}
+        self._parsed = {name: [self._instruction(line) for line in lines] for name, lines in self.bodies.items()}
+        self._alike = {
+            _signature(one): code[one.name] for body in self._parsed.values() for one in body if one.name in code
+        }
+
+    def run(self, computation: str, times: int) -> float:
+        """Seconds of one execution, of so many in all."""
+        now = links = 0.0
+        arriving: dict[str, float] = {}
+        for one in self._parsed[computation]:
+            if one.op == "while":
+                parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", one.text))
+                n = trips(parts["condition"], self.bodies[parts["condition"]], one.text)
+                n = self.steps if n is None and computation == self.entry else n
+                if n is None:
+                    raise ValueError(f"a loop without a known trip count: {one.text[:200]}")
+                now += n * self.run(parts["body"], times * n)
+            elif one.op == "call":
+                (called,) = _called(one.text)
+                now += self.run(called, times)
+            elif one.op == "conditional":
+                now += max(self.run(called, times) for called in _called(one.text))
+            elif one.op.endswith(("-update", "-done")):
+                started = re.findall(r"%([\w.\-]+)", one.text.split(f" {one.op}(", 1)[1])[0]
+                if started in arriving:
+                    arriving[one.name] = arriving[started]
+                    if one.op.endswith("-done"):
+                        now += self._wait(arriving[started] - now, times)
+            elif one.collective:
+                taken = self._exchange(one.collective)
+                links = max(now, links) + taken
+                if one.op.endswith("-start"):
+                    arriving[one.name] = links
+                else:
+                    now += self._wait(links - now, times)
+            else:
+                name, cycles = self._cost(one)
+                self.cycles[name] += cycles * times
+                now += cycles / self.clock
+        return now
+
+    def _wait(self, seconds: float, times: int) -> float:
+        seconds = max(0.0, seconds)
+        self.exposed_s += seconds * times
+        return seconds
+
+    def _exchange(self, line: str) -> float:
+        name = next(kind for kind in KINDS if re.search(rf" {kind}(-start)?\(", line))
+        devices = 2 if name == "collective-permute" else group(line)
+        brought = received(name, f" {name}-start(" in line, line)
+        return self.kind.exchange_s(name.replace("-", "_"), devices, 1, round(brought))
+
+    def _cost(self, one: _Instruction) -> tuple[str, float]:
+        if KERNEL in one.text:
+            return "kernels", self._kernel(one)
+        windows = re.search(r'"iteration_bounds":\[([^\]]*)\]', one.text)
+        iterations = math.prod(int(n) for n in re.findall(r"\d+", windows[1])) if windows else 1
+        guess = re.search(r'"estimated_cycles":"(\d+)"', one.text)
+        found = self.code.get(one.name, self._alike.get(_signature(one)) if guess else None)
+        if found is None:
+            return "guessed", int(guess[1]) if guess else 0
+        return _class(one), max(found * max(1, iterations), one.flops / FLOP_PER_CYCLE)
+
+    def _kernel(self, one: _Instruction) -> float:
+        """Of attention: its bundles times its heads and blocks of queries and keys."""
+        stem = one.name.rsplit(".", 1)[0]
+        alike = [n for name, n in self.code.items() if name.rsplit(".", 1)[0] == stem]
+        found = self.code.get(one.name, max(alike, default=None))
+        blocks = [re.search(rf"\b{name}\W+(\d+)", one.text) for name in ("block_q", "block_kv")]
+        operands = [dims(sizes) for _, sizes in SHAPE.findall(one.text.split("operand_layout_constraints={", 1)[-1])]
+        q, k = [sizes for sizes in operands if len(sizes) >= 3 and sizes[-1] in (64, 128)][:2] or ([], [])
+        if found is None or None in blocks or not q:
+            raise ValueError(f"a kernel of which the code tells nothing: {one.text[:200]}")
+        of_q, of_k = (int(block[1]) for block in blocks if block)
+        return found * math.prod(q[:-2]) * math.ceil(q[-2] / of_q) * math.ceil(k[-2] / of_k)
+
+    def _instruction(self, line: str) -> _Instruction:
+        match = INSTRUCTION.match(line)
+        assert match, line
+        name, rest = match.groups()
+        end = _type_end(rest)
+        found = OPERATION.match(rest[end:])
+        one = _Instruction(name, found[1] if found else "?", rest[:end], line)
+        if one.op.removesuffix("-start") in KINDS:
+            one.collective = line
+        elif one.op not in ("while", "call", "conditional"):
+            for called in _called(line):
+                inside, collective, flops = self._inside(called)
+                one.inside = one.inside | inside
+                one.collective, one.flops = one.collective or collective, one.flops + flops
+        return one
+
+    def _inside(self, computation: str) -> tuple[Set[str], str | None, int]:
+        """Operations of a computation and of those that it calls; a collective's line among them; FLOP of products."""
+        if computation not in self._insides:
+            lines = self.bodies.get(computation, [])
+            shapes = {m[1]: dims(m[2]) for line in lines if (m := RESULT.match(line))}
+            inside: set[str] = set()
+            collective, flops = None, 0
+            for line in lines:
+                one = self._instruction(line)
+                inside |= {one.op} | one.inside
+                collective = collective or one.collective
+                flops += one.flops + product_flops(line, shapes)
+            self._insides[computation] = inside, collective, flops
+        return self._insides[computation]
+
+
+def _called(line: str) -> list[str]:
+    return [name for called in CALLED.findall(line) for name in re.findall(r"[\w.\-]+", called)]
+
+
+def _type_end(rest: str) -> int:
+    """Where the result's type ends."""
+    depth = 0
+    for at, character in enumerate(rest):
+        depth += (character in "({") - (character in ")}")
+        if character == " " and not depth:
+            return at
+    return len(rest)
+
+
+def _signature(one: _Instruction) -> tuple[str, str, str]:
+    """What instructions of the same code have in common; where in the memory of the core a result lies is no matter."""
+    window = re.search(r'"window_config":\{[^}]*\}', one.text)
+    return one.op, re.sub(r"S\(1\)", "", one.result), window[0] if window else ""
+
+
+def _class(one: _Instruction) -> str:
+    inside = one.inside or {one.op}
+    if inside & {"convolution", "dot"}:
+        return "products"
+    if inside & MOVING and not inside - MOVING - WITH_MOVING:
+        return "copies"
+    return "reductions" if inside & {"reduce", "reduce-window"} else "elementwise"

@@ -1,0 +1,93 @@
+"""The time of a compiled program by its code: bundles times windows, exchanges in order, overlap where there is one."""
+
+import pytest
+from ltx2rt_tpu.cycles import FLOP_PER_CYCLE, bundles, times
+
+from ltx2rt.placement.devices import DEVICE_KINDS
+
+V6E = DEVICE_KINDS["v6e"]
+CLOCK = V6E.flops_per_s / FLOP_PER_CYCLE
+
+
+def window(*iterations: int, estimated: int = 7) -> str:
+    bounds = ",".join(f'"{n}"' for n in iterations)
+    return f'backend_config={{"window_config":{{"estimated_cycles":"{estimated}","iteration_bounds":[{bounds}]}}}}'
+
+
+HLO = f"""HloModule jit_step
+
+%fused_product (a: bf16[512,512], b: bf16[512,512]) -> bf16[512,512] {{
+  %a = bf16[512,512]{{1,0}} parameter(0)
+  %b = bf16[512,512]{{1,0}} parameter(1)
+  ROOT %c = bf16[512,512]{{1,0}} convolution(%a, %b), dim_labels=bf_io->bf
+}}
+
+%fused_norm (a: bf16[512,512]) -> bf16[512] {{
+  %x = bf16[512,512]{{1,0}} parameter(0)
+  ROOT %s = bf16[512]{{0}} reduce(%x, %z), dimensions={{1}}, to_apply=%sum
+}}
+
+%body (p: (s32[], bf16[512,512])) -> (s32[], bf16[512,512]) {{
+  %p = (s32[], bf16[512,512]{{1,0}}) parameter(0)
+  %product = bf16[512,512]{{1,0:T(8,128)(2,1)}} fusion(%x, %y), kind=kOutput, calls=%fused_product, {window(2, 3)}
+  %norm.1 = bf16[512]{{0:T(128)S(1)}} fusion(%product), kind=kLoop, calls=%fused_norm, {window(4)}
+  %norm.2 = bf16[512]{{0:T(128)}} fusion(%product), kind=kLoop, calls=%fused_norm, {window(4)}
+  %sent = (bf16[9000000]{{0}}, bf16[9000000]{{0}}) collective-permute-start(%w), channel_id=1
+  %copy.1 = bf16[512,512]{{0,1}} copy(%product), {window(50)}
+  %came = bf16[9000000]{{0}} collective-permute-done(%sent)
+  %sum.1 = bf16[4500000]{{0}} all-reduce(%v), replica_groups={{{{0,1}}}}, to_apply=%sum
+  ROOT %t = (s32[], bf16[512,512]{{1,0}}) tuple(%i, %copy.1)
+}}
+
+%condition (p: (s32[], bf16[512,512])) -> pred[] {{
+  %n = s32[] constant(10)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}}
+
+ENTRY %main (p: bf16[512,512]) -> bf16[512,512] {{
+  %w = (s32[], bf16[512,512]) while(%init), condition=%condition, body=%body
+  %splash.4 = bf16[8,1536,128]{{2,1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, bf16[8,1536,128]{{2,1,0}}, bf16[8,1000,128]{{2,1,0}}}}, frontend_attributes={{kernel_metadata={{
+"xprof_metadata":"{{\\"block_q\\": 768, \\"block_kv\\": 512, \\"block_kv_compute\\": 256}}"
+}}}}, metadata={{op_name="attention"}}
+  ROOT %add.1 = bf16[512,512]{{1,0}} add(%r, %r), {window(1, estimated=1234)}
+}}
+"""  # noqa: E501
+CODE = {"product": 100, "norm.1": 20, "copy.1": 40000, "splash.4": 500}
+
+
+def test_every_class_has_its_bundles_and_what_is_waited_for_is_exposed():
+    found = times(HLO, CODE, V6E)
+    cycles = {name: round(s * CLOCK, 3) for name, s in found.items() if name != "exposed"}
+    # A product of 512^3 takes 512 cycles at the peak, fewer than 100 x 6; the second norm has the code of the first.
+    assert cycles == {
+        "products": 10 * 600,
+        "reductions": 10 * 2 * 20 * 4,
+        "copies": 10 * 40000 * 50,
+        "kernels": 500 * 8 * 2 * 2,
+        "guessed": 1234,
+    }
+    permuted, reduced = 18e6 / 90e9 + 2e-6, 9e6 / 90e9 + 2e-6  # of bytes that arrive over one link of a pair
+    hidden = 40000 * 50 / CLOCK
+    assert hidden > permuted and found["exposed"] == pytest.approx(10 * reduced)
+    quick = times(HLO, CODE | {"copy.1": 40}, V6E)
+    assert quick["exposed"] == pytest.approx(10 * (permuted - 40 * 50 / CLOCK + reduced))
+
+
+def test_no_product_is_faster_than_the_peak():
+    assert times(HLO, CODE | {"product": 1}, V6E)["products"] == pytest.approx(10 * 512 / CLOCK)
+
+
+def test_what_the_code_does_not_tell_is_not_guessed():
+    with pytest.raises(ValueError, match="a kernel"):
+        times(HLO, {name: n for name, n in CODE.items() if name != "splash.4"}, V6E)
+    inner = HLO.replace("s32[] constant(10)", "s32[] parameter(1)").replace("ENTRY %main", "%inner")
+    outer = "ENTRY %main (p: f32[]) -> f32[] {\n  %c = f32[] call(%p), to_apply=%inner\n}\n"
+    with pytest.raises(ValueError, match="trip count"):
+        times(inner + outer, CODE, V6E)
+
+
+def test_bundles_are_read_by_instruction(tmp_path):
+    report = "Schedule analysis:\n\ttotal scheduled bundles:    51\n\tempty scheduled bundles:    0\n"
+    (tmp_path / "1795-fusion.496-00-schedule-analysis_final_bundles.txt").write_text(report)
+    (tmp_path / "1795-fusion.496-01-final_bundles.txt").write_text("0x0 nop")
+    assert bundles(tmp_path) == {"fusion.496": 51}
