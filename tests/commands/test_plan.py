@@ -73,7 +73,8 @@ def test_float8_weights_are_planned_at_half_the_bytes(command):
     d, audio = 4096, 2048
     block = 2 * 4 * (d * d + audio * audio) + 2 * (2 * d * audio + 2 * audio * audio) + 8 * (d * d + audio * audio)
     assert 0.995 * 46 * block <= saved <= 46 * block  # a scale of 4 bytes for each row
-    assert found[0]["flops"] == found[1]["flops"]
+    # The first and last block stand alone, and branches that part inside a block share the rest of it only there.
+    assert found[1]["flops"] <= found[0]["flops"] <= 1.01 * found[1]["flops"]
     assert 0.5 <= found[1]["time_s"] / found[0]["time_s"] < 0.7  # attention and the outer blocks at bfloat16's rate
 
 

@@ -127,7 +127,7 @@ def main() -> None:
             x, x, *[levels] * 5, index, views=((4, 2, width),) * 5, index_view=(1, tokens), eps=1e-6,
         )  # fmt: skip
         dim = width // 32
-        for heads in (32, 8, 4):
+        for heads in (32, 4):  # of one device and of eight
             packed = meta(4, tokens, joined_rows(3 * heads * dim + heads))[..., : heads * dim].unflatten(
                 2, (heads, dim)
             )
