@@ -422,29 +422,6 @@ def train_video_vae(lab: Lab) -> None:
     _measure(lab, "vae", lambda clips: encode_video(lab, clips), axes=(0, 2, 3, 4))
 
 
-def train_video_decoder(lab: Lab) -> None:
-    """On, with the latents as they are by now: the transformer can learn those meanwhile."""
-    c, batch, frames = lab.config.video_vae, 2, 17
-    nets = []
-    for size in (HALF, SIZE):
-        cells = ((frames - 1) // c.time_factor + 1, size // c.space_factor, size // c.space_factor)
-        encode = lab.module(video_vae.trace_encoder(c, batch, frames, size, size, "float32"))
-        nets.append((size, encode, lab.module(video_vae.trace_decoder(c, batch, *cells, "float32"))))
-
-    def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        size, encode, decode = nets[step % 2]
-        shown, weight = examples_of(rng, size, frames, batch)
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                latent = encode(frames=shown)["latent"].float()
-            noise = LATENT_NOISE * torch.rand(batch, 1, 1, 1, 1) * torch.randn_like(latent)
-            found = decode(latent=latent + noise)["frames"].float()
-        return picture_losses(found, shown, weight)
-
-    parameters = {name: p for name, p in lab.trained(*(net for *_, net in nets)).items() if "decoder" in name}
-    lab.fit("video_decoder", parameters, 1500, 5e-4, loss, MATRICES / 2)
-
-
 def examples_of(rng: np.random.Generator, size: int, frames: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pieces of clips (B, 3, frames, size, size), and the weights of their pixels (B, 1, ...)."""
     clips = [random_clip(rng) for _ in range(batch)]
@@ -763,7 +740,6 @@ PARTS: dict[str, Callable[[Lab], None]] = {
     "video_vae": train_video_vae,
     "audio_vae": train_audio_vae,
     "vocoder": train_vocoder,
-    "video_decoder": train_video_decoder,
     "upsampler": train_upsampler,
     "transformer": train_transformer,
     "lora": train_lora,
