@@ -69,7 +69,8 @@ def test_float8_weights_race_against_the_tensors_that_they_are_quantised_from():
     plain = step.main(["--guided", "--tiny", "--rounds", "1", "--threads", "1", "--steps", "1", "--dtype", "bfloat16"])
     for name, stage in facts["stages"].items():
         assert stage["relative_l2"] > 1.5 * plain["stages"][name]["relative_l2"]  # ours lost bits, theirs did not
-        assert stage["flops"] == plain["stages"][name]["flops"]
+        # The first and last block stand alone, and branches that part inside a block share the rest of it only there.
+        assert 0.95 * plain["stages"][name]["flops"] <= stage["flops"] <= plain["stages"][name]["flops"]
 
 
 def test_both_hold_the_same_tensors():
@@ -211,7 +212,8 @@ def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
         kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2, weights_dtype="float8"), list(FOLDERS)
     )
     for case in found:
-        expected = sum(v.type.nbytes for v in (*case.node.inputs, *case.node.outputs))
+        read = case.node.inputs[:3] if case.node.op.startswith("head_gate") else case.node.inputs  # v instead of y
+        expected = sum(v.type.nbytes for v in (*read, *case.node.outputs))
         assert case.bytes.minimum == expected, case
     one_step = {op: sum(c.calls.get("stage1", 0) for c in found if c.node.op == op) for op in FOLDERS}
     # Six attentions in each of three blocks; in two of them branches part between two gates and what they gate.

@@ -51,6 +51,16 @@ def _tables(o):
     return [o.input(name, "float32", tokens=5, heads=3, pairs=4) for name in ("cos", "sin")]
 
 
+def _float8(o):
+    """Weight, a scale for each of its rows, and bias."""
+    weight = o.param("w", dtype="float8_e4m3fn", **{"D": 12, "heads*head_dim": 24})
+    return weight, o.param("s", dtype="float32", D=12, scales=1), o.param("b", D=12)
+
+
+def _gate(o):
+    return _x(o), _x(o, "l", B=2, tokens=5, heads=3), o.input("keep", "int32", B=2), _x(o, "v")
+
+
 def _attention_part(o):
     """The logarithm's two entries added: where it is cut in two may turn on the last bit."""
     q = o.input("q", B=2, tokens=5, heads=4, head_dim=8)
@@ -152,10 +162,22 @@ CASES = {
     "qk_scale_rope": lambda o: o.qk_scale_rope(
         _x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), *_tables(o), count=48, eps=1e-6
     ),
+    "qk_norm": lambda o: o.concat(
+        *o.qk_norm(_x(o), _weight(o), _x(o, "k"), _weight(o), _x(o, "v"), eps=1e-6, spread=(1, 0)), axis="heads"
+    ),
+    "qk_scale": lambda o: o.qk_scale(_x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), count=48, eps=1e-6),
+    "gelu_linear_float8": lambda o: o.gelu_linear_float8(
+        _x(o), *_float8(o), contract=("heads", "head_dim"), out={"D": 12}
+    ),
+    "head_gate_linear_float8": lambda o: o.head_gate_linear_float8(
+        *_gate(o), *_float8(o), contract=("heads", "head_dim"), out={"D": 12}
+    ),
     "linear_gelu": lambda o: o.linear_gelu(
         _x(o), o.param("w", out=6, head_dim=8), o.param("b", out=6), contract=("head_dim",), out={"out": 6}
     ),
-    "head_gate": lambda o: o.head_gate(_x(o), _x(o, "l", B=2, tokens=5, heads=3)),
+    "head_gate": lambda o: o.concat(
+        o.head_gate(*_gate(o)), o.head_gate(_x(o, "z"), _x(o, "n", B=2, tokens=5, heads=3)), axis="heads"
+    ),
     "pixel_norm_silu": lambda o: o.pixel_norm_silu(_x(o), over="tokens", eps=1e-6),
     "snake_beta": lambda o: o.snake_beta(
         o.input("x", B=2, channels=3, time=9),
