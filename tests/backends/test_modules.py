@@ -252,6 +252,7 @@ def test_packed_graph_keeps_the_checkpoints_names_in_torch():
         assert relative_l2(module(**one.inputs)[key].detach(), value.detach()) <= 1e-5  # another order of summation
 
 
+@pytest.mark.slow
 def test_gradients_reach_chosen_parameters_and_inputs():
     """As a trainer of some of the weights, or of what makes the latents, asks for them."""
     one, chosen = network("transformer"), "model.diffusion_model.transformer_blocks.*.attn1.to_q.weight"

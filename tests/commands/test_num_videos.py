@@ -50,6 +50,7 @@ def test_a_batch_equals_each_video_alone(backend, generate, model, images, alone
             assert json.loads(container.metadata["comment"])["seed"] == seed
 
 
+@pytest.mark.slow
 def test_videos_spread_over_devices_equal_each_alone(generate_on_devices, model, images, alone):
     """Without sound, which every device makes as one alone does."""
     where = ("--profile", "trillium", "--mesh", "data=2,sequence=2,tensor=2", "--no-audio")

@@ -357,7 +357,7 @@ def forward(dtype: str):
     return graph, {name: feeds[name] for name in graph.inputs}
 
 
-@pytest.mark.parametrize("kind", ("cuda", "tpu"))
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_transformer_errs_by_less_than_a_step_of_its_numbers(kind, record_property):
     """A block's results come from two linears in a row, sqrt(2) * 3.7 % = 5.2 %, and add up as their errors do.
 

@@ -207,6 +207,7 @@ for meshes in ([{"guidance": 2, "tensor": 3}, {"sequence": 2, "tensor": 3}], [{"
 """
 
 
+@pytest.mark.slow
 def test_jax_runs_it_under_shard_map():
     """On six virtual CPU devices, which must be asked for before jax starts: a process of its own.
 

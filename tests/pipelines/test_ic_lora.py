@@ -326,7 +326,8 @@ def masked(half, files):
     return (*FLAGS, "--lora", half, "--video-conditioning", files[0], f"{files[1]}:0.8", *mask, "--no-audio")
 
 
-@pytest.mark.parametrize("mesh", ["sequence=2", pytest.param("tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["sequence=2", "tensor=2"])
 def test_two_ranks_agree_with_one(model, masked, generate, generate_on_ranks, mesh):
     agree(generate("cuda", model, *masked), generate_on_ranks(2, model, *masked, "--mesh", mesh))
 

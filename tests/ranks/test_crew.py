@@ -112,6 +112,7 @@ def test_the_survivor_of_rank_0_removes_its_unfinished_file(flags, tmp_path):
     assert list(tmp_path.iterdir()) == [script]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_terminal_is_closed_leaves_nothing(flags, tmp_path):
     script = written(tmp_path, BROKEN)
     main, other = by_hand([str(script), "hang", *flags("--num-frames", 161)])

@@ -67,6 +67,7 @@ def test_hosts_meet_on_one_interface_and_agree_on_what_one_of_them_says():
     assert ended == [(0, "True False True\n", [])] * 2
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_host_ends_all(flags, tmp_path):
     script = written(tmp_path, BROKEN)
     ended = [run.end() for run in hosts_by_hand(*[[str(script), "raise", *flags(*ON_HOSTS)]] * 2)]

@@ -76,6 +76,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
     """The whole block is one graph, collectives included, after a warm-up too; every load is charged once."""
     script, report = written(tmp_path, COMPILED), tmp_path / "report.json"

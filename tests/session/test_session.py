@@ -153,7 +153,7 @@ def test_programs_of_rarely_used_shapes_are_let_go(session, monkeypatch):
     assert_same(again, first)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_twenty_requests_leave_no_more_than_five(backend, model):
     """Three sizes, cancels at random steps: after the fifth request nothing is built, loaded or piled up."""
     rng, kept, sizes = random.Random(SEED), {}, []

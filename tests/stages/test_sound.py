@@ -170,7 +170,7 @@ def test_a_spectrogram_in_chunks_is_the_whole(latents):
     assert relative_l2(found, run(latent)) <= 1e-5  # as of parity: sums of another order; reached: 2e-6
 
 
-@pytest.fixture(params=["cuda", "tpu"])
+@pytest.fixture(params=["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def session(request, tiny):
     opened = open_session(ModelOptions(model=tiny("tiny-2.0", "official"), backend=request.param, device="cpu"))
     yield opened

@@ -216,6 +216,7 @@ def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
     assert served.got and not served.fetched()
 
 
+@pytest.mark.slow
 def test_fetch_takes_all_that_two_stages_need_and_goes_on_where_it_was_cut(run, served):
     served.cut = "tiny-2.3.safetensors"
     status, out, err = run("weights", "fetch", "lab/plain")
