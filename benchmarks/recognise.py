@@ -16,7 +16,7 @@ from examples.clips import BACKGROUNDS, COLOURS, FPS, PITCHES, Clip
 APART = 0.25  # from the background, in RGB of [0, 1]: half as far as the nearest colours of `examples.clips` are
 LEAST_AREA = 0.004  # of the picture; the smallest shape there has 0.012
 EXTENTS = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.5}  # area by bounding box
-SLIDE, GROWTH, BOUNCE = 0.48, np.log(2.9), 0.47  # a typical way in sides, growth of the radius, height in sides
+SLIDE, GROWTH, BOUNCE = 0.48, np.log(2.9), 0.33  # a typical way in sides, growth of the radius, height in sides
 CLICK_HZ = (1.5 * max(PITCHES.values()), 2600.0)  # clicks are at 1800
 QUIETEST_CLICK = 0.02  # of full scale
 SEMITONE = 2 ** (1 / 12)

@@ -31,6 +31,7 @@ MOTIONS = {
 }
 BACKGROUNDS = {"dark": (0.08, 0.08, 0.10), "grey": (0.42, 0.42, 0.45), "brown": (0.35, 0.24, 0.16)}
 FLOOR = 0.86  # of the height, where a shape that bounces touches
+TOP = 0.2  # where it turns
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Clip:
     x: float = 0.5
     radius: float = 0.16
     phase: float = 0.0
-    period_s: float = 0.75
+    period_s: float = 1.0
 
     @property
     def prompt(self) -> str:
@@ -70,7 +71,7 @@ class Clip:
             radius = 0.08 + 0.03 * self.phase + 0.18 * (part if self.motion == "grows" else 1 - part)
         else:
             u = (np.asarray(seconds) / self.period_s + self.phase) % 1
-            y = FLOOR - self.radius - (FLOOR - 2 * self.radius - 0.06) * 4 * u * (1 - u)
+            y = FLOOR - self.radius - (FLOOR - 2 * self.radius - TOP) * 4 * u * (1 - u)
         return x, y, radius
 
     def frames(self, size: int = SIZE, window: tuple[int, int, int] | None = None, first: int = 0, count: int = FRAMES):
@@ -122,7 +123,7 @@ def random_clip(rng: np.random.Generator, trained: bool = True) -> Clip:
             str(rng.choice(list(names))) for names in (PITCHES, COLOURS, MOTIONS, BACKGROUNDS)
         )
         if held_out(shape, colour, motion) != trained:
-            period = rng.uniform(0.6, 0.9)
+            period = rng.uniform(0.8, 1.2)
             return Clip(
                 shape, colour, motion, background, rng.uniform(0.3, 0.7), rng.uniform(0.13, 0.2), rng.random(), period
             )

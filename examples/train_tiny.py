@@ -64,6 +64,7 @@ HALF = SIZE // 2  # what stage 1 makes
 SHAPE_WEIGHT = 12  # of a shape's pixels, which are few
 MATRICES = 0.02  # the rate of Muon, which gets the video autoencoder as far as AdamW at 1e-3 in a third of the steps
 LATENT_NOISE = 0.2  # of the latents' deviation, added in training: neighbours must decode to neighbours
+AGAIN = 0.5  # of the rates, where a training goes on
 DROPPED = 0.1  # of the prompts are the empty or the negative one, for classifier-free guidance
 LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
 WORDS, FIRST = 64, 24  # tokens of a context in most of the training, of which the first are those of every prompt
@@ -247,7 +248,7 @@ class Lab:
         path = self.folder / "latents.safetensors"
         if path.exists():
             return load_file(path)
-        count, names = max(16, round(2000 * self.scale)), prompts()
+        count, names = max(16, round(3000 * self.scale)), prompts()
         found: dict[str, list] = {"half": [], "whole": [], "sound": [], "prompt": []}
         encoders = {
             name: self.module(video_vae.trace_encoder(self.config.video_vae, 4, FRAMES, size, size, "float32"))
@@ -401,7 +402,7 @@ def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
 
 
 def train_video_vae(lab: Lab) -> None:
-    """On small clips, which is where most is learnt; then at either stage's size."""
+    """On small clips, which is where most is learnt; then at either stage's size; then mostly what bounces, large."""
     c, steps, frames = lab.config.video_vae, 4500, 17
     nets = []
     for size, batch in ((HALF, 4), (SIZE, 2)):
@@ -411,21 +412,36 @@ def train_video_vae(lab: Lab) -> None:
         nets.append((size, batch, (encode, decode)))
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        size, batch, (encode, decode) = nets[step % 2 if 2 * step > steps else 0]
-        shown, weight = examples_of(rng, size, frames, batch)
+        return coded(nets[step % 2 if 2 * step > steps else 0], [random_clip(rng) for _ in range(4)], rng, step / steps)
+
+    def longer(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        return coded(nets[step % 4 > 0], [random_clip(rng), bouncing(rng), random_clip(rng), bouncing(rng)], rng, 1)
+
+    def coded(net, clips: list[Clip], rng: np.random.Generator, part: float) -> dict[str, torch.Tensor]:
+        size, batch, (encode, decode) = net
+        shown, weight = examples_of(clips[:batch], rng, size, frames)
         with torch.autocast("cpu", torch.bfloat16):
             latent = encode(frames=shown)["latent"].float()
-            found = decode(latent=disturbed(latent, step / steps))["frames"].float()
+            found = decode(latent=disturbed(latent, part))["frames"].float()
         return picture_losses(found, shown, weight)
 
-    lab.fit("video_vae", lab.trained(*(net for *_, pair in nets for net in pair)), steps, 1e-3, loss, MATRICES)
+    trained = lab.trained(*(net for *_, pair in nets for net in pair))
+    lab.fit("video_vae", trained, steps, 1e-3, loss, MATRICES)
+    lab.fit("video_vae_longer", trained, steps, AGAIN * 1e-3, longer, AGAIN * MATRICES)
     _measure(lab, "vae", lambda clips: encode_video(lab, clips), axes=(0, 2, 3, 4))
 
 
-def examples_of(rng: np.random.Generator, size: int, frames: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+def bouncing(rng: np.random.Generator) -> Clip:
+    while (clip := random_clip(rng)).motion != "bounces":
+        pass
+    return clip
+
+
+def examples_of(
+    clips: list[Clip], rng: np.random.Generator, size: int, frames: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Pieces of clips (B, 3, frames, size, size), and the weights of their pixels (B, 1, ...)."""
-    clips = [random_clip(rng) for _ in range(batch)]
-    pieces = zip(clips, rng.integers(FRAMES - frames + 1, size=batch).tolist(), strict=True)
+    pieces = zip(clips, rng.integers(FRAMES - frames + 1, size=len(clips)).tolist(), strict=True)
     shown = torch.stack([pixels(clip, size, first=first, count=frames) for clip, first in pieces])
     plain = torch.stack([as_pixels(clip.behind(size)) for clip in clips])
     return shown, 1 + SHAPE_WEIGHT * ((shown - plain).abs().amax(1, keepdim=True) > 0.02).float()
@@ -457,6 +473,7 @@ def train_audio_vae(lab: Lab) -> None:
         return {"mel": (found - mel).abs().mean(), "latents": 2e-3 * latent.square().mean()}
 
     lab.fit("audio_vae", lab.trained(encode, decode), 5000, 2e-3, loss)
+    lab.fit("audio_vae_longer", lab.trained(encode, decode), 3000, AGAIN * 2e-3, loss, AGAIN * MATRICES)
     _measure(lab, "audio_vae", lambda clips: encode(mel=torch.from_numpy(lab.mels(clips)))["latent"], axes=(0, 2))
 
 
@@ -552,6 +569,7 @@ def train_transformer(lab: Lab) -> None:
         )
 
     lab.fit("transformer", lab.trained(*nets), 4500, 1e-3, short, MATRICES)
+    lab.fit("transformer_longer", lab.trained(*nets), 5000, AGAIN * 1e-3, short, AGAIN * MATRICES)
     text, known = lab.connectors(spread), lab.latents["prompt"].numpy()
     nets = [lab.forward(size, batch, PROMPT_TOKENS)[0] for size in ("half", "whole")]
 
@@ -672,7 +690,7 @@ def train_lora(lab: Lab) -> None:
             "sound": (a - (y - begun[1]) / length).square().mean(),
         }
 
-    lab.fit("lora", factors, 400, 2e-3, loss)
+    lab.fit("lora", factors, 600, 2e-3, loss)
 
 
 # ---- what is left of it ---------------------------------------------------------------------------------------------
