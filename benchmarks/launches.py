@@ -126,6 +126,9 @@ class Counting(TorchDispatchMode):
                 raise RuntimeError(f"{func}: rows that are no multiples of {LOAD_BYTES} bytes: {unaligned}")
             inner = args[name in SUMMED].shape[-1]
             self.counts.add("product", flops=2 * result.numel() * inner)
+        elif name == "_scaled_dot_product_efficient_attention":  # where its denominator is asked for, too
+            q, k = tensors[:2]
+            self.counts.add("attention", flops=4 * q.numel() * k.shape[2])
         elif name.startswith("_foreach"):
             self.counts.launches[name] += self.counts.times
             self.counts.bytes[name] += self.counts.times * sum(map(occupied, tensors))

@@ -113,3 +113,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         found = _flash3()(q, k, v, softmax_scale=scale)
         return found[0] if isinstance(found, tuple) else found  # its first releases return the log-sums too
     return preferred_attention(q, k, v, mask, scale)
+
+
+def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """`attention` and the logarithm of its denominator, f32 (B, heads, tokens), which only torch's own kernels return.
+
+    Of those the memory-efficient one, whatever the mask: FlashAttention-2 takes none, and queries are few here.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    mask = None if mask is None else mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+    if q.device.type == "cuda":
+        q, k, v = aligned(q), aligned(k), aligned(v)
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        y, log_sum, *_ = kernel(q, k, v, mask, compute_log_sumexp=True, scale=scale)
+    else:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y, log_sum = kernel(q, k, v, attn_mask=mask, scale=scale)
+    return y.transpose(1, 2), log_sum[..., : q.shape[2]].float()  # some releases pad the logarithms

@@ -16,6 +16,7 @@ from torch import Tensor
 from ltx2rt.graph.fused import divided, grouped, pairs, rows_per_token, snake_windows
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt_cuda.attention import attention as attend
+from ltx2rt_cuda.attention import attention_part as attend_part
 from ltx2rt_cuda.neighbourhood import neighbourhood_attention
 
 DTYPES = {
@@ -258,7 +259,8 @@ def all_to_all(*xs: Tensor, split: int, concat: int, parts: int, group: str) -> 
     if len({x.shape for x in xs}) > 1:
         return tuple(all_to_all(x, split=split, concat=concat, parts=parts, group=group)[0] for x in xs)
     functional = torch.ops._c10d_functional
-    sent = torch.stack(xs).unflatten(split + 1, (parts, -1)).movedim(split + 1, 0).contiguous()
+    shares = [x.unflatten(split, (parts, -1)).movedim(split, 0) for x in xs]
+    sent = torch.stack(shares, 1) if len(xs) > 1 else shares[0].unsqueeze(1).contiguous()
     sizes = [1] * parts
     received = functional.wait_tensor(functional.all_to_all_single(sent, sizes, sizes, group))
     return received.movedim(0, concat + 1).flatten(concat + 1, concat + 2).unbind(0)
@@ -266,17 +268,11 @@ def all_to_all(*xs: Tensor, split: int, concat: int, parts: int, group: str) -> 
 
 @op
 def attention_part(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view) -> Tensor:
-    """Few queries: the scores are written out, because torch's fused attention does not return the denominator."""
-    b, t, heads, d = q.shape
-    n = k.shape[2]
-    scores = torch.einsum("btngd,bsnd->bngts", q.reshape(b, t, n, heads // n, d).float(), k.float()) * scale
-    if bias is not None:
-        scores = scores + bias.reshape(bias_view)[:, None]
-    log_sum = scores.logsumexp(-1, keepdim=True)
-    y = torch.einsum("bngts,bsnd->btngd", (scores - log_sum).exp(), v.float()).reshape(b, t, heads, d)
-    log_sum = log_sum.reshape(b, heads, t, 1).transpose(1, 2).contiguous()
+    bias = None if bias is None else bias.reshape(bias_view)
+    y, log_sum = attend_part(q, k, v, bias, scale)
+    log_sum = log_sum.transpose(1, 2).unsqueeze(-1).contiguous()
     upper = (log_sum.view(torch.int32) & -0x10000).view(torch.float32)
-    return torch.cat([y, upper, log_sum - upper], dim=-1).to(q.dtype)
+    return torch.cat([y, upper.to(q.dtype), (log_sum - upper).to(q.dtype)], dim=-1)
 
 
 @op
