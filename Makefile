@@ -27,8 +27,9 @@ demo: $(VENV)/.installed
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -k 'not tpu and not jax' $(QUICK)
 
+# Programs of JAX are compiled without LLVM's optimisations here: a quarter of the time. `make test-full` has them.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS" $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 
 # Hours on two cores: whole runs on eight virtual devices, and full-size programs through the TPU compiler.
 test-full: lint $(VENV)/.libtpu

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from virtual import xla_flags
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What JAX compiles for one test, no other process of this run compiles again: xdist's workers and what tests start
@@ -193,10 +194,7 @@ def generate_on_devices(tmp_path_factory) -> Callable[..., Run]:
     def call(count: int, model: Path, *flags: object) -> Run:
         folder = tmp_path_factory.mktemp("devices")
         argv = [sys.executable, "-m", "ltx2rt", *Job("tpu", model, flags).argv(folder)]
-        # More devices than cores: a thread may come late to a rendezvous, which XLA takes for a deadlock after 40 s.
-        patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-        xla = f"--xla_force_host_platform_device_count={count} {patience}"
-        env = os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}
+        env = os.environ | {"XLA_FLAGS": xla_flags(count), "JAX_PLATFORMS": "cpu"}
         ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600)
         return Run(ran.returncode, ran.stdout, ran.stderr, folder)
 

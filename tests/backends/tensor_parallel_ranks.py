@@ -64,6 +64,11 @@ RUNS = {
 }
 
 
+def runs_on(kind: str, devices: int) -> list[Run]:
+    """All at the first world size, at the other the text encoder's, whose placement is what differs there."""
+    return [run for run in RUNS[kind] if devices == RANKS[0] or run.name.startswith("text")]
+
+
 def write_inputs(folder: Path) -> None:
     for name in NAMES:
         write_arrays(folder / f"params-{name}.safetensors", case(name).params)
@@ -86,7 +91,7 @@ def source_of(run: Run, folder: Path, merge):
 def run_all(kind: str, devices: int, folder: Path) -> dict:
     """Outputs of every run are written by the main process; returns the collectives that each run executed."""
     backend, executed = get_backend(kind, "cpu", {"tensor": devices}), {}
-    for run in RUNS[kind]:
+    for run in runs_on(kind, devices):
         one = case(run.name, run.dtype)
         graph = one.on(devices)
         weights = backend.load([graph], source_of(run, folder, backend.merge))

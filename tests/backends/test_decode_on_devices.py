@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from virtual import xla_flags
 
 
 @pytest.fixture(scope="module")
 def facts():
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu"}
     env["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what comes from the disk does not say what it consists of
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     script = Path(__file__).with_name("decode_on_devices.py")

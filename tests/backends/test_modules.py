@@ -20,6 +20,7 @@ from ltx2rt_cuda import as_module
 from ltx2rt_tpu import TpuBackend, as_nnx
 from ltx2rt_tpu.weights import weight_specs
 from placed_cases import Case, case
+from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
 from ltx2rt.errors import GraphError, InputError
@@ -319,7 +320,7 @@ def run_on_mesh(folder: Path) -> None:
 def on_mesh(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mesh")
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": xla_flags(4),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
     }
     ran = subprocess.run([sys.executable, __file__, str(folder)], env=env, capture_output=True, text=True, timeout=300)

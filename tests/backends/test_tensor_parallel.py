@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from placed_cases import LAYERS, NAMES, case
-from tensor_parallel_ranks import MEASURED, RANKS, RUNS, Run, source_of, write_inputs
+from tensor_parallel_ranks import MEASURED, RANKS, Run, runs_on, source_of, write_inputs
+from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
 
@@ -56,7 +57,7 @@ def torch_ranks(inputs) -> Path:
 
 @pytest.fixture(scope="module")
 def jax_devices(inputs) -> Path:
-    return run_fleet("tpu", inputs, XLA_FLAGS="--xla_force_host_platform_device_count=6")
+    return run_fleet("tpu", inputs, XLA_FLAGS=xla_flags(6))
 
 
 @cache
@@ -82,12 +83,13 @@ def did(folder: Path, devices: int) -> list[dict]:
     return [json.loads((folder / f"cuda-{devices}-rank{rank}.json").read_text()) for rank in range(devices)]
 
 
-def runs(kind: str, dtype: str) -> list[Run]:
-    return [run for run in RUNS[kind] if run.dtype == dtype]
+def runs(kind: str, *dtypes: str) -> list:
+    """(run, devices) of each test."""
+    pairs = [(run, devices) for devices in RANKS for run in runs_on(kind, devices) if run.dtype in dtypes]
+    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
 
 
-@pytest.mark.parametrize("devices", RANKS)
-@pytest.mark.parametrize("run", runs("cuda", "float32"), ids=str)
+@pytest.mark.parametrize(("run", "devices"), runs("cuda", "float32"))
 def test_torch_ranks_equal_one_device(torch_ranks, run, devices):
     """12 heads on 3 ranks among them, merged LoRAs, and at 4 ranks heads that stay whole."""
     actual, expected = saved(torch_ranks, "cuda", devices, run), alone(run, torch_ranks)
@@ -103,24 +105,24 @@ def test_torch_ranks_in_bfloat16_err_as_one_device_does(torch_ranks):
     the contract's factor 2 holds for each, and on average they are one device's own, plus what the partial sums add.
     """
     ratios = []
-    for run in runs("cuda", "bfloat16"):
-        exact = alone(Run(run.name, "float32", run.lora), torch_ranks)
-        single = distance(alone(run, torch_ranks), exact)
-        for devices in RANKS:
+    for devices in RANKS:
+        for run in runs_on("cuda", devices):
+            if run.dtype == "float32":
+                continue
+            exact = alone(Run(run.name, "float32", run.lora), torch_ranks)
+            single = distance(alone(run, torch_ranks), exact)
             for key, error in distance(saved(torch_ranks, "cuda", devices, run), exact).items():
                 ratios.append(error / single[key])
                 assert 0 < ratios[-1] <= 2, f"{run}, {devices} ranks, {key}"
     assert np.exp(np.mean(np.log(ratios))) <= 1.2
 
 
-@pytest.mark.parametrize("devices", RANKS)
-@pytest.mark.parametrize("run", RUNS["tpu"], ids=str)
+@pytest.mark.parametrize(("run", "devices"), runs("tpu", "float32"))
 def test_jax_devices_under_shard_map_equal_one_device(jax_devices, run, devices):
     assert max(distance(saved(jax_devices, "tpu", devices, run), alone(run, jax_devices)).values()) <= CLOSE
 
 
-@pytest.mark.parametrize("devices", RANKS)
-@pytest.mark.parametrize("run", RUNS["cuda"], ids=str)
+@pytest.mark.parametrize(("run", "devices"), runs("cuda", "float32", "bfloat16"))
 def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, run, devices):
     """As torch dispatches them, on every rank."""
     planned: Counter = Counter()
@@ -132,8 +134,7 @@ def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, ru
         assert rank["executed"][str(run)] == planned
 
 
-@pytest.mark.parametrize("devices", RANKS)
-@pytest.mark.parametrize("run", RUNS["tpu"], ids=str)
+@pytest.mark.parametrize(("run", "devices"), runs("tpu", "float32"))
 def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, run, devices):
     """JAX makes one psum of each operand; which of them leave together is up to XLA. A scan's body is there once."""
     nodes = [node for node, _ in case(run.name, run.dtype).on(devices).walk() if node.op == "all_reduce"]
@@ -141,10 +142,9 @@ def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, ru
     assert nodes and traced == {"psum": sum(len(node.inputs) for node in nodes)}
 
 
-@pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
-def test_ranks_execute_4_large_and_3_small_all_reduces_a_block(torch_ranks, generation, devices):
-    for rank in did(torch_ranks, devices):
+def test_ranks_execute_4_large_and_3_small_all_reduces_a_block(torch_ranks, generation):
+    for rank in did(torch_ranks, RANKS[0]):
         executed = rank["executed"][str(Run(f"guided-{generation}", "bfloat16"))]
         counts = {
             word: sum(n for op, n in executed.items() if word in op) for word in ("reduce", "bfloat16", "float32")

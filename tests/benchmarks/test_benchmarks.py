@@ -48,6 +48,7 @@ def test_implementations_that_disagree_are_not_compared(monkeypatch):
         step.measure(step.TINY, ("cuda",), "cpu", rounds=1, threads=1)
 
 
+@pytest.mark.slow
 def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
     """All four branches, guidance and Euler; then the one branch of stage 2: the same latents after three steps."""
     flags = ["--guided", "--tiny", "--rounds", "1", "--threads", "1", "--output", str(tmp_path / "g.json")]
@@ -246,6 +247,7 @@ def test_drawing_an_offloaded_encoder_is_no_kernel_of_its_stage():
     assert offloaded["text"]["pointwise"]["launches"] == resident["text"]["pointwise"]["launches"]
 
 
+@pytest.mark.slow
 def test_diffusers_makes_the_same_clip_on_the_same_tensors(tmp_path, capsys):
     """Both prompts, both stages, upsampler, picture and sound; from ours as far as float32 rounding goes."""
     written = tmp_path / "p.json"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from launches import Launch, by_hand
 from pipelines_on_devices import records
+from virtual import xla_flags
 
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.random.make import make_checkpoint
@@ -142,9 +143,7 @@ def pipelines_agree(words, images, film, tmp_path_factory):
     def check(backend, mesh, profile, names):
         flags = [str(Path(__file__).with_name("pipelines_on_devices.py")), backend, str(words[0]), mesh, profile]
         environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "JAX_PLATFORMS": "cpu"}
-        environment["XLA_FLAGS"] = (
-            "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=600"
-        )
+        environment["XLA_FLAGS"] = xla_flags(8)
         flags = [*flags, str(folder), *names]
         ranks = by_hand(flags, **environment) if backend == "cuda" else [Launch(flags, **environment)]
         expected = records("cuda", words[0], "", "", folder, names)

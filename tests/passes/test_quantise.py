@@ -15,6 +15,7 @@ import torch
 from ltx2rt_cuda import as_module
 from ltx2rt_cuda.distributed import Position
 from placed_cases import TEXT, positions, transformer_config
+from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
 from ltx2rt.errors import GraphError, InputError
@@ -311,7 +312,7 @@ def test_loras_are_merged_before_quantising_and_untouched_weights_are_shared(kin
 def test_jax_devices_hold_and_multiply_their_own_slices():
     """In a process of its own, because JAX fixes the number of host devices at its start."""
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": xla_flags(2),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
     }
     ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from placed_cases import MASKED, Case, attention_weights, case
+from virtual import xla_flags
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import interpret
@@ -214,7 +215,7 @@ def test_jax_runs_it_under_shard_map():
     The second mesh, as of a stage with one branch, runs on the weights of the first without a copy; the third cuts
     weights both ways.
     """
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
+    environment = {"XLA_FLAGS": xla_flags(6), "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-c", JAX, json.dumps(sys.path)], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -246,6 +247,7 @@ for name, mesh in zip(("masked-2.3", "forward-2.3", "guided-2.0"), meshes):
 """
 
 
+@pytest.mark.slow
 def test_torch_runs_it_on_process_groups():
     """Four gloo ranks: two mesh axes, each with groups of its own, and a second mesh of the same ranks."""
     import socket

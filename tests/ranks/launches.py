@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from virtual import xla_flags
+
 TIME_LIMIT_S = 30  # for all ranks to end after one has
 
 
@@ -42,7 +44,7 @@ def hosts_by_hand(*commands, devices=2):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{probe.getsockname()[1]}"}
-    where |= {"JAX_NUM_PROCESSES": str(len(commands)), "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    where |= {"JAX_NUM_PROCESSES": str(len(commands)), "XLA_FLAGS": xla_flags(devices)}
     return [Launch(words, JAX_PROCESS_ID=str(i), **where) for i, words in enumerate(commands)]
 
 
