@@ -25,7 +25,7 @@ from benchmarks import contact_sheet
 from examples.clips import BACKGROUNDS, COLOURS, FRAMES, MOTIONS, PITCHES, SIZE, Clip
 
 TRAINED = Path("examples/tiny-trained")
-WORDS = {"circle": PITCHES, "red": COLOURS, "right": MOTIONS, "grey": BACKGROUNDS}  # the default's first
+WORDS = {"triangle": PITCHES, "yellow": COLOURS, "right": MOTIONS, "brown": BACKGROUNDS}  # the default's first
 CLIP = shlex.split(f"--width {SIZE} --height {SIZE} --steps 20 --seed 7 --image-crf 0")
 LENGTH = {"tiny-2.5": "--auto-duration 0.5 1.5"}  # of the models that choose it; of others:
 BACKENDS = {"cuda": "PyTorch", "tpu": "JAX"}
