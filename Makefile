@@ -29,7 +29,7 @@ quick: $(VENV)/.installed
 
 # Programs of JAX are compiled without LLVM's optimisations here: a quarter of the time. `make test-full` has them.
 test: lint
-	XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS" $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS" $(BIN)/python -m pytest -n 3 --dist loadfile --durations=15
 
 # Hours on two cores: whole runs on eight virtual devices, and full-size programs through the TPU compiler.
 test-full: lint $(VENV)/.libtpu

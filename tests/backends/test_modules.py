@@ -328,6 +328,7 @@ def on_mesh(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_sharding_metadata_is_the_graphs(on_mesh):
     laid = json.loads((on_mesh / "laid.json").read_text())
     assert laid["specs"] == laid["arrays"] == laid["expected"]
@@ -336,6 +337,7 @@ def test_sharding_metadata_is_the_graphs(on_mesh):
     assert laid["packed"] == laid["expected packed"] and any("|" in name for name in laid["packed"])
 
 
+@pytest.mark.slow
 def test_module_and_gradients_on_a_mesh_equal_those_on_one_device(on_mesh):
     expected = jax_module("transformer")(**network("transformer").inputs)
     outputs, gradients = np.load(on_mesh / "outputs.npz"), np.load(on_mesh / "gradients.npz")

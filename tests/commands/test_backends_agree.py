@@ -78,6 +78,7 @@ def test_distilled_after_a_warm_up(tiny, generate_on_both, user_lora):
     assert len(cuda.latents["stage1.audio.steps"]) == 8
 
 
+@pytest.mark.slow
 def test_one_stage(tiny, generate_on_both, images):
     cuda, tpu = generate_on_both(
         tiny("tiny-2.0", "diffusers"), "--pipeline", "one-stage", "--width", 96, "--height", 64, "--seed", 5,

@@ -26,7 +26,7 @@ HEARD = 1e-4  # the vocoder's sines amplify the rounding of its input; reached: 
         pytest.param("2.3", 4, "tensor=4", marks=pytest.mark.slow),
         pytest.param("2.0", 2, "tensor=2", marks=pytest.mark.slow),
         ("2.3", 2, "sequence=2"),
-        ("2.3", 4, "tensor=2,guidance=2"),
+        pytest.param("2.3", 4, "tensor=2,guidance=2", marks=pytest.mark.slow),
         pytest.param("2.0", 4, "fsdp=2,tensor=2", marks=pytest.mark.slow),
     ],
 )

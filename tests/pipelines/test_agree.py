@@ -57,6 +57,7 @@ def assert_agree(sessions, name: str, **clip) -> dict[str, np.ndarray]:
     return ours
 
 
+@pytest.mark.slow
 def test_hq(sessions, images):
     first, later = (parse_image(f"{path}:{where}") for path, where in zip(images, ("0:0.8", "9:0.9"), strict=True))
     found = assert_agree(sessions, "hq", images=(first, later), image_crf=0, **SMALL)

@@ -98,6 +98,7 @@ def test_an_exception_on_one_rank_is_shown_once_with_its_rank(flags, tmp_path):
     assert [line for _, _, lines in ended for line in lines] == ["ltx2rt: error: rank 1: RuntimeError: a bad day"]
 
 
+@pytest.mark.slow
 def test_the_survivor_of_rank_0_removes_its_unfinished_file(flags, tmp_path):
     """Killed before its last tile, without a launcher that could clean up or keep the store."""
     script = written(tmp_path, BROKEN)

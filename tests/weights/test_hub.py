@@ -198,6 +198,7 @@ def test_names_of_repositories(tmp_path, monkeypatch):
     assert parse_repo(Path("lab/plain")) is None  # what exists is no repository
 
 
+@pytest.mark.slow
 def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
     size = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1, "--seed", 1, "--no-audio", "--prompt", "x")
     where = ("--backend", "cuda", "--device", "cpu", "--model", "lab/plain@main", "--text-encoder", "lab/gemma")
