@@ -1,6 +1,8 @@
 """The measures of clips are right on drawn clips, and wrong on others; the benchmark and the demo use them."""
 
 import itertools
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ from examples.clips import BACKGROUNDS, COLOURS, MOTIONS, PITCHES, RATE, Clip, r
 from ltx2rt.commands.generate import make_plan
 from ltx2rt.pipelines import FIRST, make_request
 
+ROOT = Path(__file__).parents[2]
 EVERY = list(itertools.product(PITCHES, COLOURS, MOTIONS))
 
 
@@ -73,6 +76,12 @@ def test_psnr_of_pictures():
     black = np.zeros((4, 4, 3), np.uint8)
     assert psnr_db(black, black) == 200
     assert psnr_db(black, black + 255) == 0
+
+
+def test_the_table_of_the_document_is_that_of_the_results():
+    rows = json.loads((quality.RESULTS / "quality.json").read_text())["rows"]
+    assert set(rows) == {quality.DRAWN, *quality.ROWS}
+    assert quality.table(rows) in (ROOT / "docs" / "quality.md").read_text()
 
 
 @pytest.mark.parametrize("name", [name for name, row in quality.ROWS.items() if row.ranks == row.devices == 1])
