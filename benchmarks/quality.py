@@ -226,10 +226,7 @@ def start(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     words += ["--model", args.model, "--count", args.count]
     if row.ranks > 1:
         words = ["-m", "torch.distributed.run", "--nproc-per-node", row.ranks, *words]
-    flags = (
-        f"--xla_force_host_platform_device_count={row.devices} --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    )
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"XLA_FLAGS": flags} if row.devices > 1 else {})
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"XLA_FLAGS": XLA.format(row.devices)} if row.devices > 1 else {})
     ran = subprocess.run([sys.executable, *map(str, words)], env=env, capture_output=True, text=True)
     if ran.returncode:
         raise RuntimeError(f"{name}: {ran.stderr[-2000:]}")

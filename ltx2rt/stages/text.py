@@ -14,6 +14,8 @@ from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import MODALITIES, Stage, State
 from ltx2rt.stages.tokenizer import check_vocabulary, count_tokens, tokenize
 
+PROMPTS = "prompt", "negative prompt"
+
 
 @dataclass(frozen=True)
 class Text(Stage):
@@ -29,7 +31,7 @@ class Text(Stage):
         tokenizer = session.checkpoint.require_tokenizer()
         if session.config.gemma is not None:
             check_vocabulary(tokenizer, session.config.gemma.vocab_size)
-        for name, prompt in zip(("prompt", "negative prompt"), self.prompts, strict=False):
+        for name, prompt in zip(PROMPTS[: len(self.prompts)], self.prompts, strict=True):
             if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS and session.backend.is_main:
                 note(f"the {name} has {count} tokens, the model reads the first {PROMPT_TOKENS}")
 

@@ -209,16 +209,18 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
     return TensorFile(files[0])
 
 
-def _open_shards(path: Path, index: Path) -> TensorFolder:
+def read_index(index: Path) -> dict[str, Path]:
+    """The shard of each tensor. Raises InputError for what is no shard index."""
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        shards = sorted(set(weight_map.values()))
-        folder = TensorFolder(path, [TensorFile(index.parent / shard) for shard in shards])
+        return {name: index.parent / shard for name, shard in json.loads(index.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{index}: not a shard index: {error}") from error
-    if missing := sorted(weight_map.keys() - set(folder.names())):
+
+
+def _open_shards(path: Path, index: Path) -> TensorFolder:
+    home = read_index(index)
+    folder = TensorFolder(path, [TensorFile(shard) for shard in sorted(set(home.values()))])
+    if missing := sorted(home.keys() - set(folder.names())):
         raise InputError(f"{index}: {len(missing)} tensors of the index are in no shard, first {missing[0]}")
     return folder
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ltx2rt.errors import InputError
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, parse_json
-from ltx2rt.weights.files import SHARD_INDEX, TensorFile, TensorFolder, open_tensors
+from ltx2rt.weights.files import SHARD_INDEX, TensorFile, TensorFolder, open_tensors, read_index
 
 T = TypeVar("T")
 DIFFUSERS_CLASSES = {
@@ -172,10 +172,13 @@ def scan(folder: Path, deep: bool = False) -> Parts:
                 if (path / "tokenizer.json").is_file():
                     parts.tokenizer.append(path / "tokenizer.json")
             elif path.name.endswith(SHARD_INDEX):
+                own = set(read_index(path).values())
+                shards |= own  # and not files of their own if one of them cannot be read
                 file = open_tensors(path)
-                if isinstance(file, TensorFolder) and file_kind(file) == "main":
+                if file_kind(file) == "main":
                     parts.main.append(file)
-                    shards |= {shard.path for shard in file.files}
+                else:
+                    shards -= own
             elif path.suffix == ".safetensors" and path not in shards:
                 file = TensorFile(path)
                 kind = file_kind(file)

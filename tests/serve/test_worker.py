@@ -231,9 +231,8 @@ def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, 
     def held():
         gc.collect()
         found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-        tensors = sum(
-            one.nbytes for one in found if not one._has_symbolic_sizes_strides
-        )  # of a compiler's in other tests
+        # What a compiler left of other tests has symbols for sizes.
+        tensors = sum(one.nbytes for one in found if not one._has_symbolic_sizes_strides)
         rss = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         return tensors, len(os.listdir("/proc/self/fd")), threading.active_count(), rss
 

@@ -565,3 +565,17 @@ def test_either_video_vae_will_do_and_the_decoder_is_chosen(parts):
         shapes = networks(both.config)["diffusion_decoder"]
         parameters = {name: TensorInfo(shape, F32) for name, shape in shapes.items()}
         audit(parameters, checkpoint.source("diffusion_decoder"), "x")
+
+
+def test_a_shard_that_is_cut_short_is_named_and_the_others_are_no_models(tmp_path):
+    for path in (Path(__file__).parents[2] / "examples" / "tiny-trained").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    assert open_checkpoint(tmp_path).layout == "official"
+    shard = sorted(tmp_path.glob("*-of-*.safetensors"))[1]
+    cut = shard.read_bytes()[:-1]
+    shard.unlink()
+    with pytest.raises(InputError, match=shard.name):
+        open_checkpoint(tmp_path)
+    shard.write_bytes(cut)
+    with pytest.raises(InputError, match=f"{shard.name}: truncated"):
+        open_checkpoint(tmp_path)
