@@ -37,7 +37,7 @@ from ltx2rt_kernels.traffic import Bytes
 from benchmarks.measure import Spread, interleaved, machine, record
 from ltx2rt.commands.generate import make_plan
 from ltx2rt.commands.plan import datasheet_session
-from ltx2rt.graph.fused import divided
+from ltx2rt.graph.fused import apart, divided
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
@@ -100,7 +100,7 @@ def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
     """Every op with a kernel, once for each combination of operands."""
     found: dict[tuple, Case] = {}
     for part, graph in graphs.items():
-        walked = list(fuse(graph).walk())
+        walked = [(node, times) for whole, times in fuse(graph).walk() for node in apart(whole)]
         makers = {id(v): node for node, _ in walked for v in node.outputs}
         for node, times in walked:
             node = quantisation(node) if node.op.endswith("linear_float8") else node

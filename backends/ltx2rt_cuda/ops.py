@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from functools import reduce, wraps
+from itertools import islice
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ltx2rt_kernels.choose import kernel, why_not
+from ltx2rt_kernels.choose import kernel, launched, why_not
 from torch import Tensor
 
 from ltx2rt.graph.fused import divided, grouped, pairs, rows_per_token, snake_windows
@@ -354,6 +355,17 @@ def fused(plain):
 
 
 fused(neighbourhood_attention)
+
+
+@op
+def together(*operands: Tensor, parts) -> tuple[Tensor, ...]:
+    """Nodes of one kernel, in one launch if it runs them all."""
+    values = iter(operands)
+    found = [(name, list(islice(values, read)), plan) for name, read, _, plan in parts]
+    if all(why_not(name, *xs, **plan) is None for name, xs, plan in found):
+        return launched(found)
+    results = [OPS[name](*xs, **plan) for name, xs, plan in found]
+    return tuple(y for result in results for y in (result if isinstance(result, tuple) else (result,)))
 
 
 def _take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:

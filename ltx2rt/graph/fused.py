@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from ltx2rt.graph.ir import Type
+from ltx2rt.graph.ir import Node, Type
 from ltx2rt.graph.ops import OPS, _expect, _same_dtype, _view, op
 
 
@@ -289,3 +290,34 @@ def snake_beta(x: Type, up: Type, down: Type, alpha: Type, beta: Type, *, eps: f
     )
     _expect(alpha.shape == beta.shape == x.shape[1:2], f"snake_beta: {x} does not fit {alpha}, {beta}")
     return x, {"eps": eps}
+
+
+def apart(node: Node) -> list[Node]:
+    """The nodes that a `together` does at once; of another one, itself."""
+    if node.op != "together":
+        return [node]
+    found, inputs, outputs = [], iter(node.inputs), iter(node.outputs)
+    for (name, read, attrs), (_, _, made, args) in zip(node.attrs["parts"], node.args["parts"], strict=True):
+        found.append(Node(name, tuple(islice(inputs, read)), tuple(islice(outputs, made)), attrs, args))
+    return found
+
+
+def _numpy_together(*operands, parts):
+    found, values = [], iter(operands)
+    for name, read, made, args in parts:
+        results = OPS[name].numpy(*islice(values, read), **args)
+        found += results if made > 1 else [results]
+    return found
+
+
+@op(_numpy_together)
+def together(*operands: Type, parts: tuple[tuple[str, int, dict[str, Any]], ...]):
+    """Several nodes of which none reads what another makes. parts: of each the op, how many operands it has, and its
+    attributes; results one's after another's."""
+    types, args, values = [], [], iter(operands)
+    for name, read, attrs in parts:
+        made, plan = OPS[name].rule(*islice(values, read), **attrs)
+        made = made if isinstance(made, tuple) else (made,)
+        types += made
+        args.append((name, read, len(made), plan))
+    return tuple(types), {"parts": tuple(args)}

@@ -5,7 +5,8 @@ values but for fewer roundings: norm and modulation (after a gated residual or n
 per level), norm and RoPE of q and k together, of those first that turn by the same tables (also the placed form, given
 the reduced sums of squares; without RoPE with the copies of what several samples attend to), a linear layer and its
 GELU, the per-head gate and what it chooses from, GELU or that gate and the float8 linear behind it, the VAE's norm and
-SiLU, the vocoder's SnakeBeta. Which values meet is decided here; whether a kernel or the plain ops run them, by the
+SiLU, the vocoder's SnakeBeta. Then two nodes of one kernel that do not need each other, such as those of video and of
+sound, become one launch. Which values meet is decided here; whether a kernel or the plain ops run them, by the
 backend.
 
 The last residual of a block and the first norm of the next stay apart: its rows are the next block's, so that every
@@ -351,6 +352,23 @@ def _pixel_norm_silu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return [norm, node], [_node("pixel_norm_silu", norm.inputs, node.outputs, **attrs)]
 
 
+def _together(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """The next node of the same kernel that does not need this one: mostly the other stream's."""
+    if node.op not in JOINED:
+        return None
+    own = {id(node)}
+    for other in graph.nodes[graph.nodes.index(node) + 1 :]:
+        if JOINED.get(other.op) == JOINED[node.op] and not any(uses.depends(v, own) for v in other.inputs):
+            parts = tuple((n.op, len(n.inputs), n.attrs) for n in (node, other))
+            inputs, outputs = (*node.inputs, *other.inputs), (*node.outputs, *other.outputs)
+            return [node, other], [_node("together", inputs, outputs, parts=parts)]
+    return None
+
+
+ROWS = ("modulate", "norm_modulate", "gated_residual", "residual_norm_modulate")
+JOINED = dict.fromkeys(ROWS, "rows") | {"head_gate": "head_gate"}  # op -> the kernel that does two in one launch
+
+
 @cache
 def _snake_pattern(x: Type) -> Graph:
     return trace("snake", lambda o: {"y": snake_beta(o, o.input("x", **x.sizes))}, x.dtype)
@@ -402,6 +420,7 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
 MATCHES: tuple[Match, ...] = (
     _norm_modulate, _gated_residual, _qk_norm_rope, _qk_norm, _same_tables, _qk_pair, _spread, _linear_gelu,
     _gelu_float8, _head_gate, _head_gate_float8, _pixel_norm_silu, snakes,
+    _together,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from ltx2rt_kernels.choose import FOLDERS
+from ltx2rt_kernels.choose import FOLDERS, launched
 from triton.runtime import interpreter
 
 from ltx2rt.testing import relative_l2
@@ -154,6 +154,10 @@ def head_gate(x: Operands) -> Case:
     return "head_gate", [x.inside(2, 5, 3, 10, axes=(0, 2, 1, 3)), x.inside(2, 5, 3)], {}, {}
 
 
+def head_gate_of_many(x: Operands) -> Case:
+    return "head_gate", [x.inside(1, 13, 2, 17), x.inside(1, 13, 2)], {}, {}
+
+
 def head_gate_of_values(x: Operands) -> Case:
     """The second sample's values, a slice of a packed projection, stand for its attention."""
     _, operands, *others = head_gate(x)
@@ -238,6 +242,7 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "sum_squares": sum_squares,
     "linear_gelu": linear_gelu,
     "head_gate": head_gate,
+    "head_gate of more tokens": head_gate_of_many,
     "head_gate of the values": head_gate_of_values,
     "e4m3 of a gate": e4m3_of_a_gate,
     "pixel_norm_silu channels first": partial(pixel_norm_silu, channels=12, last=False),
@@ -264,12 +269,35 @@ CASES: dict[str, Callable[[Operands], Case]] = {
 NEEDS_GPU = {"linear_gelu": "its kernel is cuBLASLt's"}  # no Triton: nothing to interpret, nothing to compile
 
 
+TOGETHER = (  # cases whose nodes are one launch, of other shapes and constants than each other's
+    ("norm_modulate", "residual_norm_modulate two pairs, wide"),
+    ("residual_norm_modulate of a partial sum", "norm_modulate by level of each sample"),
+    ("modulate", "gated_residual by level"),
+    ("gated_residual of a partial sum", "residual_norm_modulate without rows"),
+    ("head_gate", "head_gate of more tokens"),
+    ("head_gate of more tokens", "head_gate of the values"),
+)
+
+
 def poisoned_empty(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan)
 
 
-def errors(case: Case) -> list[float]:
-    """Relative error of each result against the float64 reference of the same, already rounded operands."""
+def errors(*cases: Case) -> list[float]:
+    """Relative error of each result of one launch against the float64 references of the same, already rounded
+    operands."""
+    if len(cases) == 1:
+        ((op, operands, plan, _),) = cases
+        kernels = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda")
+        found = getattr(kernels, op)(*operands, **plan)
+    else:
+        found = launched([case[:3] for case in cases])
+    found = found if isinstance(found, tuple) else (found,)
+    expected = [x for case in cases for x in references(case)]
+    return [relative_l2(a.double().cpu().numpy(), np.asarray(b)) for a, b in zip(found, expected, strict=True)]
+
+
+def references(case: Case) -> list[np.ndarray]:
     op, operands, plan, keywords = case
     kernels = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda")
     reference = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.reference")
@@ -280,10 +308,7 @@ def errors(case: Case) -> list[float]:
     if views := plan.get("views", ()):  # rows come last
         arrays[-len(views) :] = [a.reshape(v) for a, v in zip(arrays[-len(views) :], views, strict=True)]
     expected = getattr(reference, op)(*arrays, **keywords)
-    found = getattr(kernels, op)(*operands, **plan)
-    found = found if isinstance(found, tuple) else (found,)
-    expected = expected if isinstance(expected, list) else [expected]
-    return [relative_l2(a.double().cpu().numpy(), np.asarray(b)) for a, b in zip(found, expected, strict=True)]
+    return expected if isinstance(expected, list) else [expected]
 
 
 def float8_as_a_gpu_rounds(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -323,6 +348,10 @@ def main(device: str) -> None:
         if device == "cuda" or name not in NEEDS_GPU
         for dtype in DTYPES
     }
+    for names in TOGETHER:
+        for dtype in DTYPES:
+            x = Operands(device, DTYPES[dtype])
+            found[f"{' + '.join(names)} {dtype}"] = errors(*(CASES[name](x) for name in names))
     print(json.dumps(found))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kernel_cases import CASES, DTYPES, NEEDS_GPU, Operands
+from kernel_cases import CASES, DTYPES, NEEDS_GPU, TOGETHER, Operands
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
 from ltx2rt_cuda.ops import channels_last
@@ -18,7 +18,7 @@ from ltx2rt_kernels.choose import FOLDERS, why_not
 
 from ltx2rt.graph.ops import OPS, quantise_rows
 from ltx2rt.models import video_vae
-from ltx2rt.passes.fuse import fuse
+from ltx2rt.passes.fuse import JOINED, fuse
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.random.presets import preset
 
@@ -47,7 +47,7 @@ def measured(request):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *map(" + ".join, TOGETHER)])
 def test_kernel_equals_its_reference(name, dtype, measured):
     where, errors = measured
     if where == "interpreter" and name in NEEDS_GPU:
@@ -60,6 +60,8 @@ def test_kernel_equals_its_reference(name, dtype, measured):
 
 def test_every_op_with_a_kernel_has_a_case():
     assert {build(Operands("cpu", torch.float32))[0] for build in CASES.values()} == set(FOLDERS)
+    joined = {CASES[name](Operands("cpu", torch.float32))[0] for names in TOGETHER for name in names}
+    assert joined == set(JOINED)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -183,9 +185,13 @@ def test_kernels_compile_for_hopper_without_spills(tmp_path):
     found = run_script("kernel_binaries.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     for name, used in found.items():
         print(f"{name}: {used['registers']} registers, {used['spilled_bytes']} bytes spilled")
-    assert {name.split()[0] for name in found} == set(FOLDERS) - set(NEEDS_GPU)
+    assert {name.split()[0] for name in found} == {*FOLDERS, "together"} - set(NEEDS_GPU)
     assert all(used["spilled_bytes"] == 0 and used["registers"] <= 128 for used in found.values()), found
-    wide = [name for name in found if not name.startswith(("head_gate", "snake", "neighbourhood", "pixel"))]
+    wide = [
+        name
+        for name in found
+        if not name.startswith(("head_gate", "together head_gate", "snake", "neighbourhood", "pixel"))
+    ]
     assert [name for name in wide if found[name]["narrow_loads"]] == [], (
         "rows of every mesh are read 16 bytes at a time"
     )

@@ -8,9 +8,10 @@ from placed_cases import NAMES, case
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
+from ltx2rt.graph.fused import apart
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import video_vae, vocoder
-from ltx2rt.passes.fuse import fuse
+from ltx2rt.passes.fuse import JOINED, fuse
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
@@ -26,7 +27,12 @@ FUSED = {
 
 
 def fused_ops(graph) -> dict[str, int]:
-    return dict(Counter(node.op for node in graph.nodes if node.op in FUSED))
+    return dict(Counter(node.op for whole in graph.nodes for node in apart(whole) if node.op in FUSED))
+
+
+def launches(graph) -> Counter:
+    """Of the kernels that take two nodes at once."""
+    return Counter(JOINED[apart(node)[0].op] for node in graph.nodes if apart(node)[0].op in JOINED)
 
 
 def body(graph):
@@ -106,6 +112,16 @@ def test_block_has_the_expected_fusions(generation, devices, qk):
 
 
 @pytest.mark.parametrize("devices", (1, 2))
+@pytest.mark.parametrize("generation,rows", [("2.0", 5), ("2.3", 6)])
+def test_a_block_does_both_streams_in_one_launch(generation, rows, devices):
+    """Ten or, with the two of the contexts, twelve rows and six gates."""
+    block = body(fuse(case(f"guided-{generation}").on(devices)))
+    assert launches(block) == {"rows": rows} | ({"head_gate": 3} if generation == "2.3" else {})
+    for node in block.nodes:
+        assert len({JOINED[part.op] for part in apart(node) if node.op == "together"}) <= 1
+
+
+@pytest.mark.parametrize("devices", (1, 2))
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_rows_of_several_timesteps_are_spread_by_the_kernels(generation, devices):
     """An image and a kept sound: no modulation row of a block is written out for every token."""
@@ -114,7 +130,7 @@ def test_rows_of_several_timesteps_are_spread_by_the_kernels(generation, devices
     spread = [node for node in plain.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
     left = [node for node in fused.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
     assert len(spread) >= 20 and not left
-    by_level = [node for node in fused.nodes if "index_view" in node.args]
+    by_level = [node for whole in fused.nodes for node in apart(whole) if "index_view" in node.args]
     assert {node.op for node in by_level} == {"norm_modulate", "residual_norm_modulate", "gated_residual"}
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ltx2rt_kernels.norm_modulate.cuda import launch
+from ltx2rt_kernels.norm_modulate.cuda import launch, rows_part
 from ltx2rt_kernels.norm_modulate.cuda import why_not as why_not_rows
+from ltx2rt_kernels.triton_blocks import Part
 
 
 def why_not(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False, eps=0.0) -> str | None:
@@ -19,10 +20,19 @@ def why_not(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=
     return why_not_rows(x, *rows[1 + biased :], index_view=index_view)
 
 
-def gated_residual(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False) -> Tensor:
-    return launch(x, y, rows, views, index_view, 0, 0.0, biased)[0]
+def gated_residual_part(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False) -> Part:
+    return rows_part(x, y, rows, views, index_view, 0, 0.0, biased)
 
 
-def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False):
-    results = max(1, (len(views) - biased) // 2)
-    return tuple(launch(x, y, rows, views, index_view, results, eps, biased))
+def gated_residual(*operands: Tensor, **plan) -> Tensor:
+    return launch(gated_residual_part(*operands, **plan))[0]
+
+
+def residual_norm_modulate_part(
+    x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False
+) -> Part:
+    return rows_part(x, y, rows, views, index_view, max(1, (len(views) - biased) // 2), eps, biased)
+
+
+def residual_norm_modulate(*operands: Tensor, **plan) -> tuple[Tensor, ...]:
+    return launch(residual_norm_modulate_part(*operands, **plan))
