@@ -15,7 +15,8 @@ from examples.clips import BACKGROUNDS, COLOURS, FPS, PITCHES, Clip
 
 APART = 0.25  # from the background, in RGB of [0, 1]: half as far as the nearest colours of `examples.clips` are
 LEAST_AREA = 0.004  # of the picture; the smallest shape there has 0.012
-EXTENTS = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.5}  # area by bounding box
+# How a shape leans to its tip, skewness of y, and how square it is, mean of r^4 cos(4 angle) by that of r^2, squared.
+MOMENTS = {"circle": (0.0, 0.0), "square": (0.0, -0.6), "triangle": (-0.566, 0.048)}
 SLIDE, GROWTH, BOUNCE = 0.48, np.log(2.9), 0.33  # a typical way in sides, growth of the radius, height in sides
 CLICK_HZ = (1.5 * max(PITCHES.values()), 2600.0)  # clicks are at 1800
 QUIETEST_CLICK = 0.02  # of full scale
@@ -48,9 +49,9 @@ def see(frames: np.ndarray, fps: float = FPS) -> Seen:
     if len(there) < len(frames) // 2:
         return Seen(None, None, None, background, np.zeros(0))
     colour = nearest(np.median(picture[mask], 0), COLOURS)
-    poses = np.array([_pose(mask[i]) for i in there])  # x, y, extent
-    extent = float(np.median(poses[:, 2]))
-    shape = min(EXTENTS, key=lambda name: abs(EXTENTS[name] - extent))
+    poses = np.array([_pose(mask[i]) for i in there])
+    moments = np.median(poses[:, 2:], 0)
+    shape = min(MOMENTS, key=lambda name: float(((moments - MOMENTS[name]) ** 2).sum()))
     seconds, x, y = there / fps, poses[:, 0], poses[:, 1]
     return Seen(colour, shape, _motion(seconds, x, y, np.log(area[there]) / 2), background, _lowest(seconds, y))
 
@@ -66,11 +67,14 @@ def _smooth(planes: np.ndarray) -> np.ndarray:
     return planes
 
 
-def _pose(mask: np.ndarray) -> tuple[float, float, float]:
-    """Centre x and y in sides, and area by bounding box."""
+def _pose(mask: np.ndarray) -> tuple[float, float, float, float]:
+    """Centre x and y in sides, and the two of `MOMENTS`."""
     rows, columns = mask.nonzero()
-    height, width = np.ptp(rows) + 1, np.ptp(columns) + 1
-    return columns.mean() / mask.shape[1], rows.mean() / mask.shape[0], len(rows) / (height * width)
+    x, y = columns - columns.mean(), rows - rows.mean()
+    spread = (x**2 + y**2).mean()
+    leaning = (y**3).mean() / max((y**2).mean(), 1e-9) ** 1.5
+    fourfold = (x**4 - 6 * x**2 * y**2 + y**4).mean() / max(spread, 1e-9) ** 2
+    return columns.mean() / mask.shape[1], rows.mean() / mask.shape[0], float(leaning), float(fourfold)
 
 
 def _motion(seconds: np.ndarray, x: np.ndarray, y: np.ndarray, size: np.ndarray) -> str | None:

@@ -61,7 +61,7 @@ from ltx2rt.weights.random.presets import gemma as gemma_sizes
 
 NAME = "tiny-trained-2.3"
 HALF = SIZE // 2  # what stage 1 makes
-SHAPE_WEIGHT = 12  # of a shape's pixels, which are few
+SHAPE_WEIGHT, AROUND = 12, 9  # of a shape's pixels, which are few, and of those about it, or it would come out too big
 MATRICES = 0.02  # the rate of Muon, which gets the video autoencoder as far as AdamW at 1e-3 in a third of the steps
 LATENT_NOISE = 0.2  # of the latents' deviation, added in training: neighbours must decode to neighbours
 AGAIN = 0.5  # of the rates, where a training goes on
@@ -444,7 +444,8 @@ def examples_of(
     pieces = zip(clips, rng.integers(FRAMES - frames + 1, size=len(clips)).tolist(), strict=True)
     shown = torch.stack([pixels(clip, size, first=first, count=frames) for clip, first in pieces])
     plain = torch.stack([as_pixels(clip.behind(size)) for clip in clips])
-    return shown, 1 + SHAPE_WEIGHT * ((shown - plain).abs().amax(1, keepdim=True) > 0.02).float()
+    there = ((shown - plain).abs().amax(1, keepdim=True) > 0.02).float()
+    return shown, 1 + SHAPE_WEIGHT * F.max_pool3d(there, (1, AROUND, AROUND), 1, (0, AROUND // 2, AROUND // 2))
 
 
 def picture_losses(found: torch.Tensor, shown: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:

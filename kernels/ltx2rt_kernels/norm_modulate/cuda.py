@@ -145,8 +145,8 @@ def norm_modulate_part(x: Tensor, *rows: Tensor, views, eps: float, index_view=N
 
 
 def norm_modulate(*operands: Tensor, **plan):
-    results = launch(norm_modulate_part(*operands, **plan))
-    return results if len(results) > 1 else results[0]
+    first, *others = launch(norm_modulate_part(*operands, **plan))
+    return (first, *others) if others else first
 
 
 def modulate_part(x: Tensor, *rows: Tensor, views) -> Part:
