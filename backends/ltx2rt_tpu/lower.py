@@ -5,7 +5,8 @@ A repeat is a `lax.scan` over its stacked weights and data: XLA compiles its bod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,17 +14,21 @@ from jax import Array, lax
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt_tpu.ops import OPS
 
+Ops = Mapping[str, Callable[..., Any]]
 
-def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array], unrolled: bool = False) -> list[Array]:
+
+def run(
+    graph: Graph, weights: Mapping[str, Array], inputs: list[Array], unrolled: bool = False, ops: Ops = OPS
+) -> list[Array]:
     """The graph's outputs. weights: by declared name; a `*` name holds one array with a leading layer axis."""
     env = {id(v): x for v, x in zip(graph.inputs.values(), inputs, strict=True)}
     env |= {id(v): weights[name] for name, v in graph.params.items()}
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]
         if node.op == "repeat":
-            results = _repeat(node, weights, operands, unrolled)
+            results = _repeat(node, weights, operands, unrolled, ops)
         else:
-            result = OPS[node.op](*operands, **node.args)
+            result = ops[node.op](*operands, **node.args)
             results = result if isinstance(result, tuple) else (result,)
         for v, x in zip(node.outputs, results, strict=True):
             assert x.shape == v.type.shape, f"{graph.name}: {node.op} gave {x.shape}, typed {v.type}"
@@ -32,7 +37,7 @@ def run(graph: Graph, weights: Mapping[str, Array], inputs: list[Array], unrolle
     return [env[id(v)] for v in graph.outputs.values()]
 
 
-def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unrolled: bool) -> list[Array]:
+def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unrolled: bool, ops: Ops) -> list[Array]:
     plan = node.repeat
     initial, invariant, data = plan.divide(operands)
     stacked = {name: weights[name] for name in plan.body.params if "*" in name}
@@ -45,7 +50,7 @@ def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unr
     def body(carry, per_layer):
         data, layer_weights, layer = per_layer
         layer_weights |= {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in part.items()}
-        results = run(plan.body, shared | layer_weights, [*carry, *invariant, *data])
+        results = run(plan.body, shared | layer_weights, [*carry, *invariant, *data], ops=ops)
         return results[: plan.num_carries], results[plan.num_carries :]
 
     unroll = plan.count if unrolled else 1

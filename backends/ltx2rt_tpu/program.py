@@ -19,13 +19,15 @@ from ltx2rt.backend import overlapped
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.passes.fuse import fuse, snakes
+from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt_tpu.lower import run
-from ltx2rt_tpu.ops import OPS
+from ltx2rt_tpu.ops import BY_PAIRS, OPS
 from ltx2rt_tpu.roll import parts, roll
 from ltx2rt_tpu.weights import Weights, weight_specs, weights_on
 
 ASSEMBLED = ("vocoder",)  # networks that run as `Assembled`
+ASYNC = {"xla_tpu_enable_async_all_to_all": True}  # or nothing else runs while heads travel
 COMPILERS = 16  # at a time: each takes some hundred MB
 
 
@@ -52,6 +54,15 @@ def on_mesh(function: Callable, place: Sharding, *specs: Any, out: Any) -> Calla
     return jax.shard_map(function, mesh=place.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
+def is_tpu(place: Sharding) -> bool:
+    return next(iter(place.device_set)).platform == "tpu"
+
+
+def waits_for_exchanges(place: Sharding) -> bool:
+    """Whether the devices compute during permutations, and during no other exchange."""
+    return next(iter(place.device_set)).device_kind == "TPU v6 lite"
+
+
 def own(place: Sharding) -> P:
     """How the devices' own arrays lie: one after the other along a first axis."""
     return P(place.mesh.axis_names if isinstance(place, NamedSharding) else None)
@@ -61,8 +72,7 @@ class Program:
     """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
-        on_tpu = next(iter(place.device_set)).platform == "tpu"
-        self.graph = fuse(graph, (snakes,)) if on_tpu else graph  # XLA fuses the rest itself
+        self.graph = fuse(graph, (snakes,)) if is_tpu(place) else graph  # XLA fuses the rest itself
         self.place, self.unrolled = place, unrolled
         self.function: Any = jax.jit(self._run)
         self.shared: Any = jax.jit(self._each)
@@ -176,16 +186,20 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Loop:
-    """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds.
+    """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds. On TPUs halves of
+    the samples go through the blocks side by side where that is possible, so that exchanges travel unseen.
 
     On a mesh every device keeps what it has prepared for itself, under a new first axis over all mesh axes.
     """
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
-        self.parts = taken_apart(graph)
+        halved = interleave(graph) if is_tpu(place) else graph
+        self.parts, options, self.ops = taken_apart(halved), None, OPS
+        if halved is not graph:
+            options, self.ops = ASYNC, OPS | (BY_PAIRS if waits_for_exchanges(place) else {})
         self.before: Any = jax.jit(self._before)
-        self.steps: Any = jax.jit(self._steps)
+        self.steps: Any = jax.jit(self._steps, compiler_options=options)
 
     def release(self) -> None:
         self.before.clear_cache()
@@ -208,7 +222,7 @@ class Loop:
             values = constants | {name: x[0] for name, x in prepared.items()}
             values = {n: lax.dynamic_index_in_dim(x, i, 0, False) if n in data else x for n, x in values.items()}
             values |= {name: outputs[name] for name in state}
-            results = run(body, weights, [values[name] for name in body.inputs], self.unrolled)
+            results = run(body, weights, [values[name] for name in body.inputs], self.unrolled, self.ops)
             return dict(zip(body.outputs, results, strict=True))
 
         step = on_mesh(local, self.place, weight_specs(body), own(self.place), P(), P(), P(), out=P())

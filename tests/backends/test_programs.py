@@ -1,16 +1,20 @@
 """Programs of both backends: the denoise loop, what compiles and what does not, scan against unrolled, isolation."""
 
 import functools
+import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import ltx2rt_cuda.lower
 import ltx2rt_cuda.program
 import numpy as np
 import pytest
 import torch
+from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import TransformerConfig
@@ -306,6 +310,28 @@ def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
                 found.append({key: backend.to_host(x) for key, x in outputs.items()})
     assert_bitwise(together[0], denoise(fresh(name), SIGMAS, **first))
     assert_bitwise(together[1], denoise(fresh(name, seed=1), SIGMAS[1:], **second))
+
+
+def on_devices(*words) -> dict:
+    script = Path(__file__).with_name("halves_on_devices.py")
+    env = os.environ | {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run([sys.executable, script, *map(str, words)], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_jax_sums_by_permutations_are_the_sums_bit_for_bit():
+    found = on_devices()
+    assert len(found) == 4 and all(found.values()), found
+
+
+@pytest.mark.slow
+def test_jax_denoises_in_halves_as_it_does_whole(tiny):
+    """On the CPU bit for bit. Of both halves: sums of a pair become permutations, exchanges stay."""
+    found = on_devices(tiny("tiny-2.0", "official"))
+    assert max(found["distances"].values()) <= 1e-6, found["distances"]
+    assert found["before"] == {"psum": 11, "all_to_all": 2}
+    assert found["after"]["all_to_all"] == 4 and found["after"]["ppermute"] > 14
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own import of inductor

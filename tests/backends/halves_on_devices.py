@@ -1,0 +1,93 @@
+"""Run by test_programs on four virtual devices: python halves_on_devices.py [MODEL]
+
+With a model: a guided run of two branches by the loop as it is here, and as it is on a v6e: halves of the samples side
+by side, the sums of pairs permutations. Prints how far apart the latents are, and how many exchanges of each kind were
+traced. Without: whether a sum is bit for bit what it is by permutations.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from ltx2rt_tpu import ops, program
+
+from ltx2rt.commands.generate import make_plan, produce
+from ltx2rt.pipelines import pipeline
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2
+
+TWO_BRANCHES = {f"{m}_{name}": value for m in ("video", "audio") for name, value in (("stg", 0), ("modality", 1))}
+
+
+def latents(model: Path) -> dict[str, np.ndarray]:
+    mesh = {"tensor": 2, "sequence": 2}
+    session = open_session(ModelOptions("tpu", model, device="cpu", mesh=mesh, profile="trillium"))
+    size = {"width": 64, "height": 64, "num_frames": 25, "steps": 2}
+    plan = make_plan(session, pipeline("one-stage")("a red fox", seed=3, **size, **TWO_BRANCHES))
+    stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound)))
+    state, *_ = produce(session, replace(plan, stages=stages), keep=True)
+    session.close()
+    return dict(state.record)
+
+
+def main(model: Path) -> None:
+    traced: Counter[str] = Counter()
+
+    def counted(name: str):
+        function = getattr(lax, name)
+
+        def run(*operands, **keywords):
+            traced[name] += 1
+            return function(*operands, **keywords)
+
+        return run
+
+    for name in ("psum", "all_to_all", "ppermute"):
+        setattr(lax, name, counted(name))
+    whole, before = latents(model), dict(traced)
+    traced.clear()
+    program.is_tpu = program.waits_for_exchanges = lambda place: True
+    program.ASYNC, ops.LEAST_BYTES = {}, 0  # its name is one of libtpu's
+    halves = latents(model)
+    distances = {key: relative_l2(halves[key], value) for key, value in whole.items()}
+    print(json.dumps({"distances": distances, "before": before, "after": dict(traced)}))
+
+
+def exchanges() -> dict[str, bool]:
+    devices = np.array(jax.devices())
+    found = {}
+    ops.LEAST_BYTES = 0
+    for count in (2, 4):
+        mesh, rng = Mesh(devices[:count], ("parts",)), np.random.default_rng(0)
+        for shapes in ([(2, 6, 8, 5)] * 3, [(2, 6, 8, 5), (2, 3, 4, 5)]):
+            xs = [rng.standard_normal((count, *shape), np.float32) for shape in shapes]
+
+            def run(table, mesh=mesh, xs=xs):
+                def local(*own):
+                    return tuple(y[None] for y in table["all_reduce"](*(x[0] for x in own), mesh_axis="parts"))
+
+                spread = jax.shard_map(local, mesh=mesh, in_specs=P("parts"), out_specs=P("parts"), check_vma=False)
+                return jax.jit(spread)(*xs)
+
+            pairs = zip(run(ops.OPS), run(ops.BY_PAIRS), strict=True)
+            found[f"{len(xs)} among {count}"] = all(np.array_equal(a, b) for a, b in pairs)
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    else:
+        print(json.dumps(exchanges()))

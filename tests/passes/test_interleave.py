@@ -1,0 +1,65 @@
+"""Blocks whose samples go through in halves: the same values, every exchange in two, and where it must not be done."""
+
+from collections import Counter
+
+import pytest
+from placed_cases import case
+
+from ltx2rt.graph.interpret import interpret
+from ltx2rt.graph.ops import COLLECTIVES
+from ltx2rt.passes.interleave import interleave
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
+from ltx2rt.testing import relative_l2
+
+CLOSE = 1e-6  # float32: products of other shapes
+
+
+def exchanged(graph) -> Counter:
+    """Bytes and number of what a block's collectives carry."""
+    (repeat,) = graph.repeats
+    found = Counter()
+    for node in repeat.body.nodes:
+        if node.op in COLLECTIVES and any("B" in v.type.axes for v in node.inputs):
+            found["bytes"] += sum(v.type.nbytes for v in node.inputs)
+            found["times"] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "profile,mesh",
+    [
+        ("hopper", {"tensor": 2}),
+        ("trillium", {"tensor": 2, "sequence": 2}),
+        ("trillium-2d", {"fsdp": 2, "tensor": 2}),
+    ],
+)
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_halves_have_the_same_values_and_exchange_as_much(generation, profile, mesh):
+    """Two samples with positions, timesteps and masks of their own."""
+    one = case(f"forward-{generation}")
+    graph = Placement(PROFILES[profile], mesh).local(one.graph, one.network)
+    halved = interleave(graph)
+    assert halved.parameters() == graph.parameters() and halved.inputs.keys() == graph.inputs.keys()
+    before, after = exchanged(graph), exchanged(halved)
+    assert after["bytes"] == before["bytes"] and after["times"] == 2 * before["times"] > 0
+    expected = interpret(graph, one.params, one.inputs)
+    for key, value in interpret(halved, one.params, one.inputs).items():
+        assert relative_l2(value, expected[key]) <= CLOSE, key
+
+
+def test_neither_half_waits_for_the_other():
+    (repeat,) = interleave(case("forward-2.3").on(2)).repeats
+    half: dict[int, int] = {id(v): i % 2 for i, v in enumerate(list(repeat.body.inputs.values())[: repeat.num_carries])}
+    for node in repeat.body.nodes:
+        read = {half[id(v)] for v in node.inputs if id(v) in half}
+        assert len(read) <= 1, node.op
+        half |= dict.fromkeys(map(id, node.outputs), *read) if read else {}
+    assert Counter(half.values())[0] == Counter(half.values())[1] > 100
+
+
+@pytest.mark.parametrize("name,devices", [("forward-2.3", 1), ("guided-2.3", 2)])
+def test_blocks_without_exchange_or_whose_nodes_pick_samples_stay(name, devices):
+    """Alone there is no exchange; of a guided step the branches that are equal are computed once, and spread."""
+    graph = case(name).on(devices)
+    assert interleave(graph) is graph
