@@ -60,14 +60,14 @@ STEP = Figures(compile_s=40)
 DECODE = Figures(executed=0, received_bytes=0, compile_s=300)
 STEP_2_0 = {  # one guided step of LTX-2.0, 6144 video tokens, two branches: target and peers
     "v6e:2x4": (
-        Figures(500, 7.3 * GB, 22 * GB, 40),
+        Figures(None, 7.3 * GB, 22 * GB, 40),
         (
             ("1x1x8x1, default", Figures(7982, 47.8 * GB, 5.3 * GB)),
             ("2x1x2x2, fewest bytes", Figures(1204, 11.8 * GB, 19.4 * GB)),
         ),
     ),
     "tpu7x:2x2x1": (
-        Figures(250, 2.7 * GB, 43 * GB, 40),
+        Figures(None, 2.7 * GB, 43 * GB, 40),
         (
             ("1x1x8x1, default", Figures(336, 14.2 * GB, 75.5 * GB)),
             ("Ulysses 2x1x4x1, fewest bytes", Figures(432, 3.4 * GB, 75.0 * GB)),
