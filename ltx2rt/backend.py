@@ -142,6 +142,15 @@ class Backend(Protocol):
         """
         ...
 
+    def park(self, weights: Any) -> Any:
+        """A copy of `weights` in the host's memory; None if it cannot hold them."""
+        ...
+
+    def unpark(self, kept: Any, left: Any) -> Any:
+        """What was parked, on the device again: in the memory of `left`, weights that are used no more, where it fits.
+        `left` is emptied."""
+        ...
+
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
         """layers: "scan" runs a repeat's body as a loop, "unrolled" writes it out."""
         ...

@@ -22,6 +22,7 @@ from ltx2rt.placement.devices import gpu_reserve_bytes
 from ltx2rt.weights.float8 import EncodedSource, Piece
 from ltx2rt.weights.lora import Factors, row_chunks
 from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
+from ltx2rt_cuda.host import parked, unparked
 from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 
@@ -102,6 +103,19 @@ class CudaBackend:
         """How a weight lies on the device: that of a 3-D convolution as `ops.conv` wants it."""
         convolution = ndim == 5 and self.device_kind == "cuda"
         return torch.channels_last_3d if convolution else torch.contiguous_format
+
+    @torch.inference_mode()
+    def park(self, weights: Weights) -> Weights | None:
+        try:
+            return parked(weights)
+        except RuntimeError as error:  # of what is pinned, torch has no exception of its own
+            if "out of memory" not in str(error):
+                raise
+            return None
+
+    @torch.inference_mode()
+    def unpark(self, kept: Weights, left: Weights) -> Weights:
+        return unparked(kept, left, self.torch_device)
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False, fused: bool | None = None) -> Program:
         """fused: write the ops that have kernels; by default on a GPU, where the kernels run."""
@@ -199,6 +213,7 @@ class CudaBackend:
     def trim(self) -> None:
         if self.device_kind == "cuda":
             torch.cuda.empty_cache()
+            getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # torch 2.11 lacks it
 
     def device(self) -> DeviceInfo:
         if self.device_kind == "cuda":

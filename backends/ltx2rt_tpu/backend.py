@@ -24,7 +24,7 @@ from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
 from ltx2rt_tpu.hosts import HOST_VARIABLES
 from ltx2rt_tpu.ops import quantise_rows
 from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program, compilations
-from ltx2rt_tpu.weights import Weights, abstract_weights, laid_out, merged, stacked
+from ltx2rt_tpu.weights import TILED_KIND, Weights, abstract_weights, laid_out, merged, stacked
 
 
 class TpuBackend:
@@ -111,6 +111,21 @@ class TpuBackend:
                 else:
                     array = stacked(encoded, name, layouts[name], value.type, count, place)
                     weights[name] = laid_out(array, abstract[name].format)
+        return weights
+
+    def park(self, weights: Weights) -> Any:
+        """Of arrays that are tiled as the host's memory cannot be: None."""
+        if self.jax_device.device_kind == TILED_KIND:
+            return None
+        host = {name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) for name, x in weights.items()}
+        return {name: (host[name], x.sharding) for name, x in weights.items()}
+
+    def unpark(self, kept: Mapping[str, tuple[Array, Sharding]], left: Weights) -> Weights:
+        weights = {}
+        for name, (x, sharding) in kept.items():
+            left.pop(name, None)  # its memory is free before the next is taken
+            weights[name] = jax.device_put(x, sharding)
+        left.clear()
         return weights
 
     def place_of(self, graph: Graph) -> Sharding:

@@ -25,6 +25,7 @@ from ltx2rt.weights.lora import BF16, F32, Factors, row_chunks
 
 Weights = dict[str, Array]
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
+TILED_KIND = "TPU7x"
 TILED_ROWS, TILED_COLUMNS = 16, 128  # of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
 
 
@@ -40,7 +41,7 @@ def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLay
     executable would begin with a copy of them all. The compiler fails on fewer rows than a tile has, and takes an
     argument that is cut over devices in the default tiling alone.
     """
-    if device_kind != "TPU7x" or "*" not in name or type.dtype != "bfloat16" or len(type.shape) != 2 or any(spec):
+    if device_kind != TILED_KIND or "*" not in name or type.dtype != "bfloat16" or len(type.shape) != 2 or any(spec):
         return None
     if type.shape[0] % TILED_ROWS or type.shape[1] % TILED_COLUMNS:
         return None

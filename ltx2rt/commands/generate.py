@@ -214,6 +214,7 @@ def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
 
 def warm_up(session: Session, plan: Plan) -> None:
     """Compile and load everything: the same run with one step a stage, its result thrown away."""
+    session.weights.again = True
     state, silent = State(max_steps=1), Stopwatch(synchronize=session.backend.synchronize)
     run_stages(session, plan, silent, state)
     for frames in state.frames:

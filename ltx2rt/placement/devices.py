@@ -6,7 +6,9 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ltx2rt.errors import InputError
 
@@ -141,14 +143,25 @@ def topology(name: str) -> tuple[DeviceKind, int]:
     return DEVICE_KINDS[kind], cores * math.prod(map(int, chips.split("x")))
 
 
+# What a container sees of its own limits, in either version of the kernel's interface: limit, what is used, and which
+# part of that are files that go when memory is wanted.
+CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
 def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of the host; available is what can be had without swapping."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return total, int(line.split()[1]) * 1024
-    except FileNotFoundError:
-        pass
-    return total, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    """(total, available) bytes of the host, or of its share that this process' container has; available is what can be
+    had without swapping."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    with suppress(FileNotFoundError), open("/proc/meminfo") as file:
+        free = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")), free)
+    for folder, limit_file, used_file, cache in CGROUPS:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = min(free, limit - used + int(stat[cache]))
+            total = min(total, limit)
+    return total, free

@@ -153,7 +153,7 @@ class Session:
             program.release()
         for kept in (self._programs, self._graphs, self._costs, self._contexts):
             kept.clear()
-        self.weights.free(*self.weights.held)
+        self.weights.close()
 
     # --- before a run: headers and sizes alone ------------------------------------------------------------------
 

@@ -1,20 +1,24 @@
 """The weights of a session: sets on the device by network and LoRAs, each loaded once.
 
 Decides what sets share: a set with other LoRAs shares every tensor that merges alike with the set of the same network
-that is nearest, and only the others are read.
+that is nearest, and only the others are read. And what the host keeps: a set that leaves an accelerator and will be
+back is put into the memory of the host, as long as that has room, instead of being read and merged again.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ltx2rt.backend import Backend
 from ltx2rt.graph import Graph
 from ltx2rt.graph.ir import numbered
+from ltx2rt.notes import note
+from ltx2rt.placement.devices import host_memory
 from ltx2rt.session.call import Call, WeightsKey, holds, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.weights.audit import audit
@@ -23,13 +27,16 @@ from ltx2rt.weights.files import check_opened
 from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
 from ltx2rt.weights.quantised import stored_float8
 
+HOST_SHARE = 0.1  # of the host's memory that is left alone
+
 
 @dataclass(frozen=True)
 class Held:
-    """One set on the device, and the graph that it was loaded for."""
+    """One set on the device, and the graph that it was loaded for. shares: whether another set had some of it."""
 
     weights: Mapping[str, Any]
     graph: Graph
+    shares: bool
 
     def tensors(self) -> dict[int, int]:
         """Bytes on one device by identity of the tensor; sets share tensors, not copies."""
@@ -68,13 +75,16 @@ class Counted:
 
 class WeightStore:
     """loading: entered around every load, given the network's name. loaded_bytes: read so far, of checkpoint and merged
-    tensors."""
+    tensors. again: whether what is loaded will be, another time, as after a warm-up; else it shows when it is."""
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
         self.loading: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.loaded_bytes = 0
+        self.again = False
         self.held: OrderedDict[WeightsKey, Held] = OrderedDict()  # least recently used first
+        self.parked: OrderedDict[WeightsKey, Any] = OrderedDict()  # in the host's memory, likewise
+        self._reads: Counter[WeightsKey] = Counter()
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
         """The tensor source of a call's network, LoRAs merged on reading."""
@@ -108,21 +118,32 @@ class WeightStore:
         """
         key = call.weights
         if key not in self.held:
-            base, changed = None, frozenset()
-            siblings = [other for other in self.held if network_of(other) == network_of(key)]
-            if self.options.stage_weights == "reload":
-                self.free(*siblings)
-            elif siblings := [other for other in siblings if holds(other, key)]:
-                near = min(siblings, key=lambda other: len(self.changed(call, other[1])))
-                base, changed = self.held[near].weights, self.changed(call, near[1])
             with self.loading(call.network):
-                source = Counted(self.source(call, call.loras))
-                weights = self.backend.load([graph], source, base, changed)
-                check_opened()
-                self.held[key] = Held(weights, graph)
-                self.loaded_bytes += source.bytes
+                self.held[key] = self._loaded(call, graph)
         self.held.move_to_end(key)
         return self.held[key].weights
+
+    def _loaded(self, call: Call, graph: Graph) -> Held:
+        key, base, changed, left = call.weights, None, frozenset(), {}
+        siblings = [other for other in self.held if network_of(other) == network_of(key)]
+        kept = self.parked.get(key)
+        if self.options.stage_weights == "reload":
+            if kept and siblings:
+                self._park(siblings[0], wanted=key)
+                left = dict(self.held.pop(siblings.pop(0)).weights)  # its memory is taken over
+            self.free(*siblings)
+        elif siblings := [other for other in siblings if holds(other, key)]:
+            near = min(siblings, key=lambda other: len(self.changed(call, other[1])))
+            base, changed = self.held[near].weights, self.changed(call, near[1])
+        if kept and base is None:
+            self.parked.move_to_end(key)
+            return Held(self.backend.unpark(kept, left), graph, False)
+        source = Counted(self.source(call, call.loras))
+        weights = self.backend.load([graph], source, base, changed)
+        check_opened()
+        self._reads[key] += 1
+        self.loaded_bytes += source.bytes
+        return Held(weights, graph, base is not None)
 
     def changed(self, call: Call, theirs: tuple[LoraSpec, ...]) -> frozenset[str]:
         """Names of the tensors that merge differently under the call's LoRAs and `theirs`: what those after the common
@@ -134,9 +155,38 @@ class WeightStore:
         return frozenset(name for rest in rests for name in self.source(call, rest).touched())
 
     def free(self, *keys: WeightsKey) -> None:
-        """Drop sets and give their memory back to the device; a later use loads them again."""
-        if [self.held.pop(key) for key in keys if key in self.held]:
+        """Give the memory of sets back to the device; a later use loads them again, or fetches them from the host."""
+        here = [key for key in keys if key in self.held]
+        for key in here:
+            self._park(key)
+            del self.held[key]
+        if here:
             self.backend.trim()
+
+    def close(self) -> None:
+        """Drop everything."""
+        self.held.clear()
+        self.parked.clear()
+        self.backend.trim()
+
+    def _park(self, key: WeightsKey, wanted: WeightsKey | None = None) -> None:
+        """Put a copy of a set that will be back into the host's memory if there is room, in the place of the least
+        recently used but `wanted`."""
+        held = self.held[key]
+        if key in self.parked or held.shares or not (self.again or self._reads[key] > 1):
+            return
+        size = sum(held.tensors().values()) * prod(self.backend.mesh.values()) // self.backend.device().hosts
+        while not has_room(self.backend.device_kind, size):
+            last = next((other for other in self.parked if other != wanted), None)
+            if last is None:
+                return
+            del self.parked[last]
+            self.backend.trim()
+        kept = self.backend.park(held.weights)
+        if kept is not None:
+            self.parked[key] = kept
+            if self.backend.is_main:
+                note(f"the host keeps the weights of {key[0]} in its memory, {size / 1e9:.3g} GB, for the next request")
 
     @property
     def held_bytes(self) -> int:
@@ -145,3 +195,10 @@ class WeightStore:
         for held in self.held.values():
             tensors |= held.tensors()
         return sum(tensors.values())
+
+
+def has_room(device_kind: str, size: int) -> bool:
+    """Whether the host's memory takes so many bytes of such a device and leaves something to everything else. A CPU's
+    is the memory that they are to leave."""
+    total, free = host_memory()
+    return device_kind != "cpu" and size <= free - HOST_SHARE * total

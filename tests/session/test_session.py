@@ -8,6 +8,7 @@ import pytest
 
 import ltx2rt
 from ltx2rt.session import session as sessions
+from ltx2rt.session import weights as stores
 from ltx2rt.weights.random.make import make_checkpoint
 
 SIZES = ({"width": 128, "height": 64}, {"width": 64, "height": 64}, {"width": 64, "height": 128})
@@ -128,6 +129,56 @@ def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user
         sizes.append(resident.weights.held_bytes)
     assert all(size <= room * 1e9 for size in sizes), sizes
     assert sum(key[0] == "transformer" for key in resident.weights.held) <= 3
+
+
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
+def test_weights_that_come_back_wait_in_the_host(backend, model, monkeypatch, capsys):
+    """What a second request reads again, a third finds in the host's memory; on a CPU, where that is the device's own,
+    only because it is told that there is room. In PyTorch a set takes the other's place: recorded steps stay valid."""
+    monkeypatch.setattr(stores, "has_room", lambda kind, size: size > 0)
+    small = {"stage_weights": "reload", "text_encoder_offload": True}
+    with ltx2rt.open(model, backend=backend, device="cpu", **small) as opened:
+        store, places = opened.resident.weights, []
+        first, second, *others = (_counted(opened, places) for _ in range(5))
+        assert first.report["loaded_bytes"] > second.report["loaded_bytes"] > 1e6  # the decoders stay
+        for other in others:
+            assert other.report["loaded_bytes"] == 0
+            assert_same(other, first)
+        assert sorted(key[0] for key in store.parked) == ["text-encoder", "transformer", "transformer"]
+        assert capsys.readouterr().err.count("the host keeps the weights of") == 3
+        if backend == "cuda":
+            assert places[-1] == places[-2]
+
+
+def _counted(opened, places):
+    """One request that encodes its prompt."""
+    opened.resident._contexts.clear()
+    clip = made(opened)
+    (transformer,) = (held for key, held in opened.resident.weights.held.items() if key[0] == "transformer")
+    places.append([x.data_ptr() for x in transformer.weights.values()] if opened.resident.backend.name == "cuda" else 0)
+    return clip
+
+
+def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(model, monkeypatch):
+    with ltx2rt.open(model, backend="cuda", device="cpu", stage_weights="reload") as opened:
+        store, clips = opened.resident.weights, []
+        monkeypatch.setattr(stores, "has_room", lambda kind, size: not store.parked)
+        for _ in range(5):
+            clips.append(made(opened))
+            assert_same(clips[-1], clips[0])
+        read = [clip.report["loaded_bytes"] for clip in clips]
+        assert read[1] > read[2] == read[3] == read[4] > 0
+        monkeypatch.setattr(stores, "has_room", lambda kind, size: False)
+        store.close()
+        again = [made(opened).report["loaded_bytes"] for _ in range(2)]
+        assert again[1] == read[1] and not store.parked
+
+
+def test_a_warm_run_is_kept_from_the_first_time_on(model, monkeypatch):
+    monkeypatch.setattr(stores, "has_room", lambda kind, size: True)
+    with ltx2rt.open(model, backend="cuda", device="cpu", stage_weights="reload") as opened:
+        opened.resident.weights.again = True
+        assert made(opened).report["loaded_bytes"] > 0 == made(opened).report["loaded_bytes"]
 
 
 def _plan(resident):

@@ -1,0 +1,51 @@
+"""Weights kept in the host's memory, from where a GPU fetches them at the full rate of its link.
+
+Pinned memory is taken in slabs of one size, a power of two: torch rounds what it pins up to one, a third more for a
+packed matrix of three, and what one set has given back is of use to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+SLAB = 2**30  # bytes
+ALIGNMENT = 256  # bytes, at which a tensor begins in a slab
+
+
+class Slabs:
+    """Pinned memory for tensors, given back when none of them is used any more."""
+
+    def __init__(self, pinned: bool):
+        self.pinned, self.left = pinned, torch.empty(0, dtype=torch.uint8)
+
+    def like(self, x: Tensor) -> Tensor:
+        """Memory for what x holds, with its strides."""
+        size = x.numel() * x.element_size()
+        if size > len(self.left):
+            self.left = torch.empty(max(size, SLAB), dtype=torch.uint8, pin_memory=self.pinned)
+        taken, self.left = self.left[:size], self.left[-(-size // ALIGNMENT) * ALIGNMENT :]
+        return taken.view(x.dtype).as_strided(x.shape, x.stride())
+
+
+def parked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the host's memory; done when the device has come so far."""
+    slabs, found = Slabs(any(x.is_cuda for x in weights.values())), {}
+    for name, x in weights.items():
+        found[name] = slabs.like(x).copy_(x, non_blocking=True)
+    return found
+
+
+def unparked(kept: Mapping[str, Tensor], left: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies on the device, in the place of those `left` there that lie alike, so that what is recorded with their
+    addresses stays valid. `left` is empty afterwards."""
+    found = {}
+    for name, x in kept.items():
+        place = left.pop(name, None)
+        if place is None or (place.dtype, place.shape, place.stride()) != (x.dtype, x.shape, x.stride()):
+            place = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        found[name] = place.copy_(x, non_blocking=True)
+    left.clear()
+    return found
