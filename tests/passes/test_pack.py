@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from placed_cases import NAMES, case, lora_arrays
+from placed_cases import GUIDANCE, NAMES, case, lora_arrays
 
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import Grid, interpret
@@ -18,6 +18,9 @@ from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-6  # float32: BLAS sums one wide product in another order than several narrow ones
+# Guidance adds its branches up with these factors, and their roundings, which know nothing of each other, with them.
+CFG, STG, MODALITY = (GUIDANCE - [1, 0, 1, 0])[:, :3].T
+AMPLIFIED = np.sqrt((1 + CFG + STG + MODALITY) ** 2 + CFG**2 + STG**2 + MODALITY**2).max()  # 11
 
 
 def linears(graph) -> Counter:
@@ -32,8 +35,9 @@ def test_packed_graph_has_the_same_values_and_reads_the_same_tensors(name):
     assert packed.parameters() == one.graph.parameters()
     assert sum(linears(packed).values()) < sum(linears(one.graph).values())
     expected = interpret(one.graph, one.params, one.inputs)
+    close = CLOSE * (AMPLIFIED if name.startswith("guided") else 1)
     for key, value in interpret(packed, one.params, one.inputs).items():
-        assert relative_l2(value, expected[key]) <= CLOSE, key
+        assert relative_l2(value, expected[key]) <= close, key
 
 
 @pytest.mark.parametrize("devices", (1, 4))

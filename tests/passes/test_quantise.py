@@ -378,15 +378,21 @@ def test_transformer_errs_by_less_than_a_step_of_its_numbers(kind, record_proper
 
 
 def test_fused_float8_graph_is_the_same():
-    narrow, feeds = forward("bfloat16")[0], forward("bfloat16")[1]
-    weights, backend = random_params(narrow), get_backend("cuda", "cpu")
-    graph = Placement(PROFILES["single"], {}, "float8").local(narrow, "transformer")
-    loaded = backend.load([graph], ArraySource(weights))
-    exact = run_graph("cuda", forward("float32")[0], weights, feeds)
-    plain, fused = (backend.lower(graph, fused=fused)(loaded, feeds) for fused in (False, True))
-    for key in exact:
-        errors = [relative_l2(backend.to_host(x[key]), exact[key]) for x in (plain, fused)]
-        assert errors[1] <= 1.2 * errors[0]  # fewer roundings of bfloat16, other ones of float8
+    """In float32, where fusing rounds nothing else. A number on the edge of a step of float8 may fall to either side by
+    its last bit, and one that does moves a result by 1 %: not with most weights, and never by more than a step."""
+    graph, feeds = forward("float32")
+    backend, float8 = (
+        get_backend("cuda", "cpu"),
+        Placement(PROFILES["single"], {}, "float8").local(graph, "transformer"),
+    )
+    plain, fused = (backend.lower(float8, fused=fused) for fused in (False, True))
+    assert ops(fused.graph)["gelu_linear_float8"] > 0 and ops(fused.graph)["head_gate_linear_float8"] > 0
+    distances = []
+    for seed in range(5):
+        weights = backend.load([float8], ArraySource(random_params(graph, seed)))
+        (found, expected) = (program(weights, feeds) for program in (fused, plain))
+        distances.append(max(relative_l2(found[key].numpy(), expected[key].numpy()) for key in expected))
+    assert sorted(distances)[2] <= 1e-6 and max(distances) <= STEP, distances
 
 
 if __name__ == "__main__":
