@@ -10,6 +10,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ltx2rt_cuda import CudaBackend
 from ltx2rt_cuda.ops import DTYPES, quantise_rows
 
 from ltx2rt.backend import TensorSource
+from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import Graph
 from ltx2rt.graph.ir import Cut, Type
 from ltx2rt.session.options import ModelOptions
@@ -104,8 +106,16 @@ class RepeatingSession(Session):
 
 
 @contextmanager
-def random_session(preset: str, **options: Any) -> Iterator[RepeatingSession]:
-    """A session on an empty checkpoint and a `RandomBackend`. options: the other fields of `ModelOptions`."""
+def random_session(
+    preset: str, transformer: TransformerConfig | None = None, **options: Any
+) -> Iterator[RepeatingSession]:
+    """A session on an empty checkpoint and a `RandomBackend`. transformer: other sizes than the preset's, with which
+    the checkpoint is not compared. options: the other fields of `ModelOptions`."""
     with empty_checkpoint(preset) as checkpoint:
+        if transformer:
+            checkpoint = replace(checkpoint, config=replace(checkpoint.config, transformer=transformer))
         given = ModelOptions("cuda", checkpoint.path, **options)
-        yield RepeatingSession(checkpoint, RandomBackend(given.device, given.mesh), given)
+        session = RepeatingSession(checkpoint, RandomBackend(given.device, given.mesh), given)
+        if transformer:
+            session.audit = lambda stages: {}
+        yield session

@@ -6,17 +6,18 @@ On a CPU, one forward of the transformer in float32, as diffusers' pipeline call
 sample, no mask, positions given). The default is a stage 1 of 768 x 512 x 121 frames (1536 video, 126 audio and 1024
 text tokens) at 1/4 of the width and 1/6 of the depth.
 
-On a GPU (or with --guided), guided steps of both stages of a two-stage request at full size: 4 branches of 1536 video
-tokens, then 1 branch of 6144. Ours are the steps that `generate` runs; diffusers' are its pipeline's loop, which runs
-the conditional and the unconditional branch in one batch and each other branch by itself, without the all-ones text
-mask that the pipeline passes. Both hold the same tensors, drawn on the device. A run is several steps, so that what is
-computed once per request (RoPE tables, for one) is spread as in a short request. FLOPs are those of our graph. With
+On a GPU (or with --guided, then by a transformer of that width and depth), guided steps of both stages of a two-stage
+request at full size: 4 branches of 1536 video tokens, then 1 branch of 6144. Ours are the steps that `generate` runs;
+diffusers' are its pipeline's loop, which runs the conditional and the unconditional branch in one batch and each other
+branch by itself, without the all-ones text mask that the pipeline passes. Both hold the same tensors, drawn on the
+device. A run is several steps, so that what is computed once per request (RoPE tables, for one) is spread as in a short
+request. FLOPs are those of our graph. With
 `--weights-dtype float8` diffusers keeps the tensors that ours are quantised from, and the floor stays bfloat16's.
 
     python -m benchmarks.step --output benchmarks/results/step-cpu.json
     python -m benchmarks.step --device cuda --output benchmarks/results/step-h200.json
     python -m benchmarks.step --device cuda --weights-dtype float8
-    python -m benchmarks.step --guided --tiny
+    python -m benchmarks.step --guided --steps 2 --output benchmarks/results/step-guided-cpu.json
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from benchmarks.peer import diffusers_transformer, transformer_tensors
 from benchmarks.random_weights import random_session
 from ltx2rt.backend import get_backend
 from ltx2rt.commands.generate import make_plan
+from ltx2rt.config import TransformerConfig
 from ltx2rt.flags import given_flags
 from ltx2rt.models import transformer
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
@@ -50,6 +52,7 @@ from ltx2rt.placement.cost import flops
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
+from ltx2rt.session.weights import Held
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import ArraySource, random_params, relative_l2
@@ -70,6 +73,17 @@ class Shape:
     audio_tokens: int = 126
     text_tokens: int = 1024
 
+    @property
+    def transformer(self) -> TransformerConfig:
+        return replace(
+            preset(f"ltx-{self.generation}").config.transformer,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            audio_num_heads=self.heads,
+            head_dim=self.head_dim,
+            audio_head_dim=self.audio_head_dim,
+        )
+
 
 MID = Shape()
 TINY = replace(MID, layers=2, heads=2, head_dim=12, audio_head_dim=6, grid=(3, 2, 3), audio_tokens=5, text_tokens=7)
@@ -80,15 +94,8 @@ class Contest:
 
     def __init__(self, shape: Shape, seed: int = 0):
         self.shape = shape
-        self.config = replace(
-            preset(f"ltx-{shape.generation}").config.transformer,
-            num_layers=shape.layers,
-            num_heads=shape.heads,
-            audio_num_heads=shape.heads,
-            head_dim=shape.head_dim,
-            audio_head_dim=shape.audio_head_dim,
-        )
-        c, rng, batch = self.config, np.random.default_rng(seed), shape.batch
+        self.config = c = shape.transformer
+        rng, batch = np.random.default_rng(seed), shape.batch
         tokens = {"video": int(np.prod(shape.grid)), "audio": shape.audio_tokens}
         widths = {"video": c.width, "audio": c.audio_width}
         self.inputs: dict[str, np.ndarray] = {}
@@ -201,15 +208,25 @@ class Guided:
             feeds[f"{m}_context"] = standard_normal(0, f"context.{m}", self.graph.inputs[f"{m}_context"].type.shape)
         self.feeds = feeds | {"guidance": stage.guidance}
 
-    def ours(self) -> Callable[[], dict[str, torch.Tensor]]:
+    def ours(self, session: Session) -> Callable[[], dict[str, Any]]:
         start = {f"{m}_latent": x for m, x in self.start.items()}
 
-        def run() -> dict[str, torch.Tensor]:
-            *_, last = self.session.denoise(self.call, self.feeds | start, {"sigmas": self.pairs})
-            self.session.backend.synchronize()
+        def run() -> dict[str, Any]:
+            *_, last = session.denoise(self.call, self.feeds | start, {"sigmas": self.pairs})
+            session.backend.synchronize()
             return {m: last[f"{m}_latent"] for m in self.start}
 
         return run
+
+    def in_jax(self) -> Session:
+        """A session of the other backend that holds the same weights."""
+        session = Session(
+            self.session.checkpoint, get_backend("tpu", "cpu"), replace(self.session.options, backend="tpu")
+        )
+        graph, tensors = session.graph(self.call), transformer_tensors(self.session, self.call)
+        weights = session.backend.load([graph], ArraySource({name: x.numpy() for name, x in tensors.items()}))
+        session.weights.held[self.call.weights] = Held(weights, graph, shares=False)
+        return session
 
     def diffusers(self) -> Callable[[], dict[str, torch.Tensor]]:
         module = diffusers_transformer(self.config, transformer_tensors(self.session, self.call))
@@ -269,24 +286,29 @@ class Guided:
         return run
 
 
-def measure_guided_stage(contest: Guided, rate: float, rounds: int) -> dict[str, Any]:
-    """All facts of one stage. Raises RuntimeError if the implementations disagree."""
+def measure_guided_stage(contest: Guided, rate: float, rounds: int, jax: bool) -> dict[str, Any]:
+    """All facts of one stage; jax: of our other backend too. Raises RuntimeError if the implementations disagree."""
     cuda, peaks, outputs, kernels = contest.device.type == "cuda", {}, {}, {}
-    runs = {"diffusers": contest.diffusers(), "cuda": contest.ours()}
+    sessions = {"cuda": contest.session} | ({"tpu": contest.in_jax()} if jax else {})
+    runs = {"diffusers": contest.diffusers()} | {name: contest.ours(session) for name, session in sessions.items()}
     for name, run in runs.items():  # diffusers first: what ours keeps for its next run is no cost of theirs
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        outputs[name] = {m: x.float().cpu().numpy() for m, x in run().items()}
+        backend = sessions.get(name, contest.session).backend
+        outputs[name] = {m: backend.to_host(x) for m, x in run().items()}
         peaks[name] = contest.session.backend.peak_bytes()
-    distance = max(relative_l2(outputs["cuda"][m], outputs["diffusers"][m]) for m in outputs["cuda"])
-    if not distance <= ALIKE[contest.session.dtype]:
-        raise RuntimeError(f"{contest.stage.name}: {distance:.2e} away from diffusers: there is nothing to compare")
+    theirs = outputs["diffusers"]
+    distances = {name: max(relative_l2(outputs[name][m], theirs[m]) for m in theirs) for name in sessions}
+    for name, distance in distances.items():
+        if not distance <= ALIKE[contest.session.dtype]:
+            where = f"{contest.stage.name}, {name}"
+            raise RuntimeError(f"{where}: {distance:.2e} away from diffusers: there is nothing to compare")
     per_step = {name: [s / contest.steps for s in found] for name, found in interleaved(runs, rounds).items()}
     activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
-    for name, run in runs.items():
+    for name in ("diffusers", "cuda"):
         with profile(activities=activities) as profiler:
-            run()
+            runs[name]()
         groups = kernel_groups(profiler, cuda).items()
         kernels[name] = {
             group: {key: row[key] / contest.steps for key in ("time_s", "launches")} | {"share": row["share"]}
@@ -303,8 +325,8 @@ def measure_guided_stage(contest: Guided, rate: float, rounds: int) -> dict[str,
         "seconds": {name: Spread.of(found) for name, found in per_step.items()},
         "flops_per_s": speed,
         "share_of_matmul": {name: found / rate for name, found in speed.items()},
-        "ratio_to_diffusers": ratios(per_step, "cuda", "diffusers"),
-        "relative_l2": distance,
+        "ratio_to_diffusers": {name: ratios(per_step, name, "diffusers") for name in sessions},
+        "relative_l2": distances,
         "launches": {name: sum(row["launches"] for row in found.values()) for name, found in kernels.items()},
         "kernels": kernels,
         "peak_bytes": peaks,
@@ -318,10 +340,12 @@ def lines(stage: str, found: dict[str, Any], launches: str) -> str:
         peak = found["peak_bytes"][name]
         text.append(
             f"  {name:9} {seconds} s, {found['flops_per_s'][name] / 1e12:.4g} TFLOP/s = "
-            f"{found['share_of_matmul'][name]:.0%} of matmul, {found['launches'][name]:.0f} {launches}"
+            f"{found['share_of_matmul'][name]:.0%} of matmul"
+            + (f", {found['launches'][name]:.0f} {launches}" if name in found["launches"] else "")
             + (f", peak {peak / 1e9:.1f} GB" if peak else "")
         )
-    text.append(f"  ours {found['ratio_to_diffusers']} x diffusers, results {found['relative_l2']:.1e} apart")
+    for name, ratio in found["ratio_to_diffusers"].items():
+        text.append(f"  {name} {ratio} x diffusers, results {found['relative_l2'][name]:.1e} apart")
     return "\n".join(text)
 
 
@@ -329,16 +353,22 @@ def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
     name = f"{'tiny' if args.tiny else 'ltx'}-{args.generation}"
     size = dict(zip(("width", "height", "num_frames"), (128, 64, 17) if args.tiny else args.clip, strict=True))
     facts: dict[str, Any] = {"preset": name, "clip": size, "compile": args.compile, "rounds": args.rounds, "stages": {}}
-    with random_session(name, **given_flags(args, ModelOptions)) as session:
+    small = replace(MID, generation=args.generation) if args.device == "cpu" and not args.tiny else None
+    with random_session(name, small and small.transformer, **given_flags(args, ModelOptions)) as session:
         plan = make_plan(session, TwoStage("a fox", seed=0, steps=max(args.steps, 3), **size))
         contests = [Guided(session, stage, args.steps) for stage in plan.stages if isinstance(stage, Denoise)]
         facts["device"] = session.backend.device().name if args.device == "cuda" else machine()["device"]
         facts |= {"dtype": session.dtype, "weights_dtype": args.weights_dtype or session.dtype}
         facts["matmul_flops_per_s"] = rate = product_rate(contests[0].device, contests[0].dtype)
         head = f"{facts['device']}; {name}, {facts['dtype']}, weights in {facts['weights_dtype']}, {size}"
+        if small:
+            facts["transformer"] = sizes = {name: asdict(small)[name] for name in ("layers", "heads", "head_dim")}
+            head += f", {sizes}"
         print(f"{head}; matmul {rate / 1e12:.3g} TFLOP/s")
         for contest in contests:
-            found = facts["stages"][contest.stage.name] = measure_guided_stage(contest, rate, args.rounds)
+            found = facts["stages"][contest.stage.name] = measure_guided_stage(
+                contest, rate, args.rounds, args.device == "cpu" and "tpu" in args.backends
+            )
             print(lines(contest.stage.name, found, "launches" if args.device == "cuda" else "operators"), flush=True)
             record(args.output, facts)
     return facts
@@ -353,7 +383,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--threads", type=int, default=2, help="of a CPU")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     forward = parser.add_argument_group("one forward (on a CPU)")
-    forward.add_argument("--backends", nargs="+", default=["cuda", "tpu"])
+    forward.add_argument("--backends", nargs="+", default=["cuda", "tpu"], help="guided steps always have cuda")
     forward.add_argument("--batch", type=int, default=1)
     guided = parser.add_argument_group("guided steps (on a GPU)")
     guided.add_argument("--guided", action="store_true", help="on a CPU too")

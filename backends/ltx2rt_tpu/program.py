@@ -22,7 +22,7 @@ from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt_tpu.lower import run
-from ltx2rt_tpu.ops import BY_PAIRS, OPS
+from ltx2rt_tpu.ops import BY_PAIRS, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
 from ltx2rt_tpu.weights import Weights, weight_specs, weights_on
 
@@ -196,8 +196,10 @@ class Loop:
         self.graph, self.place, self.unrolled = graph, place, unrolled
         halved = interleave(graph) if is_tpu(place) else graph
         self.parts, options, self.ops = taken_apart(halved), None, OPS
+        if is_tpu(place) and not waits_for_exchanges(place):
+            self.ops = self.ops | ONCE
         if halved is not graph:
-            options, self.ops = ASYNC, OPS | (BY_PAIRS if waits_for_exchanges(place) else {})
+            options, self.ops = ASYNC, self.ops | (BY_PAIRS if waits_for_exchanges(place) else {})
         self.before: Any = jax.jit(self._before)
         self.steps: Any = jax.jit(self._steps, compiler_options=options)
 

@@ -148,6 +148,7 @@ def test_gradients_reach_every_parameter_alike_in_both(name):
         assert relative_l2(gradient, theirs[key]) <= CLOSE, key
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_the_module_in_one_graph():
     one, module = network("transformer"), torch_module("transformer")
     torch._dynamo.reset()

@@ -69,11 +69,11 @@ def test_no_failure_has_status_0_whatever_stands_in_the_store(found, status):
 @pytest.mark.parametrize(
     "victim,number,status,message",
     [
-        (1, signal.SIGKILL, 1, "rank 1 was ended by SIGKILL"),
+        pytest.param(1, signal.SIGKILL, 1, "rank 1 was ended by SIGKILL", marks=pytest.mark.slow),
         (0, signal.SIGKILL, 1, "rank 0 was ended by SIGKILL"),
         (None, signal.SIGINT, 130, "interrupted"),
         (None, signal.SIGHUP, 143, None),
-        (None, signal.SIGKILL, -9, None),
+        pytest.param(None, signal.SIGKILL, -9, None, marks=pytest.mark.slow),
     ],
 )
 def test_a_death_in_a_step_ends_all(flags, tmp_path, victim, number, status, message):

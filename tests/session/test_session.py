@@ -34,6 +34,9 @@ def session(request, model):
         yield opened
 
 
+JAX_IS_SLOW = pytest.mark.parametrize("session", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)], indirect=True)
+
+
 def made(session, **changes):
     """Silent with JAX unless a test asks for sound: it compiles the vocoder for ten seconds."""
     audio = session.resident.options.backend == "cuda"
@@ -61,6 +64,7 @@ def test_a_repeated_request_builds_and_loads_nothing(session):
     assert wide.report["programs_built"] > 0 and wide.report["loaded_bytes"] == 0
 
 
+@JAX_IS_SLOW
 def test_a_cancelled_request_ends_within_a_step_and_leaves_no_trace(session):
     """Whenever it is cancelled: before the first stage, in a step, while sound or frames are made."""
     undisturbed = made(session)
@@ -89,6 +93,7 @@ def test_a_cancelled_request_ends_within_a_step_and_leaves_no_trace(session):
     assert_same(made(session), undisturbed)
 
 
+@JAX_IS_SLOW
 def test_progress_goes_from_nothing_to_everything(session):
     seen = []
     made(session, on_progress=seen.append)
@@ -101,6 +106,7 @@ def test_progress_goes_from_nothing_to_everything(session):
     assert seen[0].eta_s is None and seen[-1].eta_s == pytest.approx(0, abs=1e-6)
 
 
+@JAX_IS_SLOW
 def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, model):
     """The set of one LoRA differs from the plain weights in the 130 tensors that it touches."""
     resident = session.resident
@@ -116,6 +122,7 @@ def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, mod
     assert made(session).report["loaded_bytes"] == 0
 
 
+@JAX_IS_SLOW
 def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user_lora):
     resident = session.resident
     made(session)
@@ -188,7 +195,7 @@ def _plan(resident):
     return make_plan(resident, make_request("two-stage", prompt="a red fox", seed=3, **SMALL, **SIZES[0]))
 
 
-@pytest.mark.parametrize("session", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)], indirect=True)
+@JAX_IS_SLOW
 def test_programs_of_rarely_used_shapes_are_let_go(session, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_PROGRAMS", 10)
     released = []
