@@ -118,6 +118,7 @@ class TpuBackend:
         if self.jax_device.device_kind == TILED_KIND:
             return None
         host = {name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) for name, x in weights.items()}
+        jax.block_until_ready(host)  # until then the device's memory is not free
         return {name: (host[name], x.sharding) for name, x in weights.items()}
 
     def unpark(self, kept: Mapping[str, tuple[Array, Sharding]], left: Weights) -> Weights:

@@ -85,6 +85,7 @@ class WeightStore:
         self.held: OrderedDict[WeightsKey, Held] = OrderedDict()  # least recently used first
         self.parked: OrderedDict[WeightsKey, Any] = OrderedDict()  # in the host's memory, likewise
         self._reads: Counter[WeightsKey] = Counter()
+        self._parks = True  # until the backend cannot
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
         """The tensor source of a call's network, LoRAs merged on reading."""
@@ -173,7 +174,8 @@ class WeightStore:
         """Put a copy of a set that will be back into the host's memory if there is room, in the place of the least
         recently used but `wanted`."""
         held = self.held[key]
-        if key in self.parked or held.shares or not (self.again or self._reads[key] > 1):
+        back = self._parks and (self.again or self._reads[key] > 1)
+        if key in self.parked or held.shares or not back:
             return
         size = sum(held.tensors().values()) * prod(self.backend.mesh.values()) // self.backend.device().hosts
         while not has_room(self.backend.device_kind, size):
@@ -183,6 +185,7 @@ class WeightStore:
             del self.parked[last]
             self.backend.trim()
         kept = self.backend.park(held.weights)
+        self._parks = kept is not None
         if kept is not None:
             self.parked[key] = kept
             if self.backend.is_main:
