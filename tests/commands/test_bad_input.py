@@ -217,7 +217,7 @@ def test_images_and_noise_that_cannot_be_used(refused, tmp_path):
         assert message in refused(*one)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_no_room_names_needed_and_free(refused, backend):
     message = refused("--max-memory", 0.01, backend=backend)
     assert "needs" in message and "0.01 GB are free" in message

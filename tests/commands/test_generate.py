@@ -233,7 +233,7 @@ def test_a_warm_up_runs_the_programs_of_the_run_itself(run, monkeypatch):
     assert [graph.inputs["sigmas"].type.shape for graph in lowered] == [(16, 2), (8, 2)]
 
 
-@pytest.mark.parametrize("generation", ("2.0", "2.3"))
+@pytest.mark.parametrize("generation", (pytest.param("2.0", marks=pytest.mark.slow), "2.3"))
 def test_float8_weights_make_almost_the_same_clip(generation, generate, tiny, command):
     """One block of three is quantised. `compare` puts a number on it; the bound is a step of e4m3, 2^-4."""
     runs = [

@@ -157,7 +157,7 @@ def test_headers(rng, many, tmp_path):
             assert readable(path), data
 
 
-@pytest.mark.parametrize("preset", ["tiny-2.3", "tiny-2.5"])
+@pytest.mark.parametrize("preset", ["tiny-2.3", pytest.param("tiny-2.5", marks=pytest.mark.slow)])
 def test_configs(rng, many, tiny, tmp_path, capsys, preset):
     """Of every file that has one."""
     model = tmp_path / "model"

@@ -118,7 +118,7 @@ def in_slabs(x: torch.Tensor, width: int, halo: int) -> list[torch.Tensor]:
     return [torch.cat(parts, dim=3) for parts in zip(left, cores, right, strict=True)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["cuda", *(pytest.param(k, marks=pytest.mark.slow) for k in ("numpy", "tpu"))])
 def test_chunked_borders_are_slabs_with_copies_of_the_border_column(kind, monkeypatch):
     """diffusers' blocks on the official decoder's slabs: four cores of columns, a halo of half a window."""
     model, _ = reference()

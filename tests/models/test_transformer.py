@@ -195,7 +195,7 @@ def full_width():
     return config, params, feeds, diffusers(module, feeds)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_block_at_full_width_equals_diffusers(kind, full_width):
     config, params, feeds, expected = full_width
     assert_close(ours(kind, config, feeds, params=params), expected)

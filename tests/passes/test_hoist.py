@@ -51,7 +51,7 @@ def test_the_loop_equals_its_steps_hoisted_or_not(generation):
             assert relative_l2(actual[name], expected[name]) <= CLOSE, name
 
 
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}, {"sequence": 4}])
 def test_the_placed_loop_equals_its_steps(mesh, generation):
     one = case(f"guided-{generation}")

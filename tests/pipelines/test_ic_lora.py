@@ -124,7 +124,7 @@ def diffusers_stage1(folder, lora, noise, monkeypatch, references, images, mask,
     return np.stack(trail[::2]), np.stack(trail[1::2])
 
 
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])
 def test_stage_one_equals_diffusers(generation, tiny, generate, images, files, tmp_path, monkeypatch):
     """Two references of half the size and unlike lengths and strengths, after an image in the first frame and one
     beside it; a mask at strength 0.7."""

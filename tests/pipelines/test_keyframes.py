@@ -45,7 +45,7 @@ def appended(rows: int, columns: int) -> np.ndarray:
     return np.array(found, np.float32).transpose(1, 0, 2)
 
 
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])
 def test_both_stages_are_the_formula_over_diffusers(generation, guides, tiny):
     """The distilled LoRA has strength 0: that it is merged in stage 2 is what two-stage proves."""
     folder = tiny(f"tiny-{generation}", "diffusers")

@@ -51,9 +51,9 @@ def assert_same(a, b):
 
 def test_a_repeated_request_builds_and_loads_nothing(session):
     """Neither does another seed, prompt, guidance or number of steps in the same room; a new size loads nothing."""
-    first = made(session, audio=True)
+    first = made(session)
     assert first.report["programs_built"] > 0 and first.report["loaded_bytes"] > 1e6
-    again = made(session, audio=True)
+    again = made(session)
     assert (again.report["programs_built"], again.report["loaded_bytes"]) == (0, 0)
     assert_same(again, first)
     for change in ({"seed": 4}, {"video_cfg": 2.5}, {"steps": 5}, {"negative_prompt": "dull"}):

@@ -100,7 +100,7 @@ def drawn(seed: int, frames: int, rows: int, columns: int) -> np.ndarray:
     return np.stack([standard_normal(seed, f"decoder.{i}", (3, rows, columns)) for i in range(frames)], axis=1)[None]
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_two_videos_are_decoded_from_their_own_noise(opened, backend):
     latents = normal(2, 128, 3, 3, 4)
     found, state = decoded(opened(backend), latents, Noise((4, 5)), keep=True)
