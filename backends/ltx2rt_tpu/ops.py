@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
 
@@ -218,19 +219,23 @@ def _transposed(x: Array, weight: Array, *, stride: int) -> Array:
     return lax.conv_general_dilated(x, kernel, (1,), [(k - 1, k - 1)], lhs_dilation=(stride,), precision=_precision(x))
 
 
+LANES = 128  # of a TPU
+
+
 def _transposed_filter(x: Array, weight: Array, *, stride: int) -> Array:
-    """The same of one channel, as sums of shifted signals, the samples of a stride apart: its convolution keeps the TPU
-    compiler busy for a minute."""
-    taps = weight.shape[2]
+    """The same of one channel: every LANES samples, and those before that still count, times a band of the filter. Its
+    convolution keeps the TPU compiler busy for a minute, sums of shifted signals for 20 s."""
+    (b, c, time), taps = x.shape, weight.shape[2]
     reads = -(-taps // stride)  # samples that go into one
-    time = x.shape[2] + reads - 1
-    padded = jnp.pad(x, ((0, 0), (0, 0), (reads - 1, reads - 1)))
-    shifted = [lax.slice_in_dim(padded, reads - 1 - j, reads - 1 - j + time, axis=2) for j in range(reads)]
-    phases = [
-        reduce(jnp.add, (shifted[tap // stride] * weight[0, 0, tap] for tap in range(phase, taps, stride)))
-        for phase in range(stride)
-    ]
-    return jnp.stack(phases, axis=3).reshape(*x.shape[:2], -1)[..., : (x.shape[2] - 1) * stride + taps]
+    rows = -(-(time + reads - 1) // LANES)
+    here = jnp.pad(x, ((0, 0), (0, 0), (0, rows * LANES - time))).reshape(b, c, rows, LANES)
+    before = jnp.pad(here[:, :, :-1, LANES - reads + 1 :], ((0, 0), (0, 0), (1, 0), (0, 0)))
+    read, made = np.arange(LANES + reads - 1)[:, None], np.arange(LANES * stride)
+    tap = (made // stride + reads - 1 - read) * stride + made % stride
+    inside = (tap >= 0) & (tap < taps)
+    band = jnp.where(inside, weight[0, 0][np.where(inside, tap, 0)], 0)
+    y = jnp.matmul(jnp.concatenate([before, here], axis=3), band, precision=_precision(x))
+    return y.reshape(b, c, -1)[..., : (time - 1) * stride + taps]
 
 
 @op

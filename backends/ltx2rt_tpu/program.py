@@ -28,6 +28,7 @@ from ltx2rt_tpu.weights import Weights, weight_specs, weights_on
 
 ASSEMBLED = ("vocoder",)  # networks that run as `Assembled`
 ASYNC = {"xla_tpu_enable_async_all_to_all": True}  # or nothing else runs while heads travel
+EFFORT = "O1"  # of XLA's compilers, of O0 to O3
 COMPILERS = 16  # at a time: each takes some hundred MB
 
 
@@ -129,8 +130,9 @@ class Assembled:
     """A lowered graph as executables compiled side by side: the loops that `roll` makes, and what lies between.
 
     For the vocoder: hundreds of small unlike convolutions and filters, which as they stand keep the TPU compiler busy
-    for a quarter of an hour and more. Between executables an array has no axes of size 1, which a TPU would lay out
-    otherwise and then rearrange. Every device of a mesh runs everything.
+    for a quarter of an hour and more. `EFFORT` is half of the full one's time, and code that is longer by a tenth at
+    the most. Between executables an array has no axes of size 1, which a TPU would lay out otherwise and then
+    rearrange. Every device of a mesh runs everything.
     """
 
     def __init__(self, graph: Graph, place: Sharding):
@@ -152,10 +154,14 @@ class Assembled:
 
     def compile(self, options: Mapping[str, Any] | None = None) -> dict[int, Any]:
         pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
+        given = jax.config.values["jax_optimization_level"]
         try:
+            if given == "UNKNOWN":  # the user's own counts
+                jax.config.update("jax_optimization_level", EFFORT)
             lowered = [self._lowered(node) for _, node in self.schedule]
             return dict(enumerate(pool.map(lambda one: one.compile(options), lowered)))
         finally:
+            jax.config.update("jax_optimization_level", given)
             pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no compiler
 
     def _lowered(self, node: Node) -> Any:
