@@ -7,7 +7,7 @@ back is put into the memory of the host, as long as that has room, instead of be
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -83,8 +83,9 @@ class WeightStore:
         self.loaded_bytes = 0
         self.again = False
         self.held: OrderedDict[WeightsKey, Held] = OrderedDict()  # least recently used first
-        self.parked: OrderedDict[WeightsKey, Any] = OrderedDict()  # in the host's memory, likewise
-        self._reads: Counter[WeightsKey] = Counter()
+        self.parked: dict[WeightsKey, Any] = {}  # in the host's memory
+        self._loads = 0
+        self._loaded_at: dict[WeightsKey, tuple[int, int]] = {}  # of how many loads which was the one before, the last
         self._parks = True  # until the backend cannot
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
@@ -121,6 +122,8 @@ class WeightStore:
         if key not in self.held:
             with self.loading(call.network):
                 self.held[key] = self._loaded(call, graph)
+            self._loads += 1
+            self._loaded_at[key] = (self._loaded_at.get(key, (0, 0))[1], self._loads)
         self.held.move_to_end(key)
         return self.held[key].weights
 
@@ -130,19 +133,17 @@ class WeightStore:
         kept = self.parked.get(key)
         if self.options.stage_weights == "reload":
             if kept and siblings:
-                self._park(siblings[0], wanted=key)
+                self._park(siblings[0])
                 left = dict(self.held.pop(siblings.pop(0)).weights)  # its memory is taken over
             self.free(*siblings)
         elif siblings := [other for other in siblings if holds(other, key)]:
             near = min(siblings, key=lambda other: len(self.changed(call, other[1])))
             base, changed = self.held[near].weights, self.changed(call, near[1])
         if kept and base is None:
-            self.parked.move_to_end(key)
             return Held(self.backend.unpark(kept, left), graph, False)
         source = Counted(self.source(call, call.loras))
         weights = self.backend.load([graph], source, base, changed)
         check_opened()
-        self._reads[key] += 1
         self.loaded_bytes += source.bytes
         return Held(weights, graph, base is not None)
 
@@ -170,19 +171,18 @@ class WeightStore:
         self.parked.clear()
         self.backend.trim()
 
-    def _park(self, key: WeightsKey, wanted: WeightsKey | None = None) -> None:
-        """Put a copy of a set that will be back into the host's memory if there is room, in the place of the least
-        recently used but `wanted`."""
-        held = self.held[key]
-        back = self._parks and (self.again or self._reads[key] > 1)
-        if key in self.parked or held.shares or not back:
+    def _park(self, key: WeightsKey) -> None:
+        """Put a copy of a set that will be back into the host's memory if there is room, in the place of those that
+        were not loaded since this one was, the time before: sets that requests load in turns displace none of them."""
+        held, (before, _) = self.held[key], self._loaded_at.get(key, (0, 0))
+        if key in self.parked or held.shares or not (self._parks and (self.again or before)):
             return
+        stale = [other for other in self.parked if self._loaded_at[other][1] < before]
         size = sum(held.tensors().values()) * prod(self.backend.mesh.values()) // self.backend.device().hosts
         while not has_room(self.backend.device_kind, size):
-            last = next((other for other in self.parked if other != wanted), None)
-            if last is None:
+            if not stale:
                 return
-            del self.parked[last]
+            del self.parked[stale.pop(0)]
             self.backend.trim()
         kept = self.backend.park(held.weights)
         self._parks = kept is not None

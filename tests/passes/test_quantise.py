@@ -381,10 +381,8 @@ def test_fused_float8_graph_is_the_same():
     """In float32, where fusing rounds nothing else. A number on the edge of a step of float8 may fall to either side by
     its last bit, and one that does moves a result by 1 %: not with most weights, and never by more than a step."""
     graph, feeds = forward("float32")
-    backend, float8 = (
-        get_backend("cuda", "cpu"),
-        Placement(PROFILES["single"], {}, "float8").local(graph, "transformer"),
-    )
+    backend, placement = get_backend("cuda", "cpu"), Placement(PROFILES["single"], {}, "float8")
+    float8 = placement.local(graph, "transformer")
     plain, fused = (backend.lower(float8, fused=fused) for fused in (False, True))
     assert ops(fused.graph)["gelu_linear_float8"] > 0 and ops(fused.graph)["head_gate_linear_float8"] > 0
     distances = []

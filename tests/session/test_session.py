@@ -166,7 +166,7 @@ def _counted(opened, places):
     return clip
 
 
-def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(model, monkeypatch):
+def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(model, user_lora, monkeypatch):
     with ltx2rt.open(model, backend="cuda", device="cpu", stage_weights="reload") as opened:
         store, clips = opened.resident.weights, []
         monkeypatch.setattr(stores, "has_room", lambda kind, size: not store.parked)
@@ -175,6 +175,14 @@ def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(model, mon
             assert_same(clips[-1], clips[0])
         read = [clip.report["loaded_bytes"] for clip in clips]
         assert read[1] > read[2] == read[3] == read[4] > 0
+        own = opened.resident.options
+        lora = sessions.replace(own, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5),))
+        opened.resident.options = store.options = lora
+        old = set(store.parked)
+        for _ in range(3):
+            made(opened)
+        assert len(store.parked) == 1 and not old & set(store.parked), "what no request loads any more makes room"
+        opened.resident.options = store.options = own
         monkeypatch.setattr(stores, "has_room", lambda kind, size: False)
         store.close()
         again = [made(opened).report["loaded_bytes"] for _ in range(2)]
