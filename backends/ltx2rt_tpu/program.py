@@ -130,9 +130,9 @@ class Assembled:
     """A lowered graph as executables compiled side by side: the loops that `roll` makes, and what lies between.
 
     For the vocoder: hundreds of small unlike convolutions and filters, which as they stand keep the TPU compiler busy
-    for a quarter of an hour and more. `EFFORT` is half of the full one's time, and code that is longer by a tenth at
-    the most. Between executables an array has no axes of size 1, which a TPU would lay out otherwise and then
-    rearrange. Every device of a mesh runs everything.
+    for a quarter of an hour and more. Compiling with `EFFORT` takes about half of the time of full effort. Between
+    executables an array has no axes of size 1, which a TPU would lay out otherwise and then rearrange. Every device of
+    a mesh runs everything.
     """
 
     def __init__(self, graph: Graph, place: Sharding):
