@@ -6,6 +6,9 @@ launch is what the device executes; bytes are those that operands and results oc
 matrix products, attention and what travels between devices. A repeat's block runs once and counts as often as it is
 repeated. What cuBLAS or cuDNN launch inside is theirs: a product, an attention and a collective are one launch each.
 
+On a mesh it also follows when an exchange leaves and when what it brings is read, at the rates and with the assumed
+latency of `plan`: what a step waits is what no work hides. That NCCL takes multiprocessors from that work is left out.
+
 Of what runs it also asks what no CPU shows otherwise: nothing waits for the device, no operand lies elsewhere, rows of
 16 bytes where kernels and products load so.
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -32,6 +35,7 @@ import torch
 import torch.distributed._functional_collectives  # what collectives make of fake tensors is registered here
 import torch.nn.functional as F
 from ltx2rt_cuda import attention, lower, ops
+from ltx2rt_cuda.backend import HALF_ROWS
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.ops import DTYPES
 from ltx2rt_kernels.choose import FOLDERS
@@ -43,6 +47,8 @@ from benchmarks.kernels import request_graphs
 from benchmarks.measure import machine, record
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.fuse import fuse
+from ltx2rt.passes.interleave import TOKENS, interleave
+from ltx2rt.placement.cost import RECEIVED
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
 from ltx2rt.session.options import parse_mesh
 
@@ -52,6 +58,7 @@ FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "empty_strided", "
 WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
 LOAD_BYTES = attention.LOAD_BYTES
 STAGES = ("stage1", "stage2")
+H200 = DEVICE_KINDS["h200-141gb"]
 CASES = (  # mesh and dtype of the blocks' weights
     ("", None), ("", "float8"), ("tensor=2", None), ("tensor=4", None), ("tensor=8", None), ("guidance=4", None),
 )  # fmt: skip
@@ -59,17 +66,49 @@ CASES = (  # mesh and dtype of the blocks' weights
 
 @dataclass
 class Counts:
-    """launches, bytes and flops by what is launched: an aten op, a kernel, "product", "attention", "collective"."""
+    """launches, bytes and flops by what is launched: an aten op, a kernel, "product", "attention", "collective".
 
+    On a mesh, when the stream and the link of one device of `kind` have done it all: what is launched takes the time of
+    its FLOP or its bytes, an exchange leaves when the one before it has arrived, and the stream waits where it is read.
+    """
+
+    kind: DeviceKind
+    mesh: Mapping[str, int]
     launches: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
     times: int = 1
+    stream_s: float = 0.0
+    link_s: float = 0.0
+    waited_s: float = 0.0
+    arrivals: dict[int, float] = field(default_factory=dict)
 
     def add(self, name: str, *tensors: Any, flops: int = 0) -> None:
+        nbytes = sum(occupied(x) for x in tensors)
         self.launches[name] += self.times
-        self.bytes[name] += self.times * sum(occupied(x) for x in tensors)
+        self.bytes[name] += self.times * nbytes
         self.flops[name] += self.times * flops
+        self.stream_s += nbytes / self.kind.memory_bytes_per_s + flops / self.kind.flops_per_s
+
+    def leave(self, name: str, axis: str, sent: Sequence[torch.Tensor], results: Any) -> None:
+        """An exchange over a mesh axis, named as torch does."""
+        self.launches["collective"] += self.times
+        op, devices = next(op for op in RECEIVED if name.startswith(op)), self.mesh[axis]
+        received = sum(map(occupied, sent)) * RECEIVED[op](devices)
+        self.link_s = max(self.link_s, self.stream_s) + self.kind.exchange_s(op, devices, 1, round(received))
+        for x in results if isinstance(results, (list, tuple)) else [results]:
+            self.arrivals[x.untyped_storage()._cdata] = self.link_s
+
+    def wait(self, x: torch.Tensor) -> None:
+        missing_s = max(0.0, self.arrivals.pop(x.untyped_storage()._cdata) - self.stream_s)
+        self.stream_s += missing_s
+        self.waited_s += missing_s
+
+    def repeated(self, before: tuple[float, float], count: int) -> None:
+        """What has run since `before` (`stream_s`, `waited_s`) runs `count` times."""
+        stream_s, waited_s = before
+        self.stream_s = stream_s + count * (self.stream_s - stream_s)
+        self.waited_s = waited_s + count * (self.waited_s - waited_s)
 
     def time_s(self, kind: DeviceKind) -> float:
         """Of one device, without exchanges: products and attention at its full rate, then all other bytes at its
@@ -79,7 +118,10 @@ class Counts:
     def facts(self) -> dict[str, Any]:
         """Totals, and launches of each kind."""
         gb = round(self.bytes.total() / 1e9, 1)
-        return {"launches": self.launches.total(), "gb": gb, "by": dict(self.launches.most_common())}
+        waits = (
+            {"step_ms": round(1e3 * self.stream_s, 1), "waits_ms": round(1e3 * self.waited_s, 1)} if self.mesh else {}
+        )
+        return {"launches": self.launches.total(), "gb": gb, **waits, "by": dict(self.launches.most_common())}
 
 
 def occupied(x: Any) -> int:
@@ -109,6 +151,8 @@ class Counting(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if name in WAITS:
             raise RuntimeError(f"{func} waits for the device")
+        if name == "wait_tensor":
+            self.counts.wait(args[0])
         is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
         if is_view or name in FREE or func.namespace == "prim":
             return result
@@ -116,10 +160,11 @@ class Counting(TorchDispatchMode):
         if elsewhere := {x.device.type for x in tensors if x.ndim} - {"cuda"}:
             raise RuntimeError(f"{func} reads or writes on {elsewhere}")
         if func.namespace == "_c10d_functional":
-            self.counts.add("collective")
             if name in ("all_reduce", "all_reduce_coalesced"):  # they copy their operands, and reduce the copies
                 for x in tensors[: len(tensors) // 2]:
                     self.counts.add("copy for a collective", x, x)
+            sent, *_, axis = args
+            self.counts.leave(name, axis, sent if isinstance(sent, (list, tuple)) else [sent], result)
         elif name in PRODUCTS:
             matrices = [x for x in tensors if x.ndim == 2]
             if unaligned := [x for x in matrices if not is_aligned(x) and not is_aligned(x.t())]:
@@ -129,9 +174,6 @@ class Counting(TorchDispatchMode):
         elif name == "_scaled_dot_product_efficient_attention":  # where its denominator is asked for, too
             q, k = tensors[:2]
             self.counts.add("attention", flops=4 * q.numel() * k.shape[2])
-        elif name.startswith("_foreach"):
-            self.counts.launches[name] += self.counts.times
-            self.counts.bytes[name] += self.counts.times * sum(map(occupied, tensors))
         else:
             self.counts.add(name, *tensors)
         return result
@@ -203,9 +245,11 @@ def once(counts: Counts, repeat: lower.Repeat, *operands):
     """One iteration of a repeat that counts as all of them."""
     plan = repeat.plan
     carry, invariant, per_layer = repeat.iterations(operands)
+    before = counts.stream_s, counts.waited_s
     counts.times *= plan.count
     results = repeat.block(*carry, *invariant, *(p[0] for p in per_layer))
     counts.times //= plan.count
+    counts.repeated(before, plan.count)
     stacked = [x.expand(plan.count, *x.shape) for x in results[plan.num_carries :]]
     return *results[: plan.num_carries], *stacked
 
@@ -240,9 +284,10 @@ def stood_in(counts: Counts) -> Iterator[None]:
         yield
 
 
-def count(graph: Graph) -> Counts:
-    """Launches and bytes of one call of `graph`, as it is lowered for a GPU."""
-    graph, counts = fuse(graph), Counts()
+def count(graph: Graph, half_rows: int = HALF_ROWS, kind: DeviceKind = H200) -> Counts:
+    """Launches and bytes of one call of `graph`, as it is lowered for a GPU. half_rows: rows that a half of the tokens
+    has at the least."""
+    graph, counts = fuse(interleave(graph, TOKENS, half_rows)), Counts(kind, graph.mesh)
     position = Position(graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh})
 
     def tensor(shape, dtype):
@@ -282,6 +327,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--levels", type=int, default=1, help="timesteps among the video tokens; an image adds one")
     parser.add_argument("--mesh", metavar="AXIS=N")
     parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"))
+    parser.add_argument("--half-rows", type=int, default=HALF_ROWS, metavar="N", help="smaller halves stay whole")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     args = parser.parse_args(argv)
     size = (args.width, args.height, args.num_frames, args.levels)
@@ -289,12 +335,13 @@ def main(argv: list[str] | None = None) -> dict:
     steps = []
     for mesh, dtype in [(args.mesh or "", args.weights_dtype)] if asked else CASES:
         for stage, graph in step_graphs(args.preset, size, mesh, dtype).items():
-            found = count(graph)
+            found = count(graph, args.half_rows)
             steps.append({"mesh": mesh, "weights_dtype": dtype, "stage": stage} | found.facts())
             print(
                 f"{mesh or 'one GPU'} {dtype or ''} {stage}: {steps[-1]['launches']} launches, {steps[-1]['gb']} GB, "
                 f"{found.flops.total() / 1e12:.1f} TFLOP, "
-                f"one after the other at an H200's rates {found.time_s(DEVICE_KINDS['h200-141gb']):.3f} s"
+                f"one after the other at an H200's rates {found.time_s(H200):.3f} s"
+                + (f", with exchanges {found.stream_s:.3f} s, {found.waited_s:.3f} s of it waiting" if mesh else "")
             )
             for name, n in found.launches.most_common():
                 print(f"  {name:28} {n:>6} {found.bytes[name] / 1e9:>8.2f} GB")

@@ -18,7 +18,7 @@ from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt_cuda.distributed import ALONE, Position
-from ltx2rt_cuda.ops import OPS
+from ltx2rt_cuda.ops import OPS, arrived
 
 SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
 
@@ -144,8 +144,20 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
     weights = {name: built.placeholder(f"w_{i}") for i, name in enumerate(graph.all_params())}
     env |= {id(v): weights[name] for name, v in graph.params.items()}
     own = _own(graph)
+    travelling: set[int] = set()
+
+    def read(v: Value) -> fx.Node:
+        """What an exchange brings is waited for by the first that reads it."""
+        if id(v) in travelling:
+            arrive(id(v))
+        return env[id(v)]
+
+    def arrive(key: int) -> None:
+        travelling.remove(key)
+        env[key] = built.call_function(arrived, (env[key],))
+
     for number, node in enumerate(graph.nodes):
-        operands = tuple(env[id(v)] for v in node.inputs)
+        operands = tuple(map(read, node.inputs))
         if node.op == "repeat":
             plan = node.repeat
             body, sums = _summed(plan, device)
@@ -173,12 +185,15 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
                 kwargs["group"] = position.groups[kwargs.pop("mesh_axis")]
                 if node.op == "all_reduce":
                     kwargs["in_place"] = all(id(v) in own for v in node.inputs)
+                    travelling.update(map(id, node.outputs))
             result = built.call_function(OPS[node.op], operands, kwargs)
         if len(node.outputs) == 1 and node.op not in SEVERAL:
             env[id(node.outputs[0])] = result
         else:
             for i, v in enumerate(node.outputs):
                 env[id(v)] = built.call_function(_item, (result, i))
+    for key in tuple(travelling):  # also what nothing reads: a recording ends when all that it has begun has arrived
+        arrive(key)
     built.output(tuple(env[id(v)] for v in graph.outputs.values()))
     root = torch.nn.Module()
     for name, module in modules.items():

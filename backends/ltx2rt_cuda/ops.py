@@ -238,13 +238,18 @@ def shard(x: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 @op
 def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor, ...]:
-    """One communication for all operands. in_place: nothing else reads them, or memory that they lie in."""
+    """One communication for all operands, which `arrived` waits for. in_place: nothing else reads them, or memory that
+    they lie in."""
     functional = torch.ops._c10d_functional
     own = "_" if in_place and not torch.compiler.is_compiling() else ""  # Inductor finds that out itself
     if len(xs) == 1:
-        return (functional.wait_tensor(getattr(functional, f"all_reduce{own}")(xs[0].contiguous(), "sum", group)),)
-    sums = getattr(functional, f"all_reduce_coalesced{own}")([x.contiguous() for x in xs], "sum", group)
-    return tuple(functional.wait_tensor(x) for x in sums)
+        return (getattr(functional, f"all_reduce{own}")(xs[0].contiguous(), "sum", group),)
+    return tuple(getattr(functional, f"all_reduce_coalesced{own}")([x.contiguous() for x in xs], "sum", group))
+
+
+def arrived(x: Tensor) -> Tensor:
+    """A result of `all_reduce` for those that read it: the stream waits, on a CPU the caller."""
+    return torch.ops._c10d_functional.wait_tensor(x)
 
 
 @op

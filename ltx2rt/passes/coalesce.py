@@ -7,6 +7,7 @@ so do the partial sums of the video and the audio stream.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ltx2rt.graph.ir import Graph, Node, rewrite
@@ -36,7 +37,7 @@ def _schedule(graph: Graph) -> list[Node]:
             else:
                 ordered.append(node)
                 ready.update(id(v) for v in node.outputs)
-        merged = _merge(held)
+        merged = together(held)
         ordered += merged
         ready.update(id(v) for node in merged for v in node.outputs)
         assert held or len(left) < len(waiting), f"{graph.name}: nodes depend on each other in a circle"
@@ -44,14 +45,22 @@ def _schedule(graph: Graph) -> list[Node]:
     return ordered
 
 
-def _merge(held: list[Node]) -> list[Node]:
+def together(nodes: Sequence[Node]) -> list[Node]:
+    """Collectives that leave at once; of all-reduces one for each mesh axis and dtype."""
     groups: dict[tuple, list[Node]] = {}
-    for node in held:
-        groups.setdefault((node.attrs["mesh_axis"], node.inputs[0].type.dtype), []).append(node)
-    merged = []
-    for nodes in groups.values():
-        inputs = tuple(v for node in nodes for v in node.inputs)
-        outputs = tuple(v for node in nodes for v in node.outputs)
-        _, args = OPS["all_reduce"].rule(*(v.type for v in inputs), **nodes[0].attrs)
-        merged.append(Node("all_reduce", inputs, outputs, nodes[0].attrs, args))
-    return merged
+    for node in nodes:
+        key = (node.attrs["mesh_axis"], node.inputs[0].type.dtype) if node.op == "all_reduce" else (id(node),)
+        groups.setdefault(key, []).append(node)
+    return [found[0] if len(found) == 1 else _all_reduce(found) for found in groups.values()]
+
+
+def apart(node: Node) -> list[Node]:
+    """An all-reduce of each operand."""
+    pairs = zip(node.inputs, node.outputs, strict=True)
+    return [_all_reduce([replace(node, inputs=(v,), outputs=(result,))]) for v, result in pairs]
+
+
+def _all_reduce(nodes: Sequence[Node]) -> Node:
+    inputs = tuple(v for node in nodes for v in node.inputs)
+    _, args = OPS["all_reduce"].rule(*(v.type for v in inputs), **nodes[0].attrs)
+    return replace(nodes[0], inputs=inputs, outputs=tuple(v for node in nodes for v in node.outputs), args=args)

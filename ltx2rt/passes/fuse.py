@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from heapq import heappop, heappush
 
 from ltx2rt.graph.ir import Graph, Node, Type, Value, rewrite
-from ltx2rt.graph.ops import OPS
+from ltx2rt.graph.ops import COLLECTIVES, OPS
 from ltx2rt.graph.trace import trace
 from ltx2rt.graph.verify import verify
 from ltx2rt.models.vocoder import SNAKE_EPS, snake_beta
@@ -353,11 +354,14 @@ def _pixel_norm_silu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
 
 
 def _together(graph: Graph, uses: _Uses, node: Node) -> Found | None:
-    """The next node of the same kernel that does not need this one: mostly the other stream's."""
+    """The next node of the same kernel that does not need this one: mostly the other stream's. None from behind an
+    exchange, which would not leave, or not travel unseen, while this one waits for the other's operands."""
     if node.op not in JOINED:
         return None
     own = {id(node)}
     for other in graph.nodes[graph.nodes.index(node) + 1 :]:
+        if other.op in COLLECTIVES:
+            return None
         if JOINED.get(other.op) == JOINED[node.op] and not any(uses.depends(v, own) for v in other.inputs):
             parts = tuple((n.op, len(n.inputs), n.attrs) for n in (node, other))
             inputs, outputs = (*node.inputs, *other.inputs), (*node.outputs, *other.outputs)
@@ -435,22 +439,23 @@ def _is_convex(uses: _Uses, gone: Sequence[Node], new: Sequence[Node]) -> bool:
 
 
 def _substituted(nodes: Sequence[Node], gone: Sequence[Node], new: Sequence[Node]) -> list[Node]:
-    """`nodes` with `new` where the last of `gone` stood; what is read before that moves up to its first reader."""
+    """`nodes` with `new` where the last of `gone` stood; what stands before it and reads it moves down, behind it."""
     old = {id(node) for node in gone}
     last = max(i for i, node in enumerate(nodes) if id(node) in old)
-    kept = [[node] if id(node) not in old else [] for node in nodes]
-    kept[last] = list(new)
-    makers = {id(v): node for part in kept for node in part for v in node.outputs}
-    ordered: dict[int, Node] = {}
-
-    def emit(node: Node) -> None:
-        if id(node) not in ordered:
-            for v in node.inputs:
-                if id(v) in makers:
-                    emit(makers[id(v)])
-            ordered[id(node)] = node
-
-    for part in kept:
-        for node in part:
-            emit(node)
-    return list(ordered.values())
+    placed = [*(n for n in nodes[:last] if id(n) not in old), *new, *nodes[last + 1 :]]
+    makers = {id(v): i for i, node in enumerate(placed) for v in node.outputs}
+    needs = [{makers[id(v)] for v in node.inputs if id(v) in makers} for node in placed]
+    readers: dict[int, list[int]] = {}
+    for i, found in enumerate(needs):
+        for maker in found:
+            readers.setdefault(maker, []).append(i)
+    free = [i for i, found in enumerate(needs) if not found]
+    ordered: list[Node] = []
+    while free:
+        i = heappop(free)
+        ordered.append(placed[i])
+        for reader in readers.get(i, ()):
+            needs[reader].remove(i)
+            if not needs[reader]:
+                heappush(free, reader)
+    return ordered

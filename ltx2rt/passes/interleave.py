@@ -1,9 +1,14 @@
-"""interleave: halves of the samples go through the blocks side by side, so that what one half waits for from other
-devices travels while the other computes.
+"""interleave: halves of an axis go through the blocks side by side, so that what one half waits for from other devices
+travels while the other computes.
 
 Requires a placed graph. Ensures the same inputs, outputs and parameters and, but for products of other shapes, the same
-values; every exchange inside a block becomes two of half the size, of which neither needs the other. A repeat stays as
-it is if nothing in it is exchanged, if its samples cannot be halved, or if a node of it picks or joins samples.
+values; every exchange of that axis inside a block becomes two of half the size. Of the samples, neither half needs the
+other: a repeat whose nodes pick or join samples stays as it is. Tokens meet again where each attends to all of them,
+and only there: keys and values are joined, queries stay halves. A repeat in which nothing of the axis is exchanged, or
+whose axis cannot be halved, stays as it is.
+
+XLA orders nodes itself; for a stream that runs them in their order, `TOKENS` leave the halves in turns: each as far as
+it gets, then its exchange, then the other.
 
 Weights are read twice; whether that costs less than the exchanges is for the backend to know.
 """
@@ -13,22 +18,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Node, Repeat, Value
+from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value
 from ltx2rt.graph.ops import COLLECTIVES, OPS
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
+from ltx2rt.passes.coalesce import apart, together
 
-SAMPLES, HALVES = "B", 2
+SAMPLES, TOKENS, HALVES = "B", "tokens", 2
 Parts = Sequence[Value]  # of a value: itself, or its halves
+QUERIES = (0, 3)  # operands of an attention that each query has a part of: q, and the bias behind k and v
 
 
-def interleave(graph: Graph) -> Graph:
-    """`graph` with its repeats in halves; itself if there are none to halve."""
+def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0) -> Graph:
+    """`graph` with its repeats in halves of `axis`; itself if there are none to halve.
+
+    rows: samples times tokens that a half has at the least.
+    """
     result = replace(graph, nodes=[])
     for node in graph.nodes:
-        if node.op == "repeat" and _can_halve(node.repeat):
-            _halved(result, node)
-        elif node.op == "repeat" and (body := interleave(node.repeat.body)) is not node.repeat.body:
+        if node.op == "repeat" and _can_halve(node.repeat, axis, rows):
+            _append_halved(result, node, axis)
+        elif node.op == "repeat" and (body := interleave(node.repeat.body, axis, rows)) is not node.repeat.body:
             result.nodes.append(replace(node, args={"repeat": replace(node.repeat, body=body)}))
         else:
             result.nodes.append(node)
@@ -38,63 +48,164 @@ def interleave(graph: Graph) -> Graph:
     return result
 
 
-def _can_halve(repeat: Repeat) -> bool:
-    body, outputs = repeat.body, list(repeat.body.outputs.values())
-    made = [v for node in body.nodes for v in node.outputs]
-    sizes = {v.type.size(SAMPLES) for v in (*body.inputs.values(), *made) if SAMPLES in v.type.axes}
-    if any(node.op == "repeat" or _names(node.attrs) for node in body.nodes):
+def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:
+    body, outputs = repeat.body, [v.type for v in repeat.body.outputs.values()]
+    carried = {type.size(axis) for type in outputs if axis in type.axes}
+    if any(node.op == "repeat" for node in body.nodes) or len(outputs) != repeat.num_carries or len(carried) != 1:
         return False
-    carried = len(outputs) == repeat.num_carries and all(SAMPLES in v.type.axes for v in outputs)
-    return carried and any(map(_exchanges, body.nodes)) and len(sizes) == 1 and not sizes.pop() % HALVES
+    if axis == SAMPLES:
+        made = [v for node in body.nodes for v in node.outputs]
+        sizes = {v.type.size(axis) for v in (*body.inputs.values(), *made) if axis in v.type.axes}
+        if sizes != carried or not all(axis in type.axes for type in outputs):
+            return False
+        if any(_names(node.attrs, axis) for node in body.nodes):
+            return False
+    (size,) = carried
+    exchanged = [v.type for node in body.nodes if _exchanges(node, axis) for v in node.inputs if axis in v.type.axes]
+    return not size % HALVES and any(HALVES * rows <= _rows(type) for type in exchanged)
 
 
-def _exchanges(node: Node) -> bool:
-    """Something of the samples', that is: not weights."""
-    return node.op in COLLECTIVES and any(SAMPLES in v.type.axes for v in node.inputs)
+def _rows(type: Type) -> int:
+    return type.sizes.get(SAMPLES, 1) * type.sizes.get(TOKENS, 1)
 
 
-def _names(attrs: object) -> bool:
-    """Whether a node's attributes name the axis of samples, other than to put one before it."""
+def _exchanges(node: Node, axis: str) -> bool:
+    """Something of the axis, that is: not weights; and of tokens what can travel in halves."""
+    read = any(axis in v.type.axes for v in node.inputs)
+    return read and (node.op in COLLECTIVES if axis == SAMPLES else node.op == "all_reduce")
+
+
+def _names(attrs: object, axis: str) -> bool:
+    """Whether a node's attributes name the axis, other than to put one before it."""
     if isinstance(attrs, dict):
-        return any(_names(x) for key, value in attrs.items() if key != "before" for x in (key, value))
-    return any(map(_names, attrs)) if isinstance(attrs, (tuple, list)) else attrs == SAMPLES
+        return any(_names(x, axis) for key, value in attrs.items() if key != "before" for x in (key, value))
+    return any(_names(x, axis) for x in attrs) if isinstance(attrs, (tuple, list)) else attrs == axis
 
 
-def _cut(graph: Graph, v: Value) -> Parts:
-    if SAMPLES not in v.type.axes:
-        return [v]
-    half = v.type.size(SAMPLES) // HALVES
-    return [emit(graph, "slice", v, axis=SAMPLES, start=i * half, stop=(i + 1) * half) for i in range(HALVES)]
-
-
-def _halved(result: Graph, node: Node) -> None:
-    """Append the repeat of both halves; what it carries is cut before and joined after it."""
+def _append_halved(result: Graph, node: Node, axis: str) -> None:
+    """The repeat in halves; what it carries is cut before and joined after it."""
     repeat, old = node.repeat, node.repeat.body
     carry, invariant, data = repeat.divide(list(zip(old.inputs, node.inputs, strict=True)))
-    body = Graph(old.name, params=old.params, layouts=old.layouts, mesh=old.mesh, serial=old.serial)
-    env: dict[int, Parts] = {id(v): [v] for v in old.params.values()}
-    operands: list[Value] = []
+    (size,) = {v.type.size(axis) for _, v in carry if axis in v.type.axes}
+    halves = _Halves(old, axis, size)
+    operands = []
     for name, v in carry:
-        parts = _cut(result, v)
+        parts = _cut(result, v, axis, size)
+        halves.enter(name, parts)
         operands += parts
-        env[id(old.inputs[name])] = [Value(f"{name}_{i}", part.type) for i, part in enumerate(parts)]
-        body.inputs |= {part.name: part for part in env[id(old.inputs[name])]}
-    body.inputs |= {name: old.inputs[name] for name, _ in (*invariant, *data)}
-    for name, _ in (*invariant, *data):
-        env[id(old.inputs[name])] = _cut(body, old.inputs[name])
+    for name, v in (*invariant, *data):
+        halves.enter(name, [v])
     for one in old.nodes:
-        found = [env[id(v)] for v in one.inputs]
+        halves.add(one)
+    kept = {name: halves.halves(v) for name, v in old.outputs.items()}
+    body = halves.body
+    body.outputs = {
+        n: part for name, parts in kept.items() for n, part in zip(_numbered(name, parts), parts, strict=True)
+    }
+    if axis == TOKENS:
+        body.nodes = halves.in_turns()
+    values: list[Value] = []
+    joins = []
+    for v, parts in zip(node.outputs, kept.values(), strict=True):
+        found = [v] if len(parts) == 1 else [result.fresh(part.type) for part in parts]
+        values += found
+        if len(parts) > 1:
+            _, plan = OPS["concat"].rule(*(part.type for part in parts), axis=axis)
+            joins.append(Node("concat", tuple(found), (v,), {"axis": axis}, plan))
+    args = {"repeat": replace(repeat, body=body, num_carries=len(operands))}
+    others = (v for _, v in (*invariant, *data))
+    result.nodes += [Node("repeat", (*operands, *others), tuple(values), node.attrs, args), *joins]
+
+
+def _numbered(name: str, parts: Parts) -> list[str]:
+    return [name] if len(parts) == 1 else [f"{name}_{i}" for i in range(len(parts))]
+
+
+def _cut(graph: Graph, v: Value, axis: str, size: int) -> Parts:
+    if v.type.sizes.get(axis) != size:
+        return [v]
+    half = size // HALVES
+    return [emit(graph, "slice", v, axis=axis, start=i * half, stop=(i + 1) * half) for i in range(HALVES)]
+
+
+class _Halves:
+    """A body that is written anew, node by node, in halves of an axis where that is possible."""
+
+    def __init__(self, old: Graph, axis: str, size: int):
+        """size: of what is halved; in front of other devices' tokens the axis may be longer, and stays whole."""
+        self.old, self.axis, self.size = old, axis, size
+        self.body = Graph(old.name, params=old.params, layouts=old.layouts, mesh=old.mesh, serial=old.serial)
+        self.parts: dict[int, Parts] = {id(v): [v] for v in old.params.values()}  # of the old body's values
+        self.joined: dict[int, Value] = {}
+        self.second: set[int] = set()  # nodes of the second half; what is whole goes with the first
+
+    def enter(self, name: str, parts: Parts) -> None:
+        v = self.old.inputs[name]
+        names = _numbered(name, parts)
+        self.parts[id(v)] = [v] if len(parts) == 1 else [Value(n, x.type) for n, x in zip(names, parts, strict=True)]
+        self.body.inputs |= zip(names, self.parts[id(v)], strict=True)
+
+    def halves(self, v: Value) -> Parts:
+        if len(self.parts[id(v)]) == 1:
+            (self.joined[id(v)],) = self.parts[id(v)]
+            self.parts[id(v)] = _cut(self.body, self.joined[id(v)], self.axis, self.size)
+        return self.parts[id(v)]
+
+    def whole(self, v: Value) -> Value:
+        parts = self.parts[id(v)]
+        if len(parts) == 1:
+            return parts[0]
+        if id(v) not in self.joined:
+            self.joined[id(v)] = emit(self.body, "concat", *parts, axis=self.axis)
+        return self.joined[id(v)]
+
+    def _takes_halves(self, node: Node, operand: int) -> bool:
+        if self.axis == SAMPLES:
+            return True
+        if node.op in ("attention", "attention_part"):
+            return operand in QUERIES
+        return node.op not in ("all_to_all", "all_gather") and not _names(node.attrs, self.axis)
+
+    def add(self, node: Node) -> None:
+        if self.axis == TOKENS and node.op == "all_reduce" and len(node.inputs) > 1:
+            for one in apart(node):  # `in_turns` finds out what leaves together
+                self.add(one)
+            return
+        found = [self.halves(v) if self._takes_halves(node, i) else [self.whole(v)] for i, v in enumerate(node.inputs)]
         made = []
         for i in range(max(map(len, found), default=1)):
-            results = emit(body, one.op, *(parts[i % len(parts)] for parts in found), **one.attrs)
+            results = emit(self.body, node.op, *(parts[i % len(parts)] for parts in found), **node.attrs)
             made.append(results if isinstance(results, tuple) else (results,))
-        env |= {id(v): parts for v, parts in zip(one.outputs, zip(*made, strict=True), strict=True)}
-    body.outputs = {f"{name}_{i}": part for name, v in old.outputs.items() for i, part in enumerate(env[id(v)])}
-    values = tuple(result.fresh(v.type) for v in body.outputs.values())
-    args = {"repeat": replace(repeat, body=body, num_carries=len(values))}
-    others = [v for _, v in (*invariant, *data)]
-    result.nodes.append(Node("repeat", (*operands, *others), values, node.attrs, args))
-    for i, v in enumerate(node.outputs):
-        joined = values[HALVES * i : HALVES * (i + 1)]
-        _, plan = OPS["concat"].rule(*(part.type for part in joined), axis=SAMPLES)
-        result.nodes.append(Node("concat", joined, (v,), {"axis": SAMPLES}, plan))
+            if i:
+                self.second.add(id(self.body.nodes[-1]))
+        self.parts |= {id(v): parts for v, parts in zip(node.outputs, zip(*made, strict=True), strict=True)}
+
+    def in_turns(self) -> list[Node]:
+        """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
+
+        What is whole leaves with a half, alone only if nothing else is left to do.
+        """
+        ready = {id(v) for v in (*self.body.inputs.values(), *self.body.params.values())}
+        arriving: list[set[int]] = [set(), set()]
+        ordered: list[Node] = []
+        waiting, turn, stuck = self.body.nodes, 0, 0
+        while waiting:
+            ready |= arriving[turn]
+            arriving[turn] = set()
+            leaving: list[Node] = []
+            left: list[Node] = []
+            for node in waiting:
+                if (id(node) in self.second) != bool(turn) or not all(id(v) in ready for v in node.inputs):
+                    left.append(node)
+                elif node.op in COLLECTIVES:
+                    leaving.append(node)
+                else:
+                    ordered.append(node)
+                    ready.update(map(id, node.outputs))
+            if stuck < HALVES and not any(self.axis in v.type.axes for node in leaving for v in node.inputs):
+                left, leaving = [node for node in waiting if node in left or node in leaving], []
+            arriving[turn] = {id(v) for node in leaving for v in node.outputs}
+            ordered += together(leaving)
+            stuck = stuck + 1 if len(left) == len(waiting) else 0
+            waiting, turn = left, 1 - turn
+        return ordered

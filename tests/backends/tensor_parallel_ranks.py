@@ -29,6 +29,8 @@ from placed_cases import NAMES, case, lora_arrays
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import Graph, trace
 from ltx2rt.models import transformer
+from ltx2rt.passes.fuse import fuse
+from ltx2rt.passes.interleave import TOKENS, interleave
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource
@@ -45,9 +47,14 @@ class Run:
     name: str
     dtype: str = "float32"
     lora: bool = False
+    halved: bool = False  # tokens in halves, and fused, as on GPUs
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.dtype}{'-lora' * self.lora}"
+        return f"{self.name}-{self.dtype}{'-lora' * self.lora}{'-halved' * self.halved}"
+
+    def on(self, devices: int) -> Graph:
+        graph = case(self.name, self.dtype).on(devices)
+        return fuse(interleave(graph, TOKENS)) if self.halved else graph
 
 
 RUNS = {
@@ -59,6 +66,7 @@ RUNS = {
             for generation in ("2.0", "2.3")
             for dtype in ("float32", "bfloat16")
         ),
+        *(Run(name, halved=True) for name in NAMES if not name.startswith("text")),
     ],
     "tpu": [Run("guided-2.3"), Run("text-2.0"), Run("text-2.5")],  # JAX takes seconds to compile one
 }
@@ -93,7 +101,7 @@ def run_all(kind: str, devices: int, folder: Path) -> dict:
     backend, executed = get_backend(kind, "cpu", {"tensor": devices}), {}
     for run in runs_on(kind, devices):
         one = case(run.name, run.dtype)
-        graph = one.on(devices)
+        graph = run.on(devices)
         weights = backend.load([graph], source_of(run, folder, backend.merge))
         program = backend.lower(graph)
         with collectives() as seen:

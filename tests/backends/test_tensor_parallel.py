@@ -126,7 +126,7 @@ def test_jax_devices_under_shard_map_equal_one_device(jax_devices, run, devices)
 def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, run, devices):
     """As torch dispatches them, on every rank."""
     planned: Counter = Counter()
-    for node, times in case(run.name, run.dtype).on(devices).walk():
+    for node, times in run.on(devices).walk():
         if node.op == "all_reduce":
             op = "all_reduce_coalesced" if len(node.inputs) > 1 else "all_reduce"
             planned[f"{op} torch.{node.inputs[0].type.dtype}"] += times

@@ -1,4 +1,5 @@
-"""Blocks whose samples go through in halves: the same values, every exchange in two, and where it must not be done."""
+"""Blocks whose samples or tokens go through in halves: the same values, every exchange in two, in an order in which
+each travels under the other half, and where it must not be done."""
 
 from collections import Counter
 
@@ -7,7 +8,8 @@ from placed_cases import case
 
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.passes.interleave import interleave
+from ltx2rt.passes.fuse import fuse
+from ltx2rt.passes.interleave import SAMPLES, TOKENS, interleave
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import relative_l2
@@ -15,12 +17,12 @@ from ltx2rt.testing import relative_l2
 CLOSE = 1e-6  # float32: products of other shapes
 
 
-def exchanged(graph) -> Counter:
+def exchanged(graph, axis=SAMPLES) -> Counter:
     """Bytes and number of what a block's collectives carry."""
     (repeat,) = graph.repeats
     found = Counter()
     for node in repeat.body.nodes:
-        if node.op in COLLECTIVES and any("B" in v.type.axes for v in node.inputs):
+        if node.op in COLLECTIVES and any(axis in v.type.axes for v in node.inputs):
             found["bytes"] += sum(v.type.nbytes for v in node.inputs)
             found["times"] += 1
     return found
@@ -63,3 +65,42 @@ def test_blocks_without_exchange_or_whose_nodes_pick_samples_stay(name, devices)
     """Alone there is no exchange; of a guided step the branches that are equal are computed once, and spread."""
     graph = case(name).on(devices)
     assert interleave(graph) is graph
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "sequence": 2}], ids=str)
+@pytest.mark.parametrize("name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"])
+def test_halves_of_the_tokens_have_the_same_values(name, mesh):
+    """Images, prefixes, masks and STG; tokens of all devices, which Ulysses brings together, stay whole."""
+    one = case(name)
+    graph = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network)
+    halved = interleave(graph, TOKENS)
+    assert halved.parameters() == graph.parameters() and halved.inputs.keys() == graph.inputs.keys()
+    sums = [Counter(n.op for n in x.repeats[0].body.nodes) for x in (graph, halved)]
+    assert sums[1]["all_reduce"] > sums[0]["all_reduce"] and sums[1]["all_to_all"] == sums[0]["all_to_all"]
+    expected = interpret(graph, one.params, one.inputs)
+    for form in (halved, fuse(halved)):
+        for key, value in interpret(form, one.params, one.inputs).items():
+            assert relative_l2(value, expected[key]) <= CLOSE, key
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_every_exchange_travels_under_a_product_of_the_other_half(generation):
+    """Also in the order of the fused block. What the block ends with is left out."""
+    (repeat,) = fuse(interleave(case(f"guided-{generation}").on(2), TOKENS)).repeats
+    nodes = repeat.body.nodes
+    products = [i for i, node in enumerate(nodes) if node.op in ("linear", "linear_gelu")]
+    found = []
+    for i, node in enumerate(nodes):
+        if node.op == "all_reduce" and any("D" in v.type.axes for v in node.inputs):
+            read = next(j for j, later in enumerate(nodes) if set(node.outputs) & set(later.inputs))
+            found.append(sum(i < j < read for j in products))
+    assert len(found) == 8 and min(found[:-1]) > 0, found
+
+
+def test_tokens_stay_whole_where_halves_are_too_small_or_nothing_is_summed():
+    graph = case("guided-2.3").on(2)
+    rows = 12 * graph.repeats[0].body.outputs["video"].type.size(SAMPLES)
+    assert interleave(graph, TOKENS, rows // 2) is not graph
+    assert interleave(graph, TOKENS, rows // 2 + 1) is graph
+    alone = case("guided-2.3").on(1)
+    assert interleave(alone, TOKENS) is alone
