@@ -4,8 +4,9 @@ travels while the other computes.
 Requires a placed graph. Ensures the same inputs, outputs and parameters and, but for products of other shapes, the same
 values; every exchange of that axis inside a block becomes two of half the size. Of the samples, neither half needs the
 other: a repeat whose nodes pick or join samples stays as it is. Tokens meet again where each attends to all of them,
-and only there: keys and values are joined, queries stay halves. A repeat in which nothing of the axis is exchanged, or
-whose axis cannot be halved, stays as it is.
+and only there: keys and values are joined, queries stay halves. Where weights are gathered as they are used, turns
+would gather those of a whole block at once, and tokens stay whole. A repeat in which nothing of the axis is exchanged,
+or whose axis cannot be halved, stays as it is.
 
 XLA orders nodes itself; for a stream that runs them in their order, `TOKENS` leave the halves in turns: each as far as
 it gets, then its exchange, then the other.
@@ -50,6 +51,7 @@ def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0) -> Graph:
 
 def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:
     body, outputs = repeat.body, [v.type for v in repeat.body.outputs.values()]
+    weights = set(body.params.values())
     carried = {type.size(axis) for type in outputs if axis in type.axes}
     if any(node.op == "repeat" for node in body.nodes) or len(outputs) != repeat.num_carries or len(carried) != 1:
         return False
@@ -60,6 +62,8 @@ def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:
             return False
         if any(_names(node.attrs, axis) for node in body.nodes):
             return False
+    elif any(node.op == "all_gather" and node.inputs[0] in weights for node in body.nodes):
+        return False
     (size,) = carried
     exchanged = [v.type for node in body.nodes if _exchanges(node, axis) for v in node.inputs if axis in v.type.axes]
     return not size % HALVES and any(HALVES * rows <= _rows(type) for type in exchanged)
@@ -183,7 +187,8 @@ class _Halves:
     def in_turns(self) -> list[Node]:
         """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
 
-        What is whole leaves with a half, alone only if nothing else is left to do.
+        Exchanges are all-reduces; what the others bring is read at once. What is whole leaves with a half, alone only
+        if nothing else is left to do.
         """
         ready = {id(v) for v in (*self.body.inputs.values(), *self.body.params.values())}
         arriving: list[set[int]] = [set(), set()]
@@ -197,13 +202,13 @@ class _Halves:
             for node in waiting:
                 if (id(node) in self.second) != bool(turn) or not all(id(v) in ready for v in node.inputs):
                     left.append(node)
-                elif node.op in COLLECTIVES:
+                elif node.op == "all_reduce":
                     leaving.append(node)
                 else:
                     ordered.append(node)
                     ready.update(map(id, node.outputs))
             if stuck < HALVES and not any(self.axis in v.type.axes for node in leaving for v in node.inputs):
-                left, leaving = [node for node in waiting if node in left or node in leaving], []
+                left, leaving = [*left, *leaving], []
             arriving[turn] = {id(v) for node in leaving for v in node.outputs}
             ordered += together(leaving)
             stuck = stuck + 1 if len(left) == len(waiting) else 0

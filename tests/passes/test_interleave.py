@@ -97,10 +97,13 @@ def test_every_exchange_travels_under_a_product_of_the_other_half(generation):
     assert len(found) == 8 and min(found[:-1]) > 0, found
 
 
-def test_tokens_stay_whole_where_halves_are_too_small_or_nothing_is_summed():
+def test_tokens_stay_whole_where_halves_are_too_small_or_nothing_is_summed_or_weights_are_gathered():
     graph = case("guided-2.3").on(2)
     rows = 12 * graph.repeats[0].body.outputs["video"].type.size(SAMPLES)
     assert interleave(graph, TOKENS, rows // 2) is not graph
     assert interleave(graph, TOKENS, rows // 2 + 1) is graph
     alone = case("guided-2.3").on(1)
     assert interleave(alone, TOKENS) is alone
+    one = case("guided-2.3")
+    gathering = Placement(PROFILES["hopper"], {"fsdp": 2, "tensor": 2}).local(one.graph, one.network)
+    assert interleave(gathering, TOKENS) is gathering
