@@ -188,7 +188,7 @@ class _Halves:
         """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
 
         Exchanges are all-reduces; what the others bring is read at once. What is whole leaves with a half, alone only
-        if nothing else is left to do.
+        behind the last, or if nothing else is left to do.
         """
         ready = {id(v) for v in (*self.body.inputs.values(), *self.body.params.values())}
         arriving: list[set[int]] = [set(), set()]
@@ -207,10 +207,13 @@ class _Halves:
                 else:
                     ordered.append(node)
                     ready.update(map(id, node.outputs))
-            if stuck < HALVES and not any(self.axis in v.type.axes for node in leaving for v in node.inputs):
+            if stuck < HALVES and not any(map(self._sums_a_half, leaving)) and any(map(self._sums_a_half, left)):
                 left, leaving = [*left, *leaving], []
             arriving[turn] = {id(v) for node in leaving for v in node.outputs}
             ordered += together(leaving)
             stuck = stuck + 1 if len(left) == len(waiting) else 0
             waiting, turn = left, 1 - turn
         return ordered
+
+    def _sums_a_half(self, node: Node) -> bool:
+        return node.op == "all_reduce" and any(self.axis in v.type.axes for v in node.inputs)
