@@ -48,6 +48,7 @@ from benchmarks.measure import machine, record
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.interleave import TOKENS, interleave
+from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.cost import RECEIVED
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
 from ltx2rt.session.options import parse_mesh
@@ -100,7 +101,7 @@ class Counts:
             self.arrivals[x.untyped_storage()._cdata] = self.link_s
 
     def wait(self, x: torch.Tensor) -> None:
-        missing_s = max(0.0, self.arrivals.pop(x.untyped_storage()._cdata) - self.stream_s)
+        missing_s = max(0.0, self.arrivals.pop(x.untyped_storage()._cdata, 0.0) - self.stream_s)
         self.stream_s += missing_s
         self.waited_s += missing_s
 
@@ -242,14 +243,17 @@ class Launches:
 
 
 def once(counts: Counts, repeat: lower.Repeat, *operands):
-    """One iteration of a repeat that counts as all of them."""
+    """The first iteration of a repeat, and one that counts as all others: it may wait for what the one before sent."""
     plan = repeat.plan
     carry, invariant, per_layer = repeat.iterations(operands)
-    before = counts.stream_s, counts.waited_s
-    counts.times *= plan.count
-    results = repeat.block(*carry, *invariant, *(p[0] for p in per_layer))
-    counts.times //= plan.count
-    counts.repeated(before, plan.count)
+    results, times = (), counts.times
+    for count in (1, plan.count - 1)[: plan.count]:
+        before = counts.stream_s, counts.waited_s
+        counts.times = times * count
+        results = repeat.block(*carry, *invariant, *(p[0] for p in per_layer))
+        counts.repeated(before, count)
+        carry = results[: plan.num_carries]
+    counts.times = times
     stacked = [x.expand(plan.count, *x.shape) for x in results[plan.num_carries :]]
     return *results[: plan.num_carries], *stacked
 
@@ -287,7 +291,7 @@ def stood_in(counts: Counts) -> Iterator[None]:
 def count(graph: Graph, half_rows: int = HALF_ROWS, kind: DeviceKind = H200) -> Counts:
     """Launches and bytes of one call of `graph`, as it is lowered for a GPU. half_rows: rows that a half of the tokens
     has at the least."""
-    graph, counts = fuse(interleave(graph, TOKENS, half_rows)), Counts(kind, graph.mesh)
+    graph, counts = fuse(interleave(rotate(graph), TOKENS, half_rows)), Counts(kind, graph.mesh)
     position = Position(graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh})
 
     def tensor(shape, dtype):

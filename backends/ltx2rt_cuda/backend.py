@@ -19,6 +19,7 @@ from ltx2rt.graph.ir import Graph, Type, numbered
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.interleave import TOKENS, interleave
 from ltx2rt.passes.loop import taken_apart
+from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.devices import gpu_reserve_bytes
 from ltx2rt.weights.float8 import EncodedSource, Piece
 from ltx2rt.weights.lora import Factors, row_chunks
@@ -134,7 +135,7 @@ class CudaBackend:
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         if self.device_kind == "cuda" and not compile:  # Inductor orders a block by itself
-            graph = interleave(graph, TOKENS, HALF_ROWS)
+            graph = interleave(rotate(graph), TOKENS, HALF_ROWS)
         parts = taken_apart(graph)
         before, body = (self.lower(part, layers, compile) for part in (parts.before, parts.body))
         position = self.position if graph.mesh else ALONE

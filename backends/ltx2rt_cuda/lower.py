@@ -136,15 +136,21 @@ def _summed(plan: RepeatPlan, device: torch.device) -> tuple[Graph, Sums]:
     return rest, Sums(plan, sums, kinds, device)
 
 
-def lower(graph: Graph, device: torch.device, compile: bool = False, position: Position = ALONE) -> fx.GraphModule:
-    """A module called as module(*inputs, *weights) in the order of graph.inputs and graph.all_params()."""
+def lower(
+    graph: Graph, device: torch.device, compile: bool = False, position: Position = ALONE, carries: int = 0
+) -> fx.GraphModule:
+    """A module called as module(*inputs, *weights) in the order of graph.inputs and graph.all_params().
+
+    carries: so many of its first results are the inputs of the next call, and may still be on their way then.
+    """
     built = fx.Graph()
     modules: dict[str, torch.nn.Module] = {}
     env = {id(v): built.placeholder(f"in_{name}") for name, v in graph.inputs.items()}
     weights = {name: built.placeholder(f"w_{i}") for i, name in enumerate(graph.all_params())}
     env |= {id(v): weights[name] for name, v in graph.params.items()}
     own = _own(graph)
-    travelling: set[int] = set()
+    on_the_way = _on_the_way(graph, carries)
+    travelling = {id(v) for i, v in enumerate(graph.inputs.values()) if i in on_the_way}
 
     def read(v: Value) -> fx.Node:
         """What an exchange brings is waited for by the first that reads it."""
@@ -161,7 +167,7 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
         if node.op == "repeat":
             plan = node.repeat
             body, sums = _summed(plan, device)
-            block = lower(body, device, position=position)
+            block = lower(body, device, position=position, carries=0 if compile else plan.num_carries)
             block = torch.compile(block, dynamic=False) if compile else block
             modules[f"repeat_{number}"] = Repeat(plan, block, sums, compile)
             layered = {name for name in plan.body.params if "*" in name}
@@ -187,18 +193,29 @@ def lower(graph: Graph, device: torch.device, compile: bool = False, position: P
                     kwargs["in_place"] = all(id(v) in own for v in node.inputs)
                     travelling.update(map(id, node.outputs))
             result = built.call_function(OPS[node.op], operands, kwargs)
+        if node.op == "repeat" and not compile:
+            travelling.update(id(node.outputs[i]) for i in _on_the_way(node.repeat.body, node.repeat.num_carries))
         if len(node.outputs) == 1 and node.op not in SEVERAL:
             env[id(node.outputs[0])] = result
         else:
             for i, v in enumerate(node.outputs):
                 env[id(v)] = built.call_function(_item, (result, i))
-    for key in tuple(travelling):  # also what nothing reads: a recording ends when all that it has begun has arrived
+    left = {id(v) for i, v in enumerate(graph.outputs.values()) if i in on_the_way}
+    for key in travelling - left:  # also what nothing reads: a recording ends when all that it has begun has arrived
         arrive(key)
     built.output(tuple(env[id(v)] for v in graph.outputs.values()))
     root = torch.nn.Module()
     for name, module in modules.items():
         root.add_module(name, module)
     return fx.GraphModule(root, built)
+
+
+def _on_the_way(body: Graph, carries: int) -> set[int]:
+    """Which of the values that a repeat carries are results of an all-reduce as it is, which the next iteration is the
+    first to read."""
+    sums = {id(v) for node in body.nodes if node.op == "all_reduce" for v in node.outputs}
+    read = {id(v) for node in body.nodes for v in node.inputs}
+    return {i for i, v in enumerate(body.outputs.values()) if i < carries and id(v) in sums - read}
 
 
 def _own(graph: Graph) -> set[int]:

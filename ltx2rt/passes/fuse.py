@@ -8,9 +8,6 @@ GELU, the per-head gate and what it chooses from, GELU or that gate and the floa
 SiLU, the vocoder's SnakeBeta. Then two nodes of one kernel that do not need each other, such as those of video and of
 sound, become one launch. Which values meet is decided here; whether a kernel or the plain ops run them, by the
 backend.
-
-The last residual of a block and the first norm of the next stay apart: its rows are the next block's, so that every
-block would read two sets of modulation parameters, and the norm's result travel from block to block.
 """
 
 from __future__ import annotations
@@ -122,7 +119,8 @@ def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node
     bias: list[Value] = []
     if (sum_ := uses.only(y, "add")) is not None and sum_.inputs[0].type == y.type:
         total, row = sum_.inputs
-        if uses.maker(total, "all_reduce") is not None and row.type.axes == y.type.axes[-1:]:
+        summed = uses.makers.get(id(total))
+        if (summed is None or summed.op == "all_reduce") and row.type.axes == y.type.axes[-1:]:  # None: `rotate`'s
             gone, y, bias = [*gone, sum_], total, [row]
     return gone, new, [x, y, *bias, gate]
 

@@ -102,5 +102,5 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     lambda g, on, net, steps: coalesce(g),
     # After pack: weights are joined before they are cut, so there are as few gathers as matrix products.
     lambda g, on, net, steps: gather_weights(g, on.rules(net, weights=True), on.mesh, net in on.profile.strict),
-    # Then `interleave` and `fuse`, in a backend: it alone knows its streams and kernels.
+    # Then `rotate`, `interleave` and `fuse`, in a backend: it alone knows its streams and kernels.
 )

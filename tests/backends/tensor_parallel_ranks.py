@@ -31,6 +31,7 @@ from ltx2rt.graph import Graph, trace
 from ltx2rt.models import transformer
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.interleave import TOKENS, interleave
+from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource
@@ -47,14 +48,14 @@ class Run:
     name: str
     dtype: str = "float32"
     lora: bool = False
-    halved: bool = False  # tokens in halves, and fused, as on GPUs
+    halved: bool = False  # rotated, tokens in halves, and fused, as on GPUs
 
     def __str__(self) -> str:
         return f"{self.name}-{self.dtype}{'-lora' * self.lora}{'-halved' * self.halved}"
 
     def on(self, devices: int) -> Graph:
         graph = case(self.name, self.dtype).on(devices)
-        return fuse(interleave(graph, TOKENS)) if self.halved else graph
+        return fuse(interleave(rotate(graph), TOKENS)) if self.halved else graph
 
 
 RUNS = {
