@@ -108,6 +108,21 @@ def rewrite(node: Node, change: Callable[[Graph], Graph]) -> Node:
     return replace(node, args={"repeat": replace(node.repeat, body=change(node.repeat.body))})
 
 
+def replace_repeats(graph: Graph, append: Callable[[Graph, Node], bool]) -> Graph:
+    """`graph` with other nodes in the place of its repeats, at any depth; itself if all of them stay.
+
+    append(result, node): append to `result` what takes the place of a repeat, or say False.
+    """
+    result = replace(graph, nodes=[])
+    for node in graph.nodes:
+        if node.op != "repeat":
+            result.nodes.append(node)
+        elif not append(result, node):
+            body = replace_repeats(node.repeat.body, append)
+            result.nodes.append(node if body is node.repeat.body else rewrite(node, lambda _, new=body: new))
+    return graph if result.nodes == graph.nodes else result
+
+
 @dataclass(frozen=True)
 class Repeat:
     """The argument of a `repeat` node: `body` runs `count` times.

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value
+from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value, replace_repeats
 from ltx2rt.graph.ops import COLLECTIVES, OPS
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
@@ -35,16 +35,13 @@ def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0) -> Graph:
 
     rows: samples times tokens that a half has at the least.
     """
-    result = replace(graph, nodes=[])
-    for node in graph.nodes:
-        if node.op == "repeat" and _can_halve(node.repeat, axis, rows):
+
+    def append(result: Graph, node: Node) -> bool:
+        if can := _can_halve(node.repeat, axis, rows):
             _append_halved(result, node, axis)
-        elif node.op == "repeat" and (body := interleave(node.repeat.body, axis, rows)) is not node.repeat.body:
-            result.nodes.append(replace(node, args={"repeat": replace(node.repeat, body=body)}))
-        else:
-            result.nodes.append(node)
-    if result.nodes == graph.nodes:
-        return graph
+        return can
+
+    result = replace_repeats(graph, append)
     verify(result)
     return result
 

@@ -11,23 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ltx2rt.graph.ir import Graph, Node, Repeat, Value
+from ltx2rt.graph.ir import Graph, Node, Repeat, Value, replace_repeats
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
 
 def rotate(graph: Graph) -> Graph:
     """`graph` with its repeats rotated; itself if no block ends in a gated sum."""
-    result = replace(graph, nodes=[])
-    for node in graph.nodes:
-        if node.op == "repeat" and (sums := _sums(node.repeat)):
-            _append_rotated(result, node, sums)
-        elif node.op == "repeat" and (body := rotate(node.repeat.body)) is not node.repeat.body:
-            result.nodes.append(replace(node, args={"repeat": replace(node.repeat, body=body)}))
-        else:
-            result.nodes.append(node)
-    if result.nodes == graph.nodes:
-        return graph
+    result = replace_repeats(graph, _append_rotated)
     verify(result)
     return result
 
@@ -60,18 +51,18 @@ def _sums(repeat: Repeat) -> dict[str, _Sum]:
     readers: dict[int, int] = {}
     for v in (*(v for node in body.nodes for v in node.inputs), *body.outputs.values()):
         readers[id(v)] = readers.get(id(v), 0) + 1
-    _, invariants, _ = repeat.divide(list(body.inputs.values()))
-    fixed = set(map(id, invariants))
+    entering, invariants, _ = repeat.divide(list(body.inputs.items()))
+    fixed = {id(v) for _, v in invariants}
 
     def only(v: Value, op: str) -> Node | None:
         node = makers.get(id(v))
         return node if node is not None and node.op == op and readers[id(v)] == 1 else None
 
     found = {}
-    for name, entering, result in zip(body.inputs, body.inputs.values(), body.outputs.values(), strict=False):
+    for (name, _), result in zip(entering, body.outputs.values(), strict=True):
         total = only(result, "add")
         scaled = only(total.inputs[1], "mul") if total is not None else None
-        if total is None or scaled is None or total.inputs[0].type != scaled.outputs[0].type or result is entering:
+        if total is None or scaled is None or total.inputs[0].type != scaled.outputs[0].type:
             continue
         y, gate = scaled.inputs
         nodes = [scaled, total]
@@ -95,40 +86,43 @@ def _is_summed(makers: dict[int, Node], v: Value) -> bool:
     return id(v) in makers and makers[id(v)].op == "all_reduce"
 
 
-def _append_rotated(result: Graph, node: Node, sums: dict[str, _Sum]) -> None:
+def _append_rotated(result: Graph, node: Node) -> bool:
     repeat, old = node.repeat, node.repeat.body
-    outer = dict(zip(map(id, old.inputs.values()), node.inputs, strict=True))
+    sums = _sums(repeat)
+    if not sums:
+        return False
+    carry, *others = repeat.divide(list(zip(old.inputs.items(), node.inputs, strict=True)))
+    outer = {id(v): operand for group in others for (_, v), operand in group}
     gone = {id(n) for one in sums.values() for n in one.nodes}
     body = replace(old, nodes=[], inputs={}, outputs={})
     operands: list[Value] = []
-    for name, v, operand, left in zip(old.inputs, old.inputs.values(), node.inputs, old.outputs.values(), strict=False):
+    results: list[Value] = []
+    behind: list[tuple[_Sum, list[Value], Value]] = []
+    for ((name, v), operand), left, made in zip(carry, old.outputs.values(), node.outputs, strict=True):
         one = sums.get(name)
-        carried = [left] if one is None else one.carried
-        names = [name, *(f"{name}_{i}" for i in range(1, len(carried)))]
-        entering = [v] if one is None else [Value(n, x.type) for n, x in zip(names, carried, strict=True)]
+        if one is None:
+            body.inputs[name], body.outputs[name] = v, left
+            operands.append(operand)
+            results.append(made)
+            continue
+        names = [name, *(f"{name}_{i}" for i in range(1, len(one.carried)))]
+        entering = [Value(n, x.type) for n, x in zip(names, one.carried, strict=True)]
         body.inputs |= zip(names, entering, strict=True)
-        body.outputs |= zip(names, carried, strict=True)
-        operands += [operand, *(_zeros(result, x) for x in carried[1:])]
-        if one is not None:
-            one.again(body, entering, v, lambda invariant: invariant)
-    _, invariant, data = repeat.divide(list(zip(old.inputs.items(), node.inputs, strict=True)))
-    body.inputs |= dict(item for item, _ in (*invariant, *data))
+        body.outputs |= zip(names, one.carried, strict=True)
+        operands += [operand, *(_zeros(result, x) for x in one.carried[1:])]
+        one.again(body, entering, v, lambda invariant: invariant)
+        parts = [result.fresh(x.type) for x in one.carried]
+        results += parts
+        behind.append((one, parts, made))
+    for group in others:
+        body.inputs |= dict(item for item, _ in group)
+        operands += [operand for _, operand in group]
     body.nodes += [n for n in old.nodes if id(n) not in gone]
-    values = [result.fresh(v.type) for v in body.outputs.values()]
-    args = {"repeat": replace(repeat, body=body, num_carries=len(values))}
-    others = [operand for _, operand in (*invariant, *data)]
-    made = iter(values)
-    behind = []
-    outputs = []
-    for name, v in zip(old.outputs, node.outputs, strict=True):
-        one = sums.get(name)
-        parts = [next(made) for _ in (one.carried if one else (v,))]
-        outputs += parts if one else [v]
-        if one:
-            behind.append((one, parts, v))
-    result.nodes.append(Node("repeat", (*operands, *others), tuple(outputs), node.attrs, args))
-    for one, parts, v in behind:
-        one.again(result, parts, v, lambda invariant: outer[id(invariant)])
+    args = {"repeat": replace(repeat, body=body, num_carries=len(results))}
+    result.nodes.append(Node("repeat", tuple(operands), tuple(results), node.attrs, args))
+    for one, parts, made in behind:
+        one.again(result, parts, made, lambda invariant: outer[id(invariant)])
+    return True
 
 
 def _zeros(graph: Graph, like: Value) -> Value:
