@@ -1,32 +1,39 @@
 """The last sum of a block in the next one: the same values, one kernel with the block's first norm."""
 
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from placed_cases import case
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
+from ltx2rt.graph.ops import OPS
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, relative_l2
 
-CLOSE = 2e-6  # float32, x + 0 * 0 is x; rows of an image's level lie otherwise in memory, and guidance multiplies by 11
+CLOSE = 1e-6  # float32: products of samples that lie otherwise in memory, and fewer roundings
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tensor": 2}, {"tensor": 2, "sequence": 2}], ids=str)
 @pytest.mark.parametrize("name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"])
-def test_values_are_the_same(name, mesh):
+def test_values_are_the_same(monkeypatch, name, mesh):
+    """Bit by bit with expanded samples copied, which numpy multiplies otherwise as long as they are views."""
+    expand = OPS["expand"]
+    copied = replace(expand, numpy=lambda *args, **plan: np.array(expand.numpy(*args, **plan), order="C"))
+    monkeypatch.setitem(OPS, "expand", copied)
     one = case(name)
     graph = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network)
     rotated = rotate(graph)
     assert rotated is not graph and rotated.parameters() == graph.parameters()
     expected = interpret(graph, one.params, one.inputs)
-    for form in (rotated, fuse(rotated)):
+    for form, bound in ((rotated, 0.0), (fuse(rotated), CLOSE)):
         for key, value in interpret(form, one.params, one.inputs).items():
-            assert relative_l2(value, expected[key]) <= CLOSE, key
+            assert relative_l2(value, expected[key]) <= bound, key
 
 
 @pytest.mark.parametrize("devices", [1, 2])
