@@ -35,7 +35,6 @@ import torch
 import torch.distributed._functional_collectives  # what collectives make of fake tensors is registered here
 import torch.nn.functional as F
 from ltx2rt_cuda import attention, lower, ops
-from ltx2rt_cuda.backend import HALF_ROWS
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.ops import DTYPES
 from ltx2rt_kernels.choose import FOLDERS
@@ -47,8 +46,7 @@ from benchmarks.kernels import request_graphs
 from benchmarks.measure import machine, record
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.passes.interleave import TOKENS, interleave
-from ltx2rt.passes.rotate import rotate
+from ltx2rt.passes.interleave import HALF_ROWS, in_token_halves
 from ltx2rt.placement.cost import RECEIVED
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
 from ltx2rt.session.options import parse_mesh
@@ -291,7 +289,7 @@ def stood_in(counts: Counts) -> Iterator[None]:
 def count(graph: Graph, half_rows: int = HALF_ROWS, kind: DeviceKind = H200) -> Counts:
     """Launches and bytes of one call of `graph`, as it is lowered for a GPU. half_rows: rows that a half of the tokens
     has at the least."""
-    graph, counts = fuse(interleave(rotate(graph), TOKENS, half_rows)), Counts(kind, graph.mesh)
+    graph, counts = fuse(in_token_halves(graph, half_rows)), Counts(kind, graph.mesh)
     position = Position(graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh})
 
     def tensor(shape, dtype):

@@ -17,9 +17,8 @@ from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph, Type, numbered
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.passes.interleave import TOKENS, interleave
+from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.passes.loop import taken_apart
-from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.devices import gpu_reserve_bytes
 from ltx2rt.weights.float8 import EncodedSource, Piece
 from ltx2rt.weights.lora import Factors, row_chunks
@@ -27,10 +26,6 @@ from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, rec
 from ltx2rt_cuda.host import parked, unparked
 from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
-
-# Samples times tokens of a half at the least. Not measured: below, a half's narrow products leave most of a GPU's
-# multiprocessors without a tile, and there is less to hide an exchange under than more launches cost.
-HALF_ROWS = 1024
 
 
 class CudaBackend:
@@ -135,7 +130,7 @@ class CudaBackend:
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         if self.device_kind == "cuda" and not compile:  # Inductor orders a block by itself
-            graph = interleave(rotate(graph), TOKENS, HALF_ROWS)
+            graph = in_token_halves(graph)
         parts = taken_apart(graph)
         before, body = (self.lower(part, layers, compile) for part in (parts.before, parts.body))
         position = self.position if graph.mesh else ALONE

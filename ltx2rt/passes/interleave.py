@@ -24,8 +24,12 @@ from ltx2rt.graph.ops import COLLECTIVES, OPS
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 from ltx2rt.passes.coalesce import apart, together
+from ltx2rt.passes.rotate import rotate
 
 SAMPLES, TOKENS, HALVES = "B", "tokens", 2
+# Samples times tokens of a half at the least. Not measured: below, a half's narrow products leave most of a GPU's
+# multiprocessors without a tile, and there is less to hide an exchange under than more launches cost.
+HALF_ROWS = 1024
 Parts = Sequence[Value]  # of a value: itself, or its halves
 QUERIES = (0, 3)  # operands of an attention that each query has a part of: q, and the bias behind k and v
 
@@ -44,6 +48,11 @@ def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0) -> Graph:
     result = replace_repeats(graph, append)
     verify(result)
     return result
+
+
+def in_token_halves(graph: Graph, rows: int = HALF_ROWS) -> Graph:
+    """What a GPU runs of a placed graph: `rotate`, then halves of the tokens, in turns."""
+    return interleave(rotate(graph), TOKENS, rows)
 
 
 def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:

@@ -156,7 +156,7 @@ class Estimator:
             graph = self._graph(call, on.mesh.get("guidance", 1) == 1)
             strict = "transformer" in on.profile.strict
             placed = coalesce(place(graph, on.rules("transformer", weights=False), on.mesh, strict))
-            found = cost(Work(call.network, ((placed, 1),), {}))
+            found = cost(Work(call.network, ((self.session.in_order(placed), 1),), {}))
             if self.session.options.weights_dtype == "float8":  # of almost all linears
                 linear = sum(node_flops(node) * times for node, times in placed.walk() if node.op == "linear")
                 found = replace(found, float8_flops=linear)

@@ -20,6 +20,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.models.catalog import network
+from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import touched_bytes, weight_bytes
 from ltx2rt.placement.placement import Placement
@@ -207,13 +208,18 @@ class Session:
         here[call.weights] = weight_bytes([graph]) if shared is None else touched_bytes(graph, shared)
 
     def _cost(self, name: str, calls: Sequence[Call]) -> StageCost:
-        loops = [taken_apart(self.graph(call)) for call in calls if call.steps is not None]
+        loops = [taken_apart(self.in_order(self.graph(call))) for call in calls if call.steps is not None]
         runs: dict[Hashable, tuple[Graph, int]] = {}
         for call in calls:
             graph, times = self.graph(call) if call.steps is None else loops[0].body, call.times
             runs[call.program] = (graph, runs.get(call.program, (graph, 0))[1] + times)
         steps = max((call.steps or 1 for call in calls), default=1)
         return cost(Work(name, tuple(runs.values()), {}, steps, loops[0].before if loops else None))
+
+    def in_order(self, step: Graph) -> Graph:
+        """A placed step, or the loop over steps, in the order in which the backend runs it."""
+        ordered = self.backend.device_kind == "cuda" and not self.options.compile and step.mesh
+        return in_token_halves(step) if ordered else step
 
     def require_memory(self, stages: Sequence[Needing], warm: bool = False) -> None:
         """Make room for a run: sets of earlier requests are let go, the least recently used first, until it fits.

@@ -30,8 +30,7 @@ from ltx2rt.backend import get_backend
 from ltx2rt.graph import Graph, trace
 from ltx2rt.models import transformer
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.passes.interleave import TOKENS, interleave
-from ltx2rt.passes.rotate import rotate
+from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource
@@ -55,7 +54,7 @@ class Run:
 
     def on(self, devices: int) -> Graph:
         graph = case(self.name, self.dtype).on(devices)
-        return fuse(interleave(rotate(graph), TOKENS)) if self.halved else graph
+        return fuse(in_token_halves(graph, rows=0)) if self.halved else graph
 
 
 RUNS = {

@@ -21,7 +21,7 @@ def test_plan_prints_the_promised_json(planned):
     assert [s["name"] for s in planned["stages"]] == ["text", "stage1", "upsample", "stage2", "audio", "decode"]
     assert all(s.keys() == STAGE_KEYS for s in planned["stages"])
     assert planned["stages"][1]["collectives"] == {
-        "all_reduce": {"count": 7 * 3, "bytes": planned["stages"][1]["collectives"]["all_reduce"]["bytes"]}
+        "all_reduce": {"count": (2 * 7 + 1) * 3, "bytes": planned["stages"][1]["collectives"]["all_reduce"]["bytes"]}
     }
 
 
@@ -55,9 +55,10 @@ def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, 
 def test_plan_prints_a_table(command):
     """Four cards hold the released model, one H100 does not; a bound on time is called one."""
     status, out, _ = command("plan", "--preset", "ltx-2.3", "--devices", 4, "--device-kind", "h100-80gb")
-    assert status == 0 and "336 all_reduce" in out and "memory: fits" in out and "bound from below" in out
+    assert status == 0 and "720 all_reduce" in out and "memory: fits" in out and "bound from below" in out
+    assert "less what passes under products" in out
     status, out, _ = command("plan", "--preset", "ltx-2.3", "--devices", 1, "--device-kind", "h100-80gb")
-    assert status == 0 and "does NOT fit" in out and "all_reduce" not in out
+    assert status == 0 and "does NOT fit" in out and "all_reduce" not in out and "exchanges" not in out
     assert "try --stage-weights reload or more devices or fewer frames" in out
 
 
