@@ -8,7 +8,7 @@ Requires a legal graph, placed or not, not yet packed. Ensures the same values. 
 - chains that depend on per-iteration data alone and end in a linear run once for all iterations, with the iterations'
   axis in front: AdaLN's modulation rows of all known sigmas.
 
-Views and casts of a parameter or a mask cost nothing and stay, unless what needs them moves.
+Views and casts of a parameter or a mask cost little and stay, unless what needs them moves; a cast of prompts moves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ltx2rt.graph.verify import verify
 INVARIANT, DATA, CARRIED = range(3)  # what a value depends on, the strongest
 LIGHT = {"full", "at", "slice", "rename", "expand", "cast", "affine", "split", "merge", "transpose", "pad", "stack",
          "concat", "select"}  # fmt: skip
+LARGE = 2**20  # elements of a cast that is not light
 # Ops that mean the same with one more axis in front of their operands.
 BATCHED = {"at", "slice", "cast", "affine", "expand", "split", "merge", "sinusoid", "silu", "add", "sub", "mul", "div",
            "linear"}  # fmt: skip
@@ -90,7 +91,8 @@ class _Loop:
         values: set[int] = set()
         own = [n for n in nodes if levels[id(n.outputs[0])] == INVARIANT]
         for node in own:
-            if node.op not in LIGHT or any(id(v) in values for v in node.inputs):
+            large = node.op == "cast" and node.outputs[0].type.num_elements >= LARGE
+            if large or node.op not in LIGHT or any(id(v) in values for v in node.inputs):
                 found.add(id(node))
                 values.update(id(v) for v in node.outputs)
         needed = {id(v) for node in own if id(node) in found for v in node.inputs}

@@ -84,6 +84,17 @@ def test_a_prompt_that_no_timestep_modulates_is_projected_once():
     assert any("attn2.to_k" in name for name in taken_apart(modulated).body.all_params())
 
 
+@pytest.mark.parametrize("tokens,stays", [(2**18, 0), (2**18 - 1, 1)])
+def test_prompts_are_cast_before_the_loop_and_what_is_small_where_it_is_read(tokens, stays):
+    def step(o):
+        text = o.cast(o.input("text", "float32", text=tokens, D=4), dtype="bfloat16")
+        x = o.input("x", D=4)
+        return {"x": o.add(x, o.mean(o.mul(text, x), over=("text",)))}
+
+    graph = hoist(looped(trace("step", step, "bfloat16"), "denoise", 2, ()))
+    assert in_loop(graph)["cast"] == stays and len(graph.nodes) == 2 - stays
+
+
 def test_every_parameter_is_read_before_the_loop_or_in_it():
     one = case("guided-2.3")
     graph = hoist(all_steps(one))
