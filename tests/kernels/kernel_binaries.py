@@ -1,7 +1,7 @@
 """Every kernel as it would be launched for LTX-2.3 at full size, compiled for sm_90 without a GPU.
 
-Prints {launch: {"registers", "spilled_bytes", "narrow_loads"}}; arguments: beginnings of the launches to compile
-(default: all). The operands are on torch's meta device: shapes and strides, no data.
+Prints {launch: {"registers", "spilled_bytes", "loads", "narrow_loads"}}; arguments: beginnings of the launches to
+compile (default: all). The operands are on torch's meta device: shapes and strides, no data.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from triton.compiler import ASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.float8_e4m3fn: "*fp8e4nv"}
+
+LOADS = (
+    ("loads", ""),
+    ("narrow_loads", r"\.b16\b"),
+)  # narrow: of 16 bits at a time, where eight numbers would come at once
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -64,8 +69,8 @@ class Recorder:
                 signature[name] = "fp32"
         source = ASTSource(self.kernel, signature, fixed, attrs)
         asm = triton.compile(source, target=TARGET, options={"num_warps": num_warps}).asm
-        # A number of 16 bits at a time, where eight would come at once.
-        self.found = resources(asm["cubin"]) | {"narrow_loads": len(re.findall(r"ld\.global[.\w]*\.b16\b", asm["ptx"]))}
+        loads = {name: len(re.findall(rf"ld\.global[.\w]*{end}", asm["ptx"])) for name, end in LOADS}
+        self.found = resources(asm["cubin"]) | loads
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -187,6 +187,8 @@ def test_kernels_compile_for_hopper_without_spills(tmp_path):
         print(f"{name}: {used['registers']} registers, {used['spilled_bytes']} bytes spilled")
     assert {name.split()[0] for name in found} == {*FOLDERS, "together"} - set(NEEDS_GPU)
     assert all(used["spilled_bytes"] == 0 and used["registers"] <= 128 for used in found.values()), found
+    # Of 4 results: 11 inputs each, 12 taps of both filters, 6 inputs at both ends, and the channel's two numbers.
+    assert found["snake_beta"]["loads"] <= 4 * 11 + 2 * 12 + 2 * 6 + 2
     wide = [
         name
         for name in found

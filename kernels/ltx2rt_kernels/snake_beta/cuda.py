@@ -1,8 +1,9 @@
 """One program per stretch of one channel: the signal at twice the rate exists in registers only.
 
 Each result computes the samples under its filter anew: half of taps^2 multiplications and `taps` sines, in place of a
-dozen passes over memory at twice the rate. Loads ask for half of taps^2 samples a result, all but one of them from the
-cache: what comes from memory is the minimum, the signal once, and the edges of stretches twice.
+dozen passes over memory at twice the rate. Which inputs and taps a sample reads is known at compile time, so that each
+of the taps - 1 inputs under a result's filter is loaded once, all but one of them from the cache: what comes from
+memory is the minimum, the signal once, and the edges of stretches twice.
 """
 
 from __future__ import annotations
@@ -31,6 +32,16 @@ def sin_squared(z):
 
 
 @jit
+def sample(x, up, t, J: tl.constexpr, T, HALF: tl.constexpr):
+    """Sample m = 2 t + J - HALF + 1 at twice the rate: input (m + HALF - 1 - i) / 2 through tap i, every other one."""
+    total = 0.0
+    for k in tl.static_range(HALF):  # pyright: ignore[reportGeneralTypeIssues]
+        n = tl.minimum(tl.maximum(t + (J // 2 - k), 0), T - 1)
+        total += tl.load(up + (2 * k + J % 2)).to(tl.float32) * tl.load(x + n).to(tl.float32)
+    return 2.0 * total
+
+
+@jit
 def snake_beta_kernel(
     x, up, down, alpha, beta, out, x_b, x_c, T, CHANNELS, eps,
     TAPS: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -41,17 +52,11 @@ def snake_beta_kernel(
     frequency = tl.exp(tl.load(alpha + signal % CHANNELS).to(tl.float32))
     height = 1.0 / (tl.exp(tl.load(beta + signal % CHANNELS).to(tl.float32)) + eps)
     total = tl.zeros([BLOCK_T], tl.float32)
-    for j in range(TAPS):
-        # Sample m at twice the rate reads input (m + HALF - 1 - i) / 2 through tap i, every other one.
-        m = tl.minimum(tl.maximum(2 * t + (j - HALF + 1), 0), 2 * T - 1)
-        odd = (m + HALF - 1) % 2
-        first = (m + HALF - 1) // 2
-        fine = tl.zeros([BLOCK_T], tl.float32)
-        for k in tl.static_range(HALF):  # pyright: ignore[reportGeneralTypeIssues]
-            tap = tl.where(odd == 1, tl.load(up + 2 * k + 1).to(tl.float32), tl.load(up + 2 * k).to(tl.float32))
-            n = tl.minimum(tl.maximum(first - k, 0), T - 1)
-            fine += tap * tl.load(x + n).to(tl.float32)
-        fine = 2.0 * fine
+    before, behind = sample(x, up, 0, HALF - 1, T, HALF), sample(x, up, T, HALF - 2, T, HALF)
+    for j in tl.static_range(TAPS):  # pyright: ignore[reportGeneralTypeIssues]
+        m = 2 * t + (j - HALF + 1)
+        fine = sample(x, up, t, j, T, HALF)
+        fine = tl.where(m < 0, before, tl.where(m < 2 * T, fine, behind))
         total += tl.load(down + j).to(tl.float32) * (fine + sin_squared(fine * frequency) * height)
     tl.store(out + signal * T + t, total, t < T)
 
