@@ -197,11 +197,16 @@ def head_gate_linear_float8(*operands: Tensor, num_contracted: int, out_shape) -
 
 
 @op
-def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride, dilation) -> Tensor:
+def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride, dilation, padding=0) -> Tensor:
     function = (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
     if weight.ndim == 5 and x.device.type == "cuda":
         x, weight = channels_last(x), channels_last(weight)
-    return function(x, weight, bias, stride=stride, dilation=dilation)
+    return function(x, weight, bias, stride=stride, padding=padding, dilation=dilation)
+
+
+@op
+def padded_conv(x: Tensor, *weights: Tensor, padding, stride, dilation) -> Tensor:
+    return conv(x, *weights, stride=stride, dilation=dilation, padding=padding)
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -260,6 +260,19 @@ def pixel_norm_silu(x: Type, *, over: str, eps: float):
     return x, {"dim": x.axes.index(over), "eps": eps}
 
 
+def _numpy_padded_conv(x, *weights, padding, stride, dilation):
+    x = np.pad(x, ((0, 0), (0, 0), *((n, n) for n in padding)))
+    return OPS["conv"].numpy(x, *weights, stride=stride, dilation=dilation)
+
+
+@op(_numpy_padded_conv)
+def padded_conv(x: Type, *weights: Type, padding: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]):
+    """`conv` with `padding` zeros on either side of each spatial axis."""
+    shape = (*x.shape[:2], *(size + 2 * n for size, n in zip(x.shape[2:], padding, strict=True)))
+    result, args = OPS["conv"].rule(Type(x.axes, shape, x.dtype), *weights, stride=stride, dilation=dilation)
+    return result, args | {"padding": padding}
+
+
 def snake_windows(taps: int) -> tuple[int, int, tuple[int, int]]:
     """How a signal is padded and cropped around two filters of `taps` (even), one to twice its rate and one back.
 

@@ -5,9 +5,9 @@ values but for fewer roundings: norm and modulation (after a gated residual or n
 per level), norm and RoPE of q and k together, of those first that turn by the same tables (also the placed form, given
 the reduced sums of squares; without RoPE with the copies of what several samples attend to), a linear layer and its
 GELU, the per-head gate and what it chooses from, GELU or that gate and the float8 linear behind it, the VAE's norm and
-SiLU, the vocoder's SnakeBeta. Then two nodes of one kernel that do not need each other, such as those of video and of
-sound, become one launch. Which values meet is decided here; whether a kernel or the plain ops run them, by the
-backend.
+SiLU, a convolution and the zeros around it, the vocoder's SnakeBeta. Then two nodes of one kernel that do not need each
+other, such as those of video and of sound, become one launch. Which values meet is decided here; whether a kernel or
+the plain ops run them, by the backend.
 """
 
 from __future__ import annotations
@@ -371,6 +371,18 @@ ROWS = ("modulate", "norm_modulate", "gated_residual", "residual_norm_modulate")
 JOINED = dict.fromkeys(ROWS, "rows") | {"head_gate": "head_gate"}  # op -> the kernel that does two in one launch
 
 
+def _padded_conv(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """A convolution and the zeros around what it reads, as many on either side."""
+    pad = uses.only(node.inputs[0], "pad") if node.op == "conv" else None
+    if pad is None or pad.args["mode"] != "zeros":
+        return None
+    batch, channels, *spatial = pad.args["widths"]
+    if any(batch + channels) or any(before != behind for before, behind in spatial):
+        return None
+    inputs, padding = (*pad.inputs, *node.inputs[1:]), tuple(before for before, _ in spatial)
+    return [pad, node], [_node("padded_conv", inputs, node.outputs, padding=padding, **node.attrs)]
+
+
 @cache
 def _snake_pattern(x: Type) -> Graph:
     return trace("snake", lambda o: {"y": snake_beta(o, o.input("x", **x.sizes))}, x.dtype)
@@ -421,7 +433,7 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
 
 MATCHES: tuple[Match, ...] = (
     _norm_modulate, _gated_residual, _qk_norm_rope, _qk_norm, _same_tables, _qk_pair, _spread, _linear_gelu,
-    _gelu_float8, _head_gate, _head_gate_float8, _pixel_norm_silu, snakes,
+    _gelu_float8, _head_gate, _head_gate_float8, _pixel_norm_silu, _padded_conv, snakes,
     _together,
 )  # fmt: skip
 

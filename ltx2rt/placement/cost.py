@@ -126,7 +126,7 @@ def node_flops(node: Node) -> int:
     """2 x multiply-adds of one execution of one node; a repeat's body is not counted."""
     if node.op in ("linear", "linear_gelu") or node.op.endswith("linear_float8"):
         return 2 * node.inputs[0].type.num_elements * math.prod(node.args["out_shape"])
-    if node.op == "conv":
+    if node.op in ("conv", "padded_conv"):
         weight, out = node.inputs[1].type, node.outputs[0].type
         return 2 * out.num_elements * math.prod(weight.shape[1:])
     if node.op == "conv_transpose":

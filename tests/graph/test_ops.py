@@ -185,6 +185,14 @@ CASES = {
         axis="heads",
     ),
     "pixel_norm_silu": lambda o: o.pixel_norm_silu(_x(o), over="tokens", eps=1e-6),
+    "padded_conv": lambda o: o.padded_conv(
+        o.input("x", B=2, channels=3, rows=5, columns=4),
+        o.param("w", out=2, channels=3, k0=3, k1=2),
+        o.param("b", out=2),
+        padding=(2, 0),
+        stride=(2, 1),
+        dilation=(1, 2),
+    ),
     "snake_beta": lambda o: o.snake_beta(
         o.input("x", B=2, channels=3, time=9),
         *(o.param(name, out=1, one=1, k0=12) for name in ("up.filter", "down.filter")),

@@ -135,13 +135,16 @@ def test_rows_of_several_timesteps_are_spread_by_the_kernels(generation, devices
 
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
-def test_every_norm_of_the_video_decoder_is_fused_with_its_silu(generation):
+def test_every_norm_of_the_video_decoder_is_fused_with_its_silu_and_zeros_with_their_convolution(generation):
+    """2.0 reflects frames at their borders, which no convolution does by itself."""
     config = preset(f"tiny-{generation}").config.video_vae
     graph = video_vae.trace_decoder(config, 1, 2, 2, 3, "float32")
     fused = fuse(graph)
     ops = Counter(node.op for node, _ in fused.walk())
     assert ops["pixel_norm_silu"] == sum(node.op == "silu" for node, _ in graph.walk()) > 0
     assert ops["silu"] == ops["rms_norm"] == 0
+    zeros = sum(node.op == "pad" and node.attrs["mode"] == "zeros" for node, _ in graph.walk())
+    assert ops["padded_conv"] == zeros and (zeros > 0) == (generation == "2.3")
     params, latent = random_params(graph), np.random.default_rng(0).standard_normal((1, 128, 2, 2, 3), np.float32)
     expected = interpret(graph, params, {"latent": latent})["frames"]
     assert relative_l2(interpret(fused, params, {"latent": latent})["frames"], expected) <= CLOSE
