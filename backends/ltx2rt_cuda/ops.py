@@ -396,6 +396,11 @@ def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
     return results[0] if len(results) == 1 else results
 
 
+@fused
+def norm_scale(x: Tensor, scale: Tensor, *, views, eps: float) -> Tensor:
+    return rms_norm(x, 1 + scale, dims=(x.ndim - 1,), weight_view=views[0], eps=eps)
+
+
 def _residual(x: Tensor, y: Tensor, rows, views, index_view, biased: bool) -> tuple[Tensor, list[Tensor]]:
     """x + y * gate, and the rows behind the gate."""
     shaped = rows_per_token(rows, views, index_view, _take_along)

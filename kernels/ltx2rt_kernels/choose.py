@@ -16,6 +16,7 @@ from typing import Any
 FOLDERS = {
     "modulate": "norm_modulate",
     "norm_modulate": "norm_modulate",
+    "norm_scale": "norm_modulate",
     "gated_residual": "residual_norm_modulate",
     "residual_norm_modulate": "residual_norm_modulate",
     "sum_squares": "qk_norm_rope",

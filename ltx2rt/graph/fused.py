@@ -77,6 +77,17 @@ def norm_modulate(x: Type, *rows: Type, eps: float):
     return _one_or_many((x,) * (len(views) // 2)), {"views": views, "eps": eps} | args
 
 
+def _numpy_norm_scale(x, scale, *, views, eps):
+    return OPS["rms_norm"].numpy(x, 1 + scale, dims=(x.ndim - 1,), weight_view=views[0], eps=eps)
+
+
+@op(_numpy_norm_scale)
+def norm_scale(x: Type, scale: Type, *, eps: float):
+    """RMSNorm over the last axis, times 1 + scale (D), which may be float32 beside any x."""
+    result, args = OPS["rms_norm"].rule(x, scale, over=x.axes[-1:], eps=eps)
+    return result, {"views": (args["weight_view"],), "eps": eps}
+
+
 def _numpy_residual(x, y, rows, views, index_view, biased):
     """x + y * gate, and the rows behind the gate."""
     bias, gate, *rows = [*(() if biased else (0,)), *rows_per_token(rows, views, index_view, np.take_along_axis)]

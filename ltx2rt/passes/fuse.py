@@ -2,12 +2,12 @@
 
 Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and communication, and the same
 values but for fewer roundings: norm and modulation (after a gated residual or not, with rows per sample, per token or
-per level), norm and RoPE of q and k together, of those first that turn by the same tables (also the placed form, given
-the reduced sums of squares; without RoPE with the copies of what several samples attend to), a linear layer and its
-GELU, the per-head gate and what it chooses from, GELU or that gate and the float8 linear behind it, the VAE's norm and
-SiLU, a convolution and the zeros around it, the vocoder's SnakeBeta. Then two nodes of one kernel that do not need each
-other, such as those of video and of sound, become one launch. Which values meet is decided here; whether a kernel or
-the plain ops run them, by the backend.
+per level), norm and a weight 1 + w, norm and RoPE of q and k together, of those first that turn by the same tables
+(also the placed form, given the reduced sums of squares; without RoPE with the copies of what several samples attend
+to), a linear layer and its GELU, the per-head gate and what it chooses from, GELU or that gate and the float8 linear
+behind it, the VAE's norm and SiLU, a convolution and the zeros around it, the vocoder's SnakeBeta. Then two nodes of
+one kernel that do not need each other, such as those of video and of sound, become one launch. Which values meet is
+decided here; whether a kernel or the plain ops run them, by the backend.
 """
 
 from __future__ import annotations
@@ -184,6 +184,17 @@ def _norm_modulate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
         return [*more, *gone, *takes], [*new, fused]
     takes, rows = _by_level(uses, x, rows)
     return ([*gone, *takes], [_node("norm_modulate", [x, *rows], results, eps=eps)]) if rows else None
+
+
+def _norm_scale(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """rms_norm over the last axis with the weight 1 + scale, as Gemma 3 has it."""
+    if node.op != "rms_norm" or len(node.inputs) < 2 or node.attrs["over"] != node.inputs[0].type.axes[-1:]:
+        return None
+    x, weight = node.inputs
+    plus = uses.only(weight, "affine")
+    if plus is None or plus.args != {"scale": 1.0, "offset": 1.0}:
+        return None
+    return [plus, node], [_node("norm_scale", [x, *plus.inputs], node.outputs, eps=node.attrs["eps"])]
 
 
 def _gated_residual(graph: Graph, uses: _Uses, node: Node) -> Found | None:
@@ -367,7 +378,7 @@ def _together(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return None
 
 
-ROWS = ("modulate", "norm_modulate", "gated_residual", "residual_norm_modulate")
+ROWS = ("modulate", "norm_modulate", "norm_scale", "gated_residual", "residual_norm_modulate")
 JOINED = dict.fromkeys(ROWS, "rows") | {"head_gate": "head_gate"}  # op -> the kernel that does two in one launch
 
 
@@ -432,9 +443,8 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
 
 
 MATCHES: tuple[Match, ...] = (
-    _norm_modulate, _gated_residual, _qk_norm_rope, _qk_norm, _same_tables, _qk_pair, _spread, _linear_gelu,
-    _gelu_float8, _head_gate, _head_gate_float8, _pixel_norm_silu, _padded_conv, snakes,
-    _together,
+    _norm_modulate, _norm_scale, _gated_residual, _qk_norm_rope, _qk_norm, _same_tables, _qk_pair, _spread,
+    _linear_gelu, _gelu_float8, _head_gate, _head_gate_float8, _pixel_norm_silu, _padded_conv, snakes, _together,
 )  # fmt: skip
 
 

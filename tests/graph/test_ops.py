@@ -152,6 +152,7 @@ CASES = {
         _x(o), o.input("cos", tokens=5, heads=3, pairs=4), o.input("sin", tokens=5, heads=3, pairs=4)
     ),
     "norm_modulate": lambda o: o.add(*o.norm_modulate(_x(o), *_rows(o, 4), eps=1e-6)),
+    "norm_scale": lambda o: o.norm_scale(_x(o), o.param("w", head_dim=8), eps=1e-6),
     "gated_residual": lambda o: o.gated_residual(_x(o), _x(o, "y"), *_rows(o, 1)),
     "residual_norm_modulate": lambda o: o.concat(
         *o.residual_norm_modulate(_x(o), _x(o, "y"), *_rows(o, 3), eps=1e-6),

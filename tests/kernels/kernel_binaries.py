@@ -99,6 +99,11 @@ def main() -> None:
             found[name] = recorders[kernel].found
 
     tokens, f32 = 6144, torch.float32
+    for heads, dim in ((None, 3840), (16, 256)):
+        packed = meta(2, 1024, 8192)[..., : (heads or 1) * dim]
+        x, view = (packed.unflatten(2, (heads, dim)), (1, 1, 1, dim)) if heads else (packed, (1, 1, dim))
+        weight, plan = meta(dim, dtype=f32), {"views": (view,), "eps": 1e-6}
+        compiled(f"norm_scale {dim}", "rows_kernel", norm_modulate.norm_scale, x, weight, **plan)
     for width in (4096, 2048):
         x, row, view = meta(4, tokens, width), meta(4, width), (4, 1, width)
         compiled(

@@ -7,6 +7,7 @@ operands that are views have NaN all around them, so what a kernel leaves out or
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -53,6 +54,14 @@ def _rows(x: Operands, batch: int, tokens: int, width: int, count: int) -> tuple
 def norm_modulate(x: Operands, pairs: int, width: int = 37) -> Case:
     rows, views = _rows(x, 2, 5, width, 2 * pairs)
     return "norm_modulate", [x.inside(2, 5, width), *rows], {"views": views, "eps": 1e-6}, {"eps": 1e-6}
+
+
+def norm_scale(x: Operands, *shape: int) -> Case:
+    """A float32 weight, as Gemma has it; heads are slices of a packed projection."""
+    views = ((*[1] * (len(shape) - 1), shape[-1]),)
+    packed = x.inside(*shape[:2], math.prod(shape[2:]) + 7)[..., : math.prod(shape[2:])]
+    operands = [packed.reshape(shape), x(shape[-1], dtype=torch.float32)]
+    return "norm_scale", operands, {"views": views, "eps": 1e-6}, {"eps": 1e-6}
 
 
 def modulate(x: Operands) -> Case:
@@ -207,6 +216,8 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "norm_modulate": partial(norm_modulate, pairs=1),
     "norm_modulate two pairs": partial(norm_modulate, pairs=2),
     "norm_modulate one number": partial(norm_modulate, pairs=1, width=1),
+    "norm_scale": lambda x: norm_scale(x, 2, 5, 37),
+    "norm_scale of heads": lambda x: norm_scale(x, 2, 5, 3, 10),
     "residual_norm_modulate": partial(residual, pairs=1),
     "residual_norm_modulate two pairs, wide": partial(residual, pairs=2, width=1030),
     "residual_norm_modulate without rows": partial(residual, pairs=0),
@@ -273,6 +284,7 @@ TOGETHER = (  # cases whose nodes are one launch, of other shapes and constants 
     ("norm_modulate", "residual_norm_modulate two pairs, wide"),
     ("residual_norm_modulate of a partial sum", "norm_modulate by level of each sample"),
     ("modulate", "gated_residual by level"),
+    ("norm_scale", "norm_scale of heads"),
     ("gated_residual of a partial sum", "residual_norm_modulate without rows"),
     ("head_gate", "head_gate of more tokens"),
     ("head_gate of more tokens", "head_gate of the values"),

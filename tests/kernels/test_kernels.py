@@ -156,12 +156,13 @@ def test_no_convolution_of_the_decoder_but_the_first_turns_its_input(generation,
     """With results that lie as a GPU's kernels leave them, one sample, residuals and upsamplings in between."""
     turned = []
 
-    def conv(x, weight, bias, **_):
+    def conv(x, weight, bias, padding=(0, 0, 0), **_):
         turned.append(not x.is_contiguous(memory_format=CHANNELS_LAST))
-        size = [n - k + 1 for n, k in zip(x.shape[2:], weight.shape[2:], strict=True)]
+        size = [n + 2 * p - k + 1 for n, k, p in zip(x.shape[2:], weight.shape[2:], padding, strict=True)]
         return torch.empty((1, len(weight), *size), memory_format=CHANNELS_LAST)
 
-    monkeypatch.setitem(TORCH_OPS, "conv", conv)
+    for op in ("conv", "padded_conv"):
+        monkeypatch.setitem(TORCH_OPS, op, conv)
     monkeypatch.setitem(TORCH_OPS, "pixel_norm_silu", lambda x, **_: torch.empty_like(x, memory_format=CHANNELS_LAST))
     graph = fuse(video_vae.trace_decoder(preset(f"tiny-{generation}").config.video_vae, 1, 3, 2, 3, "float32"))
     program = lower(graph, torch.device("cpu"))

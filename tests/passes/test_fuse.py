@@ -10,7 +10,7 @@ from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.graph.fused import apart
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.models import video_vae, vocoder
+from ltx2rt.models import gemma, video_vae, vocoder
 from ltx2rt.passes.fuse import JOINED, fuse
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
@@ -148,6 +148,20 @@ def test_every_norm_of_the_video_decoder_is_fused_with_its_silu_and_zeros_with_t
     params, latent = random_params(graph), np.random.default_rng(0).standard_normal((1, 128, 2, 2, 3), np.float32)
     expected = interpret(graph, params, {"latent": latent})["frames"]
     assert relative_l2(interpret(fused, params, {"latent": latent})["frames"], expected) <= CLOSE
+
+
+def test_every_norm_of_gemma_adds_one_to_its_weight_by_itself_and_those_of_q_and_k_are_one_launch():
+    config = preset("tiny-2.3").config.gemma
+    graph = gemma.trace(config, 2, 5, "float32")
+    fused = fuse(graph)
+    norms, ops = (Counter(part.op for node in g.repeats[0].body.nodes for part in apart(node)) for g in (graph, fused))
+    assert ops["norm_scale"] == norms["rms_norm"] == 6 and ops["rms_norm"] == 0
+    assert ops["affine"] == norms["affine"] - 6
+    assert launches(fused.repeats[0].body)["rows"] == 5
+    params, ids = random_params(graph), np.arange(10).reshape(2, 5)
+    inputs = gemma.feeds(config, ids, np.array([[0, 0, 1, 1, 1], [1] * 5]))
+    (expected,), (found,) = (interpret(g, params, inputs).values() for g in (graph, fused))
+    assert relative_l2(found, expected) <= CLOSE
 
 
 def test_every_snake_of_the_vocoder_is_one_op():

@@ -1,9 +1,10 @@
 """One program per token: the row is read once, held in float32, and written once per result.
 
-The same kernel with RESIDUAL adds y * gate first, or (y + bias) * gate, and writes the sum too; the norm then sees the
-unrounded sum. Without NORM it only modulates. With an index, rows are by level and each token reads those of its own.
-Of rows that tokens share, all but the first read the L2 cache: what comes from memory is x (and y), the results and a
-few rows. Two nodes, of whatever shapes, may be one launch: the rows of video and of sound.
+A scale may come without a shift. The same kernel with RESIDUAL adds y * gate first, or (y + bias) * gate, and writes
+the sum too; the norm then sees the unrounded sum. Without NORM it only modulates. With an index, rows are by level and
+each token reads those of its own. Of rows that tokens share, all but the first read the L2 cache: what comes from
+memory is x (and y), the results and a few rows. Two nodes, of whatever shapes, may be one launch: the rows of video and
+of sound.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def row_of(
     x_b, x_t, y_b, y_t, gate_b, gate_t,
     scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
     D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
-    BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
+    BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     b = row // T
     t = row % T
@@ -58,7 +59,9 @@ def row_of(
         z = n
         if ROWS:
             scale = tl.load(scale_0 + b * scale_0_b + r * scale_0_t + d, inside, 0.0).to(tl.float32)
-            z = n * (1.0 + scale) + tl.load(shift_0 + b * shift_0_b + r * shift_0_t + d, inside, 0.0).to(tl.float32)
+            z = n * (1.0 + scale)
+            if SHIFTED:
+                z += tl.load(shift_0 + b * shift_0_b + r * shift_0_t + d, inside, 0.0).to(tl.float32)
         tl.store(out_0 + row * D + d, z, inside)
         if RESULTS > 1:
             scale = tl.load(scale_1 + b * scale_1_b + r * scale_1_t + d, inside, 0.0).to(tl.float32)
@@ -75,9 +78,11 @@ def rows_kernel(
     y_B_2, eps_2, x_b_2, x_t_2, y_b_2, y_t_2, gate_b_2, gate_t_2, scale_0_b_2, scale_0_t_2, shift_0_b_2, shift_0_t_2,
     scale_1_b_2, scale_1_t_2, shift_1_b_2, shift_1_t_2, index_b_2, index_t_2,
     D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
-    BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr,
+    BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    TWO: tl.constexpr,
     D_2: tl.constexpr, BLOCK_2: tl.constexpr, RESIDUAL_2: tl.constexpr, RESULTS_2: tl.constexpr, ROWS_2: tl.constexpr,
     BY_LEVEL_2: tl.constexpr, BIASED_2: tl.constexpr, PADDED_2: tl.constexpr, NORM_2: tl.constexpr,
+    SHIFTED_2: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if TWO:  # noqa: SIM102 - compiled or not, then run or not
@@ -88,19 +93,20 @@ def rows_kernel(
                 scale_0_t_2, shift_0_b_2, shift_0_t_2, scale_1_b_2, scale_1_t_2, shift_1_b_2, shift_1_t_2, index_b_2,
                 index_t_2,
                 D_2, BLOCK_2, RESIDUAL_2, RESULTS_2, ROWS_2, BY_LEVEL_2, BIASED_2, PADDED_2, NORM_2,
+                SHIFTED_2,
             )  # fmt: skip
             return
     row_of(
         row, x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B, eps, x_b, x_t,
         y_b, y_t, gate_b, gate_t, scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b,
         shift_1_t, index_b, index_t,
-        D, BLOCK, RESIDUAL, RESULTS, ROWS, BY_LEVEL, BIASED, PADDED, NORM,
+        D, BLOCK, RESIDUAL, RESULTS, ROWS, BY_LEVEL, BIASED, PADDED, NORM, SHIFTED,
     )  # fmt: skip
 
 
 def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.0) -> str | None:
     rows = rows[:-1] if index_view else rows
-    if x.ndim != 3:
+    if x.ndim != 3 and not (x.ndim == 4 and len(rows) == 1):
         return f"x has {x.ndim} axes, the kernel takes (B, tokens, D)"
     if len(rows) > 4:
         return f"{len(rows) // 2} pairs of rows, the kernel takes at most 2"
@@ -117,6 +123,7 @@ def rows_part(
 ) -> Part:  # fmt: skip
     """[x + y * the first row if there is a y] + results, normalised and modulated by the other rows. biased: a bias of
     y's comes first."""
+    shape, x = x.shape, x.flatten(0, -3)
     batch, tokens, width = x.shape
     index = rows[-1].reshape(index_view).expand(batch, tokens) if index_view else None
     count = max([view[1] for view in views], default=1) if index_view else tokens
@@ -124,13 +131,14 @@ def rows_part(
     bias, rows, views = (rows[0].reshape(width), rows[1:], views[1:]) if biased else (None, rows, views)
     shaped = [spread(row, view, (batch, count, width)) for row, view in zip(rows, views, strict=True)]
     gate, pairs = (shaped[0], shaped[1:]) if y is not None else (None, shaped)
-    outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(results + (y is not None))]
+    outputs = [torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(results + (y is not None))]
     total, *outs = outputs if y is not None else (None, *outputs)
     read = [gate, *pairs, *[None] * (4 - len(pairs)), index]
     strides = [n for v in (x, y, *read) for n in ((0, 0) if v is None else v.stride()[:2])]
     arguments = [x, y, bias, *read, total, *outs, *[None] * (2 - results), tokens, 0 if y is None else len(y), eps]
     constants = {"D": width, "BLOCK": block(width), "RESIDUAL": y is not None, "RESULTS": results}
     constants |= {"ROWS": len(pairs) > 0, "BY_LEVEL": index is not None, "BIASED": biased, "NORM": norm}
+    constants["SHIFTED"] = len(pairs) > 1
     constants["PADDED"] = y is not None and len(y) < batch
     return Part(batch * tokens, block(width), [*arguments, *strides], constants, tuple(outputs))
 
@@ -147,6 +155,15 @@ def norm_modulate_part(x: Tensor, *rows: Tensor, views, eps: float, index_view=N
 def norm_modulate(*operands: Tensor, **plan):
     first, *others = launch(norm_modulate_part(*operands, **plan))
     return (first, *others) if others else first
+
+
+def norm_scale_part(x: Tensor, scale: Tensor, *, views, eps: float) -> Part:
+    """x may have an axis more, such as the heads of a token."""
+    return rows_part(x, None, (scale,), (views[0][-3:],), None, 1, eps)
+
+
+def norm_scale(*operands: Tensor, **plan) -> Tensor:
+    return launch(norm_scale_part(*operands, **plan))[0]
 
 
 def modulate_part(x: Tensor, *rows: Tensor, views) -> Part:

@@ -30,6 +30,12 @@ def norm_modulate(x: np.ndarray, *rows: np.ndarray, eps: float, index: np.ndarra
     return [y * (1 + scale.astype(np.float64)) + shift for scale, shift in zip(rows[::2], rows[1::2], strict=True)]
 
 
+def norm_scale(x: np.ndarray, scale: np.ndarray, *, eps: float) -> np.ndarray:
+    """x (..., D) over its last axis; scale broadcasts to it."""
+    x = x.astype(np.float64)
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * (1 + scale)
+
+
 def modulate(x: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
     return x * (1 + scale.astype(np.float64)) + shift
 
@@ -37,8 +43,8 @@ def modulate(x: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x, the rows, and the index if there is one."""
     x, *rows = shapes
-    index = rows.pop() if len(rows) % 2 else None
-    return rows_bytes([x], rows, index, len(rows) // 2, dtype)
+    index = rows.pop() if len(rows) % 2 and op != "norm_scale" else None
+    return rows_bytes([x], rows, index, max(1, len(rows) // 2), dtype)
 
 
 def rows_bytes(
