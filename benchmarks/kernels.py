@@ -81,10 +81,11 @@ def request_graphs(
     levels: int,
     weights_dtype: str | None = None,
     mesh: Mapping[str, int] = MappingProxyType({}),
-    parts: Sequence[str] = ("stage1", "stage2", "decode", "audio"),
+    parts: Sequence[str] = ("text", "stage1", "stage2", "decode", "audio"),
 ) -> dict[str, Graph]:
-    """Of one H200, or one of a mesh: a step of each stage, and one call of the decoders. levels: timesteps among the
-    video tokens; an image adds one. weights_dtype: of the transformer's blocks. parts: what of the request to build."""
+    """Of one H200, or one of a mesh: a step of each stage, and one call of the text encoder and of the decoders.
+    levels: timesteps among the video tokens; an image adds one. weights_dtype: of the transformer's blocks. parts: what
+    of the request to build."""
     options = ModelOptions("", Path(), weights_dtype=weights_dtype, mesh=mesh)
     request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
     with datasheet_session(options, preset, device_kind("h200-141gb"), prod(mesh.values())) as session:
@@ -92,8 +93,9 @@ def request_graphs(
         loops = {stage: found[0] for stage, found in calls.items() if found[0].steps and stage in parts}
         loops = {s: replace(call, sizes=replace(call.sizes, video_levels=levels)) for s, call in loops.items()}
         graphs = {stage: taken_apart(session.graph(call)).body for stage, call in loops.items()}
-        decoders = {"decode": max(calls["decode"], key=lambda call: prod(call.sizes)), "audio": calls["audio"][-1]}
-        return graphs | {part: session.graph(call) for part, call in decoders.items() if part in parts}
+        others = {"text": calls["text"][0], "audio": calls["audio"][-1]}
+        others["decode"] = max(calls["decode"], key=lambda call: prod(call.sizes))
+        return graphs | {part: session.graph(call) for part, call in others.items() if part in parts}
 
 
 def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:

@@ -1,4 +1,4 @@
-"""What a recorded denoise step launches and moves on a GPU, counted without one.
+"""What a recorded denoise step, and the text encoder, launch and move on a GPU, counted without one.
 
 Decides what counts. The lowered step runs on torch's fake tensors on a CUDA device: shapes, strides and dtypes without
 data, so that every choice that the runtime makes (kernel or plain ops, copies for alignment, layouts) is made here. A
@@ -213,7 +213,7 @@ class Views(TorchFunctionMode):
             x, *shape = args
             try:
                 return x.view(*shape)
-            except RuntimeError:
+            except (RuntimeError, ValueError):  # torch itself, its fake tensors
                 return contiguous(x).view(*shape)
         if func in (torch.rms_norm, F.rms_norm):  # on a CPU build torch writes its kernel out, in a dozen ops
             x = contiguous(args[0])
@@ -316,7 +316,7 @@ def count(graph: Graph, half_rows: int = HALF_ROWS, kind: DeviceKind = H200) -> 
 def step_graphs(
     preset: str, size: tuple[int, int, int, int], mesh: str, dtype: str | None, stages: Sequence[str] = STAGES
 ) -> dict[str, Graph]:
-    """A step of each stage. size: width, height, frames, timesteps among the video tokens."""
+    """A step of each stage; "text": the text encoder. size: width, height, frames, timesteps among the video tokens."""
     return request_graphs(preset, *size, dtype, parse_mesh(mesh) if mesh else {}, stages)
 
 
@@ -336,7 +336,8 @@ def main(argv: list[str] | None = None) -> dict:
     asked = args.mesh or args.weights_dtype
     steps = []
     for mesh, dtype in [(args.mesh or "", args.weights_dtype)] if asked else CASES:
-        for stage, graph in step_graphs(args.preset, size, mesh, dtype).items():
+        stages = STAGES if mesh or dtype else ("text", *STAGES)
+        for stage, graph in step_graphs(args.preset, size, mesh, dtype, stages).items():
             found = count(graph, args.half_rows)
             steps.append({"mesh": mesh, "weights_dtype": dtype, "stage": stage} | found.facts())
             print(

@@ -10,7 +10,7 @@ from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.placement.plan import Work, cost
 
 RECORDED = json.loads((Path(launches.__file__).parent / "results" / "launches.json").read_text())
-FAST = ("", None, "stage1"), ("tensor=4", None, "stage2"), ("", "float8", "stage2")
+FAST = ("", None, "text"), ("", None, "stage1"), ("tensor=4", None, "stage2"), ("", "float8", "stage2")
 # A step by what is launched, in its order, and by `plan`, a bound from below, which leaves out what is no product and
 # no exchange: 1.06 to 1.12 in these cases.
 APART = 1.15
@@ -30,7 +30,7 @@ def test_a_recorded_step_launches_and_moves_what_the_table_says(step):
     graph = launches.step_graphs(RECORDED["preset"], tuple(RECORDED["clip"]), mesh, dtype, (stage,))[stage]
     found = launches.count(graph)
     assert found.facts() == {key: value for key, value in step.items() if key not in ("mesh", "weights_dtype", "stage")}
-    if dtype is None:
+    if dtype is None and stage != "text":
         planned = cost(Work(stage, ((in_token_halves(graph), 1),), {}))
         assert found.flops.total() == pytest.approx(planned.flops, rel=PADDED)
         planned_s = planned.time_s(launches.H200)

@@ -43,8 +43,10 @@ def modulate(x: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x, the rows, and the index if there is one."""
     x, *rows = shapes
-    index = rows.pop() if len(rows) % 2 and op != "norm_scale" else None
-    return rows_bytes([x], rows, index, max(1, len(rows) // 2), dtype)
+    if op == "norm_scale":  # of a float32 weight
+        return Bytes(size([x, x], dtype) + size([x], "float32"), size([x, x], dtype) + size(rows, "float32"))
+    index = rows.pop() if len(rows) % 2 else None
+    return rows_bytes([x], rows, index, len(rows) // 2, dtype)
 
 
 def rows_bytes(
