@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -69,8 +70,12 @@ class Type:
     def nbytes(self) -> int:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
-    def __str__(self) -> str:
+    @cached_property
+    def _text(self) -> str:
         return f"{SHORT[self.dtype]}[{', '.join(f'{a}={n}' for a, n in zip(self.axes, self.shape, strict=True))}]"
+
+    def __str__(self) -> str:  # also for every error that is not raised
+        return self._text
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 
 WORDS = {  # component -> official word: diffusers word
     "transformer": {
@@ -88,10 +89,14 @@ _GEMMA_PREFIX = re.compile(
 
 
 def _rename(name: str, words: dict[str, str]) -> str:
-    if not words:
-        return name
+    return _any_of(tuple(words)).sub(lambda match: words[match[0]], name) if words else name
+
+
+@cache
+def _any_of(words: tuple[str, ...]) -> re.Pattern[str]:
+    """Each of the words between dots or ends of a name, the longest that fits."""
     pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    return re.sub(rf"(?<![^.])(?:{pattern})(?![^.])", lambda match: words[match[0]], name)
+    return re.compile(rf"(?<![^.])(?:{pattern})(?![^.])")
 
 
 def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> str:
