@@ -12,6 +12,7 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ltx2rt.graph.ops import window_blocks
 from ltx2rt_cuda.attention import attention
@@ -19,7 +20,9 @@ from ltx2rt_cuda.attention import attention
 BLOCK = 8  # queries along each axis: boxes are a few times a window of 11, scores still fill the matrix units
 
 
-@torch.compiler.disable  # a compiler would write the loop out, hundreds of lines for one clip
+# A compiler would write the loop out, hundreds of lines for one clip. `torch.compiler.disable` is the same, but imports
+# the compiler at once, 2 s of every process' start.
+@_disable_dynamo
 def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scale: float) -> Tensor:
     """q (B, frames, rows, columns, heads, head_dim); k and v the same, with as many positions or more."""
     plans = [window_blocks(*sizes, BLOCK) for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)]

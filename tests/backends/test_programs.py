@@ -477,3 +477,23 @@ def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
         ("blocks.*.to_q.weight", replace(matrix, dtype="float32"), P(), "TPU7x"),
     ):
         assert weight_layout(name, type, spec, kind) is None
+
+
+def test_torchs_compiler_is_imported_to_compile_alone_and_leaves_neighbourhoods_as_they_are():
+    """Importing it is as long as importing all else of torch. What is left out of a graph parts it into two."""
+    code = """
+import sys, torch
+from ltx2rt_cuda.backend import CudaBackend
+from ltx2rt_cuda.neighbourhood import neighbourhood_attention
+
+def attend(x):
+    return neighbourhood_attention(x * 2, x, x, (3, 3, 3), (0, 0, 0), 0.25) + 1
+
+CudaBackend("cpu")
+x = torch.randn(1, 3, 4, 5, 2, 8)
+y = attend(x)
+assert "torch._dynamo" not in sys.modules
+assert torch.equal(torch.compile(attend, backend="eager")(x), y)
+assert sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"] == 2
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
