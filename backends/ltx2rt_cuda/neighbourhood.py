@@ -21,7 +21,7 @@ BLOCK = 8  # queries along each axis: boxes are a few times a window of 11, scor
 
 
 # A compiler would write the loop out, hundreds of lines for one clip. `torch.compiler.disable` is the same, but imports
-# the compiler at once, 2 s of every process' start.
+# the compiler at once instead of with the first call: 2 s of every process' start.
 @_disable_dynamo
 def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scale: float) -> Tensor:
     """q (B, frames, rows, columns, heads, head_dim); k and v the same, with as many positions or more."""
