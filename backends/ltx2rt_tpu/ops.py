@@ -263,11 +263,20 @@ def all_gather(x: Array, dim: int, mesh_axis: str, parts: int) -> Array:
 
 @op
 def all_to_all(*xs: Array, split: int, concat: int, mesh_axis: str, parts: int) -> tuple[Array, ...]:
-    """Operands of one shape travel stacked, in one communication."""
+    """Operands (B, tokens, heads, head_dim) of one shape travel stacked, in one communication.
+
+    The devices' pieces lie along a first axis, heads before tokens in each: of the axes as they are the TPU compiler
+    makes the one that is split the outermost, and copies tiles of as few rows as a device has heads (3 ms of a step of
+    88 on tpu7x).
+    """
     if len({x.shape for x in xs}) > 1:
-        return tuple(lax.all_to_all(x, mesh_axis, split, concat, tiled=True) for x in xs)
-    y = lax.all_to_all(jnp.stack(xs), mesh_axis, split + 1, concat + 1, tiled=True)
-    return tuple(y[i] for i in range(len(xs)))
+        return tuple(all_to_all(x, split=split, concat=concat, mesh_axis=mesh_axis, parts=parts)[0] for x in xs)
+    split, concat = split + 1, concat + 1
+    x = jnp.stack(xs)
+    x = x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :])
+    y = lax.all_to_all(jnp.moveaxis(x, split, 0).swapaxes(-3, -2), mesh_axis, 0, 0)
+    y = jnp.moveaxis(y.swapaxes(-3, -2), 0, concat)
+    return tuple(y.reshape(*y.shape[:concat], -1, *y.shape[concat + 2 :]))
 
 
 @op
