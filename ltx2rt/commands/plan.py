@@ -226,11 +226,8 @@ def to_text(found: Estimate) -> str:
     ]
     if mesh:
         links = "the links of its neighbours" if kind.neighbours else f"{kind.link_bytes_per_s / 1e9:g} GB/s"
-        hidden = (
-            "less what passes under products of the other half of the tokens"
-            if any(c.hidden_s(kind) for c in found.costs)
-            else "none of it hidden"
-        )
+        hides = any(c.hidden_s(kind) > 1e-6 for c in found.costs)
+        hidden = "less what passes under products of the other half of the tokens" if hides else "none of it hidden"
         lines.append(
             f"exchanges: received / {links} and {COLLECTIVE_S[kind.framework_kind] * 1e6:g} us each, {hidden}; "
             "an all-reduce of B bytes among n devices receives 2 (n - 1) / n B"

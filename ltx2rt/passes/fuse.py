@@ -362,6 +362,18 @@ def _pixel_norm_silu(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return [norm, node], [_node("pixel_norm_silu", norm.inputs, node.outputs, **attrs)]
 
 
+def _padded_conv(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+    """A convolution and the zeros around what it reads, as many on either side."""
+    pad = uses.only(node.inputs[0], "pad") if node.op == "conv" else None
+    if pad is None or pad.args["mode"] != "zeros":
+        return None
+    batch, channels, *spatial = pad.args["widths"]
+    if any(batch + channels) or any(before != behind for before, behind in spatial):
+        return None
+    inputs, padding = (*pad.inputs, *node.inputs[1:]), tuple(before for before, _ in spatial)
+    return [pad, node], [_node("padded_conv", inputs, node.outputs, padding=padding, **node.attrs)]
+
+
 def _together(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     """The next node of the same kernel that does not need this one: mostly the other stream's. None from behind an
     exchange, which would not leave, or not travel unseen, while this one waits for the other's operands."""
@@ -380,18 +392,6 @@ def _together(graph: Graph, uses: _Uses, node: Node) -> Found | None:
 
 ROWS = ("modulate", "norm_modulate", "norm_scale", "gated_residual", "residual_norm_modulate")
 JOINED = dict.fromkeys(ROWS, "rows") | {"head_gate": "head_gate"}  # op -> the kernel that does two in one launch
-
-
-def _padded_conv(graph: Graph, uses: _Uses, node: Node) -> Found | None:
-    """A convolution and the zeros around what it reads, as many on either side."""
-    pad = uses.only(node.inputs[0], "pad") if node.op == "conv" else None
-    if pad is None or pad.args["mode"] != "zeros":
-        return None
-    batch, channels, *spatial = pad.args["widths"]
-    if any(batch + channels) or any(before != behind for before, behind in spatial):
-        return None
-    inputs, padding = (*pad.inputs, *node.inputs[1:]), tuple(before for before, _ in spatial)
-    return [pad, node], [_node("padded_conv", inputs, node.outputs, padding=padding, **node.attrs)]
 
 
 @cache
