@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -70,12 +69,8 @@ class Type:
     def nbytes(self) -> int:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
-    @cached_property
-    def _text(self) -> str:
+    def __str__(self) -> str:
         return f"{SHORT[self.dtype]}[{', '.join(f'{a}={n}' for a, n in zip(self.axes, self.shape, strict=True))}]"
-
-    def __str__(self) -> str:  # also for every error that is not raised
-        return self._text
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +87,7 @@ class Node:
 
     attrs: what the model text said, in axis names; passes read and print these.
     args: the same, resolved to positions for these operand types; lowerings and the interpreter read only this.
+    typed: `verify`'s mark on a node that follows its rule; a node is never changed, and passes hand on most of them.
     """
 
     op: str
@@ -99,6 +95,7 @@ class Node:
     outputs: tuple[Value, ...]
     attrs: Mapping[str, Any]
     args: Mapping[str, Any]
+    typed: bool = field(default=False, init=False, repr=False)
 
     @property
     def repeat(self) -> Repeat:

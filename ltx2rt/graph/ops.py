@@ -41,19 +41,22 @@ def op(numpy: Callable[..., Any]):
 
 
 def _expect(condition: bool, message: str) -> None:
+    """For rules of few nodes: what is asked of almost every node makes no message before it is needed."""
     if not condition:
         raise GraphError(message)
 
 
 def _same_dtype(*types: Type) -> str:
-    _expect(len({t.dtype for t in types}) == 1, f"operands differ in dtype: {', '.join(map(str, types))}; cast first")
+    if len({t.dtype for t in types}) != 1:
+        raise GraphError(f"operands differ in dtype: {', '.join(map(str, types))}; cast first")
     return types[0].dtype
 
 
 def _view(small: Type, axes: tuple[str, ...], what: str = "operand") -> tuple[int, ...]:
     """Shape of `small` with an axis of 1 for every one of `axes` it lacks."""
     it = iter(axes)
-    _expect(all(a in it for a in small.axes), f"{what} {small} does not fit the axes {axes} in order")
+    if not all(a in it for a in small.axes):
+        raise GraphError(f"{what} {small} does not fit the axes {axes} in order")
     sizes = small.sizes
     return tuple(sizes.get(a, 1) for a in axes)
 
@@ -110,7 +113,8 @@ def _binary(name: str, numpy: Callable[..., np.ndarray]) -> None:
         axes = x.axes if len(x.axes) >= len(y.axes) else y.axes
         views = (_view(x, axes), _view(y, axes))
         for a, n, m in zip(axes, *views, strict=True):
-            _expect(n == m or (a not in x.axes) or (a not in y.axes), f"{name}: axis {a} is {n} in {x} and {m} in {y}")
+            if n != m and a in x.axes and a in y.axes:
+                raise GraphError(f"{name}: axis {a} is {n} in {x} and {m} in {y}")
         shape = tuple(max(n, m) for n, m in zip(*views, strict=True))
         return Type(axes, shape, dtype), {"views": views}
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from weakref import WeakSet
-
 from ltx2rt.errors import GraphError
 from ltx2rt.graph.ir import Graph, Node, Repeat, Type
 from ltx2rt.graph.ops import OPS
-
-# Nodes are never changed, and passes hand on most of them as they are.
-_TYPED: WeakSet[Node] = WeakSet()
 
 
 def verify(graph: Graph) -> None:
@@ -27,13 +22,13 @@ def verify(graph: Graph) -> None:
         if node.op == "repeat":
             verify(node.repeat.body)
             _verify_repeat(graph.name, node, node.repeat)
-        elif node not in _TYPED:
+        elif not node.typed:
             types, args = OPS[node.op].rule(*(v.type for v in node.inputs), **node.attrs)
             types = types if isinstance(types, tuple) else (types,)
             typed = tuple(v.type for v in node.outputs)
             if types != typed or args.keys() != node.args.keys():
                 raise GraphError(f"{graph.name}: {node.op} is typed {_list(typed)}, its rule says {_list(types)}")
-            _TYPED.add(node)
+            object.__setattr__(node, "typed", True)
         known.update(id(v) for v in node.outputs)
     for name, value in graph.outputs.items():
         if id(value) not in known:

@@ -180,7 +180,7 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     }  # on several devices; in LTX-2.5
     assert {case["op"] for case in facts["cases"]} == set(FOLDERS) - elsewhere
     assert {case["why_not"] for case in facts["cases"]} == {"the operands are on cpu, the kernel runs on cuda"}
-    assert facts["total_us"].keys() == {"stage1", "stage2", "decode", "audio"}
+    assert facts["total_us"].keys() == {"text", "stage1", "stage2", "decode", "audio"}
     floor = sum(case["floor_us"] * case["calls"]["decode"] for case in facts["cases"] if "decode" in case["calls"])
     assert facts["total_us"]["decode"]["floor"] == pytest.approx(floor)
     first = json.loads(written.read_text())["cases"][0]
