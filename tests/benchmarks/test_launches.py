@@ -30,7 +30,7 @@ def test_a_recorded_step_launches_and_moves_what_the_table_says(step):
     graph = launches.step_graphs(RECORDED["preset"], tuple(RECORDED["clip"]), mesh, dtype, (stage,))[stage]
     found = launches.count(graph)
     assert found.facts() == {key: value for key, value in step.items() if key not in ("mesh", "weights_dtype", "stage")}
-    if dtype is None and stage != "text":
+    if dtype is None and stage != "text":  # 1.3 for the text encoder, most of whose bytes are plain ops
         planned = cost(Work(stage, ((in_token_halves(graph), 1),), {}))
         assert found.flops.total() == pytest.approx(planned.flops, rel=PADDED)
         planned_s = planned.time_s(launches.H200)

@@ -31,11 +31,8 @@ from triton.compiler import ASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.float8_e4m3fn: "*fp8e4nv"}
-
-LOADS = (
-    ("loads", ""),
-    ("narrow_loads", r"\.b16\b"),
-)  # narrow: of 16 bits at a time, where eight numbers would come at once
+# All, and those of 16 bits at a time, where eight numbers would come at once.
+LOADS = {"loads": "", "narrow_loads": r"\.b16\b"}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -69,7 +66,7 @@ class Recorder:
                 signature[name] = "fp32"
         source = ASTSource(self.kernel, signature, fixed, attrs)
         asm = triton.compile(source, target=TARGET, options={"num_warps": num_warps}).asm
-        loads = {name: len(re.findall(rf"ld\.global[.\w]*{end}", asm["ptx"])) for name, end in LOADS}
+        loads = {name: len(re.findall(rf"ld\.global[.\w]*{end}", asm["ptx"])) for name, end in LOADS.items()}
         self.found = resources(asm["cubin"]) | loads
 
 
