@@ -79,4 +79,4 @@ class NetworkModule(nnx.Module):
             arrays[name] = jnp.asarray(inputs[name], v.type.dtype)
             if arrays[name].shape != v.type.shape:
                 raise ValueError(f"{graph.name}: input {name} has shape {arrays[name].shape}, expected {v.type}")
-        return self.program.function({name: self.weights[name].get_value() for name in self.weights}, arrays)
+        return self.program.nested({name: self.weights[name].get_value() for name in self.weights}, arrays)

@@ -9,11 +9,14 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import jax
 import ltx2rt_cuda.lower
 import ltx2rt_cuda.program
+import ltx2rt_tpu.program
 import numpy as np
 import pytest
 import torch
+from ltx2rt_tpu.program import ON_CPU
 from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
@@ -100,8 +103,6 @@ def assert_bitwise(actual: list[dict], expected: list[dict]) -> None:
 @pytest.fixture
 def xla_compilations():
     """The number of XLA compilations so far, as a function."""
-    import jax
-
     seen = []
 
     def listen(event: str, duration: float, **_):
@@ -189,8 +190,6 @@ def test_what_is_built_is_built_once_and_again_when_it_was_released(name):
 
 
 def num_executables() -> int:
-    import jax
-
     return len(jax.devices("cpu")[0].client.live_executables())
 
 
@@ -222,8 +221,6 @@ def test_guidance_sigmas_and_number_of_steps_compile_nothing_in_jax(xla_compilat
 
 
 def test_listener_sees_a_compilation(xla_compilations):
-    import jax
-
     jax.jit(lambda x: x * 3.25 + 1)(np.ones(17, np.float32))
     assert xla_compilations() == 1
 
@@ -282,6 +279,21 @@ def test_inductor_runs_a_compiled_block():
     program = backend.lower(graph, compile=True)
     y = backend.to_host(program(backend.load([graph], ArraySource(params)), inputs)["y"])
     assert relative_l2(y, run_graph("numpy", graph, params, inputs)["y"]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "known,flags,left",
+    [
+        (ON_CPU, "", ON_CPU),
+        (ON_CPU, "--xla_backend_optimization_level=0", {"xla_cpu_use_fusion_emitters": False}),
+        (ON_CPU | {"xla_cpu_of_another_version": True}, "", {}),
+    ],
+)
+def test_programs_on_a_cpu_take_the_options_that_nobody_gave_and_xla_knows(monkeypatch, known, flags, left):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(ltx2rt_tpu.program, "ON_CPU", known)
+    monkeypatch.setattr(ltx2rt_tpu.program, "_options_on_cpu", ltx2rt_tpu.program._options_on_cpu.__wrapped__)
+    assert ltx2rt_tpu.program.compiler_options(jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])) == left
 
 
 @pytest.mark.parametrize("name", BACKENDS)
