@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -157,6 +158,13 @@ class Backend(Protocol):
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         """The same for a graph that ends in a loop over steps."""
+        ...
+
+    def compile_ahead(self, programs: Iterable[tuple[Program | Loop, bool]]) -> Sequence[Future[None]]:
+        """Begin to compile what it lowered, in this order, while other things run; a call waits for its own program.
+
+        With each whether `each` calls it. Returns what can be cancelled; nothing where compiling takes no time.
+        """
         ...
 
     def merge(self, weight: np.ndarray, factors: Sequence[tuple[np.ndarray, np.ndarray, float]], rounded: bool) -> Any:

@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax
-from jax import ShapeDtypeStruct
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -26,13 +25,12 @@ from jax.stages import Lowered
 
 from ltx2rt.backend import Compiled, DoesNotFit
 from ltx2rt.errors import InputError
-from ltx2rt.graph import Graph, Value
+from ltx2rt.graph import Graph
 from ltx2rt.placement.devices import topology as kind_of
 from ltx2rt_tpu.cycles import Code
 from ltx2rt_tpu.distributed import device_mesh
 from ltx2rt_tpu.hlo import COLLECTIVE, collectives
-from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program, own
-from ltx2rt_tpu.weights import abstract_weights
+from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program
 
 # What libtpu would ask Google Cloud's metadata server; without an answer it complains on stderr.
 ENVIRONMENT = {
@@ -66,22 +64,15 @@ class AheadCompiler:
         axis; of a loop over steps, "before" what runs once before it, "step" one of the steps.
         """
         place = self._place(graph)
-        if part == "each" and isinstance(place, NamedSharding):
-            program = Program(graph, place, unrolled=False)
-            lowered = program.shared.lower(abstract_weights(graph, place), _own_inputs(graph, place))
-            return compiled(lowered, code=self.code)
-        if graph.name in ASSEMBLED:
+        if part in ("before", "step"):
+            loop = Loop(graph, place, unrolled=False)
+            if part == "before":
+                return compiled(loop.lowered_before(), code=self.code)
+            return compiled(loop.lowered_steps(), 1, self.code)
+        each = part == "each" and isinstance(place, NamedSharding)
+        if graph.name in ASSEMBLED and not each:
             return assembled(Assembled(graph, place))
-        if part in (None, "each"):
-            program = Program(graph, place, unrolled=False)
-            lowered = program.function.lower(abstract_weights(graph, place), abstract(graph.inputs, place))
-            return compiled(lowered, code=self.code)
-        loop = Loop(graph, place, unrolled=False)
-        before = (abstract_weights(loop.parts.before, place), abstract(loop.parts.before.inputs, place))
-        if part == "before":
-            return compiled(loop.before.lower(*before), code=self.code)
-        assert part == "step", part
-        return compiled(loop.steps.lower(*_step_arguments(loop, before)), 1, self.code)
+        return compiled(Program(graph, place, unrolled=False).lowered(each), code=self.code)
 
     def _place(self, graph: Graph) -> Sharding:
         """The graph's own mesh where it is of all devices, else the one asked for."""
@@ -89,30 +80,6 @@ class AheadCompiler:
             return SingleDeviceSharding(self.devices[0])
         own = math.prod(graph.mesh.values()) == len(self.devices)
         return NamedSharding(device_mesh(self.devices, graph.mesh if own else self.mesh), P())
-
-
-def abstract(values: Mapping[str, Value], place: Sharding) -> dict[str, ShapeDtypeStruct]:
-    """Inputs or outputs, whole on every device."""
-    return {name: ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=place) for name, v in values.items()}
-
-
-def _own_inputs(graph: Graph, place: NamedSharding) -> dict[str, ShapeDtypeStruct]:
-    parts, count = NamedSharding(place.mesh, own(place)), place.mesh.size
-    types = {name: v.type for name, v in graph.inputs.items()}
-    return {n: ShapeDtypeStruct((count * t.shape[0], *t.shape[1:]), t.dtype, sharding=parts) for n, t in types.items()}
-
-
-def _step_arguments(loop: Loop, before: tuple) -> tuple:
-    """What `Loop.steps` is called with: weights, what runs before, the other inputs, the state, and the bounds."""
-    body, place = loop.parts.body, loop.place
-    parts = NamedSharding(place.mesh, own(place)) if isinstance(place, NamedSharding) else place
-    found = loop.before.eval_shape(*before)
-    prepared = {name: ShapeDtypeStruct(x.shape, x.dtype, sharding=parts) for name, x in found.items()}
-    other = body.inputs.keys() - prepared.keys() - set(loop.parts.state)
-    constants = {name: v for name, v in loop.graph.inputs.items() if name in other}
-    bound = ShapeDtypeStruct((), "int32")
-    state = abstract(body.outputs, place)
-    return abstract_weights(body, place), prepared, abstract(constants, place), state, bound, bound
 
 
 def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = None) -> Compiled:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import groupby, islice
 from types import MappingProxyType
@@ -23,7 +25,7 @@ from ltx2rt.weights.lora import Factors, merge
 from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
 from ltx2rt_tpu.hosts import HOST_VARIABLES
 from ltx2rt_tpu.ops import quantise_rows
-from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program, compilations
+from ltx2rt_tpu.program import ASSEMBLED, COMPILERS, Assembled, Loop, Program, compilations
 from ltx2rt_tpu.weights import TILED_KIND, Weights, abstract_weights, laid_out, merged, stacked
 
 
@@ -149,6 +151,13 @@ class TpuBackend:
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         return Loop(graph, self.place_of(graph), layers == "unrolled")
+
+    def compile_ahead(self, programs: Iterable[tuple[Program | Assembled | Loop, bool]]) -> list[Future[None]]:
+        return [program.compile_ahead(self.compilers, each) for program, each in programs]
+
+    @cached_property
+    def compilers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(COMPILERS, max(1, (os.cpu_count() or 1) - 1)))
 
     def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.ndarray:
         """On a CPU the definition itself, which takes half of XLA's time there."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
+from threading import Lock
 from typing import Any
 
 import jax
@@ -14,22 +15,24 @@ from jax import Array, ShapeDtypeStruct, lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Lowered
 
 from ltx2rt.backend import overlapped
 from ltx2rt.graph.interpret import NUMPY_DTYPES
-from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import BY_PAIRS, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
-from ltx2rt_tpu.weights import Weights, weight_specs, weights_on
+from ltx2rt_tpu.weights import Weights, abstract_weights, weight_specs, weights_on
 
 ASSEMBLED = ("vocoder",)  # networks that run as `Assembled`
 ASYNC = {"xla_tpu_enable_async_all_to_all": True}  # or nothing else runs while heads travel
-EFFORT = "O1"  # of XLA's compilers, of O0 to O3
+EFFORT = 19  # O1 of XLA's `optimization_level`, of O0 to O3
 COMPILERS = 16  # at a time: each takes some hundred MB
+TRACING = Lock()  # of threads that compile ahead, one at a time: they are Python, and the first program shall be first
 # On a CPU most of a first run is compiling: with these it takes half as long and the programs run as fast.
 ON_CPU = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
 
@@ -89,7 +92,31 @@ def own(place: Sharding) -> P:
     return P(place.mesh.axis_names if isinstance(place, NamedSharding) else None)
 
 
-class Program:
+class Ahead:
+    """What another thread may compile before it is called."""
+
+    _compiling: Future[None] | None = None
+
+    def compile_now(self, each: bool) -> None:
+        """each: for `Backend.each`."""
+        raise NotImplementedError
+
+    def compile_ahead(self, pool: ThreadPoolExecutor, each: bool) -> Future[None]:
+        if self._compiling is None or self._compiling.cancelled():
+            self._compiling = pool.submit(self.compile_now, each)
+        return self._compiling
+
+    def ready(self) -> None:
+        """Wait for the thread that compiles it, if one does; what is still in the queue is compiled by the call."""
+        if (compiling := self._compiling) is not None and not compiling.cancel():
+            self._compiling = None if compiling.exception() else compiling
+            compiling.result()
+
+    def release(self) -> None:
+        self._compiling = None
+
+
+class Program(Ahead):
     """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
@@ -101,9 +128,27 @@ class Program:
         self.shared: Any = jax.jit(self._each, compiler_options=options)
 
     def release(self) -> None:
+        super().release()
         self.nested.clear_cache()
         self.function.clear_cache()
         self.shared.clear_cache()
+
+    def lowered(self, each: bool = False) -> Lowered:
+        """As it is called, or as `together` calls it."""
+        weights, inputs, place = abstract_weights(self.graph, self.place), self.graph.inputs, self.place
+        if not each or not isinstance(place, NamedSharding):
+            return self.function.lower(weights, abstract(inputs, place))
+        parts, count = NamedSharding(place.mesh, own(place)), place.mesh.size
+        types = {name: v.type for name, v in inputs.items()}
+        stacked = {
+            n: ShapeDtypeStruct((count * t.shape[0], *t.shape[1:]), t.dtype, sharding=parts) for n, t in types.items()
+        }
+        return self.shared.lower(weights, stacked)
+
+    def compile_now(self, each: bool) -> None:
+        with TRACING:
+            lowered = self.lowered(each)
+        lowered.compile()
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         return on_mesh(self._local, self.place, weight_specs(self.graph), P(), out=P())(weights, inputs)
@@ -127,6 +172,7 @@ class Program:
         place = self.place
         if not isinstance(place, NamedSharding):
             return [self(weights, inputs)[output] for inputs in several]
+        self.ready()
         count, parts = place.mesh.size, NamedSharding(place.mesh, own(place))
         stacked = {}
         for name, v in self.graph.inputs.items():
@@ -145,11 +191,12 @@ class Program:
         return weights_on(self.place, self.graph, weights)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        self.ready()
         uploaded = {name: self.upload(name, v) for name, v in inputs.items()}
         return self.function(self._weights(weights), uploaded)
 
 
-class Assembled:
+class Assembled(Ahead):
     """A lowered graph as executables compiled side by side: the loops that `roll` makes, and what lies between.
 
     For the vocoder: hundreds of small unlike convolutions and filters, which as they stand keep the TPU compiler busy
@@ -173,19 +220,22 @@ class Assembled:
         return self.compile()
 
     def release(self) -> None:
+        super().release()
         self.__dict__.pop("executables", None)
 
+    def compile_now(self, each: bool) -> None:
+        _ = self.executables
+
     def compile(self, options: Mapping[str, Any] | None = None) -> dict[int, Any]:
+        options = {**compiler_options(self.place), **(options or {})}
+        if jax.config.values["jax_optimization_level"] == "UNKNOWN":  # the user's own counts
+            options["optimization_level"] = EFFORT
         pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
-        given = jax.config.values["jax_optimization_level"]
         try:
-            if given == "UNKNOWN":  # the user's own counts
-                jax.config.update("jax_optimization_level", EFFORT)
-            options = {**compiler_options(self.place), **(options or {})}
-            started = [pool.submit(self._lowered(node).compile, options) for _, node in self.schedule]
+            with TRACING:
+                started = [pool.submit(self._lowered(node).compile, options) for _, node in self.schedule]
             return {i: one.result() for i, one in enumerate(started)}
         finally:
-            jax.config.update("jax_optimization_level", given)
             pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no compiler
 
     def _lowered(self, node: Node) -> Any:
@@ -199,6 +249,7 @@ class Assembled:
         return jax.jit(run_node, out_shardings=self.place).lower(*operands)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        self.ready()
         given = {name: upload(self.graph, name, value, self.place) for name, value in inputs.items()}
         given |= weights_on(self.place, self.graph, weights)
         values = self.graph.inputs | self.graph.params
@@ -215,7 +266,7 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n for n in shape if n != 1)
 
 
-class Loop:
+class Loop(Ahead):
     """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds. On TPUs halves of
     the samples go through the blocks side by side where that is possible, so that exchanges travel unseen.
 
@@ -234,8 +285,33 @@ class Loop:
         self.steps: Any = jax.jit(self._steps, compiler_options=options)
 
     def release(self) -> None:
+        super().release()
         self.before.clear_cache()
         self.steps.clear_cache()
+
+    def _before_arguments(self) -> tuple[Any, ...]:
+        before = self.parts.before
+        return abstract_weights(before, self.place), abstract(before.inputs, self.place)
+
+    def lowered_before(self) -> Lowered:
+        return self.before.lower(*self._before_arguments())
+
+    def lowered_steps(self) -> Lowered:
+        body, place = self.parts.body, self.place
+        parts = NamedSharding(place.mesh, own(place)) if isinstance(place, NamedSharding) else place
+        found = self.before.eval_shape(*self._before_arguments())
+        prepared = {name: ShapeDtypeStruct(x.shape, x.dtype, sharding=parts) for name, x in found.items()}
+        other = body.inputs.keys() - prepared.keys() - set(self.parts.state)
+        constants = {name: v for name, v in self.graph.inputs.items() if name in other}
+        bound, state = ShapeDtypeStruct((), "int32"), abstract(body.outputs, place)
+        weights = abstract_weights(body, place)
+        return self.steps.lower(weights, prepared, abstract(constants, place), state, bound, bound)
+
+    def compile_now(self, each: bool) -> None:
+        for lower in (self.lowered_before, self.lowered_steps):
+            with TRACING:
+                lowered = lower()
+            lowered.compile()
 
     def _before(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         graph = self.parts.before
@@ -261,6 +337,7 @@ class Loop:
         return lax.fori_loop(first, last, lambda i, outputs: step(weights, prepared, constants, outputs, i), outputs)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Array]]:
+        self.ready()
         before, body, state = self.parts.before, self.parts.body, self.parts.state
         given = {name: upload(self.graph, name, inputs[name], self.place) for name in self.graph.inputs}
         prepared = self.before(weights_on(self.place, before, weights), {name: given[name] for name in before.inputs})
@@ -280,6 +357,11 @@ class Loop:
 
         for finished in overlapped(started(outputs), 1):
             yield jax.block_until_ready(finished)
+
+
+def abstract(values: Mapping[str, Value], place: Sharding) -> dict[str, ShapeDtypeStruct]:
+    """Inputs or outputs, whole on every device."""
+    return {name: ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=place) for name, v in values.items()}
 
 
 def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:

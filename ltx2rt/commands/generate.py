@@ -188,10 +188,11 @@ def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> 
     """The stages in order. The frames are made when they are taken from `state.frames`."""
     session.weights.loading = lambda network: watch.apart("load", f"loading the weights of {network}")
     session.building = watch.building
-    for stage in plan.stages:
-        watch.check()
-        stage.run(session, state, watch)
-        session.leave(stage)
+    with session.compiling_ahead(plan.stages):
+        for stage in plan.stages:
+            watch.check()
+            stage.run(session, state, watch)
+            session.leave(stage)
 
 
 def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:

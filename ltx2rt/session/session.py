@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any, Protocol, TypeVar
@@ -105,6 +106,18 @@ class Session:
             return lower(self.graph(call), self.options.layers, self.options.compile)
 
         return _kept(self._programs, call.program, make, MAX_PROGRAMS, lambda program: program.release())
+
+    @contextmanager
+    def compiling_ahead(self, stages: Sequence[Needing]) -> Iterator[None]:
+        """Programs that the stages call are compiled while earlier ones run; no more are begun after an exception."""
+        calls = {(call.program, call.each): call for stage in stages for call in stage.needs(self.config)}
+        started = self.backend.compile_ahead([(self.program(call), call.each) for call in calls.values()])
+        try:
+            yield
+        except BaseException:
+            for one in started:
+                one.cancel()
+            raise
 
     def load(self, call: Call) -> Any:
         """The call's weights on the device."""

@@ -31,12 +31,15 @@ def main() -> None:
     program, weights = one.lower(graph), one.load([graph], source)
     alone = [one.to_host(program(weights, {"latent": x})["frames"]) for x in latents]
     spread, held = several.lower(graph), several.load([graph], source)
-    distances = {}
+    for started in several.compile_ahead([(spread, True)]):
+        started.result()
+    ahead, distances = several.num_built, {}
     for count in (1, 3, 4):
         calls = [(spread, held, {"latent": x}) for x in latents[:count]]
         frames = [several.to_host(x) for x in several.each(calls, "frames")]
         assert len(frames) == count
         distances[count] = max(relative_l2(a, b) for a, b in zip(frames, alone, strict=False))
+    compiled_by_calls = several.num_built - ahead
     taken: list[int] = []
     results = several.each(((spread, held, {"latent": latents[taken.append(i) or 0]}) for i in range(20)), "frames")
     next(results)
@@ -49,6 +52,7 @@ def main() -> None:
         "distances": distances,
         "taken": len(taken),
         "compilations": spread.shared._cache_size(),
+        "compiled_by_calls": compiled_by_calls,
         "replicated": [s.is_fully_replicated for s in shardings.values()],
         "collectives": re.findall(HLO, compiled.as_text()),
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import wait
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,7 @@ import ltx2rt_tpu.program
 import numpy as np
 import pytest
 import torch
-from ltx2rt_tpu.program import ON_CPU
+from ltx2rt_tpu.program import ON_CPU, Assembled
 from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
@@ -218,6 +220,65 @@ def test_guidance_sigmas_and_number_of_steps_compile_nothing_in_jax(xla_compilat
         denoise(handle, sigmas, **other)
     assert xla_compilations() == before
     assert loop.steps._cache_size() == 1 and loop.before._cache_size() == 1
+
+
+@pytest.fixture
+def ahead():
+    """A backend, a loop with its weights, and an assembled and a plain program of no weights, each with its inputs."""
+    backend, loop, weights = fresh("tpu")
+    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
+    x = {"x": np.ones(1, np.float32)}
+    calls = {
+        "loop": (loop, lambda: denoise((backend, loop, weights), SIGMAS, **job(4))),
+        "plain": (program := backend.lower(graph), lambda: program({}, x)),
+        "assembled": (parts := Assembled(graph, backend.place), lambda: parts({}, x)),
+    }
+    yield backend, calls
+    backend.compilers.shutdown()
+
+
+@pytest.mark.parametrize("kind,count,reshapes", [("loop", 2, 0), ("plain", 1, 0), ("assembled", 1, 2)])
+def test_what_is_compiled_ahead_is_not_compiled_by_its_call(ahead, xla_compilations, kind, count, reshapes):
+    """reshapes: those around executables, which XLA compiles one by one."""
+    backend, calls = ahead
+    program, call = calls[kind]
+    before = xla_compilations()
+    for called in (0, reshapes):
+        (started,) = backend.compile_ahead([(program, False)])
+        started.result()
+        assert xla_compilations() == before + count + called
+        call()
+    assert xla_compilations() == before + count + reshapes
+
+
+@pytest.mark.parametrize("kind", ["loop", "plain", "assembled"])
+def test_what_waits_for_another_is_compiled_by_its_call(ahead, kind):
+    backend, calls = ahead
+    program, call = calls[kind]
+    free = threading.Event()
+    for _ in range(backend.compilers._max_workers):
+        backend.compilers.submit(free.wait)
+    try:
+        (started,) = backend.compile_ahead([(program, False)])
+        call()
+        assert started.cancelled()
+    finally:
+        free.set()
+    (again,) = backend.compile_ahead([(program, False)])
+    again.result()
+
+
+@pytest.mark.parametrize("kind", ["loop", "plain", "assembled"])
+def test_a_failure_ahead_is_that_of_the_call_and_the_next_one_tries_again(ahead, kind, monkeypatch):
+    backend, calls = ahead
+    program, call = calls[kind]
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "compile_now", lambda each: 1 / 0)
+        (started,) = backend.compile_ahead([(program, False)])
+        wait([started])
+        with pytest.raises(ZeroDivisionError):
+            call()
+    call()
 
 
 def test_listener_sees_a_compilation(xla_compilations):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -91,6 +92,21 @@ def test_a_cancelled_request_ends_within_a_step_and_leaves_no_trace(session):
         assert left == 0, f"asked again after {last} (LTX2RT_TEST_SEED={SEED})"
         assert len(seen) <= asked
     assert_same(made(session), undisturbed)
+
+
+def test_a_run_that_ends_early_begins_to_compile_no_more(model, monkeypatch):
+    with ltx2rt.open(model, backend="tpu", device="cpu") as session:
+        backend, started, free = session.resident.backend, [], threading.Event()
+        begin = backend.compile_ahead
+        monkeypatch.setattr(backend, "compile_ahead", lambda programs: started.extend(begin(programs)) or started)
+        for _ in range(backend.compilers._max_workers):
+            backend.compilers.submit(free.wait)
+        try:
+            with pytest.raises(ltx2rt.Cancelled):
+                made(session, cancelled=lambda: True)
+        finally:
+            free.set()
+        assert len(started) >= 5 and all(one.cancelled() for one in started)
 
 
 @JAX_IS_SLOW
