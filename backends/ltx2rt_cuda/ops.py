@@ -252,6 +252,12 @@ def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor,
     return tuple(getattr(functional, f"all_reduce_coalesced{own}")([x.contiguous() for x in xs], "sum", group))
 
 
+@op
+def barrier(*xs: Tensor) -> tuple[Tensor, ...]:
+    """A stream keeps its order."""
+    return xs
+
+
 def arrived(x: Tensor) -> Tensor:
     """A result of `all_reduce` for those that read it: the stream waits, on a CPU the caller."""
     return torch.ops._c10d_functional.wait_tensor(x)

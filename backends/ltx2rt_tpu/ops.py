@@ -470,6 +470,11 @@ def snake_beta(x: Array, up: Array, down: Array, alpha: Array, beta: Array, *, e
     return reduce(jnp.add, shifted)
 
 
+@op
+def barrier(*xs: Array) -> tuple[Array, ...]:
+    return lax.optimization_barrier(xs)
+
+
 # Of so many bytes, a pair of devices adds up what they send each other where nothing but a permutation travels while
 # they compute; fewer have arrived before other work would have begun.
 LEAST_BYTES = 2**20

@@ -24,7 +24,7 @@ from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt_tpu.lower import run
-from ltx2rt_tpu.ops import BY_PAIRS, ONCE, OPS
+from ltx2rt_tpu.ops import BY_PAIRS, LEAST_BYTES, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
 from ltx2rt_tpu.weights import Weights, abstract_weights, weight_specs, weights_on
 
@@ -275,7 +275,7 @@ class Loop(Ahead):
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
-        halved = interleave(graph) if is_tpu(place) else graph
+        halved = interleave(graph, tied=LEAST_BYTES) if is_tpu(place) else graph
         self.parts, options, self.ops = taken_apart(halved), compiler_options(place), OPS
         if is_tpu(place) and not waits_for_exchanges(place):
             self.ops = self.ops | ONCE

@@ -689,6 +689,13 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
     return tuple(results), {"split": split, "concat": concat, "mesh_axis": mesh_axis, "parts": parts}
 
 
+@op(lambda *xs: xs)
+def barrier(*xs: Type):
+    """The same values, none of them there before all are: an order for compilers that choose their own."""
+    _expect(len(xs) > 1, "barrier: nothing to wait for")
+    return xs, {}
+
+
 @op(lambda x, dims: np.sum(np.square(x.astype(np.float32)), axis=dims))
 def sum_squares(x: Type, *, over: tuple[str, ...]):
     """The sum of x^2 over the named axes, in float32: what devices that hold different heads add up for one RMSNorm."""

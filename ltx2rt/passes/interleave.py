@@ -8,8 +8,9 @@ and only there: keys and values are joined, queries stay halves. Where weights a
 would gather those of a whole block at once, and tokens stay whole. A repeat in which nothing of the axis is exchanged,
 or whose axis cannot be halved, stays as it is.
 
-XLA orders nodes itself; for a stream that runs them in their order, `TOKENS` leave the halves in turns: each as far as
-it gets, then its exchange, then the other.
+For a stream that runs nodes in their order, `TOKENS` leave the halves in turns: each as far as it gets, then its
+exchange, then the other. XLA orders nodes itself, and takes both halves as far as they get before it waits for both:
+`tied` keeps samples in turns by a `barrier` at every big exchange.
 
 Weights are read twice; whether that costs less than the exchanges is for the backend to know.
 """
@@ -34,15 +35,16 @@ Parts = Sequence[Value]  # of a value: itself, or its halves
 QUERIES = (0, 3)  # operands of an attention that each query has a part of: q, and the bias behind k and v
 
 
-def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0) -> Graph:
+def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0, tied: int | None = None) -> Graph:
     """`graph` with its repeats in halves of `axis`; itself if there are none to halve.
 
-    rows: samples times tokens that a half has at the least.
+    rows: samples times tokens that a half has at the least. tied: of samples, bytes from which on exchanges take turns;
+    None: halves are independent.
     """
 
     def append(result: Graph, node: Node) -> bool:
         if can := _can_halve(node.repeat, axis, rows):
-            _append_halved(result, node, axis)
+            _append_halved(result, node, axis, tied)
         return can
 
     result = replace_repeats(graph, append)
@@ -92,7 +94,7 @@ def _names(attrs: object, axis: str) -> bool:
     return any(_names(x, axis) for x in attrs) if isinstance(attrs, (tuple, list)) else attrs == axis
 
 
-def _append_halved(result: Graph, node: Node, axis: str) -> None:
+def _append_halved(result: Graph, node: Node, axis: str, tied: int | None) -> None:
     """The repeat in halves; what it carries is cut before and joined after it."""
     repeat, old = node.repeat, node.repeat.body
     carry, invariant, data = repeat.divide(list(zip(old.inputs, node.inputs, strict=True)))
@@ -114,6 +116,8 @@ def _append_halved(result: Graph, node: Node, axis: str) -> None:
     }
     if axis == TOKENS:
         body.nodes = halves.in_turns()
+    elif tied is not None:
+        halves.tie([halves.halves(old.inputs[name])[1] for name, _ in carry], tied)
     values: list[Value] = []
     joins = []
     for v, parts in zip(node.outputs, kept.values(), strict=True):
@@ -223,3 +227,38 @@ class _Halves:
 
     def _sums_a_half(self, node: Node) -> bool:
         return node.op == "all_reduce" and any(self.axis in v.type.axes for v in node.inputs)
+
+    def tie(self, second: Sequence[Value], least: int) -> None:
+        """Order the nodes: each half up to its next exchange of `least` bytes or more, then the other half. second: the
+        half of what is carried that has the second turn.
+
+        When something big leaves, what has arrived for the other half is first read; both ways, but of an all_to_all,
+        which XLA would make wait for itself. What is gathered has arrived a turn later.
+        """
+
+        def big(values: Sequence[Value]) -> list[Value]:
+            return [v for v in values if v.type.nbytes >= least]
+
+        stages: dict[int, int] = {}  # of nodes and values: how many big exchanges lead to them
+        received: set[int] = set()
+        for node in self.body.nodes:
+            stage = max((stages.get(id(v), 0) + (id(v) in received) for v in node.inputs), default=0)
+            stages |= dict.fromkeys(map(id, (node, *node.outputs)), stage)
+            if node.op in COLLECTIVES and big(node.inputs):
+                received.update(map(id, big(node.outputs)))
+        nodes, self.body.nodes = self.body.nodes, []
+        tied: dict[int, Value] = {}
+        gathered: list[Value] = []
+        arrived, begun = big(second), False
+        for node in sorted(nodes, key=lambda node: (stages[id(node)], id(node) in self.second)):
+            if node.op in COLLECTIVES and (leaving := big(node.inputs)):
+                ripe = [v for v in gathered if stages[id(v)] < stages[id(node)]]
+                gathered = [v for v in gathered if v not in ripe]
+                waiting = arrived if begun and node.op == "all_to_all" else [*arrived, *ripe, *leaving]
+                found = emit(self.body, "barrier", *(tied.get(id(v), v) for v in [*arrived, *ripe, *leaving]))
+                tied |= {id(v): one for v, one in zip(waiting, found, strict=False)}
+                arrived, begun = big(node.outputs), True
+            elif node.op == "all_gather":
+                gathered += node.outputs
+            self.body.nodes.append(replace(node, inputs=tuple(tied.get(id(v), v) for v in node.inputs)))
+        self.body.outputs = {name: tied.get(id(v), v) for name, v in self.body.outputs.items()}

@@ -128,6 +128,7 @@ CASES = {
     "rms_norm": lambda o: o.rms_norm(
         o.rms_norm(_x(o), "n", over=("heads", "head_dim"), eps=1e-6), over=("tokens",), eps=1e-3
     ),
+    "barrier": lambda o: o.add(*o.barrier(_x(o), _x(o, "y"))),
     "sum_squares": lambda o: o.sum_squares(_x(o), over=("heads", "head_dim")),
     "rms_scale": lambda o: o.rms_scale(
         _x(o),

@@ -15,6 +15,7 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import relative_l2
 
 CLOSE = 1e-6  # float32: products of other shapes
+LEAST = 1100  # bytes: the exchanges of halves but those of norms and what is gathered
 
 
 def exchanged(graph, axis=SAMPLES) -> Counter:
@@ -48,6 +49,33 @@ def test_halves_have_the_same_values_and_exchange_as_much(generation, profile, m
     expected = interpret(graph, one.params, one.inputs)
     for key, value in interpret(halved, one.params, one.inputs).items():
         assert relative_l2(value, expected[key]) <= CLOSE, key
+
+
+@pytest.mark.parametrize("name", ["forward-2.0", "forward-2.3"])
+def test_tied_halves_take_turns_and_have_the_same_values(name):
+    """Whatever runs the nodes in another order, as far as they allow: each big exchange of a half leaves when the other
+    half has computed up to its own, and is read after that."""
+    one = case(name)
+    graph = Placement(PROFILES["trillium"], {"tensor": 2, "sequence": 2}).local(one.graph, one.network)
+    (plain,), (tied,) = (interleave(graph, **options).repeats for options in ({}, {"tied": LEAST}))
+    assert exchanged(interleave(graph, tied=LEAST)) == exchanged(interleave(graph))
+    expected = interpret(graph, one.params, one.inputs)
+    for key, value in interpret(interleave(graph, tied=LEAST), one.params, one.inputs).items():
+        assert relative_l2(value, expected[key]) <= CLOSE, key
+
+    def independent(repeat) -> int:
+        """Pairs of big exchanges that may leave in either order."""
+        before: dict[int, set[int]] = {}
+        found = []
+        for node in repeat.body.nodes:
+            reached = set().union(*(before.get(id(v), ()) for v in node.inputs))
+            if node.op in COLLECTIVES and any(v.type.nbytes >= LEAST for v in node.inputs):
+                found.append((id(node), reached))
+                reached = reached | {id(node)}
+            before |= {id(v): reached for v in node.outputs}
+        return sum(a not in after for i, (a, _) in enumerate(found) for _, after in found[i + 1 :])
+
+    assert independent(plain) >= 6 > independent(tied)
 
 
 def test_neither_half_waits_for_the_other():
