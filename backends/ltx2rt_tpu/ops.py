@@ -481,9 +481,19 @@ LEAST_BYTES = 2**20
 
 
 def _all_reduce_by_pairs(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:
+    """What is small comes first: behind something big it would keep waiting those who read it."""
     if lax.axis_size(mesh_axis) > 2 or sum(x.nbytes for x in xs) < LEAST_BYTES:
         return all_reduce(*xs, mesh_axis=mesh_axis)
-    return tuple(x + lax.ppermute(x, mesh_axis, [(0, 1), (1, 0)]) for x in xs)
+
+    def swapped(x: Array) -> Array:
+        return lax.ppermute(x, mesh_axis, [(0, 1), (1, 0)])
+
+    small, big = ({i: x for i, x in enumerate(xs) if (x.nbytes < LEAST_BYTES) == less} for less in (True, False))
+    came = {i: swapped(x) for i, x in small.items()}
+    if small and big:
+        came, big = lax.optimization_barrier((came, big))
+    came |= {i: swapped(x) for i, x in big.items()}
+    return tuple(x + came[i] for i, x in enumerate(xs))
 
 
 BY_PAIRS = {"all_reduce": _all_reduce_by_pairs}
