@@ -163,7 +163,8 @@ class Backend(Protocol):
     def compile_ahead(self, programs: Iterable[tuple[Program | Loop, bool]]) -> Sequence[Future[None]]:
         """Begin to compile what it lowered, in this order, while other things run; a call waits for its own program.
 
-        With each whether `each` calls it. Returns what can be cancelled; nothing where compiling takes no time.
+        With each whether `each` calls it. Returns what can be cancelled. Where compiling takes no time it reads none of
+        them, and each is lowered when it is called.
         """
         ...
 

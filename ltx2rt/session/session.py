@@ -111,7 +111,7 @@ class Session:
     def compiling_ahead(self, stages: Sequence[Needing]) -> Iterator[None]:
         """Programs that the stages call are compiled while earlier ones run; no more are begun after an exception."""
         calls = {(call.program, call.each): call for stage in stages for call in stage.needs(self.config)}
-        started = self.backend.compile_ahead([(self.program(call), call.each) for call in calls.values()])
+        started = self.backend.compile_ahead((self.program(call), call.each) for call in calls.values())
         try:
             yield
         except BaseException:
