@@ -244,21 +244,21 @@ class _Halves:
         for node in self.body.nodes:
             stage = max((stages.get(id(v), 0) + (id(v) in received) for v in node.inputs), default=0)
             stages |= dict.fromkeys(map(id, (node, *node.outputs)), stage)
-            if node.op in COLLECTIVES and big(node.inputs):
+            if _exchanges(node, self.axis) and big(node.inputs):
                 received.update(map(id, big(node.outputs)))
         nodes, self.body.nodes = self.body.nodes, []
         tied: dict[int, Value] = {}
         gathered: list[Value] = []
         arrived, begun = big(second), False
         for node in sorted(nodes, key=lambda node: (stages[id(node)], id(node) in self.second)):
-            if node.op in COLLECTIVES and (leaving := big(node.inputs)):
+            if _exchanges(node, self.axis) and (leaving := big(node.inputs)):
                 ripe = [v for v in gathered if stages[id(v)] < stages[id(node)]]
                 gathered = [v for v in gathered if v not in ripe]
                 waiting = arrived if begun and node.op == "all_to_all" else [*arrived, *ripe, *leaving]
                 found = emit(self.body, "barrier", *(tied.get(id(v), v) for v in [*arrived, *ripe, *leaving]))
                 tied |= {id(v): one for v, one in zip(waiting, found, strict=False)}
                 arrived, begun = big(node.outputs), True
-            elif node.op == "all_gather":
+            elif node.op == "all_gather" and _exchanges(node, self.axis):
                 gathered += node.outputs
             self.body.nodes.append(replace(node, inputs=tuple(tied.get(id(v), v) for v in node.inputs)))
         self.body.outputs = {name: tied.get(id(v), v) for name, v in self.body.outputs.items()}

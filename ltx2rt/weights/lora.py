@@ -229,14 +229,16 @@ class MergedSource:
         lost = [*(name for name in lora.pairs if name not in names), *lora.unknown]
         if not matched:
             raise InputError(
-                f"{lora.path}: a LoRA of another model: none of its {len(lora.pairs)} modules is in this one"
+                f"{lora.path}: a LoRA of another model: none of its {len(lora.pairs)} modules is in this one; "
+                "pass one that was trained for it"
             )
         for name in matched:
             pair, shape = lora.pairs[name], self._source.info(name).shape
             out, into = lora.file.info(pair.up).shape[0], lora.file.info(pair.down).shape[1]
             if (out, into) != tuple(shape):
                 raise InputError(
-                    f"{lora.path}: a LoRA of another model: it changes {name} as {[out, into]}, not {list(shape)}"
+                    f"{lora.path}: a LoRA of another model: it changes {name} as {[out, into]}, this one has "
+                    f"{list(shape)}; pass one that was trained for it"
                 )
         if lost and not allow_partial:
             raise InputError(
