@@ -69,6 +69,7 @@ class AheadCompiler:
             if part == "before":
                 return compiled(loop.lowered_before(), code=self.code)
             return compiled(loop.lowered_steps(), 1, self.code)
+        assert part in (None, "each"), part
         each = part == "each" and isinstance(place, NamedSharding)
         if graph.name in ASSEMBLED and not each:
             return assembled(Assembled(graph, place))

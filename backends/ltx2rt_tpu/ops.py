@@ -475,8 +475,8 @@ def barrier(*xs: Array) -> tuple[Array, ...]:
     return lax.optimization_barrier(xs)
 
 
-# Of so many bytes, a pair of devices adds up what they send each other where nothing but a permutation travels while
-# they compute; fewer have arrived before other work would have begun.
+# Of so many bytes, halves take turns at an exchange, and a pair of devices adds up what they send each other where
+# nothing but a permutation travels while they compute. Fewer have arrived before other work would have begun.
 LEAST_BYTES = 2**20
 
 

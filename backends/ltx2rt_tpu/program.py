@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
@@ -33,7 +34,7 @@ ASYNC = {"xla_tpu_enable_async_all_to_all": True}  # or nothing else runs while 
 EFFORT = 19  # O1 of XLA's `optimization_level`, of O0 to O3
 COMPILERS = 16  # at a time: each takes some hundred MB
 TRACING = Lock()  # of threads that compile ahead, one at a time: they are Python, and the first program shall be first
-# On a CPU most of a first run is compiling: with these it takes half as long and the programs run as fast.
+# On a CPU most of a first run is compiling: with these the demo's takes 20 s instead of 35, and runs as fast.
 ON_CPU = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
 
 
@@ -92,14 +93,14 @@ def own(place: Sharding) -> P:
     return P(place.mesh.axis_names if isinstance(place, NamedSharding) else None)
 
 
-class Ahead:
+class Ahead(ABC):
     """What another thread may compile before it is called."""
 
     _compiling: Future[None] | None = None
 
+    @abstractmethod
     def compile_now(self, each: bool) -> None:
         """each: for `Backend.each`."""
-        raise NotImplementedError
 
     def compile_ahead(self, pool: ThreadPoolExecutor, each: bool) -> Future[None]:
         if self._compiling is None or self._compiling.cancelled():
@@ -221,7 +222,7 @@ class Assembled(Ahead):
 
     def release(self) -> None:
         super().release()
-        self.__dict__.pop("executables", None)
+        vars(self).pop("executables", None)
 
     def compile_now(self, each: bool) -> None:
         _ = self.executables

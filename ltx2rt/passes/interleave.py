@@ -232,8 +232,8 @@ class _Halves:
         """Order the nodes: each half up to its next exchange of `least` bytes or more, then the other half. second: the
         half of what is carried that has the second turn.
 
-        When something big leaves, what has arrived for the other half is first read; both ways, but of an all_to_all,
-        which XLA would make wait for itself. What is gathered has arrived a turn later.
+        When something big leaves, what has arrived for the other half is first read, and the other way round: not of an
+        all_to_all, which XLA would then make synchronous. What is gathered has arrived a turn later.
         """
 
         def big(values: Sequence[Value]) -> list[Value]:
@@ -254,9 +254,11 @@ class _Halves:
             if _exchanges(node, self.axis) and (leaving := big(node.inputs)):
                 ripe = [v for v in gathered if stages[id(v)] < stages[id(node)]]
                 gathered = [v for v in gathered if v not in ripe]
-                waiting = arrived if begun and node.op == "all_to_all" else [*arrived, *ripe, *leaving]
-                found = emit(self.body, "barrier", *(tied.get(id(v), v) for v in [*arrived, *ripe, *leaving]))
-                tied |= {id(v): one for v, one in zip(waiting, found, strict=False)}
+                one_way = begun and node.op == "all_to_all"
+                if len(together := [*arrived, *ripe, *leaving]) > 1:
+                    found = emit(self.body, "barrier", *(tied.get(id(v), v) for v in together))
+                    pairs = zip(together, found, strict=True)
+                    tied |= {id(v): x for v, x in pairs if not one_way or v in arrived}
                 arrived, begun = big(node.outputs), True
             elif node.op == "all_gather" and _exchanges(node, self.axis):
                 gathered += node.outputs
