@@ -24,7 +24,7 @@ from ltx2rt.placement.devices import gpu_reserve_bytes
 from ltx2rt.weights.float8 import EncodedSource, Piece
 from ltx2rt.weights.lora import Factors, row_chunks
 from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
-from ltx2rt_cuda.host import parked, unparked
+from ltx2rt_cuda.host import give_back_freed, keep_freed, parked, unparked
 from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 
@@ -47,6 +47,8 @@ class CudaBackend:
         self._sending: Sending | None = None
         self._built: Counter[str] = Counter()
         self.torch_device = torch.device(self.device_kind)
+        if self.device_kind == "cpu":
+            keep_freed()
         # float32 means float32: TF32 keeps 10 mantissa bits.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
@@ -119,9 +121,9 @@ class CudaBackend:
     def unpark(self, kept: Weights, left: Weights) -> Weights:
         return unparked(kept, left, self.torch_device)
 
-    def lower(self, graph: Graph, layers: str = "scan", compile: bool = False, fused: bool | None = None) -> Program:
-        """fused: write the ops that have kernels; by default on a GPU, where the kernels run."""
-        if self.device_kind == "cuda" if fused is None else fused:
+    def lower(self, graph: Graph, layers: str = "scan", compile: bool = False, fused: bool = True) -> Program:
+        """fused: write the ops that have kernels. Without a GPU these are fewer passes over memory, too."""
+        if fused:
             graph = fuse(graph)
         if layers == "unrolled":
             from ltx2rt.passes.unroll import unroll
@@ -222,6 +224,8 @@ class CudaBackend:
         if self.device_kind == "cuda":
             torch.cuda.empty_cache()
             getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # torch 2.11 lacks it
+        else:
+            give_back_freed()
 
     def device(self) -> DeviceInfo:
         if self.device_kind == "cuda":

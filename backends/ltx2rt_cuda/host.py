@@ -1,4 +1,5 @@
-"""Weights kept in the host's memory, from where a GPU fetches them at the full rate of its link.
+"""The host's memory: weights kept there, from where a GPU fetches them at the full rate of its link, and what a CPU
+computes in.
 
 Pinned memory is taken in slabs of one size, a power of two: torch rounds what it pins up to one, a third more for a
 packed matrix of three, and what one set has given back is of use to the next.
@@ -6,6 +7,7 @@ packed matrix of three, and what one set has given back is of use to the next.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 
 SLAB = 2**30  # bytes
 ALIGNMENT = 256  # bytes, at which a tensor begins in a slab
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+LARGE = 2**30  # bytes from which an allocation is the system's own
 
 
 class Slabs:
@@ -49,3 +53,16 @@ def unparked(kept: Mapping[str, Tensor], left: dict[str, Tensor], device: torch.
         found[name] = place.copy_(x, non_blocking=True)
     left.clear()
     return found
+
+
+def keep_freed() -> None:
+    """From now on this process reuses the memory of what it frees. By default glibc gives that of large tensors back,
+    and the system clears it, page by page, for the next one: a tenth of a step on a CPU."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_MMAP_THRESHOLD, LARGE)
+
+
+def give_back_freed() -> None:
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
-from functools import reduce, wraps
+from functools import wraps
 from itertools import islice
 from math import prod
 from typing import Any
@@ -226,6 +225,10 @@ def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, str
 
 @op
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps: float) -> Tensor:
+    if x.device.type == "cpu" and x.dtype == torch.float32:  # where torch's own writes all squares to memory first
+        length = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
+        y = x * torch.rsqrt(length.square() / (x.numel() // length.numel()) + eps)
+        return y if weight is None else y * weight.reshape(weight_view)
     # The fused kernel wants one dtype; Gemma's weights are float32 beside bfloat16 activations.
     if dims == tuple(range(x.ndim - len(dims), x.ndim)) and (weight is None or weight.dtype == x.dtype):
         shape = x.shape[-len(dims) :]
@@ -330,7 +333,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, sc
 def rope(x: Tensor, cos: Tensor, sin: Tensor, view) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = cos.reshape(view), sin.reshape(view)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    turned = (torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin))
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 @op
@@ -390,15 +394,18 @@ def _take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:
 
 @fused
 def modulate(x: Tensor, scale: Tensor, shift: Tensor, *, views) -> Tensor:
-    return x * (1 + scale.reshape(views[0])) + shift.reshape(views[1])
+    return torch.addcmul(shift.reshape(views[1]), x, 1 + scale.reshape(views[0]))
+
+
+def _norm_modulated(x: Tensor, rows, eps: float) -> tuple[Tensor, ...]:
+    """The norm of x with each scale and shift among `rows`, or as it is."""
+    y = rms_norm(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)
+    return tuple(torch.addcmul(shift, y, 1 + scale) for scale, shift in pairs(rows)) or (y,)
 
 
 @fused
 def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
-    y = F.rms_norm(x, x.shape[-1:], None, eps)
-    results = tuple(
-        y * (1 + scale) + shift for scale, shift in pairs(rows_per_token(rows, views, index_view, _take_along))
-    )
+    results = _norm_modulated(x, rows_per_token(rows, views, index_view, _take_along), eps)
     return results[0] if len(results) == 1 else results
 
 
@@ -424,8 +431,7 @@ def gated_residual(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, 
 @fused
 def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False):
     x, shaped = _residual(x, y, rows, views, index_view, biased)
-    y = F.rms_norm(x, x.shape[-1:], None, eps)
-    return x, *([y * (1 + scale) + shift for scale, shift in pairs(shaped)] or [y])
+    return x, *_norm_modulated(x, shaped, eps)
 
 
 @fused
@@ -476,7 +482,8 @@ def sum_squares(x: Tensor, *, dims) -> Tensor:
 
 @fused
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int, out_shape) -> Tensor:
-    return gelu(linear(x, weight, bias, num_contracted=num_contracted, out_shape=out_shape))
+    y = linear(x, weight, bias, num_contracted=num_contracted, out_shape=out_shape)
+    return torch.ops.aten.gelu_(y, approximate="tanh")
 
 
 @fused
@@ -505,7 +512,7 @@ def snake_beta(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor,
     pad, start, edges = snake_windows(up.shape[-1])
 
     def snake(y: Tensor) -> Tensor:
-        return y + (y * alpha.exp()[:, None]).sin().square() / (beta.exp()[:, None] + eps)
+        return torch.addcdiv(y, (y * alpha.exp()[:, None]).sin().square(), beta.exp()[:, None] + eps)
 
     if x.device.type == "cpu" and x.dtype == torch.float32:
         return _snake_beta_by_phase(x, up.flatten(), down.flatten(), snake, pad, start, edges[0])
@@ -533,7 +540,11 @@ def _snake_beta_by_phase(x: Tensor, up: Tensor, down: Tensor, snake, pad: int, s
 
 def _weighted(terms: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """The sum of the signals, each times its weight (a scalar)."""
-    return reduce(operator.add, (signal * weight for weight, signal in terms))
+    (weight, signal), *others = terms
+    total = signal * weight
+    for weight, signal in others:
+        total.addcmul_(signal, weight)
+    return total
 
 
 @fused

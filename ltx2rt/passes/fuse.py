@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from heapq import heappop, heappush
 
 from ltx2rt.graph.ir import Graph, Node, Type, Value, rewrite
 from ltx2rt.graph.ops import COLLECTIVES, OPS
@@ -29,11 +28,11 @@ def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
     result = replace(graph, nodes=[rewrite(node, lambda body: fuse(body, matches)) for node in graph.nodes])
     uses = _Uses(result)
     for match in matches or MATCHES:
-        for node in result.nodes:
+        for node in list(result.nodes):
             found = match(result, uses, node) if id(node) in uses.nodes else None
             if found is not None and _is_convex(uses, *found):
-                result = replace(result, nodes=_substituted(result.nodes, *found))
-                uses = _Uses(result)
+                _substitute(result.nodes, *found)
+                uses.substitute(*found)
     verify(result)
     return result
 
@@ -42,13 +41,24 @@ class _Uses:
     """Who makes and who reads each value of one graph."""
 
     def __init__(self, graph: Graph):
-        self.nodes = {id(node) for node in graph.nodes}
-        self.makers = {id(v): node for node in graph.nodes for v in node.outputs}
+        self.nodes: set[int] = set()
+        self.makers: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
-        for node in graph.nodes:
+        self.kept = {id(v) for v in graph.outputs.values()}
+        self.substitute([], graph.nodes)
+
+    def substitute(self, gone: Sequence[Node], new: Sequence[Node]) -> None:
+        for node in gone:
+            self.nodes.remove(id(node))
+            for v in node.outputs:
+                del self.makers[id(v)]
+            for v in node.inputs:
+                self.readers[id(v)].remove(node)
+        for node in new:
+            self.nodes.add(id(node))
+            self.makers |= {id(v): node for v in node.outputs}
             for v in node.inputs:
                 self.readers.setdefault(id(v), []).append(node)
-        self.kept = {id(v) for v in graph.outputs.values()}
 
     def maker(self, value: Value, op: str) -> Node | None:
         """The node that makes `value`, if it is an `op`."""
@@ -458,24 +468,19 @@ def _is_convex(uses: _Uses, gone: Sequence[Node], new: Sequence[Node]) -> bool:
     return not any(uses.depends(v, old) for node in new for v in node.inputs if id(v) not in made)
 
 
-def _substituted(nodes: Sequence[Node], gone: Sequence[Node], new: Sequence[Node]) -> list[Node]:
-    """`nodes` with `new` where the last of `gone` stood; what stands before it and reads it moves down, behind it."""
-    old = {id(node) for node in gone}
-    last = max(i for i, node in enumerate(nodes) if id(node) in old)
-    placed = [*(n for n in nodes[:last] if id(n) not in old), *new, *nodes[last + 1 :]]
-    makers = {id(v): i for i, node in enumerate(placed) for v in node.outputs}
-    needs = [{makers[id(v)] for v in node.inputs if id(v) in makers} for node in placed]
-    readers: dict[int, list[int]] = {}
-    for i, found in enumerate(needs):
-        for maker in found:
-            readers.setdefault(maker, []).append(i)
-    free = [i for i, found in enumerate(needs) if not found]
-    ordered: list[Node] = []
-    while free:
-        i = heappop(free)
-        ordered.append(placed[i])
-        for reader in readers.get(i, ()):
-            needs[reader].remove(i)
-            if not needs[reader]:
-                heappush(free, reader)
-    return ordered
+def _substitute(nodes: list[Node], gone: Sequence[Node], new: Sequence[Node]) -> None:
+    """`new` where the last of `gone` stood; what stands before it and reads one of them moves down, behind it."""
+    old = set(map(id, gone))
+    places = [i for i, node in enumerate(nodes) if id(node) in old]
+    before: list[Node] = []
+    behind: list[Node] = []
+    late = {id(v) for node in gone for v in node.outputs}
+    for node in nodes[places[0] : places[-1]]:
+        if id(node) in old:
+            continue
+        if late.isdisjoint(map(id, node.inputs)):
+            before.append(node)
+        else:
+            behind.append(node)
+            late.update(map(id, node.outputs))
+    nodes[places[0] : places[-1] + 1] = [*before, *new, *behind]

@@ -1,4 +1,8 @@
-"""Weights in the host's memory, without a GPU: what lies where, and that nothing is lost."""
+"""The host's memory: weights in it without a GPU, what lies where, and that nothing is lost; what a CPU reuses."""
+
+import ctypes
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,3 +72,24 @@ def test_jax_keeps_arrays_in_pinned_memory_and_brings_them_back():
     for name, x in weights.items():
         assert found[name].sharding == x.sharding and found[name].dtype == x.dtype
         np.testing.assert_array_equal(np.asarray(found[name], np.float32), np.asarray(x, np.float32))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library is not glibc")
+def test_a_cpu_reuses_what_it_frees_until_it_is_given_back():
+    size = 2**26
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(size)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    pages = 4 * size // resource.getpagesize()
+    host.keep_freed()
+    faults()
+    assert faults() < pages / 10
+    before = resident()
+    host.give_back_freed()
+    assert before - resident() > 0.9 * pages

@@ -98,7 +98,8 @@ def jax_results(module, name: str) -> tuple[dict[str, np.ndarray], dict[str, np.
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
 def test_module_gives_what_the_program_gives(kind, name):
     one, backend = network(name), get_backend(kind, "cpu")
-    expected = backend.lower(one.graph)(backend.load([one.graph], ArraySource(one.params)), one.inputs)
+    plain = {"fused": False} if kind == "cuda" else {}  # what is fused adds up in another order
+    expected = backend.lower(one.graph, **plain)(backend.load([one.graph], ArraySource(one.params)), one.inputs)
     module = torch_module(name) if kind == "cuda" else jax_module(name)
     outputs = module(**one.inputs)
     assert outputs.keys() == expected.keys()
@@ -110,9 +111,10 @@ def test_module_gives_what_the_program_gives(kind, name):
 def test_module_of_a_program_is_that_of_its_graph():
     one = network("transformer")
     for backend, make in ((get_backend("cuda", "cpu"), as_module), (TpuBackend("cpu"), partial(as_nnx, device="cpu"))):
-        module = make(backend.lower(one.graph), ArraySource(one.params))
+        program = backend.lower(one.graph)
+        module = make(program, ArraySource(one.params))
         graph = module.graph if make is as_module else module.program.graph
-        assert graph is one.graph
+        assert graph is program.graph
 
 
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
