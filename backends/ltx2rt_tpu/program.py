@@ -24,6 +24,7 @@ from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
+from ltx2rt.placement.cost import flops
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import BY_PAIRS, LEAST_BYTES, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
@@ -35,7 +36,11 @@ EFFORT = 19  # O1 of XLA's `optimization_level`, of O0 to O3
 COMPILERS = 16  # at a time: each takes some hundred MB
 TRACING = Lock()  # of threads that compile ahead, one at a time: they are Python, and the first program shall be first
 # On a CPU most of a first run is compiling: with these the demo's takes 20 s instead of 35, and runs as fast.
-ON_CPU = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+LEVEL = "xla_backend_optimization_level"
+ON_CPU = {LEVEL: 1, "xla_cpu_use_fusion_emitters": False}
+# What has fewer FLOP than this, about a second's, is compiled at level 0: in half the time, and takes at most twice as
+# long to run.
+SMALL = 3e10
 
 
 @cache
@@ -64,9 +69,10 @@ def _options_on_cpu() -> dict[str, Any]:
     return options
 
 
-def compiler_options(place: Sharding) -> dict[str, Any]:
-    """With which programs are compiled for the devices of `place`."""
-    return _options_on_cpu() if next(iter(place.device_set)).platform == "cpu" else {}
+def compiler_options(graph: Graph, place: Sharding) -> dict[str, Any]:
+    """With which what is made of `graph` is compiled for the devices of `place`."""
+    options = _options_on_cpu() if next(iter(place.device_set)).platform == "cpu" else {}
+    return options | {LEVEL: 0} if LEVEL in options and flops(graph) < SMALL else options
 
 
 def on_mesh(function: Callable, place: Sharding, *specs: Any, out: Any) -> Callable:
@@ -123,7 +129,7 @@ class Program(Ahead):
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph = fuse(graph, (snakes,)) if is_tpu(place) else graph  # XLA fuses the rest itself
         self.place, self.unrolled = place, unrolled
-        options = compiler_options(place)
+        options = compiler_options(graph, place)
         self.nested: Any = jax.jit(self._run)  # for a jit of somebody's own, in which no other may have options
         self.function: Any = jax.jit(self._run, compiler_options=options)
         self.shared: Any = jax.jit(self._each, compiler_options=options)
@@ -207,7 +213,7 @@ class Assembled(Ahead):
     """
 
     def __init__(self, graph: Graph, place: Sharding):
-        self.graph, self.place = roll(graph), place
+        self.graph, self.place, self.options = roll(graph), place, compiler_options(graph, place)
         self.schedule = list(enumerate(parts(self.graph)))
         last = {id(v): i for i, node in self.schedule for v in node.inputs}
         kept = {id(v) for v in self.graph.outputs.values()}
@@ -228,7 +234,7 @@ class Assembled(Ahead):
         _ = self.executables
 
     def compile(self, options: Mapping[str, Any] | None = None) -> dict[int, Any]:
-        options = {**compiler_options(self.place), **(options or {})}
+        options = {**self.options, **(options or {})}
         if jax.config.values["jax_optimization_level"] == "UNKNOWN":  # the user's own counts
             options["optimization_level"] = EFFORT
         pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
@@ -277,12 +283,12 @@ class Loop(Ahead):
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
         halved = interleave(graph, tied=LEAST_BYTES) if is_tpu(place) else graph
-        self.parts, options, self.ops = taken_apart(halved), compiler_options(place), OPS
+        self.parts, options, self.ops = taken_apart(halved), compiler_options(graph, place), OPS
         if is_tpu(place) and not waits_for_exchanges(place):
             self.ops = self.ops | ONCE
         if halved is not graph:
             options, self.ops = options | ASYNC, self.ops | (BY_PAIRS if waits_for_exchanges(place) else {})
-        self.before: Any = jax.jit(self._before, compiler_options=compiler_options(place))
+        self.before: Any = jax.jit(self._before, compiler_options=compiler_options(self.parts.before, place))
         self.steps: Any = jax.jit(self._steps, compiler_options=options)
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -44,11 +44,7 @@ class Unit:
 
 def roll(graph: Graph) -> Graph:
     """Same inputs, parameters and outputs; sums in another order."""
-    # Between two convolutions each, for it looks at all nodes again after every match: 3 s at once.
-    number = accumulate(node.op == "conv" and len(node.inputs) == 3 for node in graph.nodes)
-    groups = groupby(zip(number, graph.nodes, strict=True), key=lambda pair: pair[0])
-    cuts = _cut(graph, [[node for _, node in same] for _, same in groups])
-    graph = replace(graph, nodes=[node for cut in cuts for node in fuse(cut, (snakes,)).nodes])
+    graph = fuse(graph, (snakes,))
     nodes, blocks, i = [], [], 0
     while i < len(graph.nodes):
         unit = _unit(graph.nodes[i : i + 7])

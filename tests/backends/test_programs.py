@@ -18,7 +18,7 @@ import ltx2rt_tpu.program
 import numpy as np
 import pytest
 import torch
-from ltx2rt_tpu.program import ON_CPU, Assembled
+from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled
 from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
@@ -354,7 +354,22 @@ def test_programs_on_a_cpu_take_the_options_that_nobody_gave_and_xla_knows(monke
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(ltx2rt_tpu.program, "ON_CPU", known)
     monkeypatch.setattr(ltx2rt_tpu.program, "_options_on_cpu", ltx2rt_tpu.program._options_on_cpu.__wrapped__)
-    assert ltx2rt_tpu.program.compiler_options(jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])) == left
+    assert ltx2rt_tpu.program.compiler_options(products(10**6), here()) == left
+
+
+def here() -> jax.sharding.SingleDeviceSharding:
+    return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+
+
+def products(rows: int):
+    """2e6 FLOP for each row."""
+    return trace("products", lambda o: {"y": o.linear(o.input("x", rows=rows, D=1000), "w", {"D": 1000})}, "float32")
+
+
+def test_little_work_is_compiled_quickly(monkeypatch):
+    monkeypatch.setattr(ltx2rt_tpu.program, "_options_on_cpu", lambda: ON_CPU)
+    levels = [ltx2rt_tpu.program.compiler_options(products(rows), here())[LEVEL] for rows in (10**4, 10**5)]
+    assert levels == [0, 1]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
