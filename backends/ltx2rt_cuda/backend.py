@@ -240,6 +240,7 @@ class CudaBackend:
             )
         from ltx2rt.placement.devices import host_memory
 
+        give_back_freed()  # or it counts as taken
         total, free = host_memory()
         return DeviceInfo("cpu", "CPU", total, free)
 

@@ -8,6 +8,7 @@ packed matrix of three, and what one set has given back is of use to the next.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping
 
 import torch
@@ -17,6 +18,7 @@ SLAB = 2**30  # bytes
 ALIGNMENT = 256  # bytes, at which a tensor begins in a slab
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 LARGE = 2**30  # bytes from which an allocation is the system's own
+DECIDED = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}  # in the environment, by the user
 
 
 class Slabs:
@@ -58,11 +60,13 @@ def unparked(kept: Mapping[str, Tensor], left: dict[str, Tensor], device: torch.
 def keep_freed() -> None:
     """From now on this process reuses the memory of what it frees. By default glibc gives that of large tensors back,
     and the system clears it, page by page, for the next one: a tenth of a step on a CPU."""
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt and DECIDED.isdisjoint(os.environ):
         mallopt(M_TRIM_THRESHOLD, -1)
         mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
 def give_back_freed() -> None:
+    """To the system, all that `keep_freed` has kept."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)

@@ -31,8 +31,8 @@ def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
         for node in list(result.nodes):
             found = match(result, uses, node) if id(node) in uses.nodes else None
             if found is not None and _is_convex(uses, *found):
-                _substitute(result.nodes, *found)
-                uses.substitute(*found)
+                late = _substitute(result.nodes, *found)
+                uses.substitute(*found, late)
     verify(result)
     return result
 
@@ -45,9 +45,20 @@ class _Uses:
         self.makers: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
         self.kept = {id(v) for v in graph.outputs.values()}
-        self.substitute([], graph.nodes)
+        self.order = {id(node): i for i, node in enumerate(graph.nodes)}  # of a reader never less than of a maker
+        for node in graph.nodes:
+            self._add(node)
 
-    def substitute(self, gone: Sequence[Node], new: Sequence[Node]) -> None:
+    def _add(self, node: Node) -> None:
+        self.nodes.add(id(node))
+        self.makers |= {id(v): node for v in node.outputs}
+        for v in node.inputs:
+            self.readers.setdefault(id(v), []).append(node)
+
+    def substitute(self, gone: Sequence[Node], new: Sequence[Node], late: Sequence[Node]) -> None:
+        """`new` for `gone`, with `late` behind them."""
+        last = max(self.order[id(node)] for node in gone)
+        self.order |= {id(node): last for node in (*new, *late)}
         for node in gone:
             self.nodes.remove(id(node))
             for v in node.outputs:
@@ -55,10 +66,7 @@ class _Uses:
             for v in node.inputs:
                 self.readers[id(v)].remove(node)
         for node in new:
-            self.nodes.add(id(node))
-            self.makers |= {id(v): node for v in node.outputs}
-            for v in node.inputs:
-                self.readers.setdefault(id(v), []).append(node)
+            self._add(node)
 
     def maker(self, value: Value, op: str) -> Node | None:
         """The node that makes `value`, if it is an `op`."""
@@ -73,9 +81,10 @@ class _Uses:
     def depends(self, value: Value, on: set[int]) -> bool:
         """Whether a result of the nodes `on` goes into `value`."""
         stack, seen = [value], set()
+        first = min(self.order[node] for node in on)
         while stack:
             node = self.makers.get(id(stack.pop()))
-            if node is None or id(node) in seen:
+            if node is None or id(node) in seen or self.order[id(node)] < first:
                 continue
             if id(node) in on:
                 return True
@@ -468,8 +477,9 @@ def _is_convex(uses: _Uses, gone: Sequence[Node], new: Sequence[Node]) -> bool:
     return not any(uses.depends(v, old) for node in new for v in node.inputs if id(v) not in made)
 
 
-def _substitute(nodes: list[Node], gone: Sequence[Node], new: Sequence[Node]) -> None:
-    """`new` where the last of `gone` stood; what stands before it and reads one of them moves down, behind it."""
+def _substitute(nodes: list[Node], gone: Sequence[Node], new: Sequence[Node]) -> list[Node]:
+    """`new` where the last of `gone` stood; what stands before it and reads one of them moves down, behind it: which
+    nodes these are."""
     old = set(map(id, gone))
     places = [i for i, node in enumerate(nodes) if id(node) in old]
     before: list[Node] = []
@@ -484,3 +494,4 @@ def _substitute(nodes: list[Node], gone: Sequence[Node], new: Sequence[Node]) ->
             behind.append(node)
             late.update(map(id, node.outputs))
     nodes[places[0] : places[-1] + 1] = [*before, *new, *behind]
+    return behind
