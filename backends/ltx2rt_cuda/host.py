@@ -59,7 +59,7 @@ def unparked(kept: Mapping[str, Tensor], left: dict[str, Tensor], device: torch.
 
 def keep_freed() -> None:
     """From now on this process reuses the memory of what it frees. By default glibc gives that of large tensors back,
-    and the system clears it, page by page, for the next one: a tenth of a step on a CPU."""
+    and the system clears it, page by page, for the next one."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     if mallopt and DECIDED.isdisjoint(os.environ):
         mallopt(M_TRIM_THRESHOLD, -1)

@@ -38,8 +38,8 @@ TRACING = Lock()  # of threads that compile ahead, one at a time: they are Pytho
 # On a CPU most of a first run is compiling: with these the demo's takes 20 s instead of 35, and runs as fast.
 LEVEL = "xla_backend_optimization_level"
 ON_CPU = {LEVEL: 1, "xla_cpu_use_fusion_emitters": False}
-# What has fewer FLOP than this, about a second's, is compiled at level 0: in half the time, and takes at most twice as
-# long to run.
+# What has fewer FLOP than this is compiled at level 0: of the demo that halves XLA's share, and its sound, which loses
+# most, takes twice as long to run.
 SMALL = 3e10
 
 

@@ -150,6 +150,17 @@ def test_gradients_reach_every_parameter_alike_in_both(name):
         assert relative_l2(gradient, theirs[key]) <= CLOSE, key
 
 
+def test_gradients_of_a_fused_program_are_those_of_the_plain_one():
+    """Plain ops of what is fused work in memory of their own."""
+    one, backend, found = network("transformer"), get_backend("cuda", "cpu"), []
+    for fused in (True, False):
+        module = as_module(backend.lower(one.graph, fused=fused), ArraySource(one.params))  # type: ignore[call-arg]
+        sum(value.square().sum() for value in module(**one.inputs).values()).backward()
+        found.append({name: p.grad for name, p in module.named_parameters()})
+    for name, gradient in found[0].items():
+        assert relative_l2(gradient, found[1][name]) <= CLOSE, name
+
+
 @pytest.mark.slow
 def test_torch_compile_takes_the_module_in_one_graph():
     one, module = network("transformer"), torch_module("transformer")
