@@ -124,13 +124,13 @@ def assembled(program: Assembled) -> Compiled:
         found = [
             collectives(text) for text in read("after_optimizations") if COLLECTIVE.search(text)
         ]  # loops of others may be of any length
-    memory = {kind: one.memory_analysis() for kind, one in executables.items()}
     weights_bytes = sum(v.type.nbytes for v in (program.graph.inputs | program.graph.params).values())
     sizes: dict[int, int] = {}
     peak = 0
-    for (kind, node), dropped in zip(program.schedule, program.dropped, strict=True):
-        sizes |= {id(v): memory[kind].output_size_in_bytes // len(node.outputs) for v in node.outputs}
-        peak = max(peak, sum(sizes.values()) + memory[kind].temp_size_in_bytes)
+    for part, executable, dropped in zip(program.parts, executables, program.dropped, strict=True):
+        memory, results = executable.memory_analysis(), part.outputs.values()
+        sizes |= {id(v): memory.output_size_in_bytes // len(results) for v in results}
+        peak = max(peak, sum(sizes.values()) + memory.temp_size_in_bytes)
         for key in dropped:
             sizes.pop(key, None)
     return Compiled(

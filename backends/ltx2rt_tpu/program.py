@@ -20,13 +20,13 @@ from jax.stages import Lowered
 
 from ltx2rt.backend import overlapped
 from ltx2rt.graph.interpret import NUMPY_DTYPES
-from ltx2rt.graph.ir import Graph, Node, Value
+from ltx2rt.graph.ir import Graph, Value
 from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import flops
 from ltx2rt_tpu.lower import run
-from ltx2rt_tpu.ops import BY_PAIRS, LEAST_BYTES, ONCE, OPS
+from ltx2rt_tpu.ops import BY_PAIRS, LEAST_BYTES, ON_TPU, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
 from ltx2rt_tpu.weights import Weights, abstract_weights, weight_specs, weights_on
 
@@ -38,9 +38,9 @@ TRACING = Lock()  # of threads that compile ahead, one at a time: they are Pytho
 # On a CPU most of a first run is compiling: with these the demo's takes 20 s instead of 35, and runs as fast.
 LEVEL = "xla_backend_optimization_level"
 ON_CPU = {LEVEL: 1, "xla_cpu_use_fusion_emitters": False}
-# What has fewer FLOP than this is compiled at level 0: of the demo that halves XLA's share, and its sound, which loses
-# most, takes twice as long to run.
-SMALL = 3e10
+# What multiplies less than SMALL FLOP, and in loops activates fewer samples than SHORT, is compiled at level 0: of the
+# demo that halves XLA's share. A loop of the vocoder takes five times as long to run at that level, products as long.
+SMALL, SHORT = 3e10, 4e6
 
 
 @cache
@@ -72,7 +72,10 @@ def _options_on_cpu() -> dict[str, Any]:
 def compiler_options(graph: Graph, place: Sharding) -> dict[str, Any]:
     """With which what is made of `graph` is compiled for the devices of `place`."""
     options = _options_on_cpu() if next(iter(place.device_set)).platform == "cpu" else {}
-    return options | {LEVEL: 0} if LEVEL in options and flops(graph) < SMALL else options
+    loops = [node for node in graph.nodes if node.op == "res_blocks"]
+    samples = sum(node.inputs[0].type.num_elements * len(node.args["dilations"]) for node in loops)
+    little = flops(graph) < SMALL and samples < SHORT
+    return options | {LEVEL: 0} if LEVEL in options and little else options
 
 
 def on_mesh(function: Callable, place: Sharding, *specs: Any, out: Any) -> Callable:
@@ -92,6 +95,10 @@ def is_tpu(place: Sharding) -> bool:
 def waits_for_exchanges(place: Sharding) -> bool:
     """Whether the devices compute during permutations, and during no other exchange."""
     return next(iter(place.device_set)).device_kind == "TPU v6 lite"
+
+
+def ops_for(place: Sharding) -> dict[str, Callable[..., Any]]:
+    return OPS | ON_TPU if is_tpu(place) else OPS
 
 
 def own(place: Sharding) -> P:
@@ -128,7 +135,7 @@ class Program(Ahead):
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph = fuse(graph, (snakes,)) if is_tpu(place) else graph  # XLA fuses the rest itself
-        self.place, self.unrolled = place, unrolled
+        self.place, self.unrolled, self.ops = place, unrolled, ops_for(place)
         options = compiler_options(graph, place)
         self.nested: Any = jax.jit(self._run)  # for a jit of somebody's own, in which no other may have options
         self.function: Any = jax.jit(self._run, compiler_options=options)
@@ -162,7 +169,7 @@ class Program(Ahead):
 
     def _local(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         ordered = [inputs[name] for name in self.graph.inputs]
-        return dict(zip(self.graph.outputs, run(self.graph, weights, ordered, self.unrolled), strict=True))
+        return dict(zip(self.graph.outputs, run(self.graph, weights, ordered, self.unrolled, self.ops), strict=True))
 
     def _each(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         """The graph on every device, each with inputs of its own, one after the other along the first axis."""
@@ -213,17 +220,17 @@ class Assembled(Ahead):
     """
 
     def __init__(self, graph: Graph, place: Sharding):
-        self.graph, self.place, self.options = roll(graph), place, compiler_options(graph, place)
-        self.schedule = list(enumerate(parts(self.graph)))
-        last = {id(v): i for i, node in self.schedule for v in node.inputs}
+        self.graph, self.place, self.ops = roll(graph), place, ops_for(place)
+        self.parts = parts(self.graph)
+        last = {id(v): i for i, part in enumerate(self.parts) for v in part.inputs.values()}
         kept = {id(v) for v in self.graph.outputs.values()}
-        self.dropped: list[list[int]] = [[] for _ in self.schedule]  # values that nobody reads after a node
+        self.dropped: list[list[int]] = [[] for _ in self.parts]  # values that nobody reads after a part
         for key, i in last.items():
             if key not in kept:
                 self.dropped[i].append(key)
 
     @cached_property
-    def executables(self) -> dict[int, Any]:
+    def executables(self) -> list[Any]:
         return self.compile()
 
     def release(self) -> None:
@@ -233,27 +240,31 @@ class Assembled(Ahead):
     def compile_now(self, each: bool) -> None:
         _ = self.executables
 
-    def compile(self, options: Mapping[str, Any] | None = None) -> dict[int, Any]:
-        options = {**self.options, **(options or {})}
+    def compile(self, options: Mapping[str, Any] | None = None) -> list[Any]:
+        options = {**(options or {})}
         if jax.config.values["jax_optimization_level"] == "UNKNOWN":  # the user's own counts
             options["optimization_level"] = EFFORT
         pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
         try:
             with TRACING:
-                started = [pool.submit(self._lowered(node).compile, options) for _, node in self.schedule]
-            return {i: one.result() for i, one in enumerate(started)}
+                started = [
+                    pool.submit(self._lowered(part).compile, compiler_options(part, self.place) | options)
+                    for part in self.parts
+                ]
+            return [one.result() for one in started]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no compiler
 
-    def _lowered(self, node: Node) -> Any:
-        def run_node(*operands: Array) -> tuple[Array, ...]:
-            pairs = zip(operands, node.inputs, strict=True)
-            found = OPS[node.op](*(x.reshape(v.type.shape) for x, v in pairs), **node.args)
-            return tuple(x.reshape(_flat(x.shape)) for x in (found if isinstance(found, tuple) else (found,)))
+    def _lowered(self, part: Graph) -> Lowered:
+        def run_part(*operands: Array) -> tuple[Array, ...]:
+            pairs = zip(operands, part.inputs.values(), strict=True)
+            found = run(part, {}, [x.reshape(v.type.shape) for x, v in pairs], ops=self.ops)
+            return tuple(x.reshape(_flat(x.shape)) for x in found)
 
-        run_node.__name__ = f"{self.graph.name}_{node.op}"
-        operands = [ShapeDtypeStruct(_flat(v.type.shape), v.type.dtype, sharding=self.place) for v in node.inputs]
-        return jax.jit(run_node, out_shardings=self.place).lower(*operands)
+        run_part.__name__ = part.name
+        types = (v.type for v in part.inputs.values())
+        operands = [ShapeDtypeStruct(_flat(t.shape), t.dtype, sharding=self.place) for t in types]
+        return jax.jit(run_part, out_shardings=self.place).lower(*operands)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
         self.ready()
@@ -261,9 +272,9 @@ class Assembled(Ahead):
         given |= weights_on(self.place, self.graph, weights)
         values = self.graph.inputs | self.graph.params
         env = {id(v): given[name].reshape(_flat(v.type.shape)) for name, v in values.items()}
-        for (i, node), dropped in zip(self.schedule, self.dropped, strict=True):
-            results = self.executables[i](*(env[id(v)] for v in node.inputs))
-            env |= {id(v): x for v, x in zip(node.outputs, results, strict=True)}
+        for part, executable, dropped in zip(self.parts, self.executables, self.dropped, strict=True):
+            results = executable(*(env[id(v)] for v in part.inputs.values()))
+            env |= {id(v): x for v, x in zip(part.outputs.values(), results, strict=True)}
             for key in dropped:
                 del env[key]
         return {name: env[id(v)].reshape(v.type.shape) for name, v in self.graph.outputs.items()}
@@ -283,7 +294,7 @@ class Loop(Ahead):
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
         halved = interleave(graph, tied=LEAST_BYTES) if is_tpu(place) else graph
-        self.parts, options, self.ops = taken_apart(halved), compiler_options(graph, place), OPS
+        self.parts, options, self.ops = taken_apart(halved), compiler_options(graph, place), ops_for(place)
         if is_tpu(place) and not waits_for_exchanges(place):
             self.ops = self.ops | ONCE
         if halved is not graph:
@@ -324,7 +335,7 @@ class Loop(Ahead):
         graph = self.parts.before
 
         def local(weights, inputs):
-            results = run(graph, weights, [inputs[name] for name in graph.inputs], self.unrolled)
+            results = run(graph, weights, [inputs[name] for name in graph.inputs], self.unrolled, self.ops)
             return {name: x[None] for name, x in zip(graph.outputs, results, strict=True)}
 
         return on_mesh(local, self.place, weight_specs(graph), P(), out=own(self.place))(weights, inputs)

@@ -15,8 +15,7 @@ from jax import Array, lax
 
 from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.passes.fuse import fuse, snakes
-from ltx2rt_tpu.lower import run
-from ltx2rt_tpu.ops import OPS, matrix_taps
+from ltx2rt_tpu.ops import OPS, biased, matrix_taps, zeros_around
 
 ACTIVATIONS = ("snake_beta", "leaky_relu")
 HALF = ("pad", "conv")  # after an activation; a unit is two halves and the sum with what it read
@@ -105,12 +104,19 @@ def res_blocks(x: Array, *operands: Array, activation: str, args, blocks: int, d
     reach = [(n - 1) * d // 2 for n, d in zip(counts, dilations, strict=True)]
     most, reaches, time = max(reach), jnp.array(reach), x.shape[2]
 
+    def at(stack, i):
+        return lax.dynamic_index_in_dim(stack, i, keepdims=False, allow_negative_indices=False)
+
     def half(n, y):
-        y = OPS[activation](y, *(s[n] for s in stacks), **args)
-        y = jnp.pad(y, ((0, 0), (0, 0), (most, most)))
-        starts = most - reaches[n]
-        y = matrix_taps(lambda tap: taps[firsts[n] + tap], y, lambda tap: starts + tap * steps[n], sizes[n], time)
-        return y + bias[n][:, None]
+        y = OPS[activation](y, *(at(s, n) for s in stacks), **args)
+        y = zeros_around(y, ((0, 0), (0, 0), (most, most)))
+        first, start, step = at(firsts, n), lax.sub(most, at(reaches, n)), at(steps, n)
+
+        def matrix(tap):
+            return at(taps, lax.add(first, tap))
+
+        y = matrix_taps(matrix, y, lambda tap: lax.add(start, lax.mul(tap, step)), at(sizes, n), time)
+        return biased(y, at(bias, n))
 
     def unit(i, y):
         return y + lax.fori_loop(0, 2, lambda h, z: half(2 * i + h, z), y)
@@ -123,31 +129,18 @@ def res_blocks(x: Array, *operands: Array, activation: str, args, blocks: int, d
     return tuple(results)
 
 
-def parts(graph: Graph) -> list[Node]:
-    """A rolled graph's loops, and as one node each what lies between two of them."""
-    groups = [list(same) for _, same in groupby(graph.nodes, key=lambda node: node.op == "res_blocks")]
-    found = []
-    for cut in _cut(graph, groups):
-        inputs, outputs = (tuple(values.values()) for values in (cut.inputs, cut.outputs))
-        loops = cut.nodes[0].op == "res_blocks"
-        found += cut.nodes if loops else [Node("part", inputs, outputs, {}, {"graph": cut})]
-    return found
-
-
-def _cut(graph: Graph, groups: Sequence[list[Node]]) -> list[Graph]:
-    """Each of the groups of nodes, in a row, as a graph of its own; parameters are inputs."""
+def parts(graph: Graph) -> list[Graph]:
+    """A rolled graph's loops, and as one graph each what lies between two of them; parameters are inputs."""
+    groups = groupby(graph.nodes, key=lambda node: id(node) if node.op == "res_blocks" else None)
     found, read = [], {id(v) for v in graph.outputs.values()}
-    for nodes in reversed(groups):
+    for nodes in reversed([list(same) for _, same in groups]):
         inside = {id(v) for node in nodes for v in node.outputs}
         inputs = {v.name: v for node in nodes for v in node.inputs if id(v) not in inside}
         outputs = {v.name: v for node in nodes for v in node.outputs if id(v) in read}
         read |= {id(v) for v in inputs.values()}
-        found.append(replace(graph, inputs=inputs, params={}, nodes=nodes, outputs=outputs))
+        name = f"{graph.name}_{nodes[0].op}"
+        found.append(replace(graph, name=name, inputs=inputs, params={}, nodes=nodes, outputs=outputs))
     return found[::-1]
 
 
-def part(*operands: Array, graph: Graph) -> tuple[Array, ...]:
-    return tuple(run(graph, {}, list(operands)))
-
-
-OPS |= {"res_blocks": res_blocks, "part": part}
+OPS["res_blocks"] = res_blocks

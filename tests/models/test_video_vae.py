@@ -2,7 +2,7 @@
 
 import copy
 import math
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLLTX2Video
-from ltx2rt_tpu import ops
-from ltx2rt_tpu.program import Program
+from ltx2rt_tpu import lower, ops
 from ltx2rt_tpu.weights import abstract_weights
 
 from ltx2rt.backend import get_backend
@@ -179,12 +178,11 @@ def test_convolution_by_frames_is_the_convolution(kernel, stride, dilation, dtyp
 
 def test_a_tpu_gets_every_convolution_of_the_decoder_by_frames():
     graph, place = video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 3, "float32"), get_backend("tpu", "cpu").place
-    inputs = {name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for name, v in graph.inputs.items()}
-    traced = Program(graph, place, unrolled=False).function.trace(abstract_weights(graph, place), inputs)
-    loops = {
-        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while")
-        for platform in ("cpu", "tpu")
-    }
+    inputs = [jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for v in graph.inputs.values()]
+    loops = {}
+    for platform, table in (("cpu", ops.OPS), ("tpu", ops.OPS | ops.ON_TPU)):
+        traced = jax.jit(partial(lower.run, graph, ops=table)).trace(abstract_weights(graph, place), inputs)
+        loops[platform] = traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while")
     assert loops["tpu"] - loops["cpu"] == sum(node.op == "conv" for node, _ in graph.walk()) > 10
 
 

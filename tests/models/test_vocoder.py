@@ -2,7 +2,7 @@
 
 import copy
 import math
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
-from ltx2rt_tpu import ops
-from ltx2rt_tpu.program import Assembled, Program
+from ltx2rt_tpu import lower, ops
+from ltx2rt_tpu.program import Assembled
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import GeneratorConfig, VocoderConfig
@@ -146,13 +146,12 @@ def test_convolution_by_taps_is_the_convolution(taps, stride, dilation, dtype):
 
 def test_only_upsampling_is_a_convolution_for_a_tpu():
     graph = fuse(vocoder.trace(CONFIGS["2.3"], 1, 7, "float32"), (snakes,))
-    function = Program(graph, get_backend("tpu", "cpu").place, unrolled=False).function
     params = {name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for name, (v, _) in graph.all_params().items()}
-    inputs = {name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for name, v in graph.inputs.items()}
-    counts = {
-        platform: function.trace(params, inputs).lower(lowering_platforms=(platform,)).as_text().count("convolution(")
-        for platform in ("cpu", "tpu")
-    }
+    inputs = [jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for v in graph.inputs.values()]
+    counts = {}
+    for platform, table in (("cpu", ops.OPS), ("tpu", ops.OPS | ops.ON_TPU)):
+        traced = jax.jit(partial(lower.run, graph, ops=table)).trace(params, inputs)
+        counts[platform] = traced.lower(lowering_platforms=(platform,)).as_text().count("convolution(")
     convolutions = [node for node in graph.nodes if node.op.startswith("conv")]
     assert counts["cpu"] == len(convolutions) > 20
     assert counts["tpu"] == sum(
@@ -165,10 +164,10 @@ def test_the_released_vocoder_is_a_loop_for_each_of_its_rates(version, rates):
     """Of 792 nodes in 2.3, with each of its 200 SnakeBetas one; what README says a TPU's compiler gets."""
     graph = vocoder.trace(preset(f"ltx-{version}").config.vocoder, 1, 320, "float32")
     program = Assembled(graph, get_backend("tpu", "cpu").place)
-    loops = [node for _, node in program.schedule if node.op == "res_blocks"]
-    assert (len(program.schedule), len(loops)) == (2 * rates + 1, rates)
+    loops = [part.nodes[0] for part in program.parts if part.nodes[0].op == "res_blocks"]
+    assert (len(program.parts), len(loops)) == (2 * rates + 1, rates)
     assert {(len(node.args["dilations"]), node.args["blocks"]) for node in loops} == {(18, 3)}
-    names = {v.name for _, node in program.schedule for v in node.inputs}
+    names = {name for part in program.parts for name in part.inputs}
     assert graph.all_params().keys() <= names
 
 
