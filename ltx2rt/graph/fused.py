@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ltx2rt.errors import GraphError
 from ltx2rt.graph.ir import Node, Type
-from ltx2rt.graph.ops import OPS, _expect, _same_dtype, _view, op
+from ltx2rt.graph.ops import OPS, _same_dtype, _view, op
 
 
 def grouped(operands: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
@@ -34,11 +35,13 @@ def _row_args(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...
     *rows, index = (*rows, None) if not rows or rows[-1].dtype != "int32" else rows
     axes, args = x.axes, {}
     if index is not None:
-        _expect(len(x.axes) == 3, f"rows by level: {x} is not (B, tokens, D)")
+        if len(x.axes) != 3:
+            raise GraphError(f"rows by level: {x} is not (B, tokens, D)")
         axes, args = (x.axes[0], "levels", x.axes[2]), {"index_view": _view(index, x.axes[:2], "index")}
     _same_dtype(x, *rows)
     for row in rows:
-        _expect(row.axes[-1:] == x.axes[-1:], f"row {row} does not hold the last axis of {x}")
+        if row.axes[-1:] != x.axes[-1:]:
+            raise GraphError(f"row {row} does not hold the last axis of {x}")
     return tuple(_view(row, axes, "row") for row in rows), args
 
 
@@ -73,7 +76,8 @@ def _numpy_norm_modulate(x, *rows, views, eps, index_view=None):
 def norm_modulate(x: Type, *rows: Type, eps: float):
     """RMSNorm without weight over the last axis, then x * (1 + scale) + shift for every pair of rows."""
     views, args = _row_args(x, rows)
-    _expect(len(views) > 0 and len(views) % 2 == 0, f"norm_modulate: {len(views)} rows are no pairs of scale and shift")
+    if not views or len(views) % 2:
+        raise GraphError(f"norm_modulate: {len(views)} rows are no pairs of scale and shift")
     return _one_or_many((x,) * (len(views) // 2)), {"views": views, "eps": eps} | args
 
 
@@ -97,8 +101,10 @@ def _numpy_residual(x, y, rows, views, index_view, biased):
 
 def _residual_args(op: str, x: Type, y: Type, rows: Sequence[Type], biased: bool):
     """Checked operands of a residual: the number of rows behind bias and gate, and the arguments."""
-    _expect(x.axes == y.axes and x.dtype == y.dtype and x.shape[1:] == y.shape[1:], f"{op}: {x} and {y} differ")
-    _expect(x.shape[0] >= y.shape[0], f"{op}: {y} has more samples than {x}")
+    if not (x.axes == y.axes and x.dtype == y.dtype and x.shape[1:] == y.shape[1:]):
+        raise GraphError(f"{op}: {x} and {y} differ")
+    if x.shape[0] < y.shape[0]:
+        raise GraphError(f"{op}: {y} has more samples than {x}")
     views, args = _row_args(x, rows)
     args = {"views": views} | args | ({"biased": True} if biased else {})
     return len(views) - 1 - biased, args
@@ -111,7 +117,8 @@ def gated_residual(x: Type, y: Type, *rows: Type, biased: bool = False):
     rows: the bias if there is one, the gate, and the index if it is by level.
     """
     others, args = _residual_args("gated_residual", x, y, rows, biased)
-    _expect(others == 0, f"gated_residual: {others + 1} gates, expected 1")
+    if others:
+        raise GraphError(f"gated_residual: {others + 1} gates, expected 1")
     return x, args
 
 
@@ -127,7 +134,8 @@ def residual_norm_modulate(x: Type, y: Type, *rows: Type, eps: float, biased: bo
     rows: the bias if there is one, the gate, the pairs, and the index if some of them are by level.
     """
     others, args = _residual_args("residual_norm_modulate", x, y, rows, biased)
-    _expect(others >= 0 and others % 2 == 0, f"residual_norm_modulate: {others} rows are no pairs of scale and shift")
+    if others < 0 or others % 2:
+        raise GraphError(f"residual_norm_modulate: {others} rows are no pairs of scale and shift")
     return (x,) * (1 + max(1, others // 2)), args | {"eps": eps}
 
 
@@ -183,7 +191,8 @@ def _only_normed(norm: str, size: int, operands: Sequence[Type], spread: tuple[i
     if spread:
         *operands, v = operands
         (q, k), args = _only_normed(norm, size, operands, (), **attrs)
-        _expect(v == k and max(spread) < k.shape[0], f"{norm}: samples {spread} of {k} and of {v}")
+        if not (v == k and max(spread) < k.shape[0]):
+            raise GraphError(f"{norm}: samples {spread} of {k} and of {v}")
         return (q, *(x.resized(x.axes[0], len(spread)) for x in (k, v))), args | {"spread": spread}
     rules = [OPS[norm].rule(x, *others, over=x.axes[-2:], **attrs) for x, *others in grouped(operands, size)]
     views = tuple(args["weight_view"] for _, args in rules)
@@ -234,8 +243,10 @@ def head_gate(y: Type, logits: Type, *choice: Type):
     _same_dtype(y, logits, *choice[1:])
     if choice:
         keep, v = choice
-        _expect(keep.axes == y.axes[:1] and keep.shape == y.shape[:1] and v == y, f"head_gate: {keep} or {v} of {y}")
-    _expect(logits.axes == y.axes[:-1] and logits.shape == y.shape[:-1], f"head_gate: {logits} does not fit {y}")
+        if not (keep.axes == y.axes[:1] and keep.shape == y.shape[:1] and v == y):
+            raise GraphError(f"head_gate: {keep} or {v} of {y}")
+    if not (logits.axes == y.axes[:-1] and logits.shape == y.shape[:-1]):
+        raise GraphError(f"head_gate: {logits} does not fit {y}")
     return y, {}
 
 
@@ -256,7 +267,8 @@ def head_gate_linear_float8(*operands: Type, contract: tuple[str, ...], out: dic
     gate, others = divided(operands)
     y = gate[0]
     OPS["head_gate"].rule(*gate)
-    _expect(tuple(contract) == y.axes[-2:], f"head_gate_linear_float8: {contract} of {y} are not the heads of a token")
+    if tuple(contract) != y.axes[-2:]:
+        raise GraphError(f"head_gate_linear_float8: {contract} of {y} are not the heads of a token")
     return OPS["linear_float8"].rule(y, *others, contract=contract, out=out)
 
 
@@ -267,7 +279,8 @@ def _numpy_pixel_norm_silu(x, *, dim, eps):
 @op(_numpy_pixel_norm_silu)
 def pixel_norm_silu(x: Type, *, over: str, eps: float):
     """RMSNorm without weight over one axis, then SiLU."""
-    _expect(over in x.axes, f"pixel_norm_silu over {over}: {x} lacks it")
+    if over not in x.axes:
+        raise GraphError(f"pixel_norm_silu over {over}: {x} lacks it")
     return x, {"dim": x.axes.index(over), "eps": eps}
 
 
@@ -309,10 +322,10 @@ def snake_beta(x: Type, up: Type, down: Type, alpha: Type, beta: Type, *, eps: f
     """x + sin(e^alpha x)^2 / (e^beta + eps) per channel at twice the rate, between the filters `up` and `down` (1, 1,
     taps): x (B, channels, time), edges repeated."""
     _same_dtype(x, up, down, alpha, beta)
-    _expect(
-        len(x.axes) == 3 and up.shape == down.shape and up.shape[-1] % 2 == 0, f"snake_beta: {x}, filters {up}, {down}"
-    )
-    _expect(alpha.shape == beta.shape == x.shape[1:2], f"snake_beta: {x} does not fit {alpha}, {beta}")
+    if not (len(x.axes) == 3 and up.shape == down.shape and up.shape[-1] % 2 == 0):
+        raise GraphError(f"snake_beta: {x}, filters {up}, {down}")
+    if not (alpha.shape == beta.shape == x.shape[1:2]):
+        raise GraphError(f"snake_beta: {x} does not fit {alpha}, {beta}")
     return x, {"eps": eps}
 
 

@@ -87,7 +87,7 @@ class Node:
 
     attrs: what the model text said, in axis names; passes read and print these.
     args: the same, resolved to positions for these operand types; lowerings and the interpreter read only this.
-    typed: `verify`'s mark on a node that follows its rule; a node is never changed, and passes hand on most of them.
+    typed: the mark of a node that follows its rule; a node is never changed, and passes hand on most of them.
     """
 
     op: str
@@ -96,6 +96,10 @@ class Node:
     attrs: Mapping[str, Any]
     args: Mapping[str, Any]
     typed: bool = field(default=False, init=False, repr=False)
+
+    def mark_typed(self) -> Node:
+        object.__setattr__(self, "typed", True)
+        return self
 
     @property
     def repeat(self) -> Repeat:

@@ -2,7 +2,8 @@
 
 A rule receives operand types and named attributes; it returns the result type and the attributes resolved to positions,
 keyword arguments of the numpy definition and of every lowering's function of the same name. Rules raise GraphError in
-axis names. The interpreter widens bfloat16 to float32 before an op and rounds once after it; that is each op's meaning.
+axis names, and make no message before it is needed: there are a hundred thousand nodes. The interpreter widens bfloat16
+to float32 before an op and rounds once after it; that is each op's meaning.
 """
 
 from __future__ import annotations
@@ -38,12 +39,6 @@ def op(numpy: Callable[..., Any]):
         return rule
 
     return register
-
-
-def _expect(condition: bool, message: str) -> None:
-    """For rules of few nodes: what is asked of almost every node makes no message before it is needed."""
-    if not condition:
-        raise GraphError(message)
 
 
 def _same_dtype(*types: Type) -> str:
@@ -172,7 +167,8 @@ def modulate(x: Type, scale: Type, shift: Type):
 
 def _reduction(name: str, numpy: Callable[..., np.ndarray]) -> None:
     def rule(x: Type, *, over: tuple[str, ...]):
-        _expect(set(over) <= set(x.axes), f"{name} over {over}: {x} lacks some of them")
+        if not set(over) <= set(x.axes):
+            raise GraphError(f"{name} over {over}: {x} lacks some of them")
         return _without(x, over), {"dims": _positions(x, over)}
 
     OPS[name] = Op(name, rule, lambda x, dims: numpy(x, axis=dims))
@@ -192,7 +188,8 @@ def split(x: Type, *, axis: str, into: dict[str, int]):
     """One axis into several, the first the slowest: `into={"heads": 32, "head_dim": 128}`."""
     i = x.axes.index(axis)
     fits = math.prod(into.values()) == x.shape[i]
-    _expect(fits, f"split {axis}={x.shape[i]} into {into}: sizes do not multiply to it")
+    if not fits:
+        raise GraphError(f"split {axis}={x.shape[i]} into {into}: sizes do not multiply to it")
     out = x.replaced(i, i + 1, into)
     return out, {"shape": out.shape}
 
@@ -202,14 +199,16 @@ def merge(x: Type, *, axes: tuple[str, ...], into: str):
     """Adjacent axes into one, the first the slowest."""
     i = x.axes.index(axes[0])
     stop = i + len(axes)
-    _expect(x.axes[i:stop] == tuple(axes), f"merge {axes}: they are not adjacent in {x}")
+    if x.axes[i:stop] != tuple(axes):
+        raise GraphError(f"merge {axes}: they are not adjacent in {x}")
     out = x.replaced(i, stop, {into: math.prod(x.shape[i:stop])})
     return out, {"shape": out.shape}
 
 
 @op(lambda x, perm: x.transpose(perm))
 def transpose(x: Type, *, axes: tuple[str, ...]):
-    _expect(sorted(axes) == sorted(x.axes), f"transpose to {axes}: not a permutation of {x}")
+    if sorted(axes) != sorted(x.axes):
+        raise GraphError(f"transpose to {axes}: not a permutation of {x}")
     perm = _positions(x, axes)
     return Type(tuple(axes), tuple(x.shape[i] for i in perm), x.dtype), {"perm": perm}
 
@@ -228,7 +227,8 @@ def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step:
     """Every `step`-th position of an axis from start up to stop, which is its end unless given; never empty."""
     i, n = x.axes.index(axis), x.size(axis)
     stop = n if stop is None else stop
-    _expect(0 <= start < stop <= n, f"slice {axis} {start}:{stop} of {x}")
+    if not 0 <= start < stop <= n:
+        raise GraphError(f"slice {axis} {start}:{stop} of {x}")
     return x.resized(axis, -(-(stop - start) // step)), {"dim": i, "start": start, "stop": stop, "step": step}
 
 
@@ -236,7 +236,8 @@ def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step:
 def at(x: Type, *, axis: str, index: int):
     """One position of an axis, which is dropped."""
     i = x.axes.index(axis)
-    _expect(0 <= index < x.shape[i], f"at {axis}={index} of {x}")
+    if not 0 <= index < x.shape[i]:
+        raise GraphError(f"at {axis}={index} of {x}")
     return x.replaced(i, i + 1, {}), {"dim": i, "index": index}
 
 
@@ -247,14 +248,16 @@ def concat(*xs: Type, axis: str):
     first, i = xs[0], xs[0].axes.index(axis)
     for x in xs:
         fits = x.axes == first.axes and x.resized(axis, 0) == first.resized(axis, 0)
-        _expect(fits, f"concat along {axis}: {x} does not fit {first}")
+        if not fits:
+            raise GraphError(f"concat along {axis}: {x} does not fit {first}")
     return first.resized(axis, sum(x.shape[i] for x in xs)), {"dim": i}
 
 
 @op(lambda *xs, dim: np.stack(xs, axis=dim))
 def stack(*xs: Type, axis: str, dim: int):
     _same_dtype(*xs)
-    _expect(all(x == xs[0] for x in xs), f"stack along {axis}: {', '.join(map(str, xs))} differ")
+    if not all(x == xs[0] for x in xs):
+        raise GraphError(f"stack along {axis}: {', '.join(map(str, xs))} differ")
     return xs[0].replaced(dim, dim, {axis: len(xs)}), {"dim": dim}
 
 
@@ -274,12 +277,15 @@ def _numpy_pad(x, widths, mode):
 @op(_numpy_pad)
 def pad(x: Type, *, mode: str = "zeros", **widths: tuple[int, int]):
     """Pad named axes by (before, after) with zeros, the border ("edge") or its mirror less the border ("reflect")."""
-    _expect(mode in ("zeros", "edge", "reflect"), f"pad mode {mode}")
-    _expect(set(widths) <= set(x.axes), f"pad {tuple(widths)}: {x} lacks some of them")
+    if mode not in ("zeros", "edge", "reflect"):
+        raise GraphError(f"pad mode {mode}")
+    if not set(widths) <= set(x.axes):
+        raise GraphError(f"pad {tuple(widths)}: {x} lacks some of them")
     full = tuple(widths.get(a, (0, 0)) for a in x.axes)
     if mode == "reflect":
         for a, n, (before, after) in zip(x.axes, x.shape, full, strict=True):
-            _expect(max(before, after) < n, f"pad: cannot reflect {max(before, after)} beyond {a}={n}")
+            if max(before, after) >= n:
+                raise GraphError(f"pad: cannot reflect {max(before, after)} beyond {a}={n}")
     shape = tuple(n + b + e for n, (b, e) in zip(x.shape, full, strict=True))
     return Type(x.axes, shape, x.dtype), {"widths": full, "mode": mode}
 
@@ -293,14 +299,17 @@ def _numpy_take(x, index, dim, batch_dims):
 @op(_numpy_take)
 def take(x: Type, index: Type, *, axis: str):
     """x at integer positions along `axis`. Leading axes shared with index match; the rest of it replaces `axis`."""
-    _expect(index.dtype == "int32", f"take: index is {index}, expected int32")
+    if index.dtype != "int32":
+        raise GraphError(f"take: index is {index}, expected int32")
     batch = 0
     while batch < min(len(x.axes), len(index.axes)) and x.axes[batch] == index.axes[batch] != axis:
-        _expect(x.shape[batch] == index.shape[batch], f"take: {x} and {index} differ in {x.axes[batch]}")
+        if x.shape[batch] != index.shape[batch]:
+            raise GraphError(f"take: {x} and {index} differ in {x.axes[batch]}")
         batch += 1
     i = x.axes.index(axis)
     axes = x.axes[:i] + index.axes[batch:] + x.axes[i + 1 :]
-    _expect(len(set(axes)) == len(axes), f"take: result axes {axes} repeat a name; rename first")
+    if len(set(axes)) != len(axes):
+        raise GraphError(f"take: result axes {axes} repeat a name; rename first")
     shape = x.shape[:i] + index.shape[batch:] + x.shape[i + 1 :]
     return Type(axes, shape, x.dtype), {"dim": i, "batch_dims": batch}
 
@@ -321,11 +330,10 @@ def linear(x: Type, weight: Type, bias: Type | None = None, *, contract: tuple[s
     """x (..., *contract) times weight (prod out, prod contract), plus bias (prod out) -> (..., *out)."""
     _same_dtype(x, weight, *([bias] if bias else []))
     n = len(contract)
-    _expect(
-        x.axes[-n:] == tuple(contract) and weight.axes[1] == "*".join(contract),
-        f"linear: input ends in {x.axes[-n:]}, weight contracts {tuple(weight.axes[1].split('*'))}",
-    )
-    _expect(math.prod(x.shape[-n:]) == weight.shape[1], f"linear: {x} does not fit weight {weight}")
+    if not (x.axes[-n:] == tuple(contract) and weight.axes[1] == "*".join(contract)):
+        raise GraphError(f"linear: input ends in {x.axes[-n:]}, weight contracts {tuple(weight.axes[1].split('*'))}")
+    if math.prod(x.shape[-n:]) != weight.shape[1]:
+        raise GraphError(f"linear: {x} does not fit weight {weight}")
     lead_axes, lead = x.axes[:-n], x.shape[:-n]
     result = Type(lead_axes + tuple(out), lead + tuple(out.values()), x.dtype)
     return result, {"num_contracted": n, "out_shape": tuple(out.values())}
@@ -359,8 +367,10 @@ def linear_float8(
 
     A row of x is what one result contracts. Products are summed in float32, scaled, and rounded once to x's dtype.
     """
-    _expect(weight.dtype == "float8_e4m3fn", f"linear_float8: weight {weight} must be float8_e4m3fn")
-    _expect(scale == Type(scale.axes, (weight.shape[0], 1), "float32"), f"linear_float8: scale {scale} of {weight}")
+    if weight.dtype != "float8_e4m3fn":
+        raise GraphError(f"linear_float8: weight {weight} must be float8_e4m3fn")
+    if scale != Type(scale.axes, (weight.shape[0], 1), "float32"):
+        raise GraphError(f"linear_float8: scale {scale} of {weight}")
     return OPS["linear"].rule(x, replace(weight, dtype=x.dtype), bias, contract=contract, out=out)
 
 
@@ -386,15 +396,15 @@ def conv(x: Type, weight: Type, bias: Type | None = None, *, stride: tuple[int, 
     """Correlation without padding: x (B, channels, *spatial), weight (out, in, *kernel) as torch stores it."""
     _same_dtype(x, weight, *([bias] if bias else []))
     kernel = weight.shape[2:]
-    _expect(
-        len(x.axes) == 2 + len(kernel),
-        f"conv: {x} has {len(x.axes) - 2} spatial axes, weight {weight} has {len(kernel)}",
-    )
-    _expect(x.shape[1] == weight.shape[1], f"conv: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[1]}")
+    if len(x.axes) != 2 + len(kernel):
+        raise GraphError(f"conv: {x} has {len(x.axes) - 2} spatial axes, weight {weight} has {len(kernel)}")
+    if x.shape[1] != weight.shape[1]:
+        raise GraphError(f"conv: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[1]}")
     spatial = tuple(
         (n - (k - 1) * d - 1) // s + 1 for n, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)
     )
-    _expect(min(spatial) > 0, f"conv: {x} is smaller than the kernel {kernel} dilated by {dilation}")
+    if min(spatial) <= 0:
+        raise GraphError(f"conv: {x} is smaller than the kernel {kernel} dilated by {dilation}")
     return Type(x.axes, (x.shape[0], weight.shape[0], *spatial), x.dtype), {"stride": stride, "dilation": dilation}
 
 
@@ -411,10 +421,8 @@ def _numpy_conv_transpose(x, weight, bias=None, *, stride):
 def conv_transpose(x: Type, weight: Type, bias: Type | None = None, *, stride: int):
     """1-D transposed convolution, uncropped: x (B, channels, time), weight (in, out, kernel) as torch stores it."""
     _same_dtype(x, weight, *([bias] if bias else []))
-    _expect(
-        x.shape[1] == weight.shape[0],
-        f"conv_transpose: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[0]}",
-    )
+    if x.shape[1] != weight.shape[0]:
+        raise GraphError(f"conv_transpose: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[0]}")
     length = (x.shape[2] - 1) * stride + weight.shape[2]
     return Type(x.axes, (x.shape[0], weight.shape[1], length), x.dtype), {"stride": stride}
 
@@ -427,12 +435,15 @@ def _numpy_rms_norm(x, weight=None, *, dims, weight_view, eps):
 @op(_numpy_rms_norm)
 def rms_norm(x: Type, weight: Type | None = None, *, over: tuple[str, ...], eps: float):
     """x / rms(x) over the named axes, in float32, times weight (stored as one axis "a*b") if given."""
-    _expect(set(over) <= set(x.axes), f"rms_norm over {over}: {x} lacks some of them")
+    if not set(over) <= set(x.axes):
+        raise GraphError(f"rms_norm over {over}: {x} lacks some of them")
     view = None
     if weight is not None:
-        _expect(weight.axes == ("*".join(over),), f"rms_norm over {over}: weight is {weight}")
+        if weight.axes != ("*".join(over),):
+            raise GraphError(f"rms_norm over {over}: weight is {weight}")
         fits = weight.num_elements == math.prod(x.size(a) for a in over)
-        _expect(fits, f"rms_norm: {x} does not fit weight {weight}")
+        if not fits:
+            raise GraphError(f"rms_norm: {x} does not fit weight {weight}")
         view = tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
     return x, {"dims": _positions(x, over), "weight_view": view, "eps": eps}
 
@@ -458,7 +469,8 @@ def _numpy_group_norm(x, weight, bias, *, groups, eps):
 @op(_numpy_group_norm)
 def group_norm(x: Type, weight: Type, bias: Type, *, groups: int, eps: float):
     """Statistics per sample and group of channels over all later axes: x (B, channels, *spatial)."""
-    _expect(x.shape[1] % groups == 0, f"group_norm: {x.axes[1]}={x.shape[1]} does not divide into {groups} groups")
+    if x.shape[1] % groups:
+        raise GraphError(f"group_norm: {x.axes[1]}={x.shape[1]} does not divide into {groups} groups")
     return x, {"groups": groups, "eps": eps}
 
 
@@ -489,16 +501,17 @@ def attention(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: flo
     (B, tokens, context) in that order, shared by the heads. Softmax in float32.
     """
     _same_dtype(q, k, v)
-    _expect(len(q.axes) == len(k.axes) == 4 and k == v, f"attention: q {q}, k {k}, v {v}")
-    _expect(
-        q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[2] % k.shape[2] == 0,
-        f"attention: q {q} does not fit k {k}",
-    )
+    if not (len(q.axes) == len(k.axes) == 4 and k == v):
+        raise GraphError(f"attention: q {q}, k {k}, v {v}")
+    if not (q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[2] % k.shape[2] == 0):
+        raise GraphError(f"attention: q {q} does not fit k {k}")
     view = None
     if bias is not None:
-        _expect(q.axes[1] != k.axes[1], f"attention with bias: {q.axes[1]} names queries and keys; rename the keys")
+        if q.axes[1] == k.axes[1]:
+            raise GraphError(f"attention with bias: {q.axes[1]} names queries and keys; rename the keys")
         b, t, s = _view(bias, (q.axes[0], q.axes[1], k.axes[1]), "attention bias")
-        _expect((b in (1, q.shape[0])) and t in (1, q.shape[1]) and s in (1, k.shape[1]), f"attention: bias {bias}")
+        if not (b in (1, q.shape[0]) and t in (1, q.shape[1]) and s in (1, k.shape[1])):
+            raise GraphError(f"attention: bias {bias}")
         view = (b, 1, t, s)
     return q, {"scale": float(scale), "bias_view": view}
 
@@ -515,8 +528,10 @@ def rope(x: Type, cos: Type, sin: Type):
 
     cos, sin: float32, x's axes in order, of which any may be missing, then "pairs" = head_dim / 2.
     """
-    _expect(cos == sin and cos.axes[-1] == "pairs" and cos.dtype == "float32", f"rope: cos {cos}, sin {sin}")
-    _expect(x.shape[-1] == 2 * cos.shape[-1], f"rope: {x.axes[-1]}={x.shape[-1]} is not twice pairs={cos.shape[-1]}")
+    if not (cos == sin and cos.axes[-1] == "pairs" and cos.dtype == "float32"):
+        raise GraphError(f"rope: cos {cos}, sin {sin}")
+    if x.shape[-1] != 2 * cos.shape[-1]:
+        raise GraphError(f"rope: {x.axes[-1]}={x.shape[-1]} is not twice pairs={cos.shape[-1]}")
     return x, {"view": _view(cos, (*x.axes[:-1], "pairs"), "rope table")}
 
 
@@ -568,13 +583,15 @@ def neighbourhood_attention(
     there are always as many (`window_starts`). Softmax in float32. Source: neighbourhood attention (NATTEN).
     """
     _same_dtype(q, k, v)
-    _expect(len(q.axes) == 6 and q.axes == k.axes and k == v, f"neighbourhood_attention: q {q}, k {k}, v {v}")
-    _expect(
-        q.shape[0] == k.shape[0] and q.shape[4:] == k.shape[4:], f"neighbourhood_attention: q {q} does not fit k {k}"
-    )
+    if not (len(q.axes) == 6 and q.axes == k.axes and k == v):
+        raise GraphError(f"neighbourhood_attention: q {q}, k {k}, v {v}")
+    if not (q.shape[0] == k.shape[0] and q.shape[4:] == k.shape[4:]):
+        raise GraphError(f"neighbourhood_attention: q {q} does not fit k {k}")
     for axis, n, m, w, f in zip(q.axes[1:4], q.shape[1:4], k.shape[1:4], window, first, strict=True):
-        _expect(w <= m, f"neighbourhood_attention: a window of {w} {axis}, but there are {m}")
-        _expect(0 <= f <= m - n, f"neighbourhood_attention: {n} {axis} from {f} on, but there are {m}")
+        if w > m:
+            raise GraphError(f"neighbourhood_attention: a window of {w} {axis}, but there are {m}")
+        if not 0 <= f <= m - n:
+            raise GraphError(f"neighbourhood_attention: {n} {axis} from {f} on, but there are {m}")
     return q, {"window": tuple(window), "first": tuple(first), "scale": float(scale)}
 
 
@@ -604,9 +621,11 @@ def axial_rope(x: Type, *, sizes: tuple[int, int, int], first: tuple[int, int, i
     The first sizes[0] numbers of head_dim turn with the frame, the next sizes[1] with the row, the rest with the
     column, each counted from `first` on.
     """
-    _expect(len(x.axes) == 6, f"axial_rope: {x} has {len(x.axes)} axes, expected 6")
+    if len(x.axes) != 6:
+        raise GraphError(f"axial_rope: {x} has {len(x.axes)} axes, expected 6")
     fits = sum(sizes) == x.shape[-1] and not any(n % 2 for n in sizes)
-    _expect(fits, f"axial_rope: {x.axes[-1]}={x.shape[-1]} in parts of {tuple(sizes)}")
+    if not fits:
+        raise GraphError(f"axial_rope: {x.axes[-1]}={x.shape[-1]} in parts of {tuple(sizes)}")
     return x, {"sizes": tuple(sizes), "first": tuple(first), "frequencies": axial_frequencies(sizes, theta)}
 
 
@@ -624,7 +643,8 @@ def _numpy_sinusoid(t, frequencies):
 @op(_numpy_sinusoid)
 def sinusoid(t: Type, *, size: int):
     """[cos(t f), sin(t f)] along a new last axis "frequencies", cosine first."""
-    _expect(t.dtype == "float32", f"sinusoid: {t} must be float32")
+    if t.dtype != "float32":
+        raise GraphError(f"sinusoid: {t} must be float32")
     return Type((*t.axes, "frequencies"), (*t.shape, size), t.dtype), {"frequencies": sinusoid_frequencies(size)}
 
 
@@ -643,7 +663,8 @@ def _numpy_shard(group, *, dim, mesh_axis, parts):
 def shard(x: Type, *, axis: str, mesh_axis: str, parts: int):
     """This device's slice of an axis that all devices of `mesh_axis` hold whole. Moves no byte between devices."""
     i = x.axes.index(axis)
-    _expect(x.shape[i] % parts == 0, f"shard {axis}={x.shape[i]} over {mesh_axis}={parts}: does not divide")
+    if x.shape[i] % parts:
+        raise GraphError(f"shard {axis}={x.shape[i]} over {mesh_axis}={parts}: does not divide")
     return x.resized(axis, x.shape[i] // parts), {"dim": i, "mesh_axis": mesh_axis, "parts": parts}
 
 
@@ -682,7 +703,8 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
     """
     results = []
     for x in xs:
-        _expect(x.shape[split] % parts == 0, f"all_to_all: {x.axes[split]}={x.shape[split]} does not divide by {parts}")
+        if x.shape[split] % parts:
+            raise GraphError(f"all_to_all: {x.axes[split]}={x.shape[split]} does not divide by {parts}")
         sent = x.resized(x.axes[split], x.shape[split] // parts)
         results.append(sent.resized(x.axes[concat], sent.shape[concat] * parts))
     _same_dtype(*xs)
@@ -692,7 +714,8 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
 @op(lambda *xs: xs)
 def barrier(*xs: Type):
     """The same values, none of them there before all are: an order for compilers that choose their own."""
-    _expect(len(xs) > 1, "barrier: nothing to wait for")
+    if len(xs) < 2:
+        raise GraphError("barrier: nothing to wait for")
     return xs, {}
 
 
@@ -712,7 +735,8 @@ def _numpy_rms_scale(x, sum_squares, weight=None, *, dims, weight_view, count, e
 def rms_scale(x: Type, sum_squares: Type, weight: Type | None = None, *, over: tuple[str, ...], count: int, eps: float):
     """x / sqrt(sum_squares / count + eps), in float32, times this device's part of the norm weight."""
     fits = sum_squares.axes == _without(x, over).axes and sum_squares.dtype == "float32"
-    _expect(fits, f"rms_scale: {sum_squares} does not fit {x}")
+    if not fits:
+        raise GraphError(f"rms_scale: {sum_squares} does not fit {x}")
     view = None if weight is None else tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
     return x, {"dims": _positions(x, over), "weight_view": view, "count": count, "eps": eps}
 

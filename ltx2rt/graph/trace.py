@@ -29,7 +29,7 @@ def _record(
     types, args = OPS[op].rule(*(v.type for v in inputs), **attrs)
     many = isinstance(types, tuple)
     results = tuple(value(f"%{next(graph.serial)}", t) for t in (types if many else (types,)))
-    graph.nodes.append(Node(op, inputs, results, attrs, args))
+    graph.nodes.append(Node(op, inputs, results, attrs, args).mark_typed())
     return results if many else results[0]
 
 

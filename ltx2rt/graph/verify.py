@@ -28,7 +28,7 @@ def verify(graph: Graph) -> None:
             typed = tuple(v.type for v in node.outputs)
             if types != typed or args.keys() != node.args.keys():
                 raise GraphError(f"{graph.name}: {node.op} is typed {_list(typed)}, its rule says {_list(types)}")
-            object.__setattr__(node, "typed", True)
+            node.mark_typed()
         known.update(id(v) for v in node.outputs)
     for name, value in graph.outputs.items():
         if id(value) not in known:

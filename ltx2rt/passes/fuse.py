@@ -481,7 +481,7 @@ def _substitute(nodes: list[Node], gone: Sequence[Node], new: Sequence[Node]) ->
     """`new` where the last of `gone` stood; what stands before it and reads one of them moves down, behind it: which
     nodes these are."""
     old = set(map(id, gone))
-    places = [i for i, node in enumerate(nodes) if id(node) in old]
+    places = sorted(map(nodes.index, gone))
     before: list[Node] = []
     behind: list[Node] = []
     late = {id(v) for node in gone for v in node.outputs}

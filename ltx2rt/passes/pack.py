@@ -33,8 +33,8 @@ def pack(graph: Graph) -> Graph:
         if id(node) in first:
             _emit(result, first[id(node)], env, layouts)
             continue
-        node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
-        result.nodes.append(rewrite(node, pack))
+        inputs = tuple(env.get(id(v), v) for v in node.inputs)
+        result.nodes.append(rewrite(node if inputs == node.inputs else replace(node, inputs=inputs), pack))
     result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
     verify(result)
     return result

@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Run:
     def __str__(self) -> str:
         return f"{self.name}-{self.dtype}{'-lora' * self.lora}{'-halved' * self.halved}"
 
+    @cache
     def on(self, devices: int) -> Graph:
         graph = case(self.name, self.dtype).on(devices)
         return fuse(in_token_halves(graph, rows=0)) if self.halved else graph
@@ -150,7 +152,7 @@ def requested_bytes(devices: int, folder: Path) -> dict[str, int]:
     backend, found = get_backend("cuda", "cpu", {"tensor": devices}), {}
     for name in NAMES:
         file = TensorFile(folder / f"params-{name}.safetensors")
-        backend.load([case(name).on(devices)], file)
+        backend.load([Run(name).on(devices)], file)
         found[name] = file.requested_bytes
     return found
 
@@ -278,14 +280,15 @@ def main() -> None:
             found = run_all("tpu", devices, folder)
             (folder / f"tpu-{devices}.json").write_text(json.dumps(found))
         return
-    import ltx2rt_cuda  # noqa: F401  torch, once for all ranks
+    import ltx2rt_cuda.backend  # once for all ranks: torch
+    import torch._dynamo  # noqa: F401  what `Watch` imports
 
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     for measure in ("plain", "lora"):
         launch(MEASURED, folder, measure)
-    for run in RUNS["cuda"]:
-        case(run.name, run.dtype)  # once for all ranks
     for devices in RANKS:
+        for run in runs_on("cuda", devices):
+            run.on(devices)  # once for all ranks
         launch(devices, folder)
 
 
