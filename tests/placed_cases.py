@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
 from ltx2rt.config import ConnectorConfig, Gemma4Config, GemmaConfig, TextConfig, TransformerConfig
 from ltx2rt.graph import Graph
+from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import guided_step, text_encoder, transformer
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
@@ -33,6 +34,11 @@ class Case:
     graph: Graph
     params: dict[str, np.ndarray]
     inputs: dict[str, np.ndarray]
+
+    @cached_property
+    def expected(self) -> dict[str, np.ndarray]:
+        """What one device gives, in numpy."""
+        return interpret(self.graph, self.params, self.inputs)
 
     def on(self, devices: int) -> Graph:
         return (

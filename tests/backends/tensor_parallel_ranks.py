@@ -53,10 +53,14 @@ class Run:
     def __str__(self) -> str:
         return f"{self.name}-{self.dtype}{'-lora' * self.lora}{'-halved' * self.halved}"
 
-    @cache
     def on(self, devices: int) -> Graph:
-        graph = case(self.name, self.dtype).on(devices)
-        return fuse(in_token_halves(graph, rows=0)) if self.halved else graph
+        return placed(self, devices)
+
+
+@cache
+def placed(run: Run, devices: int) -> Graph:
+    graph = case(run.name, run.dtype).on(devices)
+    return fuse(in_token_halves(graph, rows=0)) if run.halved else graph
 
 
 RUNS = {
@@ -280,8 +284,8 @@ def main() -> None:
             found = run_all("tpu", devices, folder)
             (folder / f"tpu-{devices}.json").write_text(json.dumps(found))
         return
-    import ltx2rt_cuda.backend  # once for all ranks: torch
-    import torch._dynamo  # noqa: F401  what `Watch` imports
+    import ltx2rt_cuda.backend  # noqa: F401  torch, once for all ranks
+    import torch._dynamo  # noqa: F401  which `Watch` imports
 
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     for measure in ("plain", "lora"):

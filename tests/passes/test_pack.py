@@ -34,7 +34,7 @@ def test_packed_graph_has_the_same_values_and_reads_the_same_tensors(name):
     packed = pack(one.graph)
     assert packed.parameters() == one.graph.parameters()
     assert sum(linears(packed).values()) < sum(linears(one.graph).values())
-    expected = interpret(one.graph, one.params, one.inputs)
+    expected = one.expected
     close = CLOSE * (AMPLIFIED if name.startswith("guided") else 1)
     for key, value in interpret(packed, one.params, one.inputs).items():
         assert relative_l2(value, expected[key]) <= close, key

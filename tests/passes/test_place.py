@@ -60,7 +60,7 @@ def reduces(graph: Graph) -> Counter:
 def test_placed_graph_has_the_values_of_one_device(name, devices):
     """Where a size does not divide over 4, the attention stays whole and the result right."""
     one = case(name)
-    expected = interpret(one.graph, one.params, one.inputs)
+    expected = one.expected
     actual = interpret(one.on(devices), one.params, one.inputs)
     for key in expected:
         assert relative_l2(actual[key], expected[key]) <= CLOSE, key
@@ -220,7 +220,7 @@ def rewritten(graph: Graph, change: Callable[[Node, Callable[..., Value]], tuple
 
 
 def error_of(graph: Graph, one) -> float:
-    expected = interpret(one.graph, one.params, one.inputs)
+    expected = one.expected
     actual = interpret(graph, one.params, one.inputs)
     return max(relative_l2(actual[key], expected[key]) for key in expected)
 
