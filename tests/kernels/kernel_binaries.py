@@ -1,7 +1,7 @@
 """Every kernel as it would be launched for LTX-2.3 at full size, compiled for sm_90 without a GPU.
 
-Prints {launch: {"registers", "spilled_bytes", "loads", "narrow_loads"}}; arguments: beginnings of the launches to
-compile (default: all). The operands are on torch's meta device: shapes and strides, no data.
+Prints {launch: {"registers", "spilled_bytes", "loads", "narrow_loads"}}; argument: a pattern of the launches' names
+(default: all of them). The operands are on torch's meta device: shapes and strides, no data.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def main() -> None:
             if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 recorders[name] = Recorder(kernel)
                 setattr(module, name, recorders[name])
-    found, wanted = {}, tuple(sys.argv[1:]) or ("",)
+    found, wanted = {}, re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
 
     def compiled(name: str, kernel: str, function: Any, *operands: Any, **plan: Any) -> None:
-        if name.startswith(wanted):
+        if wanted.match(name):
             function(*operands, **plan)
             found[name] = recorders[kernel].found
 
