@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
@@ -256,6 +256,13 @@ def once(counts: Counts, repeat: lower.Repeat, *operands):
     return *results[: plan.num_carries], *stacked
 
 
+class Stream:
+    """Stands for a stream of a GPU."""
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
 @contextmanager
 def stood_in(counts: Counts) -> Iterator[None]:
     """On this machine the runtime chooses as on an H200, and what would reach the device is counted."""
@@ -278,6 +285,8 @@ def stood_in(counts: Counts) -> Iterator[None]:
                     stack.enter_context(patch.object(module, name, Launches(kernel, counts)))
         for owner, name, stand_in in (
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            (torch.cuda, "current_stream", Stream),
+            (torch.cuda, "stream", lambda stream: nullcontext()),
             (attention, "aligned", aligned),
             (ops, "attend", attend),
             (lower.Repeat, "forward", lambda self, *operands: once(counts, self, *operands)),
@@ -295,7 +304,7 @@ def count(graph: Graph, half_rows: int = HALF_ROWS, kind: DeviceKind = H200) -> 
     def tensor(shape, dtype):
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    module = lower.lower(graph, torch.device("cpu"), position=position)
+    module = lower.lower(graph, torch.device("cpu"), position=position, side=None if graph.mesh else Stream())
     with FakeTensorMode(), torch.no_grad(), stood_in(counts):
         for part in module.modules():
             if isinstance(part, lower.Constant):

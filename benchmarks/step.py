@@ -10,9 +10,9 @@ On a GPU (or with --guided, then by a transformer of that width and depth), guid
 request at full size: 4 branches of 1536 video tokens, then 1 branch of 6144. Ours are the steps that `generate` runs;
 diffusers' are its pipeline's loop, which runs the conditional and the unconditional branch in one batch and each other
 branch by itself, without the all-ones text mask that the pipeline passes. Both hold the same tensors, drawn on the
-device. A run is several steps, so that what is computed once per request (RoPE tables, for one) is spread as in a short
-request. FLOPs are those of our graph. With
-`--weights-dtype float8` diffusers keeps the tensors that ours are quantised from, and the floor stays bfloat16's.
+device. On a GPU, "one stream" is ours without a second stream for what may run at once. A run is several steps, so that
+what is computed once per request (RoPE tables, for one) is spread as in a short request. FLOPs are those of our graph.
+With `--weights-dtype float8` diffusers keeps the tensors that ours are quantised from, and the floor stays bfloat16's.
 
     python -m benchmarks.step --output benchmarks/results/step-cpu.json
     python -m benchmarks.step --device cuda --output benchmarks/results/step-h200.json
@@ -189,6 +189,7 @@ def measure(shape: Shape, backends: tuple[str, ...], device: str, rounds: int, t
 
 # bfloat16 moves the guided result of a deep random network by some percent; unrelated results are 1.4 apart.
 ALIKE = {"float32": SAME, "bfloat16": 0.5}
+ONE_STREAM = "one stream"
 
 
 class Guided:
@@ -226,6 +227,14 @@ class Guided:
         graph, tensors = session.graph(self.call), transformer_tensors(self.session, self.call)
         weights = session.backend.load([graph], ArraySource({name: x.numpy() for name, x in tensors.items()}))
         session.weights.held[self.call.weights] = Held(weights, graph, shares=False)
+        return session
+
+    def in_one_stream(self) -> Session:
+        """A session with the same weights whose steps run nothing on a second stream of the GPU."""
+        backend = get_backend("cuda", self.device.type)
+        backend.beside = False  # type: ignore[attr-defined]
+        session = Session(self.session.checkpoint, backend, self.session.options)
+        session.weights.held[self.call.weights] = self.session.weights.held[self.call.weights]
         return session
 
     def diffusers(self) -> Callable[[], dict[str, torch.Tensor]]:
@@ -289,8 +298,11 @@ class Guided:
 def measure_guided_stage(contest: Guided, rate: float, rounds: int, jax: bool) -> dict[str, Any]:
     """All facts of one stage; jax: of our other backend too. Raises RuntimeError if the implementations disagree."""
     cuda, peaks, outputs, kernels = contest.device.type == "cuda", {}, {}, {}
-    sessions = {"cuda": contest.session} | ({"tpu": contest.in_jax()} if jax else {})
-    runs = {"diffusers": contest.diffusers()} | {name: contest.ours(session) for name, session in sessions.items()}
+    runs = {"diffusers": contest.diffusers()}  # for which the session has read the weights that the others share
+    sessions = {"cuda": contest.session}
+    sessions |= {"tpu": contest.in_jax()} if jax else {}
+    sessions |= {ONE_STREAM: contest.in_one_stream()} if cuda else {}
+    runs |= {name: contest.ours(session) for name, session in sessions.items()}
     for name, run in runs.items():  # diffusers first: what ours keeps for its next run is no cost of theirs
         if cuda:
             torch.cuda.empty_cache()
@@ -339,7 +351,7 @@ def lines(stage: str, found: dict[str, Any], launches: str) -> str:
     for name, seconds in found["seconds"].items():
         peak = found["peak_bytes"][name]
         text.append(
-            f"  {name:9} {seconds} s, {found['flops_per_s'][name] / 1e12:.4g} TFLOP/s = "
+            f"  {name:10} {seconds} s, {found['flops_per_s'][name] / 1e12:.4g} TFLOP/s = "
             f"{found['share_of_matmul'][name]:.0%} of matmul"
             + (f", {found['launches'][name]:.0f} {launches}" if name in found["launches"] else "")
             + (f", peak {peak / 1e9:.1f} GB" if peak else "")

@@ -43,6 +43,7 @@ class CudaBackend:
         self.position = join(mesh, self.device_kind)
         self.mesh, self.is_main = self.position.mesh, self.position.rank == 0
         self.num_processes = self.position.size
+        self.beside = True  # a recorded step runs on a second stream what may run at once
         self._pool: Pool | None = None
         self._sending: Sending | None = None
         self._built: Counter[str] = Counter()
@@ -121,26 +122,37 @@ class CudaBackend:
     def unpark(self, kept: Weights, left: Weights) -> Weights:
         return unparked(kept, left, self.torch_device)
 
-    def lower(self, graph: Graph, layers: str = "scan", compile: bool = False, fused: bool = True) -> Program:
-        """fused: write the ops that have kernels. Without a GPU these are fewer passes over memory, too."""
+    def lower(
+        self,
+        graph: Graph,
+        layers: str = "scan",
+        compile: bool = False,
+        fused: bool = True,
+        side: torch.cuda.Stream | None = None,
+    ) -> Program:
+        """fused: write the ops that have kernels. Without a GPU these are fewer passes over memory, too. side: a second
+        stream, for what may run at once."""
         if fused:
             graph = fuse(graph)
         if layers == "unrolled":
             from ltx2rt.passes.unroll import unroll
 
             graph = unroll(graph)
-        return Program(graph, self.torch_device, compile, self.position.on(graph.mesh), self._built)
+        return Program(graph, self.torch_device, compile, self.position.on(graph.mesh), self._built, side)
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         if self.device_kind == "cuda" and not compile:  # Inductor orders a block by itself
             graph = in_token_halves(graph)
         parts = taken_apart(graph)
-        before, body = (self.lower(part, layers, compile) for part in (parts.before, parts.body))
         position = self.position if graph.mesh else ALONE
         records = self.device_kind == "cuda" and position.records()
         if records and self._pool is None:
             self._pool = Pool()
-        return Loop(graph, before, body, parts, self._pool if records else None, position)
+        pool = self._pool if records else None
+        # Of several GPUs, nodes stand in the order in which exchanges travel unseen.
+        side = pool.side if pool is not None and self.beside and not compile and not graph.mesh else None
+        before, body = self.lower(parts.before, layers, compile), self.lower(parts.body, layers, compile, side=side)
+        return Loop(graph, before, body, parts, pool, position)
 
     def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> torch.Tensor:
         device, dtype = self.torch_device, torch.bfloat16 if rounded else torch.float32

@@ -19,6 +19,7 @@ from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS, arrived
+from ltx2rt_cuda.streams import Beside, in_parts
 
 SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
 
@@ -137,11 +138,17 @@ def _summed(plan: RepeatPlan, device: torch.device) -> tuple[Graph, Sums]:
 
 
 def lower(
-    graph: Graph, device: torch.device, compile: bool = False, position: Position = ALONE, carries: int = 0
+    graph: Graph,
+    device: torch.device,
+    compile: bool = False,
+    position: Position = ALONE,
+    carries: int = 0,
+    side: torch.cuda.Stream | None = None,
 ) -> fx.GraphModule:
     """A module called as module(*inputs, *weights) in the order of graph.inputs and graph.all_params().
 
-    carries: so many of its first results are the inputs of the next call, and may still be on their way then.
+    carries: so many of its first results are the inputs of the next call, and may still be on their way then. side: a
+    second stream, for what may run at once.
     """
     built = fx.Graph()
     modules: dict[str, torch.nn.Module] = {}
@@ -162,12 +169,21 @@ def lower(
         travelling.remove(key)
         env[key] = built.call_function(arrived, (env[key],))
 
-    for number, node in enumerate(graph.nodes):
+    for number, node in enumerate(graph.nodes if side is None else in_parts(graph)):
+        if isinstance(node, tuple):
+            assert side is not None
+            parts = [lower(part, device, position=position) for part in node]
+            modules[f"beside_{number}"] = Beside(*parts, num_own=len(node[0].inputs), side=side)
+            inputs = tuple(read(v) for part in node for v in part.inputs.values())
+            result = built.call_module(f"beside_{number}", inputs)
+            outputs = [v for part in node for v in part.outputs.values()]
+            env |= {id(v): built.call_function(_item, (result, i)) for i, v in enumerate(outputs)}
+            continue
         operands = tuple(map(read, node.inputs))
         if node.op == "repeat":
             plan = node.repeat
             body, sums = _summed(plan, device)
-            block = lower(body, device, position=position, carries=0 if compile else plan.num_carries)
+            block = lower(body, device, position=position, carries=0 if compile else plan.num_carries, side=side)
             block = torch.compile(block, dynamic=False) if compile else block
             modules[f"repeat_{number}"] = Repeat(plan, block, sums, compile)
             layered = {name for name in plan.body.params if "*" in name}

@@ -54,16 +54,24 @@ def upload(graph: Graph, name: str, value: Any, device: torch.device) -> torch.T
 class Program:
     """One lowered graph; `weights` maps declared parameter names, `*` replaced by the layer, to tensors."""
 
-    def __init__(self, graph: Graph, device: torch.device, compile: bool, position: Position, built: Counter[str]):
-        """built: counts what is built."""
+    def __init__(
+        self,
+        graph: Graph,
+        device: torch.device,
+        compile: bool,
+        position: Position,
+        built: Counter[str],
+        side: torch.cuda.Stream | None = None,
+    ):
+        """built: counts what is built. side: a second stream, for what may run at once."""
         self.graph, self.device, self.built = graph, device, built
-        self.compile, self.position = compile, position
+        self.compile, self.position, self.side = compile, position, side
         _ = self.module
 
     @cached_property
     def module(self) -> torch.fx.GraphModule:
         self.built["lowered"] += 1
-        return lower(self.graph, self.device, self.compile, self.position)
+        return lower(self.graph, self.device, self.compile, self.position, side=self.side)
 
     def release(self) -> None:
         self.__dict__.pop("module", None)
@@ -81,11 +89,12 @@ class Program:
 
 
 class Pool:
-    """The memory that recorded steps share, because only one of them runs at a time, and the stream that they are
+    """The memory that recorded steps share, because only one of them runs at a time, and the streams that they are
     recorded on, because the allocator gives a stream no blocks of another."""
 
     def __init__(self):
-        self.id, self.stream, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        self.id, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        self.stream, self.side = torch.cuda.Stream(), torch.cuda.Stream()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         atexit.register(self.release)  # the last registered runs first: before the process groups are destroyed
         # Without its last graph torch refuses a pool as long as anything is left in it, such as cuBLAS's workspace.

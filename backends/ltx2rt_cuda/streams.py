@@ -1,0 +1,121 @@
+"""What runs at once on two streams of a GPU: parts of a graph that need nothing of each other.
+
+Decides which parts these are: between two kernels that take from both, such as the norms of video and of sound in one
+launch, the products and the attention of the one stream and those of the other. The costlier part stays on the stream
+that runs everything else. A product of the sound has tiles for a fraction of the multiprocessors and lasts as long as
+its latency; beside one of the video it fills what a last wave leaves empty. How much that is no GPU has shown yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ltx2rt.graph.ir import Graph, Node, Value
+from ltx2rt.graph.ops import COLLECTIVES
+from ltx2rt.placement.cost import VIEWS, node_flops
+from ltx2rt.placement.devices import DEVICE_KINDS
+
+KIND = DEVICE_KINDS["h100-80gb"]
+# What takes less by the data sheet is no part of its own where something reads it together with another part's result:
+# to part and to meet again costs as much.
+SHORT_S = 1e-6
+ALONE = {"together", "repeat", *COLLECTIVES}  # these read from all parts
+
+
+class Beside(torch.nn.Module):
+    """Calls own(*operands[:n]) here and beside(*operands[n:]) on the stream `side`, at once; the results of both.
+
+    What a stream frees is its own to take again at once, whoever still reads it. `operands` holds what both parts read
+    until they have met; what `beside` makes is freed behind that, and taken again behind the next parting.
+    """
+
+    def __init__(self, own: torch.nn.Module, beside: torch.nn.Module, num_own: int, side: torch.cuda.Stream):
+        super().__init__()
+        self.own, self.beside, self.num_own, self.side = own, beside, num_own, side
+
+    def forward(self, *operands):
+        here = torch.cuda.current_stream()
+        self.side.wait_stream(here)
+        with torch.cuda.stream(self.side):
+            beside = self.beside(*operands[self.num_own :])
+        own = self.own(*operands[: self.num_own])
+        here.wait_stream(self.side)
+        return *own, *beside
+
+
+@dataclass
+class Part:
+    """Nodes of which each but the first needs another, and what they take by the data sheet."""
+
+    nodes: list[Node] = field(default_factory=list)
+    time_s: float = 0.0
+
+    def add(self, node: Node) -> None:
+        self.nodes.append(node)
+        if node.op not in VIEWS:
+            moved = sum(v.type.nbytes for v in (*node.inputs, *node.outputs))
+            self.time_s += node_flops(node) / KIND.flops_per_s + moved / KIND.memory_bytes_per_s
+
+
+def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:
+    """`graph.nodes` in an order of their own; in the place of nodes that may run at once two graphs, the costlier one
+    first, whose inputs and outputs are values of `graph`."""
+    readers: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        for v in node.inputs:
+            readers.setdefault(id(v), []).append(node)
+    kept = {id(v) for v in graph.outputs.values()}
+
+    def subgraph(nodes: Sequence[Node]) -> Graph:
+        inside, made = set(map(id, nodes)), [v for node in nodes for v in node.outputs]
+        read = {id(v): v for node in nodes for v in node.inputs}
+        for v in made:
+            read.pop(id(v), None)
+        left = [v for v in made if id(v) in kept or any(id(n) not in inside for n in readers.get(id(v), ()))]
+        return Graph(graph.name, inputs=_numbered(read.values()), nodes=list(nodes), outputs=_numbered(left))
+
+    result: list[Node | tuple[Graph, Graph]] = []
+    waiting = graph.nodes
+    while waiting:
+        ready, parts, waiting = _next(waiting)
+        result += ready
+        if len(parts) > 1:
+            own = max(parts, key=lambda part: part.time_s)
+            others = [node for part in parts if part is not own for node in part.nodes]
+            result.append((subgraph(own.nodes), subgraph(others)))
+        else:
+            result += [node for part in parts for node in part.nodes]
+    return result
+
+
+def _numbered(values: Iterable[Value]) -> dict[str, Value]:
+    return {str(i): v for i, v in enumerate(values)}
+
+
+def _next(nodes: Sequence[Node]) -> tuple[list[Node], list[Part], list[Node]]:
+    """Of nodes in an order in which they may run: those that may run first and stand alone, the parts that may run at
+    once then, and the rest, of which each needs two parts or stands alone behind one."""
+    ready: list[Node] = []
+    later: list[Node] = []
+    of: dict[int, Part] = {}  # value -> the part that makes it
+    late: set[int] = set()  # values that the rest makes
+    for node in nodes:
+        found = list({id(part): part for v in node.inputs if (part := of.get(id(v)))}.values())
+        long = [part for part in found if part.time_s >= SHORT_S]
+        if any(id(v) in late for v in node.inputs) or len(long) > 1 or (found and node.op in ALONE):
+            later.append(node)
+            late.update(id(v) for v in node.outputs)
+            continue
+        if not found and (node.op in ALONE or node.op in VIEWS):
+            ready.append(node)
+            continue
+        part = Part()
+        for other in found:  # in the order in which they were begun, so that they stay in an order that may run
+            part.nodes += other.nodes
+            part.time_s += other.time_s
+        part.add(node)
+        of |= {id(v): part for node in part.nodes for v in node.outputs}
+    return ready, list({id(part): part for part in of.values()}.values()), later
