@@ -304,7 +304,7 @@ def count(graph: Graph, half_rows: int = HALF_ROWS, kind: DeviceKind = H200) -> 
     def tensor(shape, dtype):
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    module = lower.lower(graph, torch.device("cpu"), position=position, side=None if graph.mesh else Stream())
+    module = lower.lower(graph, torch.device("cpu"), position=position, side=Stream())
     with FakeTensorMode(), torch.no_grad(), stood_in(counts):
         for part in module.modules():
             if isinstance(part, lower.Constant):

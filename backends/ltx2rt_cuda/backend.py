@@ -149,8 +149,7 @@ class CudaBackend:
         if records and self._pool is None:
             self._pool = Pool()
         pool = self._pool if records else None
-        # Of several GPUs, nodes stand in the order in which exchanges travel unseen.
-        side = pool.side if pool is not None and self.beside and not compile and not graph.mesh else None
+        side = pool.side if pool is not None and self.beside and not compile else None
         before, body = self.lower(parts.before, layers, compile), self.lower(parts.body, layers, compile, side=side)
         return Loop(graph, before, body, parts, pool, position)
 

@@ -22,7 +22,7 @@ KIND = DEVICE_KINDS["h100-80gb"]
 # What takes less by the data sheet is no part of its own where something reads it together with another part's result:
 # to part and to meet again costs as much.
 SHORT_S = 1e-6
-ALONE = {"together", "repeat", *COLLECTIVES}  # these read from all parts
+ALONE = ("together", "repeat")  # these read from all parts
 
 
 class Beside(torch.nn.Module):
@@ -62,7 +62,10 @@ class Part:
 
 def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:
     """`graph.nodes` in an order of their own; in the place of nodes that may run at once two graphs, the costlier one
-    first, whose inputs and outputs are values of `graph`."""
+    first, whose inputs and outputs are values of `graph`. Where devices exchange something, nodes stand in the order in
+    which that travels unseen, and stay there."""
+    if any(node.op in COLLECTIVES for node in graph.nodes):
+        return list(graph.nodes)
     readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
         for v in node.inputs:

@@ -168,6 +168,11 @@ def test_the_check_sees_memory_that_is_taken_too_early(monkeypatch):
         assert len(races.found) == 1
 
 
+def test_a_block_in_which_devices_exchange_something_keeps_its_order():
+    (repeat,) = fuse(case("forward-2.3").on(2)).repeats
+    assert in_parts(repeat.body) == repeat.body.nodes
+
+
 @pytest.mark.parametrize("stage", ["stage1", "stage2"])
 def test_a_block_of_full_size_has_sound_beside_video(stage):
     """Every product and every attention whose queries are the sound's; the streams part ten times at most."""
