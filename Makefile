@@ -16,8 +16,9 @@ QUICK := $(addprefix tests/,graph passes placement models weights)
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[cuda,tpu,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[cuda,tpu,dev]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # pip takes one core; templates are no Python
 	touch $@
 
 demo: $(VENV)/.installed
