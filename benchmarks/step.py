@@ -10,7 +10,7 @@ On a GPU (or with --guided, then by a transformer of that width and depth), guid
 request at full size: 4 branches of 1536 video tokens, then 1 branch of 6144. Ours are the steps that `generate` runs;
 diffusers' are its pipeline's loop, which runs the conditional and the unconditional branch in one batch and each other
 branch by itself, without the all-ones text mask that the pipeline passes. Both hold the same tensors, drawn on the
-device. On a GPU, "one stream" is ours without a second stream for what may run at once. A run is several steps, so that
+device. On a GPU, "one-stream" is ours without a second stream for what may run at once. A run is several steps, so that
 what is computed once per request (RoPE tables, for one) is spread as in a short request. FLOPs are those of our graph.
 With `--weights-dtype float8` diffusers keeps the tensors that ours are quantised from, and the floor stays bfloat16's.
 
@@ -23,7 +23,7 @@ With `--weights-dtype float8` diffusers keeps the tensors that ours are quantise
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ def measure(shape: Shape, backends: tuple[str, ...], device: str, rounds: int, t
 
 # bfloat16 moves the guided result of a deep random network by some percent; unrelated results are 1.4 apart.
 ALIKE = {"float32": SAME, "bfloat16": 0.5}
-ONE_STREAM = "one stream"
+ONE_STREAM = "one-stream"
 
 
 class Guided:
@@ -230,11 +230,13 @@ class Guided:
         return session
 
     def in_one_stream(self) -> Session:
-        """A session with the same weights whose steps run nothing on a second stream of the GPU."""
-        backend = get_backend("cuda", self.device.type)
-        backend.beside = False  # type: ignore[attr-defined]
+        """A session of the same weights, whose steps run nothing on a second stream of the GPU."""
+        backend: Any = self.session.backend
         session = Session(self.session.checkpoint, backend, self.session.options)
-        session.weights.held[self.call.weights] = self.session.weights.held[self.call.weights]
+        session.weights = self.session.weights
+        backend.beside = False
+        session.program(self.call)
+        backend.beside = True
         return session
 
     def diffusers(self) -> Callable[[], dict[str, torch.Tensor]]:
@@ -295,21 +297,21 @@ class Guided:
         return run
 
 
-def measure_guided_stage(contest: Guided, rate: float, rounds: int, jax: bool) -> dict[str, Any]:
-    """All facts of one stage; jax: of our other backend too. Raises RuntimeError if the implementations disagree."""
+def measure_guided_stage(contest: Guided, rate: float, rounds: int, others: Sequence[str]) -> dict[str, Any]:
+    """All facts of one stage. others: "tpu", our other backend, and ONE_STREAM. Raises RuntimeError if the
+    implementations disagree."""
     cuda, peaks, outputs, kernels = contest.device.type == "cuda", {}, {}, {}
-    runs = {"diffusers": contest.diffusers()}  # for which the session has read the weights that the others share
-    sessions = {"cuda": contest.session}
-    sessions |= {"tpu": contest.in_jax()} if jax else {}
-    sessions |= {ONE_STREAM: contest.in_one_stream()} if cuda else {}
-    runs |= {name: contest.ours(session) for name, session in sessions.items()}
+    more = {"tpu": contest.in_jax, ONE_STREAM: contest.in_one_stream}
+    sessions = {"cuda": contest.session} | {name: more[name]() for name in others}
+    runs = {"diffusers": contest.diffusers()} | {name: contest.ours(session) for name, session in sessions.items()}
     for name, run in runs.items():  # diffusers first: what ours keeps for its next run is no cost of theirs
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         backend = sessions.get(name, contest.session).backend
         outputs[name] = {m: backend.to_host(x) for m, x in run().items()}
-        peaks[name] = contest.session.backend.peak_bytes()
+        if name != ONE_STREAM:  # recorded into the same memory as the other
+            peaks[name] = contest.session.backend.peak_bytes()
     theirs = outputs["diffusers"]
     distances = {name: max(relative_l2(outputs[name][m], theirs[m]) for m in theirs) for name in sessions}
     for name, distance in distances.items():
@@ -349,7 +351,7 @@ def lines(stage: str, found: dict[str, Any], launches: str) -> str:
     head = f"{stage}: {len(found['branches'])} branches of {found['tokens']['video']} video tokens"
     text = [f"{head}, {found['flops'] / 1e12:.4g} TFLOP a step, floor {found['floor_s']:.3f} s"]
     for name, seconds in found["seconds"].items():
-        peak = found["peak_bytes"][name]
+        peak = found["peak_bytes"].get(name)
         text.append(
             f"  {name:10} {seconds} s, {found['flops_per_s'][name] / 1e12:.4g} TFLOP/s = "
             f"{found['share_of_matmul'][name]:.0%} of matmul"
@@ -377,10 +379,11 @@ def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
             facts["transformer"] = sizes = {name: asdict(small)[name] for name in ("layers", "heads", "head_dim")}
             head += f", {sizes}"
         print(f"{head}; matmul {rate / 1e12:.3g} TFLOP/s")
+        others = [name for name in ("tpu", ONE_STREAM) if name in args.backends]
+        if args.device == "cuda":
+            others = [] if args.compile else [ONE_STREAM]
         for contest in contests:
-            found = facts["stages"][contest.stage.name] = measure_guided_stage(
-                contest, rate, args.rounds, args.device == "cpu" and "tpu" in args.backends
-            )
+            found = facts["stages"][contest.stage.name] = measure_guided_stage(contest, rate, args.rounds, others)
             print(lines(contest.stage.name, found, "launches" if args.device == "cuda" else "operators"), flush=True)
             record(args.output, facts)
     return facts
@@ -395,7 +398,8 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--threads", type=int, default=2, help="of a CPU")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     forward = parser.add_argument_group("one forward (on a CPU)")
-    forward.add_argument("--backends", nargs="+", default=["cuda", "tpu"], help="guided steps always have cuda")
+    help_ = f"guided steps always have cuda, and those on a GPU {ONE_STREAM}"
+    forward.add_argument("--backends", nargs="+", default=["cuda", "tpu"], help=help_)
     forward.add_argument("--batch", type=int, default=1)
     guided = parser.add_argument_group("guided steps (on a GPU)")
     guided.add_argument("--guided", action="store_true", help="on a CPU too")

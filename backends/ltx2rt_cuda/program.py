@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -90,21 +91,33 @@ class Program:
 
 class Pool:
     """The memory that recorded steps share, because only one of them runs at a time, and the streams that they are
-    recorded on, because the allocator gives a stream no blocks of another."""
+    recorded on, because the allocator gives a stream no blocks of another.
+
+    Recordings begin on a stream of their own, on which nothing runs: with a graph torch gives up cuBLAS's workspace of
+    the stream on which it began, which all other graphs recorded there still write to (pytorch#193402). The workspaces
+    of `stream` and `side` were taken in the runs before the first recording, and stay.
+    """
 
     def __init__(self):
         self.id, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        self.stream, self.side = torch.cuda.Stream(), torch.cuda.Stream()
+        self.start, self.stream, self.side = (torch.cuda.Stream() for _ in range(3))
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         atexit.register(self.release)  # the last registered runs first: before the process groups are destroyed
         # Without its last graph torch refuses a pool as long as anything is left in it, such as cuBLAS's workspace.
         with self.recording(self.kept):
             torch.zeros((), device="cuda")  # of an empty graph torch warns
 
-    def recording(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+    @contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """thread_local: other threads may ask the device for anything meanwhile, as NCCL's watchdog does."""
         self.graphs.add(graph)
-        return torch.cuda.graph(graph, pool=self.id, stream=self.stream, capture_error_mode="thread_local")
+        with torch.cuda.graph(graph, pool=self.id, stream=self.start, capture_error_mode="thread_local"):
+            self.stream.wait_stream(self.start)
+            try:
+                with torch.cuda.stream(self.stream):
+                    yield
+            finally:
+                self.start.wait_stream(self.stream)
 
     def release(self) -> None:
         """A communicator whose collectives are recorded is not destroyed, but waited for, as long as the graphs are."""

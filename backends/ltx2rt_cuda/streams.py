@@ -48,7 +48,7 @@ class Beside(torch.nn.Module):
 
 @dataclass
 class Part:
-    """Nodes of which each but the first needs another, and what they take by the data sheet."""
+    """Nodes that run one after the other, and what they take by the data sheet."""
 
     nodes: list[Node] = field(default_factory=list)
     time_s: float = 0.0

@@ -1,7 +1,7 @@
 """Each op of the table as a JAX function of arrays and its arguments (`OPS`), and what a TPU runs instead (`ON_TPU`).
 
-Where `lax` has it jax.numpy is not asked, which traces a function of its own for every new shape. float32 operands are
-multiplied in float32 (precision HIGHEST): a TPU's default rounds them to bfloat16.
+What there are many of is written in `lax`: jax.numpy traces a function of its own for every new shape. float32 operands
+are multiplied in float32 (precision HIGHEST): a TPU's default rounds them to bfloat16.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from concurrent.futures import wait
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ltx2rt_cuda.lower
@@ -18,6 +19,7 @@ import ltx2rt_tpu.program
 import numpy as np
 import pytest
 import torch
+from ltx2rt_tpu.ops import ON_TPU, OPS
 from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled
 from virtual import xla_flags
 
@@ -400,6 +402,18 @@ def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
     assert_bitwise(together[1], denoise(fresh(name, seed=1), SIGMAS[1:], **second))
 
 
+@pytest.mark.parametrize("platform,kind", [("tpu", "TPU v6 lite"), ("tpu", "TPU7x"), ("cpu", "cpu")])
+def test_a_tpu_runs_its_own_form_of_an_op(platform, kind):
+    """In every kind of program; decided by the devices for which it is lowered."""
+    place = SimpleNamespace(device_set=[SimpleNamespace(platform=platform, device_kind=kind)])
+    graph = loop_graph()
+    programs = [ltx2rt_tpu.program.Loop(graph, place, False)]
+    programs += [ltx2rt_tpu.program.Program(graph, place, False), Assembled(graph, place)]
+    for program in programs:
+        for name, function in ON_TPU.items():
+            assert program.ops[name] is (function if platform == "tpu" else OPS[name]), (program, name)
+
+
 def on_devices(*words) -> dict:
     script = Path(__file__).with_name("halves_on_devices.py")
     env = os.environ | {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu"}
@@ -459,6 +473,22 @@ def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, clo
         loop.captured = None  # no step is left in the pool
     again = denoise((backend, loops[3], weights), SIGMAS, **work)[-1]
     assert all(relative_l2(again[key], wanted[key]) <= close for key in wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing can be recorded")
+def test_a_recorded_step_survives_the_end_of_another():
+    """Even where what that one gives up, cuBLAS's workspace with it, is taken by others (pytorch#193402)."""
+    backend, kept, weights = fresh("cuda", device="cuda", dtype="bfloat16")
+    ended = backend.lower_loop(loop_graph(rows=3, dtype="bfloat16"))
+    work = job(30, GUIDANCE, 2)
+    expected = denoise((backend, kept, weights), SIGMAS, **work)
+    denoise((backend, ended, weights), SIGMAS, **job(31, GUIDANCE, 3))
+    ended.release()
+    torch.cuda.empty_cache()
+    taken = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
+    recorded = kept.captured
+    assert_bitwise(denoise((backend, kept, weights), SIGMAS, **work), expected)
+    assert kept.captured is recorded and all(x.isnan().all() for x in taken)
 
 
 COLLECTIVE = """

@@ -1,13 +1,14 @@
 """Parts of a step on two streams: the bits of one stream, and nothing read or taken before what it waits for."""
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 import torch
 from ltx2rt_cuda import streams
 from ltx2rt_cuda.lower import lower
+from ltx2rt_cuda.program import Pool
 from ltx2rt_cuda.streams import Beside, in_parts
 from placed_cases import case
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +52,7 @@ class Races(TorchDispatchMode):
         super().__init__()
         self.stream = Stream()
         self.found: list[str] = []
+        self.overlapped = 0  # ops that run while another stream does what they need not wait for
         # Of each storage that was made here: who made it, the last write, all uses, how many tensors look at it.
         self.owner: dict[int, Stream] = {}
         self.wrote: dict[int, tuple] = {}
@@ -61,12 +63,15 @@ class Races(TorchDispatchMode):
     @contextmanager
     def on(self, stream: Stream):
         before, self.stream = self.stream, stream
-        yield
-        self.stream = before
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, here = kwargs or {}, self.stream
         result, work = func(*args, **kwargs), here.work()
+        self.overlapped += any(not here.has_seen((other, other.done)) for other in {*self.owner.values()} - {here})
         infos = [a.alias_info for a in func._schema.arguments]
         operands = [
             (x, bool(info and info.is_write)) for arg, info in zip(args, infos, strict=False) for x in tensors(arg)
@@ -134,7 +139,7 @@ def test_two_streams_have_the_bits_of_one_and_race_for_nothing(monkeypatch, name
         module = lower(graph, torch.device("cpu"), side=Stream())
         found = module(*given)
     assert sum(isinstance(part, Beside) for part in module.modules()) >= 5
-    assert not races.found
+    assert not races.found and races.overlapped >= 50
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -166,6 +171,21 @@ def test_the_check_sees_memory_that_is_taken_too_early(monkeypatch):
         here.wait_stream(side)
         torch.ones(3)
         assert len(races.found) == 1
+
+
+def test_a_recording_begins_on_a_stream_on_which_nothing_runs(monkeypatch):
+    """What runs is waited for, also where it fails."""
+    pool = Pool.__new__(Pool)
+    pool.id, pool.graphs = (0, 0), weakref.WeakSet()
+    pool.start, pool.stream = Stream(), Stream()
+    with watched(monkeypatch) as races:
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream, capture_error_mode: races.on(stream))
+        for fails in (False, True):
+            with suppress(ZeroDivisionError), pool.recording(Stream()):
+                torch.ones(3)
+                1 / int(not fails)
+            assert pool.start.done == 0 and pool.start.has_seen((pool.stream, pool.stream.done))
+    assert pool.stream.done == 2
 
 
 def test_a_block_in_which_devices_exchange_something_keeps_its_order():
