@@ -41,6 +41,8 @@ if [ -n "${WHEELS:-}" ]; then
 fi
 # The tree itself is what runs. Backends are found by entry points, which live in an installed package's metadata.
 export PYTHONPATH="$PWD:$PWD/backends:$PWD/kernels:$work${PYTHONPATH:+:$PYTHONPATH}"
+# The profiler of a second stage, or of a second contestant, sees no kernel of a recorded step where CUPTI was taken down.
+export TEARDOWN_CUPTI=${TEARDOWN_CUPTI:-0}
 # What needs JAX here runs on the CPU; left to itself JAX takes three quarters of the GPU's memory.
 export JAX_PLATFORMS=cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
 # From Triton 3.9 on it warns where this is not said, and warnings are errors in tests.
@@ -119,6 +121,7 @@ case $part in
   end-to-end) end_to_end --device cuda --repeats 3 "$@" ;;
   peer)
     has diffusers || skip "diffusers is not installed; give its wheel with WHEELS"
+    [ ${#fitting[@]} = 0 ] || skip "both keep everything resident, which does not fit in $gb GB"
     end_to_end --device cuda --repeats 3 --peer diffusers "$@"
     ;;
   memory)

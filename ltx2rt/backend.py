@@ -79,7 +79,8 @@ class DeviceInfo:
 
     total_bytes, free_bytes: its memory now (the host's, on a CPU). count: of devices like it that a mesh can have,
     those of other hosts included; hosts: whose processes drive them. reserve_bytes: what a run must leave free for the
-    framework's pools and workspaces, and for fragmentation.
+    framework's pools and workspaces, and for fragmentation. recorded_bytes: what recorded steps keep, the next one's
+    room.
     """
 
     kind: str
@@ -89,6 +90,7 @@ class DeviceInfo:
     count: int = 1
     hosts: int = 1
     reserve_bytes: int = 0
+    recorded_bytes: int = 0
 
 
 class DoesNotFit(Exception):
@@ -196,8 +198,9 @@ class Backend(Protocol):
         """Wait until the device has finished."""
         ...
 
-    def trim(self) -> None:
-        """Give memory that nothing uses any more back to the device, if the framework keeps it."""
+    def trim(self, recorded: bool = False) -> None:
+        """Give memory that nothing uses any more back to the device, if the framework keeps it. recorded: recorded
+        steps' as well; those of programs that were not released are recorded anew."""
         ...
 
     def device(self) -> DeviceInfo: ...

@@ -123,7 +123,8 @@ def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    mask = None if mask is None else mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+    # Copied, since a device's part of it begins anywhere, and the kernel reads 16 bytes at once.
+    mask = None if mask is None else mask.to(q.dtype, copy=True).expand(*q.shape[:3], k.shape[2])
     if q.device.type == "cuda":
         q, k, v = aligned(q), aligned(k), aligned(v)
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention

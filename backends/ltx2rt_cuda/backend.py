@@ -231,15 +231,18 @@ class CudaBackend:
         if self.device_kind == "cuda":
             torch.cuda.synchronize()
 
-    def trim(self) -> None:
+    def trim(self, recorded: bool = False) -> None:
         if self.device_kind == "cuda":
+            if recorded and self._pool is not None:
+                self._pool.empty()
             torch.cuda.empty_cache()
-            getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # torch 2.11 lacks it
+            (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()  # torch 2.11 lacks it
         else:
             give_back_freed()
 
     def device(self) -> DeviceInfo:
         if self.device_kind == "cuda":
+            torch.cuda.empty_cache()  # or it counts as taken
             free, total = torch.cuda.mem_get_info()
             return DeviceInfo(
                 "cuda",
@@ -248,6 +251,7 @@ class CudaBackend:
                 free,
                 torch.cuda.device_count(),
                 reserve_bytes=gpu_reserve_bytes(total),
+                recorded_bytes=torch.cuda.memory_reserved() - torch.cuda.memory_allocated(),
             )
         from ltx2rt.placement.devices import host_memory
 

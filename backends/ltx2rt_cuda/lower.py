@@ -157,7 +157,7 @@ def lower(
     env |= {id(v): weights[name] for name, v in graph.params.items()}
     own = _own(graph)
     on_the_way = _on_the_way(graph, carries)
-    travelling = {id(v) for i, v in enumerate(graph.inputs.values()) if i in on_the_way}
+    travelling = {id(v): on_the_way[i] for i, v in enumerate(graph.inputs.values()) if i in on_the_way}
 
     def read(v: Value) -> fx.Node:
         """What an exchange brings is waited for by the first that reads it."""
@@ -166,7 +166,7 @@ def lower(
         return env[id(v)]
 
     def arrive(key: int) -> None:
-        travelling.remove(key)
+        del travelling[key]
         env[key] = built.call_function(arrived, (env[key],))
 
     for number, node in enumerate(graph.nodes if side is None else in_parts(graph)):
@@ -204,20 +204,27 @@ def lower(
             if node.op == "shard":
                 kwargs["index"] = position.coordinates[kwargs.pop("mesh_axis")]
             elif node.op in COLLECTIVES:  # a group's name: FX can write a string into its code, but no process group
-                kwargs["group"] = position.groups[kwargs.pop("mesh_axis")]
+                axis = kwargs.pop("mesh_axis")
+                kwargs["group"] = position.groups[axis]
+                # NCCL wants an order among exchanges of several communicators, or devices may wait for each other.
+                for key in [key for key, other in travelling.items() if other != axis]:
+                    arrive(key)
                 if node.op == "all_reduce":
                     kwargs["in_place"] = all(id(v) in own for v in node.inputs)
-                    travelling.update(map(id, node.outputs))
+                    travelling |= {id(v): axis for v in node.outputs}
             result = built.call_function(OPS[node.op], operands, kwargs)
         if node.op == "repeat" and not compile:
-            travelling.update(id(node.outputs[i]) for i in _on_the_way(node.repeat.body, node.repeat.num_carries))
+            found = _on_the_way(node.repeat.body, node.repeat.num_carries)
+            travelling |= {id(node.outputs[i]): axis for i, axis in found.items()}
         if len(node.outputs) == 1 and node.op not in SEVERAL:
             env[id(node.outputs[0])] = result
         else:
             for i, v in enumerate(node.outputs):
                 env[id(v)] = built.call_function(_item, (result, i))
     left = {id(v) for i, v in enumerate(graph.outputs.values()) if i in on_the_way}
-    for key in travelling - left:  # also what nothing reads: a recording ends when all that it has begun has arrived
+    for key in (
+        travelling.keys() - left
+    ):  # also what nothing reads: a recording ends when all that it has begun has arrived
         arrive(key)
     built.output(tuple(env[id(v)] for v in graph.outputs.values()))
     root = torch.nn.Module()
@@ -226,12 +233,13 @@ def lower(
     return fx.GraphModule(root, built)
 
 
-def _on_the_way(body: Graph, carries: int) -> set[int]:
+def _on_the_way(body: Graph, carries: int) -> dict[int, str]:
     """Which of the values that a repeat carries are results of an all-reduce as it is, which the next iteration is the
-    first to read."""
-    sums = {id(v) for node in body.nodes if node.op == "all_reduce" for v in node.outputs}
+    first to read, and over which mesh axis."""
+    sums = {id(v): node.attrs["mesh_axis"] for node in body.nodes if node.op == "all_reduce" for v in node.outputs}
     read = {id(v) for node in body.nodes for v in node.inputs}
-    return {i for i, v in enumerate(body.outputs.values()) if i < carries and id(v) in sums - read}
+    carried = list(body.outputs.values())[:carries]
+    return {i: sums[id(v)] for i, v in enumerate(carried) if id(v) in sums and id(v) not in read}
 
 
 def _own(graph: Graph) -> set[int]:

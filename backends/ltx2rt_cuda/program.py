@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import ml_dtypes
@@ -89,6 +89,12 @@ class Program:
         return dict(zip(self.graph.outputs, self.module(*uploaded, *self.arguments(weights)), strict=True))
 
 
+@cache
+def _streams() -> tuple[torch.cuda.Stream, ...]:
+    """The three of every pool: torch has 32, and hands them out in turn."""
+    return tuple(torch.cuda.Stream() for _ in range(3))
+
+
 class Pool:
     """The memory that recorded steps share, because only one of them runs at a time, and the streams that they are
     recorded on, because the allocator gives a stream no blocks of another.
@@ -99,11 +105,14 @@ class Pool:
     """
 
     def __init__(self):
-        self.id, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        self.start, self.stream, self.side = (torch.cuda.Stream() for _ in range(3))
+        self.start, self.stream, self.side = _streams()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         atexit.register(self.release)  # the last registered runs first: before the process groups are destroyed
-        # Without its last graph torch refuses a pool as long as anything is left in it, such as cuBLAS's workspace.
+        self._open()
+
+    def _open(self) -> None:
+        self.id, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        # Without its last graph torch refuses a pool as long as anything is left in it.
         with self.recording(self.kept):
             torch.zeros((), device="cuda")  # of an empty graph torch warns
 
@@ -111,7 +120,8 @@ class Pool:
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """thread_local: other threads may ask the device for anything meanwhile, as NCCL's watchdog does."""
         self.graphs.add(graph)
-        with torch.cuda.graph(graph, pool=self.id, stream=self.start, capture_error_mode="thread_local"):
+        recorded = torch.cuda.graph(graph, pool=self.id, stream=self.start, capture_error_mode="thread_local")
+        with torch.cuda.stream(torch.cuda.current_stream()), recorded:  # which itself does not go back if it fails
             self.stream.wait_stream(self.start)
             try:
                 with torch.cuda.stream(self.stream):
@@ -124,13 +134,19 @@ class Pool:
         for graph in self.graphs:
             graph.reset()
 
+    def empty(self) -> None:
+        """No step is recorded any more, and nothing of the memory is kept."""
+        self.release()
+        self.graphs.clear()
+        self._open()
+
 
 class Captured:
     """One step recorded as a CUDA graph: a replay reads fixed buffers, runs every kernel, and writes fixed buffers."""
 
     def __init__(self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Pool):
-        self.program, self.key = program, _addresses(arguments)
-        self.serves: Mapping[str, torch.Tensor] | None = None  # the request whose constants lie in the buffers
+        self.program, self.key = program, _key(pool, arguments)
+        self.serves: object = None  # a mark of the request whose constants lie in the buffers
         self.inputs = {name: value.clone() for name, value in values.items()}
         ordered = [self.inputs[name] for name in program.graph.inputs]
         pool.stream.wait_stream(torch.cuda.current_stream())
@@ -150,9 +166,9 @@ class Captured:
         return {name: x.clone() for name, x in zip(self.program.graph.outputs, self.outputs, strict=True)}
 
 
-def _addresses(arguments: list) -> tuple:
-    """Where the weights lie: a recorded step stays valid as long as they do."""
-    return tuple(
+def _key(pool: Pool, arguments: list) -> tuple:
+    """A recorded step stays valid as long as its memory is kept, and the weights lie where they do."""
+    return pool.id, *(
         tuple(w.data_ptr() for w in argument) if isinstance(argument, list) else argument.data_ptr()
         for argument in arguments
     )
@@ -215,17 +231,17 @@ class Loop:
                 return dict(zip(graph.outputs, module(*ordered, *arguments), strict=True))
 
             return step
-        moved = self.captured is None or self.captured.key != _addresses(arguments)
+        moved = self.captured is None or self.captured.key != _key(self.pool, arguments)
         if self.position.agree(moved) or self.captured is None:
             self.captured = None  # the next one takes its memory
             self.body.built["recorded"] += 1
             self.captured = Captured(self.body, arguments, constants | changing, self.pool)
-        captured = self.captured
+        captured, mark = self.captured, object()
 
         def replay(changing: Tensors) -> Tensors:
-            if captured.serves is not constants:
+            if captured.serves is not mark:
                 captured.put(constants)
-                captured.serves = constants
+                captured.serves = mark
             captured.put(changing)
             return captured()
 

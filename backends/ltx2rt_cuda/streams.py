@@ -39,10 +39,12 @@ class Beside(torch.nn.Module):
     def forward(self, *operands):
         here = torch.cuda.current_stream()
         self.side.wait_stream(here)
-        with torch.cuda.stream(self.side):
-            beside = self.beside(*operands[self.num_own :])
-        own = self.own(*operands[: self.num_own])
-        here.wait_stream(self.side)
+        try:
+            with torch.cuda.stream(self.side):
+                beside = self.beside(*operands[self.num_own :])
+            own = self.own(*operands[: self.num_own])
+        finally:  # a recording whose streams have not met does not end
+            here.wait_stream(self.side)
         return *own, *beside
 
 

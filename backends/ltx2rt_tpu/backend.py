@@ -188,7 +188,7 @@ class TpuBackend:
     def synchronize(self) -> None:
         jax.effects_barrier()
 
-    def trim(self) -> None:
+    def trim(self, recorded: bool = False) -> None:
         """JAX keeps nothing."""
 
     def device(self) -> DeviceInfo:

@@ -7,7 +7,7 @@ the device meanwhile, is the pipeline's knowledge.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.graph.ops import COLLECTIVES
@@ -60,6 +60,7 @@ class StageCost:
     flops: int
     exchanged: Mapping[tuple[str, int], Traffic]
     float8_flops: int = 0
+    loops: bool = False
     calls: Calls = field(default=(), compare=False, repr=False)
 
     @property
@@ -105,6 +106,7 @@ def cost(work: Work) -> StageCost:
         flops=sum(flops(graph) * times for graph, times in work.calls),
         exchanged=exchanged,
         float8_flops=sum(float8_flops(graph) * times for graph, times in work.calls),
+        loops=work.before is not None,
         calls=tuple(call for call in work.calls if traffic(call[0])),
     )
 
@@ -112,6 +114,17 @@ def cost(work: Work) -> StageCost:
 def peak(costs: Iterable[StageCost]) -> StageCost:
     """The stage that needs the most memory: a run fits where this one does."""
     return max(costs, key=lambda c: c.peak_bytes)
+
+
+def beside_recorded(costs: Iterable[StageCost], recorded_bytes: int) -> list[StageCost]:
+    """The costs beside `recorded_bytes`, which recorded steps keep already: a loop runs in those, and keeps for the
+    stages behind it what it takes more."""
+    kept, found = 0, []
+    for c in costs:
+        own = max(0, c.activation_bytes - recorded_bytes) if c.loops else c.activation_bytes
+        found.append(replace(c, activation_bytes=max(kept, own) if c.loops else kept + own))
+        kept = max(kept, own) if c.loops else kept
+    return found
 
 
 def _hidden_s(graph: Graph, kind: DeviceKind, float8: bool) -> float:

@@ -25,7 +25,7 @@ from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import touched_bytes, weight_bytes
 from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.plan import StageCost, Work, cost, peak
+from ltx2rt.placement.plan import StageCost, Work, beside_recorded, cost, peak
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.call import Call, WeightsKey, holds, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions
@@ -163,8 +163,7 @@ class Session:
 
     def close(self) -> None:
         """Let go of everything that is on the device."""
-        for program in self._programs.values():
-            program.release()
+        self._release()
         for kept in (self._programs, self._graphs, self._costs, self._contexts):
             kept.clear()
         self.weights.close()
@@ -186,9 +185,11 @@ class Session:
                     found[stage.name] = audited[call.weights]
         return found
 
-    def costs(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None) -> list[StageCost]:
+    def costs(
+        self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None, recorded_bytes: int = 0
+    ) -> list[StageCost]:
         """What each stage that calls networks costs the busiest device. held: sets of weights that are there before,
-        with their bytes."""
+        with their bytes; recorded_bytes: what recorded steps keep there, which is not counted."""
         found, here = [], dict(held or {})
         for stage in stages:
             if not (calls := list(stage.needs(self.config))):
@@ -203,7 +204,7 @@ class Session:
             found.append(replace(made, weights_bytes=sum(here.values())))
             for left in self._left(stage):
                 here.pop(left, None)
-        return found
+        return beside_recorded(found, recorded_bytes) if self.backend.device_kind == "cuda" else found
 
     def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
         """Enter the call's set: whole, or what it does not share with another set of its network."""
@@ -235,25 +236,41 @@ class Session:
         return in_token_halves(step) if ordered else step
 
     def require_memory(self, stages: Sequence[Needing], warm: bool = False) -> None:
-        """Make room for a run: sets of earlier requests are let go, the least recently used first, until it fits.
+        """Make room for a run: first what recorded steps keep, then sets of earlier requests are let go, the least
+        recently used first, until it fits.
 
         warm: every set that the run loads is there from its start on. Raises InputError if it does not fit an empty
         device either.
         """
-        device, held = self.backend.device(), self._held()
+        held = self._held()
+        worst, budget = self._worst(stages, held, warm)
+        if worst.peak_bytes > budget and self.backend.device().recorded_bytes:
+            self._release()
+            worst, budget = self._worst(stages, held, warm)
+        used = {call.weights for stage in stages for call in stage.needs(self.config)}
+        for key in [*(k for k in held if k not in used), *(k for k in held if k in used)]:
+            if worst.peak_bytes <= budget:
+                break
+            del held[key]
+            worst, budget = self._worst(stages, held, warm)
+        if worst.peak_bytes > budget:
+            raise self._no_room(stages, warm, worst, budget)
+        self.weights.free(*(key for key in self.weights.held if key not in held))
+
+    def _worst(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int], warm: bool) -> tuple[StageCost, int]:
+        """The stage that needs the most memory, with the sets `held` there, and what there is for it."""
+        device = self.backend.device()
         budget = device.free_bytes + self.weights.held_bytes
         if self.options.max_memory is not None:
             budget = min(budget, int(self.options.max_memory * 1e9))
-        budget -= device.reserve_bytes
-        used = {call.weights for stage in stages for call in stage.needs(self.config)}
-        for key in [*(k for k in held if k not in used), *(k for k in held if k in used), None]:
-            worst = peak(self.warm_costs(stages, held) if warm else self.costs(stages, held))
-            if worst.peak_bytes <= budget:
-                break
-            if key is None:
-                raise self._no_room(stages, warm, worst, device.name, budget)
-            del held[key]
-        self.weights.free(*(key for key in self.weights.held if key not in held))
+        costs = (self.warm_costs if warm else self.costs)(stages, held, device.recorded_bytes)
+        return peak(costs), budget - device.reserve_bytes
+
+    def _release(self) -> None:
+        """Programs are lowered, and recorded, anew at their next use."""
+        for program in self._programs.values():
+            program.release()
+        self.backend.trim(recorded=True)
 
     def _held(self) -> dict[WeightsKey, int]:
         """Bytes by set on one device, what an earlier set has too not counted again."""
@@ -264,7 +281,9 @@ class Session:
             seen |= tensors.keys()
         return found
 
-    def warm_costs(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None) -> list[StageCost]:
+    def warm_costs(
+        self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None, recorded_bytes: int = 0
+    ) -> list[StageCost]:
         """Of a second run in a row: what the first has left on the device is there from the start on."""
         after = dict(held or {})
         for stage in stages:
@@ -272,7 +291,7 @@ class Session:
                 self._hold(after, call)
             for left in self._left(stage):
                 after.pop(left, None)
-        return self.costs(stages, after)
+        return self.costs(stages, after, recorded_bytes)
 
     def advice(self, stages: Sequence[Needing], budget: int, warm: bool = False) -> str:
         """What to try where a run needs more than `budget` bytes."""
@@ -287,9 +306,9 @@ class Session:
                 advice.append(" ".join(words[name] for name in changed))
         return " or ".join([*advice, "more devices", "fewer frames or a smaller size"])
 
-    def _no_room(self, stages: Sequence[Needing], warm: bool, worst: StageCost, device: str, budget: int) -> InputError:
+    def _no_room(self, stages: Sequence[Needing], warm: bool, worst: StageCost, budget: int) -> InputError:
         return InputError(
-            f"no room on {device}: {worst.name} needs {worst.peak_bytes / 1e9:.3g} GB "
+            f"no room on {self.backend.device().name}: {worst.name} needs {worst.peak_bytes / 1e9:.3g} GB "
             f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} activations), "
             f"{budget / 1e9:.3g} GB are free; try {self.advice(stages, budget, warm)}"
         )

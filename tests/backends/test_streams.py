@@ -1,13 +1,17 @@
-"""Parts of a step on two streams: the bits of one stream, and nothing read or taken before what it waits for."""
+"""What runs at once: parts of a step on two streams have the bits of one stream, and nothing is read or taken before
+what it waits for; exchanges of several communicators have an order."""
 
 import weakref
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from ltx2rt_cuda import streams
-from ltx2rt_cuda.lower import lower
+from ltx2rt_cuda.distributed import Position
+from ltx2rt_cuda.lower import Repeat, lower
+from ltx2rt_cuda.ops import OPS, arrived
 from ltx2rt_cuda.program import Pool
 from ltx2rt_cuda.streams import Beside, in_parts
 from placed_cases import case
@@ -16,8 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.launches import step_graphs
 from ltx2rt.backend import get_backend
+from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.passes.fuse import fuse
+from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.passes.rotate import rotate
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource
 
 LARGE = ("linear", "linear_gelu", "attention")
@@ -188,6 +196,22 @@ def test_a_recording_begins_on_a_stream_on_which_nothing_runs(monkeypatch):
     assert pool.stream.done == 2
 
 
+def test_the_streams_have_met_where_a_part_fails(monkeypatch):
+    """A recording whose streams have not met does not end, and hides what has failed."""
+
+    def fails():
+        raise ZeroDivisionError
+
+    for own, beside in ((fails, lambda: ()), (lambda: (), fails)):
+        with watched(monkeypatch) as races:
+            side = Stream()
+            with suppress(ZeroDivisionError), torch.cuda.stream(side):
+                torch.ones(3)
+            with pytest.raises(ZeroDivisionError), races.on(races.stream):
+                Beside.forward(SimpleNamespace(own=own, beside=beside, num_own=0, side=side))  # type: ignore[arg-type]
+            assert races.stream.has_seen((side, side.done))
+
+
 def test_a_block_in_which_devices_exchange_something_keeps_its_order():
     (repeat,) = fuse(case("forward-2.3").on(2)).repeats
     assert in_parts(repeat.body) == repeat.body.nodes
@@ -205,3 +229,29 @@ def test_a_block_of_full_size_has_sound_beside_video(stage):
         assert {id(n) for n in sound} <= {id(n) for n in beside}
         assert all("tokens" in n.outputs[0].type.axes for n in big if n.op in LARGE)
         assert len(pairs) <= 10
+
+
+def test_exchanges_over_two_mesh_axes_are_never_under_way_at_once():
+    """NCCL wants an order among its communicators. What travels over the same axis goes on doing so."""
+    one = case("guided-2.3")
+    placed = Placement(PROFILES["hopper"], {"sequence": 2, "tensor": 2}).local(one.graph, one.network)
+    graph = fuse(in_token_halves(placed, rows=0))
+    position = Position(graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh})
+    (block,) = (
+        m.block for m in lower(graph, torch.device("cpu"), position=position).modules() if isinstance(m, Repeat)
+    )
+    names = {OPS[op]: op for op in COLLECTIVES}
+    nodes = list(block.graph.nodes)
+    arriving = {node.args[0] for node in nodes if node.target is arrived}
+    under_way = {node: "tensor" for node in nodes if node.op == "placeholder" and node in arriving}
+    axes, hidden = set(), 0
+    for node in nodes:
+        if node.target is arrived:
+            under_way.pop(node.args[0])
+        elif node.target in names:
+            axes.add(node.kwargs["group"])
+            assert set(under_way.values()) <= {node.kwargs["group"]}, node
+            if names[node.target] == "all_reduce":
+                under_way |= {user: node.kwargs["group"] for user in node.users}
+        hidden += node.target is OPS["linear"] and bool(under_way)
+    assert axes == {"sequence", "tensor"} and hidden >= 6

@@ -12,7 +12,7 @@ from ltx2rt.graph.trace import trace
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic, touched_bytes, traffic
 from ltx2rt.placement.devices import DEVICE_KINDS, device_kind
-from ltx2rt.placement.plan import StageCost, Work, cost
+from ltx2rt.placement.plan import StageCost, Work, beside_recorded, cost
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.weights.random.make import make_checkpoint
@@ -254,3 +254,14 @@ def test_an_all_reduce_travels_until_something_reads_it(block, count, waits_s):
     assert found.exchange_s(kind) == pytest.approx(waits_s, abs=1e-3)  # 10 us of each are the link's
     on_tpu = replace(kind, framework_kind="tpu")  # whose compiler orders by itself
     assert found.exchange_s(on_tpu) == pytest.approx(1.5 * block.count("r") * count, abs=1e-3)
+
+
+@pytest.mark.parametrize("recorded,expected", [(0, [5, 3, 4, 7, 11]), (6, [5, 0, 1, 1, 5]), (10, [5, 0, 1, 0, 4])])
+def test_a_loop_runs_in_what_recorded_steps_keep_and_keeps_what_it_takes_more(recorded, expected):
+    stages = [
+        StageCost(name, 1, weights_bytes=0, activation_bytes=size, read_bytes=0, flops=0, exchanged={}, loops=loops)
+        for name, size, loops in (
+            ("text", 5, False), ("stage1", 3, True), ("upsample", 1, False), ("stage2", 7, True), ("decode", 4, False),
+        )
+    ]  # fmt: skip
+    assert [c.activation_bytes for c in beside_recorded(stages, recorded)] == expected

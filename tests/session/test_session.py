@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ltx2rt
+from ltx2rt.backend import DeviceInfo
 from ltx2rt.session import session as sessions
 from ltx2rt.session import weights as stores
 from ltx2rt.weights.random.make import make_checkpoint
@@ -152,6 +153,26 @@ def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user
         sizes.append(resident.weights.held_bytes)
     assert all(size <= room * 1e9 for size in sizes), sizes
     assert sum(key[0] == "transformer" for key in resident.weights.held) <= 3
+
+
+def test_what_recorded_steps_keep_is_let_go_before_weights(model, monkeypatch):
+    with ltx2rt.open(model, backend="cuda", device="cpu") as opened:
+        resident, recorded = opened.resident, [1000]
+        made(opened)
+        stages, held = _plan(resident).stages, dict(resident.weights.held)
+        need = max(c.peak_bytes for c in resident.costs(stages, resident._held())) - resident.weights.held_bytes
+
+        def device():
+            return DeviceInfo("cuda", "a GPU", 10**12, need - (recorded[0] > 0), recorded_bytes=recorded[0])
+
+        def trim(**given):
+            recorded[0] = 0 if given.get("recorded") else recorded[0]
+
+        monkeypatch.setattr(resident.backend, "device", device)
+        monkeypatch.setattr(resident.backend, "trim", trim)
+        resident.require_memory(stages)
+        assert recorded == [0] and resident.weights.held == held
+        assert made(opened).report["loaded_bytes"] == 0
 
 
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
