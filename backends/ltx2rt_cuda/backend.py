@@ -251,7 +251,7 @@ class CudaBackend:
                 free,
                 torch.cuda.device_count(),
                 reserve_bytes=gpu_reserve_bytes(total),
-                recorded_bytes=torch.cuda.memory_reserved() - torch.cuda.memory_allocated(),
+                recorded_bytes=self._pool.nbytes if self._pool else 0,
             )
         from ltx2rt.placement.devices import host_memory
 

@@ -129,6 +129,11 @@ class Pool:
             finally:
                 self.start.wait_stream(self.stream)
 
+    @property
+    def nbytes(self) -> int:
+        """What is reserved for recorded steps, whatever of it is in use."""
+        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self.id)
+
     def release(self) -> None:
         """A communicator whose collectives are recorded is not destroyed, but waited for, as long as the graphs are."""
         for graph in self.graphs:

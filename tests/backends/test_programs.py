@@ -489,6 +489,11 @@ def test_a_recorded_step_survives_the_end_of_another():
     recorded = kept.captured
     assert_bitwise(denoise((backend, kept, weights), SIGMAS, **work), expected)
     assert kept.captured is recorded and all(x.isnan().all() for x in taken)
+    before = backend.device().recorded_bytes
+    backend.trim(recorded=True)
+    assert backend.device().recorded_bytes < before
+    assert_bitwise(denoise((backend, kept, weights), SIGMAS, **work), expected)
+    assert kept.captured is not recorded
 
 
 COLLECTIVE = """
