@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One exact version: any range would also be met by builds with gigabytes of CUDA libraries.
+# One exact version, of which pip takes a build for CPUs where it finds one. The default index's brings gigabytes of CUDA
+# libraries; with PyTorch's own index of CPU builds: PIP_EXTRA_INDEX_URL=... make demo TORCH=torch==2.13.0+cpu
 TORCH ?= torch==2.13.0
-# What `make demo` runs: a tiny trained model, or random weights: tiny-2.0, tiny-2.3 or tiny-2.5. PROMPT: what it shows.
+# What `make demo` runs: a folder with a model, or random weights: tiny-2.0, tiny-2.3, tiny-2.5. PROMPT: what it shows.
 MODEL ?= examples/tiny-trained
 # The TPU compiler, in a folder of its own: beside jax it would make every test look for a TPU.
 LIBTPU ?= libtpu==0.0.51

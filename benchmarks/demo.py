@@ -1,8 +1,8 @@
 """`make demo`: a tiny trained model makes the same clip with sound on both backends, from a prompt and an image.
 
 `make demo PROMPT="a green square grows, grey background"` makes another one; the words are those of
-`examples/clips.py`. `make demo MODEL=tiny-2.5` takes random weights of that preset; a model that can choose how long
-the clip is does so.
+`examples/clips.py`. `make demo MODEL=tiny-2.5` takes random weights of that preset, which it writes below `demo/`; a
+model that can choose how long the clip is does so. MODEL may also be a folder that holds a model, which is only read.
 
 Decides the settings of that clip; everything is done by the commands that it echoes, which work the same on a real
 checkpoint.
@@ -25,6 +25,7 @@ from benchmarks import contact_sheet
 from examples.clips import BACKGROUNDS, COLOURS, FRAMES, MOTIONS, PITCHES, SIZE, Clip
 
 TRAINED = Path("examples/tiny-trained")
+TINY = ("tiny-2.0", "tiny-2.3", "tiny-2.5")  # presets of random weights
 WORDS = {"triangle": PITCHES, "yellow": COLOURS, "right": MOTIONS, "brown": BACKGROUNDS}  # the default's first
 CLIP = shlex.split(f"--width {SIZE} --height {SIZE} --steps 20 --seed 7 --image-crf 0")
 LENGTH = {"tiny-2.5": "--auto-duration 0.5 1.5"}  # of the models that choose it; of others:
@@ -47,10 +48,13 @@ def described(prompt: str) -> Clip:
 
 
 def main(model: str = str(TRAINED), prompt: str = Clip(*WORDS).prompt, folder: Path = Path("demo")) -> None:
+    is_random = model in TINY
+    if not is_random and not Path(model).is_dir():
+        sys.exit(f"make demo: MODEL={model} is neither a folder nor one of {', '.join(TINY)}")
     folder.mkdir(exist_ok=True)
     path, image, sheet = Path(model), folder / "image.png", folder / "sheet.png"
     Image.fromarray(np.uint8(255 * described(prompt).frames(count=1)[0])).save(image)
-    if path != TRAINED:
+    if is_random:
         path = folder / model
         shutil.rmtree(path, ignore_errors=True)
         ltx2rt("weights", "make", "--preset", model, "--layout", "official", path)
@@ -61,9 +65,9 @@ def main(model: str = str(TRAINED), prompt: str = Clip(*WORDS).prompt, folder: P
         ltx2rt("generate", "--backend", backend, "--model", path, *inputs, "--output", clip)
     ltx2rt("compare", *clips.values())
     contact_sheet.draw(sheet, prompt, clips)
-    if path != TRAINED:
+    if is_random:
         print("\nThe weights are random, so the clips are noise; what counts is that the two agree.")
-    else:
+    elif path == TRAINED:
         known = "; ".join(", ".join(names) for names in WORDS.values())
         print(
             f'\nAnother one: make demo PROMPT="{Clip("square", "green", "grows", "grey").prompt}" (it knows: {known})'

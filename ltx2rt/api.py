@@ -54,6 +54,11 @@ class Clip:
     report: dict[str, Any]
     metadata: dict[str, Any]
 
+    def __repr__(self) -> str:
+        sound = "no sound" if self.waveform is None else f"sound at {self.sample_rate} Hz"
+        count, height, width, _ = self.frames.shape
+        return f"<Clip of {count} frames {width}x{height}, {sound}, seed {self.seed}>"
+
     def save(self, path: str | Path) -> None:
         """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *%05d.png or *.wav, with the settings in its
         metadata. Raises InputError if it cannot be written."""

@@ -101,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     except InputError as error:
         return _fail(str(error), BAD_INPUT, crew)
+    except PermissionError as error:
+        what = f"{error.filename or 'a file'}: {error.strerror or error}"
+        return _fail(f"{what}; change its permissions, or run as its owner", BAD_INPUT, crew)
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
 

@@ -26,6 +26,16 @@ def run(*argv):
     return subprocess.run([sys.executable, "-m", "ltx2rt.cli", *argv], capture_output=True, text=True)
 
 
+def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", f"{path}/config.json")
+
+    monkeypatch.setattr("ltx2rt.commands.weights.inspect_path", refused)
+    assert cli.main(["weights", "inspect", "model"]) == 2
+    said = capsys.readouterr().err
+    assert said == "ltx2rt: error: model/config.json: Permission denied; change its permissions, or run as its owner\n"
+
+
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\nfrom ltx2rt import cli\ncli.parser().format_help()\n"

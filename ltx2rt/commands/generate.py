@@ -451,9 +451,14 @@ def main(args: argparse.Namespace) -> int | None:
 
 
 def _unread(args: argparse.Namespace, request: Request) -> list[str]:
-    """Flags that were given and belong to other pipelines."""
+    """Flags that were given and belong to other pipelines, and to which."""
     own, every = flagged(type(request)), flagged(*pipelines().values())
-    return [spelling(f) for name, f in every.items() if hasattr(args, name) and name not in own]
+
+    def readers(name: str) -> str:
+        return " and ".join(kind for kind, pipeline in pipelines().items() if name in flagged(pipeline))
+
+    given = {name: f for name, f in every.items() if hasattr(args, name) and name not in own}
+    return [f"{spelling(f)} (--pipeline {readers(name)} would)" for name, f in given.items()]
 
 
 def compiled_folder(environment: Mapping[str, str]) -> Path:

@@ -17,17 +17,21 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from ltx2rt.errors import InputError
+from ltx2rt.notes import note
 from ltx2rt.serve.batch import RETRIED, Line, Results, digest_of, read, seeded, with_files
 from ltx2rt.serve.queue import COMPLETED, FAILED, failure
 
-IN_FLIGHT, POLL_S, AGAIN_S, SILENT_S, TIMEOUT_S = 32, 1.0, 5.0, 600.0, 120.0
+IN_FLIGHT, POLL_S, AGAIN_S, TIMEOUT_S = 32, 1.0, 5.0, 120.0
+ABSENT_S, SILENT_S = 15.0, 600.0  # how long a server may not answer: from the start on, and once it has
 CHUNK_BYTES = 2**20
 
 
 class Server:
-    """url: of its root. Raises InputError for what it refuses, and when it does not answer for SILENT_S."""
+    """url: of its root. Raises InputError for what it refuses, and when it does not answer for ABSENT_S, or, once it
+    has, for SILENT_S."""
 
     def __init__(self, url: str, token: str | None = None):
+        self.patience_s = ABSENT_S
         if not url.startswith(("http://", "https://")):
             raise InputError(f"--server: {url[:80]!r}, expected http://HOST:PORT")
         self.url = url.rstrip("/")
@@ -50,11 +54,14 @@ class Server:
     def _open(self, method: str, path: str, body: Any = None, key: str | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = self.headers | ({"idempotency-key": key} if key else {})
-        deadline = time.monotonic() + SILENT_S
+        deadline, told = time.monotonic() + self.patience_s, False
         while True:
             try:
-                return urlopen(Request(self.url + path, data, headers, method=method), timeout=TIMEOUT_S)
+                answer = urlopen(Request(self.url + path, data, headers, method=method), timeout=TIMEOUT_S)
+                self.patience_s = SILENT_S
+                return answer
             except HTTPError as error:
+                self.patience_s = SILENT_S
                 said = error.read().decode(errors="replace")
                 if error.code not in (429, 503):
                     raise InputError(_message(said) or f"{method} {path}: {error.code}") from None
@@ -63,7 +70,10 @@ class Server:
             except (URLError, OSError) as error:
                 if time.monotonic() > deadline:
                     raise InputError(f"--server: {self.url} does not answer ({error}); start it, or wait") from None
-                time.sleep(AGAIN_S)
+                if not told:
+                    note(f"{self.url} does not answer; trying for {self.patience_s:.0f} s")
+                told = True
+                time.sleep(min(AGAIN_S, self.patience_s / 4))
 
 
 def _message(said: str) -> str:

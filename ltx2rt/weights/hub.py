@@ -201,5 +201,5 @@ def _hub(repo: Repo) -> Iterator[None]:
             said = f"may not be read with this login ({status}): {login}"
         else:
             first = " ".join(str(error).split())[:200] or type(error).__name__
-            said = f"could not be fetched from the hub: {first}; run it again to go on, or pass a local path"
+            said = f"is no path here, and could not be fetched from the hub: {first}; run it again, or check the path"
         raise InputError(f"{repo.name} {said}") from error

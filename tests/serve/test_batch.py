@@ -16,6 +16,7 @@ from serving import SMALL
 
 from ltx2rt import cli
 from ltx2rt.errors import InputError
+from ltx2rt.serve import remote
 from ltx2rt.serve.batch import Shard, parse_shard, read_lines
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
@@ -146,6 +147,13 @@ def killed(batch, num_jobs, num_kills, seed):
     assert {id for id, status in results(output) if status == "completed"} == {f"j{n}" for n in range(num_jobs)}
     assert len(list(output.glob("*.mp4"))) == num_jobs and not list(output.glob(".*"))
     return len(results(output))
+
+
+def test_a_server_that_never_answers_is_said_at_once_and_not_waited_for_long(monkeypatch, capsys):
+    monkeypatch.setattr(remote, "ABSENT_S", 0.2)
+    with pytest.raises(InputError, match=r"--server: http://127\.0\.0\.1:9 does not answer .*; start it, or wait"):
+        remote.Server("http://127.0.0.1:9").ask("GET", "/v1/limits")
+    assert "http://127.0.0.1:9 does not answer; trying for 0 s" in capsys.readouterr().err
 
 
 def test_killed_and_resumed_ends_with_every_clip(batch):

@@ -315,4 +315,4 @@ def test_what_the_hub_refuses_is_one_line(run, words, says):
 
 def test_a_hub_that_does_not_answer_is_one_line(run):
     error = one_line(run("weights", "fetch", "lab/plain", HF_ENDPOINT="http://127.0.0.1:9"))
-    assert "lab/plain could not be fetched from the hub" in error
+    assert "lab/plain is no path here, and could not be fetched from the hub" in error

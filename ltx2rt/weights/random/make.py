@@ -147,6 +147,8 @@ def make_checkpoint(
         _check_room(directory, sum(tensor.info.nbytes for file in plan.tensors.values() for tensor in file.values()))
     if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
         raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
+    if others := sorted(directory.glob("*.safetensors*")):
+        raise InputError(f"{directory} holds files of another model, such as {others[0].name}; pass an empty folder")
     for path in (*plan.tensors, *plan.texts):
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
     for path, tensors in plan.tensors.items():

@@ -240,6 +240,13 @@ def test_bad_requests_are_refused(tiny, tmp_path):
             make_checkpoint(*arguments)
 
 
+def test_a_folder_with_another_model_is_refused(tmp_path):
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"holds files of another model, such as other\.safetensors; pass an empty"):
+        make_checkpoint("tiny-2.3", "official", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.safetensors"]
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     import shutil
 
