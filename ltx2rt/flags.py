@@ -82,7 +82,7 @@ def add_flags(
                 words["type"] = how.parse
             if how.repeat:
                 words |= {"nargs": "+", "action": "extend"}
-            elif isinstance(default, (int, float, str, Fraction)) and "default" not in how.help:
+            elif isinstance(default, (int, float, str, Fraction)) and default != "" and "default" not in how.help:
                 words["help"] = f"{how.help} (default: {_shown(default)})".lstrip()
         parser.add_argument(spelling(f), **words)
 

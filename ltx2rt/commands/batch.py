@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
     done = results.done()
     if options is None:
         return on_server(own, lines, shard, results, args.jobs.parent)
-    folder = Folder(own.output_dir / f".{Path(shard.results).stem}")
+    folder = Folder(own.output_dir / f".{Path(shard.results).stem}", "--output-dir")
     try:
         folder.sweep([])
         admission = Admission(options, folder.inputs, default=own.pipeline, lora_folder=own.lora_folder)

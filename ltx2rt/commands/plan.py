@@ -217,7 +217,7 @@ def to_text(found: Estimate) -> str:
     lines += [
         "",
         f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {kind.memory_bytes / 1e9:.0f} GB"
-        + f", {kind.reserve_bytes / 1e9:.1f} GB of which stay free" * bool(kind.reserve_bytes)
+        + f", where {kind.reserve_bytes / 1e9:.1f} GB are kept in reserve" * bool(kind.reserve_bytes)
         + f"; try {found.advice}" * (not found.fits),
         f"estimated time: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
         f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s)"

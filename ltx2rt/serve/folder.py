@@ -26,9 +26,9 @@ CLIP, THUMBNAIL, REPORT = ".mp4", ".webp", ".json"
 
 
 class Folder:
-    """Raises InputError if it cannot be written, or another server uses it."""
+    """Raises InputError, which names the flag, if it cannot be written, or another server uses it."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, flag: str = "--data"):
         self.root, self.inputs, self.outputs = root, root / "in", root / "out"
         try:
             for folder in (self.inputs, self.outputs):
@@ -36,9 +36,9 @@ class Folder:
             self._lock = (root / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"--data: {root} is in use by another server; name another folder") from None
+            raise InputError(f"{flag}: {root} is in use by another server; name another folder") from None
         except OSError as error:
-            raise InputError(f"--data: {root} cannot be written ({error.strerror}); name another folder") from None
+            raise InputError(f"{flag}: {root} cannot be written ({error.strerror}); name another folder") from None
 
     def close(self) -> None:
         self._lock.close()
