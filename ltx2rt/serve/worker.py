@@ -21,7 +21,7 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -88,10 +88,8 @@ def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None 
         plan = make_plan(session, make_request(shape.pipeline, **asked))
         session.require_memory(plan.stages)
         warm_up(session, plan)
-    device = asdict(session.backend.device())
-    device["free_bytes"] += session.weights.held_bytes
     if first:
-        pipe.tell("ready", device=device, mesh=dict(session.backend.mesh))
+        pipe.tell("ready", device=room(session), mesh=dict(session.backend.mesh))
     own = session.options.loras
     for number in count():
         job = pipe.jobs.get() if first else {}
@@ -111,6 +109,13 @@ def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None 
             gc.collect()
             session.backend.trim()
     raise AssertionError("jobs never end")
+
+
+def room(session: Session) -> dict[str, Any]:
+    """The device as a request finds it that lets go of all that earlier ones have left there."""
+    device = session.backend.device()
+    free_bytes = device.free_bytes + device.recorded_bytes + session.weights.held_bytes
+    return asdict(replace(device, free_bytes=free_bytes, recorded_bytes=0))
 
 
 def attempt(

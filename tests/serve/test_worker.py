@@ -19,10 +19,11 @@ import pytest
 import torch
 
 import ltx2rt
+from ltx2rt.backend import DeviceInfo
 from ltx2rt.media.compare import compare
 from ltx2rt.media.mp4 import opened
 from ltx2rt.ranks.environment import FAILED
-from ltx2rt.serve.worker import Pipe, attempt, work
+from ltx2rt.serve.worker import Pipe, attempt, room, work
 
 CLIP = {"prompt": "a red fox", "width": 64, "height": 64, "num_frames": 9, "fps": "24", "seed": 3, "steps": 2,
         "image_crf": 0}  # fmt: skip
@@ -89,6 +90,14 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     worker.process.stdin.close()
     assert worker.process.wait(20) == 0 and not list(tmp_path.glob("j3*")) + list(tmp_path.glob(".*"))
     worker.process.stdout.close(), worker.process.stderr.close()
+
+
+def test_a_replica_has_the_room_of_what_it_may_let_go():
+    """Of weights, and of recorded steps, which the server's planner could not let go."""
+    device = DeviceInfo("cuda", "a GPU", 100, 30, reserve_bytes=5, recorded_bytes=7)
+    session = SimpleNamespace(backend=SimpleNamespace(device=lambda: device), weights=SimpleNamespace(held_bytes=40))
+    told = DeviceInfo(**room(session))  # type: ignore[arg-type]
+    assert (told.free_bytes, told.recorded_bytes, told.reserve_bytes) == (77, 0, 5)
 
 
 @pytest.mark.slow
