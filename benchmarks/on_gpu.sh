@@ -41,7 +41,7 @@ if [ -n "${WHEELS:-}" ]; then
 fi
 # The tree itself is what runs. Backends are found by entry points, which live in an installed package's metadata.
 export PYTHONPATH="$PWD:$PWD/backends:$PWD/kernels:$work${PYTHONPATH:+:$PYTHONPATH}"
-# The profiler of a second stage, or of a second contestant, sees no kernel of a recorded step where CUPTI was taken down.
+# Where CUPTI is taken down in between, a second profile of a process may see no kernel (reported of CUDA 13, not seen here).
 export TEARDOWN_CUPTI=${TEARDOWN_CUPTI:-0}
 # What needs JAX here runs on the CPU; left to itself JAX takes three quarters of the GPU's memory.
 export JAX_PLATFORMS=cpu XLA_PYTHON_CLIENT_PREALLOCATE=false

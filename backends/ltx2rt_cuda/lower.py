@@ -222,9 +222,8 @@ def lower(
             for i, v in enumerate(node.outputs):
                 env[id(v)] = built.call_function(_item, (result, i))
     left = {id(v) for i, v in enumerate(graph.outputs.values()) if i in on_the_way}
-    for key in (
-        travelling.keys() - left
-    ):  # also what nothing reads: a recording ends when all that it has begun has arrived
+    # Also what nothing reads: a recording ends when all that it has begun has arrived.
+    for key in travelling.keys() - left:
         arrive(key)
     built.output(tuple(env[id(v)] for v in graph.outputs.values()))
     root = torch.nn.Module()

@@ -20,7 +20,7 @@ from ltx2rt.placement.devices import DEVICE_KINDS
 
 KIND = DEVICE_KINDS["h100-80gb"]
 # What takes less by the data sheet is no part of its own where something reads it together with another part's result:
-# to part and to meet again costs as much.
+# to part and to meet again is assumed to cost as much.
 SHORT_S = 1e-6
 ALONE = ("together", "repeat")  # these read from all parts
 

@@ -54,6 +54,7 @@ def assert_same(a, b):
 def test_a_repeated_request_builds_and_loads_nothing(session):
     """Neither does another seed, prompt, guidance or number of steps in the same room; a new size loads nothing."""
     first = made(session)
+    assert repr(first).startswith("<Clip of 9 frames 128x64, ") and repr(first).endswith(", seed 3>")
     assert first.report["programs_built"] > 0 and first.report["loaded_bytes"] > 1e6
     again = made(session)
     assert (again.report["programs_built"], again.report["loaded_bytes"]) == (0, 0)
