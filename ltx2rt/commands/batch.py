@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ltx2rt.atomic_file import check_outputs
 from ltx2rt.commands import serve
 from ltx2rt.commands.options import model_options
 from ltx2rt.errors import InputError
@@ -51,10 +52,7 @@ def flags(to: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     own = BatchOptions(**given_flags(args, BatchOptions))
-    if own.retries < 0:
-        raise InputError(f"--retries: {own.retries}, expected 0 or more")
-    if own.lora_folder and not own.lora_folder.is_dir():
-        raise InputError(f"--loras: {own.lora_folder} is no folder; create it, or leave the flag out")
+    serve.check_shared(own, replicas=1, retries=0, limit=1)
     if (own.server is None) != hasattr(args, "model"):
         raise InputError("--model: expected either --model, for a model here, or --server, which has one")
     options = None if own.server else checked_options(args)
@@ -69,12 +67,14 @@ def main(args: argparse.Namespace) -> int:
     if not own.output_dir.is_dir():
         raise InputError(f"--output-dir: {own.output_dir} is no folder; create it first")
     results = batch.Results(own.output_dir, shard)
+    written = [("--output-dir", results.path)]
+    check_outputs(written, options.files if options else ())
     done = results.done()
     if options is None:
         return on_server(own, lines, shard, results, args.jobs.parent)
-    folder = Folder(own.output_dir / f".{Path(shard.results).stem}", "--output-dir")
+    folder = Folder(own.output_dir / f".{Path(shard.results).stem}", "--output-dir", batch.MIN_FREE_BYTES)
     try:
-        folder.sweep([])
+        folder.clear()
         admission = Admission(options, folder.inputs, default=own.pipeline, lora_folder=own.lora_folder)
         admitted = batch.admit(lines, admission, folder, args.jobs.parent)
         jobs = [(line, a) for line, a in admitted if shard.has(line.id) and done.get(line.id) != a.digest][: own.limit]

@@ -51,7 +51,6 @@ from ltx2rt.serve.video import as_video
 
 LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 LOCAL = "local"  # the user where there are no tokens
-MIN_FREE_BYTES = 2 * 10**9
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
 DELETE_WAIT_S, RETRY_S = 30, 10
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
@@ -236,7 +235,8 @@ class App:
             error = Refusal(error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail))
         elif isinstance(error, (sqlite3.OperationalError, OSError)):
             self.board.log("disk_error", error=str(error))
-            full = isinstance(error, sqlite3.Error) or error.errno in NO_SPACE
+            database = isinstance(error, sqlite3.Error)
+            full = "readonly" not in str(error) if database else error.errno in NO_SPACE
             code, said = ("disk_full", "its disk is full") if full else ("unavailable", "its log says why")
             error = Refusal(503, code, f"the server cannot do this now; {said}", retry_after_s=RETRY_S)
         elif isinstance(error, Gone):
@@ -341,8 +341,9 @@ class App:
     def _require_accepting(self) -> None:
         if self.supervisor.draining:
             raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
-        if self.folder.free_bytes() < MIN_FREE_BYTES:
-            raise Refusal(503, "disk_full", "the server's disk is full", retry_after_s=60)
+        problem = ("disk_full", "the disk is full") if self.folder.full() else self.supervisor.problem
+        if problem is not None:
+            raise Refusal(503, *problem, retry_after_s=RETRY_S)
 
     async def list(self, request: Request) -> Response:
         asked = request.query_params
@@ -397,8 +398,8 @@ class App:
                     )
                 await watcher.take(1.0)
                 job = await self._job(request)
+        await asyncio.to_thread(self.folder.remove, job)  # first: a clip without its row would stay
         if await self.store(self.queue.delete, job.id):
-            await asyncio.to_thread(self.folder.remove, job.stem)
             self.board.tell("deleted", job.id, job.user)
         return Json({"id": job.id, "object": "video.deleted", "deleted": True})
 
@@ -498,7 +499,8 @@ class App:
             raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
         if not self.supervisor.ready:
             raise Refusal(503, "starting", "no replica is ready yet", retry_after_s=RETRY_S)
-        self._require_accepting()
+        if (problem := await asyncio.to_thread(self.folder.problem)) is not None:
+            raise Refusal(503, *problem, retry_after_s=RETRY_S)
         return PlainTextResponse("ready\n")
 
     async def measure(self, request: Request) -> Response:
@@ -547,18 +549,19 @@ class App:
                 await self.expire()
             except (OSError, sqlite3.Error) as error:
                 self.board.log("queue_error", error=str(error))
-            await asyncio.sleep(60)
+            await asyncio.sleep(min(60.0, max(1.0, self.settings.keep_s)))
 
     async def expire(self) -> None:
-        now = time.time()
+        await self.store.insist(self.queue.keep_uptime)
+        now_s = self.queue.uptime()
         jobs = await self.store(self.queue.finished)
         excess = sum((job.result or {}).get("bytes", 0) for job in jobs) - self.settings.disk_bytes
         for job in jobs:
-            if excess > 0 or (job.finished or now) + self.settings.keep_s < now:
+            if excess > 0 or (job.end_uptime_s or 0.0) + self.settings.keep_s < now_s:
                 await self.store.insist(self.queue.note, job.id, file=None)
-                await asyncio.to_thread(self.folder.remove, job.stem)
+                await asyncio.to_thread(self.folder.remove, job)
                 excess -= (job.result or {}).get("bytes", 0)
-        await self.store.insist(self.queue.forget, now - 10 * self.settings.keep_s)
+        await self.store.insist(self.queue.forget, now_s - 10 * self.settings.keep_s)
         needed = await self.store(self.queue.waiting) + await self.store(self.queue.finished)
         await asyncio.to_thread(self.folder.sweep_inputs, needed, UNUSED_S)
 

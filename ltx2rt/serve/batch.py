@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,12 @@ from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import COMPLETED, Job, Queue
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
-from ltx2rt.serve.upload import IMAGE, SUFFIX
+from ltx2rt.serve.upload import IMAGE, MAX_BYTES, SUFFIX
 
-ID = re.compile(r"[\w][\w.-]{0,99}")
+ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
 WINDOW = 64  # lines within which jobs of one shape are made after one another
 LINE_LIMIT = 10**6
+MIN_FREE_BYTES = 10**8  # a batch waits while its disk has less
 RETRIED = ("worker_died", "step_timeout", "internal")  # what another attempt may mend
 
 
@@ -63,24 +64,27 @@ def parse_shard(text: str | Shard) -> Shard:
     """`I/N`, I from 1 on. Raises InputError."""
     if isinstance(text, Shard):
         return text
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise InputError(f"--shard: {text[:80]!r}, expected I/N such as 1/8 to 8/8")
     return Shard(int(match[1]), int(match[2]))
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Raises InputError with a line for each line that is no job."""
+    """Raises InputError that names each line that is no job."""
     try:
-        text = path.read_text()
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
+        text = read(path, str(path)).decode()
+    except UnicodeError as error:
+        raise InputError(f"{path}: no UTF-8 text ({error}); convert it") from None
     lines, wrong, seen = [], [], dict[str, int]()
-    for number, one in enumerate(text.splitlines(), 1):
+    for number, one in enumerate(text.split("\n"), 1):  # JSON may hold other ends of lines
         if not one.strip():
             continue
+        if len(one) > LINE_LIMIT:
+            wrong.append(f"line {number}: {len(one)} characters, expected at most {LINE_LIMIT}")
+            continue
         try:
-            given = json.loads(one[:LINE_LIMIT])
+            given = json.loads(one)
             if not isinstance(given, dict):
                 raise ValueError("no object")
         except (ValueError, RecursionError) as error:
@@ -88,7 +92,7 @@ def read_lines(path: Path) -> list[Line]:
             continue
         id = given.pop("id", None)
         if not isinstance(id, str) or not ID.fullmatch(id):
-            wrong.append(f"line {number}: id {str(id)[:80]!r}, expected letters, digits, '.', '_' and '-'")
+            wrong.append(f"line {number}: id {str(id)[:80]!r}, expected letters, 0 to 9, '.', '_' and '-'")
         elif id in seen:
             wrong.append(f"line {number}: id {id!r} is that of line {seen[id]}")
         else:
@@ -115,7 +119,8 @@ def admit(lines: Iterable[Line], admission: Admission, folder: Folder, beside: P
     """Check every line as a server checks its requests. beside: where paths of files begin. Raises InputError."""
 
     def keep(path: str, kind: str) -> dict[str, str]:
-        return {"file_id": folder.keep_input(read(beside / path), SUFFIX[kind])}
+        data = read(beside / path, path[:300], MAX_BYTES[kind])
+        return {"file_id": folder.keep_input(data, SUFFIX[kind])}
 
     found, wrong = [], []
     for line in lines:
@@ -124,8 +129,22 @@ def admit(lines: Iterable[Line], admission: Admission, folder: Folder, beside: P
             found.append((line, admission.admit(seeded(line, given))))
         except (Refusal, InputError) as error:
             wrong.append(f"line {line.number} ({line.id}): {error}")
+    wrong += clashes((line, a.job["clip"].get("seed"), a.job["n"]) for line, a in found)
     if wrong:
         raise InputError("; ".join(wrong))
+    return found
+
+
+def clashes(jobs: Iterable[tuple[Line, int, int]]) -> list[str]:
+    """A sentence for each job with a clip whose name an earlier job's has. jobs: with seed and n."""
+    owners, found = dict[str, Line](), []
+    for line, seed, count in jobs:
+        for name in Results.names(line.id, seed, count):
+            other = owners.setdefault(name, line)
+            if other is not line:
+                both = f"line {line.number} ({line.id}) and line {other.number} ({other.id})"
+                found.append(f"{both} would both write {name}; change the id of one")
+                break
     return found
 
 
@@ -148,12 +167,25 @@ def with_files(given: Mapping[str, Any], kept: Callable[[str, str], dict[str, An
     return found
 
 
-def read(path: Path) -> bytes:
-    """Raises InputError."""
+def read(path: Path, name: str, most: int | None = None) -> bytes:
+    """The bytes of a regular file, `most` at most. name: what the user calls it. Raises InputError."""
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=_opened_at_once) as file:
+            status = os.fstat(file.fileno())
+            regular = stat.S_ISREG(status.st_mode)
+            if regular and (most is None or status.st_size <= most):
+                return file.read()
     except (OSError, ValueError) as error:
-        raise InputError(f"{path.name} cannot be read ({error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{name} cannot be read ({reason})") from None
+    if not regular:
+        raise InputError(f"{name} is a pipe or a device; expected a file, write it to one")
+    raise InputError(f"{name}: {status.st_size} bytes, expected at most {most}; make it smaller")
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    """A FIFO without a writer would be waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class Results:
@@ -198,11 +230,21 @@ class Results:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(errors="replace").splitlines():
+    """Raises InputError for JSON that is no result."""
+    text = read(path, str(path)).decode(errors="replace")
+    for number, line in enumerate(text.split("\n"), 1):
         try:
-            yield json.loads(line)
-        except ValueError:  # cut off when its writer died
+            told = json.loads(line)
+        except (ValueError, RecursionError):  # cut off when its writer died
             continue
+        match told:
+            case {"id": str(), "digest": str(), "files": [*names]} if all(
+                isinstance(name, str) for name in names
+            ):
+                yield told
+            case _:
+                what_to_do = "move the line or the file away"
+                raise InputError(f"{path}, line {number}: no result of a batch; {what_to_do}")
 
 
 def in_order(jobs: Sequence[tuple[Line, Admitted]]) -> list[tuple[Line, Admitted]]:
@@ -224,7 +266,7 @@ class Batch:
         step_timeout_s: float = 120.0, retries: int = 0, say: Callable[[str], None] = print,
     ):  # fmt: skip
         self.folder, self.results, self.retries, self.say = folder, results, retries, say
-        self.board = Board(lambda *_, **__: None)
+        self.board = Board(self._log)
         self.store = Store(Queue(":memory:", most=10**9, most_of_user=10**9))
         self.supervisor = Supervisor(
             command, self.store, folder, self.board, Metrics(), environments=environments, lora_folder=lora_folder,
@@ -263,6 +305,11 @@ class Batch:
             raise ended[0]
         return counts
 
+    def _log(self, event: str, **facts: Any) -> None:
+        """What a user must know while it waits."""
+        if event == "storage":
+            self.say(f"{self.results.output}: {facts['message']}")
+
     async def _add(self, admitted: Admitted) -> str:
         queue, given, job = self.store.queue, admitted.given, admitted.job
         made = await self.store(queue.add, "", admitted.digest, given, job, work=admitted.work, loras=admitted.loras)
@@ -279,13 +326,12 @@ class Batch:
         report = (job.result or {}).get("report", {})
         self.results.keep(
             line.id, job.status, admitted.digest, names, seed=seed, error=job.error, attempts=job.attempts,
-            run_s=(job.finished or 0) - (job.started or 0),
+            run_s=job.run_s,
             stages={stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
         )  # fmt: skip
-        self.folder.remove(job.stem)
+        self.folder.remove(job)
 
 
 def clean(folder: Folder) -> None:
     """Remove what a batch that is done no longer needs."""
-    folder.close()
-    shutil.rmtree(folder.root, ignore_errors=True)
+    folder.remove_folder()

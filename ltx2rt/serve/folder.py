@@ -1,7 +1,9 @@
 """The files of a server: what it was sent (`in`), what it made (`out`), the queue.
 
-Decides when a clip counts as made: its MP4 has its name, `JOB.EPOCH.mp4`, only when it and all that belongs to it are
-on the disk. The epoch in the name keeps a run that was given up from replacing another's file.
+A clip counts as made when its MP4 has its name, `JOB.EPOCH.mp4`: it gets that last, when it and all
+that belongs to it are on the disk. The epoch in the name keeps a run that was given up from
+replacing another's file. Only files with names that a server gives are ever removed, and a finished
+clip only if the queue knows its job.
 """
 
 from __future__ import annotations
@@ -11,25 +13,42 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Lock
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.serve.queue import Job
+from ltx2rt.serve.queue import JOB_ID, Job
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STORAGE = "storage"  # the code of a run that failed because its files could not be written
+MIN_FREE_BYTES = 2 * 10**9
 CLIP, THUMBNAIL, REPORT = ".mp4", ".webp", ".json"
+_RUN = rf"(?P<stem>(?P<job>{JOB_ID.pattern})\.[0-9]+)(\.[0-9]+)?"
+OUTPUT = re.compile(rf"{_RUN}(\.mp4|\.webp|\.json)")
+UNFINISHED_OUTPUT = re.compile(rf"\.\.?{_RUN}\.partial\.mp4(\.[0-9]+\.partial)?")
+INPUT = re.compile(r"[0-9a-f]{64}(\.media)?")
+UNFINISHED_INPUT = re.compile(rf"\.{INPUT.pattern}\.[0-9a-f]{{8}}")
 
 
 class Folder:
-    """Raises InputError, which names the flag, if it cannot be written, or another server uses it."""
+    """The folder of one server, or of one batch; another process that opens it is refused.
 
-    def __init__(self, root: Path, flag: str = "--data"):
+    min_free_bytes: with less, the disk counts as full. Raises InputError, which names the flag, if it
+    cannot be written, or another server uses it.
+    """
+
+    def __init__(self, root: Path, flag: str = "--data", min_free_bytes: int = MIN_FREE_BYTES):
         self.root, self.inputs, self.outputs = root, root / "in", root / "out"
+        self.flag, self.min_free_bytes = flag, min_free_bytes
+        self._since: dict[str, float] = {}  # when an input was sent or found, by the monotonic clock
+        self._inputs_lock = Lock()
         try:
             for folder in (self.inputs, self.outputs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -47,58 +66,130 @@ class Folder:
     def queue(self) -> Path:
         return self.root / "jobs.db"
 
+    def require_queue(self) -> None:
+        """Refuse files of a server without their queue. Raises InputError."""
+        if self.queue.exists() and self.queue.stat().st_size:
+            return
+        found = [path.name for path, _ in (*_own(self.outputs, OUTPUT), *_own(self.inputs, INPUT))]
+        found += [path.name for path in self.root.glob(self.queue.name + "-*") if path.stat().st_size]
+        if found:
+            raise InputError(
+                f"{self.flag}: {self.root} holds {len(found)} files of a server, such as {found[0]}, but "
+                f"not its queue, {self.queue.name}; put that back, or name another folder"
+            )
+
     def keep_input(self, data: bytes, suffix: str = "") -> str:
         """Keep a file with these bytes among the inputs; its digest, which with the suffix is its name."""
         digest = hashlib.sha256(data).hexdigest()
         name = digest + suffix
+        with self._inputs_lock:
+            self._since[name] = time.monotonic()  # `sweep_inputs` leaves it alone
+            if (self.inputs / name).exists():
+                return digest
+        partial = self.inputs / f".{name}.{os.urandom(4).hex()}"
         try:
-            os.utime(self.inputs / name)  # `sweep_inputs` leaves it alone
-        except FileNotFoundError:
-            partial = self.inputs / f".{name}.{os.urandom(4).hex()}"
-            try:
-                partial.write_bytes(data)
-                sync(partial)
-                os.replace(partial, self.inputs / name)
-            finally:
-                partial.unlink(missing_ok=True)
-            sync(self.inputs)
+            partial.write_bytes(data)
+            sync(partial)
+            os.replace(partial, self.inputs / name)
+        finally:
+            partial.unlink(missing_ok=True)
+        sync(self.inputs)
         return digest
 
     def published(self, job: Job) -> dict[str, Any] | None:
-        """The result of a job whose clip has its name, else None."""
+        """The result of a job whose files are whole, else None."""
         clip = self.outputs / (job.stem + CLIP)
-        return result(clip, job.job.get("n", 1)) if clip.exists() else None
+        try:
+            return result(clip, job.job.get("n", 1)) if clip.exists() else None
+        except (OSError, ValueError):  # it was not made to its end, or was damaged since
+            return None
 
-    def remove(self, stem: str) -> None:
-        for path in (*(self.outputs / (stem + suffix) for suffix in (CLIP, THUMBNAIL, REPORT)), *self._further(stem)):
-            path.unlink(missing_ok=True)
+    def remove(self, job: Job) -> None:
+        beside = (job.stem + suffix for suffix in (THUMBNAIL, REPORT))
+        for name in (*clip_names(job.stem, job.job.get("n", 1)), *beside):
+            (self.outputs / name).unlink(missing_ok=True)
 
-    def _further(self, stem: str) -> Iterable[Path]:
-        """The clips of a job of several but the first."""
-        return self.outputs.glob(f"{stem}.*{CLIP}")
+    def sweep(self, kept: Iterable[Job], known: Collection[str]) -> list[str]:
+        """Remove what dead runs have left: partial files, and files of known jobs that are not kept.
 
-    def sweep(self, jobs: Iterable[Job]) -> None:
-        """Remove what none of the jobs made or needs: a dead server's partial files, forgotten clips and images."""
-        jobs = list(jobs)
-        made = {job.stem for job in jobs}
-        for path in self.outputs.iterdir():
-            if path.name.startswith(".") or ".".join(path.name.split(".")[:2]) not in made:
+        known: the ids of all jobs in the queue. Finished clips of other jobs stay, for the queue may be
+        an older copy; returns their names.
+        """
+        self._remove_unfinished()
+        stems, unknown = {job.stem for job in kept}, []
+        for path, match in list(_own(self.outputs, OUTPUT)):
+            if match["stem"] in stems:
+                continue
+            if match["job"] in known or not (self.outputs / (match["stem"] + CLIP)).exists():
                 path.unlink(missing_ok=True)
-        self.sweep_inputs(jobs)
+            elif path.suffix == CLIP:
+                unknown.append(path.name)
+        return sorted(unknown)
 
-    def sweep_inputs(self, jobs: Iterable[Job], older_than_s: float = 0.0) -> None:
-        """Remove what was sent so long ago and none of the jobs needs."""
-        needed, before = {name for job in jobs for name in inputs_of(job.job)}, time.time() - older_than_s
-        for path in self.inputs.iterdir():
-            with suppress(FileNotFoundError):  # what was being written has its name now
-                if path.name not in needed and path.stat().st_mtime <= before:
-                    path.unlink()
+    def clear(self) -> None:
+        """Remove every file that a server or batch made here."""
+        self._remove_unfinished()
+        for folder, names in ((self.outputs, OUTPUT), (self.inputs, INPUT)):
+            for path, _ in list(_own(folder, names)):
+                path.unlink(missing_ok=True)
+
+    def _remove_unfinished(self) -> None:
+        for folder, names in ((self.outputs, UNFINISHED_OUTPUT), (self.inputs, UNFINISHED_INPUT)):
+            for path, _ in list(_own(folder, names)):
+                path.unlink(missing_ok=True)
+
+    def remove_folder(self) -> None:
+        """Remove the folder itself, unless it holds files that were not made here."""
+        self.clear()
+        self.close()
+        with suppress(OSError):
+            for path in (self.inputs, self.outputs):
+                path.rmdir()
+            (self.root / "lock").unlink()
+            self.root.rmdir()
+
+    def sweep_inputs(self, jobs: Iterable[Job], older_than_s: float) -> None:
+        """Remove what was sent so long ago and none of the jobs needs.
+
+        After a start, what is there counts as sent just now.
+        """
+        needed = {name for job in jobs for name in inputs_of(job.job)}
+        for path, _ in list(_own(self.inputs, INPUT)):
+            with self._inputs_lock:
+                since = self._since.setdefault(path.name, now := time.monotonic())
+                if path.name not in needed and now - since >= older_than_s:
+                    path.unlink(missing_ok=True)
+                    del self._since[path.name]
 
     def used_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.outputs.iterdir() if path.exists())
+        total = 0
+        for path, _ in _own(self.outputs, OUTPUT):
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
+
+    def problem(self) -> tuple[str, str] | None:
+        """Why no clip could be kept here now, as code and sentence; None if one could.
+
+        Writes a little and waits for the disk.
+        """
+        error = _write_error(self.outputs) or _write_error(self.inputs)
+        if error is not None and error.errno not in NO_SPACE:
+            return "unavailable", f"the folder cannot be written ({error.strerror})"
+        return ("disk_full", "the disk is full") if error or self.full() else None
+
+    def full(self) -> bool:
+        return self.free_bytes() < self.min_free_bytes
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.root).free
+
+
+def _own(folder: Path, names: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    """The files of a folder whose names a server gives."""
+    for path in folder.iterdir():
+        if (match := names.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
+            yield path, match
 
 
 def inputs_of(job: Mapping[str, Any]) -> Iterator[str]:
@@ -122,12 +213,19 @@ def publish(
     """
     clips = [stem.with_name(name) for name in clip_names(stem.name, count)]
     partials = [clip.with_name(f".{clip.stem}.partial{CLIP}") for clip in clips]
-    for number, partial in enumerate(partials):
-        write(number, partial)
-    thumbnail(stem.with_name(stem.name + THUMBNAIL))
-    stem.with_name(stem.name + REPORT).write_text(json.dumps(report()))
-    for path in (*partials, stem.with_name(stem.name + REPORT)):
-        sync(path)
+    beside = [stem.with_name(stem.name + suffix) for suffix in (THUMBNAIL, REPORT)]
+    try:
+        for number, partial in enumerate(partials):
+            write(number, partial)
+        thumbnail(beside[0])
+        beside[1].write_text(json.dumps(report()))
+        for path in (*partials, beside[1]):
+            sync(path)
+    except BaseException:
+        with suppress(OSError):
+            for path in (*partials, *beside):
+                path.unlink(missing_ok=True)
+        raise
     for partial, clip in reversed(list(zip(partials, clips, strict=True))):
         os.replace(partial, clip)
     sync(stem.parent)
@@ -140,6 +238,24 @@ def result(clip: Path, count: int = 1) -> dict[str, Any]:
     files = clip_names(clip.stem, count)
     size = sum((clip.parent / name).stat().st_size for name in files)
     return {"file": clip.name, "files": files, "bytes": size, "report": report}
+
+
+def _write_error(folder: Path) -> OSError | None:
+    """What goes wrong when a file without a name is written in the folder."""
+    try:
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
+
+
+def writing_problem(folder: Path, error: OSError) -> str | None:
+    """Why no clip can be written into the folder, if that is what the error of a run came from."""
+    found = error if error.errno in NO_SPACE else _write_error(folder)
+    return found and (found.strerror or str(found))
 
 
 def sync(path: Path) -> None:

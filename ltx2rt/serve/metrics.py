@@ -38,12 +38,12 @@ class Metrics:
         """A job that ran is over. result: of one that is completed, as the worker tells it."""
         now = time.time()
         if job.cancel is not None and status == "cancelled":
-            self.cancel.observe(now - job.cancel)
+            self.cancel.observe(max(0.0, now - job.cancel))
         report = (result or {}).get("report", {})
         size = "{width}x{height}x{num_frames}".format(**{"width": 0, "height": 0, "num_frames": 0, **job.job["clip"]})
         size = size if size in self.sizes else "other"
         if status == "completed":
-            self.took.labels(job.job["pipeline"], size).observe(now - (job.started or now))
+            self.took.labels(job.job["pipeline"], size).observe(max(0.0, now - (job.started or now)))
         for stage in report.get("stages", ()):
             self.stage.labels(stage["name"].split(" ")[0]).observe(stage["time_s"])
         self.compiled.labels(size).inc(report.get("programs_built", 0))

@@ -6,6 +6,9 @@
 Decides what is durable and when: a call that returns has reached the disk (WAL, synchronous FULL). A move is one
 compare-and-set on status and epoch; each claim begins an epoch, so that whoever worked on an earlier one changes
 nothing. One process has the file open, one thread at a time uses it.
+
+How long jobs run and results are kept is counted in the seconds that servers have had this file open,
+which no change of the machine's clock moves.
 """
 
 from __future__ import annotations
@@ -33,13 +36,15 @@ VERSION, APPLICATION = 1, 0x6C747832  # PRAGMA user_version; application_id, "lt
 ULID = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 JOB_ID = re.compile(r"video_[0-9A-HJKMNP-TV-Z]{26}")
 JSON = ("given", "job", "error", "result")
+NO_JOB = {"pipeline": "", "clip": {}, "images": [], "loras": []}
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, user TEXT NOT NULL, key TEXT, digest TEXT NOT NULL,
     status TEXT NOT NULL, priority INTEGER NOT NULL, work REAL NOT NULL, loras TEXT NOT NULL, given TEXT NOT NULL,
     job TEXT NOT NULL, remixed_from TEXT, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
     epoch INTEGER NOT NULL DEFAULT 0, cancel REAL, created REAL NOT NULL, started REAL, finished REAL, error TEXT,
-    result TEXT, UNIQUE(user, key));
+    result TEXT, start_uptime_s REAL, end_uptime_s REAL, UNIQUE(user, key));
+CREATE TABLE IF NOT EXISTS uptime(seconds REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS waiting ON jobs(status, priority, seq);
 CREATE INDEX IF NOT EXISTS recent ON jobs(user, digest);
 """
@@ -61,7 +66,8 @@ class Conflict(Exception):
 class Job:
     """A row. given: the fields as the client sent them; job: what a worker is sent, resolved. work: of the run, in any
     unit; loras: the set that it needs loaded. cancel, created, started, finished: seconds since 1970. result: what the
-    worker told of the finished file; its `file` is None once that has expired."""
+    worker told of the finished file; its `file` is None once that has expired. start_uptime_s, end_uptime_s: `uptime`
+    when its latest run began, and when it was over."""
 
     id: str
     seq: int
@@ -82,6 +88,8 @@ class Job:
     finished: float | None
     error: dict[str, str] | None
     result: dict[str, Any] | None
+    start_uptime_s: float | None
+    end_uptime_s: float | None
 
     @property
     def over(self) -> bool:
@@ -92,13 +100,29 @@ class Job:
         """Of the files of this epoch."""
         return f"{self.id}.{self.epoch}"
 
+    @property
+    def run_s(self) -> float | None:
+        """How long the latest run took, once it is over."""
+        if self.start_uptime_s is None or self.end_uptime_s is None:
+            return None
+        return self.end_uptime_s - self.start_uptime_s
+
 
 COLUMNS = ", ".join(f.name for f in fields(Job))
 
 
-def new_id() -> str:
-    """`video_` and a ULID: milliseconds in 48 bits, 80 random ones."""
+def new_id(last: str = "") -> str:
+    """`video_` and a ULID: milliseconds in 48 bits, 80 random ones.
+
+    last: the id before; one that sorts after it is made even if the clock went back.
+    """
     number = (int(time.time() * 1000) << 80) | secrets.randbits(80)
+    if JOB_ID.fullmatch(last):
+        before = 0
+        for letter in last.removeprefix("video_"):
+            before = before << 5 | ULID.index(letter)
+        if before >= number:
+            number = before + 1 + secrets.randbits(64)
     return "video_" + "".join(ULID[number >> shift & 31] for shift in range(125, -1, -5))
 
 
@@ -114,23 +138,62 @@ class Queue:
         self._served: dict[str, float] = {}  # work given to each user; who comes back begins at the clock
         self._waited: set[str] = set()  # users who had jobs in the queue at the latest claim
         self._clock = 0.0
+        self._opened = time.monotonic()
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.row_factory = sqlite3.Row
             found = self._db.execute("PRAGMA application_id").fetchone()[0], self._pragma("user_version")
+            if found[0] == APPLICATION and found[1] > VERSION:
+                raise InputError(
+                    f"--data: {path} is the queue of a newer ltx2rt (version {found[1]}, this one reads "
+                    f"{VERSION}); start that one, or name another folder"
+                )
             if found not in ((0, 0), (APPLICATION, VERSION)) or (found == (0, 0) and self._tables()):
-                raise InputError(f"--data: {path} is no queue of this version; move it away, or name another folder")
+                raise InputError(f"--data: {path} is another program's database; name another folder")
+            if (state := self._pragma("quick_check(1)")) != "ok":
+                raise sqlite3.DatabaseError(str(state).splitlines()[-1])
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             with self._write():
                 for statement in filter(str.strip, SCHEMA.split(";")):
                     self._db.execute(statement)
+                self._upgrade()
                 self._db.execute(f"PRAGMA application_id={APPLICATION}")
                 self._db.execute(f"PRAGMA user_version={VERSION}")
+            self._before_s = self._db.execute("SELECT seconds FROM uptime").fetchone()[0]
         except sqlite3.Error as error:
-            raise InputError(f"--data: {path} cannot be opened as a queue ({error}); name another folder") from error
+            raise InputError(
+                f"--data: {path} cannot be opened as a queue ({error}); put a good copy of it there, or name another "
+                "folder; finished clips are files beside it"
+            ) from error
 
-    def _pragma(self, name: str) -> int:
+    def _upgrade(self) -> None:
+        """Give a file of an earlier ltx2rt what it lacks, and make rows whose JSON is damaged failed jobs."""
+        if "end_uptime_s" not in {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}:
+            self._db.execute("ALTER TABLE jobs ADD COLUMN start_uptime_s REAL")
+            self._db.execute("ALTER TABLE jobs ADD COLUMN end_uptime_s REAL")
+            self._db.execute("UPDATE jobs SET end_uptime_s=0 WHERE finished IS NOT NULL")
+        self._db.execute("INSERT INTO uptime SELECT 0 WHERE NOT EXISTS (SELECT * FROM uptime)")
+        damaged = " OR ".join(f"NOT json_valid(COALESCE({name}, 'null'))" for name in JSON)
+        error = json.dumps(failure("internal", "its row in the queue was damaged; send it again"))
+        self._db.execute(
+            f"UPDATE jobs SET status=?, error=?, given=?, job=?, result=NULL, end_uptime_s=0 WHERE {damaged}",
+            (FAILED, error, "{}", json.dumps(NO_JOB)),
+        )
+
+    def uptime(self) -> float:
+        """Seconds that servers have had this file open, all together."""
+        return self._before_s + time.monotonic() - self._opened
+
+    def keep_uptime(self) -> None:
+        with self._write() as db:
+            self._keep_uptime(db)
+
+    def _keep_uptime(self, db: sqlite3.Connection) -> float:
+        db.execute("UPDATE uptime SET seconds=?", (now := self.uptime(),))
+        return now
+
+    def _pragma(self, name: str) -> Any:
         return self._db.execute(f"PRAGMA {name}").fetchone()[0]
 
     def _tables(self) -> int:
@@ -181,7 +244,8 @@ class Queue:
             ):
                 if count >= most:
                     raise QueueFull(code, f"{count} jobs wait, at most {most} may; try again when some are done")
-            made = id or new_id()
+            latest = db.execute("SELECT id FROM jobs ORDER BY seq DESC LIMIT 1").fetchone()
+            made = id or new_id(latest[0] if latest else "")
             row = {
                 "id": made, "user": user, "key": key, "digest": digest, "status": QUEUED, "priority": priority,
                 "work": work, "loras": loras, "given": json.dumps(given), "job": json.dumps(job),
@@ -240,8 +304,8 @@ class Queue:
             now = time.time()
             error = json.dumps(failure("cancelled", "cancelled before it began"))
             db.execute(
-                "UPDATE jobs SET status=?, cancel=?, finished=?, error=? WHERE id=? AND status=?",
-                (CANCELLED, now, now, error, id, QUEUED),
+                "UPDATE jobs SET status=?, cancel=?, finished=?, end_uptime_s=?, error=? WHERE id=? AND status=?",
+                (CANCELLED, now, now, self._keep_uptime(db), error, id, QUEUED),
             )
             db.execute("UPDATE jobs SET cancel=? WHERE id=? AND status=? AND cancel IS NULL", (now, id, RUNNING))
         return self.get(id)
@@ -275,9 +339,9 @@ class Queue:
                 same = "status=? AND user=? AND priority=? AND loras=? ORDER BY deaths>1, seq LIMIT 1"
                 job = next(iter(self._jobs(same, QUEUED, user, job.priority, loaded)), job)
             db.execute(
-                "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=? "
+                "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=?, start_uptime_s=? "
                 "WHERE id=? AND status=? AND epoch=?",
-                (RUNNING, time.time(), job.id, QUEUED, job.epoch),
+                (RUNNING, time.time(), self._keep_uptime(db), job.id, QUEUED, job.epoch),
             )  # fmt: skip
             self._clock = self._served[user]
             self._served[user] += job.work
@@ -290,29 +354,34 @@ class Queue:
         """End the run of this epoch; whether it was still the job's."""
         with self._write() as db:
             moved = db.execute(
-                "UPDATE jobs SET status=?, finished=?, error=?, result=? WHERE id=? AND status=? AND epoch=?",
-                (status, time.time(), json.dumps(error), json.dumps(result), id, RUNNING, epoch),
+                "UPDATE jobs SET status=?, finished=?, end_uptime_s=?, error=?, result=? "
+                "WHERE id=? AND status=? AND epoch=?",
+                (
+                    *(status, time.time(), self._keep_uptime(db), json.dumps(error), json.dumps(result)),
+                    *(id, RUNNING, epoch),
+                ),
             )
             return moved.rowcount == 1
 
-    def give_back(self, id: str, epoch: int, error: Mapping[str, str] | None = None) -> Job | None:
+    def give_back(self, id: str, epoch: int, error: Mapping[str, str] | None = None, blamed: bool = True) -> Job | None:
         """The run of this epoch has ended without a result: queued again in its old place, cancelled if that was asked,
-        failed after too many. error: why, if the job may be to blame for it."""
+        failed after too many. error: why, if that is known; blamed: whether the job may have caused it."""
         with self._write() as db:
             job = self.get(id)
             if job is None or (job.status, job.epoch) != (RUNNING, epoch):
                 return job
-            deaths = job.deaths + (error is not None)
-            status, said, finished = QUEUED, None, None
+            deaths = job.deaths + (error is not None and blamed)
+            status, said, finished, ended = QUEUED, None, None, None
             if job.cancel is not None:
                 status, said = CANCELLED, failure("cancelled", "cancelled while it ran")
             elif deaths >= MAX_DEATHS or job.attempts >= MAX_ATTEMPTS:
                 status, said = FAILED, error or failure("worker_died", f"ended {job.attempts} times without a result")
             if status != QUEUED:
-                finished = time.time()
+                finished, ended = time.time(), self._keep_uptime(db)
             db.execute(
-                "UPDATE jobs SET status=?, deaths=?, finished=?, error=? WHERE id=? AND status=? AND epoch=?",
-                (status, deaths, finished, json.dumps(said), id, RUNNING, epoch),
+                "UPDATE jobs SET status=?, deaths=?, finished=?, end_uptime_s=?, error=? "
+                "WHERE id=? AND status=? AND epoch=?",
+                (status, deaths, finished, ended, json.dumps(said), id, RUNNING, epoch),
             )
         return self.get(id)
 
@@ -346,10 +415,13 @@ class Queue:
                 (json.dumps(facts), id, COMPLETED),
             )
 
-    def forget(self, before: float) -> None:
-        """Delete the rows of jobs that were over before that time and have no file."""
+    def ids(self) -> set[str]:
+        return {row[0] for row in self._db.execute("SELECT id FROM jobs")}
+
+    def forget(self, before_s: float) -> None:
+        """Delete the rows of jobs that were over at that `uptime` and have no file."""
         with self._write() as db:
             db.execute(
-                "DELETE FROM jobs WHERE finished<? AND (status<>? OR json_extract(result, '$.file') IS NULL)",
-                (before, COMPLETED),
+                "DELETE FROM jobs WHERE end_uptime_s<? AND (status<>? OR json_extract(result, '$.file') IS NULL)",
+                (before_s, COMPLETED),
             )

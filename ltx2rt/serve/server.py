@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve.admission import Admission
-from ltx2rt.serve.app import App, Settings, is_local
+from ltx2rt.serve.app import UNUSED_S, App, Settings, is_local
 from ltx2rt.serve.board import Board, log
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.metrics import Metrics
@@ -93,6 +93,7 @@ def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
     check_address(how.host, bool(how.settings.tokens))
     folder = Folder(how.data)
     try:
+        folder.require_queue()
         sock = bind(how.host, how.port)
         with sock:
             return asyncio.run(_serve(how, sock, folder, admission(folder.inputs)))
@@ -109,7 +110,10 @@ def check_address(host: str, has_tokens: bool) -> None:
 def bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=512)
+        listening = socket.create_server((host, port), family=family, backlog=512)
+        # accepted sockets take it over; asyncio does not set it on those of `create_server`
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
     except (OSError, OverflowError) as error:
         raise InputError(f"--port: {host}:{port} cannot be listened on ({error}); choose another") from None
 
@@ -118,7 +122,10 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     queue = Queue(folder.queue, how.max_queue, how.max_user_queue)
     store, board = Store(queue), Board((lambda *_, **__: None) if how.quiet else log)
     queue.recover(folder.published)
-    folder.sweep([*queue.waiting(), *queue.finished()])
+    kept = [*queue.waiting(), *queue.finished()]
+    if unknown := folder.sweep(kept, queue.ids()):
+        board.log("unknown_clips", count=len(unknown), first=unknown[0], folder=str(folder.outputs))
+    folder.sweep_inputs(kept, UNUSED_S)  # from now on unused ones have this long
     metrics = Metrics(frozenset(str(shape).partition(":")[0] for shape in admission.warm))
     supervisor = Supervisor(
         how.command, store, folder, board, metrics, environments=how.environments, lora_folder=how.lora_folder,

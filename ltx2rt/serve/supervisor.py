@@ -1,7 +1,7 @@
 """One process for each replica: started, fed from the queue, watched, and started again.
 
-Decides who is to blame when a run ends without a result. A replica that dies or hangs under a job counts against the
-job; a server that stops does not.
+A replica that dies or hangs under a job counts against the job; a server that stops does not, and
+neither does a folder that cannot be written: no job is started until it can.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from ltx2rt.errors import InputError
 from ltx2rt.serve.admission import as_given
 from ltx2rt.serve.board import Board, log
-from ltx2rt.serve.folder import CLIP, Folder
+from ltx2rt.serve.folder import CLIP, STORAGE, Folder
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import CANCELLED, COMPLETED, FAILED, QUEUED, Job, Queue, failure
 
@@ -34,6 +34,7 @@ FIRST_STEP = 10  # times the step time-out: what may compile or load
 MAX_BACK_OFF_S, RETRY_S = 60, 2
 MAX_LINE_BYTES = 2**24
 LAST_WORDS_S = 2
+STORAGE_WAITS = 30  # back-offs after a run that could not write its files though the folder can be written
 
 
 class Store:
@@ -75,6 +76,7 @@ class Replica:
     step: int = 0
     loaded: str | None = None  # the LoRAs of its latest job
     in_a_row: int = 0
+    pause_s: float = 0.0  # before its next job
     lost: dict[str, str] | None = None  # why its job is taken from it
 
     def become(self, state: str) -> None:
@@ -107,6 +109,7 @@ class Supervisor:
         self.step_timeout_s, self.back_off_s = step_timeout_s, back_off_s
         self.replicas = [Replica(n) for n in range(len(environments))]
         self.device: tuple[dict[str, Any], dict[str, int]] | None = None  # and mesh, once a replica is ready
+        self.problem: tuple[str, str] | None = None  # why no job is started: `Folder.problem`
         self.draining = self._ended_once = False
         self._drained = math.inf
         self._work = asyncio.Event()
@@ -216,7 +219,11 @@ class Supervisor:
         blame = None if self.draining else replica.lost or died
         if (result := self.folder.published(job)) is not None:  # it died after the file was whole
             await self.store.insist(self.store.queue.finish, job.id, job.epoch, COMPLETED, result=result)
-        after = await self.store.insist(self.store.queue.give_back, job.id, job.epoch, blame)
+        await self._give_back(job, blame)
+
+    async def _give_back(self, job: Job, blame: Mapping[str, str] | None, blamed: bool = True) -> None:
+        """Queue a job again whose run has ended without a result, or let it fail. blamed: as the queue has it."""
+        after = await self.store.insist(self.store.queue.give_back, job.id, job.epoch, blame, blamed)
         if after is None:
             return
         if after.status == QUEUED:
@@ -231,6 +238,12 @@ class Supervisor:
         queue = self.store.queue
         while not self.draining:
             work = self._work
+            if await self._cannot_write():
+                await asyncio.sleep(RETRY_S)
+                replica.pause_s = 0.0  # the reason is known
+                continue
+            await asyncio.sleep(replica.pause_s)
+            replica.pause_s = 0.0
             replica.claim = asyncio.ensure_future(self.store.insist(queue.claim, replica.loaded, replica.in_a_row))
             job = await asyncio.shield(replica.claim)
             if job is None:
@@ -240,7 +253,7 @@ class Supervisor:
             replica.in_a_row = replica.in_a_row + 1 if job.loras == replica.loaded else 0
             replica.loaded, replica.step, replica.heard = job.loras, 0, time.monotonic()
             replica.become("busy")
-            self.metrics.waited.observe(time.time() - job.created)
+            self.metrics.waited.observe(max(0.0, time.time() - job.created))
             self.board.tell("started", job.id, job.user, replica=replica.number, attempt=job.attempts)
             replica.free.clear()
             if self.board.previewed(job.id, job.user):
@@ -250,6 +263,14 @@ class Supervisor:
                 self.cancel(job.id)
             await replica.free.wait()
         await asyncio.Event().wait()  # until the others end
+
+    async def _cannot_write(self) -> bool:
+        """Whether a clip could not be kept now; the log says when that changes."""
+        before, self.problem = self.problem, await asyncio.to_thread(self.folder.problem)
+        if self.problem != before:
+            said = self.problem[1] if self.problem else "the folder can be written again"
+            self.board.log("storage", message=said)
+        return self.problem is not None
 
     def _message(self, job: Job) -> dict[str, Any]:
         """What the worker is sent of a job: names as paths."""
@@ -298,10 +319,15 @@ class Supervisor:
         if event == "failed":
             error = failure(message["code"], message["message"])
         result = message.get("result")
-        if await self.store.insist(self.store.queue.finish, job.id, job.epoch, status, error=error, result=result):
+        if error is not None and error["code"] == STORAGE:
+            self.board.log("storage", job=job.id, message=error["message"])
+            await self._give_back(job, error, blamed=False)
+            replica.pause_s = STORAGE_WAITS * self.back_off_s
+        elif await self.store.insist(self.store.queue.finish, job.id, job.epoch, status, error=error, result=result):
             self._over(job, status, error, result)
         elif event == "done":
-            (self.folder.outputs / (job.stem + CLIP)).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # else the next start removes it
+                (self.folder.outputs / (job.stem + CLIP)).unlink(missing_ok=True)
         replica.claim = None
         if not message.get("ends"):  # else it takes no other job
             replica.become("idle")

@@ -52,7 +52,7 @@ def as_video(
             "settings": settings(job),
             "preview": None if preview is None else f"{content}?variant=preview&number={preview}",
             "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
-            "run_s": job.finished - job.started if job.finished and job.started else None,
+            "run_s": job.run_s,
             "attempts": job.attempts,
             "priority": job.priority,
             "cancel_requested_at": int(job.cancel) if job.cancel else None,

@@ -36,7 +36,7 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
-from ltx2rt.serve.folder import NO_SPACE, publish
+from ltx2rt.serve.folder import STORAGE, publish, writing_problem
 from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.session.options import LoraSpec
@@ -98,7 +98,8 @@ def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None 
         event, facts = attempt(session, own, job, pipe if first else None, projection)
         pipe.cancelled.discard(job["id"])
         pipe.watched.discard(job["id"])
-        lost = facts.get("code") == "internal" or (crew is not None and facts.get("code") == "out_of_memory")
+        alone = ("out_of_memory", STORAGE)  # what one rank meets while the others wait for it
+        lost = facts.get("code") == "internal" or (crew is not None and facts.get("code") in alone)
         if first or lost:
             pipe.tell(event, id=job["id"], epoch=job["epoch"], **facts, **({"ends": True} if lost else {}))
         if lost and crew is not None:
@@ -147,8 +148,8 @@ def attempt(
         code = "too_large_for_memory" if str(error).startswith("no room") else "input_changed"
         return "failed", {"code": code, "message": FOLDERS.sub("", str(error))}
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in NO_SPACE:
-            return "failed", {"code": "disk_full", "message": f"the clip cannot be written: {error.strerror}"}
+        if isinstance(error, OSError) and (reason := writing_problem(Path(job["stem"]).parent, error)):
+            return "failed", {"code": STORAGE, "message": f"the clip cannot be written: {reason}"}
         print(f"ltx2rt: {job['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = "out_of_memory" if ran_out_of_memory(error) else "internal"
         return "failed", {"code": code, "message": FOLDERS.sub("", f"{type(error).__name__}: {error}"[:500])}

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
-from ltx2rt.serve.folder import publish
+from ltx2rt.serve.folder import STORAGE, publish
 
 
 def main() -> None:
@@ -79,13 +79,17 @@ def main() -> None:
                 "stages": [{"name": "stage1", "time_s": 0.1}],
                 "programs_built": 0,
             }
-            result = publish(
-                Path(job["stem"]),
-                lambda number, path, job=job: path.write_text(f"{job['id']} {job['clip'].get('seed') + number}"),
-                lambda path: path.write_bytes(b"RIFF"),
-                lambda report=report: report,
-                job.get("n", 1),
-            )
+            try:
+                result = publish(
+                    Path(job["stem"]),
+                    lambda number, path, job=job: path.write_text(f"{job['id']} {job['clip'].get('seed') + number}"),
+                    lambda path: path.write_bytes(b"RIFF"),
+                    lambda report=report: report,
+                    job.get("n", 1),
+                )
+            except OSError as error:
+                tell("failed", **named, code=STORAGE, message=str(error))
+                continue
             tell("done", **named, result=result)
 
 

@@ -1,7 +1,12 @@
-"""`ltx2rt` in a process of its own, whose workers are `fake_replica.py`. It tells FAKE_OPENED what files it opens."""
+"""`ltx2rt` in a process of its own, whose workers are `fake_replica.py`.
+
+FAKE_OPENED: a file that is told what files it opens. FAKE_CLOCK: a file that says by how many seconds
+its clock is wrong.
+"""
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from ltx2rt import cli
@@ -12,6 +17,10 @@ serve.worker_command = lambda args: [sys.executable, str(Path(__file__).with_nam
 if told := os.environ.get("FAKE_OPENED"):
     log = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.addaudithook(lambda event, args: event == "open" and os.write(log, f"{args[0]}\n".encode(errors="replace")))
+
+if clock := os.environ.get("FAKE_CLOCK"):
+    right = time.time
+    time.time = lambda: right() + float(Path(clock).read_text())
 
 if __name__ == "__main__":
     sys.exit(cli.main())

@@ -178,6 +178,61 @@ def test_ids_sort_by_time():
     assert first < new_id()
 
 
+def test_ids_sort_by_arrival_and_runs_have_their_length_whatever_the_clock_says(tmp_path, monkeypatch):
+    queue, ids, now = Queue(tmp_path / "jobs.db"), [], 2e9
+    for leap_s in (0, 9e5, -9e5, 0, -1e9, 0):
+        now += leap_s
+        monkeypatch.setattr(module.time, "time", lambda now=now: now)
+        ids.append(add(queue).id)
+    assert ids == sorted(ids) and all(JOB_ID.fullmatch(id) for id in ids)
+    job = queue.claim()
+    monkeypatch.setattr(module.time, "time", lambda: 1e9)
+    time.sleep(0.01)
+    queue.finish(job.id, job.epoch, "completed", result={"file": "f"})
+    assert 0.01 <= queue.get(job.id).run_s < 10
+
+
+def test_uptime_goes_on_where_it_was_and_old_rows_count_from_the_upgrade(tmp_path):
+    queue = Queue(tmp_path / "jobs.db")
+    queue._before_s = 500.0
+    job = add(queue)
+    queue.cancel(job.id)
+    queue.close()
+    queue = Queue(tmp_path / "jobs.db")
+    assert 500 <= queue.get(job.id).end_uptime_s <= queue.uptime() < 510
+    queue.forget(400)
+    assert queue.get(job.id)
+    queue.forget(600)
+    assert queue.get(job.id) is None
+    job = add(queue)
+    queue.cancel(job.id)
+    for column in ("start_uptime_s", "end_uptime_s"):  # a file of an earlier version
+        queue._db.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+    queue._db.execute("DROP TABLE uptime")
+    queue.close()
+    queue = Queue(tmp_path / "jobs.db")
+    assert queue.get(job.id).end_uptime_s == 0 and queue.uptime() < 10
+
+
+def test_a_damaged_file_is_refused_and_a_damaged_row_fails_alone(tmp_path):
+    path = tmp_path / "jobs.db"
+    queue = Queue(path)
+    jobs = [add(queue) for _ in range(3)]
+    queue._db.execute("UPDATE jobs SET job='{' WHERE id=?", (jobs[1].id,))
+    queue.close()
+    queue = Queue(path)
+    assert [queue.get(job.id).status for job in jobs] == ["queued", "failed", "queued"]
+    assert "damaged" in queue.get(jobs[1].id).error["message"]
+    for number in range(200):
+        add(queue, f"user {number}")
+    queue.close()
+    data = bytearray(path.read_bytes())
+    data[4096 : 4096 * 6] = os.urandom(4096 * 5)
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"^--data: .*jobs.db cannot be opened as a queue \(.*good copy"):
+        Queue(path)
+
+
 def test_a_file_that_is_no_queue_is_left_alone(tmp_path):
     text, other, empty = (tmp_path / name for name in ("text", "other", "empty"))
     text.write_text("a text that is long enough to be looked at " * 9)
@@ -192,7 +247,7 @@ def test_a_file_that_is_no_queue_is_left_alone(tmp_path):
     newer = sqlite3.connect(empty)
     newer.execute("PRAGMA user_version=99")
     newer.close()
-    with pytest.raises(InputError, match="no queue of this version"):
+    with pytest.raises(InputError, match=r"queue of a newer ltx2rt .*; start that one, or name"):
         Queue(empty)
 
 
@@ -228,7 +283,7 @@ if not jobs and not (root / "began").exists():
         with open(root / "accepted", "a") as accepted:
             accepted.write(made.id + "\\n")
 queue.recover(folder.published)
-folder.sweep([*queue.finished(), *queue.waiting()])
+folder.sweep([*queue.finished(), *queue.waiting()], queue.ids())
 while (job := queue.claim()) is not None:
     with open(root / "runs", "a") as runs:
         runs.write(job.id + "\\n")

@@ -258,6 +258,75 @@ def test_clips_go_when_their_time_is_over(start):
     assert answer.json()["error"]["code"] == "expired" and not list((server.data / "out").iterdir())
 
 
+def test_a_wrong_clock_deletes_nothing_and_runs_have_their_length(start, tmp_path):
+    clock = tmp_path / "clock"
+    clock.write_text("0")
+    wrong = {"FAKE_CLOCK": str(clock)}
+    server = start("--keep", "7d", env=wrong)
+    first, runs = server.add("1:0"), server.add("40:0.02")
+    server.until_step(runs)
+    clock.write_text("-3600")
+    assert 0 < server.until(runs)["x"]["run_s"] < 60
+    later = server.add("1:0")
+    server.until(later)
+    server.kill(signal.SIGTERM)
+    clock.write_text(str(800 * 86400))
+    server = start("--keep", "7d", env=wrong)
+    ids = [first, runs, later]
+    assert sorted(ids) == ids and server.until(server.add("1:0"))["status"] == "completed"
+    assert [server.http.get(f"/v1/videos/{id}/content").status_code for id in ids] == [200] * 3
+
+
+def test_files_of_others_stay_and_a_folder_without_its_queue_is_refused(start):
+    """The queue is moved away, as for an upgrade, or lost: no clip goes, and nothing else ever."""
+    server = start()
+    server.kill(signal.SIGTERM)
+    for place in ("in", "out"):
+        (server.data / place / "thesis.pdf").write_text("mine")
+        (server.data / place / "folder").mkdir()
+    server = start()
+    id = server.add("1:0")
+    server.until(id)
+    server.kill()
+    (server.data / "jobs.db-wal").unlink(missing_ok=True)
+    (server.data / "jobs.db").rename(server.data.parent / "away.db")
+    with pytest.raises(AssertionError, match=r"not its queue, jobs\.db; put that back"):
+        start()
+    assert list((server.data / "out").glob(f"{id}.1.mp4"))
+    assert all((server.data / place / "thesis.pdf").exists() for place in ("in", "out"))
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_nothing_fails(start):
+    server = start()
+    id, waits = server.add("40:0.02"), server.add("1:0")
+    server.until_step(id)
+    (server.data / "out").rename(server.data / "away")
+    end = time.monotonic() + 30
+    while (answer := server.http.get("/readyz")).status_code != 503 or not server.lines("storage"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert answer.json()["error"]["code"] == "unavailable"
+    refused = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
+    assert refused.status_code == 503 and "cannot be written" in refused.json()["error"]["message"]
+    assert server.http.get("/healthz").status_code == 200
+    (server.data / "away").rename(server.data / "out")
+    assert [server.until(one)["status"] for one in (id, waits)] == ["completed"] * 2
+    assert server.http.get("/readyz").status_code == 200
+
+
+def test_answers_on_a_kept_connection_come_at_once(start):
+    """Nagle's algorithm and delayed acknowledgements made each take 44 ms: the listening socket says no to that."""
+    server = start()
+    from ltx2rt.serve.server import bind
+
+    with bind("127.0.0.1", 0) as listening:
+        client = socket.create_connection(listening.getsockname())
+        accepted, _ = listening.accept()
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        client.close(), accepted.close()
+    assert [server.http.get("/healthz").status_code for _ in range(3)] == [200] * 3
+
+
 def test_slow_readers_and_slow_writers_hold_nothing_up(start):
     """Readers of events that never read, and a request whose headers never end."""
     server = start()

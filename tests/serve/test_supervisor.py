@@ -22,7 +22,7 @@ class Running:
     """A supervisor with its queue, in this process."""
 
     def __init__(self, root, replicas=1, environment=(), step_timeout_s=60.0):
-        self.folder = Folder(root)
+        self.folder = Folder(root, min_free_bytes=0)
         self.queue, self.lines = Queue(self.folder.queue), []
         self.store = Store(self.queue)
         self.board = Board(lambda event, **facts: self.lines.append((event, facts)))
@@ -120,6 +120,28 @@ async def test_a_job_that_does_not_move_loses_its_replica(running):
         assert (job.status, job.attempts) == ("completed", 2)
         (job,) = await run.over(await run.add("6:0.01:hang"))
         assert (job.status, job.error["code"]) == ("failed", "step_timeout")
+
+
+@scene
+async def test_a_folder_that_cannot_be_written_stops_the_queue_until_it_can(running):
+    """The job that runs then goes on later, too, and none fails."""
+    async with running() as run:
+        ids = [await run.add("20:0.02") for _ in range(3)]
+        await run.begun(ids[0])
+        run.folder.outputs.rename(away := run.folder.root / "away")
+        end = time.monotonic() + 20
+        while run.supervisor.problem is None:
+            assert time.monotonic() < end, run.lines[-5:]
+            await asyncio.sleep(0.02)
+        jobs = [await run.store(run.queue.get, id) for id in ids]
+        assert [(job.status, job.attempts) for job in jobs] == [("queued", 1), ("queued", 0), ("queued", 0)]
+        assert "cannot be written" in run.supervisor.problem[1]
+        away.rename(run.folder.outputs)
+        for job in await run.over(*ids):
+            assert (job.status, job.deaths) == ("completed", 0) and run.folder.published(job)
+        assert run.supervisor.problem is None and run.supervisor.replicas[0].restarts == 0
+        told = [facts["message"] for event, facts in run.lines if event == "storage" and "job" not in facts]
+        assert len(told) == 2 and told[1] == "the folder can be written again"
 
 
 @scene

@@ -23,6 +23,7 @@ from ltx2rt.backend import DeviceInfo
 from ltx2rt.media.compare import compare
 from ltx2rt.media.mp4 import opened
 from ltx2rt.ranks.environment import FAILED
+from ltx2rt.serve.folder import STORAGE
 from ltx2rt.serve.worker import Pipe, attempt, room, work
 
 CLIP = {"prompt": "a red fox", "width": 64, "height": 64, "num_frames": 9, "fps": "24", "seed": 3, "steps": 2,
@@ -280,10 +281,15 @@ def test_a_failure_that_others_may_wait_for_ends_the_ranks(session, monkeypatch,
     assert failed == ([("first", FAILED)] if ranks else [])
 
 
-def test_a_full_disk_fails_the_job_and_says_so(session, tmp_path, monkeypatch):
+def test_files_that_cannot_be_written_are_not_the_fault_of_the_job(session, tmp_path, monkeypatch):
+    """A full disk, and a folder that is gone; the supervisor queues such a job again."""
+
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ltx2rt.serve.worker.save", full)
-    event, facts = attempt(session, (), job(tmp_path), None)
-    assert (event, facts["code"]) == ("failed", "disk_full") and "No space left" in facts["message"]
+    with monkeypatch.context() as patched:
+        patched.setattr("ltx2rt.serve.worker.save", full)
+        event, facts = attempt(session, (), job(tmp_path), None)
+    assert (event, facts["code"]) == ("failed", STORAGE) and "No space left" in facts["message"]
+    event, facts = attempt(session, (), job(tmp_path / "gone"), None)
+    assert (event, facts["code"]) == ("failed", STORAGE) and "No such file" in facts["message"]
