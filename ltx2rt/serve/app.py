@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import re
 import sqlite3
 import time
@@ -21,6 +22,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -92,7 +94,8 @@ class Opened(FileResponse):
 
     def __init__(self, path: Path, **how: Any):
         self._file = path.open("rb")
-        super().__init__(f"/dev/fd/{self._file.fileno()}", **how)
+        headers = {"cache-control": "private, no-cache"}  # kept, and asked for again with its etag
+        super().__init__(f"/dev/fd/{self._file.fileno()}", headers=headers, **how)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def ranged(message: Any) -> None:
@@ -101,7 +104,19 @@ class Opened(FileResponse):
             await send(message)
 
         with self._file:
-            await super().__call__(scope, receive, ranged)
+            if self._known(Headers(scope=scope)):
+                self.background = None
+                kept = {name: self.headers[name] for name in ("etag", "last-modified", "cache-control")}
+                await Response(None, 304, kept)(scope, receive, send)
+            else:
+                await super().__call__(scope, receive, ranged)
+
+    def _known(self, asked: Headers) -> bool:
+        """Whether the client has this file, as it says (RFC 9110, 13.1)."""
+        self.set_stat_headers(os.fstat(self._file.fileno()))
+        if (etags := asked.get("if-none-match")) is not None:
+            return self.headers["etag"] in etags or etags.strip() == "*"
+        return asked.get("if-modified-since") == self.headers["last-modified"]
 
 
 class App:
@@ -132,6 +147,7 @@ class App:
             ("GET", "/v1/videos/{id}/events", self.events),
             ("GET", "/v1/events", self.events),
             ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{id:path}", self.one_model),
             ("GET", "/v1/loras", self.loras),
             ("GET", "/v1/limits", self.limits),
             ("GET", "/v1/status", self.status),
@@ -441,15 +457,23 @@ class App:
         """Of one job until it is over, or of all of the user's; with `previews=1` pictures are made of what runs."""
         job = await self._job(request) if "id" in request.path_params else None
         return StreamingResponse(
-            self._stream(request.state.user, job, request.query_params.get("previews") == "1"),
+            self._stream(
+                request.state.user,
+                job,
+                request.query_params.get("previews") == "1",
+                request.headers.get("last-event-id"),
+            ),
             media_type="text/event-stream",
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
 
-    async def _stream(self, me: str, only: Job | None, previews: bool) -> AsyncIterator[str]:
-        with self.board.watch(
-            lambda id, user: (user == me and only is None) or (only is not None and id == only.id), previews
-        ) as news:
+    async def _stream(self, me: str, only: Job | None, previews: bool, after: str | None) -> AsyncIterator[str]:
+        """Of each job only its latest event is sent, with the id of the latest of all."""
+
+        def wants(id: str, user: str) -> bool:
+            return user == me if only is None else id == only.id
+
+        with self.board.watch(wants, previews, after) as news:
             if previews:
                 self.supervisor.watch()
             yield "retry: 1000\n\n"
@@ -457,14 +481,14 @@ class App:
                 news.put(only.id, "state")
             quiet_since = time.monotonic()
             while not self.closing:
-                told = await news.take(1.0)
+                told, event_id = await news.take(1.0), self.board.event_id
                 if not told and time.monotonic() - quiet_since > KEEP_ALIVE_S:
                     quiet_since = time.monotonic()
                     yield ": keep-alive\n\n"
                 for id, kind in told.items():
                     job = await self.store(self.queue.get, id)
                     video = await self._video(job) if job else {"id": id}
-                    yield f"event: {kind if job else 'deleted'}\ndata: {json.dumps(video)}\n\n"
+                    yield f"id: {event_id}\nevent: {kind if job else 'deleted'}\ndata: {json.dumps(video)}\n\n"
                     if only is not None and (job is None or job.over):
                         return
                 if told:
@@ -472,9 +496,16 @@ class App:
 
     # --- the server ---------------------------------------------------------------------------------------------
 
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.admission.model, "object": "model", "created": 0, "owned_by": "local"}
+
     async def models(self, request: Request) -> Response:
-        entry = {"id": self.admission.model, "object": "model", "created": 0, "owned_by": "local"}
-        return Json({"object": "list", "data": [entry]})
+        return Json({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        if (id := request.path_params["id"]) != self.admission.model:
+            raise Refusal(404, "not_found", f"no model is named {id[:80]!r}; here is {self.admission.model!r}", "model")
+        return Json(self._model())
 
     async def loras(self, request: Request) -> Response:
         data = [{"id": name, "object": "lora"} for name in self.admission.lora_files()]

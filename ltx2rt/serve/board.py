@@ -10,10 +10,12 @@ import asyncio
 import json
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+REMEMBERED = 10_000  # jobs whose latest event a reader that comes back is told
 Progress = Mapping[str, Any]  # stage, step, of, fraction, eta_s: `session.stopwatch.Progress` as JSON has it
 
 
@@ -52,20 +54,35 @@ class Board:
     """Of the jobs that run, live: their progress; previews: the number of the latest picture, and its JPEG."""
 
     def __init__(self, log: Callable[..., None] = log):
+        self.run = f"{time.time_ns():x}"  # begins the ids of this board's events
+        self._latest: OrderedDict[str, tuple[int, str, str]] = OrderedDict()  # number, user, kind by job
+        self._number = 0  # of the latest event
         self.live: dict[str, Progress] = {}
         self.previews: dict[str, tuple[int, bytes]] = {}
         self.watchers: set[Watcher] = set()
         self.log = log
 
     @contextmanager
-    def watch(self, wants: Callable[[str, str], bool], previews: bool = False):
-        """wants(job, user): whether the reader is told of it."""
+    def watch(self, wants: Callable[[str, str], bool], previews: bool = False, after: str | None = None):
+        """wants(job, user): whether the reader is told of it. after: the id of the latest event that it had; what
+        happened since is told first."""
         watcher = Watcher(wants, previews)
         self.watchers.add(watcher)
+        if after is not None:
+            run, _, number = after.rpartition("-")
+            seen = int(number) if run == self.run and number.isascii() and number.isdecimal() else 0
+            for id, (at, user, kind) in self._latest.items():
+                if at > seen and wants(id, user):
+                    watcher.put(id, kind)
         try:
             yield watcher
         finally:
             self.watchers.discard(watcher)
+
+    @property
+    def event_id(self) -> str:
+        """The id of the latest event, for `watch`."""
+        return f"{self.run}-{self._number}"
 
     def previewed(self, id: str, user: str) -> bool:
         """Whether somebody wants pictures of the job."""
@@ -87,6 +104,11 @@ class Board:
             self.previews.pop(id, None)
         if kind != "step":
             self.log(kind, job=id, **facts)
+        self._number += 1
+        self._latest[id] = self._number, user, kind
+        self._latest.move_to_end(id)
+        if len(self._latest) > REMEMBERED:
+            self._latest.popitem(last=False)
         for watcher in self.watchers:
             if watcher.wants(id, user):
                 watcher.put(id, kind)

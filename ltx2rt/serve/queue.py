@@ -131,7 +131,7 @@ def failure(code: str, message: str) -> dict[str, str]:
 
 
 class Queue:
-    """path: of the file, or ":memory:". most, most_of_user: jobs that may wait."""
+    """path: of the file, or ":memory:". most, most_of_user: videos that may wait."""
 
     def __init__(self, path: Path | str, most: int = 1000, most_of_user: int = 100):
         self.most, self.most_of_user = most, most_of_user
@@ -224,6 +224,10 @@ class Queue:
     def _count(self, where: str, *values: Any) -> int:
         return self._db.execute(f"SELECT COUNT(*) FROM jobs WHERE {where}", values).fetchone()[0]
 
+    def _videos(self, where: str, *values: Any) -> int:
+        videos = "SELECT COALESCE(SUM(COALESCE(json_extract(job, '$.n'), 1)), 0)"
+        return self._db.execute(f"{videos} FROM jobs WHERE {where}", values).fetchone()[0]
+
     # --- clients ------------------------------------------------------------------------------------------------
 
     def add(
@@ -239,11 +243,11 @@ class Queue:
             if key and (known := self.keyed(user, key)):
                 return self._same(known, digest)
             for code, most, count in (
-                ("queue_full", self.most, self._count("status=?", QUEUED)),
-                ("user_queue_full", self.most_of_user, self._count("status=? AND user=?", QUEUED, user)),
+                ("queue_full", self.most, self._videos("status=?", QUEUED)),
+                ("user_queue_full", self.most_of_user, self._videos("status=? AND user=?", QUEUED, user)),
             ):
-                if count >= most:
-                    raise QueueFull(code, f"{count} jobs wait, at most {most} may; try again when some are done")
+                if count + job.get("n", 1) > most:
+                    raise QueueFull(code, f"{count} videos wait, at most {most} may; try again when some are done")
             latest = db.execute("SELECT id FROM jobs ORDER BY seq DESC LIMIT 1").fetchone()
             made = id or new_id(latest[0] if latest else "")
             row = {
@@ -290,9 +294,13 @@ class Queue:
         return found[:limit], len(found) > limit
 
     def ahead(self, job: Job) -> int:
-        """Queued jobs that come before it, if all are of one user."""
-        where = "status='queued' AND (priority>? OR (priority=? AND seq<?))"
-        return self._count(where, job.priority, job.priority, job.seq)
+        """About how many queued jobs come before it: the user's own, and as many of each other user."""
+        before = "status='queued' AND user=? AND (priority>? OR (priority=? AND seq<?))"
+        own = self._count(before, job.user, job.priority, job.priority, job.seq)
+        others = self._db.execute(
+            "SELECT COUNT(*) FROM jobs WHERE status=? AND user<>? GROUP BY user", (QUEUED, job.user)
+        )
+        return own + sum(min(count, own + 1) for (count,) in others)
 
     def counts(self) -> dict[str, int]:
         rows = self._db.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status")
@@ -320,21 +328,22 @@ class Queue:
     # --- replicas -----------------------------------------------------------------------------------------------
 
     def claim(self, loaded: str | None = None, in_a_row: int = 0) -> Job | None:
-        """The next job, in progress from now on: the highest priority, then the user who was given the least, then the
-        oldest, those last that two replicas died under; one whose LoRAs are `loaded` before, MAX_SAME_SET times."""
+        """The next job, in progress from now on: of the user who was given the least, the one with the highest
+        priority, then the oldest, those last that two replicas died under; one whose LoRAs are `loaded` goes first,
+        MAX_SAME_SET times. Priorities of different users are never compared."""
         with self._write() as db:
             waiting = {row[0] for row in db.execute("SELECT DISTINCT user FROM jobs WHERE status=?", (QUEUED,))}
             for user in waiting - self._waited:
                 self._served[user] = max(self._served.get(user, 0.0), self._clock)
             self._waited = waiting
             rows = db.execute(
-                "SELECT user, MIN(seq + (deaths>1) * ?) FROM jobs WHERE status=? AND priority="
-                "(SELECT MAX(priority) FROM jobs WHERE status=?) GROUP BY user", (LAST, QUEUED, QUEUED),
-            ).fetchall()  # fmt: skip
+                "SELECT user, MIN(seq + (deaths>1) * ?) FROM jobs WHERE status=? GROUP BY user", (LAST, QUEUED)
+            ).fetchall()
             if not rows:
                 return None
-            user, place = min(rows, key=lambda row: (self._served[row[0]], row[1]))
-            (job,) = self._jobs("seq=?", place % LAST)
+            user, _ = min(rows, key=lambda row: (self._served[row[0]], row[1]))
+            first = "status=? AND user=? ORDER BY deaths>1, priority DESC, seq LIMIT 1"
+            (job,) = self._jobs(first, QUEUED, user)
             if loaded is not None and in_a_row < MAX_SAME_SET and job.loras != loaded:
                 same = "status=? AND user=? AND priority=? AND loras=? ORDER BY deaths>1, seq LIMIT 1"
                 job = next(iter(self._jobs(same, QUEUED, user, job.priority, loaded)), job)

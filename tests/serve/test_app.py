@@ -356,6 +356,49 @@ def test_content_in_ranges_and_with_a_tag(server):
     assert server.http.get(url, params={"variant": "report"}).json()["seed"] == 9
 
 
+def test_a_client_that_has_the_file_is_not_sent_it_again(server):
+    id = server.add("1:0")
+    server.until(id)
+    url = f"/v1/videos/{id}/content"
+    first = server.http.get(url)
+    assert first.headers["cache-control"] == "private, no-cache"
+    etag, changed = first.headers["etag"], first.headers["last-modified"]
+    for headers, status in (
+        ({"if-none-match": etag}, 304),
+        ({"if-none-match": f'"other", {etag}'}, 304),
+        ({"if-none-match": '"other"', "if-modified-since": changed}, 200),
+        ({"if-modified-since": changed}, 304),
+        ({"if-modified-since": "Thu, 01 Jan 1970 00:00:00 GMT"}, 200),
+    ):
+        again = server.http.get(url, headers=headers)
+        assert (again.status_code, again.content) == (status, first.content if status == 200 else b"")
+        assert again.headers["etag"] == etag
+
+
+def test_a_reader_that_comes_back_is_told_what_it_missed(server):
+    """By the id of the latest event that it had; one of another server's run is told everything."""
+
+    def read(count, after=None):
+        events, headers = [], {"last-event-id": after} if after else {}
+        with httpx.stream("GET", f"{server.url}/v1/events", timeout=30, headers=headers) as stream:
+            for line in stream.iter_lines():
+                name, _, text = line.partition(": ")
+                if name == "id":
+                    events.append([text])
+                elif name == "data":
+                    events[-1].append(json.loads(text)["id"])
+                    if len(events) >= count:
+                        return events
+
+    first = server.add("1:0")
+    server.until(first)
+    ((id, told),) = read(1, "another-5")[-1:]
+    assert told
+    second = server.add("1:0")
+    server.until(second)
+    assert [job for _, job in read(1, id)] == [second]
+
+
 def test_cancel_of_what_waits_runs_and_is_done(server):
     long = [server.add("2000:0.02") for _ in range(2)]
     waits = server.add("1:0")
@@ -429,6 +472,9 @@ def test_what_can_be_asked_for(server):
     assert "noise_in" not in limits["pipelines"]["one-stage"]["fields"]
     schema = server.http.get("/openapi.json").json()
     assert {"/v1/videos", "/v1/videos/{id}/content"} <= set(schema["paths"])
+    (model,) = server.http.get("/v1/models").json()["data"]
+    assert server.http.get(f"/v1/models/{model['id']}").json() == model
+    assert "no model is named 'sora-2'" in error_of(server.http.get("/v1/models/sora-2"), 404)["message"]
     assert server.http.get("/v1/loras").json()["data"] == [{"id": "style", "object": "lora"}]
 
 

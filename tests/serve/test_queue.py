@@ -63,15 +63,35 @@ def test_a_server_that_stops_does_not_count_against_the_job(queue):
     assert queue.give_back(made.id, queue.claim().epoch).status == "failed"
 
 
-def test_the_highest_priority_then_the_least_served_user_then_the_oldest(queue):
+def test_the_least_served_user_then_his_highest_priority_then_the_oldest(queue):
     many = [add(queue, "a").id for _ in range(200)]
     assert queue.claim().id == many[0]
     few = [add(queue, "b").id for _ in range(5)]
     urgent = add(queue, "a", priority=5).id
+    assert queue.ahead(queue.get(few[4])) == 4 + 5  # of 200 as many as are served by then
     order = [queue.claim().id for _ in range(12)]
-    assert order[0] == urgent
+    assert next(id for id in order if id not in few) == urgent
     assert set(few) <= set(order[:11]) and [id for id in order if id in few] == few
-    assert [id for id in order[1:] if id not in few] == many[1 : 1 + 11 - 5]
+    assert [id for id in order if id not in few][1:] == many[1 : 1 + 12 - 6]
+
+
+def test_a_priority_takes_nothing_from_other_users(queue):
+    for _ in range(10):
+        add(queue, "a", priority=9)
+    add(queue, "b")
+    assert "b" in [queue.claim().user for _ in range(2)]
+
+
+def test_videos_are_counted_not_jobs(tmp_path):
+    queue = Queue(tmp_path / "jobs.db", most=100, most_of_user=20)
+    for _ in range(2):
+        queue.add("a", "d", {}, {"images": [], "n": 8})
+    with pytest.raises(QueueFull, match="16 videos wait, at most 20 may"):
+        queue.add("a", "d", {}, {"images": [], "n": 8})
+    for _ in range(4):
+        add(queue, "a")
+    with pytest.raises(QueueFull, match="20 videos wait"):
+        add(queue, "a")
 
 
 def test_work_is_shared_not_jobs(queue):
@@ -128,7 +148,7 @@ def test_a_key_is_one_job(queue):
 
 
 def test_cancel_ends_what_waits_and_asks_what_runs(queue):
-    waits, runs = add(queue, "b"), add(queue, "a", priority=1)
+    runs, waits = add(queue, "a"), add(queue, "b")
     queue.claim()
     assert queue.cancel(waits.id).status == "cancelled" and queue.get(waits.id).error["code"] == "cancelled"
     asked = queue.cancel(runs.id)
