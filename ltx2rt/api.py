@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +31,7 @@ from ltx2rt.flags import keywords
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import write_clip
 from ltx2rt.pipelines import FIRST, make_request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
@@ -76,10 +78,14 @@ class Clip:
 
 
 class Session:
-    """A checkpoint on a backend. Programs and weights stay on the device from one request to the next."""
+    """A checkpoint on a backend. Programs and weights stay on the device from one request to the next.
+
+    Several threads may use it: one call runs at a time, the others wait.
+    """
 
     def __init__(self, resident: Resident):
         self._resident: Resident | None = resident
+        self._lock = RLock()  # a call from `on_progress` is of the same thread, and runs
 
     @property
     def resident(self) -> Resident:
@@ -102,7 +108,16 @@ class Session:
         decoder; if it says so in one of several processes, Cancelled is raised in all, and the session is as usable as
         before. Raises InputError.
         """
-        session, request = self.resident, make_request(pipeline, prompt=prompt, **clip)
+        with self._lock:
+            return self._generate(make_request(pipeline, prompt=prompt, **clip), on_progress, cancelled)
+
+    def _generate(
+        self,
+        request: Request,
+        on_progress: Callable[[Progress], None] | None,
+        cancelled: Callable[[], bool] | None,
+    ) -> Clip:
+        session = self.resident
         if request.num_videos != 1:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
         if request.seed is None and get_factory(session.backend.name).rank_and_size(os.environ)[1] > 1:
@@ -131,10 +146,11 @@ class Session:
         return planning.to_json(planning.estimate(self.resident.options, request, where))
 
     def close(self) -> None:
-        """Let go of weights and programs; closing twice does nothing."""
-        if self._resident is not None:
-            self._resident.close()
-        self._resident = None
+        """Let go of weights and programs once no call runs; closing twice does nothing."""
+        with self._lock:
+            if self._resident is not None:
+                self._resident.close()
+            self._resident = None
 
     def __enter__(self) -> Session:
         return self

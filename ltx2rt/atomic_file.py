@@ -7,6 +7,7 @@ that could not be written in the end.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections import Counter
@@ -15,6 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ltx2rt.errors import InputError
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+
+
+class NotWritten(OSError):
+    """A file could not be written: errno and strerror say why, filename says which."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} could not be written: {self.strerror}; nothing is left of it"
 
 
 def partial_path(path: Path, pid: int) -> Path:
@@ -42,29 +52,43 @@ def remove_unfinished() -> None:
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """Where this process makes `path`, a file or a folder of files, which is removed in the end."""
+    """Where this process makes `path`, a file or a folder of files, which is removed in the end.
+
+    Raises OSError naming `path`, and not where it is made, if it cannot be written.
+    """
+    partial = partial_path(path, os.getpid())
     _unfinished.add(path)
     try:
-        yield partial_path(path, os.getpid())
+        yield partial
+    except OSError as error:
+        if not path.parent.is_dir():
+            text = f"{path}: its folder was removed while the file was made"
+            raise OSError(text) from error
+        if not _is_of(partial, error):
+            raise
+        reason = error.strerror or os.strerror(error.errno or 0)
+        raise NotWritten(error.errno, reason, str(path)) from error
     finally:
         remove_partial(path, os.getpid())
         _unfinished.discard(path)
+
+
+def _is_of(partial: Path, error: OSError) -> bool:
+    """Whether the error came from writing `partial`. A write to an open file names no file."""
+    if error.filename is None:
+        return error.errno in DISK_ERRORS
+    return str(error.filename).startswith(str(partial))
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path`, renamed to it on success and deleted on any failure.
 
-    Raises OSError naming `path` if its folder is no longer there.
+    Raises OSError as `unfinished` does.
     """
     with unfinished(path) as partial:
-        try:
-            yield partial
-            os.replace(partial, path)
-        except OSError as error:
-            if path.parent.is_dir():
-                raise
-            raise OSError(f"{path}: its folder was removed while the file was made") from error
+        yield partial
+        os.replace(partial, path)
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -> None:
@@ -77,13 +101,13 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
     nested = [path for folder in folders for pattern in ("*", "*/*") for path in folder.glob(pattern)]  # links, too
     taken = {_identity(path): f"the input {path}" for path in [*nested, *read] if path.exists()}
     for flag, path in outputs:
-        _require_writable(flag, path)
-        if (other := taken.get(_identity(path))) is not None:
+        identity = _writable(flag, path)
+        if (other := taken.get(identity)) is not None:
             raise InputError(f"{flag}: {path} is the same file as {other}; choose another name")
         where = (path.resolve(), path.parent.resolve() / path.name)
         if inside := [folder for folder in folders if any(w.is_relative_to(folder) for w in where)]:
             raise InputError(f"{flag}: {path} lies in {inside[0]}, which the run reads; write it elsewhere")
-        taken[_identity(path)] = f"{flag} {path}"
+        taken[identity] = f"{flag} {path}"
 
 
 def _identity(path: Path) -> tuple[int, int, str]:
@@ -96,7 +120,8 @@ def _identity(path: Path) -> tuple[int, int, str]:
         return folder.st_dev, folder.st_ino, path.name
 
 
-def _require_writable(flag: str, path: Path) -> None:
+def _writable(flag: str, path: Path) -> tuple[int, int, str]:
+    """The identity of an output that can be written. Raises InputError."""
     try:
         if not path.parent.is_dir():
             raise InputError(f"{flag}: the folder {path.parent} does not exist; create it first")
@@ -107,6 +132,7 @@ def _require_writable(flag: str, path: Path) -> None:
         partial = partial_path(path, os.getpid())
         os.close(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o666))
         partial.unlink()
+        return _identity(path)
     except InputError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a zero byte

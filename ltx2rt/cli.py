@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ltx2rt import __version__
-from ltx2rt.atomic_file import remove_unfinished
+from ltx2rt.atomic_file import NotWritten, remove_unfinished
 from ltx2rt.errors import InputError
 from ltx2rt.fatal import on_fatal
 from ltx2rt.notes import LOGGER
@@ -104,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PermissionError as error:
         what = f"{error.filename or 'a file'}: {error.strerror or error}"
         return _fail(f"{what}; change its permissions, or run as its owner", BAD_INPUT, crew)
+    except NotWritten as error:
+        return _fail(str(error), FAILED, crew)
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
 

@@ -17,6 +17,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 
 NATIVE = (int, float, Path)  # read by argparse itself, which names the flag in its error
+KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "True or False"}
 
 
 @dataclass(frozen=True)
@@ -118,16 +119,19 @@ def convert(f: Field, value: Any) -> Any:
     """
     how: Flag = f.metadata["flag"]
     if how.repeat:
-        given = [value] if isinstance(value, (str, Path)) else value
+        given = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
         return tuple(_one(f, how, item) for item in given)
     return _one(f, how, value)
 
 
 def _one(f: Field, how: Flag, value: Any) -> Any:
+    if value is None and f.default is None:
+        return None
     parse: Any = how.parse
-    if parse is bool or value is None:
-        return value
+    is_switch = type(value).__name__ in ("bool", "bool_")  # numpy's, too
     try:
+        if value is None or (parse is bool) != is_switch:
+            raise ValueError
         found = parse(value)
         wrong = isinstance(value, float) and found != value if parse is int else parse is str and found != value
         if wrong and not isinstance(value, Path):
@@ -135,9 +139,9 @@ def _one(f: Field, how: Flag, value: Any) -> Any:
         value = found
     except InputError:
         raise
-    except (TypeError, ValueError, OverflowError):
-        kind = getattr(parse, "__name__", "value").replace("parse_", "")
-        raise InputError(f"{spelling(f)}: {value!r}, expected {kind}") from None
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        kind = KINDS.get(parse) or how.metavar or parse.__name__.replace("parse_", "")
+        raise InputError(f"{spelling(f)}: {str(value)[:80]!r}, expected {kind}") from None
     if how.choices and value not in how.choices:
         raise InputError(f"{spelling(f)}: {value!r}, expected one of {', '.join(how.choices)}")
     return value
@@ -152,6 +156,7 @@ def keywords(given: Mapping[str, Any], *types: type) -> dict[str, Any]:
         raise InputError(f"unknown keyword {unknown[0]!r}; known: {', '.join(sorted(found))}")
     values = {}
     for name, value in given.items():
+        converted = convert(found[names[name]], value)
         negated = name.startswith("no_") and name not in found
-        values[names[name]] = convert(found[names[name]], not value if negated else value)
+        values[names[name]] = not converted if negated else converted
     return values

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import av
@@ -84,6 +85,91 @@ def test_what_the_command_line_refuses_is_refused_in_the_same_words(session, mod
     ):
         with pytest.raises(ltx2rt.InputError):
             call()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({name: None} for name in ("width", "video_cfg", "fps", "audio", "image", "pipeline")),
+        {"audio": "no"},
+        {"no_audio": 0},
+        {"width": True},
+        {"prompt": None},
+        {"prompt": 3},
+        {"image": 3},
+        {"image": [("x.png", 0, "a")]},
+        {"image": [("x.png", 0.5)]},
+        {"image": [("x.png",)]},
+        {"image": [("x.png", 0, 1.0, 2)]},
+        {"image": [(None, 0)]},
+        {"stg_blocks": [0.5]},
+        {"stg_blocks": 3},
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_type_is_refused_and_names_its_flag(session, given):
+    with pytest.raises(ltx2rt.InputError, match=r"^--[a-z-]+: .*expected"):
+        session.generate(**{"prompt": "x", **given})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": None},
+        {"model": 3},
+        {"model": f"ORG/NAME/{'x' * 5000}.safetensors@main"},
+        {"lora": [3]},
+        {"lora": [("x.safetensors", "strong")]},
+        {"lora": [("x.safetensors", 1.0, "stage3")]},
+        {"mesh": {"tensor": "two"}},
+        {"mesh": {"tensors": 2}},
+        {"mesh": 2},
+        {"text_encoder_offload": "no"},
+        {"backend": None},
+        {"max_memory": "much"},
+    ],
+    ids=lambda given: str(given)[:60],
+)
+def test_so_is_one_of_open(model, given):
+    with pytest.raises(ltx2rt.InputError):
+        ltx2rt.open(**{"model": model, "backend": "cuda", "device": "cpu", "offline": True, **given})
+
+
+def test_threads_that_share_a_session_take_turns(session):
+    """Their requests differ in size, so that each builds programs; every clip is the one that it is alone."""
+    sizes = [(64, 64), (128, 64), (64, 128), (128, 128)]
+
+    def make(number):
+        width, height = sizes[number % 4]
+        how = SMALL | {"width": width, "height": height, "steps": 2, "pipeline": "one-stage"}
+        return session.generate(f"a robot {number}", seed=number, audio=False, **how).frames
+
+    alone = [make(number) for number in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for ours, theirs in zip(alone, pool.map(make, range(8)), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_one_call_runs_at_a_time(session):
+    """Another thread's begins when the first is over, and a call from within a call runs at once."""
+    how = SMALL | {"steps": 2, "pipeline": "one-stage", "audio": False, "seed": 1}
+    running, most, inner = [], [], []
+
+    def make(number):
+        def told(progress):
+            if number not in running:
+                running.append(number)
+            most.append(len(running))
+            if number == 0 and not inner:
+                inner.append(session.generate("within", **how))
+
+        clip = session.generate("a robot", on_progress=told, **how)
+        running.remove(number)
+        return clip
+
+    with ThreadPoolExecutor(3) as pool:
+        clips = list(pool.map(make, range(3)))
+    assert len(clips) == 3 and len(inner) == 1 and max(most) == 1
 
 
 def test_a_plan_is_that_of_the_command_line(session, model, command):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ltx2rt import cli
+from ltx2rt.atomic_file import NotWritten
 from ltx2rt.commands import devices, generate
 from ltx2rt.commands.files import Files
 from ltx2rt.errors import InputError
@@ -105,6 +106,7 @@ def test_unknown_flags_and_abbreviations_are_refused(flag, capsys):
     [
         (InputError("bad\n  input"), 2, "ltx2rt: error: bad input\n"),
         (RuntimeError("no luck"), 1, "ltx2rt: error: RuntimeError: no luck\n"),
+        (NotWritten(28, "Full", "o"), 1, f"ltx2rt: error: {NotWritten(28, 'Full', 'o')}\n"),
         (KeyboardInterrupt(), 130, "ltx2rt: error: interrupted\n"),
     ],
 )

@@ -67,8 +67,8 @@ def main(args: argparse.Namespace) -> int:
     if not own.output_dir.is_dir():
         raise InputError(f"--output-dir: {own.output_dir} is no folder; create it first")
     results = batch.Results(own.output_dir, shard)
-    written = [("--output-dir", results.path)]
-    check_outputs(written, options.files if options else ())
+    outputs = [("--output-dir", results.path)]
+    check_outputs(outputs, options.files if options else ())
     done = results.done()
     if options is None:
         return on_server(own, lines, shard, results, args.jobs.parent)
@@ -76,6 +76,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         folder.clear()
         admission = Admission(options, folder.inputs, default=own.pipeline, lora_folder=own.lora_folder)
+        check_outputs(outputs, admission.checkpoint.files)
         admitted = batch.admit(lines, admission, folder, args.jobs.parent)
         jobs = [(line, a) for line, a in admitted if shard.has(line.id) and done.get(line.id) != a.digest][: own.limit]
         note(f"{len(lines)} jobs, {len(jobs)} to make here", prefix="")
@@ -93,6 +94,9 @@ def main(args: argparse.Namespace) -> int:
             return TERMINATED
         batch.clean(folder)
         return 0 if counts.keys() == {"completed"} else SOME_FAILED
+    except InputError:
+        batch.clean(folder)
+        raise
     finally:
         folder.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.media.output import check_output
+from ltx2rt.media.output import check_output, is_part
 from ltx2rt.notes import note
 
 
@@ -40,14 +41,25 @@ class Files:
         """Raises InputError for a file that cannot be written, or that would replace another one or an input."""
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
-        for output in video_files(self.output, seeds):
-            check_output(output)
-        check_outputs(self._named(seeds), inputs)
+        clips, named = video_files(self.output, seeds), self._named(seeds)
+        for clip in clips:
+            check_output(clip)
+        check_outputs(named, inputs)
+        for name, path in named[len(clips) :]:
+            _require_no_part(name, path, clips)
 
     def announce(self, seeds: Sequence[int]) -> None:
         """Say on stderr which files a run will replace."""
         if replaced := [str(path) for path in self.all(seeds) if path.exists()]:
             note(f"will be replaced: {', '.join(replaced)}")
+
+
+def _require_no_part(name: str, path: Path, clips: Iterable[Path]) -> None:
+    """Refuse a file, given by the flag `name`, that is a part of a clip. Raises InputError."""
+    for clip in clips:
+        if os.path.samefile(path.parent, clip.parent) and is_part(clip, path.name):
+            what = f"a frame or the sound of --output {clip}"
+            raise InputError(f"{name}: {path} would be {what}; choose another name")
 
 
 def video_files(output: Path, seeds: Sequence[int]) -> list[Path]:

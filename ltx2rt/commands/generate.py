@@ -31,12 +31,12 @@ from ltx2rt.commands.options import model_options, start_ranks, wanted_files
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
-from ltx2rt.media.output import check_encoders, check_streams, remove_clip, write_clip
+from ltx2rt.media.output import FileState, check_encoders, check_streams, remove_made, write_clip
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, make_request, pipeline, pipelines
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, draw_seed
 from ltx2rt.session.open import located, open_session, opened_checkpoint
-from ltx2rt.session.options import ModelOptions, plain
+from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora, plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.denoise import RECORDED, noise_name
@@ -47,7 +47,7 @@ from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage, State
 from ltx2rt.weights.checkpoint import Checkpoint
-from ltx2rt.weights.files import TensorFile, digest, write_arrays
+from ltx2rt.weights.files import TensorFile, digest, identity, write_arrays
 from ltx2rt.weights.lora import STORED, Merge
 
 BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
@@ -104,8 +104,16 @@ def resolved(
     request.check_options(options)
     request.check_files()
     request = request.resolved(checkpoint.config)
-    loras = Loras(options.loras, distilled_lora(request, options, checkpoint.distilled_lora))
+    distilled = distilled_lora(request, options, checkpoint.distilled_lora)
+    loras = Loras(tuple(map(_planned, options.loras)), distilled and _planned(distilled))
     return request, loras, tuple(request.stages(checkpoint.config, options, loras))
+
+
+def _planned(lora: LoraSpec) -> LoraSpec:
+    """The LoRA with the file that has its name now; as it is if there is none, which loading refuses."""
+    with suppress(OSError):
+        return PlannedLora(lora.path, lora.strength, lora.stage, identity(lora.path))
+    return lora
 
 
 def resolved_stages(checkpoint: Checkpoint, options: ModelOptions, request: Request) -> tuple[Stage, ...]:
@@ -309,8 +317,9 @@ def run(
         videos = state.frames if has_video else repeat(iter(()), len(outputs))
         for i, (output, frames) in enumerate(zip(outputs, videos, strict=True)):
             waveform = None if state.waveforms is None else state.waveforms[i]
-            save(session, plan.request, i, output, frames, waveform, sample_rate(session, state), files.metadata)
-            undo.callback(remove_clip, output)
+            rate = sample_rate(session, state)
+            made = save(session, plan.request, i, output, frames, waveform, rate, files.metadata)
+            undo.callback(remove_made, made)
         if files.latents_out:
             write_arrays(files.latents_out, state.record)
             undo.callback(files.latents_out.unlink, missing_ok=True)
@@ -351,9 +360,9 @@ def save(
     waveform: np.ndarray | None,
     rate: int,
     metadata: bool = True,
-) -> None:
-    """Write one video of a request in the form that its name says."""
-    write_clip(
+) -> dict[Path, FileState]:
+    """Write one video of a request in the form that its name says; the files that were made."""
+    return write_clip(
         output,
         frames,
         num_frames=request.clip_frames,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from ltx2rt.backend import backend_names, get_factory
 from ltx2rt.commands.options import model_options
@@ -46,8 +48,8 @@ class ServeOptions:
     replicas: int = flag(1, "workers, each on a device of its own", int, metavar="N")
     workers: str = flag("here", "where workers run: on this machine, or on nodes of a Ray cluster", choices=PLACES)
     lora_folder: Path | None = flag(None, "LoRAs that requests may name", Path, name="--loras", metavar="DIR")
-    max_queue: int = flag(1000, "jobs that may wait", int, metavar="N")
-    max_user_queue: int = flag(100, "jobs of one user that may wait", int, metavar="N")
+    max_queue: int = flag(1000, "videos that may wait", int, metavar="N")
+    max_user_queue: int = flag(100, "videos of one user that may wait", int, metavar="N")
     max_upload: float = flag(32e6, "of one request (default: 32MB)", parse_amount, metavar="SIZE")
     keep: float = flag(7 * 86400.0, "how long clips stay (default: 7d)", parse_amount, metavar="TIME")
     disk: float = flag(50e9, "how much clips may take (default: 50GB)", parse_amount, metavar="SIZE")
@@ -58,15 +60,27 @@ class ServeOptions:
 
     def check(self) -> None:
         """Raises InputError."""
-        for name, least in (("replicas", 1), ("max_queue", 1), ("max_user_queue", 1), ("port", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"--{name.replace('_', '-')}: {getattr(self, name)}, expected at least {least}")
+        check_shared(self, replicas=1, max_queue=1, max_user_queue=1, port=0)
         if self.port > 65535:
             raise InputError(f"--port: {self.port}, expected at most 65535")
-        if not self.step_timeout > 0 or not self.drain >= 0:
-            raise InputError("--step-timeout and --drain: expected seconds, the first above 0")
-        if self.lora_folder and not self.lora_folder.is_dir():
-            raise InputError(f"--loras: {self.lora_folder} is no folder; create it, or leave the flag out")
+        if not self.drain >= 0:
+            raise InputError(f"--drain: {self.drain:g}, expected 0 seconds or more")
+
+
+def check_shared(options: Any, **least: int) -> None:
+    """Check the flags that `serve` and `batch` share, and numbers by their least values.
+
+    Raises InputError.
+    """
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and value < bound:
+            raise InputError(f"--{name.replace('_', '-')}: {value}, expected at least {bound}")
+    if not 0 < options.step_timeout < math.inf:
+        raise InputError(f"--step-timeout: {options.step_timeout:g}, expected seconds above 0")
+    if options.lora_folder and not options.lora_folder.is_dir():
+        what_to_do = "create it, or leave the flag out"
+        raise InputError(f"--loras: {options.lora_folder} is no folder; {what_to_do}")
 
 
 def flags(to: argparse.ArgumentParser) -> None:

@@ -11,9 +11,11 @@ Decides names and what is refused; each form appears whole or not at all, and ca
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,10 @@ from ltx2rt.notes import note
 CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
 SUFFIXES = (*CONTAINERS, ".png", ".wav")
 USUAL_RATE = 48000  # Hz; of sound whose own rate a container does not have
-NUMBER = re.compile(r"%0?[1-9]?d")
+NUMBER = re.compile(r"%(?:0[1-9])?d")
 PNG_LEVEL = 3  # of zlib: a third of the time of its usual 6, files a twentieth larger
 PNG_THREADS = 8
+FileState = tuple[int, int, int]  # device, inode and time of the last change
 
 
 def check_output(path: Path) -> None:
@@ -40,9 +43,22 @@ def check_output(path: Path) -> None:
     if suffix not in SUFFIXES:
         raise InputError(f"--output: {path} is not named {', '.join(f'*{s}' for s in SUFFIXES)}; rename it")
     if suffix == ".png" and not (len(NUMBER.findall(path.name)) == path.name.count("%") == 1):
-        raise InputError(f"--output: {path} is one name for all frames; number them: {path.with_name('%05d.png')}")
-    if suffix == ".png" and path.parent.is_dir() and (found := files_of(path)):
-        raise InputError(f"--output: {found[0]} is there already; choose an empty folder, so that frames do not mix")
+        wrong = "is one name for all frames; number them"
+        if "%" in path.name:
+            wrong = "numbers frames in an unknown way; write one %d, or %01d to %09d"
+        raise InputError(f"--output: {path} {wrong}: {path.with_name('%05d.png')}")
+    if suffix == ".png" and path.parent.is_dir():
+        _require_no_frames(path)
+
+
+def _require_no_frames(path: Path) -> None:
+    if found := files_of(path):
+        raise _would_mix(found[0])
+
+
+def _would_mix(found: Path) -> InputError:
+    what_to_do = "choose an empty folder, so that frames do not mix"
+    return InputError(f"--output: {found} is there already; {what_to_do}")
 
 
 def check_encoders(path: Path) -> None:
@@ -77,8 +93,12 @@ def write_clip(
     waveform: np.ndarray | None = None,
     sample_rate: int = 0,
     comment: dict[str, Any] | None = None,
-) -> None:
-    """Write a clip as its name says; arguments and errors are those of `write_mp4`. A WAV takes no chunk."""
+) -> dict[Path, FileState]:
+    """Write a clip as its name says; arguments and errors are those of `write_mp4`.
+
+    A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
+    meanwhile. Returns the files that it made, as `remove_made` takes them.
+    """
     suffix = path.suffix.lower()
     if waveform is not None and num_frames and suffix not in CONTAINERS:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
@@ -93,21 +113,38 @@ def write_clip(
             raise ValueError(f"{path}: there is no sound to write")
         write_wav(path, waveform, sample_rate, comment)
     else:
-        _write_frames(path, chunks, num_frames, waveform, sample_rate, comment)
+        files = _write_frames(path, chunks, num_frames, waveform, sample_rate, comment)
+        return {file: _state(file) for file in files}
+    return {path: _state(path)}
+
+
+def remove_made(made: Mapping[Path, FileState]) -> None:
+    """Remove the files that a `write_clip` made, unless another run has replaced them since."""
+    for path, state in made.items():
+        with suppress(FileNotFoundError):
+            if _state(path) == state:
+                path.unlink()
+
+
+def _state(path: Path) -> FileState:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def files_of(path: Path) -> list[Path]:
     """The files that a clip of this name consists of and that are there."""
     if path.suffix.lower() != ".png":
         return [path] if path.exists() else []
-    before, after = (re.escape(part) for part in NUMBER.split(path.name))
-    found = (p for p in path.parent.iterdir() if re.fullmatch(rf"{before}\d+{after}", p.name))
-    return sorted(p for p in [*found, sound_beside(path)] if p.exists())
+    return sorted(file for file in path.parent.iterdir() if is_part(path, file.name))
 
 
-def remove_clip(path: Path) -> None:
-    for file in files_of(path):
-        file.unlink()
+def is_part(path: Path, name: str) -> bool:
+    """Whether a file of this name, in the folder of `path`, is one that such a clip consists of."""
+    if path.suffix.lower() != ".png":
+        return name == path.name
+    before, after = map(re.escape, NUMBER.split(path.name))
+    is_frame = re.fullmatch(rf"{before}[0-9]+{after}", name) is not None
+    return is_frame or name == sound_beside(path).name
 
 
 def sound_beside(path: Path) -> Path:
@@ -122,15 +159,15 @@ def _write_frames(
     waveform: np.ndarray | None,
     sample_rate: int,
     comment: dict[str, Any] | None,
-) -> None:
-    """All files are made in a folder beside, and moved when they are complete."""
+) -> list[Path]:
+    """All files are made in a folder beside, and get their names when they are complete."""
     from PIL import Image, PngImagePlugin
 
     info = PngImagePlugin.PngInfo()
     if comment is not None:
         info.add_itxt("Comment", json.dumps(comment, ensure_ascii=False))
 
-    written, moved = 0, []
+    written, named = 0, list[Path]()
     with unfinished(path) as folder, ThreadPoolExecutor(PNG_THREADS, thread_name_prefix="png") as pool:
         folder.mkdir()
 
@@ -146,10 +183,23 @@ def _write_frames(
             raise ValueError(f"frames: {written} arrived, expected {num_frames}")
         if waveform is not None:
             write_wav(folder / sound_beside(path).name, waveform, sample_rate, comment)
+        _require_no_frames(path)  # of a run that has ended meanwhile
         try:
             for file in sorted(folder.iterdir()):
-                moved.append(file.rename(path.with_name(file.name)))
+                _name_file(file, path.with_name(file.name))
+                named.append(path.with_name(file.name))
         except BaseException:
-            for file in moved:
+            for file in named:
                 file.unlink(missing_ok=True)
             raise
+    return named
+
+
+def _name_file(file: Path, name: Path) -> None:
+    """Give a finished frame its name, unless another file has it. Raises InputError."""
+    try:
+        os.link(file, name)
+    except OSError:  # the name is taken, or the file system has no hard links
+        if os.path.lexists(name):
+            raise _would_mix(name) from None
+        file.rename(name)

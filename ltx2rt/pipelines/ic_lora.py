@@ -18,7 +18,7 @@ from ltx2rt.flags import flag
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import Geometry, latent_frames
 from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest, check_step
-from ltx2rt.session.options import ModelOptions, existing_file, parse_number
+from ltx2rt.session.options import ModelOptions, as_number, existing_file, from_tuple, parse_number
 from ltx2rt.stages.conditioning import Reference, VideoSpec
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
@@ -35,8 +35,7 @@ def parse_video(text: str | tuple | Path | VideoSpec) -> VideoSpec:
     if isinstance(text, VideoSpec):
         return text
     if not isinstance(text, str):
-        path, *rest = text if isinstance(text, (tuple, list)) else (text,)
-        return VideoSpec(Path(path), *rest)
+        return VideoSpec(*from_tuple(text if isinstance(text, (tuple, list)) else (text,), Path, as_number))
     head, _, last = text.rpartition(":")
     strength = parse_number(last) if head else None
     return VideoSpec(Path(text)) if strength is None else VideoSpec(Path(head), strength)

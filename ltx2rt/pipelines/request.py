@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from fractions import Fraction
+from operator import index
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -23,7 +24,16 @@ from ltx2rt.flags import flag, spelling
 from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches, default_stg_blocks
-from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file, parse_number, plain
+from ltx2rt.session.options import (
+    NO_LORA,
+    LoraSpec,
+    ModelOptions,
+    as_number,
+    existing_file,
+    from_tuple,
+    parse_number,
+    plain,
+)
 from ltx2rt.stages.conditioning import Conditioning, Image, ImageSpec, Slot, slot_frames
 from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.duration import Duration
@@ -83,8 +93,9 @@ def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
     if isinstance(text, ImageSpec):
         return text
     if not isinstance(text, str):
-        path, *rest = text
-        return ImageSpec(Path(path), *rest)
+        if len(text) < 2:
+            raise ValueError
+        return ImageSpec(*from_tuple(text, Path, index, as_number))
     match = re.fullmatch(r"(?P<path>.+?):(?P<frame>[+-]?\d{1,18})(:(?P<strength>[^:]+))?", text, re.DOTALL)
     strength = parse_number(match["strength"] or "1") if match else None
     if match is None or strength is None:
@@ -95,8 +106,10 @@ def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
 def parse_blocks(text: str | Sequence[int]) -> tuple[int, ...]:
     """A comma-separated list of block numbers, or the numbers."""
     try:
-        return tuple(int(part) for part in (text.split(",") if isinstance(text, str) else text) if str(part).strip())
-    except ValueError:
+        if not isinstance(text, str):
+            return tuple(index(part) for part in text)
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except (TypeError, ValueError):
         raise InputError(f"--stg-blocks: {str(text)[:80]!r}, expected block numbers such as 28 or 14,19") from None
 
 

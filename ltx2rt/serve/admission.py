@@ -209,7 +209,7 @@ class Admission:
         """`size` and `seconds` as the flags that say the same."""
         found = {}
         if "size" in given:
-            match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", self._text(given, "size", ""))
+            match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", self._text(given, "size", ""))
             if match is None:
                 raise Refusal(400, "invalid_value", f"size: {given['size'][:80]!r}, expected WIDTHxHEIGHT", "size")
             if "width" in clip or "height" in clip:
@@ -359,7 +359,7 @@ def value(f: Field, given: Any) -> Any:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
     if isinstance(given, bool) or not isinstance(given, plain_types) or len(str(given)) > MAX_PROMPT:
         raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
-    if parse is int and not re.fullmatch(r"-?\d{1,20}(\.0)?", str(given).strip()):
+    if parse is int and not re.fullmatch(r"-?[0-9]{1,20}(\.0)?", str(given).strip()):
         raise InputError(f"{name}: {str(given)[:80]}, expected a whole number of at most 20 digits")
     try:
         return convert(f, given)

@@ -77,7 +77,7 @@ def read_lines(path: Path) -> list[Line]:
     except UnicodeError as error:
         raise InputError(f"{path}: no UTF-8 text ({error}); convert it") from None
     lines, wrong, seen = [], [], dict[str, int]()
-    for number, one in enumerate(text.split("\n"), 1):  # JSON may hold other ends of lines
+    for number, one in enumerate(text.split("\n"), 1):  # a text may hold U+2028
         if not one.strip():
             continue
         if len(one) > LINE_LIMIT:
@@ -92,7 +92,8 @@ def read_lines(path: Path) -> list[Line]:
             continue
         id = given.pop("id", None)
         if not isinstance(id, str) or not ID.fullmatch(id):
-            wrong.append(f"line {number}: id {str(id)[:80]!r}, expected letters, 0 to 9, '.', '_' and '-'")
+            expected = "expected letters, digits 0 to 9, '.', '_' and '-'"
+            wrong.append(f"line {number}: id {str(id)[:80]!r}, {expected}")
         elif id in seen:
             wrong.append(f"line {number}: id {id!r} is that of line {seen[id]}")
         else:
@@ -136,16 +137,19 @@ def admit(lines: Iterable[Line], admission: Admission, folder: Folder, beside: P
 
 
 def clashes(jobs: Iterable[tuple[Line, int, int]]) -> list[str]:
-    """A sentence for each job with a clip whose name an earlier job's has. jobs: with seed and n."""
-    owners, found = dict[str, Line](), []
+    """A sentence for each job that would write a clip of an earlier one.
+
+    jobs: lines with the first seed and the number of clips.
+    """
+    owners, wrong = dict[str, Line](), []
     for line, seed, count in jobs:
         for name in Results.names(line.id, seed, count):
             other = owners.setdefault(name, line)
             if other is not line:
                 both = f"line {line.number} ({line.id}) and line {other.number} ({other.id})"
-                found.append(f"{both} would both write {name}; change the id of one")
+                wrong.append(f"{both} would both write {name}; change the id of one")
                 break
-    return found
+    return wrong
 
 
 def with_files(given: Mapping[str, Any], kept: Callable[[str, str], dict[str, Any]]) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def with_files(given: Mapping[str, Any], kept: Callable[[str, str], dict[str, An
 
 
 def read(path: Path, name: str, most: int | None = None) -> bytes:
-    """The bytes of a regular file, `most` at most. name: what the user calls it. Raises InputError."""
+    """The bytes of a regular file, at most `most`. Raises InputError, which calls it `name`."""
     try:
         with open(path, "rb", opener=_opened_at_once) as file:
             status = os.fstat(file.fileno())
@@ -179,7 +183,7 @@ def read(path: Path, name: str, most: int | None = None) -> bytes:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{name} cannot be read ({reason})") from None
     if not regular:
-        raise InputError(f"{name} is a pipe or a device; expected a file, write it to one")
+        raise InputError(f"{name} is no regular file; save its content as one and pass that")
     raise InputError(f"{name}: {status.st_size} bytes, expected at most {most}; make it smaller")
 
 
@@ -238,9 +242,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):  # cut off when its writer died
             continue
         match told:
-            case {"id": str(), "digest": str(), "files": [*names]} if all(
-                isinstance(name, str) for name in names
-            ):
+            case {"id": str(), "digest": str(), "files": [*names]} if {*map(type, names)} <= {str}:
                 yield told
             case _:
                 what_to_do = "move the line or the file away"

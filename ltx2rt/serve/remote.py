@@ -18,8 +18,18 @@ from urllib.request import Request, urlopen
 
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
-from ltx2rt.serve.batch import RETRIED, Line, Results, digest_of, read, seeded, with_files
+from ltx2rt.serve.batch import (
+    RETRIED,
+    Line,
+    Results,
+    clashes,
+    digest_of,
+    read,
+    seeded,
+    with_files,
+)
 from ltx2rt.serve.queue import COMPLETED, FAILED, failure
+from ltx2rt.serve.upload import MAX_BYTES
 
 IN_FLIGHT, POLL_S, AGAIN_S, TIMEOUT_S = 32, 1.0, 5.0, 120.0
 ABSENT_S, SILENT_S = 15.0, 600.0  # how long a server may not answer: from the start on, and once it has
@@ -87,7 +97,8 @@ def admit(server: Server, lines: Sequence[Line], beside: Path) -> list[tuple[Lin
     """Have every line checked; with what is to be sent of it, its files by their digests. Raises InputError."""
 
     def sent(path: str, kind: str) -> dict[str, str]:
-        return {"url": f"data:{kind}/any;base64,{base64.b64encode(read(beside / path)).decode()}"}
+        data = read(beside / path, path[:300], MAX_BYTES[kind])
+        return {"url": f"data:{kind}/any;base64,{base64.b64encode(data).decode()}"}
 
     found, wrong = [], []
     for line in lines:
@@ -96,6 +107,8 @@ def admit(server: Server, lines: Sequence[Line], beside: Path) -> list[tuple[Lin
             found.append((line, seeded(line, kept)))
         except InputError as error:
             wrong.append(f"line {line.number} ({line.id}): {error}")
+    usual = server.ask("GET", "/v1/limits")["videos"]["multiple_of"]  # n of jobs that give none
+    wrong += clashes((line, int(g["seed"]), int(float(g.get("n", usual)))) for line, g in found)
     if wrong:
         raise InputError("; ".join(wrong))
     return found

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +28,16 @@ class LoraSpec:
     stage: str | None = None
 
 
+@dataclass(frozen=True)
+class PlannedLora(LoraSpec):
+    """A LoRA of a run: another file of the same name is another LoRA.
+
+    file: what `weights.files.identity` gave when the run was planned.
+    """
+
+    file: tuple[int, ...] = ()
+
+
 NO_LORA = LoraSpec(Path("none"), 0.0)  # `--distilled-lora none`: the weights as they are
 
 
@@ -38,6 +48,27 @@ def parse_number(text: str) -> float | None:
         return None
 
 
+def from_tuple(given: Sequence[Any], *kinds: Callable[[Any], Any]) -> list[Any]:
+    """The parts of a tuple that a Python caller gave for a flag, each read by its kind.
+
+    Raises TypeError, ValueError or AttributeError, which `flags` makes an InputError that names the flag.
+    """
+    if not 1 <= len(given) <= len(kinds):
+        raise ValueError
+    return [kind(part) for kind, part in zip(kinds, given, strict=False)]
+
+
+def as_number(given: Any) -> float:
+    """Raises TypeError for text and None, which `float` may take."""
+    return float(given + 0)
+
+
+def _stage(given: Any) -> str | None:
+    if given not in (None, *DISTILLED_STAGES):
+        raise ValueError
+    return given
+
+
 def parse_lora(text: str | tuple | Path, name: str = "--lora") -> LoraSpec:
     """FILE[:STRENGTH[:stage1|stage2]], read from the right, so file names may contain colons; or a tuple of those."""
     if isinstance(text, LoraSpec):
@@ -45,7 +76,7 @@ def parse_lora(text: str | tuple | Path, name: str = "--lora") -> LoraSpec:
     if isinstance(text, Path):
         return LoraSpec(text)
     if isinstance(text, (tuple, list)):
-        return LoraSpec(Path(text[0]), *text[1:])
+        return LoraSpec(*from_tuple(text, Path, as_number, _stage))
     path, stage = text, None
     head, _, last = text.rpartition(":")
     if head and last in DISTILLED_STAGES:
@@ -71,7 +102,7 @@ def parse_distilled(text: str | tuple | Path) -> LoraSpec:
 def parse_mesh(text: str | Mapping[str, int]) -> dict[str, int]:
     """`tensor=2` -> sizes by mesh axis, in the order of the devices however they are written."""
     if not isinstance(text, str):
-        return canonical(text)
+        text = ",".join(f"{axis}={size}" for axis, size in text.items())
     mesh: dict[str, int] = {}
     for item in text.split(","):
         axis, _, size = item.partition("=")

@@ -27,7 +27,7 @@ from ltx2rt.placement.cost import touched_bytes, weight_bytes
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, Work, beside_recorded, cost, peak
 from ltx2rt.placement.profiles import profile_of
-from ltx2rt.session.call import Call, WeightsKey, holds, network_of
+from ltx2rt.session.call import Call, WeightsKey, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.weights import WeightStore
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -215,7 +215,7 @@ class Session:
             for key in siblings:
                 del here[key]
             siblings = []
-        siblings = [key for key in siblings if holds(key, call.weights)]
+        siblings = [key for key in siblings if self.weights.comparable(key, call.weights)]
         graph = self.graph(call)
         changed = [self.weights.changed(call, key[1]) for key in siblings]
         shared = min(changed, key=len) if changed else None

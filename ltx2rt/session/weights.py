@@ -15,15 +15,16 @@ from math import prod
 from typing import Any
 
 from ltx2rt.backend import Backend
+from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.graph.ir import numbered
 from ltx2rt.notes import note
 from ltx2rt.placement.devices import host_memory
 from ltx2rt.session.call import Call, WeightsKey, holds, network_of
-from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
-from ltx2rt.weights.files import check_opened
+from ltx2rt.weights.files import check_opened, identity
 from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
 from ltx2rt.weights.quantised import stored_float8
 
@@ -98,7 +99,9 @@ class WeightStore:
         if not loras:
             return source
         opened = [open_lora(lora.path, lora.strength) for lora in loras]
-        for lora in opened:
+        for spec, lora in zip(loras, opened, strict=True):
+            if isinstance(spec, PlannedLora) and spec.file != lora.file.identity:
+                raise InputError(f"{spec.path}: another file than when the run was planned; start it again")
             check_lora(lora, self.checkpoint.config.version)
         return MergedSource(
             source, opened, self.dtype, self.backend.merge, allow_partial=self.options.lora_allow_partial
@@ -136,7 +139,7 @@ class WeightStore:
                 self._park(siblings[0])
                 left = dict(self.held.pop(siblings.pop(0)).weights)  # its memory is taken over
             self.free(*siblings)
-        elif siblings := [other for other in siblings if holds(other, key)]:
+        elif siblings := [other for other in siblings if self.comparable(other, key)]:
             near = min(siblings, key=lambda other: len(self.changed(call, other[1])))
             base, changed = self.held[near].weights, self.changed(call, near[1])
         if kept and base is None:
@@ -155,6 +158,15 @@ class WeightStore:
             same += 1
         rests = [rest for rest in (ours[same:], theirs[same:]) if rest]
         return frozenset(name for rest in rests for name in self.source(call, rest).touched())
+
+    @staticmethod
+    def comparable(theirs: WeightsKey, ours: WeightsKey) -> bool:
+        """Whether a set can share tensors with another: it holds theirs, and what was merged can still be read."""
+        try:
+            same = all(identity(lora.path) == lora.file for lora in theirs[1] if isinstance(lora, PlannedLora))
+        except OSError:
+            return False
+        return same and holds(theirs, ours)
 
     def free(self, *keys: WeightsKey) -> None:
         """Give the memory of sets back to the device; a later use loads them again, or fetches them from the host."""

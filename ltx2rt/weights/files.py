@@ -86,6 +86,15 @@ class TensorSource(Protocol):
 OPENED: weakref.WeakSet[TensorFile] = weakref.WeakSet()
 
 
+def identity(file: int | str | os.PathLike[str]) -> tuple[int, ...]:
+    """What changes when a file is replaced or written: device, inode, size, nanoseconds of the last change.
+
+    file: a path or a descriptor. Raises OSError.
+    """
+    status = os.stat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class TensorFile:
     """One safetensors file. Opening reads the header only; arrays are read-only views of the mapped file.
 
@@ -102,20 +111,15 @@ class TensorFile:
         weakref.finalize(self, os.close, self._file)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             raise InputError(f"{path}: not a regular file; pass a safetensors file")
-        self._state = self._now()
+        self.identity = identity(self._file)
         self.metadata, self._tensors = _parsed(self._file, self.path)
         self._map = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
         self.requested_bytes = 0
         OPENED.add(self)
 
-    def _now(self) -> tuple[int, int]:
-        """Size and time of the last change."""
-        status = os.fstat(self._file)
-        return status.st_size, status.st_mtime_ns
-
     def check(self) -> None:
         """Raises InputError if the file has changed since it was opened."""
-        if self._now() != self._state:
+        if identity(self._file) != self.identity:
             raise InputError(f"{self.path}: changed since it was opened; start again when it is complete")
 
     def names(self) -> Iterable[str]:

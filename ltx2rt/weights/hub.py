@@ -7,6 +7,7 @@ to huggingface_hub. A path that exists is never a repository.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator
@@ -55,7 +56,7 @@ class RemoteFile:
 def parse_repo(path: Path) -> Repo | None:
     """None for a path that exists, and for what is no name of a repository."""
     match = _NAME.fullmatch(str(path))
-    if match is None or path.exists() or str(path).startswith("."):
+    if match is None or os.path.exists(path) or str(path).startswith("."):  # it takes any length
         return None
     return Repo(match["name"], match["file"], match["revision"] or "main")
 

@@ -242,6 +242,21 @@ def test_no_output_is_an_input_or_another_output(refused, model, tmp_path):
     assert main_file(model).read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("pattern", "flag", "name"),
+    [
+        ("%05d.png", "--report", "00003.png"),
+        ("%05d.png", "--report", "sound.wav"),
+        ("a%d.png", "--latents-out", "a2.png"),
+        ("a-%d.png", "--latents-out", "a.wav"),
+    ],
+)
+def test_no_output_is_a_frame_or_the_sound_of_another(refused, tmp_path, pattern, flag, name):
+    output, other = tmp_path / pattern, tmp_path / "." / name
+    said = refused(flag, other, output=output)
+    assert f"{flag}: {other} would be a frame or the sound of --output {output}" in said
+
+
 def test_outputs_that_cannot_be_written(refused, tmp_path, monkeypatch):
     """The unfinished file's name is longer than the output's own."""
     assert "cannot be written" in refused("--report", f"/proc/{tmp_path.name}")

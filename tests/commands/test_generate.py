@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from ltx2rt_cuda import CudaBackend
 
+from ltx2rt.commands import generate as command
 from ltx2rt.media.compare import compare
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.session.session import Session
@@ -156,6 +157,17 @@ def test_frames_and_sound_of_their_own_files(run, base, tmp_path):
     with av.open(str(tmp_path / "fox.wav")) as container:
         stream = container.streams.audio[0]
         assert (stream.rate, stream.duration) == (48000, 17 * 1000) and "comment" in container.metadata
+
+
+def test_a_run_that_fails_in_the_end_removes_only_its_own(generate, model, tmp_path, monkeypatch):
+    def full(*_):
+        (tmp_path / "17.png").touch()  # another run's
+        raise OSError(28, "the disk is full")
+
+    monkeypatch.setattr(command, "write_report", full)
+    words = ("--seed", 7, "--no-audio", "--output", tmp_path / "%d.png")
+    assert generate("cuda", model, *words).status == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["17.png"]
 
 
 def test_ntsc_rate_is_exact_and_sound_lasts_as_long(run):

@@ -1,6 +1,9 @@
 """A clip has the form that its name says: exact, whole or not at all, with its settings."""
 
+import errno
 import json
+import os
+import resource
 import wave
 from fractions import Fraction
 
@@ -13,7 +16,14 @@ from ltx2rt.commands.generate import BYTES_PER_PIXEL
 from ltx2rt.errors import InputError
 from ltx2rt.media import output
 from ltx2rt.media.mp4 import durations, to_rgb8
-from ltx2rt.media.output import check_encoders, check_output, check_streams, files_of, write_clip
+from ltx2rt.media.output import (
+    check_encoders,
+    check_output,
+    check_streams,
+    files_of,
+    remove_made,
+    write_clip,
+)
 
 NTSC = Fraction(24000, 1001)
 COMMENT = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}
@@ -29,9 +39,9 @@ def tone(seconds, rate):
     return np.stack([0.5 * np.sin(880 * np.pi * t), 0.25 * np.sin(1760 * np.pi * t)]).astype(np.float32)
 
 
-def write(path, **more):
+def write(path, chunks=None, **more):
     given = {"num_frames": 17, "fps": NTSC, "waveform": tone(0.4, 24000), "sample_rate": 24000, "comment": COMMENT}
-    write_clip(path, [clip()[:, :9], clip()[:, 9:]], **given | more)
+    return write_clip(path, chunks or [clip()[:, :9], clip()[:, 9:]], **given | more)
 
 
 def decoded(path):
@@ -130,9 +140,11 @@ def test_a_failure_leaves_nothing(tmp_path, name, chunks, error):
         ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.png, \*\.wav"),
         ("a", "not named"),
         ("frames.png", r"one name for all frames; number them: .*%05d\.png"),
-        ("%d-%d.png", "one name"),
-        ("100%-%d.png", "one name"),
-        ("%s.png", "one name"),
+        ("%d-%d.png", r"unknown way; write one %d, or %01d to %09d: .*%05d\.png"),
+        ("100%-%d.png", "unknown way"),
+        ("%s.png", "unknown way"),
+        ("%5d.png", "unknown way"),
+        ("%0d.png", "unknown way"),
     ],
 )
 def test_names_of_no_form_are_refused(tmp_path, name, said):
@@ -147,6 +159,72 @@ def test_frames_do_not_mix_with_older_ones(tmp_path):
     with pytest.raises(InputError, match=r"a-00150\.png is there already"):
         check_output(tmp_path / "a-%05d.png")
     check_output(tmp_path / "%05d.png")
+
+
+def interrupted(path, chunks):
+    """Chunks of a run during which another process writes a shorter clip to the same path."""
+    yield chunks[:, :9]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 0)
+        write(path, chunks=[chunks[:, :9]], num_frames=9)
+    yield chunks[:, 9:]
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one after the other", "at once"])
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_frames_of_two_runs_do_not_mix(tmp_path, monkeypatch, at_once, links):
+    """The later one fails, even if it has seen no file of the other before it names its own."""
+    if at_once:
+        monkeypatch.setattr(output, "_require_no_frames", lambda _: None)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    path = tmp_path / "a%d.png"
+    with pytest.raises(InputError, match=r"is there already; .* so that frames do not mix"):
+        write(path, chunks=interrupted(path, -clip()))
+    names = [path.name for path in files_of(path)]
+    assert names == sorted(entry.name for entry in tmp_path.iterdir())
+    assert names == ["a.wav", *(f"a{number}.png" for number in range(9))]
+    found = np.stack([np.asarray(Image.open(tmp_path / (path.name % i))) for i in range(9)])
+    np.testing.assert_array_equal(found, to_rgb8(-clip()[:, :9]))
+
+
+def no_links(*_):
+    raise PermissionError(errno.EPERM, "no hard links here")
+
+
+def test_a_run_that_cannot_name_all_its_frames_removes_its_own_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "_require_no_frames", lambda _: None)
+    (tmp_path / "3.png").write_bytes(b"another's")
+    with pytest.raises(InputError, match=r"3\.png is there already"):
+        write(tmp_path / "%d.png")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"another's"]
+
+
+@pytest.mark.parametrize("name", ["%d.png", "a.mp4", "a.wav"])
+def test_only_what_a_run_made_itself_is_removed_again(tmp_path, name):
+    made = write(tmp_path / name)
+    assert sorted(made) == files_of(tmp_path / name)
+    path = next(iter(made))
+    os.replace(path, tmp_path / "kept")  # its inode is not used again
+    path.write_bytes(b"another's")
+    (tmp_path / "17.png").touch()
+    remove_made(made)
+    left = {entry.name for entry in tmp_path.iterdir()}
+    assert left == {"kept", "17.png", path.name} and path.read_bytes() == b"another's"
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm", "%d.png", "a.wav"])
+def test_a_disk_that_is_full_is_said_of_the_clip(tmp_path, name):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError) as error:
+            write(tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = f"{tmp_path / name} could not be written: File too large; nothing is left of it"
+    assert (str(error.value), error.value.errno) == (said, errno.EFBIG)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_encoder_that_the_build_lacks_is_refused(tmp_path, monkeypatch):

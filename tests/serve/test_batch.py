@@ -16,8 +16,10 @@ from serving import SMALL
 
 from ltx2rt import cli
 from ltx2rt.errors import InputError
+from ltx2rt.serve import batch as jobs
 from ltx2rt.serve import remote
-from ltx2rt.serve.batch import Shard, parse_shard, read_lines
+from ltx2rt.serve.batch import Results, Shard, parse_shard, read_lines
+from ltx2rt.serve.upload import IMAGE, MAX_BYTES
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 
@@ -71,7 +73,15 @@ def test_bad_lines_are_all_said_before_anything_runs(batch):
     ):
         assert words in ran.stderr, ran.stderr
     ran, output = batch(
-        [job(1, size="65x64"), job(2), job(3, sed=4), job(4, images=[{"path": "none.png"}]), job(5, images=7)]
+        [
+            job(1, size="65x64"),
+            job(2),
+            job(3, sed=4),
+            job(4, images=[{"path": "none.png"}]),
+            job(5, images=7),
+            job(6, size="٦٤x64"),
+            job(7, seed="٣"),
+        ]
     )
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
     for words in (
@@ -79,9 +89,11 @@ def test_bad_lines_are_all_said_before_anything_runs(batch):
         "line 3 (j3): 'sed'",
         "line 4 (j4): images: none.png",
         "line 5 (j5): images",
+        "line 6 (j6): size: '٦٤x64', expected WIDTHxHEIGHT",
+        "line 7 (j7): --seed: ٣, expected a whole number",
     ):
         assert words in ran.stderr, ran.stderr
-    assert not list(output.glob("*.mp4")) + list(output.glob("results*"))
+    assert list(output.iterdir()) == []
 
 
 def test_what_is_done_is_not_made_again_what_changed_or_failed_is(batch):
@@ -105,8 +117,48 @@ def test_shards_share_the_jobs(batch):
         assert ran.returncode == 0, ran.stderr
     assert sorted(results(output)) == [(f"j{n}", "completed") for n in range(9)]
     assert all(Shard(1, 3).has(f"j{n}") + Shard(2, 3).has(f"j{n}") + Shard(3, 3).has(f"j{n}") == 1 for n in range(99))
-    with pytest.raises(InputError, match="--shard"):
-        parse_shard("4/3")
+    for text in ("4/3", "\u0661/\u0662"):
+        with pytest.raises(InputError, match="--shard"):
+            parse_shard(text)
+
+
+def test_jobs_whose_clips_would_have_one_name_are_refused(batch, server):
+    lines = [job(1, seed=0) | {"n": 2}, job("1-1"), job(2, seed=5), job("2-5")]
+    for flags in ({}, {"server": server}):
+        ran, output = batch(lines, "--shard", "1/9", **flags)
+        assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
+        assert "line 2 (j1-1) and line 1 (j1) would both write j1-1.mp4; change" in ran.stderr
+        assert "j2" not in ran.stderr and list(output.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--limit 0", "--limit: 0, expected at least 1"),
+        ("--limit -1", "--limit: -1, expected at least 1"),
+        ("--replicas 0", "--replicas: 0, expected at least 1"),
+        ("--retries -1", "--retries: -1, expected at least 0"),
+        ("--step-timeout 0", "--step-timeout: 0, expected seconds above 0"),
+        ("--step-timeout nan", "--step-timeout: nan, expected seconds above 0"),
+        ("--step-timeout inf", "--step-timeout: inf, expected seconds above 0"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_before_a_file_is_read(command, flags, said):
+    words = ["batch", "no.jsonl", "--output-dir", "none", "--model", "none", *flags.split()]
+    assert command(*words) == (2, "", f"ltx2rt: error: {said}\n")
+
+
+@pytest.mark.parametrize("inside", ["", "gemma-3"])
+def test_clips_are_not_written_into_the_model(command, tiny_model, tmp_path, inside):
+    """A folder that is found beside the model's file counts as one that was named."""
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(job(1)) + "\n")
+    model = tiny_model / "tiny-2.3.safetensors" if inside else tiny_model
+    before = sorted(tiny_model.rglob("*"))
+    words = ["--output-dir", tiny_model / inside, "--model", model, "--backend", "cuda"]
+    status, _, said = command("batch", tmp_path / "jobs.jsonl", *words, "--device", "cpu")
+    assert status == 2 and said.count("\n") == 1
+    assert f"--output-dir: {tiny_model / inside / 'results.jsonl'} lies in" in said, said
+    assert sorted(tiny_model.rglob("*")) == before
 
 
 def test_a_job_that_failed_is_tried_again(batch):
@@ -183,6 +235,57 @@ def test_lines_are_read_with_their_numbers(tmp_path):
         (2, "a", {}),
         (4, "b", {"seed": 1}),
     ]
+
+
+def test_lines_end_at_a_newline_alone_and_have_a_length(tmp_path):
+    path, prompt = tmp_path / "jobs", "a\u2028b\u0085c\u2029d"
+    line = json.dumps({"id": "é", "prompt": prompt}, ensure_ascii=False)
+    path.write_text(f"{line}\r\n\n{line.replace('é', 'b')}", "utf-8", newline="")
+    assert [(line.number, line.given["prompt"]) for line in read_lines(path)] == [
+        (1, prompt),
+        (3, prompt),
+    ]
+    path.write_text('{"id": "a"}\n{"id": "b", "prompt": "' + "x" * 10**6 + '"}\n')
+    with pytest.raises(InputError, match=r"line 2: 1000025 characters, expected at most 1000000$"):
+        read_lines(path)
+    path.write_text('{"id": "a\u0661"}')
+    with pytest.raises(InputError, match="line 1: id 'a\u0661', expected letters, digits 0 to 9"):
+        read_lines(path)
+
+
+def test_what_is_no_file_or_too_large_is_refused_unread(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(InputError, match=f"^{path} is no regular file; "):
+            read_lines(path)
+    (tmp_path / "large.png").touch()
+    os.truncate(tmp_path / "large.png", 2**40)
+    given = [("pipe", "is no regular file"), ("large.png", f": {2**40} bytes, expected at most")]
+    for name, said in given:
+        with pytest.raises(InputError, match=f"^images: {name}{' ' * said.startswith('is')}{said}"):
+            jobs.with_files(
+                {"images": [{"path": name}]},
+                lambda path, kind: jobs.read(tmp_path / path, path, MAX_BYTES[IMAGE]),
+            )
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["123", "null", "[]", '{"id": "a", "digest": "b"}', '{"id": 1, "digest": 2, "files": 3}'],
+)
+def test_results_that_are_none_are_named(tmp_path, line):
+    good = json.dumps({"id": "a", "status": "completed", "digest": "b", "files": []})
+    path = tmp_path / "results.1-of-2.jsonl"
+    path.write_text(f"{good}\n{line}\n")
+    said = f"{path}, line 2: no result of a batch; move the line or the file away"
+    with pytest.raises(InputError, match=re.escape(said)):
+        Results(tmp_path, Shard())
+    path.write_text(f"{good}\n{good[:-9]}")  # its writer died
+    assert Results(tmp_path, Shard()).done() == {"a": "b"}
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(InputError, match="is no regular file"):
+        Results(tmp_path, Shard())
 
 
 def test_the_commands_of_the_deployment_examples_are_ones_that_the_program_takes():

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import threading
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 
 import ltx2rt
 from ltx2rt.backend import DeviceInfo
+from ltx2rt.commands.generate import produce
+from ltx2rt.errors import InputError
 from ltx2rt.session import session as sessions
 from ltx2rt.session import weights as stores
+from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.random.make import make_checkpoint
 
 SIZES = ({"width": 128, "height": 64}, {"width": 64, "height": 64}, {"width": 64, "height": 128})
@@ -138,6 +142,26 @@ def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, mod
     assert 0 < changed.report["loaded_bytes"] < plain / 2  # without sound a third is the transformer's matrices
     resident.options = resident.weights.options = options
     assert made(session).report["loaded_bytes"] == 0
+
+
+def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_lora, tmp_path):
+    """Between plan and load it is refused; between two requests the new one is merged, not the set of the old."""
+    lora, other = tmp_path / "style.safetensors", tmp_path / "other.safetensors"
+    shutil.copy(user_lora, lora)
+    stored = TensorFile(user_lora)
+    write_arrays(other, {name: stored.read(name) * 3 for name in stored.names()})
+    with ltx2rt.open(model, backend="cuda", device="cpu", lora=[lora]) as opened:
+        resident, before = opened.resident, made(opened)
+        shutil.copy(user_lora, kept := tmp_path / "kept.safetensors")
+        plan = _plan(resident)
+        resident.weights.free(*list(resident.weights.held))
+        os.replace(shutil.copy(other, tmp_path / "new"), lora)
+        with pytest.raises(InputError, match=r"style\.safetensors: another file than when the run was planned"):
+            produce(resident, plan)
+        after = made(opened)
+        assert not np.array_equal(before.frames, after.frames)
+        os.replace(kept, lora)
+        np.testing.assert_array_equal(made(opened).frames, before.frames)
 
 
 @JAX_IS_SLOW
