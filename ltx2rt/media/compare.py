@@ -166,13 +166,21 @@ def _frames(path: Path) -> Iterator[np.ndarray]:
 
 
 def _sound(path: Path) -> np.ndarray | None:
-    """The sound at 48 kHz stereo, f64[2, N]; None if the file has none."""
+    """The sound at 48 kHz stereo, f64[2, N]; None if the file has none, or none in its stream."""
     import av
+    from av.error import FFmpegError
 
-    with opened(path) as container:
-        if not container.streams.audio:
-            return None
-        resampler = av.AudioResampler(format="fltp", layout="stereo", rate=RATE)
-        frames = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
-        frames += resampler.resample(None)
+    resampler = av.AudioResampler(format="fltp", layout="stereo", rate=RATE)
+    try:
+        with opened(path) as container:
+            if not container.streams.audio:
+                return None
+            frames = [out for one in container.decode(audio=0) for out in resampler.resample(one)]
+            frames += resampler.resample(None)
+    except (FFmpegError, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
+        damaged = f"its sound is damaged ({reason})"
+        raise InputError(f"compare: {path}: {damaged}; copy it again") from error
+    if not frames:
+        return None
     return np.concatenate([frame.to_ndarray() for frame in frames], axis=-1).astype(np.float64)

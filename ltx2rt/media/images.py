@@ -22,6 +22,7 @@ ROTATIONS = {3: 180, 6: 270, 8: 90}  # EXIF orientation -> degrees counter-clock
 EXIF_ORIENTATION = 0x0112
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "PPM", "JPEG2000")  # none that starts a program
 MAX_SIDE_PX, MAX_IMAGE_PX = 16384, 100_000_000  # what libx264 takes; 2 GB while it is converted
+STRIP_ROWS = 64
 
 
 def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np.ndarray:
@@ -54,13 +55,14 @@ def _opened(path: Path) -> Iterator[Any]:
     from PIL import Image, ImageCms
 
     Image.init()
-    formats = [format for format in FORMATS if format in Image.OPEN]
+    formats, size = [format for format in FORMATS if format in Image.OPEN], "its"
     try:
         if not path.is_file():
             raise OSError("not a file")
         # Pillow warns of sizes, which are checked here, and of tags that are damaged and skipped
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=formats) as image:
             width, height = image.size
+            size = f"{width}x{height}"
             if max(width, height) > MAX_SIDE_PX or width * height > MAX_IMAGE_PX:
                 raise InputError(
                     f"--image: {path} has {width}x{height} pixels, more than {MAX_SIDE_PX} on a side or "
@@ -73,8 +75,12 @@ def _opened(path: Path) -> Iterator[Any]:
             yield image
     except InputError:
         raise
+    except MemoryError as error:
+        lacking = f"needs more memory for {size} pixels than is free"
+        raise InputError(f"--image: {path} {lacking}; make it smaller") from error
     except ImageCms.PyCMSError as error:
-        raise InputError(f"--image: the ICC profile of {path} cannot be applied ({error}); remove it") from error
+        wrong = f"has an ICC profile that cannot be applied ({error})"
+        raise InputError(f"--image: {path} {wrong}; remove it") from error
     except Exception as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
         raise InputError(f"--image: {path} is no readable image ({error}); save it again as PNG or JPEG") from error
 
@@ -88,14 +94,30 @@ def read_rgb(path: Path) -> np.ndarray:
         profile = image.info.get("icc_profile")
         if image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip instead of scale
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image = image.convert("L" if image.mode in ("L", "LA") else "CMYK" if image.mode == "CMYK" else "RGB")
+        image.load()
+        mode = "L" if image.mode in ("L", "LA") else "CMYK" if image.mode == "CMYK" else "RGB"
+        image = _as(image, mode)
         if profile:
-            source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            source = ImageCms.getOpenProfile(io.BytesIO(profile))
             image = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
             assert image is not None, "only an in-place conversion returns None"
         if rotation:
             image = image.rotate(rotation, expand=True)
-        return np.asarray(image.convert("RGB"))
+        return _pixels(_as(image, "RGB"))
+
+
+def _pixels(image: Any) -> np.ndarray:
+    """u8[H, W, 3] of an RGB image, strip by strip: all at once, Pillow would copy it twice."""
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, STRIP_ROWS):
+        bottom = min(top + STRIP_ROWS, image.height)
+        pixels[top:bottom] = image.crop((0, top, image.width, bottom))
+    return pixels
+
+
+def _as(image: Any, mode: str) -> Any:
+    """The image in a mode, not copied if it has it, as Pillow's `convert` would."""
+    return image if image.mode == mode else image.convert(mode)
 
 
 def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Sound of any file, at any rate.
 
-Decides how samples become numbers, where a clip is cut, and how rates are converted. Leaves what the sound is for, and
-what becomes of too little of it, to the stages.
+Decides how samples become numbers, when they are played, where a clip is cut, and how rates are
+converted. Leaves what the sound is for, and what becomes of too little of it, to the stages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import math
 import struct
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,25 @@ import numpy as np
 
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import fit_audio, opened
+from ltx2rt.media.mp4 import fit_audio, opened, tagged_s
+from ltx2rt.notes import note
 
 LEVELS = {"u8": (128, 2**7), "s16": (0, 2**15), "s32": (0, 2**31), "flt": (0, 1), "dbl": (0, 1)}  # of 0, of 1
 MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
+# How far a sample may be from its time. Containers round times to 1 ms and recorders jitter by a
+# few, a lost packet of AAC or MP3 is 21 ms or more, and 45 ms are noticed (ITU-R BT.1359).
+SYNC_S = 0.02
+COUNTED = ("mov,mp4,m4a,3gp,3g2,mj2", "wav", "flac")  # FFmpeg's readers whose headers count samples
+LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of 8 bits as floats do
 ZERO_CROSSINGS, ROLLOFF = 6, 0.99  # of the low-pass; torchaudio's defaults, which the reference takes
 
 
 def read_sound(
-    path: Path, start_s: float = 0.0, max_duration_s: float | None = None, on_time: bool = False
+    path: Path,
+    start_s: float = 0.0,
+    max_duration_s: float | None = None,
+    on_time: bool = False,
+    say: Callable[[str], None] = note,
 ) -> tuple[np.ndarray, int]:
     """The samples of a file's first audio stream from `start_s` on, f32[1 or 2, N], and their rate in Hz.
 
@@ -34,45 +45,99 @@ def read_sound(
     reference leaves out: their silence is 0 here and 1 there. The cuts are round(seconds * rate) samples. The first
     sample counts as the time at which the file says that it is played; a stream that begins after `start_s` is given
     from its first sample, with on_time after as much silence. Everything before is decoded, not sought: a seek is not
-    exact in every format. Raises InputError if there is no sound, it cannot be decoded, or is not of one or two
-    channels.
+    exact in every format.
+
+    Silence takes the place of what the file has lost: it is put before a frame whose time is over
+    SYNC_S after the samples before it. A frame without a time follows these at once. say: gets a
+    sentence about such silence, and one about sound that ends before its header says.
+
+    Raises InputError if there is no sound, it cannot be decoded, is not of one or two channels, has
+    times that go back, or is far beyond full scale.
     """
     from av.error import FFmpegError
 
-    pieces, found, position, skip, end = [], None, 0, 0, sys.maxsize
+    pieces: list[tuple[int, np.ndarray]] = []  # by the number of their first sample
+    lost: list[tuple[float, float]] = []  # when, and how many seconds
+    found, position, skip, end, longest = None, 0, 0, sys.maxsize, 0
+    first_s = promised_s = 0.0
     try:
         with opened(path) as container:
             if not container.streams.audio:
                 raise InputError(f"{path}: holds no sound; pass a file with an audio stream")
             for frame in container.decode(audio=0):
                 this = frame.format.name.removesuffix("p"), frame.layout.nb_channels, frame.sample_rate
+                rate = frame.sample_rate
                 if found is None:
-                    found = this
+                    found, first_s = this, frame.time or 0.0
                     _check_stream(path, *this)
-                    early = round((start_s - (frame.time or 0)) * this[2])
-                    skip = max(early, 0)
-                    end = skip + round(max_duration_s * this[2]) if max_duration_s is not None else end
-                    if on_time and early < 0:
-                        position = min(-early, end)
-                        pieces.append(np.zeros((this[1], position), np.float32))
+                    skip = round((start_s - first_s) * rate)
+                    skip = skip if on_time else max(skip, 0)
+                    end = skip + round(max_duration_s * rate) if max_duration_s is not None else end
                 if this != found:
                     raise InputError(f"{path}: its sound changes from {found} to {this}; save it again as WAV")
-                samples = frame.to_ndarray() if frame.format.is_planar else frame.to_ndarray().reshape(-1, this[1]).T
-                offset, one = LEVELS[this[0]]
-                kept = samples[:, max(skip - position, 0) : max(end - position, 0)]
-                pieces.append((kept.astype(np.float32) - np.float32(offset)) / np.float32(one))
-                position += samples.shape[1]
+                gap = round(_late_s(path, frame, first_s + position / rate) * rate)
+                if (missing := min(position + gap, end) - max(position, skip)) > 0:
+                    lost.append((first_s + max(position, skip) / rate, missing / rate))
+                position += gap
+                pieces.append((position, _numbers(frame, skip - position, end - position)))
+                position, longest = position + frame.samples, max(longest, frame.samples)
                 if position >= end:
                     break
+            promised_s = _promised_s(container)
     except (FFmpegError, OSError) as error:
         raise InputError(f"{path}: no readable sound ({error}); save it again as WAV") from error
-    waveform = np.concatenate(pieces, axis=1) if pieces else np.zeros((1, 0), np.float32)
-    if not waveform.size or found is None:
+    num_channels, rate = found[1:] if found else (1, 1)
+    waveform = np.zeros((num_channels, max(min(position, end) - skip, 0)), np.float32)
+    for at, samples in pieces:
+        start = max(at - skip, 0)
+        waveform[:, start : start + samples.shape[1]] = samples
+    if not waveform.size:
         where = f"ends before {start_s:g} s; start earlier" if position else "is empty; pass another file"
         raise InputError(f"{path}: its sound {where}")
     if not np.isfinite(waveform).all():
         raise InputError(f"{path}: its sound holds NaN or infinite samples; save it again")
-    return waveform, found[2]
+    if (peak := max(waveform.max(), -waveform.min())) > LOUDEST:
+        advice = "divide them by their full scale, which is 32768 for numbers of 16 bits"
+        raise InputError(f"{path}: its samples reach {peak:.3g}, expected -1 to 1; {advice}")
+    if lost:
+        lost_s, where = sum(missing_s for _, missing_s in lost), f"at {lost[0][0]:.4g} s"
+        if len(lost) > 1:
+            where = f"in {len(lost)} places, the first {where}"
+        say(f"{path}: {lost_s:.3g} s of its sound are missing {where}; silence is put there")
+    ends_s = first_s + position / rate
+    if position < end and promised_s - ends_s > 2 * longest / rate:  # a codec adds a frame or less
+        promise = f"its header says {promised_s:.4g} s"
+        say(f"{path}: its sound ends at {ends_s:.4g} s, {promise}; if it is cut, copy it again")
+    return waveform, rate
+
+
+def _late_s(path: Path, frame: Any, due_s: float) -> float:
+    """How long after `due_s` a frame is played, 0 within SYNC_S. Raises InputError if it is before:
+    times and samples contradict each other, and nothing tells which are wrong."""
+    late_s = 0.0 if frame.time is None else frame.time - due_s
+    if late_s < -SYNC_S:
+        where = f"at {due_s:.4g} s the times of its sound go back by {-late_s:.3g} s"
+        raise InputError(f"{path}: {where}; copy it again, or save it again as WAV")
+    return late_s if late_s > SYNC_S else 0.0
+
+
+def _promised_s(container: Any) -> float:
+    """When the sound ends by its header, with what a codec adds; 0 where FFmpeg guesses."""
+    stream = container.streams.audio[0]
+    if container.format.name in COUNTED and stream.duration:
+        return float(((stream.start_time or 0) + stream.duration) * stream.time_base)
+    return float(tagged_s(stream) or 0)
+
+
+def _numbers(frame: Any, start: int, stop: int) -> np.ndarray:
+    """Samples `start` to `stop` of the frame, f32[channels, N]; infinite beyond float32."""
+    samples = frame.to_ndarray()
+    if not frame.format.is_planar:
+        samples = samples.reshape(-1, frame.layout.nb_channels).T
+    offset, one = LEVELS[frame.format.name.removesuffix("p")]
+    with np.errstate(over="ignore"):
+        kept = samples[:, max(start, 0) : max(stop, 0)].astype(np.float32)
+        return (kept - np.float32(offset)) / np.float32(one)
 
 
 def _check_stream(path: Path, kind: str, channels: int, rate: int) -> None:

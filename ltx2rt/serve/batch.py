@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.images import read_rgb
 from ltx2rt.serve.admission import UPLOADS, Admission, Admitted
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import Folder, sync
@@ -121,6 +122,12 @@ def admit(lines: Iterable[Line], admission: Admission, folder: Folder, beside: P
 
     def keep(path: str, kind: str) -> dict[str, str]:
         data = read(beside / path, path[:300], MAX_BYTES[kind])
+        if kind == IMAGE:  # planning reads headers alone
+            try:
+                read_rgb(beside / path)
+            except InputError as error:
+                text = str(error).removeprefix("--image: ").replace(str(beside / path), path[:300])
+                raise InputError(text) from None
         return {"file_id": folder.keep_input(data, SUFFIX[kind])}
 
     found, wrong = [], []

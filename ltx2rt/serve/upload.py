@@ -6,12 +6,14 @@ Decides which are kept. Their bytes stay as they are, so that a clip is that of 
 from __future__ import annotations
 
 import asyncio
-import io
+import os
 import resource
+import shutil
 import sys
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 
+from ltx2rt.errors import InputError
 from ltx2rt.serve.refusal import Refusal
 
 IMAGE, SOUND, VIDEO = "image", "sound", "video"
@@ -24,6 +26,7 @@ MEDIA = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg"
 STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
 AT_ONCE = 4  # are decoded; more wait
 SUFFIX = {IMAGE: "", SOUND: ".media", VIDEO: ".media"}  # what is kept as one kind cannot be named as another
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads take address space, which is limited
 _places = asyncio.Semaphore(AT_ONCE)
 
 
@@ -35,8 +38,9 @@ async def check_upload(data: bytes, field: str, kind: str) -> None:
         raise Refusal(400, "bad_image", f"{field}: no {', '.join(IMAGES)} file; save it as one of them", field)
     async with _places:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ltx2rt.serve.upload", kind, stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL
-        )
+            sys.executable, "-m", "ltx2rt.serve.upload", kind,
+            stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL, env=os.environ | ONE_THREAD,
+        )  # fmt: skip
         try:
             said, _ = await asyncio.wait_for(process.communicate(data), TIME_S[kind])
         except TimeoutError:
@@ -56,45 +60,68 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES[kind], MEMORY_BYTES[kind]))
     resource.setrlimit(resource.RLIMIT_CPU, (TIME_S[kind], TIME_S[kind]))
     try:
-        read_image() if kind == IMAGE else read_media(kind)
+        with TemporaryFile() as file:  # without a name, so that a process that is killed leaves none
+            shutil.copyfileobj(sys.stdin.buffer, file)
+            file.flush()
+            path = Path(f"/dev/fd/{file.fileno()}")
+            read_image(path) if kind == IMAGE else read_media(kind, path)
     except Exception as error:
         print(f"{getattr(error, 'strerror', None) or error}"[:200])  # FFmpeg's begin with a number, and name the file
         return 1
     return 0
 
 
-def read_image() -> None:
+def read_image(path: Path) -> None:
+    """Refuse all that `read_rgb` refuses: the server plans by headers alone."""
+    from ltx2rt.media.images import read_rgb
+
+    width, height = _size_px(path)
+    if width * height > MAX_PX:
+        size = f"{width}x{height} pixels"
+        raise ValueError(f"{size}, expected at most {MAX_PX} in all; make it smaller")
+    try:
+        read_rgb(path)
+    except InputError as error:
+        raise ValueError(str(error).replace(f"--image: {path}", "it")) from None
+
+
+def _size_px(path: Path) -> tuple[int, int]:
+    """Width and height; the image is let go of, for one of WebP has room for its pixels already."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(sys.stdin.buffer.read()), formats=IMAGES) as image:
-        if image.width * image.height > MAX_PX:
-            raise ValueError(f"{image.width}x{image.height} pixels, expected at most {MAX_PX} in all")
-        image.load()
+    Image.MAX_IMAGE_PIXELS = MAX_PX  # Pillow opens nothing of twice as many
+    try:
+        with Image.open(path, formats=IMAGES) as image:
+            return image.size
+    except Image.DecompressionBombError:
+        size = f"over {2 * MAX_PX} pixels"
+        raise ValueError(f"{size}, expected at most {MAX_PX} in all; make it smaller") from None
+    except Exception:  # Pillow's readers raise whatever a damaged file makes them stumble over
+        raise ValueError("it is no readable PNG, JPEG or WEBP file; save it again as one") from None
 
 
-def read_media(kind: str) -> None:
+def read_media(kind: str, path: Path) -> None:
     from ltx2rt.media.mp4 import opened
 
-    with NamedTemporaryFile() as file:
-        file.write(sys.stdin.buffer.read())
-        file.flush()
-        with opened(Path(file.name)) as container:
-            streams = [*container.streams.audio, *container.streams.video]
-            if container.format.name not in MEDIA or len(container.streams) > MAX_STREAMS:
-                raise ValueError(f"no {kind}: a file of the kind {container.format.name!r}; save it as MP4 or WAV")
-            if not (container.streams.audio if kind == SOUND else container.streams.video):
-                raise ValueError(f"holds no {kind}")
-            for video in container.streams.video:
-                if video.codec_context is None:
-                    raise ValueError(f"its {kind} is of no known kind; save it as MP4")
-                if video.width * video.height > MAX_FRAME_PX:
-                    raise ValueError(f"{video.width}x{video.height} pixels, expected at most {MAX_FRAME_PX} in all")
-            frames = dict.fromkeys((stream.index for stream in streams), 0)
-            for packet in container.demux(*streams):
-                for frame in packet.decode():
-                    frames[packet.stream.index] += packet.stream.type == "video"
-                    if (frame.time or 0) > MAX_S or frames[packet.stream.index] > MAX_FRAMES:
-                        raise ValueError(f"longer than {MAX_S} s or {MAX_FRAMES} frames; cut it")
+    with opened(path) as container:
+        streams = [*container.streams.audio, *container.streams.video]
+        if container.format.name not in MEDIA or len(container.streams) > MAX_STREAMS:
+            found = f"a file of the kind {container.format.name!r}"
+            raise ValueError(f"no {kind}: {found}; save it as MP4 or WAV")
+        if not (container.streams.audio if kind == SOUND else container.streams.video):
+            raise ValueError(f"holds no {kind}")
+        for video in container.streams.video:
+            if video.codec_context is None:
+                raise ValueError(f"its {kind} is of no known kind; save it as MP4")
+            if video.width * video.height > MAX_FRAME_PX:
+                size = f"{video.width}x{video.height} pixels"
+                raise ValueError(f"{size}, expected at most {MAX_FRAME_PX} in all")
+        frames = dict.fromkeys((stream.index for stream in streams), 0)
+        for packet in container.demux(*streams):
+            for frame in packet.decode():
+                frames[packet.stream.index] += packet.stream.type == "video"
+                if (frame.time or 0) > MAX_S or frames[packet.stream.index] > MAX_FRAMES:
+                    raise ValueError(f"longer than {MAX_S} s or {MAX_FRAMES} frames; cut it")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from ltx2rt.models.geometry import (
     reference_positions,
     video_positions,
 )
+from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_video import SourceVideo
@@ -72,7 +73,7 @@ class Conditioning(Protocol):
 
     def needs(self, model: ModelConfig) -> Iterator[Call]: ...
 
-    def check(self) -> list[str]:
+    def check(self, session: Session) -> list[str]:
         """What of a file is left out, in sentences. Raises InputError if it cannot be read."""
         ...
 
@@ -95,8 +96,11 @@ class Image:
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("video-encoder", (1, 3, 1, *self.geometry.size_px))
 
-    def check(self) -> list[str]:
-        read_rgb(self.spec.path)
+    def check(self, session: Session) -> list[str]:
+        """Planning for devices that are not here reads the header alone: a server plans in its own
+        process, and has its uploads decoded in others."""
+        if not isinstance(session.backend, DatasheetBackend):
+            read_rgb(self.spec.path)
         return notes(self.spec.path)
 
     def blank(self) -> Tokens:
@@ -136,7 +140,7 @@ class Slot:
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return iter(())
 
-    def check(self) -> list[str]:
+    def check(self, session: Session) -> list[str]:
         return []
 
     def blank(self) -> Tokens:
@@ -176,7 +180,7 @@ class Anchor:
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return iter(())
 
-    def check(self) -> list[str]:
+    def check(self, session: Session) -> list[str]:
         return []
 
     def blank(self) -> Tokens:
@@ -214,7 +218,7 @@ class Reference:
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return self.source.needs(model)
 
-    def check(self) -> list[str]:
+    def check(self, session: Session) -> list[str]:
         self._weights()
         path, used, fps = self.source.path, self.source.num_frames, float(self.clip.fps)
         info = video_info(path, self.source.flag, self.num_frames)
@@ -265,7 +269,7 @@ class Remade:
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return iter(())
 
-    def check(self) -> list[str]:
+    def check(self, session: Session) -> list[str]:
         return []
 
     def blank(self) -> Tokens:

@@ -31,7 +31,7 @@ class Given(Stage):
             yield from conditioning.needs(model)
 
     def check(self, session: Session) -> None:
-        for said in (said for conditioning in self.given for said in conditioning.check()):
+        for said in (said for conditioning in self.given for said in conditioning.check(session)):
             if session.backend.is_main:
                 note(said)
 

@@ -45,11 +45,19 @@ class SourceSound(Stage):
         g = self.geometry
         return float(pixel_frames(g.frames, g.time_factor) / g.fps)
 
-    @cached_property
+    @property
     def read(self) -> tuple[np.ndarray, int]:
         """What the file holds of it: f32[1 or 2, N] and the rate in Hz. Raises InputError."""
+        return self._read[:2]
+
+    @cached_property
+    def _read(self) -> tuple[np.ndarray, int, list[str]]:
+        """As `read`, and what is missing in the file, in sentences."""
         duration_s = self.clip_s if self.max_duration_s is None else self.max_duration_s
-        return read_sound(self.path, self.start_s, duration_s, on_time=self.fit == "zeros")
+        said: list[str] = []
+        on_time = self.fit == "zeros"
+        found = read_sound(self.path, self.start_s, duration_s, on_time=on_time, say=said.append)
+        return *found, said
 
     @property
     def needed(self) -> int:
@@ -72,8 +80,8 @@ class SourceSound(Stage):
 
     def check(self, session: Session) -> None:
         """Reads the file whole: what its header says of its length need not be true."""
-        waveform, rate = self.read
-        said = []
+        waveform, rate, missing = self._read
+        said = list(missing)
         if len(waveform) == 1:
             said.append(f"{self.path}: its one channel is played left and right")
         if self.padding:

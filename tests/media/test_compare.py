@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from threading import Thread
 
+import av
 import numpy as np
 import pytest
 
@@ -123,6 +124,23 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             compare(a, other)
+
+
+def test_damaged_sound_is_refused_by_name(tmp_path):
+    a, damaged, empty = write(tmp_path / "a.mp4"), tmp_path / "b.mp4", tmp_path / "c.mkv"
+    with av.open(str(a)) as container:
+        packet = next(p for p in container.demux(audio=0) if p.size > 200)
+        damaged.write_bytes(a.read_bytes().replace(bytes(packet), b"\xff" * packet.size))
+    with pytest.raises(InputError, match=r"b\.mp4: its sound is damaged \(.+\); copy it again$"):
+        compare(a, damaged)
+    with av.open(str(a)) as container, av.open(str(empty), "w") as out:
+        video, _ = (out.add_stream_from_template(stream) for stream in container.streams)
+        for packet in container.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = video
+                out.mux(packet)
+    found = compare(a, empty)
+    assert found["identical"] and found["audio_corr"] is found["lufs_b"] is None
 
 
 def test_nothing_is_fetched_that_a_path_or_a_playlist_names(tmp_path):

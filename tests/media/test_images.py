@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, ImageFile
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.images import cover, load_conditioning_image, notes, read_rgb, recompress
@@ -89,7 +89,7 @@ def test_an_icc_profile_is_converted_to_srgb(tmp_path):
     # sRGB to sRGB goes through the profile connection space: one 8-bit step of rounding
     assert np.abs(read_rgb(tmp_path / "srgb.png").astype(int) - photo()).max() <= 1
     Image.fromarray(photo()).save(tmp_path / "bad.png", icc_profile=b"no profile")
-    with pytest.raises(InputError, match=r"bad\.png"):
+    with pytest.raises(InputError, match=r"bad\.png has an ICC profile that cannot be applied"):
         read_rgb(tmp_path / "bad.png")
 
 
@@ -101,6 +101,17 @@ def test_unreadable_images_are_refused(tmp_path):
         path.write_bytes(broken)
         with pytest.raises(InputError, match="no readable image"):
             read_rgb(path)
+
+
+def test_an_image_that_memory_has_no_room_for_says_its_size(tmp_path, monkeypatch):
+    Image.fromarray(photo()).save(tmp_path / "a.png")
+
+    def load(_):
+        raise MemoryError
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+    with pytest.raises(InputError, match=r"a\.png needs more memory for 53x37 pixels than is free"):
+        read_rgb(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])

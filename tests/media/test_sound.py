@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from fractions import Fraction
 
 import av
@@ -10,7 +11,7 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
-from ltx2rt.media.sound import read_sound, resample
+from ltx2rt.media.sound import LEVELS, read_sound, resample
 
 RATE = 12000
 SAMPLES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "flt": np.float32, "dbl": np.float64}
@@ -119,6 +120,9 @@ def test_what_holds_no_sound_is_refused_in_one_line(tmp_path):
     stored(tmp_path / "empty.wav", "pcm_s16le", np.zeros((2, 0), np.int16))
     stored(tmp_path / "five.wav", "pcm_s16le", np.zeros((6, 9), np.int16), layout="5.1")
     stored(tmp_path / "nan.wav", "pcm_f32le", np.full((2, 9), np.nan, np.float32))
+    stored(tmp_path / "numbers.wav", "pcm_f32le", np.full((2, 9), -32768, np.float32))
+    stored(tmp_path / "loud.wav", "pcm_f32le", np.full((2, 9), 3e29, np.float32))
+    stored(tmp_path / "louder.wav", "pcm_f64le", np.full((2, 9), 3e290))
     stored(tmp_path / "slow.wav", "pcm_s16le", np.zeros((2, 9), np.int16), rate=100)
     os.mkfifo(tmp_path / "pipe.wav")
     for name, message in (
@@ -129,6 +133,9 @@ def test_what_holds_no_sound_is_refused_in_one_line(tmp_path):
         ("empty.wav", "its sound is empty|no readable sound"),
         ("five.wav", "6 channels, expected one or two"),
         ("nan.wav", "NaN or infinite"),
+        ("numbers.wav", r"its samples reach 3\.28e\+04, expected -1 to 1; divide them by .* 32768"),
+        ("loud.wav", r"its samples reach 3e\+29, expected -1 to 1"),
+        ("louder.wav", "NaN or infinite"),
         ("slow.wav", "a sample rate of 100 Hz"),
         ("pipe.wav", "not a file"),
         ("gone.wav", "not a file"),
@@ -137,6 +144,100 @@ def test_what_holds_no_sound_is_refused_in_one_line(tmp_path):
         with pytest.raises(InputError, match=message) as refused:
             read_sound(tmp_path / name)
         assert str(tmp_path / name) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_sound_that_was_mixed_too_loud_is_taken(tmp_path):
+    samples = 10 * signal(RATE, 5003)  # which whoever writes a clip clamps
+    found, _ = read_sound(stored(tmp_path / "a.wav", "pcm_f32le", samples))
+    np.testing.assert_array_equal(found, samples)
+
+
+def remuxed(source, path, shift_s):
+    """The packets of a file in another, each later by what `shift_s` gives for its number."""
+    with av.open(str(source)) as container, av.open(str(path), "w") as out:
+        stream = out.add_stream_from_template(container.streams.audio[0])
+        for number, packet in enumerate(p for p in container.demux() if p.dts is not None):
+            packet.pts += round(shift_s(number) / packet.time_base)
+            packet.dts, packet.stream = packet.pts, stream
+            out.mux(packet)
+    return path
+
+
+def test_lost_sound_becomes_silence_and_what_follows_stays_on_time(tmp_path, capsys):
+    """One file lacks two FLAC frames of 1152 samples, the times of another have a gap."""
+    samples = (signal(RATE, 12000) * 2**15).astype(np.int16)
+    whole = stored(tmp_path / "whole.flac", "flac", samples)
+    with av.open(str(whole)) as container:
+        frames = [bytes(packet) for packet in container.demux(audio=0) if packet.size]
+    data = whole.read_bytes()
+    assert data.endswith(b"".join(frames))
+    torn, lost = tmp_path / "torn.flac", (3, 7)
+    torn.write_bytes(data.removesuffix(b"".join(frames)))
+    with torn.open("ab") as file:
+        file.writelines(frame for number, frame in enumerate(frames) if number not in lost)
+    expected = samples / np.float32(2**15)
+    for number in lost:
+        expected[:, 1152 * number : 1152 * (number + 1)] = 0
+    found, _ = read_sound(torn)
+    np.testing.assert_array_equal(found, expected)
+    where = "0.192 s of its sound are missing in 2 places, the first at 0.288 s"
+    assert capsys.readouterr().err == f"ltx2rt: {torn}: {where}; silence is put there\n"
+    for on_time in (False, True):
+        found, _ = read_sound(torn, 0.3, 0.5, on_time)
+        np.testing.assert_array_equal(found, expected[:, 3600:9600])
+    where = "0.18 s of its sound are missing in 2 places, the first at 0.3 s"
+    assert capsys.readouterr().err.count(where) == 2
+    np.testing.assert_array_equal(read_sound(torn, 0.8, 0.1)[0], expected[:, 9600:10800])
+    assert capsys.readouterr().err == ""  # nothing is missing there
+
+    gap = remuxed(whole, tmp_path / "gap.mka", lambda number: 0.5 * (number >= 5))
+    found, _ = read_sound(gap)
+    silence = np.s_[5760:11760]
+    assert not found[:, silence].any()
+    np.testing.assert_array_equal(np.delete(found, silence, 1), samples / np.float32(2**15))
+    assert ": 0.5 s of its sound are missing at 0.48 s; silence" in capsys.readouterr().err
+    assert read_sound(gap, 0.1, 0.7)[0].shape[1] == round(0.7 * RATE)
+
+
+def test_times_may_be_rounded_and_may_not_go_back(tmp_path):
+    samples = (signal(RATE, 12000) * 2**15).astype(np.int16)
+    whole = stored(tmp_path / "whole.mka", "flac", samples)
+    near = remuxed(whole, tmp_path / "near.mka", lambda number: 0.018 * (number % 2))
+    found, _ = read_sound(near, say=pytest.fail)
+    np.testing.assert_array_equal(found, samples / np.float32(2**15))
+    back = remuxed(whole, tmp_path / "back.mka", lambda number: 0.05 * (number < 5))
+    with pytest.raises(InputError, match=r"at 0\.53 s the times of its sound go back by 0\.05 s"):
+        read_sound(back)
+
+
+def test_sound_that_ends_before_its_header_says_is_told(tmp_path):
+    """Such a file may be cut, though its picture is whole."""
+    whole = stored(tmp_path / "whole.mka", "aac", signal(RATE, 24000))
+    cut, said = tmp_path / "cut.mka", []
+    cut.write_bytes(whole.read_bytes()[: whole.stat().st_size * 8 // 10])
+    found, _ = read_sound(cut, say=said.append)
+    ends, header = f"its sound ends at {found.shape[1] / RATE:.4g} s", r"its header says 2\.\d+ s"
+    (one,) = said
+    assert re.fullmatch(f"{cut}: {ends}, {header}; if it is cut, copy it again", one)
+    read_sound(cut, 0.0, 1.0, say=pytest.fail)  # is whole up to there
+
+
+@pytest.mark.parametrize("codec, kind, names", [
+    ("aac", "flt", ("a.mp4", "a.mkv", "a.flv", "a.ts", "a.aac")),
+    ("ac3", "flt", ("a.mkv", "a.ac3")),
+    ("libmp3lame", "s32", ("a.mp3", "a.mkv", "a.avi")),
+    ("libopus", "s16", ("a.opus", "a.webm", "a.mp4")),
+    ("flac", "s16", ("a.flac", "a.mka", "a.mp4")),
+    ("alac", "s32", ("a.mov",)),
+    ("adpcm_ms", "s16", ("a.wav",)),
+])  # fmt: skip
+def test_a_whole_file_has_nothing_missing(tmp_path, codec, kind, names):
+    """Codecs add samples at either end, and containers round times."""
+    rate, one = 48000, LEVELS[kind][1]
+    samples = (signal(rate, 2 * rate) * one).astype(SAMPLES[kind])
+    for name in names:
+        found, _ = read_sound(stored(tmp_path / name, codec, samples, rate), say=pytest.fail)
+        assert 0 <= found.shape[1] / rate - 2 < 0.1, name
 
 
 @pytest.mark.parametrize("rate", TORCHAUDIO)

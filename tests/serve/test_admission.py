@@ -1,6 +1,9 @@
 """What is offered and what is refused, in this process."""
 
+import hashlib
+
 import pytest
+from PIL import Image, ImageFile
 
 from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.refusal import Refusal
@@ -36,3 +39,20 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(admission
     for name in missing - {"a2v", "ic-lora", "keyframes"}:  # which need files; who asks for one hears why
         with pytest.raises(Refusal, match="--pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"):
             found.admit({**CLIP, "pipeline": name})
+
+
+def test_pixels_are_not_decoded_where_requests_are_planned(admission, tmp_path, monkeypatch):
+    """Another process has decoded the uploads; planning needs their headers alone."""
+    images = []
+    for frame, mode in ((0, "L"), (8, "RGBA")):
+        Image.new(mode, (8000, 5000)).save(tmp_path / "image", "PNG")
+        digest = hashlib.sha256((tmp_path / "image").read_bytes()).hexdigest()
+        (tmp_path / "image").rename(tmp_path / digest)
+        images.append({"file_id": digest, "frame": frame})
+    found = admission(distilled_lora="its")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("pixels were decoded"))
+    job = found.admit({**CLIP, "images": images}).job
+    assert job["images"] == [[image["file_id"], image["frame"], 1.0] for image in images]
+    (tmp_path / digest).write_bytes(b"no image")
+    with pytest.raises(Refusal, match="no readable image"):
+        found.admit({**CLIP, "images": images})

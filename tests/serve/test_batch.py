@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import SMALL
+from serving import SMALL, png
 
 from ltx2rt import cli
 from ltx2rt.errors import InputError
@@ -60,7 +60,7 @@ def results(output):
     return [(result["id"], result["status"]) for result in found]
 
 
-def test_bad_lines_are_all_said_before_anything_runs(batch):
+def test_bad_lines_are_all_said_before_anything_runs(batch, tmp_path):
     lines = [job(1), "{", "[]", job(1), job("/../x"), {"prompt": "no id"}]
     ran, output = batch(lines)
     assert ran.returncode == 2
@@ -72,6 +72,7 @@ def test_bad_lines_are_all_said_before_anything_runs(batch):
         "line 6: id",
     ):
         assert words in ran.stderr, ran.stderr
+    (tmp_path / "damaged.png").write_bytes(png(200, 100)[:-60])
     ran, output = batch(
         [
             job(1, size="65x64"),
@@ -81,6 +82,7 @@ def test_bad_lines_are_all_said_before_anything_runs(batch):
             job(5, images=7),
             job(6, size="٦٤x64"),
             job(7, seed="٣"),
+            job(8, images=[{"path": str(tmp_path / "damaged.png")}]),
         ]
     )
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
@@ -91,6 +93,7 @@ def test_bad_lines_are_all_said_before_anything_runs(batch):
         "line 5 (j5): images",
         "line 6 (j6): size: '٦٤x64', expected WIDTHxHEIGHT",
         "line 7 (j7): --seed: ٣, expected a whole number",
+        f"line 8 (j8): images: {tmp_path / 'damaged.png'} is no readable image",
     ):
         assert words in ran.stderr, ran.stderr
     assert list(output.iterdir()) == []

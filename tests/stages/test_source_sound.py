@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from ltx2rt.commands.generate import sample_rate
 from ltx2rt.errors import InputError
 from ltx2rt.media.sound import resample
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.mel import log_mel
+from ltx2rt.run.run import sample_rate
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages import source_sound
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import State
 from ltx2rt.testing import relative_l2
@@ -87,6 +88,23 @@ def test_one_channel_is_doubled_and_said(sessions, tmp_path, capsys):
     silent = run(session, stage(session, tmp_path / "mono.wav", sound=False))
     assert silent.waveforms is None and "waveform" not in silent.record
     np.testing.assert_array_equal(silent.source["audio"], two.source["audio"])
+
+
+def test_missing_sound_is_said_once_by_the_main_process(sessions, tmp_path, capsys, monkeypatch):
+    """The reader says it, whatever the stage then makes of too little sound."""
+    path, session = tmp_path / "torn.wav", sessions("cuda")
+    samples = recording(path, 20000)
+
+    def torn(path, *_, say, **__):
+        say(f"{path}: 0.1 s are missing")
+        return samples, RATE
+
+    monkeypatch.setattr(source_sound, "read_sound", torn)
+    run(session, stage(session, path))
+    assert capsys.readouterr().err == f"ltx2rt: {path}: 0.1 s are missing\n"
+    monkeypatch.setattr(session.backend, "is_main", False)
+    run(session, stage(session, path))
+    assert capsys.readouterr().err == ""
 
 
 def test_sound_too_short_is_refused_or_filled_up(sessions, tmp_path, capsys):

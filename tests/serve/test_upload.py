@@ -1,0 +1,49 @@
+"""What is refused of the files that clients send, by the process that decodes them."""
+
+import asyncio
+import io
+
+import pytest
+from PIL import Image, ImageCms
+
+from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.upload import IMAGE, MAX_PX, check_upload
+
+
+def encoded(image, kind, **more):
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+NOISE = Image.effect_noise((300, 200), 50).convert("RGB")
+NO_FILE = "it is no readable PNG, JPEG or WEBP file; save it again as one"
+
+
+@pytest.mark.parametrize("data, words", [
+    (b"\x89PNG\r\n\x1a\n" + bytes(50), NO_FILE),
+    (b"RIFF....WAVE", NO_FILE),
+    (encoded(NOISE, "WEBP")[:9000], NO_FILE),
+    (encoded(NOISE, "PNG")[:9000], "it is no readable image (image file is truncated"),
+    (encoded(NOISE, "PNG", icc_profile=b"none"), "it has an ICC profile that cannot be applied"),
+    (encoded(Image.new("L", (20000, 9)), "PNG"), "it has 20000x9 pixels, more than 16384 on a"),
+    (encoded(Image.new("L", (8000, 5001)), "PNG"), f"8000x5001 pixels, expected at most {MAX_PX}"),
+    (encoded(Image.new("1", (16000, 16000)), "PNG"), f"over {2 * MAX_PX} pixels, expected at most"),
+])  # fmt: skip
+def test_what_no_worker_could_read_is_refused(data, words):
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(check_upload(data, "images", IMAGE))
+    assert (refused.value.status, refused.value.code) == (400, "bad_image")
+    assert str(refused.value).startswith(f"images: {words}") and "tmp" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_the_largest_image_fits_the_memory_of_its_process(kind):
+    """With a profile to convert and a rotation; WebP takes the most, 0.87 of 1 GiB."""
+    image = Image.new("RGB", (8000, MAX_PX // 8000), (200, 30, 40))
+    exif = image.getexif()
+    exif[0x0112] = 6
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    more = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(image, kind, icc_profile=profile, exif=exif, **more)
+    asyncio.run(check_upload(data, "images", IMAGE))
