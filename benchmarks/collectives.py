@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import machine, record
-from ltx2rt.commands.generate import make_plan
-from ltx2rt.commands.plan import datasheet_session
 from ltx2rt.graph import Graph
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
 from ltx2rt.placement.devices import device_kind
+from ltx2rt.run.estimate import datasheet_session
+from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import ModelOptions
 
 FLOOR = {"large_per_block": 4, "small_per_block": 3, "all_gathers": 0}

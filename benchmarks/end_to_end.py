@@ -32,13 +32,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import Spread, machine, ratios, record
 from benchmarks.random_weights import random_session
-from ltx2rt.commands.generate import Plan, make_plan, run_stages, warm_up
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.media.compare import PSNR_CAP_DB, correlation, luma, ssim
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
+from ltx2rt.run.plan import Plan, make_plan
+from ltx2rt.run.run import run_stages, warm_up
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch

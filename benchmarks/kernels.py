@@ -35,8 +35,6 @@ from ltx2rt_kernels.choose import FOLDERS, why_not
 from ltx2rt_kernels.traffic import Bytes
 
 from benchmarks.measure import Spread, interleaved, machine, record
-from ltx2rt.commands.generate import make_plan
-from ltx2rt.commands.plan import datasheet_session
 from ltx2rt.graph.fused import apart, divided
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.passes.fuse import fuse
@@ -44,6 +42,8 @@ from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import node_flops
 from ltx2rt.placement.devices import device_kind
+from ltx2rt.run.estimate import datasheet_session
+from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import ModelOptions
 
 CONTESTANTS = ("kernel", "eager", "compiled")

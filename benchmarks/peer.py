@@ -32,10 +32,10 @@ from ltx2rt_cuda.ops import DTYPES
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from benchmarks.end_to_end import Clip
-from ltx2rt.commands.generate import Plan
 from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.graph import Graph
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
+from ltx2rt.run.plan import Plan
 from ltx2rt.session.call import Call
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import Denoise

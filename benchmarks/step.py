@@ -41,7 +41,6 @@ from benchmarks.measure import Spread, interleaved, machine, ratios, record
 from benchmarks.peer import diffusers_transformer, transformer_tensors
 from benchmarks.random_weights import random_session
 from ltx2rt.backend import get_backend
-from ltx2rt.commands.generate import make_plan
 from ltx2rt.config import TransformerConfig
 from ltx2rt.flags import given_flags
 from ltx2rt.models import transformer
@@ -49,6 +48,7 @@ from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
 from ltx2rt.models.samplers import trajectory
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import flops
+from ltx2rt.run.plan import make_plan
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session

@@ -10,12 +10,12 @@ Importing this imports neither torch nor jax; `ltx2rt.open` does, as the backend
 from typing import TYPE_CHECKING, Any
 
 from ltx2rt.errors import Cancelled, InputError
+from ltx2rt.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from ltx2rt.api import Clip, Session, open
     from ltx2rt.session.stopwatch import Progress
 
-__version__ = "0.1.0"
 __all__ = ["Cancelled", "Clip", "InputError", "Progress", "Session", "__version__", "open"]
 
 

@@ -23,15 +23,17 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.backend import get_factory
-from ltx2rt.commands import generate as command
-from ltx2rt.commands import plan as planning
-from ltx2rt.commands.files import Files
 from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import write_clip
 from ltx2rt.pipelines import FIRST, make_request
 from ltx2rt.pipelines.request import Request
+from ltx2rt.run.estimate import Devices, estimate, to_json
+from ltx2rt.run.files import Files
+from ltx2rt.run.plan import make_enhanced_plan, usual_stages
+from ltx2rt.run.report import comment
+from ltx2rt.run.run import produce, sample_rate, timed
 from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
@@ -64,10 +66,10 @@ class Clip:
     def save(self, path: str | Path) -> None:
         """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *%05d.png or *.wav, with the settings in its
         metadata. Raises InputError if it cannot be written."""
-        files = Files(Path(path))
-        files.check()
+        output = Path(path)
+        Files(output).check()
         write_clip(
-            files.output,
+            output,
             [self.frames],
             num_frames=len(self.frames) or self.settings["num_frames"],
             fps=self.fps,
@@ -122,28 +124,28 @@ class Session:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
         if request.seed is None and get_factory(session.backend.name).rank_and_size(os.environ)[1] > 1:
             raise InputError("seed: none, but several processes make this clip; give all of them the same")
-        plan = command.make_enhanced_plan(session, request)
+        plan = make_enhanced_plan(session, request)
         session.require_memory(plan.stages)
-        plan = command.timed(session, plan)
-        state, _, report = command.produce(session, plan, on_progress=on_progress, cancelled=cancelled)
+        plan = timed(session, plan)
+        state, _, report = produce(session, plan, on_progress=on_progress, cancelled=cancelled)
         chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
         size = (*plan.request.size_px, 3)
         return Clip(
             frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),
             waveform=None if state.waveforms is None else state.waveforms[0],
-            sample_rate=command.sample_rate(session, state),
+            sample_rate=sample_rate(session, state),
             fps=plan.request.clip_fps,
             seed=plan.request.seeds[0],
             settings=plan.request.settings(),
             report=report(),
-            metadata=command.comment(session, plan.request, 0),
+            metadata=comment(session, plan.request, 0),
         )
 
     def plan(self, device_kind: str, devices: int = 1, *, pipeline: str = FIRST, **clip: Any) -> dict[str, Any]:
         """The dict of `ltx2rt plan --json` for such a clip of this model on devices that need not be here."""
         request = make_request(pipeline, **{"prompt": "a plan", "seed": 0, **clip})
-        where = planning.Devices(devices, device_kind)
-        return planning.to_json(planning.estimate(self.resident.options, request, where))
+        where = Devices(devices, device_kind)
+        return to_json(estimate(self.resident.options, request, where))
 
     def close(self) -> None:
         """Let go of weights and programs once no call runs; closing twice does nothing."""
@@ -165,4 +167,4 @@ def open(model: str | Path, *, backend: str, **options: Any) -> Session:
     """Open a checkpoint on a backend. options: the model flags of `generate`. Raises InputError."""
     given = located(with_mesh(ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions))))
     given.check()
-    return Session(open_session(given, stages=partial(command.usual_stages, options=given)))
+    return Session(open_session(given, stages=partial(usual_stages, options=given)))

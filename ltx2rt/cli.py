@@ -18,13 +18,13 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
-from ltx2rt import __version__
 from ltx2rt.atomic_file import NotWritten, remove_unfinished
 from ltx2rt.errors import InputError
 from ltx2rt.fatal import on_fatal
 from ltx2rt.notes import LOGGER
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
+from ltx2rt.version import VERSION
 
 COMMANDS = {
     "generate": "turn a prompt into one MP4 with sound",
@@ -186,7 +186,7 @@ def _first() -> bool:
 
 def parser() -> Parser:
     top = Parser(prog="ltx2rt", description="Generate video with sound by LTX-2, with PyTorch or JAX.")
-    top.add_argument("--version", action="version", version=f"ltx2rt {__version__}")
+    top.add_argument("--version", action="version", version=f"ltx2rt {VERSION}")
     groups = {"": top.add_subparsers(metavar="COMMAND", required=True)}
     for name, help in COMMANDS.items():
         group, _, last = name.rpartition(" ")

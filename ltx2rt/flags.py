@@ -94,7 +94,7 @@ def _shown(value: Any) -> str:
 
 def given_flags(args: argparse.Namespace, *types: type) -> dict[str, Any]:
     """Values by field name of the flags that were given. Raises InputError for what a flag's parser refuses."""
-    found = {name: f for name, f in flagged(*types).items() if hasattr(args, name)}
+    found = {name: f for name, f in flagged(*types).items() if getattr(args, name, None) is not None}
     return {name: convert(f, getattr(args, name)) for name, f in found.items()}
 
 

@@ -13,10 +13,10 @@ import pytest
 from ltx2rt import cli
 from ltx2rt.atomic_file import NotWritten
 from ltx2rt.commands import devices, generate
-from ltx2rt.commands.files import Files
 from ltx2rt.errors import InputError
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.pipelines.two_stage import TwoStage
+from ltx2rt.run.files import Files
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
 

@@ -30,6 +30,7 @@ from ltx2rt import cli
 from ltx2rt.commands import generate
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
+from ltx2rt.run.plan import make_plan
 from ltx2rt.session.open import open_session
 from ltx2rt.weights.random.make import make_checkpoint
 
@@ -210,7 +211,7 @@ def check(argv: list[str], where: object, capsys) -> None:
             given.check()
         unread = generate._unread(args, request)
         assert not unread, f"{where}: the {request.name} pipeline does not read {unread}"
-        generate.make_plan(open_session(replace(options, device="cpu", mesh={}, profile=None)), request)
+        make_plan(open_session(replace(options, device="cpu", mesh={}, profile=None)), request)
 
 
 @pytest.mark.parametrize("block", params(*NOT_RUN))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 PACKAGES = (
-    "commands", "graph", "media", "models", "passes", "pipelines", "placement", "ranks", "serve", "session", "stages",
-    "weights",
+    "commands", "graph", "media", "models", "passes", "pipelines", "placement", "ranks", "run", "serve", "session",
+    "stages", "weights",
 )  # fmt: skip
 WHOLE = {
     "commands/test_backends_agree.py",

@@ -16,7 +16,6 @@ from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
 from ltx2rt.commands.options import planned_flags, planned_options
-from ltx2rt.commands.plan import datasheet_session
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, flagged, given_flags
 from ltx2rt.graph import Graph
@@ -26,6 +25,7 @@ from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import DEFAULT_FRAMES, Loras, Request, VideoRequest
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
+from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.session import Session

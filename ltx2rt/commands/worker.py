@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +15,17 @@ from functools import partial
 from pathlib import Path
 
 from ltx2rt.backend import keep_compiled
-from ltx2rt.commands.generate import compiled_folder, resolved_stages, usual_stages
+from ltx2rt.commands.generate import compiled_folder
 from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.pipelines import make_request
-from ltx2rt.ranks.environment import LAUNCHER
+from ltx2rt.ranks.environment import LAUNCHER, die_with_parent
+from ltx2rt.run.plan import resolved_stages, usual_stages
 from ltx2rt.serve.shapes import Shape, parse_shape
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.stage import Stage
 from ltx2rt.weights.checkpoint import Checkpoint
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,3 @@ def stages_of(checkpoint: Checkpoint, options: ModelOptions, warm: Sequence[Shap
     if not warm:
         return usual_stages(checkpoint, options)
     return resolved_stages(checkpoint, options, make_request(warm[0].pipeline, prompt="a clip", seed=0, **warm[0].clip))
-
-
-def die_with_parent() -> None:
-    """Let the kernel end this process when the one that started it ends, however that happens."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

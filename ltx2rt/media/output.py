@@ -76,6 +76,8 @@ def check_encoders(path: Path) -> None:
 def check_streams(path: Path, has_video: bool, has_sound: bool) -> None:
     """Refuse a sound file for a video, and anything else for sound alone. Raises InputError."""
     wav = path.suffix.lower() == ".wav"
+    if not has_video and not has_sound:
+        raise InputError(f"--output: {path}, but this pipeline makes latents alone; give --latents-out instead")
     if wav and has_video:
         raise InputError(f"--output: {path} is a sound file, and this pipeline makes a video; name it *.mp4")
     if not wav and not has_video:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import sys
 from collections.abc import Mapping
 from ipaddress import ip_address
 
@@ -15,6 +17,7 @@ SLEEPING = ("OMP_WAIT_POLICY", "PASSIVE")  # idle threads of OpenMP sleep instea
 FAILED, SIGNALLED = 1, 128  # exit statuses; a signal's is 128 + its number
 GRACE_S = 5.0  # for ranks to end by themselves, then again after SIGTERM
 POLL_S = 0.2
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -52,3 +55,11 @@ def interface(host: str) -> str:
         return ""
     private = ip_address(str(address).partition("%")[0]).is_loopback and host not in (address, "localhost")
     return "" if private else str(address)
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process when the one that started it ends, however that happens."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import ltx2rt
+from ltx2rt.version import VERSION
 
 HEAD_BYTES = 1 << 20  # of a file without a header, what its digest covers besides the size
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Of ltx2rt, and of those of the packages that are installed."""
-    found = {"ltx2rt": ltx2rt.__version__}
+    found = {"ltx2rt": VERSION}
     for name in packages:
         try:
             found[name] = version(name)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import DeviceInfo
-from ltx2rt.commands.generate import make_plan
 from ltx2rt.errors import InputError
 from ltx2rt.flags import convert, flagged
 from ltx2rt.pipelines import make_request, pipelines
@@ -32,6 +31,7 @@ from ltx2rt.pipelines.request import (
     parse_blocks,
     parse_fps,
 )
+from ltx2rt.run.plan import make_plan
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import SOUND, SUFFIX, VIDEO

@@ -18,7 +18,7 @@ from importlib import import_module
 from threading import Event, Thread
 from typing import Any
 
-from ltx2rt.commands.worker import die_with_parent
+from ltx2rt.ranks.environment import die_with_parent
 
 ENDED = 1  # exit status
 

@@ -30,12 +30,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ltx2rt.commands.generate import Plan, comment, make_plan, produce, sample_rate, save, timed, warm_up
 from ltx2rt.errors import Cancelled, InputError
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
+from ltx2rt.run.plan import Plan, make_plan
+from ltx2rt.run.report import comment
+from ltx2rt.run.run import produce, sample_rate, timed, warm_up
+from ltx2rt.run.write import save
 from ltx2rt.serve.folder import STORAGE, publish, writing_problem
 from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape

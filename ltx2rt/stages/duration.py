@@ -11,7 +11,7 @@ from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.duration_head import frames_of
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import Stage, State
+from ltx2rt.stages.stage import LENGTH, Stage, State
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Duration(Stage):
     window_s: tuple[float, ...]
     fps: Fraction
     name = "duration"
+    makes = LENGTH
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("duration-head", (1, PROMPT_TOKENS))

@@ -20,7 +20,7 @@ from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.denoise import Noise, noise_name
 from ltx2rt.stages.noise import standard_normal
-from ltx2rt.stages.stage import Stage, State, finite, videos_of
+from ltx2rt.stages.stage import FRAMES, Stage, State, finite, videos_of
 from ltx2rt.stages.tiling import Span, Tiling, blend_tiles, plan_feature_tiles, plan_tiles, tile_latents
 from ltx2rt.weights.files import TensorFile
 
@@ -69,6 +69,7 @@ class Frames(Stage):
     tiling: Tiling
     num_videos: int = 1
     name = "decode"
+    makes = FRAMES
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         tiles = list(itertools.product(self.tiling.frames, self.tiling.rows, self.tiling.columns))

@@ -16,7 +16,7 @@ from ltx2rt.models import audio_vae, vocoder
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import Stage, State, finite, videos_of
+from ltx2rt.stages.stage import SOUND, Stage, State, finite, videos_of
 
 CHUNK = 80  # audio latents, 3.2 s: two such chunks are enough for the 126 latents of 121 frames at 24 per second
 
@@ -26,6 +26,7 @@ class Sound(Stage):
     geometry: Geometry
     num_videos: int = 1
     name = "audio"
+    makes = SOUND
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         mel = self.geometry.mel_shape(model.audio_vae)

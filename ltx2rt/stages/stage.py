@@ -16,6 +16,7 @@ from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 
 MODALITIES = ("video", "audio")
+FRAMES, SOUND, LENGTH = "frames", "sound", "length"  # what a stage can make for the files of a run
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Stage(Protocol):
     """A frozen description. Implementations derive from it for the defaults of the last three methods."""
 
     name: str  # what reports and progress call it
+    makes: str | None = None  # FRAMES, SOUND or LENGTH: what is read of the state when the run is over
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         """The networks that it calls, in order, from headers alone."""

@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ltx2rt_tpu import ops, program
 
-from ltx2rt.commands.generate import make_plan, produce
 from ltx2rt.pipelines import pipeline
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.frames import Frames

@@ -17,11 +17,11 @@ from ltx2rt_kernels.choose import FOLDERS
 
 from benchmarks import cold_start, collectives, end_to_end, kernels, load, measure, peer, random_weights, step
 from ltx2rt.backend import get_backend
-from ltx2rt.commands.generate import make_plan
 from ltx2rt.graph import trace
 from ltx2rt.models import video_vae
 from ltx2rt.passes.pack import pack
 from ltx2rt.pipelines.two_stage import TwoStage
+from ltx2rt.run.plan import make_plan
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.testing import ArraySource, random_params
 

@@ -14,8 +14,8 @@ from benchmarks import contact_sheet, quality
 from benchmarks.demo import described
 from benchmarks.recognise import hear, lags_s, marks, psnr_db, see
 from examples.clips import BACKGROUNDS, COLOURS, MOTIONS, PITCHES, RATE, Clip, random_clip
-from ltx2rt.commands.generate import make_plan
 from ltx2rt.pipelines import FIRST, make_request
+from ltx2rt.run.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 EVERY = list(itertools.product(PITCHES, COLOURS, MOTIONS))

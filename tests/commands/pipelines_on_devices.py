@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ltx2rt.commands.generate import make_plan, produce
 from ltx2rt.pipelines import pipeline
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, parse_mesh
 from ltx2rt.stages.conditioning import ImageSpec, VideoSpec

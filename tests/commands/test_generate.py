@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from ltx2rt_cuda import CudaBackend
 
-from ltx2rt.commands import generate as command
 from ltx2rt.media.compare import compare
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.session.session import Session
@@ -164,10 +163,25 @@ def test_a_run_that_fails_in_the_end_removes_only_its_own(generate, model, tmp_p
         (tmp_path / "17.png").touch()  # another run's
         raise OSError(28, "the disk is full")
 
-    monkeypatch.setattr(command, "write_report", full)
+    monkeypatch.setattr("ltx2rt.run.write.write_report", full)
     words = ("--seed", 7, "--no-audio", "--output", tmp_path / "%d.png")
     assert generate("cuda", model, *words).status == 1
     assert [path.name for path in tmp_path.iterdir()] == ["17.png"]
+
+
+def test_latents_alone_are_made_without_decoding(base, command, model, tmp_path, images):
+    words = ["generate", "--backend", "cuda", "--device", "cpu", "--model", model, "--prompt", "a robot dancing"]
+    size = ["--width", 128, "--height", 64, "--num-frames", 17, "--fps", 48, "--steps", 3, "--image-crf", 0]
+    status, _, err = command(*words, *size, "--seed", 7)
+    assert status == 2 and "--output: there is none; name the clip's file, or give --latents-out alone" in err
+    latents, report = tmp_path / "latents.safetensors", tmp_path / "report.json"
+    more = ["--seed", 7, "--no-audio", "--latents-out", latents, "--report", report]
+    status, out, err = command(*words, *size, *more)
+    assert status == 0 and out.startswith(f"{latents}: "), err
+    assert "decode" not in [stage["name"] for stage in json.loads(report.read_text())["stages"]]
+    assert {path.name for path in tmp_path.iterdir()} == {"latents.safetensors", "report.json"}
+    clip = tmp_path / "clip.mp4"
+    assert command(*words, *size, *more, "--output", clip)[0] == 0 and clip.exists()
 
 
 def test_ntsc_rate_is_exact_and_sound_lasts_as_long(run):
@@ -336,12 +350,12 @@ def test_a_run_that_fails_midway_leaves_no_file(where, raised, status, generate,
     assert len(errors) == (0 if status == 143 else 1)  # SIGTERM unwinds as SystemExit, which says nothing
 
 
-@pytest.mark.parametrize("where", ["write_arrays", "write_report"])
+@pytest.mark.parametrize("where", ["write.write_arrays", "write.write_report"])
 def test_a_run_that_cannot_write_its_last_file_leaves_none(where, generate, model, monkeypatch):
     def fail(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(f"ltx2rt.commands.generate.{where}", fail)
+    monkeypatch.setattr(f"ltx2rt.run.{where}", fail)
     found = generate("cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage")
     assert found.status == 1 and "No space left" in found.stderr and list(found.folder.iterdir()) == []
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ltx2rt.commands.generate import BYTES_PER_PIXEL
 from ltx2rt.errors import InputError
 from ltx2rt.media import output
 from ltx2rt.media.mp4 import durations, to_rgb8
@@ -24,6 +23,7 @@ from ltx2rt.media.output import (
     remove_made,
     write_clip,
 )
+from ltx2rt.run.write import BYTES_PER_PIXEL
 
 NTSC = Fraction(24000, 1001)
 COMMENT = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}

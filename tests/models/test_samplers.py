@@ -6,9 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ltx2rt.commands.generate import make_plan, produce
 from ltx2rt.models.samplers import trajectory
 from ltx2rt.pipelines import pipeline
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions

@@ -8,10 +8,11 @@ import pytest
 from diffusers import LTX2VideoTransformer3DModel
 from reference_transformer import euler_steps
 
-from ltx2rt.commands import generate
 from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import audio_positions, pack_audio, pack_video, video_positions
 from ltx2rt.pipelines.a2v import AudioToVideo
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
@@ -50,9 +51,9 @@ def test_both_stages_are_the_formula_over_diffusers(generation, song, tiny):
     folder = tiny(f"tiny-{generation}", "diffusers")
     lora = LoraSpec(folder / f"tiny-{generation}-distilled-lora.safetensors", 0.0)
     session = open_session(ModelOptions("cuda", folder, device="cpu", dtype="float32", distilled_lora=lora))
-    plan = generate.make_plan(session, AudioToVideo("a robot dancing", audio_path=song, **SIZE))
+    plan = make_plan(session, AudioToVideo("a robot dancing", audio_path=song, **SIZE))
     assert [s.name for s in plan.stages] == ["source sound", "text", "stage1", "upsample", "stage2", "decode"]
-    state, *_ = generate.produce(session, plan, keep=True)
+    state, *_ = produce(session, plan, keep=True)
     assert not any(".audio." in name for name in state.record)
     module = LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer", perturbed_attn=True).eval()
     request, upsampled = plan.request, pack_video(state.record["upsampled"])[0]

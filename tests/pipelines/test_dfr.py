@@ -11,12 +11,13 @@ from test_ic_lora import lora_with
 
 import ltx2rt
 from ltx2rt.commands.compile import Target, plan_job
-from ltx2rt.commands.generate import make_plan, produce, run_stages
 from ltx2rt.errors import InputError
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.dfr import canvas
 from ltx2rt.pipelines.request import Loras, parse_image
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce, run_stages
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions

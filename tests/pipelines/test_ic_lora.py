@@ -8,10 +8,10 @@ import pytest
 import torch
 from test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked
 
-from ltx2rt.commands.generate import make_plan
 from ltx2rt.errors import InputError
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.pipelines.ic_lora import ICLora, VideoSpec, parse_video
+from ltx2rt.run.plan import make_plan
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.stages.denoise import Denoise

@@ -9,9 +9,10 @@ from diffusers import LTX2VideoTransformer3DModel
 from PIL import Image
 from reference_transformer import euler_steps
 
-from ltx2rt.commands.generate import make_plan, produce
 from ltx2rt.models.geometry import audio_positions, pack_video, unpack_video, video_positions
 from ltx2rt.pipelines.keyframes import Keyframes
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec

@@ -11,12 +11,13 @@ from diffusers import LTX2VideoTransformer3DModel
 from reference_transformer import euler_steps
 
 import ltx2rt
-from ltx2rt.commands.generate import make_plan, produce
 from ltx2rt.errors import InputError
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import VideoInfo, read_frames
 from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
 from ltx2rt.pipelines.retake import Retake
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile

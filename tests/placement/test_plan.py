@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ltx2rt.commands.plan import Devices, Estimate, estimate
 from ltx2rt.errors import InputError
 from ltx2rt.graph.trace import trace
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic, touched_bytes, traffic
 from ltx2rt.placement.devices import DEVICE_KINDS, device_kind
 from ltx2rt.placement.plan import StageCost, Work, beside_recorded, cost
+from ltx2rt.run.estimate import Devices, Estimate, estimate
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.weights.random.make import make_checkpoint

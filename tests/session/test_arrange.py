@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from ltx2rt.backend import DeviceInfo
-from ltx2rt.commands.generate import resolved_stages, usual_stages
-from ltx2rt.commands.plan import chosen, datasheet_checkpoint
 from ltx2rt.errors import InputError
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.devices import DEVICE_KINDS, device_kind, known_kind
 from ltx2rt.placement.profiles import PROFILES, default_mesh
+from ltx2rt.run.estimate import chosen, datasheet_checkpoint
+from ltx2rt.run.plan import resolved_stages, usual_stages
 from ltx2rt.session.arrange import DatasheetBackend, Estimator, arrangements, choose
 from ltx2rt.session.open import _chosen, with_mesh
 from ltx2rt.session.options import ModelOptions

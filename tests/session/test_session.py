@@ -10,8 +10,8 @@ import pytest
 
 import ltx2rt
 from ltx2rt.backend import DeviceInfo
-from ltx2rt.commands.generate import produce
 from ltx2rt.errors import InputError
+from ltx2rt.run.run import produce
 from ltx2rt.session import session as sessions
 from ltx2rt.session import weights as stores
 from ltx2rt.weights.files import TensorFile, write_arrays
@@ -259,8 +259,8 @@ def test_a_warm_run_is_kept_from_the_first_time_on(model, monkeypatch):
 
 
 def _plan(resident):
-    from ltx2rt.commands.generate import make_plan
     from ltx2rt.pipelines import make_request
+    from ltx2rt.run.plan import make_plan
 
     return make_plan(resident, make_request("two-stage", prompt="a red fox", seed=3, **SMALL, **SIZES[0]))
 

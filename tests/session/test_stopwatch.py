@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ltx2rt.commands.files import write_report
+from ltx2rt.run.files import write_report
 from ltx2rt.session.stopwatch import Stopwatch
 
 

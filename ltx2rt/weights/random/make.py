@@ -19,11 +19,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ltx2rt import __version__
 from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ops import quantise_rows
 from ltx2rt.models.mel import mel_basis
+from ltx2rt.version import VERSION
 from ltx2rt.weights import configs
 from ltx2rt.weights.checkpoint import STATISTICS
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
@@ -457,7 +457,7 @@ def model_index(vocoder_class: str, config: ModelConfig) -> dict[str, Any]:
     more = {"duration_head": ["ltx2", "LTX2DurationHead"]} if newest else {}
     return {
         "_class_name": "LTX2Pipeline",
-        "_ltx2rt_version": __version__,
+        "_ltx2rt_version": VERSION,
         "audio_vae": ["diffusers", "AutoencoderKLLTX2Audio"],
         "connectors": ["ltx2", "LTX2TextConnectors"],
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],

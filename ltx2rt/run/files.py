@@ -1,11 +1,11 @@
-"""The files that `generate` writes."""
+"""The names of the files that a run writes."""
 
 from __future__ import annotations
 
 import json
 import os.path
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from ltx2rt.notes import note
 class Files:
     """What `generate` writes, and what goes into it."""
 
-    output: Path = flag(MISSING, "*.mp4, *.mov, *.webm, frames as *%%05d.png, or sound as *.wav", Path, metavar="FILE")
+    output: Path | None = flag(
+        None, "*.mp4, *.mov, *.webm, frames as *%%05d.png, or sound as *.wav", Path, metavar="FILE"
+    )
     warmup: bool = flag(False, "run each stage's step once before timing", bool)
     latents_out: Path | None = flag(None, "safetensors with every latent of the run", Path, metavar="FILE")
     report: Path | None = flag(None, "JSON with times, memory and versions", Path, metavar="FILE")
@@ -41,6 +43,8 @@ class Files:
         """Raises InputError for a file that cannot be written, or that would replace another one or an input."""
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
+        if self.output is None and self.latents_out is None:
+            raise InputError("--output: there is none; name the clip's file, or give --latents-out alone")
         clips, named = video_files(self.output, seeds), self._named(seeds)
         for clip in clips:
             check_output(clip)
@@ -62,8 +66,10 @@ def _require_no_part(name: str, path: Path, clips: Iterable[Path]) -> None:
             raise InputError(f"{name}: {path} would be {what}; choose another name")
 
 
-def video_files(output: Path, seeds: Sequence[int]) -> list[Path]:
+def video_files(output: Path | None, seeds: Sequence[int]) -> list[Path]:
     """`output` itself, or with the seed in its name if there are several videos."""
+    if output is None:
+        return []
     return [output.with_stem(f"{output.stem}-{seed}") for seed in seeds] if len(seeds) > 1 else [output]
 
 

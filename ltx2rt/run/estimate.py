@@ -1,0 +1,186 @@
+"""What a run would cost on devices that need not be here.
+
+The run is planned as `generate` plans it, on a backend that has a mesh and memory and runs nothing; a
+preset is planned from an empty checkpoint of its sizes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.pipelines.request import Request
+from ltx2rt.placement.cost import weight_bytes
+from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind, device_kind
+from ltx2rt.placement.mesh import stage_mesh
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.plan import StageCost, peak
+from ltx2rt.placement.profiles import resolve, undivided
+from ltx2rt.run.plan import Plan, make_plan, resolved_stages
+from ltx2rt.session.arrange import Choice, DatasheetBackend, Estimator, choose
+from ltx2rt.session.open import StagesOf, opened_checkpoint
+from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.random.make import make_checkpoint
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices that need not be here."""
+
+    devices: int = flag(MISSING, "", int, metavar="N")
+    device_kind: str = flag(MISSING, f"{', '.join(DEVICE_KINDS)}, or h100, 4090, ...", metavar="KIND")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """plan: of one of the devices; costs: its stages; notes: what is not split or shared, and why; advice: what to try
+    if it does not fit, else empty."""
+
+    devices: int
+    kind: DeviceKind
+    session: Session
+    plan: Plan
+    costs: tuple[StageCost, ...]
+    notes: tuple[str, ...]
+    advice: str
+
+    @property
+    def fits(self) -> bool:
+        return not self.advice
+
+
+@contextmanager
+def datasheet_checkpoint(options: ModelOptions, preset: str | None) -> Iterator[tuple[ModelOptions, Checkpoint]]:
+    """The options and their checkpoint; of a preset an empty one, which lives as long as the body."""
+    with tempfile.TemporaryDirectory(prefix="ltx2rt-plan-") as folder:
+        if preset is not None:
+            make_checkpoint(preset, "official", folder, empty=True)
+            options = replace(options, model=Path(folder))
+        yield options, opened_checkpoint(options)
+
+
+def on_datasheet(options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int) -> Session:
+    """A session that can plan but not run. Raises InputError for unknown profiles and a mesh of another size."""
+    profile, mesh = resolve(options.profile, kind.name, options.mesh, devices)
+    options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
+    return Session(checkpoint, DatasheetBackend(kind, mesh), options)
+
+
+@contextmanager
+def datasheet_session(options: ModelOptions, preset: str | None, kind: DeviceKind, devices: int) -> Iterator[Session]:
+    """As `on_datasheet`, of a checkpoint or a preset."""
+    with datasheet_checkpoint(options, preset) as (options, checkpoint):
+        yield on_datasheet(options, checkpoint, kind, devices)
+
+
+def chosen(
+    options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int, stages: StagesOf
+) -> Choice | None:
+    """The mesh that `generate` would take for the stages where no flag says which; None if one does."""
+    if options.mesh or options.profile or devices == 1:
+        return None
+    options = replace(options, backend=kind.backend)
+    return choose(checkpoint, options, kind, devices, stages(checkpoint))
+
+
+def estimate(options: ModelOptions, request: Request, devices: Devices, preset: str | None = None) -> Estimate:
+    """Raises InputError for what `generate` refuses, unknown devices and profiles, and a mesh of another size."""
+    kind = device_kind(devices.device_kind)
+    if devices.devices < 1:
+        raise InputError(f"--devices: {devices.devices}, expected at least 1")
+    if preset is not None and request.distilled == "optional" and options.distilled_lora is None:
+        options = replace(options, distilled_lora=NO_LORA)  # its weights stand for distilled ones
+    with datasheet_checkpoint(options, preset) as (options, checkpoint):
+        stages = partial(resolved_stages, options=options, request=request)
+        choice = chosen(options, checkpoint, kind, devices.devices, stages)
+        if choice:
+            options = replace(options, mesh=choice.best.mesh)
+        session = on_datasheet(options, checkpoint, kind, devices.devices)
+        if choice:
+            session.adopt(choice.session)
+        plan = make_plan(session, request)
+        costs = tuple(session.costs(plan.stages))
+        budget = int(kind.memory_bytes) - kind.reserve_bytes
+        advice = "" if peak(costs).peak_bytes <= budget else session.advice(plan.stages, budget)
+        said = [str(choice)] if choice else []
+        estimator = choice.estimator if choice else Estimator(session, kind)
+        notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))
+        return Estimate(devices.devices, kind, session, plan, costs, notes, advice)
+
+
+def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
+    """What the profile would split and every device holds whole, because its size does not divide."""
+    options = replace(session.options, profile="single", mesh={})
+    single = Session(session.checkpoint, DatasheetBackend(kind, {}), options, session.dtype)
+    every = [replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)]
+    calls = {c.row.rules: c for c in sorted(every, key=lambda c: not c.row.partial(c.sizes))}  # whole networks win
+    for network in ("text-encoder", "transformer"):
+        graph, whole = session.graph(calls[network]), single.graph(calls[network])
+        rules = session.placement.profile.rules.get(network, {})
+        held, all_ = weight_bytes([graph]) / 1e9, weight_bytes([whole]) / 1e9
+        yield f"{network}: {held:.3g} GB of its {all_:.3g} GB of weights on each device"
+        for part, axis, size in dict.fromkeys(undivided(whole, rules, graph.mesh)):
+            parts = graph.mesh[rules[axis]]
+            yield f"{network}: {part} is replicated, {axis}={size} does not divide over {rules[axis]}={parts}"
+
+
+def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[str]:
+    """Where branches do not share what they have in common, and whether that is cheaper."""
+    kind, profile = estimator.kind, session.placement.profile
+    for stage in plan.stages:
+        for call in stage.needs(session.config):
+            branches = call.row.branches(call.sizes) if call.row.branches else 1
+            mesh = session.placement.of(branches).mesh
+            if mesh.get("guidance", 1) == 1 or call.steps is None:
+                continue
+            split, together = Placement(profile, mesh), Placement(profile, stage_mesh(mesh, 1))
+            said = (
+                f"{stage.name}: guidance={mesh['guidance']} puts its {branches} branches on devices of their own; "
+                "what they have in common is computed on each"
+            )
+            try:
+                costs = [estimator.step(call, on) for on in (split, together)]
+            except InputError:
+                yield said
+                continue
+            times = [c.time_s(kind) for c in costs]
+            sent = [c.exchange_s(kind) for c in costs]
+            cheaper = int(times[1] < times[0])
+            less = "exchanges" if sent[cheaper] < sent[1 - cheaper] else "computes"
+            where = ",".join(f"{axis}={size}" for axis, size in together.mesh.items())
+            yield (
+                f"{said}: {costs[0].flops / 1e12:.3g} TFLOP and {sent[0]:.3g} s of exchange a step, shared on "
+                f"{where} {costs[1].flops / 1e12:.3g} and {sent[1]:.3g}; {('splitting', 'sharing')[cheaper]} is "
+                f"cheaper, {times[cheaper]:.3g} s to {times[1 - cheaper]:.3g}, as it {less} less"
+            )
+
+
+def to_json(found: Estimate) -> dict[str, Any]:
+    """flops, collectives, time_s and exchange_s, its part in which devices wait for each other, are of one step of a
+    stage with steps."""
+    return {
+        "fits": found.fits,
+        "devices": found.devices,
+        "mesh": dict(found.session.backend.mesh),
+        "stages": [
+            {
+                "name": c.name,
+                "weights_bytes": c.weights_bytes,
+                "activation_bytes": c.activation_bytes,
+                "flops": c.flops,
+                "collectives": {name: {"count": t.count, "bytes": t.bytes} for name, t in c.collectives.items()},
+                "exchange_s": c.exchange_s(found.kind),
+                "time_s": c.time_s(found.kind),
+            }
+            for c in found.costs
+        ],
+    }

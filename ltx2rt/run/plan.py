@@ -1,0 +1,175 @@
+"""The plan of a run: a resolved request with its stages, checked as far as headers tell.
+
+Everything that can be refused is refused here, before a weight is read. The stages are chosen by
+`pipelines` and written in `stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.backend import get_factory
+from ltx2rt.errors import InputError
+from ltx2rt.media.output import check_encoders
+from ltx2rt.notes import note
+from ltx2rt.pipelines import make_request, pipelines
+from ltx2rt.pipelines.request import Loras, Request, distilled_lora
+from ltx2rt.run.files import Files
+from ltx2rt.session.open import opened_checkpoint
+from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
+from ltx2rt.session.session import Session
+from ltx2rt.stages.denoise import RECORDED, noise_name
+from ltx2rt.stages.enhance import check as check_enhancer
+from ltx2rt.stages.enhance import enhance
+from ltx2rt.stages.stage import Stage
+from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.files import TensorFile, identity
+from ltx2rt.weights.lora import STORED, Merge
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved request, its stages, the LoRAs, and what they merge by stage."""
+
+    request: Request
+    stages: tuple[Stage, ...]
+    loras: Loras
+    merges: dict[str, list[Merge]]
+
+    @property
+    def all_merges(self) -> list[Merge]:
+        found: list[Merge] = []
+        for merges in self.merges.values():
+            found += [merge for merge in merges if merge not in found]
+        return found
+
+    def makes(self, what: str) -> bool:
+        """what: FRAMES, SOUND or LENGTH of `stages.stage`."""
+        return any(stage.makes == what for stage in self.stages)
+
+    def merge_lines(self) -> Iterator[str]:
+        """One for each LoRA of each stage, with its role."""
+        distilled = self.loras.distilled and str(self.loras.distilled.path)
+        for stage, merges in self.merges.items():
+            yield from (merge.line(stage, "distilled" if merge.file == distilled else "") for merge in merges)
+        if self.request.distilled in ("optional", "default") and not distilled:
+            yield f"{self.request.name}: on the weights as they are, with no distilled LoRA"
+
+
+def prepared(options: ModelOptions, request: Request, files: Files) -> tuple[Checkpoint, Request]:
+    """The opened checkpoint and the resolved request, once everything is checked that needs no framework.
+
+    The request has a seed. Raises InputError.
+    """
+    options.check()
+    request.check()
+    request.check_options(options)
+    request.check_files()
+    files.check(request.seeds, [*options.files, *request.files])
+    checkpoint = opened_checkpoint(options)
+    files.check(request.seeds, checkpoint.files)
+    check_enhancing(request, checkpoint)
+    request = request.resolved(checkpoint.config)
+    if files.output is not None:
+        check_encoders(files.output)  # last: its import takes as long as all the rest
+    return checkpoint, request
+
+
+def resolved(
+    checkpoint: Checkpoint, options: ModelOptions, request: Request
+) -> tuple[Request, Loras, tuple[Stage, ...]]:
+    """The request against the model, its LoRAs and its stages. Raises InputError."""
+    request.check_options(options)
+    request.check_files()
+    request = request.resolved(checkpoint.config)
+    distilled = distilled_lora(request, options, checkpoint.distilled_lora)
+    loras = Loras(tuple(map(_planned, options.loras)), distilled and _planned(distilled))
+    return request, loras, tuple(request.stages(checkpoint.config, options, loras))
+
+
+def _planned(lora: LoraSpec) -> LoraSpec:
+    """The LoRA with the file that has its name now; as it is if there is none, which loading refuses."""
+    with suppress(OSError):
+        return PlannedLora(lora.path, lora.strength, lora.stage, identity(lora.path))
+    return lora
+
+
+def resolved_stages(checkpoint: Checkpoint, options: ModelOptions, request: Request) -> tuple[Stage, ...]:
+    return resolved(checkpoint, options, request)[2]
+
+
+def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, ...]:
+    """Of a clip of default size, by the first pipeline that makes one of this model from a prompt alone."""
+    for name in pipelines():
+        with suppress(InputError):
+            return resolved_stages(checkpoint, options, make_request(name, prompt="a clip", seed=0))
+    return ()
+
+
+def make_plan(session: Session, request: Request) -> Plan:
+    """Resolve the request against the model and check everything that headers tell but memory. Raises InputError."""
+    request, loras, stages = resolved(session.checkpoint, session.options, request)
+    for stage in stages:
+        stage.check(session)
+    merges = session.audit(stages)
+    _check_noise(request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()])
+    return Plan(request, stages, loras, merges)
+
+
+def make_enhanced_plan(session: Session, request: Request) -> Plan:
+    """As `make_plan`, with the prompt written out if that is asked for, once nothing but memory can be refused."""
+    check_enhancing(request, session.checkpoint)
+    plan = make_plan(session, request)
+    enhanced = with_enhanced_prompt(plan.request, session.checkpoint, session.options)
+    return plan if enhanced is plan.request else make_plan(session, enhanced)
+
+
+def with_enhanced_prompt(request: Request, checkpoint: Checkpoint, options: ModelOptions) -> Request:
+    """The request with its `enhanced_prompt`, if it asks for one and has none yet. Its seed is known."""
+    if not to_enhance(request):
+        return request
+    seed = request.seed if request.enhance_seed is None else request.enhance_seed
+    assert seed is not None, "the request is not resolved"
+    note("Gemma 3 writes the prompt out ...", prefix="")
+    on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
+    text = enhance(checkpoint, request.prompt, request.first_image, seed, options.dtype or "auto", on_gpu)
+    note(f"enhanced prompt: {text}", prefix="")
+    return replace(request, enhanced_prompt=text)
+
+
+def to_enhance(request: Request) -> bool:
+    return request.enhance_prompt and request.enhanced_prompt is None
+
+
+def check_enhancing(request: Request, checkpoint: Checkpoint) -> None:
+    """Raises InputError, from headers alone."""
+    if request.enhance_seed is not None and not 0 <= request.enhance_seed < 2**63:
+        raise InputError(f"--enhance-seed: {request.enhance_seed}, expected 0 or more and below 2^63")
+    if to_enhance(request):
+        check_enhancer(checkpoint, request.first_image)
+
+
+def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Every tensor that the run draws is in --noise-in, in its shape, and nothing else but other records of a run."""
+    if path is None:
+        return
+    file, expected = TensorFile(path), dict(draws)
+    names = {stream: noise_name(file, stream) for stream in expected}
+    for stream, shape in expected.items():
+        if (name := names[stream]) is None:
+            raise InputError(f"--noise-in: {path} has no tensor {stream}; it must hold {', '.join(expected)}")
+        info = file.info(name)
+        if tuple(info.shape) != shape or info.dtype not in STORED:
+            raise InputError(
+                f"--noise-in: {name} in {path} is {info.dtype} {list(info.shape)}, expected float32 {list(shape)}"
+            )
+    if extra := sorted(n for n in file.names() if n not in names.values() and not RECORDED.fullmatch(n)):
+        raise InputError(f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read")
+    for name in filter(None, names.values()):
+        if not np.isfinite(file.read(name).astype(np.float32)).all():
+            raise InputError(f"--noise-in: {name} in {path} holds NaN or infinite values; expected N(0, 1)")

@@ -1,0 +1,100 @@
+"""Run a plan: its stages in order, watched, up to the frames, which are made when they are taken."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TextIO
+
+import numpy as np
+
+from ltx2rt.notes import note
+from ltx2rt.run.plan import Plan, make_plan
+from ltx2rt.run.report import report_of
+from ltx2rt.session.session import Session
+from ltx2rt.session.stopwatch import Progress, Stopwatch
+from ltx2rt.stages.stage import LENGTH, State
+
+
+def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> None:
+    """The stages in order. The frames are made when they are taken from `state.frames`."""
+    session.weights.loading = lambda network: watch.apart("load", f"loading the weights of {network}")
+    session.building = watch.building
+    with session.compiling_ahead(plan.stages):
+        for stage in plan.stages:
+            watch.check()
+            stage.run(session, state, watch)
+            session.leave(stage)
+
+
+def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
+    """The plan for as many frames as the model chooses for the prompt, where it is to; it was made for the longest.
+
+    What encodes the prompt has run then, and the session remembers it.
+    """
+    if plan.request.auto_duration is None:
+        return plan
+    state, watch = State(), Stopwatch(stream, synchronize=session.backend.synchronize)
+    last = next(i for i, stage in enumerate(plan.stages) if stage.makes == LENGTH)
+    run_stages(session, replace(plan, stages=plan.stages[: last + 1]), watch, state)
+    assert state.num_frames, "the duration stage says how many"
+    if session.backend.is_main:
+        fps = plan.request.fps
+        clip_s = float(state.num_frames / fps)
+        note(f"the prompt asks for {state.seconds:.2f} s: {state.num_frames} frames, {clip_s:.2f} s")
+    return make_plan(session, replace(plan.request, num_frames=state.num_frames, auto_duration=None))
+
+
+def warm_up(session: Session, plan: Plan) -> None:
+    """Compile and load everything: the same run with one step a stage, its result thrown away."""
+    session.weights.again = True
+    state, silent = State(max_steps=1), Stopwatch(synchronize=session.backend.synchronize)
+    run_stages(session, plan, silent, state)
+    for frames in state.frames:
+        deque(frames, maxlen=0)
+
+
+def produce(
+    session: Session,
+    plan: Plan,
+    *,
+    keep: bool = False,
+    warmup: bool = False,
+    stream: TextIO | None = None,
+    verbose: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    look: Callable[[Callable[[], np.ndarray]], None] | None = None,
+) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
+    """Run the plan, which fits the device, up to its frames: (state, watch, report).
+
+    report() is the dict of `--report`, once the frames are taken.
+    """
+    work = {c.name: float(c.steps * c.flops) for c in session.costs(plan.stages)} if on_progress else {}
+    built, loaded = session.backend.num_built, session.weights.loaded_bytes
+    watch = Stopwatch(
+        stream,
+        synchronize=session.backend.synchronize,
+        observer=on_progress,
+        cancelled=cancelled or (lambda: False),
+        agree=session.backend.agree,
+        work=work,
+        verbose=verbose,
+        look=look or (lambda latents: None),
+    )
+    if warmup:
+        with watch.apart("warmup", "warming up"):
+            warm_up(session, plan)
+    state = State(keep=keep)
+    run_stages(session, plan, watch, state)
+
+    def report() -> dict[str, Any]:
+        return report_of(session, plan, watch, session.backend.num_built - built, session.weights.loaded_bytes - loaded)
+
+    return state, watch, report
+
+
+def sample_rate(session: Session, state: State) -> int:
+    """Of the state's waveforms in Hz, or of those that the model would make."""
+    return state.sample_rate or session.config.vocoder.sample_rate

@@ -1,0 +1,89 @@
+"""Write what a run has made: every file whole, or none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import repeat
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.media.mp4 import AAC_BITS_PER_S
+from ltx2rt.media.output import FileState, remove_made, write_clip
+from ltx2rt.pipelines.request import Request
+from ltx2rt.run.files import Files, video_files, write_report
+from ltx2rt.run.plan import Plan
+from ltx2rt.run.report import comment
+from ltx2rt.run.run import sample_rate
+from ltx2rt.session.session import Session
+from ltx2rt.stages.stage import FRAMES, State
+from ltx2rt.weights.files import write_arrays
+
+BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
+PNG_BYTES_PER_PIXEL = 3.1  # at most: uncompressed
+
+
+def write_files(
+    session: Session, plan: Plan, state: State, files: Files, report: Callable[[], dict[str, Any]]
+) -> list[Path]:
+    """Write the clips, which decodes their frames, and what else was asked for. A run that fails leaves no file.
+
+    Returns the names of the clips; without any, that of the latents.
+    """
+    outputs = video_files(files.output, plan.request.seeds)
+    with ExitStack() as undo:
+        videos = state.frames if plan.makes(FRAMES) else repeat(iter(()))
+        for i, output in enumerate(outputs):
+            waveform = None if state.waveforms is None else state.waveforms[i]
+            rate = sample_rate(session, state)
+            made = save(session, plan.request, i, output, next(videos), waveform, rate, files.metadata)
+            undo.callback(remove_made, made)
+        if files.latents_out:
+            write_arrays(files.latents_out, state.record)
+            undo.callback(files.latents_out.unlink, missing_ok=True)
+        if files.report:
+            write_report(files.report, report())
+        undo.pop_all()
+    return outputs or [path for path in (files.latents_out,) if path]
+
+
+def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
+    """Bytes that the run's large files take at most."""
+    request = plan.request
+    pixels, seconds = prod(request.size_px) * request.clip_frames, float(request.clip_frames / request.clip_fps)
+    frames = files.output is not None and files.output.suffix.lower() == ".png"
+    per_pixel = PNG_BYTES_PER_PIXEL if frames else BYTES_PER_PIXEL
+    samples = 2 * seconds * session.config.vocoder.sample_rate
+    clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
+    sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
+    if files.latents_out:  # noise, start, result and what is made of it, each step's latents and x0; samplers' noise
+        draws = [(s.steps(), name, shape) for s in plan.stages for name, shape in s.draws(session.config).items()]
+        copies = [(4 + 2 * steps if name.count(".") == 1 else 1, shape) for steps, name, shape in draws]
+        latents = sum(prod(shape) * count for count, shape in copies)
+        sizes[files.latents_out] = int(4 * (latents + request.num_videos * samples)) + 2**16
+    return sizes
+
+
+def save(
+    session: Session,
+    request: Request,
+    video: int,
+    output: Path,
+    frames: Iterator[np.ndarray],
+    waveform: np.ndarray | None,
+    rate: int,
+    metadata: bool = True,
+) -> dict[Path, FileState]:
+    """Write one video of a request in the form that its name says; the files that were made."""
+    return write_clip(
+        output,
+        frames,
+        num_frames=request.clip_frames,
+        fps=request.clip_fps,
+        waveform=waveform,
+        sample_rate=rate,
+        comment=comment(session, request, video) if metadata else None,
+    )
