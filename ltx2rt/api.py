@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.backend import get_factory
+from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
 from ltx2rt.media.mp4 import to_rgb8
@@ -144,8 +144,8 @@ class Session:
     def plan(self, device_kind: str, devices: int = 1, *, pipeline: str = FIRST, **clip: Any) -> dict[str, Any]:
         """The dict of `ltx2rt plan --json` for such a clip of this model on devices that need not be here."""
         request = make_request(pipeline, **{"prompt": "a plan", "seed": 0, **clip})
-        where = Devices(devices, device_kind)
-        return to_json(estimate(self.resident.options, request, where))
+        where = Devices(device_kind, devices)
+        return to_json(estimate(self.resident.asked, request, where))
 
     def close(self) -> None:
         """Let go of weights and programs once no call runs; closing twice does nothing."""
@@ -163,8 +163,14 @@ class Session:
         self.close()
 
 
-def open(model: str | Path, *, backend: str, **options: Any) -> Session:
-    """Open a checkpoint on a backend. options: the model flags of `generate`. Raises InputError."""
-    given = located(with_mesh(ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions))))
+def open(model: str | Path, *, backend: str = "auto", **options: Any) -> Session:
+    """Open a checkpoint on a backend; auto: the one that is installed, or whose device is here.
+
+    options: the model flags of `generate`. Raises InputError.
+    """
+    if backend == "auto":
+        backend = chosen_backend()
+    given = ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions))
+    given = located(with_mesh(given))
     given.check()
     return Session(open_session(given, stages=partial(usual_stages, options=given)))

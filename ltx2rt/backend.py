@@ -12,10 +12,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ltx2rt.errors import InputError
+from ltx2rt.notes import note
+from ltx2rt.suggest import hint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,6 +131,7 @@ class Backend(Protocol):
     device_kind: str  # as DeviceInfo.kind
     mesh: Mapping[str, int]  # sizes of the mesh axes; empty on one device
     is_main: bool  # whether this process prints and writes
+    runs: bool  # whether it runs programs, rather than standing for devices that are not here
     num_processes: int  # that take work in turns by `on`; 1 where every process runs every program
     versions: dict[str, str]
 
@@ -137,11 +141,17 @@ class Backend(Protocol):
         ...
 
     def load(
-        self, graphs: Iterable[Graph], source: TensorSource, base: Any = None, changed: Set[str] = frozenset()
+        self,
+        graphs: Iterable[Graph],
+        source: TensorSource,
+        base: Any = None,
+        changed: Set[str] = frozenset(),
+        streamed: Set[tuple[str, int]] = frozenset(),
     ) -> Any:
         """Weights of all parameters of `graphs`, on the device, each cast once to the graph's dtype.
 
         base: weights loaded before; every tensor of theirs that `changed` does not name is shared, not copied.
+        streamed: pieces that stay in the host's memory (`placement.stream`), of a backend whose factory `streams`.
         """
         ...
 
@@ -230,7 +240,8 @@ class BackendFactory(Protocol):
     name: str
     accelerator: str  # what it runs on besides a CPU, in a word: "GPU", "TPU"
     process_per_device: bool  # else one process drives all devices of a host
-    packages: tuple[str, ...]  # the distributions that it computes with
+    packages: tuple[str, ...]  # the distributions that it computes with, its framework first
+    streams: bool  # whether `Backend.load` can keep layers in the host's memory
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         """(this process, how many there are) of a launch. Raises InputError if the environment contradicts itself."""
@@ -283,15 +294,52 @@ class BackendFactory(Protocol):
         ...
 
 
+DEVICE_FILES = {"GPU": ("nvidia[0-9]*",), "TPU": ("accel[0-9]*", "vfio/[0-9]*")}  # by accelerator
+
+
 def backend_names() -> list[str]:
     return sorted(e.name for e in entry_points(group="ltx2rt.backends"))
+
+
+def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
+    """The backend for a run that names none; unless quiet, a line says which and why.
+
+    It is the installed one, or of several the one whose device is here, or the first. Imports no
+    framework. Raises InputError if none is installed.
+    """
+    factories = [get_factory(name) for name in backend_names()]
+    installed = [f for f in factories if find_spec(f.packages[0])]
+    if not installed:
+        packages = "'ltx2rt[cuda]' or 'ltx2rt[tpu]'"
+        raise InputError(f"--backend: none is installed; install one with: pip install {packages}")
+    names = " and ".join(f.name for f in installed)
+    here = [f for f in installed if _has_device(f, devices)]
+    name = (here or installed)[0].name
+    if len(installed) == 1:
+        why = "the only one installed"
+    elif here:
+        why = f"{names} are installed, a {here[0].accelerator} is here"
+    else:
+        why = f"{names} are installed, no accelerator is here"
+    if not quiet:
+        note(f"backend {name}: {why}", prefix="")
+    return name
+
+
+def _has_device(factory: BackendFactory, devices: Path) -> bool:
+    patterns = DEVICE_FILES.get(factory.accelerator, ())
+    return any(True for pattern in patterns for _ in devices.glob(pattern))
 
 
 def get_factory(name: str) -> BackendFactory:
     """What the entry point `name` of the group `ltx2rt.backends` names. InputError if there is none."""
     found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
     if not found:
-        raise InputError(f"unknown backend {name!r}; known backends: {', '.join(backend_names())}")
+        known = backend_names()
+        advice = hint(name, known)
+        if name.lower() == "cpu":
+            advice = "; for a CPU add --device cpu to one of them"
+        raise InputError(f"unknown backend {name!r}; known backends: {', '.join(known)}{advice}")
     with _installed(name):
         return found[0].load()
 

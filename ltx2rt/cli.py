@@ -1,8 +1,8 @@
 """The command line: flags in, exit status out.
 
-Decides which commands there are and how failures are reported: 2 for bad input, 1 for any other failure, 130 when
-interrupted, one line on stderr each time. What a command reads and does stands in its own module, which is imported
-when it is called, so that `--help` is instant.
+Decides which commands there are and how failures are reported: 2 for bad input, 1 for any other
+failure, 130 when interrupted, one line on stderr each time. Flags and work of a command are in its
+own module, which is imported when it is called, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -24,51 +25,106 @@ from ltx2rt.fatal import on_fatal
 from ltx2rt.notes import LOGGER
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
+from ltx2rt.suggest import hint
 from ltx2rt.version import VERSION
 
 COMMANDS = {
-    "generate": "turn a prompt into one MP4 with sound",
-    "serve": "serve OpenAI's video routes and a page, with a queue that survives what dies",
-    "batch": "make the clips of a file of jobs, one a line",
-    "worker": "run the jobs of a server, which starts it",
+    "generate": "generate a video with sound from a prompt",
+    "serve": "serve OpenAI's video API and a web page, with a durable queue",
+    "batch": "generate the clips of a file of jobs, one job a line",
+    "worker": "run jobs for `ltx2rt serve`, which starts it",
     "probe": "run one network on given tensors",
-    "weights make": "write a random checkpoint in a real layout",
-    "weights inspect": "say what a file or folder is",
-    "weights fetch": "download a model of the hub",
-    "weights merge": "write tensors with LoRAs merged",
+    "weights make": "write a random checkpoint in a released layout",
+    "weights inspect": "describe a model file or folder",
+    "weights fetch": "download a model from the Hugging Face hub",
+    "weights merge": "write tensors with LoRAs merged into them",
     "compare": "measure how close two clips are",
-    "graph": "print the graph of a network, placed on a mesh if asked",
-    "plan": "say what a run costs on devices that need not be here",
-    "compile": "compile a run's networks for TPUs that need not be here",
+    "graph": "print the graph of a network",
+    "plan": "estimate memory and time of a run, also for hardware you do not have",
+    "compile": "compile the networks of a run for TPUs you do not have",
     "devices": "list the backends and their devices",
 }
+FIRST_STEPS = """\
+first steps:
+  ltx2rt devices                                    what this machine has
+  ltx2rt weights fetch Lightricks/LTX-2.3           download a model
+  ltx2rt plan --preset ltx-2.3 --device-kind h100   estimate memory and time on one H100
+  ltx2rt generate --model Lightricks/LTX-2.3 --prompt "a red fox in the snow" --output fox.mp4
+
+`ltx2rt COMMAND --help` lists the flags of a command.
+"""
+RANKED = ("generate", "probe", "worker")  # commands that several processes may run together
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 MESSAGE = 2000  # characters of an error
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in one line and no guessing of abbreviated flags.
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Usage names the required flags alone; `FLAG X ...` stands for one or more values."""
 
-    fill: adds the command's flags, when they are needed.
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32)
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        choices = [action for g in groups if g.required for action in g._group_actions]
+        needed = [action for action in actions if action.required or action in choices]
+        rest = [argparse.Action([], "flags", metavar="[flags]")] * (len(needed) < len(actions))
+        super().add_usage(usage, [*needed, *rest], groups, prefix)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == "+":
+            return f"{action.metavar or default_metavar} ..."
+        return super()._format_args(action, default_metavar)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with its errors in one line, with guesses, and without abbreviated flags.
+
+    fill: adds the command's flags, when they are needed; `words` is then what follows the command.
     """
 
     def __init__(self, *args: Any, fill: Callable[[Parser], None] | None = None, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, allow_abbrev=False, formatter_class=Formatter, **kwargs)
         self.fill = fill
+        self.words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.fill is not None:
-            fill, self.fill = self.fill, None
-            fill(self)
+            fill, self.fill, self.words = self.fill, None, list(args)
+            try:
+                fill(self)
+            except InputError as error:
+                self.error(str(error))
+            self._refuse_unknown_flags()
         known, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:  # else the parser of all commands would say so
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            before = self.words[: self.words.index(unknown[0])][-2:]  # `--prompt a red fox`
+            in_quotes = "; put the prompt in quotes" if "--prompt" in before else ""
+            self.error(f"unrecognized: {' '.join(unknown)}{in_quotes}")
         return known, unknown
+
+    def _refuse_unknown_flags(self) -> None:
+        known = self._option_string_actions
+        for word in self.words:
+            name = word.partition("=")[0]
+            if word == "--":
+                return
+            if re.match("--?[A-Za-z]", word) and " " not in name and name not in known:
+                shown = [flag for flag in known if known[flag].help != argparse.SUPPRESS]
+                self.error(f"unrecognized flag {name}{hint(name, shown)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """argparse's check of `choices`, with a guess."""
+        if action.choices is None or value in action.choices:
+            return
+        choices, what = list(action.choices), "/".join(action.option_strings) or "command"
+        meant = hint(value, [*choices, *COMMANDS] if what == "command" else choices)
+        self.error(f"{what}: {value!r}, expected one of {', '.join(choices)}{meant}")
 
     def error(self, message: str) -> NoReturn:
         if not _first():  # all ranks have the same flags
             self.exit(BAD_INPUT)
-        self.exit(BAD_INPUT, f"ltx2rt: error: {_shortened(message)}; see `{self.prog} --help`\n")
+        see = "" if message.endswith("?") else f"; see `{self.prog} --help`"
+        self.exit(BAD_INPUT, f"ltx2rt: error: {_shortened(message)}{see}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shrunk(crew: Crew | None) -> None:
-    """A mapped file that becomes shorter while it is read is a SIGBUS: end with a line if that is why."""
+    """End with a line if a mapped file became shorter while it was read, which is a SIGBUS."""
     from ltx2rt.weights.files import check_opened
 
     try:
@@ -122,7 +178,7 @@ def _shrunk(crew: Crew | None) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once, its files cleaned up: a compiler's threads that still work crash a slower end."""
+    """End this process at once: threads of a compiler that still work crash a slower end."""
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -147,11 +203,13 @@ def _shortened(message: str) -> str:
 
 
 def _join(args: argparse.Namespace) -> Crew | None:
-    """The other ranks, if this process is one of several; all were given the same arguments and files."""
-    if not hasattr(args, "backend") or args.command in ("serve", "batch"):  # their workers are the ranks
+    """The other ranks, if this process is one of several, with the same arguments and files."""
+    if args.command not in RANKED:
         return None
     from ltx2rt.backend import backend_names, get_factory, get_rendezvous
+    from ltx2rt.commands.options import choose_backend
 
+    choose_backend(args, quiet=not _first())
     if args.backend not in backend_names():
         return None
     factory = get_factory(args.backend)
@@ -185,21 +243,24 @@ def _first() -> bool:
 
 
 def parser() -> Parser:
-    top = Parser(prog="ltx2rt", description="Generate video with sound by LTX-2, with PyTorch or JAX.")
+    about = "Generate video with sound by LTX-2, with PyTorch or JAX."
+    top = Parser(prog="ltx2rt", description=about, epilog=FIRST_STEPS)
     top.add_argument("--version", action="version", version=f"ltx2rt {VERSION}")
     groups = {"": top.add_subparsers(metavar="COMMAND", required=True)}
     for name, help in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
-            below = groups[""].add_parser(group, help=f"make, inspect or merge {group}")
+            below = groups[""].add_parser(group, help=f"make, inspect, fetch or merge {group}")
             groups[group] = below.add_subparsers(metavar="COMMAND", required=True)
-        added = groups[group].add_parser(last, help=help, description=help, fill=partial(_call, name, "flags"))
+        fill = partial(_call, name, "flags")
+        about = f"{help[0].upper()}{help[1:]}."
+        added = groups[group].add_parser(last, help=help, description=about, fill=fill)
         added.set_defaults(command=name)
     return top
 
 
 def _call(name: str, function: str, *args: Any) -> Any:
-    """What a command's module has: `flags`, `main`, `files`; of one in a group, with its own name in front."""
+    """Call `flags`, `main` or `files` of a command's module; in a group its own name is in front."""
     module, _, last = name.partition(" ")
     function = {"flags": f"{last}_flags", "main": last}[function] if last else function
     return getattr(import_module(f"ltx2rt.commands.{module}"), function)(*args)

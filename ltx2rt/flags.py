@@ -1,57 +1,111 @@
 """A flag is written once: on the dataclass field that holds its value.
 
-`flag` declares default, spelling, help and parser of a field; from the fields are made the command line's parser
-(`add_flags`), the values that it read (`given_flags`) and the keywords of the Python interface (`convert`). Which
-dataclasses a command reads is the command's business.
+`flag` declares a field's default, help, group, parser and bounds. From the fields come the flags
+of the command line (`add_flags`), the values that it read (`given_flags`) and the keywords of the
+Python interface (`keywords`). Each command chooses the dataclasses that it reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.suggest import hint, nearest
 
-NATIVE = (int, float, Path)  # read by argparse itself, which names the flag in its error
-KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "True or False"}
+GROUPS = (  # titles in `--help`, in this order
+    "pipeline", "network", "model", "clip", "conditioning", "guidance", "sampling",
+    "devices and memory", "server", "jobs", "output", "log",
+)  # fmt: skip
+KINDS = {  # parsers: name of a value in `--help`, and what an error expects
+    bool: ("", "True or False"),
+    int: ("N", "a whole number"),
+    float: ("X", "a number"),
+    Path: ("PATH", "a path"),
+    str: ("TEXT", "text"),
+}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """How a field is spelled and read. parse: text to value, `bool` for a switch; repeat: a tuple of such values.
+    """How a field is spelled and read.
 
-    name: the flag, if it is not the field's name with dashes; a switch of a field that is True by default starts with
-    `--no-`. keyword: a second name in the Python interface.
+    parse: text to value, `bool` for a switch; repeat: the field is a tuple of such values.
+    group: its title in `--help`. metavar: several names if the flag takes that many values.
+    least, most, above: bounds that hold for every model; `above` itself is out of them.
+    name: the flag, if it is not the field's name with dashes; a switch of a field that is True by
+    default starts with `--no-`. keyword: a second name in the Python interface.
     """
 
     help: str
-    parse: Callable[[str], Any] = str
-    name: str | None = None
-    metavar: str | None = None
+    parse: Callable[[str], Any]
+    group: str | None = None
+    metavar: str | tuple[str, ...] | None = None
     choices: tuple[str, ...] | None = None
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
     repeat: bool = False
+    name: str | None = None
     keyword: str | None = None
 
+    def admits(self, number: float | Fraction) -> bool:
+        """Whether the number is finite and within the bounds."""
+        return (
+            abs(number) < math.inf
+            and (self.least is None or number >= self.least)
+            and (self.most is None or number <= self.most)
+            and (self.above is None or number > self.above)
+        )
 
-def flag(default: Any, help: str = "", parse: Callable[[str], Any] = str, **spelling: Any) -> Any:
-    """A dataclass field with a flag. default: MISSING for a required one; spelling: the other fields of `Flag`."""
-    metadata = {"flag": Flag(help, parse, **spelling)}
+    @property
+    def bounds(self) -> str:
+        """The numbers that it admits, in words."""
+        if self.least is not None and self.most is not None:
+            return f"{_shown(self.least)} to {_shown(self.most)}"
+        if self.least == 0:
+            return "0 or more"
+        bounds = {"at least": self.least, "more than": self.above, "at most": self.most}
+        words = [f"{word} {_shown(n)}" for word, n in bounds.items() if n is not None]
+        return " and ".join(words) or "a finite number"
+
+
+def flag(default: Any, help: str, parse: Callable[[str], Any] | None = None, **how: Any) -> Any:
+    """A dataclass field with a flag.
+
+    default: MISSING for a required flag. parse: None for the type of the default, or text.
+    how: the other fields of `Flag`.
+    """
+    if parse is None:
+        parse = next((kind for kind in KINDS if isinstance(default, kind)), str)
+    metadata = {"flag": Flag(help, parse, **how)}
     if isinstance(default, Mapping):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+def flag_like(type_: type, name: str, default: Any = ..., **how: Any) -> Any:
+    """A field with the flag of another type's field, but for what is given here."""
+    f = flagged(type_)[name]
+    metadata = {"flag": replace(f.metadata["flag"], **how)}
+    return field(default=f.default if default is ... else default, metadata=metadata)
+
+
 def flagged(*types: type) -> dict[str, Field]:
-    """The fields that have flags, by name; of a name that several types have, the first type's."""
+    """The fields that have flags, by name; the first type that has a name gives its field."""
     found: dict[str, Field] = {}
     for type_ in types:
         for f in fields(type_):
-            if "flag" in f.metadata:
-                found.setdefault(f.name, f)
+            if "flag" not in f.metadata:
+                continue
+            if f.metadata["flag"].parse is str and "str" not in str(f.type):
+                raise TypeError(f"{type_.__name__}.{f.name}: {f.type} needs a parser in its flag")
+            found.setdefault(f.name, f)
     return found
 
 
@@ -60,32 +114,62 @@ def spelling(f: Field) -> str:
 
 
 def add_flags(
-    parser: Any, *types: type, only: Iterable[str] | None = None, but: Iterable[str] = (), **defaults: Any
+    parser: Any,
+    *types: type,
+    only: Iterable[str] | None = None,
+    but: Iterable[str] = (),
+    hidden: bool = False,
+    **defaults: Any,
 ) -> None:
-    """Add the flags of the types' fields, all but `but` or `only` some; `defaults` replace the fields' own.
+    """Add the flags of the types' fields: all, `only` some, or all but some.
 
+    hidden: `--help` does not show them. `defaults` replace the fields' own in the help.
     A flag that is not given leaves nothing in the namespace.
     """
-    found, but = flagged(*types), set(but)
+    found, titled, left_out = flagged(*types), groups(parser), set(but)
     for name in found if only is None else only:
-        if name in but:
+        if name in left_out:
             continue
-        f, default = found[name], defaults.get(name, found[name].default)
+        f = found[name]
         how: Flag = f.metadata["flag"]
-        words: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": how.help}
-        if default is MISSING and f.default_factory is MISSING:
-            words["required"] = True
+        default = defaults.get(name, f.default)
+        required = default is MISSING and f.default_factory is MISSING
+        words: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "required": required}
+        words["help"] = argparse.SUPPRESS if hidden else _help(how, default, required)
         if how.parse is bool:
             words["action"] = "store_false" if default is True else "store_true"
         else:
-            words |= {"metavar": how.metavar, "choices": how.choices}
-            if how.parse in NATIVE:
-                words["type"] = how.parse
-            if how.repeat:
-                words |= {"nargs": "+", "action": "extend"}
-            elif isinstance(default, (int, float, str, Fraction)) and default != "" and "default" not in how.help:
-                words["help"] = f"{how.help} (default: {_shown(default)})".lstrip()
-        parser.add_argument(spelling(f), **words)
+            words["metavar"] = _metavar(how)
+        if how.repeat:
+            several = len(how.metavar) if isinstance(how.metavar, tuple) else "+"
+            words |= {"nargs": several, "action": "extend"}
+        titled.get(how.group, parser).add_argument(spelling(f), **words)
+
+
+def groups(parser: Any) -> dict[str | None, Any]:
+    """The parser's argument groups by title, with those of GROUPS; empty ones are not shown."""
+    titles = {group.title for group in parser._action_groups}
+    for title in GROUPS:
+        if title not in titles:
+            parser.add_argument_group(title)
+    return {group.title: group for group in parser._action_groups}
+
+
+def _metavar(how: Flag) -> str | tuple[str, ...]:
+    kind, _ = KINDS.get(how.parse, ("VALUE", ""))
+    return how.metavar or "|".join(how.choices or ()) or kind
+
+
+def _help(how: Flag, default: Any, required: bool) -> str:
+    text = how.help
+    has_text = isinstance(default, (int, float, str, Fraction)) and not isinstance(default, bool)
+    if text == argparse.SUPPRESS:
+        return text
+    if required:
+        text += " (required)"
+    elif has_text and default != "" and "default" not in text:
+        text += f" (default: {_shown(default)})"
+    return text.replace("%", "%%")
 
 
 def _shown(value: Any) -> str:
@@ -93,13 +177,13 @@ def _shown(value: Any) -> str:
 
 
 def given_flags(args: argparse.Namespace, *types: type) -> dict[str, Any]:
-    """Values by field name of the flags that were given. Raises InputError for what a flag's parser refuses."""
-    found = {name: f for name, f in flagged(*types).items() if getattr(args, name, None) is not None}
-    return {name: convert(f, getattr(args, name)) for name, f in found.items()}
+    """Values of the given flags by field name. Raises InputError for a value that is refused."""
+    given = {name: (f, getattr(args, name, None)) for name, f in flagged(*types).items()}
+    return {name: convert(f, value) for name, (f, value) in given.items() if value is not None}
 
 
 def words_of(args: argparse.Namespace, *types: type) -> list[str]:
-    """The flags that were given, as words for another command."""
+    """The given flags as words for another command."""
     words = []
     for name, f in flagged(*types).items():
         if not hasattr(args, name):
@@ -107,24 +191,27 @@ def words_of(args: argparse.Namespace, *types: type) -> list[str]:
         how, value = f.metadata["flag"], getattr(args, name)
         if how.parse is bool:
             words.append(spelling(f))
+        elif isinstance(how.metavar, tuple):
+            words += [spelling(f), *map(str, value)]
         else:
             words += [f"{spelling(f)}={one}" for one in (value if how.repeat else [value])]
     return words
 
 
 def convert(f: Field, value: Any) -> Any:
-    """A value for the field from what the command line or a Python caller gave: text is parsed, lists become tuples.
+    """The field's value from text of the command line or an object of a Python caller.
 
-    Raises InputError naming the flag.
+    Text is parsed, lists become tuples, choices and bounds are checked. Raises InputError naming
+    the flag.
     """
+    if not f.metadata["flag"].repeat:
+        return _one(f, value)
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    return tuple(_one(f, item) for item in (value if several else [value]))
+
+
+def _one(f: Field, value: Any) -> Any:
     how: Flag = f.metadata["flag"]
-    if how.repeat:
-        given = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
-        return tuple(_one(f, how, item) for item in given)
-    return _one(f, how, value)
-
-
-def _one(f: Field, how: Flag, value: Any) -> Any:
     if value is None and f.default is None:
         return None
     parse: Any = how.parse
@@ -133,27 +220,49 @@ def _one(f: Field, how: Flag, value: Any) -> Any:
         if value is None or (parse is bool) != is_switch:
             raise ValueError
         found = parse(value)
-        wrong = isinstance(value, float) and found != value if parse is int else parse is str and found != value
-        if wrong and not isinstance(value, Path):
+        if parse is int:
+            wrong = isinstance(value, float) and found != value
+        else:
+            wrong = parse is str and found != value and not isinstance(value, Path)
+        if wrong:
             raise ValueError
-        value = found
     except InputError:
         raise
     except (AttributeError, TypeError, ValueError, OverflowError):
-        kind = KINDS.get(parse) or how.metavar or parse.__name__.replace("parse_", "")
+        _, kind = KINDS.get(parse, ("", how.metavar or parse.__name__.replace("parse_", "")))
         raise InputError(f"{spelling(f)}: {str(value)[:80]!r}, expected {kind}") from None
-    if how.choices and value not in how.choices:
-        raise InputError(f"{spelling(f)}: {value!r}, expected one of {', '.join(how.choices)}")
-    return value
+    if how.choices and found not in how.choices:
+        known = f"expected one of {', '.join(how.choices)}{hint(str(found), how.choices)}"
+        raise InputError(f"{spelling(f)}: {str(found)[:80]!r}, {known}")
+    _check_bounds(f, found)
+    return found
+
+
+def check_bounds(given: Any) -> None:
+    """Refuse the numbers of a dataclass that are out of their fields' bounds. Raises InputError."""
+    for name, f in flagged(type(given)).items():
+        value = getattr(given, name)
+        for one in value if isinstance(value, tuple) else [value]:
+            _check_bounds(f, one)
+
+
+def _check_bounds(f: Field, value: Any) -> None:
+    how: Flag = f.metadata["flag"]
+    if isinstance(value, (int, float, Fraction)) and not how.admits(value):
+        expected = how.bounds if abs(value) < math.inf else "a finite number"
+        raise InputError(f"{spelling(f)}: {_shown(value)[:20]}, expected {expected}")
 
 
 def keywords(given: Mapping[str, Any], *types: type) -> dict[str, Any]:
-    """Values by field name from the keywords of a Python caller. Raises InputError for one that no type has."""
+    """Values by field name from a Python caller's keywords. Raises InputError."""
     found = flagged(*types)
-    names = {name: name for name in found} | {spelling(f)[2:].replace("-", "_"): name for name, f in found.items()}
-    names |= {f.metadata["flag"].keyword: name for name, f in found.items() if f.metadata["flag"].keyword}
+    names = {name: name for name in found}
+    names |= {spelling(f)[2:].replace("-", "_"): name for name, f in found.items()}
+    names |= {f.metadata["flag"].keyword or name: name for name, f in found.items()}
     if unknown := sorted(given.keys() - names.keys()):
-        raise InputError(f"unknown keyword {unknown[0]!r}; known: {', '.join(sorted(found))}")
+        near = nearest(unknown[0], names)
+        known = f"did you mean {near}?" if near else f"known: {', '.join(sorted(found))}"
+        raise InputError(f"unknown keyword {unknown[0][:80]!r}; {known}")
     values = {}
     for name, value in given.items():
         converted = convert(found[names[name]], value)

@@ -81,8 +81,9 @@ def test_every_flag_arrives():
     options = ModelOptions(
         "cuda", Path("m"), Path("g"), Path("u"), Path("v"), LoraSpec(Path("d"), 0.5),
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
-        True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True, 3.5,
-        video_vae=Path("vv"), audio_vae=Path("av"), duration_head=Path("dh"), video_decoder="diffusion", offline=True,
+        True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True,
+        max_memory=3.5, video_vae=Path("vv"), audio_vae=Path("av"), duration_head=Path("dh"),
+        video_decoder="diffusion", offline=True,
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
     request = OneStage(
@@ -147,9 +148,9 @@ def test_profile_shown_for_devices(kind, count, expected):
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"--steps": "0"}, "--steps: 0, expected at least 1"),
+        ({"--steps": "0"}, "--steps: 0, expected 1 to 10000"),
         ({"--seed": "-1"}, "--seed: -1"),
-        ({"--steps": "many"}, "invalid int value: 'many'"),
+        ({"--steps": "many"}, "--steps: 'many', expected a whole number"),
         ({"--image": "cat.png"}, "expected FILE:FRAME"),
         ({"--fps": "fast"}, "--fps: 'fast'"),
         ({"--model": "/nowhere"}, "--model: /nowhere does not exist"),

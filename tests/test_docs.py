@@ -49,6 +49,7 @@ RELEASED = {  # name of a released file -> what stands for it
     "ltx-2.3-22b-distilled-lora-384-1.1.safetensors": "tiny-2.3-distilled-lora.safetensors",
     "gemma-3": "gemma-3",
 }
+COMFYUI = dict(zip(RELEASED, ("checkpoints", "latent_upscale_models", "loras", "text_encoders"), strict=True))
 PROGRAMS = {"ltx2rt": "-m ltx2rt", "torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
 QUICK = ("graph", "plan", "weights", "devices", "compare")  # commands that are run wherever they stand
 
@@ -122,6 +123,9 @@ def clone(tmp_path_factory, tiny) -> Path:
     (folder / "MODEL_DIR").mkdir()
     for name, stand_in in RELEASED.items():
         (folder / "MODEL_DIR" / name).symlink_to(made / stand_in)
+    for name, home in COMFYUI.items():
+        (folder / "ComfyUI" / "models" / home).mkdir(parents=True)
+        (folder / "ComfyUI" / "models" / home / name).symlink_to(made / RELEASED[name])
     (folder / "demo").mkdir()
     (folder / "examples").mkdir()
     (folder / "examples" / "tiny-trained").symlink_to(made)

@@ -16,23 +16,28 @@ import torch.distributed as dist
 
 from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Graph, Type, numbered
+from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.devices import gpu_reserve_bytes
-from ltx2rt.weights.float8 import EncodedSource, Piece
+from ltx2rt.placement.stream import Piece, moves, stack_of
+from ltx2rt.placement.stream import pieces as pieces_of
+from ltx2rt.weights.float8 import EncodedSource
+from ltx2rt.weights.float8 import Piece as Cuts
 from ltx2rt.weights.lora import Factors, row_chunks
 from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
 from ltx2rt_cuda.host import give_back_freed, keep_freed, parked, unparked
 from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
+from ltx2rt_cuda.stream import Ring, StreamedWeights
 
 
 class CudaBackend:
     """device: "auto" (the GPU if there is one, else the CPU), "cuda" or "cpu"."""
 
     name = "cuda"
+    runs = True
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "cuda"):
@@ -66,23 +71,46 @@ class CudaBackend:
         source: TensorSource,
         base: Weights | None = None,
         changed: Set[str] = frozenset(),
+        streamed: Set[Piece] = frozenset(),
     ) -> Weights:
-        weights: Weights = {}
+        weights: dict[str, Any] = {}
+        ring = Ring(self.torch_device)
         encoded = EncodedSource(source, lambda array: quantise_rows(to_torch(array).to(self.torch_device)))
         for graph in graphs:
             layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
+            made = partial(self._parameter, encoded, layouts, position.coordinates, base or {}, changed)
+            moved: dict[Piece, list[tuple[str, Type]]] = {piece: [] for piece in pieces_of(graph) if piece in streamed}
             for declared, (value, count) in graph.all_params().items():
                 for layer in range(count):
-                    name = numbered(declared, layer)
-                    if name not in weights:
-                        pieces = list(layouts[declared].pieces(position.coordinates, layer))
-                        if base is not None and name in base and changed.isdisjoint(piece for piece, *_ in pieces):
-                            weights[name] = base[name]
-                        else:
-                            weights[name] = self._tensor(encoded, pieces, layouts[declared].encoding, value.type)
-        return weights
+                    if (piece := (stack_of(declared), layer)) in moved and moves(declared, value.type):
+                        moved[piece].append((declared, value.type))
+                    elif (name := numbered(declared, layer)) not in weights:
+                        weights[name] = made(declared, layer, value.type)
+            for (stack, layer), parameters in moved.items():
+                tensors = {declared: made(declared, layer, type) for declared, type in parameters}
+                for declared, kept in ring.add((stack, layer), tensors).items():
+                    weights[numbered(declared, layer)] = kept
+        return StreamedWeights(weights, ring) if streamed else weights
 
-    def _tensor(self, source: EncodedSource, pieces: list[Piece], encoding: str | None, type: Type) -> torch.Tensor:
+    def _parameter(
+        self,
+        source: EncodedSource,
+        layouts: Mapping[str, Layout],
+        coordinates: Mapping[str, int],
+        base: Weights,
+        changed: Set[str],
+        declared: str,
+        layer: int,
+        type: Type,
+    ) -> torch.Tensor:
+        """One parameter on the device: that of `base`, unless it is made from changed tensors, else a new one."""
+        layout, name = layouts[declared], numbered(declared, layer)
+        pieces = list(layout.pieces(coordinates, layer))
+        if name in base and changed.isdisjoint(piece for piece, *_ in pieces):
+            return base[name]
+        return self._tensor(source, pieces, layout.encoding, type)
+
+    def _tensor(self, source: EncodedSource, pieces: list[Cuts], encoding: str | None, type: Type) -> torch.Tensor:
         """One parameter on the device, cast once on the way; several pieces are joined in place."""
         dtype = DTYPES[type.dtype]
         if len(pieces) == 1:
@@ -112,6 +140,9 @@ class CudaBackend:
     @torch.inference_mode()
     def park(self, weights: Weights) -> Weights | None:
         try:
+            if isinstance(weights, StreamedWeights):
+                weights.ring.release()
+                return StreamedWeights(parked(weights), weights.ring)
             return parked(weights)
         except RuntimeError as error:  # of what is pinned, torch has no exception of its own
             if "out of memory" not in str(error):
@@ -120,7 +151,8 @@ class CudaBackend:
 
     @torch.inference_mode()
     def unpark(self, kept: Weights, left: Weights) -> Weights:
-        return unparked(kept, left, self.torch_device)
+        found = unparked(kept, left, self.torch_device)
+        return StreamedWeights(found, kept.ring) if isinstance(kept, StreamedWeights) else found
 
     def lower(
         self,

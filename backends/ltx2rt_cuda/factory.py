@@ -25,6 +25,7 @@ class CudaFactory:
 
     name, accelerator, process_per_device = "cuda", "GPU", True
     packages = ("torch",)
+    streams = True
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return rank_and_size(environment)

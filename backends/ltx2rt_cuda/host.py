@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,25 +37,33 @@ class Slabs:
         return taken.view(x.dtype).as_strided(x.shape, x.stride())
 
 
-def parked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def parked(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Copies in the host's memory; done when the device has come so far."""
-    slabs, found = Slabs(any(x.is_cuda for x in weights.values())), {}
-    for name, x in weights.items():
+    on_device = {name: x for name, x in weights.items() if isinstance(x, Tensor)}  # the others are here
+    slabs, found = Slabs(any(x.is_cuda for x in on_device.values())), dict(weights)
+    for name, x in on_device.items():
         found[name] = slabs.like(x).copy_(x, non_blocking=True)
     return found
 
 
-def unparked(kept: Mapping[str, Tensor], left: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def unparked(kept: Mapping[str, Any], left: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Copies on the device, in the place of those `left` there that lie alike, so that what is recorded with their
     addresses stays valid. `left` is empty afterwards."""
-    found = {}
+    found = dict(kept)
     for name, x in kept.items():
+        if not isinstance(x, Tensor):
+            continue
         place = left.pop(name, None)
-        if place is None or (place.dtype, place.shape, place.stride()) != (x.dtype, x.shape, x.stride()):
+        if not isinstance(place, Tensor) or layout(place) != layout(x):
             place = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         found[name] = place.copy_(x, non_blocking=True)
     left.clear()
     return found
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """Tensors with the same one fit the same memory."""
+    return x.dtype, x.shape, x.stride()
 
 
 def keep_freed() -> None:

@@ -19,6 +19,7 @@ from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS, arrived
+from ltx2rt_cuda.stream import HostTensor
 from ltx2rt_cuda.streams import Beside, in_parts
 
 SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
@@ -57,12 +58,21 @@ class Repeat(torch.nn.Module):
         carry, invariant, per_layer = self.iterations(operands)
         if self.compiled:  # as the block leaves them: it is not compiled once more for the branches' common start
             carry = [x.contiguous() for x in carry]
-        stacked: list[tuple] = []
+        stacked: list[torch.Tensor] = []  # filled as they come: a list and its stack would be twice the memory
         for i in range(plan.count):
-            results = self.block(*carry, *invariant, *(p[i] for p in per_layer))
+            layer = [p[i] for p in per_layer]
+            kept = next((x for x in layer if isinstance(x, HostTensor)), None)
+            if kept is not None:
+                layer = kept.ring.brought(layer)
+            results = self.block(*carry, *invariant, *layer)
+            if kept is not None:
+                kept.ring.used(kept.piece)
             carry = results[: plan.num_carries]
-            stacked.append(results[plan.num_carries :])
-        return *carry, *(torch.stack(column) for column in zip(*stacked, strict=True))
+            for number, result in enumerate(results[plan.num_carries :]):
+                if i == 0:
+                    stacked.append(result.new_empty((plan.count, *result.shape)))
+                stacked[number][i] = result
+        return *carry, *stacked
 
 
 VIEWS = ("at", "slice", "rename")

@@ -21,6 +21,7 @@ from ltx2rt.passes.loop import LoopParts
 from ltx2rt_cuda.distributed import Position, recorded_event
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
+from ltx2rt_cuda.stream import is_streamed
 
 Tensors = dict[str, torch.Tensor]
 Weights = Tensors
@@ -182,6 +183,7 @@ def _key(pool: Pool, arguments: list) -> tuple:
 class Loop:
     """The denoise loop: what leaves it runs once, then one step after the other, on a GPU as a recorded CUDA graph.
 
+    Steps whose weights are streamed are not recorded: they take seconds, their launches some milliseconds.
     Recorded anew only for other weights: the shapes and branches are the loop's own. NCCL's collectives are recorded
     with the rest; that no rank records while another replays, they agree on before the first step. The two runs before
     the recording make the communicators, which a recording cannot.
@@ -194,12 +196,21 @@ class Loop:
         self.position = position
         self.captured: Captured | None = None
 
+    @cached_property
+    def alone(self) -> Program:
+        """The body on one stream: without a recording, memory that two streams use would be given back too early."""
+        body = self.body
+        if body.side is None:
+            return body
+        return Program(body.graph, body.device, body.compile, body.position, body.built)
+
     def release(self) -> None:
         if self.captured is not None:
             self.captured.graph.reset()
             self.captured = None
         self.before.release()
         self.body.release()
+        self.__dict__.pop("alone", None)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[Tensors]:
         names, parts = self.body.graph.inputs, self.parts
@@ -228,8 +239,10 @@ class Loop:
     def _step(self, weights: Weights, constants: Tensors, changing: Tensors) -> Callable[[Tensors], Tensors]:
         """One step as a function of what changes from step to step."""
         arguments = self.body.arguments(weights)
-        if self.pool is None:
-            module, graph = self.body.module, self.body.graph
+        streams = is_streamed(arguments)
+        if self.pool is None or streams:
+            program = self.alone if streams else self.body
+            module, graph = program.module, program.graph
 
             def step(changing: Tensors) -> Tensors:
                 ordered = [changing[name] if name in changing else constants[name] for name in graph.inputs]

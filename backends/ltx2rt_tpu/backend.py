@@ -36,6 +36,7 @@ class TpuBackend:
     """
 
     name = "tpu"
+    runs = True
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
         if device not in ("auto", "cpu", "tpu"):

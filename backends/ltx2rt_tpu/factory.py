@@ -20,6 +20,7 @@ class TpuFactory:
 
     name, accelerator, process_per_device = "tpu", "TPU", False
     packages = ("jax", "jaxlib", "libtpu")
+    streams = False  # XLA runs no copy from the host beside the products of a loop
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return hosts(environment)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from ltx2rt.atomic_file import check_outputs
 from ltx2rt.commands import serve
-from ltx2rt.commands.options import model_options
+from ltx2rt.commands.options import model_options, run_flags
+from ltx2rt.commands.serve import ServeOptions
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flag, given_flags
+from ltx2rt.flags import add_flags, flag, flag_like, given_flags, groups
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
 from ltx2rt.session.options import ModelOptions
@@ -21,38 +22,69 @@ if TYPE_CHECKING:
     from ltx2rt.serve.batch import Line, Results, Shard
 
 SOME_FAILED, TERMINATED = 3, 143
+EXAMPLE = """\
+A job is a line of JOBS.jsonl, with the fields of POST /v1/videos and paths of files here:
+  {"id": "fox", "prompt": "a red fox", "images": [{"path": "fox.png", "frame": 0}]}
+
+examples:
+  ltx2rt batch jobs.jsonl --model MODEL_DIR --output-dir clips
+  ltx2rt batch jobs.jsonl --model MODEL_DIR --output-dir clips --shard 1/8
+
+For --shard: $((SLURM_ARRAY_TASK_ID + 1))/N; JOB_COMPLETION_INDEX in an indexed Job of Kubernetes,
+SKYPILOT_NODE_RANK of SkyPilot.
+"""
 
 
 @dataclass(frozen=True)
 class BatchOptions:
     """The flags of `batch` itself."""
 
-    output_dir: Path = flag(MISSING, "of the clips, ID.mp4, and of results.jsonl", Path, metavar="DIR")
-    shard: str = flag("1/1", "make the I-th of N parts of the jobs", metavar="I/N")
-    pipeline: str = flag(FIRST, "of jobs that name none", metavar="NAME")
-    replicas: int = flag(1, "workers, each on a device of its own", int, metavar="N")
-    lora_folder: Path | None = flag(None, "LoRAs that jobs may name", Path, name="--loras", metavar="DIR")
-    retries: int = flag(1, "of a job that fails though its request is right", int, metavar="N")
-    server: str | None = flag(None, "have a server make them; --model and its flags are the server's", metavar="URL")
-    token_file: Path | None = flag(None, "with --server: its first line is `NAME TOKEN`", Path, metavar="FILE")
-    limit: int | None = flag(None, "make so many jobs at most", int, metavar="N")
-    step_timeout: float = flag(120.0, "seconds without a step before a worker is replaced", float, metavar="S")
+    output_dir: Path = flag(
+        MISSING,
+        "folder for the clips, ID.mp4, and for results.jsonl",
+        Path,
+        group="output",
+        metavar="DIR",
+    )
+    shard: str = flag("1/1", "run the I-th of N parts of the jobs", group="jobs", metavar="I/N")
+    pipeline: str = flag(FIRST, "pipeline for jobs that name none", group="jobs", metavar="NAME")
+    replicas: int = flag_like(ServeOptions, "replicas")
+    lora_folder: Path | None = flag_like(
+        ServeOptions,
+        "lora_folder",
+        help="folder of LoRAs that jobs may name",
+    )
+    retries: int = flag(
+        1,
+        "number of retries of a job that fails for no fault of its own",
+        group="jobs",
+        least=0,
+    )
+    server: str | None = flag(
+        None, "server that runs the jobs, in place of --model here", group="server", metavar="URL"
+    )
+    token_file: Path | None = flag(
+        None,
+        "file whose first line is `NAME TOKEN`, for --server",
+        Path,
+        group="server",
+        metavar="FILE",
+    )
+    limit: int | None = flag(None, "number of jobs to run at most", int, group="jobs", least=1)
+    step_timeout: float = flag_like(ServeOptions, "step_timeout")
 
 
 def flags(to: argparse.ArgumentParser) -> None:
-    to.epilog = (
-        'A line: {"id": "fox-1", "prompt": "...", "size": "768x512", "images": [{"path": "fox.png", "frame": 0}]}, '
-        "with the fields of POST /v1/videos and paths of files here. One of N: --shard $((SLURM_ARRAY_TASK_ID + 1))/N; "
-        "JOB_COMPLETION_INDEX in an indexed Job of Kubernetes, SKYPILOT_NODE_RANK of SkyPilot."
-    )
-    to.add_argument("jobs", type=Path, metavar="JOBS.jsonl")
-    add_flags(to, ModelOptions, backend="", model=None)
+    to.epilog = EXAMPLE
+    about = "file of jobs, a JSON object a line"
+    groups(to)["jobs"].add_argument("jobs", type=Path, metavar="JOBS.jsonl", help=about)
+    run_flags(to, model=None)
     add_flags(to, BatchOptions)
 
 
 def main(args: argparse.Namespace) -> int:
     own = BatchOptions(**given_flags(args, BatchOptions))
-    serve.check_shared(own, replicas=1, retries=0, limit=1)
+    serve.check_lora_folder(own.lora_folder)
     if (own.server is None) != hasattr(args, "model"):
         raise InputError("--model: expected either --model, for a model here, or --server, which has one")
     options = None if own.server else checked_options(args)
@@ -103,8 +135,6 @@ def main(args: argparse.Namespace) -> int:
 
 def checked_options(args: argparse.Namespace) -> ModelOptions:
     """Raises InputError."""
-    if not hasattr(args, "backend"):
-        args.backend = serve.installed_backend()
     options = model_options(args)
     options.check()
     serve.require_first(options)

@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ltx2rt.commands.options import json_flag
 from ltx2rt.media.compare import compare, format_comparison
 
 
 def flags(to: Any) -> None:
-    to.add_argument("a", type=Path, metavar="A.mp4")
-    to.add_argument("b", type=Path, metavar="B.mp4")
-    to.add_argument("--json", action="store_true")
+    to.add_argument("a", type=Path, metavar="A.mp4", help="clip to compare with")
+    to.add_argument("b", type=Path, metavar="B.mp4", help="clip to measure")
+    json_flag(to)
 
 
 def main(args: argparse.Namespace) -> None:

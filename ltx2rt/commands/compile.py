@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
-from ltx2rt.commands.options import planned_flags, planned_options
+from ltx2rt.commands.options import json_flag, planned_flags, planned_options
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flag, flagged, given_flags
+from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags
 from ltx2rt.graph import Graph
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
@@ -31,6 +31,7 @@ from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
+from ltx2rt.suggest import hint
 
 PARTS = {"denoise-before": "before", "denoise-step": "step"}  # components that are a part of the denoise loop
 COMPILED = (
@@ -38,20 +39,55 @@ COMPILED = (
     "temporal-upsampler", "audio-decoder", "vocoder", "video-decoder", "diffusion-features", "diffusion-decoder",
 )  # fmt: skip
 
+EPILOG = """\
+example:
+  ltx2rt compile --preset ltx-2.3 --topology v6e:2x4 --component denoise-step --stage 1
+
+Figures are of the compiled programs, per device and call; nothing runs and no weight is read.
+Needs libtpu, best in a virtual environment of its own. XLA_FLAGS are honoured, dumps included.
+"""
+
 
 @dataclass(frozen=True)
 class Target:
-    """What to compile, and for which devices."""
+    """The programs to compile, and the devices to compile them for."""
 
-    topology: str = flag(MISSING, "such as v6e:2x4, tpu7x:2x2x1, v5p:2x2x1", metavar="GEN:CHIPS")
+    topology: str = flag(
+        MISSING,
+        "TPUs to compile for, such as v6e:2x4, tpu7x:2x2x1, v5p:2x2x1",
+        group="devices and memory",
+        metavar="GEN:CHIPS",
+    )
     components: tuple[str, ...] = flag(
-        (), f"{', '.join(COMPILED)} (default: all)", name="--component", metavar="NAME", repeat=True
+        (),
+        f"networks to compile: {', '.join(COMPILED)} (default: all)",
+        group="network",
+        name="--component",
+        metavar="NAME",
+        repeat=True,
     )
-    stage: int | None = flag(None, "of the denoise step (default: both)", int, metavar="1|2")
+    stage: int | None = flag(
+        None,
+        "stage whose denoise step to compile (default: both)",
+        int,
+        group="network",
+        metavar="1|2",
+        least=1,
+        most=2,
+    )
     branches: int | None = flag(
-        None, "guidance branches of a denoise step (default: 4 in stage 1, 1 in stage 2)", int, metavar="N"
+        None,
+        "number of guidance branches of a denoise step (default: 4 in stage 1, 1 in stage 2)",
+        int,
+        group="network",
+        least=1,
+        most=4,
     )
-    times: bool = flag(False, "estimate each program's time, by the compiler's own code; takes longer", bool)
+    times: bool = flag(
+        False,
+        "estimate each program's time by the compiler; takes longer",
+        group="output",
+    )
 
 
 @dataclass(frozen=True)
@@ -86,13 +122,11 @@ class Job:
 
 
 def plan_job(options: ModelOptions, request: Request, target: Target, preset: str | None = None) -> Job:
-    """What to compile, from headers and sizes alone. Raises InputError for what no compiler could mend."""
-    if target.stage not in (None, 1, 2):
-        raise InputError(f"--stage: {target.stage}, expected 1 or 2")
-    if target.branches not in (None, 1, 2, 3, 4):
-        raise InputError(f"--branches: {target.branches}, expected 1 to 4")
+    """Plan the programs to compile, from headers and sizes alone. Raises InputError."""
+    check_bounds(target)
     if unknown := [name for name in target.components if name not in COMPILED]:
-        raise InputError(f"--component: unknown {unknown[0]!r}; known: {', '.join(COMPILED)}")
+        known = f"known: {', '.join(COMPILED)}{hint(unknown[0], COMPILED)}"
+        raise InputError(f"--component: unknown {unknown[0]!r}; {known}")
     kind, devices = topology(target.topology)
     given = request
     if isinstance(request, VideoRequest) and "images" in flagged(type(request)) and not request.images:
@@ -236,13 +270,10 @@ def in_words(times_s: Mapping[str, float] | None) -> str:
 
 
 def flags(to: Any) -> None:
-    to.epilog = (
-        "Figures are of the compiled programs, per device and call; nothing is run and no weight is read. Needs "
-        "libtpu, which is best installed into an environment of its own. XLA_FLAGS are honoured, dumps included."
-    )
+    to.epilog = EPILOG
     add_flags(to, Target)
     planned_flags(to, "text_encoder", "upsampler", "loras", "video_decoder", "vae_tiling")
-    to.add_argument("--json", action="store_true", help="an array of objects, one for each program")
+    json_flag(to)
 
 
 def job_of(args: argparse.Namespace) -> Job:

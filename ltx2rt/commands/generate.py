@@ -20,13 +20,19 @@ from typing import Any
 
 from ltx2rt.atomic_file import require_space
 from ltx2rt.backend import get_factory, keep_compiled
-from ltx2rt.commands.options import model_options, start_ranks, wanted_files
+from ltx2rt.commands.options import (
+    model_options,
+    pipeline_flags,
+    run_flags,
+    start_ranks,
+    wanted_files,
+)
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
 from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
-from ltx2rt.pipelines.request import Request, draw_seed
+from ltx2rt.pipelines.request import Request, VideoRequest, draw_seed
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import (
     Plan,
@@ -43,6 +49,11 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES, SOUND
 from ltx2rt.weights.checkpoint import Checkpoint
+
+COMPILED = """\
+With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (default: ltx2rt under
+XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing.
+"""
 
 
 def run(
@@ -61,6 +72,8 @@ def run(
     if main:
         require_space(sizes(session, plan, files))
         files.announce(plan.request.seeds)
+        if line := session.memory_line(plan.stages):
+            note(line, prefix="")
         if unread:
             note(f"the {request.name} pipeline does not read {', '.join(unread)}")
         _announce(session, plan)
@@ -83,7 +96,7 @@ def run(
 
 
 def _announce(session: Session, plan: Plan) -> None:
-    """What will run, on stderr."""
+    """Print on stderr what will run."""
     options, backend = session.options, session.backend
     weights = ", weights in float8" if options.weights_dtype == "float8" else ""
     lines = [f"seed {plan.request.seed}; {session.dtype}{weights} on {backend.device().name}"]
@@ -96,16 +109,21 @@ def _announce(session: Session, plan: Plan) -> None:
 
 
 def flags(to: Any) -> None:
-    to.epilog = (
-        "With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (default: ltx2rt under "
-        "XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing."
-    )
-    known = pipelines()
-    about = "; ".join(f"{name}: {type_.summary}" for name, type_ in known.items())
-    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"{about} (default: {FIRST})")
-    add_flags(to, ModelOptions)
-    add_flags(to, *known.values())
+    run_flags(to)
     add_flags(to, Files)
+    shown = pipeline_flags(to)
+    lines = "\n  ".join(examples(shown))
+    to.epilog = f"examples:\n  {lines}\n\n{COMPILED}"
+
+
+def examples(type_: type[Request]) -> list[str]:
+    """Commands that show the use of the pipeline."""
+    name = "" if type_.name == FIRST else f" --pipeline {type_.name}"
+    file = "fox.mp4" if issubclass(type_, VideoRequest) else "fox.wav"
+    prompt = '--prompt "a red fox in the snow"'
+    plain = f"ltx2rt generate --model MODEL_DIR{name} {prompt} --output {file}"
+    several = [plain] if type_.name == FIRST or not type_.example else []
+    return [*several, f"{plain} \\\n      {type_.example}"] if type_.example else several
 
 
 def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
@@ -115,7 +133,7 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
 
 
 def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
-    """What is read, and what is written."""
+    """The files that a run reads, and those that it writes."""
     options, request, written = asked(args)
     first = request.seed or 0
     return options.files + request.files, written.all(range(first, first + request.num_videos))

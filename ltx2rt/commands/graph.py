@@ -10,7 +10,7 @@ from typing import Any
 from ltx2rt.commands.options import PLACED, SIZED, model_or_preset, planned_options
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flag, given_flags
+from ltx2rt.flags import add_flags, flag, given_flags, groups
 from ltx2rt.graph import Graph
 from ltx2rt.graph.show import FORMATS, show
 from ltx2rt.models.catalog import CATALOG
@@ -20,6 +20,7 @@ from ltx2rt.pipelines.request import DEFAULT_FRAMES, VideoRequest, check_step, d
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.suggest import hint
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.parts import FLAGS, WORDS
 from ltx2rt.weights.random.presets import preset
@@ -31,11 +32,11 @@ NAMES = (*CATALOG, LOOP)
 
 @dataclass(frozen=True)
 class Asked:
-    """What is printed, and how."""
+    """The graph to print, and its format."""
 
     component: str
-    branches: int = flag(4, "guidance branches", int, metavar="N")
-    format: str = flag("text", "", choices=FORMATS)
+    branches: int = flag(4, "number of guidance branches", group="network", least=1)
+    format: str = flag("text", "format of the output", group="output", choices=FORMATS)
 
 
 def component_graph(
@@ -57,7 +58,8 @@ def component_graph(
     check_step("--height", clip.height, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
     check_step("--num-frames", clip.num_frames, vae.time_factor, 1, "frames", f"{vae.time_factor}*k + 1")
     if name not in NAMES:
-        raise InputError(f"no graph is called {name!r}; known: {', '.join(NAMES)}")
+        known = f"known: {', '.join(NAMES)}{hint(name, NAMES)}"
+        raise InputError(f"no graph is called {name!r}; {known}")
     row = CATALOG["guided-step" if name == LOOP else name]
     if "gemma" in row.parts and config.gemma is None:
         raise InputError("no Gemma folder was found; pass one with --text-encoder")
@@ -72,7 +74,11 @@ def component_graph(
 
 
 def flags(to: Any) -> None:
-    to.add_argument("component", metavar="COMPONENT", help=", ".join(NAMES))
+    groups(to)["network"].add_argument(
+        "component",
+        metavar="COMPONENT",
+        help=f"network to print: {', '.join(NAMES)}",
+    )
     model_or_preset(to)
     add_flags(to, OneStage, only=SIZED)
     add_flags(to, Asked)

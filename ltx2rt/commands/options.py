@@ -1,4 +1,4 @@
-"""What commands share: their model flags, and the processes that they start."""
+"""Parts that commands share: their model and pipeline flags, and the processes that they start."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.backend import get_factory
-from ltx2rt.flags import add_flags, given_flags
-from ltx2rt.pipelines import FIRST, pipelines
+from ltx2rt.backend import chosen_backend, get_factory
+from ltx2rt.flags import add_flags, flagged, given_flags, groups
+from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
 from ltx2rt.session.open import located, with_mesh
@@ -26,13 +26,24 @@ WORDS = (  # flags of a clip that decide what it shows and not what it costs
 )  # fmt: skip
 
 
+def choose_backend(args: argparse.Namespace, quiet: bool = False) -> None:
+    """Fill in `--backend` where it is not given, also for processes that this one starts.
+
+    Raises InputError.
+    """
+    if getattr(args, "backend", "auto") == "auto":
+        args.backend = chosen_backend(quiet=quiet)
+        args.argv = [*getattr(args, "argv", []), "--backend", args.backend]
+
+
 def model_options(args: argparse.Namespace) -> ModelOptions:
-    """Of a command that runs: on the mesh of this launch. Raises InputError."""
+    """The options of a command that runs, on the mesh of this launch. Raises InputError."""
+    choose_backend(args)
     return with_mesh(ModelOptions(**given_flags(args, ModelOptions)), os.environ)
 
 
 def planned_options(args: argparse.Namespace) -> ModelOptions:
-    """Of a command that runs nothing: the backend is the device kind's, or none; nothing is downloaded for it.
+    """The options of a command that runs nothing: no backend of its own, and no download.
 
     Raises InputError.
     """
@@ -42,30 +53,78 @@ def planned_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def wanted_files(pipeline: type[Request]) -> list[str]:
-    """The optional files of a checkpoint that the pipeline reads."""
+    """Optional files of a checkpoint that the pipeline reads."""
     return ["upsampler"] * (pipeline.scale > 1) + ["lora"] * (pipeline.distilled in ("needed", "default"))
 
 
 def model_or_preset(to: Any) -> None:
-    model = to.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint: a file or a folder")
-    model.add_argument("--preset", choices=PRESETS, help="the sizes of a released or a tiny model")
+    model = groups(to)["model"].add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", type=Path, metavar="PATH", help="model file or folder")
+    names = ", ".join(PRESETS)
+    model.add_argument(
+        "--preset",
+        choices=PRESETS,
+        metavar="NAME",
+        help=f"sizes of a model in place of one: {names}",
+    )
+
+
+def run_flags(to: Any, **defaults: Any) -> None:
+    """The model flags of a command that runs on a backend of this machine."""
+    add_flags(to, ModelOptions, backend="auto", **defaults)
+
+
+def pipeline_flags(to: Any, but: Sequence[str] = ()) -> type[Request]:
+    """Add `--pipeline` and the flags of all pipelines; `--help` shows those of the one it names.
+
+    Returns that pipeline. Raises InputError if it is unknown.
+    """
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    reader.add_argument("--pipeline", nargs="?", default=FIRST, const=FIRST)
+    shown = pipeline(reader.parse_known_args(to.words)[0].pipeline)
+    known = pipelines()
+    wide = max(map(len, known))
+    group = groups(to)["pipeline"]
+    group.description = "\n".join(
+        [
+            f"Flags and defaults are shown for {shown.name}. For another pipeline:",
+            f"{to.prog} --pipeline NAME --help",
+            "",
+            *(f"  {name:<{wide}}  {type_.summary}" for name, type_ in known.items()),
+        ]
+    )
+    group.add_argument(
+        "--pipeline",
+        default=FIRST,
+        metavar="NAME",
+        help=f"one of the above (default: {FIRST})",
+    )
+    add_flags(to, shown, but=but)
+    add_flags(to, *known.values(), but=(*but, *flagged(shown)), hidden=True)
+    return shown
+
+
+def json_flag(to: Any) -> None:
+    groups(to)["output"].add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON in place of text",
+    )
 
 
 def planned_flags(to: Any, *models: str) -> None:
-    """A model or a preset and some of its flags, a pipeline and all flags of pipelines but `WORDS`."""
+    """Flags for a model or a preset, for its placement, and of the pipelines, but for `WORDS`."""
     model_or_preset(to)
-    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"{', '.join(pipelines())} (default: {FIRST})")
     add_flags(to, ModelOptions, only=(*models, *PLACED), dtype="bfloat16")
-    add_flags(to, *pipelines().values(), but=WORDS)
+    pipeline_flags(to, WORDS)
 
 
 def start_ranks(
     args: argparse.Namespace, options: ModelOptions, outputs: Sequence[Path], fed: bool = False
 ) -> int | None:
-    """Run the command as a process for each device, if this process is not one of them; the exit status, or None.
+    """Run the command as a process for each device, if this process is not one of them.
 
-    fed: the first of them reads this process's stdin.
+    fed: the first of them reads this process's stdin. Returns the exit status, or None.
     """
     factory, count = get_factory(options.backend), prod(options.mesh.values())
     if count == 1 or not factory.process_per_device or factory.rank_and_size(os.environ)[1] > 1:

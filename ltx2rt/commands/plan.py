@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ltx2rt.commands.options import planned_flags, planned_options
+from ltx2rt.commands.options import json_flag, planned_flags, planned_options
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic
 from ltx2rt.placement.devices import COLLECTIVE_S
 from ltx2rt.placement.plan import peak
 from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
+
+EXAMPLE = """\
+example:
+  ltx2rt plan --preset ltx-2.3 --device-kind h100 --devices 2
+"""
 
 
 def to_text(found: Estimate) -> str:
@@ -31,13 +36,14 @@ def to_text(found: Estimate) -> str:
         f"{clip.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); per device, estimated:",
         "",
-        f"{'stage':<{wide}} {'steps':>5} {'weights':>9} {'activations':>11} {'TFLOP/step':>10} {'time/step':>10}"
-        f"  collectives/step",
+        f"{'stage':<{wide}} {'steps':>5} {'weights':>9} {'activations':>11} {'streamed':>9} {'TFLOP/step':>10} "
+        f"{'time/step':>10} {'waits':>8}  collectives/step",
     ]
     for c in found.costs:
         lines.append(
             f"{c.name:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB {c.activation_bytes / 1e9:>8.2f} GB "
-            f"{c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s  {_traffic(c.collectives)}"
+            f"{c.streamed_bytes / 1e9:>6.2f} GB {c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s "
+            f"{c.waits_s(kind):>6.3f} s  {_traffic(c.collectives)}"
         )
     total = sum(c.steps * c.time_s(kind) for c in found.costs)
     verdict = "fits" if found.fits else "does NOT fit"
@@ -51,6 +57,8 @@ def to_text(found: Estimate) -> str:
         + " + exchanges"
         * bool(mesh),
     ]
+    if line := session.memory_line(found.plan.stages):
+        lines.insert(-1, line)
     if mesh:
         links = "the links of its neighbours" if kind.neighbours else f"{kind.link_bytes_per_s / 1e9:g} GB/s"
         hides = any(c.hidden_s(kind) > 1e-6 for c in found.costs)
@@ -67,11 +75,12 @@ def _traffic(collectives: Mapping[str, Traffic]) -> str:
 
 
 def flags(to: Any) -> None:
+    to.epilog = EXAMPLE
     add_flags(to, Devices)
     parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "loras", "dtype")
-    how = ("stage_weights", "text_encoder_offload", "video_decoder", "vae_tiling")
+    how = ("memory", "max_memory", "stage_weights", "text_encoder_offload", "video_decoder", "vae_tiling")
     planned_flags(to, *parts, *how)
-    to.add_argument("--json", action="store_true")
+    json_flag(to)
 
 
 def main(args: argparse.Namespace) -> None:

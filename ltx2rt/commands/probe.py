@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.atomic_file import check_outputs
-from ltx2rt.commands.options import model_options, start_ranks
+from ltx2rt.commands.options import model_options, run_flags, start_ranks
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
@@ -30,6 +30,7 @@ from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import decode_sound
 from ltx2rt.stages.source_sound import spectrogram
 from ltx2rt.stages.tokenizer import tokenize
+from ltx2rt.suggest import hint
 from ltx2rt.weights.files import TensorFile, write_arrays
 
 Arrays = dict[str, np.ndarray]
@@ -48,21 +49,57 @@ COMPONENTS = (
     "schedule",
 )
 
+EXAMPLE = """\
+example:
+  ltx2rt probe --model MODEL_DIR --component schedule --inputs in.safetensors \\
+      --outputs out.safetensors
+"""
+
 
 @dataclass(frozen=True)
 class ProbeRequest:
     """One network run on given tensors. `inputs` is None for the tokenizer, which reads `prompts`."""
 
-    component: str = flag(MISSING, ", ".join(COMPONENTS), metavar="NAME")
-    outputs: Path = flag(MISSING, "safetensors, float32", Path, metavar="FILE")
-    inputs: Path | None = flag(None, "safetensors", Path, metavar="FILE")
-    prompts: tuple[str, ...] = flag((), "for the tokenizer", name="--prompt", metavar="TEXT", repeat=True)
-    border_mode: str = flag(BORDERS[0], "of the diffusion decoder", choices=BORDERS)
+    component: str = flag(
+        MISSING,
+        f"network to run: {', '.join(COMPONENTS)}",
+        group="network",
+        metavar="NAME",
+    )
+    outputs: Path = flag(
+        MISSING,
+        "safetensors file for the outputs, in float32",
+        Path,
+        group="output",
+        metavar="FILE",
+    )
+    inputs: Path | None = flag(
+        None,
+        "safetensors file with the network's inputs (required, but for the tokenizer)",
+        Path,
+        group="network",
+        metavar="FILE",
+    )
+    prompts: tuple[str, ...] = flag(
+        (),
+        "texts for the tokenizer",
+        group="network",
+        name="--prompt",
+        metavar="TEXT",
+        repeat=True,
+    )
+    border_mode: str = flag(
+        BORDERS[0],
+        "treatment of tile borders by the diffusion decoder",
+        group="network",
+        choices=BORDERS,
+    )
 
     def check(self) -> None:
         """Raises InputError; reads no file."""
         if self.component not in COMPONENTS:
-            raise InputError(f"unknown component {self.component!r}; known components: {', '.join(COMPONENTS)}")
+            known = f"known components: {', '.join(COMPONENTS)}{hint(self.component, COMPONENTS)}"
+            raise InputError(f"unknown component {self.component!r}; {known}")
         if self.component == "tokenizer":
             if not self.prompts:
                 raise InputError("probe tokenizer reads --prompt TEXT ..., none was given")
@@ -326,7 +363,8 @@ def _schedule(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
 
 
 def flags(to: Any) -> None:
-    add_flags(to, ModelOptions)
+    to.epilog = EXAMPLE
+    run_flags(to)
     add_flags(to, ProbeRequest)
 
 
@@ -336,7 +374,7 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, ProbeRequest]:
 
 
 def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
-    """What is read, and what is written."""
+    """The files that a run reads, and those that it writes."""
     options, request = asked(args)
     return options.files + [path for path in (request.inputs,) if path], [request.outputs]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -11,10 +10,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from ltx2rt.backend import backend_names, get_factory
-from ltx2rt.commands.options import model_options
+from ltx2rt.backend import get_factory
+from ltx2rt.commands.options import model_options, run_flags
 from ltx2rt.commands.worker import Warm
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags, words_of
@@ -24,13 +22,18 @@ from ltx2rt.session.options import ModelOptions
 
 PLACES = ("here", "ray")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "s": 1, "m": 60, "h": 3600, "d": 86400}
+EXAMPLE = """\
+example:
+  ltx2rt serve --model MODEL_DIR --warm 768x512x121
+  then open http://127.0.0.1:8000, or send requests to its /v1/videos
+"""
 
 
 def parse_amount(text: str | float) -> float:
-    """Bytes or seconds, with a unit of `UNITS`."""
+    """Bytes or seconds, with a unit of `UNITS`. Raises ValueError."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([A-Za-z]*)", str(text))
     if match is None or match[2] not in UNITS:
-        raise InputError(f"{str(text)[:80]!r}, expected a number with one of {', '.join(filter(None, UNITS))}")
+        raise ValueError
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -39,61 +42,119 @@ class ServeOptions:
     """The flags of `serve` itself."""
 
     data: Path = flag(
-        Path("ltx2rt-serve"), "the folder of queue and clips (default: ltx2rt-serve)", Path, metavar="DIR"
+        Path("ltx2rt-serve"),
+        "folder for the queue and the clips (default: ltx2rt-serve)",
+        group="server",
+        metavar="DIR",
     )
-    host: str = flag("127.0.0.1", "beyond this machine only with --token-file")
-    port: int = flag(8000, "0: any free one", int)
-    token_file: Path | None = flag(None, "a line `NAME TOKEN` for each user", Path, metavar="FILE")
-    pipeline: str = flag(FIRST, "of requests that name none", metavar="NAME")
-    replicas: int = flag(1, "workers, each on a device of its own", int, metavar="N")
-    workers: str = flag("here", "where workers run: on this machine, or on nodes of a Ray cluster", choices=PLACES)
-    lora_folder: Path | None = flag(None, "LoRAs that requests may name", Path, name="--loras", metavar="DIR")
-    max_queue: int = flag(1000, "videos that may wait", int, metavar="N")
-    max_user_queue: int = flag(100, "videos of one user that may wait", int, metavar="N")
-    max_upload: float = flag(32e6, "of one request (default: 32MB)", parse_amount, metavar="SIZE")
-    keep: float = flag(7 * 86400.0, "how long clips stay (default: 7d)", parse_amount, metavar="TIME")
-    disk: float = flag(50e9, "how much clips may take (default: 50GB)", parse_amount, metavar="SIZE")
-    step_timeout: float = flag(120.0, "seconds without a step before a worker is replaced", float, metavar="S")
-    drain: float = flag(600.0, "seconds that running jobs get when the server stops", float, metavar="S")
-    log_prompts: bool = flag(False, "write prompts to the log", bool)
-    quiet: bool = flag(False, "no log", bool)
+    host: str = flag(
+        "127.0.0.1",
+        "address to listen on; one that other machines reach needs --token-file",
+        group="server",
+        metavar="ADDRESS",
+    )
+    port: int = flag(
+        8000,
+        "port to listen on, 0 for any free one",
+        group="server",
+        least=0,
+        most=65535,
+    )
+    token_file: Path | None = flag(
+        None,
+        "file with a line `NAME TOKEN` for each user, sent as Authorization: Bearer TOKEN",
+        Path,
+        group="server",
+        metavar="FILE",
+    )
+    pipeline: str = flag(
+        FIRST,
+        "pipeline for requests that name none",
+        group="jobs",
+        metavar="NAME",
+    )
+    replicas: int = flag(
+        1,
+        "number of workers, each with its own devices",
+        group="devices and memory",
+        least=1,
+    )
+    workers: str = flag(
+        "here",
+        "run workers on this machine or on nodes of a Ray cluster",
+        group="devices and memory",
+        choices=PLACES,
+    )
+    lora_folder: Path | None = flag(
+        None,
+        "folder of LoRAs that requests may name",
+        Path,
+        group="model",
+        name="--loras",
+        metavar="DIR",
+    )
+    max_queue: int = flag(1000, "number of videos that may wait", group="jobs", least=1)
+    max_user_queue: int = flag(
+        100,
+        "number of videos of one user that may wait",
+        group="jobs",
+        least=1,
+    )
+    max_upload: float = flag(
+        32e6,
+        "size of a request at most, in bytes (default: 32MB)",
+        parse_amount,
+        group="server",
+        metavar="SIZE[KB|MB|GB]",
+    )
+    keep: float = flag(
+        7 * 86400.0,
+        "time after which clips are deleted, in seconds (default: 7d)",
+        parse_amount,
+        group="server",
+        metavar="TIME[s|m|h|d]",
+    )
+    disk: float = flag(
+        50e9,
+        "size of all clips above which the oldest are deleted, in bytes (default: 50GB)",
+        parse_amount,
+        group="server",
+        metavar="SIZE[KB|MB|GB]",
+    )
+    step_timeout: float = flag(
+        120.0,
+        "seconds without a step after which a worker is replaced",
+        group="jobs",
+        metavar="S",
+        above=0,
+    )
+    drain: float = flag(
+        600.0,
+        "seconds that running jobs get to end when the server stops",
+        group="jobs",
+        metavar="S",
+        least=0,
+    )
+    log_prompts: bool = flag(False, "write prompts to the log", group="log")
+    quiet: bool = flag(False, "write no log", group="log")
 
-    def check(self) -> None:
-        """Raises InputError."""
-        check_shared(self, replicas=1, max_queue=1, max_user_queue=1, port=0)
-        if self.port > 65535:
-            raise InputError(f"--port: {self.port}, expected at most 65535")
-        if not self.drain >= 0:
-            raise InputError(f"--drain: {self.drain:g}, expected 0 seconds or more")
 
-
-def check_shared(options: Any, **least: int) -> None:
-    """Check the flags that `serve` and `batch` share, and numbers by their least values.
-
-    Raises InputError.
-    """
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and value < bound:
-            raise InputError(f"--{name.replace('_', '-')}: {value}, expected at least {bound}")
-    if not 0 < options.step_timeout < math.inf:
-        raise InputError(f"--step-timeout: {options.step_timeout:g}, expected seconds above 0")
-    if options.lora_folder and not options.lora_folder.is_dir():
-        what_to_do = "create it, or leave the flag out"
-        raise InputError(f"--loras: {options.lora_folder} is no folder; {what_to_do}")
+def check_lora_folder(folder: Path | None) -> None:
+    """Raises InputError."""
+    if folder and not folder.is_dir():
+        raise InputError(f"--loras: {folder} is no folder; create it, or leave the flag out")
 
 
 def flags(to: argparse.ArgumentParser) -> None:
-    add_flags(to, ModelOptions, backend="")
+    to.epilog = EXAMPLE
+    run_flags(to)
     add_flags(to, Warm, ServeOptions)
 
 
 def main(args: argparse.Namespace) -> int:
-    if not hasattr(args, "backend"):
-        args.backend = installed_backend()
     options, own = model_options(args), ServeOptions(**given_flags(args, ServeOptions))
     warm = Warm(**given_flags(args, Warm)).warm
-    own.check()
+    check_lora_folder(own.lora_folder)
     options.check()
     require_first(options)
     tokens = read_tokens(own.token_file) if own.token_file else {}
@@ -135,7 +196,7 @@ def worker_command(args: argparse.Namespace) -> list[str]:
 
 
 def bridge(workers: str, options: ModelOptions) -> list[str]:
-    """What starts a worker somewhere else, before the words that start it here. Raises InputError."""
+    """Words that start a worker elsewhere, before those that start it here. Raises InputError."""
     if workers == "here":
         return []
     if find_spec("ray") is None:
@@ -143,14 +204,6 @@ def bridge(workers: str, options: ModelOptions) -> list[str]:
     factory = get_factory(options.backend)
     each = prod(options.mesh.values()) if factory.process_per_device else 1
     return [sys.executable, "-m", "ltx2rt.serve.on_ray", str(0 if options.device == "cpu" else each)]
-
-
-def installed_backend() -> str:
-    """The first whose packages are all there. Raises InputError if none is."""
-    for name in backend_names():
-        if all(find_spec(package) for package in get_factory(name).packages):
-            return name
-    raise InputError("--backend: none is installed; install one with: pip install 'ltx2rt[cuda]' or 'ltx2rt[tpu]'")
 
 
 def require_first(options: ModelOptions) -> None:
@@ -161,7 +214,7 @@ def require_first(options: ModelOptions) -> None:
 
 
 def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, str]]:
-    """What each of several replicas must find in its environment to have devices of its own. Raises InputError."""
+    """Variables that give each of several replicas its own devices. Raises InputError."""
     if replicas == 1 or options.device == "cpu":
         return [{}] * replicas
     factory = get_factory(options.backend)

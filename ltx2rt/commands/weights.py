@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.commands.options import PRESETS, wanted_files
+from ltx2rt.commands.options import PRESETS, json_flag, wanted_files
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
@@ -21,13 +21,38 @@ from ltx2rt.weights.random.presets import UPSAMPLERS
 
 
 def make_flags(to: Any) -> None:
-    to.add_argument("directory", type=Path, metavar="DIR")
-    to.add_argument("--preset", choices=PRESETS, required=True)
-    to.add_argument("--layout", choices=("official", "diffusers"), required=True)
-    to.add_argument("--seed", type=int, default=0)
-    to.add_argument("--upsampler", choices=tuple(UPSAMPLERS), default="x2", help="its kind (default: x2)")
-    to.add_argument("--fp8", action="store_true", help="most blocks in float8 with scales (official layout)")
-    to.add_argument("--dry-run", action="store_true", help="print the manifest, write nothing")
+    to.add_argument("directory", type=Path, metavar="DIR", help="folder to write")
+    names = ", ".join(PRESETS)
+    to.add_argument(
+        "--preset",
+        choices=PRESETS,
+        metavar="NAME",
+        required=True,
+        help=f"sizes: {names} (required)",
+    )
+    layouts = ("official", "diffusers")
+    to.add_argument(
+        "--layout",
+        choices=layouts,
+        metavar="|".join(layouts),
+        required=True,
+        help="layout (required)",
+    )
+    to.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    kinds = tuple(UPSAMPLERS)
+    to.add_argument(
+        "--upsampler",
+        choices=kinds,
+        metavar="|".join(kinds),
+        default="x2",
+        help="kind of upsampler (default: x2)",
+    )
+    to.add_argument(
+        "--fp8",
+        action="store_true",
+        help="write most blocks in float8 with scales (official layout)",
+    )
+    to.add_argument("--dry-run", action="store_true", help="print the manifest and write nothing")
 
 
 def make(args: argparse.Namespace) -> None:
@@ -36,8 +61,8 @@ def make(args: argparse.Namespace) -> None:
 
 
 def inspect_flags(to: Any) -> None:
-    to.add_argument("path", type=Path)
-    to.add_argument("--json", action="store_true")
+    to.add_argument("path", type=Path, metavar="PATH", help="model file or folder")
+    json_flag(to)
 
 
 def inspect(args: argparse.Namespace) -> None:
@@ -46,11 +71,17 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def fetch_flags(to: Any) -> None:
-    to.add_argument("repository", type=Path, metavar="ORG/NAME[/FILE]")
+    to.add_argument(
+        "repository",
+        type=Path,
+        metavar="ORG/NAME[/FILE]",
+        help="repository of the hub",
+    )
     names = ", ".join(pipelines())
-    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=f"whose files: {names} (default: {FIRST})")
+    about = f"pipeline to fetch the files of: {names} (default: {FIRST})"
+    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=about)
     add_flags(to, ModelOptions, only=("video_decoder",))
-    to.add_argument("--revision", metavar="R", help="a branch, a tag or a commit (default: main)")
+    to.add_argument("--revision", metavar="R", help="branch, tag or commit (default: main)")
 
 
 def fetch(args: argparse.Namespace) -> None:
@@ -63,11 +94,42 @@ def fetch(args: argparse.Namespace) -> None:
 
 
 def merge_flags(to: Any) -> None:
-    to.add_argument("--model", type=Path, required=True)
-    to.add_argument("--lora", nargs="+", action="extend", required=True, metavar="FILE[:STRENGTH]")
-    to.add_argument("--tensor", nargs="+", action="extend", required=True, metavar="OFFICIAL_NAME")
-    to.add_argument("--output", type=Path, required=True, metavar="FILE")
-    to.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="default: float32")
+    several = {"nargs": "+", "action": "extend", "required": True}
+    to.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="model file or folder (required)",
+    )
+    to.add_argument(
+        "--lora",
+        **several,
+        metavar="FILE[:STRENGTH]",
+        help="LoRAs to merge (required)",
+    )
+    to.add_argument(
+        "--tensor",
+        **several,
+        metavar="NAME",
+        help="official names of tensors to write (required)",
+    )
+    to.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file to write (required)",
+    )
+    dtypes = ("bfloat16", "float32")
+    about = "dtype of the tensors (default: float32)"
+    to.add_argument(
+        "--dtype",
+        choices=dtypes,
+        metavar="|".join(dtypes),
+        default="float32",
+        help=about,
+    )
 
 
 def merge(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ltx2rt.backend import keep_compiled
 from ltx2rt.commands.generate import compiled_folder
-from ltx2rt.commands.options import model_options, start_ranks
+from ltx2rt.commands.options import model_options, run_flags, start_ranks
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.environment import LAUNCHER, die_with_parent
@@ -30,20 +30,27 @@ from ltx2rt.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Warm:
-    """What a worker does before its first job."""
+    """Preparation of a worker before its first job."""
 
     warm: tuple[Shape, ...] = flag(
         (),
-        "sizes to be ready for before the first job",
+        "sizes to build and load for before the first job",
         parse_shape,
+        group="jobs",
         metavar="WIDTHxHEIGHTxFRAMES[:PIPELINE]",
         repeat=True,
     )
-    previews: bool = flag(True, "make no pictures of videos that are being made", bool, name="--no-previews")
+    previews: bool = flag(
+        True,
+        "show no previews of videos in progress",
+        group="jobs",
+        name="--no-previews",
+    )
 
 
 def flags(to: argparse.ArgumentParser) -> None:
-    add_flags(to, ModelOptions, Warm)
+    run_flags(to)
+    add_flags(to, Warm)
 
 
 def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
@@ -72,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def stages_of(checkpoint: Checkpoint, options: ModelOptions, warm: Sequence[Shape]) -> Sequence[Stage]:
-    """Of the first size to be ready for; without one, of what is usual."""
+    """The stages of the first size to be ready for, or the usual ones."""
     if not warm:
         return usual_stages(checkpoint, options)
     return resolved_stages(checkpoint, options, make_request(warm[0].pipeline, prompt="a clip", seed=0, **warm[0].clip))

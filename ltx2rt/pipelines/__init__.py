@@ -12,6 +12,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
 from ltx2rt.pipelines.request import Request
+from ltx2rt.suggest import hint
 
 FIRST = "two-stage"  # the default
 
@@ -30,7 +31,8 @@ def pipeline(name: str) -> type[Request]:
     """Raises InputError naming the known ones."""
     known = pipelines()
     if name not in known:
-        raise InputError(f"--pipeline: {name!r}, expected one of {', '.join(known)}")
+        expected = f"expected one of {', '.join(known)}{hint(str(name), known)}"
+        raise InputError(f"--pipeline: {str(name)[:80]!r}, {expected}")
     return known[name]
 
 

@@ -22,18 +22,39 @@ from ltx2rt.stages.upsample import Upsample
 @dataclass(frozen=True)
 class AudioToVideo(Guided):
     name: ClassVar[str] = "a2v"
-    summary: ClassVar[str] = "two-stage, for a given sound"
+    summary: ClassVar[str] = "two-stage for a given sound, which the clip keeps"
+    example: ClassVar[str] = "--audio-path song.mp3"
     scale: ClassVar[int] = 2
     num_stages: ClassVar[int] = 2
     distilled: ClassVar[str] = "needed"
 
-    audio_path: Path | None = flag(None, "a2v: any file with sound, which the clip is made for", Path, metavar="FILE")
-    audio_start_time: float = flag(0.0, "a2v: seconds of the sound to leave out", float, metavar="S")
+    audio_path: Path | None = flag(
+        None,
+        "audio or video file whose sound to generate the video for (required)",
+        Path,
+        group="conditioning",
+        metavar="FILE",
+    )
+    audio_start_time: float = flag(
+        0.0,
+        "seconds of the sound to skip at its start",
+        group="conditioning",
+        metavar="S",
+        least=0,
+    )
     audio_max_duration: float | None = flag(
-        None, "a2v: seconds of the sound to use (default: as long as the clip)", float, metavar="S"
+        None,
+        "seconds of the sound to use at most (default: as long as the clip)",
+        float,
+        group="conditioning",
+        metavar="S",
+        above=0,
     )
     audio_fit: str = flag(
-        "error", "a2v: sound that ends too early is refused, or followed by silence", choices=("error", "pad")
+        "error",
+        "refuse sound that is shorter than the clip, or pad it with silence",
+        group="conditioning",
+        choices=("error", "pad"),
     )
     # Sound that is given is not guided: these flags of `Guided` are none here.
     audio_cfg: float = field(default=1.0, init=False)
@@ -45,10 +66,6 @@ class AudioToVideo(Guided):
         super().check()
         if self.audio_path is None:
             raise InputError("--audio-path: the a2v pipeline makes a clip for a sound, none was given")
-        if self.audio_start_time < 0:
-            raise InputError(f"--audio-start-time: {self.audio_start_time:g}, expected 0 or more")
-        if self.audio_max_duration is not None and self.audio_max_duration <= 0:
-            raise InputError(f"--audio-max-duration: {self.audio_max_duration:g}, expected more than 0")
 
     def check_files(self) -> None:
         super().check_files()

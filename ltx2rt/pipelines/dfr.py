@@ -78,20 +78,24 @@ def windows(num_frames: int, segment: int, count: int) -> list[Window]:
 @dataclass(frozen=True)
 class DFR(VideoRequest):
     name: ClassVar[str] = "dfr"
-    summary: ClassVar[str] = "2.5: distilled beside generated keyframes, then rounds that double the frames"
+    summary: ClassVar[str] = "LTX-2.5: distilled with generated keyframes, and a higher frame rate"
+    example: ClassVar[str] = "--num-frames 121 --temporal-upsample-rounds 1"
     scale: ClassVar[int] = 2
     num_stages: ClassVar[int] = 2
     distilled: ClassVar[str] = "default"
 
     temporal_upsample_rounds: int = flag(
-        0, f"dfr: how often frames and rate are doubled, 0 to {MAX_ROUNDS}", int, metavar="R"
+        0,
+        f"number of times that the frame rate is doubled, 0 to {MAX_ROUNDS}",
+        group="sampling",
+        metavar="R",
+        least=0,
+        most=MAX_ROUNDS,
     )
 
     def check(self) -> None:
         super().check()
         rounds = self.temporal_upsample_rounds
-        if not 0 <= rounds <= MAX_ROUNDS:
-            raise InputError(f"--temporal-upsample-rounds: {rounds}, expected 0 to {MAX_ROUNDS}")
         if self.clip_fps > MAX_FPS:
             found = f"{float(self.fps):g} fps become {float(self.clip_fps):g}"
             raise InputError(f"--temporal-upsample-rounds: {rounds}, {found}, expected at most {MAX_FPS}")

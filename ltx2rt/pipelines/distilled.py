@@ -27,8 +27,18 @@ class Distilled(VideoRequest):
     num_stages: ClassVar[int] = 2
     distilled: ClassVar[str] = "optional"
 
-    audio_from: str = flag("stage2", "which stage's sound is kept", choices=("stage1", "stage2"))
-    stage2_sampler: str = flag("euler", "2.5: ancestral adds noise in stage 2, too", choices=("euler", "ancestral"))
+    audio_from: str = flag(
+        "stage2",
+        "stage whose sound is kept",
+        group="sampling",
+        choices=("stage1", "stage2"),
+    )
+    stage2_sampler: str = flag(
+        "euler",
+        "sampler of stage 2; ancestral adds noise at each step, LTX-2.5",
+        group="sampling",
+        choices=("euler", "ancestral"),
+    )
 
     def resolved(self, model: ModelConfig) -> Any:
         if self.stage2_sampler != "euler" and model.generation != "2.5":

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flag, flag_like
 from ltx2rt.pipelines.request import NEUTRAL, Loras
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.session.options import NO_LORA, ModelOptions
@@ -15,22 +15,29 @@ from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.upsample import Upsample
 
-STEPS = 15
-
 
 @dataclass(frozen=True)
 class HQ(TwoStage):
     name: ClassVar[str] = "hq"
     summary: ClassVar[str] = "two-stage with the second-order sampler res_2s"
 
-    width: int = flag(1920, "of the output, in pixels", int)
-    height: int = flag(1088, "of the output, in pixels", int)
-    video_stg: float = flag(0.0, "guidance", float)
-    audio_stg: float = flag(0.0, "guidance", float)
-    video_rescale: float = flag(0.45, "guidance", float)
-    audio_rescale: float = flag(1.0, "guidance", float)
-    distilled_lora_strength_stage_1: float = flag(0.25, "hq: of the distilled LoRA in stage 1", float, metavar="S")
-    distilled_lora_strength_stage_2: float = flag(0.5, "hq: of the distilled LoRA in stage 2", float, metavar="S")
+    steps: int = flag_like(TwoStage, "steps", 15, help="denoising steps of stage 1")
+    width: int = flag_like(TwoStage, "width", 1920)
+    height: int = flag_like(TwoStage, "height", 1088)
+    video_stg: float = flag_like(TwoStage, "video_stg", 0.0)
+    audio_stg: float = flag_like(TwoStage, "audio_stg", 0.0)
+    video_rescale: float = flag_like(TwoStage, "video_rescale", 0.45)
+    audio_rescale: float = flag_like(TwoStage, "audio_rescale", 1.0)
+    distilled_lora_strength_stage_1: float = flag(
+        0.25,
+        "strength of the distilled LoRA in stage 1",
+        group="sampling",
+    )
+    distilled_lora_strength_stage_2: float = flag(
+        0.5,
+        "strength of the distilled LoRA in stage 2",
+        group="sampling",
+    )
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)
@@ -40,9 +47,6 @@ class HQ(TwoStage):
                 f"--distilled-lora: strength {lora.strength:g}, but hq has one for each stage; give "
                 "--distilled-lora-strength-stage-1 and --distilled-lora-strength-stage-2"
             )
-
-    def default_steps(self, model: ModelConfig) -> int:
-        return STEPS
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """The schedule of stage 1 is shifted by its own tokens; user LoRAs come before the distilled one."""

@@ -44,22 +44,46 @@ def parse_video(text: str | tuple | Path | VideoSpec) -> VideoSpec:
 @dataclass(frozen=True)
 class ICLora(VideoRequest):
     name: ClassVar[str] = "ic-lora"
-    summary: ClassVar[str] = "distilled, after reference videos and with LoRAs made for them"
+    summary: ClassVar[str] = "distilled, following reference videos by in-context LoRAs"
+    example: ClassVar[str] = "--video-conditioning depth.mp4 --lora depth.safetensors"
     scale: ClassVar[int] = 2
     num_stages: ClassVar[int] = 2
     distilled: ClassVar[str] = "optional"
 
     video_conditioning: tuple[VideoSpec, ...] = flag(
-        (), "ic-lora: a reference video, strength 1.0", parse_video, metavar="FILE[:STRENGTH]", repeat=True
+        (),
+        "reference videos to follow, strength 1.0 unless given (required)",
+        parse_video,
+        group="conditioning",
+        metavar="FILE[:STRENGTH]",
+        repeat=True,
     )
     conditioning_attention_strength: float = flag(
-        1.0, "ic-lora: how much the clip and its references see of each other, 0 to 1", float, metavar="A"
+        1.0,
+        "strength of attention between the clip and its references, 0 to 1",
+        group="conditioning",
+        metavar="A",
+        least=0,
+        most=1,
     )
     conditioning_attention_mask: Path | None = flag(
-        None, "ic-lora: a video, black where the clip and its references do not see each other", Path, metavar="FILE"
+        None,
+        "video that is black where the clip must not attend to its references",
+        Path,
+        group="conditioning",
+        metavar="FILE",
     )
-    skip_stage_2: bool = flag(False, "ic-lora: the clip is stage 1's, of half the width and height", bool)
-    audio_from: str | None = flag(None, "default: the last stage", choices=("stage1", "stage2"))
+    skip_stage_2: bool = flag(
+        False,
+        "stop after stage 1, at half the width and height",
+        group="sampling",
+    )
+    audio_from: str | None = flag(
+        None,
+        "stage whose sound is kept (default: the last one)",
+        group="sampling",
+        choices=("stage1", "stage2"),
+    )
 
     def check(self) -> None:
         super().check()
@@ -68,9 +92,6 @@ class ICLora(VideoRequest):
         for reference in self.video_conditioning:
             if not 0 <= reference.strength <= 1:
                 raise InputError(f"{FLAG}: strength {reference.strength:g} of {reference.path}, expected 0 to 1")
-        if not 0 <= self.conditioning_attention_strength <= 1:
-            strength = self.conditioning_attention_strength
-            raise InputError(f"--conditioning-attention-strength: {strength:g}, expected 0 to 1")
         if self.skip_stage_2 and self.audio_from == "stage2":
             raise InputError("--audio-from: stage2, which --skip-stage-2 leaves out; leave out one of both")
 

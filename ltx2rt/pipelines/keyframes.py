@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ltx2rt.flags import flag_like
 from ltx2rt.pipelines.two_stage import TwoStage
 
 
@@ -14,7 +15,9 @@ class Keyframes(TwoStage):
     summary: ClassVar[str] = "two-stage between two or more images"
     append_images: ClassVar[bool] = True
     least_images: ClassVar[int] = 2
-    sound_of: ClassVar[str] = "stage2"
+    example: ClassVar[str] = "--image dawn.png:0 dusk.png:120"
+
+    audio_from: str = flag_like(TwoStage, "audio_from", "stage2")
 
 
 PIPELINE = Keyframes

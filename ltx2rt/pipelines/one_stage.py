@@ -18,7 +18,12 @@ class OneStage(Guided):
     name: ClassVar[str] = "one-stage"
     summary: ClassVar[str] = "guided at full size"
 
-    audio_from: str = flag("stage1", "there is no other", choices=("stage1",))
+    audio_from: str = flag(
+        "stage1",
+        "stage whose sound is kept",
+        group="sampling",
+        choices=("stage1",),
+    )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         assert self.steps and self.stg_blocks is not None, "the request is not resolved"

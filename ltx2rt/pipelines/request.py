@@ -20,7 +20,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag, spelling
+from ltx2rt.flags import check_bounds, flag, spelling
 from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches, default_stg_blocks
@@ -51,6 +51,7 @@ MAX_STEPS = 10_000
 DEFAULT_FRAMES = 121
 MAX_FRAMES = 10**9  # what floats still count; the model has a limit of its own
 MAX_KEYFRAMES = 64
+MAX_VIDEOS = 128  # in one batch; each takes a plan 0.1 s
 NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional branch alone
 
 R = TypeVar("R", bound="Request")
@@ -82,7 +83,7 @@ def parse_fps(text: str | float | Fraction) -> Fraction:
     except (ValueError, ZeroDivisionError):
         raise InputError(f"--fps: {text[:80]!r} is no number; give one such as 24, 23.976 or 30000/1001") from None
     if fps <= 0:
-        raise InputError(f"--fps: {text}, expected more than 0")
+        raise InputError(f"--fps: {text[:80]}, expected {MIN_FPS} to {MAX_FPS}")
     if max(fps.numerator, fps.denominator) >= MAX_FPS_TERM:
         raise InputError(f"--fps: {text[:80]} has too many digits for a container; write a fraction such as 24000/1001")
     return fps
@@ -128,30 +129,83 @@ class Loras:
 class Request:
     """The clip flags of every pipeline. After `resolved`, no field that shapes the clip is None.
 
-    name: of the pipeline; summary: what `--help` says. scale: width and height of the first stage are those of the clip
-    divided by it, or by that of the upsampler if it has another. distilled: "needed", "default" (unless told not to),
-    "optional" or "unused", whether a distilled LoRA is merged.
+    name: of the pipeline; summary, example: for `--help`, a line and flags that show its use.
+    scale: width and height of the first stage are those of the clip divided by it, or by that of
+    the upsampler if it has another. distilled: "needed", "default" (unless told not to), "optional"
+    or "unused", whether a distilled LoRA is merged.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    example: ClassVar[str] = ""
     scale: ClassVar[int] = 1
     num_stages: ClassVar[int] = 1
     distilled: ClassVar[str] = "unused"
 
-    prompt: str = flag(MISSING, metavar="TEXT")
-    num_frames: int = flag(None, "8k+1, at most 20 s (default: 121; 2.5: what the prompt asks for)", int)
-    fps: Fraction = flag(Fraction(24), "23.976, 29.97 and 59.94 mean x*1000/1001", parse_fps)
-    seed: int | None = flag(None, "default: drawn, and reported", int, metavar="N")
-    num_videos: int = flag(1, "videos of seeds N, N+1, ... in one batch, each in FILE-SEED.mp4", int, metavar="N")
-    noise_in: Path | None = flag(None, "safetensors with the noise to use", Path, metavar="FILE")
+    prompt: str = flag(MISSING, "text that describes the video and its sound", group="clip")
+    num_frames: int = flag(
+        None,
+        "number of frames, 8k+1 and at most 20 s (default: 121; LTX-2.5: chosen by the prompt)",
+        int,
+        group="clip",
+        most=MAX_FRAMES,
+    )
+    fps: Fraction = flag(
+        Fraction(24),
+        "frames per second; 23.976, 29.97 and 59.94 mean x*1000/1001",
+        parse_fps,
+        group="clip",
+        metavar="RATE",
+        least=MIN_FPS,
+        most=MAX_FPS,
+    )
+    seed: int | None = flag(
+        None,
+        "random seed (default: a random one, which is reported)",
+        int,
+        group="sampling",
+        least=0,
+    )
+    num_videos: int = flag(
+        1,
+        "number of videos, with seeds N, N+1, ..., each in its own FILE-SEED.mp4",
+        group="clip",
+        least=1,
+        most=MAX_VIDEOS,
+    )
+    noise_in: Path | None = flag(
+        None,
+        "safetensors file with the noise to use, in place of the seed's",
+        Path,
+        group="sampling",
+        metavar="FILE",
+    )
     auto_duration: tuple[float, ...] | None = flag(
-        None, "2.5, without --num-frames: the seconds between which the clip's length is chosen (default: 1 20)",
-        float, metavar="MIN MAX", repeat=True,
-    )  # fmt: skip
-    enhance_prompt: bool = flag(False, "have the text encoder's Gemma 3 write the prompt out first", bool)
-    enhance_seed: int | None = flag(None, "of --enhance-prompt (default: the seed)", int, metavar="N")
-    enhanced_prompt: str | None = flag(None, "what --enhance-prompt wrote in an earlier run", metavar="TEXT")
+        None,
+        "range of lengths to choose from without --num-frames, in seconds; LTX-2.5 (default: 1 20)",
+        float,
+        group="clip",
+        metavar=("MIN", "MAX"),
+        repeat=True,
+    )
+    enhance_prompt: bool = flag(
+        False,
+        "rewrite the prompt with the text encoder's Gemma 3 first",
+        group="clip",
+    )
+    enhance_seed: int | None = flag(
+        None,
+        "seed for --enhance-prompt (default: same as --seed)",
+        int,
+        group="clip",
+        least=0,
+        most=SEED_LIMIT - 1,
+    )
+    enhanced_prompt: str | None = flag(
+        None,
+        "text that --enhance-prompt wrote in an earlier run",
+        group="clip",
+    )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """What the pipeline does, in order. The request is resolved."""
@@ -163,24 +217,14 @@ class Request:
         """Refuse what is wrong whatever the model is. Raises InputError; reads no file."""
         if not self.prompt.strip():
             raise InputError("--prompt: the prompt is empty; say what the clip shows")
-        if self.num_videos < 1:
-            raise InputError(f"--num-videos: {self.num_videos}, expected at least 1")
-        if self.seed is not None and not 0 <= self.seed <= SEED_LIMIT - self.num_videos:
-            raise InputError(f"--seed: {self.seed}, expected 0 or more and below 2^63, --num-videos included")
+        check_bounds(self)
+        if self.seed is not None and self.seed > SEED_LIMIT - self.num_videos:
+            raise InputError(f"--seed: {self.seed}, expected below 2^63, --num-videos included")
         window = self.auto_duration
         if window is not None and not (len(window) == 2 and 0 < window[0] <= window[1]):
             raise InputError(
                 f"--auto-duration: {' '.join(f'{s:g}' for s in window)}, expected two numbers of seconds, MIN MAX"
             )
-        if self.num_frames is not None and self.num_frames > MAX_FRAMES:
-            raise InputError(f"--num-frames: {str(self.num_frames)[:20]}, expected at most {MAX_FRAMES}")
-        if self.fps <= 0:
-            raise InputError(f"--fps: {self.fps}, expected more than 0")
-        if not MIN_FPS <= self.fps <= MAX_FPS:
-            raise InputError(f"--fps: {float(self.fps):g}, expected {MIN_FPS} to {MAX_FPS}")
-        steps = getattr(self, "steps", None)
-        if steps is not None and not 1 <= steps <= MAX_STEPS:
-            raise InputError(f"--steps: {steps}, expected at least 1 and at most {MAX_STEPS}")
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, float) and not abs(value) < 1e6:
@@ -307,41 +351,45 @@ class VideoRequest(Request):
     append_images: ClassVar[bool] = False
     least_images: ClassVar[int] = 0
 
-    width: int = flag(768, "of the output, in pixels", int)
-    height: int = flag(512, "of the output, in pixels", int)
+    width: int = flag(768, "width of the video, in pixels", group="clip", most=MAX_SIDE_PX)
+    height: int = flag(512, "height of the video, in pixels", group="clip", most=MAX_SIDE_PX)
     images: tuple[ImageSpec, ...] = flag(
         (),
-        "condition a pixel frame on an image, strength 1.0",
+        "images that frames follow, strength 1.0 unless given; frame 0 is the first",
         parse_image,
+        group="conditioning",
         name="--image",
         metavar="FILE:FRAME[:STRENGTH]",
         repeat=True,
         keyword="image",
     )
     image_crf: int | None = flag(
-        None, "H.264 recompression of images, 0 = off (default: 33; 2.5: 18)", int, metavar="N"
+        None,
+        "H.264 compression of images before use, 0 for none (default: 33; LTX-2.5: 18)",
+        int,
+        group="conditioning",
+        least=0,
+        most=51,
     )
-    audio: bool = flag(True, "write the video only", bool, name="--no-audio")
-    num_generated_keyframes: int = flag(0, "2.5: keyframes that stage 1 generates beside the clip", int, metavar="K")
+    audio: bool = flag(True, "write the video without sound", group="output", name="--no-audio")
+    num_generated_keyframes: int = flag(
+        0,
+        "number of keyframes to generate beside the clip in stage 1; LTX-2.5",
+        group="sampling",
+        metavar="K",
+        least=0,
+        most=MAX_KEYFRAMES,
+    )
 
     def check(self) -> None:
         super().check()
-        for side, value in (("--width", self.width), ("--height", self.height)):
-            if value > MAX_SIDE_PX:
-                raise InputError(f"{side}: {value}, expected at most {MAX_SIDE_PX} px, the most that H.264 holds")
         if len(self.images) < self.least_images:
             raise InputError(
                 f"--image: {len(self.images)} given, the {self.name} pipeline goes between at least {self.least_images}"
             )
-        if self.image_crf is not None and not 0 <= self.image_crf <= 51:
-            raise InputError(f"--image-crf: {self.image_crf}, expected 0 (off) to 51")
         for image in self.images:
             if not 0 <= image.strength <= 1:
                 raise InputError(f"--image: strength {image.strength} of {image.path}, expected 0 to 1")
-        if not 0 <= self.num_generated_keyframes <= MAX_KEYFRAMES:
-            raise InputError(
-                f"--num-generated-keyframes: {self.num_generated_keyframes}, expected 0 to {MAX_KEYFRAMES}"
-            )
         frames = [image.frame for image in self.images]
         if twice := [frame for frame in frames if frames.count(frame) > 1]:
             raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
@@ -412,17 +460,64 @@ class VideoRequest(Request):
 class Guided(VideoRequest):
     """The flags of pipelines with a guided stage."""
 
-    negative_prompt: str | None = flag(None, "default: the model's", metavar="TEXT")
-    steps: int | None = flag(None, "of the guided stage (default: 40 for 2.0, 30 for 2.3)", int, metavar="N")
-    video_cfg: float = flag(3.0, "guidance", float)
-    audio_cfg: float = flag(7.0, "guidance", float)
-    video_stg: float = flag(1.0, "guidance", float)
-    audio_stg: float = flag(1.0, "guidance", float)
-    video_modality: float = flag(3.0, "guidance", float)
-    audio_modality: float = flag(3.0, "guidance", float)
-    video_rescale: float = flag(0.7, "guidance", float)
-    audio_rescale: float = flag(0.7, "guidance", float)
-    stg_blocks: tuple[int, ...] | None = flag(None, "default: 29 for 2.0, 28 for 2.3", parse_blocks, metavar="LIST")
+    negative_prompt: str | None = flag(
+        None, "text that describes what to avoid (default: the model's)", group="guidance"
+    )
+    steps: int | None = flag(
+        None,
+        "denoising steps of the guided stage (default: 40 for LTX-2.0, else 30)",
+        int,
+        group="sampling",
+        least=1,
+        most=MAX_STEPS,
+    )
+    video_cfg: float = flag(
+        3.0,
+        "scale of classifier-free guidance for video, 1 for none",
+        group="guidance",
+    )
+    audio_cfg: float = flag(
+        7.0,
+        "scale of classifier-free guidance for sound, 1 for none",
+        group="guidance",
+    )
+    video_stg: float = flag(
+        1.0,
+        "scale of spatio-temporal guidance (STG) for video, 0 for none",
+        group="guidance",
+    )
+    audio_stg: float = flag(
+        1.0,
+        "scale of spatio-temporal guidance (STG) for sound, 0 for none",
+        group="guidance",
+    )
+    video_modality: float = flag(
+        3.0,
+        "scale of guidance by the sound for video, 1 for none",
+        group="guidance",
+    )
+    audio_modality: float = flag(
+        3.0,
+        "scale of guidance by the video for sound, 1 for none",
+        group="guidance",
+    )
+    video_rescale: float = flag(
+        0.7,
+        "rescaling of guided video to its unguided spread, 0 for none",
+        group="guidance",
+    )
+    audio_rescale: float = flag(
+        0.7,
+        "rescaling of guided sound to its unguided spread, 0 for none",
+        group="guidance",
+    )
+    stg_blocks: tuple[int, ...] | None = flag(
+        None,
+        "transformer blocks that STG skips, such as 14,19 (default: 29 for LTX-2.0, else 28)",
+        parse_blocks,
+        group="guidance",
+        metavar="LIST",
+    )
 
     @property
     def guidance(self) -> np.ndarray:

@@ -6,7 +6,8 @@ source's own frames and sound are put in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from argparse import SUPPRESS
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flag, flag_like
 from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 from ltx2rt.pipelines.request import NEUTRAL, Guided, Loras, parse_fps
@@ -33,13 +34,14 @@ FLAG = "--video-path"
 GUIDANCE = tuple(Guided.__annotations__)  # the fields that only a guided stage reads
 
 
-def of_the_file(name: str) -> Callable[[Any], Any]:
-    """The parser of a field that the file decides, which refuses what is given."""
+def of_the_file(name: str) -> dict[str, Any]:
+    """How the flag of a field that the file decides is hidden in `--help` and refused."""
 
     def refuse(_: Any) -> Any:
-        raise InputError(f"{name}: a retake has the size, length and rate of its file; leave it out")
+        why = "a retake has the size, length and rate of its file; leave it out"
+        raise InputError(f"--{name.replace('_', '-')}: {why}")
 
-    return refuse
+    return {"help": SUPPRESS, "parse": refuse}
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,57 @@ class Retake(Guided):
     """info: of the file; a resolved request has it."""
 
     name: ClassVar[str] = "retake"
-    summary: ClassVar[str] = "a part of a given clip made anew"
+    summary: ClassVar[str] = "regenerate a part of a given clip"
+    example: ClassVar[str] = "--video-path clip.mp4 --start-time 1 --end-time 2"
 
-    video_path: Path | None = flag(None, "retake: the clip; its size, length and rate are kept", Path, metavar="FILE")
-    start_time: float | None = flag(None, "retake: where the part to make anew begins, in seconds", float, metavar="S")
-    end_time: float | None = flag(None, "retake: where it ends, in seconds", float, metavar="S")
-    keep: str | None = flag(None, "retake: leave the whole video, or all of the sound, as it is", choices=MODALITIES)
-    guided: bool = flag(False, "retake: --steps guided steps of a full model, in place of 8 distilled ones", bool)
-    keep_source: bool = flag(False, "retake: copy the file's frames and sound where nothing is made anew", bool)
-    width: int = flag(768, "", of_the_file("--width"))
-    height: int = flag(512, "", of_the_file("--height"))
-    num_frames: int = flag(None, "", of_the_file("--num-frames"))
-    fps: Fraction = flag(Fraction(24), "", of_the_file("--fps"))
-    auto_duration: tuple[float, ...] | None = flag(None, "", of_the_file("--auto-duration"))
+    video_path: Path | None = flag(
+        None,
+        "clip to regenerate a part of; its size, length and rate are kept (required)",
+        Path,
+        group="conditioning",
+        metavar="FILE",
+    )
+    start_time: float | None = flag(
+        None,
+        "start of the part to regenerate, in seconds (required)",
+        float,
+        group="conditioning",
+        metavar="S",
+        least=0,
+    )
+    end_time: float | None = flag(
+        None,
+        "end of the part to regenerate, in seconds (required)",
+        float,
+        group="conditioning",
+        metavar="S",
+        least=0,
+    )
+    keep: str | None = flag(
+        None,
+        "keep all of the video, or all of the sound (default: regenerate both)",
+        group="conditioning",
+        choices=MODALITIES,
+    )
+    guided: bool = flag(
+        False,
+        "run --steps guided steps of a full model, in place of 8 distilled ones",
+        group="sampling",
+    )
+    keep_source: bool = flag(
+        False,
+        "copy the file's own frames and sound outside the part",
+        group="conditioning",
+    )
+    width: int = flag_like(Guided, "width", **of_the_file("width"))
+    height: int = flag_like(Guided, "height", **of_the_file("height"))
+    num_frames: int = flag_like(Guided, "num_frames", **of_the_file("num_frames"))
+    fps: Fraction = flag_like(Guided, "fps", **of_the_file("fps"))
+    auto_duration: tuple[float, ...] | None = flag_like(
+        Guided,
+        "auto_duration",
+        **of_the_file("auto_duration"),
+    )
     images: tuple[ImageSpec, ...] = field(default=(), init=False)
     num_generated_keyframes: int = field(default=0, init=False)
     info: VideoInfo | None = field(default=None, repr=False)
@@ -103,8 +143,6 @@ class Retake(Guided):
         if self.start_time is None or self.end_time is None:
             missing = "--start-time" if self.start_time is None else "--end-time"
             raise InputError(f"{missing}: none, expected the seconds between which the clip is made anew")
-        if self.start_time < 0:
-            raise InputError(f"--start-time: {self.start_time:g}, expected 0 or more")
         if self.start_time >= self.end_time:
             raise InputError(f"--end-time: {self.end_time:g}, expected more than --start-time {self.start_time:g}")
         if self.keep == "video" and not self.audio:

@@ -9,10 +9,17 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flag, flag_like
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
-from ltx2rt.pipelines.request import Loras, Request, default_steps, negative_prompt, parse_blocks, stg_blocks
+from ltx2rt.pipelines.request import (
+    Guided,
+    Loras,
+    Request,
+    default_steps,
+    negative_prompt,
+    stg_blocks,
+)
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -24,14 +31,23 @@ from ltx2rt.stages.stage import Stage
 class TextToAudio(Request):
     name: ClassVar[str] = "t2a"
     summary: ClassVar[str] = "sound alone, guided"
+    example: ClassVar[str] = "--duration 5"
 
-    duration: float | None = flag(None, "t2a: seconds of sound, in place of --num-frames", float, metavar="S")
-    negative_prompt: str | None = flag(None, "default: the model's", metavar="TEXT")
-    steps: int | None = flag(None, "of the guided stage (default: 40 for 2.0, 30 for 2.3)", int, metavar="N")
-    audio_cfg: float = flag(7.0, "guidance", float)
-    audio_stg: float = flag(1.0, "guidance", float)
-    audio_rescale: float = flag(0.7, "guidance", float)
-    stg_blocks: tuple[int, ...] | None = flag(None, "default: 29 for 2.0, 28 for 2.3", parse_blocks, metavar="LIST")
+    num_frames: int = flag_like(Request, "num_frames", least=1)
+    duration: float | None = flag(
+        None,
+        "length of the sound in seconds, in place of --num-frames",
+        float,
+        group="clip",
+        metavar="S",
+        least=0.04,
+    )
+    negative_prompt: str | None = flag_like(Guided, "negative_prompt")
+    steps: int | None = flag_like(Guided, "steps")
+    audio_cfg: float = flag_like(Guided, "audio_cfg")
+    audio_stg: float = flag_like(Guided, "audio_stg")
+    audio_rescale: float = flag_like(Guided, "audio_rescale")
+    stg_blocks: tuple[int, ...] | None = flag_like(Guided, "stg_blocks")
 
     @property
     def guidance(self) -> np.ndarray:
@@ -44,12 +60,8 @@ class TextToAudio(Request):
 
     def check(self) -> None:
         super().check()
-        if self.num_frames is not None and self.num_frames < 1:
-            raise InputError(f"--num-frames: {self.num_frames}, expected at least 1")
         if self.duration is not None and self.num_frames is not None:
             raise InputError("--duration: given beside --num-frames; leave one of the two out")
-        if self.duration is not None and self.duration < 0.04:
-            raise InputError(f"--duration: {self.duration:g} s, expected at least 0.04")
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         if self.duration is not None:  # the frames that last as long, at this rate

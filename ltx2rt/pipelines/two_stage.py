@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.flags import flag
@@ -21,16 +21,14 @@ class TwoStage(Guided):
     scale: ClassVar[int] = 2
     num_stages: ClassVar[int] = 2
     distilled: ClassVar[str] = "needed"
-    sound_of: ClassVar[str] = "stage1"
+    example: ClassVar[str] = "--image fox.png:0"
 
-    audio_from: str | None = flag(
-        None,
-        "which stage's sound is kept (default: stage1; distilled, keyframes, ic-lora: stage2)",
+    audio_from: str = flag(
+        "stage1",
+        "stage whose sound is kept",
+        group="sampling",
         choices=("stage1", "stage2"),
     )
-
-    def resolved(self, model: ModelConfig) -> Any:
-        return replace(super().resolved(model), audio_from=self.audio_from or self.sound_of)
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in the order given, the distilled one last."""

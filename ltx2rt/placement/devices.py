@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ltx2rt.errors import InputError
+from ltx2rt.suggest import nearest
+
+PCIE4, PCIE5 = 24e9, 48e9  # bytes per second that 16 lanes copy from pinned memory of the host
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class DeviceKind:
     flops_per_s: bfloat16, dense; float8_flops_per_s: of float8 linears as the backend runs them.
     link_bytes_per_s: what one device can receive from the others of its machine. neighbours: the same among so many
     devices, (of an all-to-all, of any other collective), where the way between them is narrower.
+    host_bytes_per_s: copied from pinned memory of the host.
     """
 
     name: str
@@ -35,6 +39,7 @@ class DeviceKind:
     link_bytes_per_s: float
     found_as: tuple[str, ...] = ()
     neighbours: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    host_bytes_per_s: float = PCIE4
 
     def exchange_s(self, collective: str, devices: int, count: int, received_bytes: int) -> float:
         """The time of so many collectives among so many devices, by which one of them receives so many bytes."""
@@ -70,20 +75,99 @@ DEVICE_KINDS = {
     for kind in (
         # NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity and 3958 in float8, NVLink 900 GB/s in both
         # directions together.
-        DeviceKind("h100-80gb", "cuda", "cuda", "hopper", 80e9, 989.5e12, 1979e12, 3.35e12, 450e9, ("cuda",)),
+        DeviceKind(
+            "h100-80gb",
+            "cuda",
+            "cuda",
+            "hopper",
+            80e9,
+            989.5e12,
+            1979e12,
+            3.35e12,
+            450e9,
+            ("cuda",),
+            host_bytes_per_s=PCIE5,
+        ),
         # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
-        DeviceKind("h200-141gb", "cuda", "cuda", "hopper", 141e9, 989.5e12, 1979e12, 4.8e12, 450e9, ("cuda",)),
+        DeviceKind(
+            "h200-141gb",
+            "cuda",
+            "cuda",
+            "hopper",
+            141e9,
+            989.5e12,
+            1979e12,
+            4.8e12,
+            450e9,
+            ("cuda",),
+            host_bytes_per_s=PCIE5,
+        ),
         # NVIDIA A100 data sheet, SXM: 312 TFLOP/s, 1555 and 2039 GB/s, NVLink 600 GB/s in both directions together.
         DeviceKind("a100-40gb", "cuda", "cuda", "hopper", 40e9, 312e12, 312e12, 1.555e12, 300e9, ("cuda",)),
         DeviceKind("a100-80gb", "cuda", "cuda", "hopper", 80e9, 312e12, 312e12, 2.039e12, 300e9, ("cuda",)),
         # NVIDIA DGX B200 data sheet, an eighth of it: 4.5 PFLOP/s with sparsity and 9 in float8, 8 TB/s, NVLink
         # 1800 GB/s in both directions together.
-        DeviceKind("b200-180gb", "cuda", "cuda", "hopper", 180e9, 2250e12, 4500e12, 8e12, 900e9, ("cuda",)),
+        DeviceKind(
+            "b200-180gb",
+            "cuda",
+            "cuda",
+            "hopper",
+            180e9,
+            2250e12,
+            4500e12,
+            8e12,
+            900e9,
+            ("cuda",),
+            host_bytes_per_s=PCIE5,
+        ),
         # NVIDIA L40S data sheet: 362 TFLOP/s, 733 in float8, 864 GB/s.
         DeviceKind("l40s-48gb", "cuda", "cuda", "hopper", 48e9, 362e12, 733e12, 0.864e12, 32e9, ("cuda",)),
         # NVIDIA Ada and RTX Blackwell architecture papers, appendices: products summed in float32, without sparsity.
         DeviceKind("rtx4090-24gb", "cuda", "cuda", "hopper", 24e9, 165.2e12, 330.3e12, 1.008e12, 32e9, ("cuda",)),
-        DeviceKind("rtx5090-32gb", "cuda", "cuda", "hopper", 32e9, 209.5e12, 419e12, 1.792e12, 64e9, ("cuda",)),
+        DeviceKind(
+            "rtx5090-32gb",
+            "cuda",
+            "cuda",
+            "hopper",
+            32e9,
+            209.5e12,
+            419e12,
+            1.792e12,
+            64e9,
+            ("cuda",),
+            host_bytes_per_s=PCIE5,
+        ),
+        DeviceKind(
+            "rtx5080-16gb",
+            "cuda",
+            "cuda",
+            "hopper",
+            16e9,
+            112.6e12,
+            225e12,
+            0.96e12,
+            64e9,
+            ("cuda",),
+            host_bytes_per_s=PCIE5,
+        ),
+        DeviceKind("rtx4080-16gb", "cuda", "cuda", "hopper", 16e9, 97.5e12, 195e12, 0.717e12, 32e9, ("cuda",)),
+        DeviceKind("rtx4070-12gb", "cuda", "cuda", "hopper", 12e9, 58.3e12, 117e12, 0.504e12, 32e9, ("cuda",)),
+        DeviceKind(
+            "rtxpro6000-96gb",
+            "cuda",
+            "cuda",
+            "hopper",
+            96e9,
+            503e12,
+            1006e12,
+            1.792e12,
+            64e9,
+            ("cuda",),
+            host_bytes_per_s=PCIE5,
+        ),
+        # NVIDIA GA102 architecture paper, appendix, and the RTX 3060's data sheet. No units for float8.
+        DeviceKind("rtx3090-24gb", "cuda", "cuda", "hopper", 24e9, 71e12, 71e12, 0.936e12, 32e9, ("cuda",)),
+        DeviceKind("rtx3060-12gb", "cuda", "cuda", "hopper", 12e9, 25.6e12, 25.6e12, 0.36e12, 32e9, ("cuda",)),
         # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
         DeviceKind(
             "v6e",
@@ -106,15 +190,66 @@ DEVICE_KINDS = {
 }
 
 
+UNREAD = (  # words of a device's name that do not tell its kind
+    r"\b(nvidia|geforce|tesla|blackwell|workstation|server|edition|google|cloud)\b"
+    r"|\b(tpu|gpu|hbm\w*|sxm\d?)\b"
+)
+CORES = {"v6e": 1, "v5p": 2}  # in a device, as names such as v5p-8 count them
+
+
 def device_kind(name: str) -> DeviceKind:
-    """By its name, or by as much of it as no other has, such as h100 or 4090. Raises InputError."""
-    asked = name.lower().replace(" ", "")
-    found = [asked] if asked in DEVICE_KINDS else [k for k in DEVICE_KINDS if asked and k.split("-")[0].endswith(asked)]
-    if len(found) > 1:
+    """The kind of a name in any spelling: h100, 4090, RTX-4090, "NVIDIA H100 80GB HBM3".
+
+    Raises InputError.
+    """
+    found = _kinds(name)
+    if len(found) == 1:
+        return DEVICE_KINDS[found[0]]
+    if found:
         raise InputError(f"--device-kind: {name!r} may be {' or '.join(found)}; choose one")
-    if not found:
-        raise InputError(f"--device-kind: unknown {name[:80]!r}; known: {', '.join(DEVICE_KINDS)}")
-    return DEVICE_KINDS[found[0]]
+    if several := _several(name):
+        kind, count = several
+        advice = f"use --device-kind {kind} --devices {count}"
+        raise InputError(f"--device-kind: {name!r} is {count} x {kind}; {advice}")
+    names = {model: kind for kind in DEVICE_KINDS for model in _names(kind)}
+    near = nearest(_model(name)[0], names)
+    meant = f"; did you mean {names[near]}?" if near else ""
+    known = ", ".join(DEVICE_KINDS)
+    raise InputError(f"--device-kind: unknown {name[:80]!r}; known: {known}{meant}")
+
+
+def _kinds(name: str) -> list[str]:
+    """The kinds that the name may mean."""
+    model, gigabytes = _model(name)
+    named = [kind for kind in DEVICE_KINDS if model in _names(kind)]
+    return [kind for kind in named if gigabytes in (None, DEVICE_KINDS[kind].memory_bytes / 1e9)]
+
+
+def _model(name: str) -> tuple[str, int | None]:
+    """Model and gigabytes of a device's name, without case, vendor and form: ("h100", 80)."""
+    text = re.sub(UNREAD, "", name[:80].lower().replace("_", " "))
+    memory = re.search(r"\b(\d+) ?g(i?b)?\b", text)
+    text = text.replace(memory[0], "") if memory else text
+    return re.sub("[^a-z0-9]", "", text).removeprefix("tpu"), int(memory[1]) if memory else None
+
+
+def _names(kind: str) -> list[str]:
+    """The models that a kind is known as: rtx4090 and 4090, v6e and what JAX calls it."""
+    model = kind.partition("-")[0]
+    found_as = [x for x in DEVICE_KINDS[kind].found_as if x != DEVICE_KINDS[kind].framework_kind]
+    return [model, re.sub("^(rtx|v)", "", model), *(_model(x)[0] for x in found_as)]
+
+
+def _several(name: str) -> tuple[str, int] | None:
+    """Kind and number of devices of a name such as 8xH100 or v6e-8."""
+    if match := re.fullmatch(r"(\d{1,4}) ?x ?(.+)", name.strip().lower()):
+        found, count = _kinds(match[2]), int(match[1])
+    elif match := re.fullmatch(r"(.+)-(\d{1,4})", name.strip()):
+        found = [kind for kind in _kinds(match[1]) if kind in CORES]
+        count = int(match[2]) // CORES[found[0]] if found else 0
+    else:
+        return None
+    return (found[0], count) if len(found) == 1 and count else None
 
 
 def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind | None:

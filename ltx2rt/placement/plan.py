@@ -47,9 +47,12 @@ class Work:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs one device. weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes:
-    the most alive at once. For each step, without what runs before them all: flops (float8_flops of them in float8),
-    read_bytes, the weights that it uses, what is exchanged, by kind of collective and number of devices, and its calls.
+    """What a stage costs one device.
+
+    weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive at once. For each
+    step, without what runs before them all: flops (float8_flops of them in float8), read_bytes, the weights that it
+    uses, streamed_bytes of them copied from the host, what is exchanged, by kind of collective and number of devices,
+    and its calls.
     """
 
     name: str
@@ -60,6 +63,7 @@ class StageCost:
     flops: int
     exchanged: Mapping[tuple[str, int], Traffic]
     float8_flops: int = 0
+    streamed_bytes: int = 0
     loops: bool = False
     calls: Calls = field(default=(), compare=False, repr=False)
 
@@ -73,9 +77,20 @@ class StageCost:
 
     def time_s(self, kind: DeviceKind) -> float:
         """The time of one step, at least: arithmetic and reading the weights at once, and what no work hides of the
-        exchanges, each at its full rate."""
+        exchanges and of the copies from the host, each at its full rate."""
+        return self._computed_s(kind) + self.waits_s(kind)
+
+    def _computed_s(self, kind: DeviceKind) -> float:
         arithmetic = (self.flops - self.float8_flops) / kind.flops_per_s + self.float8_flops / kind.float8_flops_per_s
         return max(arithmetic, self.read_bytes / kind.memory_bytes_per_s) + self.exchange_s(kind)
+
+    def waits_s(self, kind: DeviceKind) -> float:
+        """What one step waits for weights from the host, beyond its work."""
+        return max(0.0, self.copy_s(kind) - self._computed_s(kind))
+
+    def copy_s(self, kind: DeviceKind) -> float:
+        """How long the link to the host's memory takes for what one step streams."""
+        return self.streamed_bytes / kind.host_bytes_per_s
 
     def exchange_s(self, kind: DeviceKind) -> float:
         """What one step waits for exchanges."""
@@ -121,9 +136,10 @@ def beside_recorded(costs: Iterable[StageCost], recorded_bytes: int) -> list[Sta
     stages behind it what it takes more."""
     kept, found = 0, []
     for c in costs:
-        own = max(0, c.activation_bytes - recorded_bytes) if c.loops else c.activation_bytes
-        found.append(replace(c, activation_bytes=max(kept, own) if c.loops else kept + own))
-        kept = max(kept, own) if c.loops else kept
+        recorded = c.loops and not c.streamed_bytes
+        own = max(0, c.activation_bytes - recorded_bytes) if recorded else c.activation_bytes
+        found.append(replace(c, activation_bytes=max(kept, own) if recorded else kept + own))
+        kept = max(kept, own) if recorded else kept
     return found
 
 

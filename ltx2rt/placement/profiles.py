@@ -16,6 +16,7 @@ from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.place import shared_key_head
 from ltx2rt.placement.devices import DEVICE_KINDS
 from ltx2rt.placement.mesh import FSDP, MESH_AXES, canonical
+from ltx2rt.suggest import hint
 
 Rules = Mapping[str, str]  # axis -> mesh axis
 
@@ -88,7 +89,8 @@ def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> P
         )
     name = name or (BY_DEVICE[device_kind] if several else "single")
     if name not in PROFILES:
-        raise InputError(f"unknown profile {name!r}; known profiles: {', '.join(PROFILES)}")
+        known = f"known profiles: {', '.join(PROFILES)}{hint(name, PROFILES)}"
+        raise InputError(f"unknown profile {name!r}; {known}")
     profile = PROFILES[name]
     for axis in several:
         if axis not in ("data", *profile.axes):

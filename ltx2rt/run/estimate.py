@@ -6,6 +6,7 @@ preset is planned from an empty checkpoint of its sizes.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import check_bounds, flag
 from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind, device_kind
@@ -26,18 +27,25 @@ from ltx2rt.placement.profiles import resolve, undivided
 from ltx2rt.run.plan import Plan, make_plan, resolved_stages
 from ltx2rt.session.arrange import Choice, DatasheetBackend, Estimator, choose
 from ltx2rt.session.open import StagesOf, opened_checkpoint
-from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.session.options import MEMORY, NO_LORA, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.random.make import make_checkpoint
 
+MAX_DEVICES = 10_000  # more than any machine has; a plan takes longer with their number
+
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices that need not be here."""
+    """Devices to plan for; they need not be here."""
 
-    devices: int = flag(MISSING, "", int, metavar="N")
-    device_kind: str = flag(MISSING, f"{', '.join(DEVICE_KINDS)}, or h100, 4090, ...", metavar="KIND")
+    device_kind: str = flag(
+        MISSING,
+        f"one of {', '.join(DEVICE_KINDS)}, in any spelling: H100, RTX 4090",
+        group=MEMORY,
+        metavar="KIND",
+    )
+    devices: int = flag(1, "number of devices", group=MEMORY, least=1, most=MAX_DEVICES)
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,7 @@ def chosen(
 def estimate(options: ModelOptions, request: Request, devices: Devices, preset: str | None = None) -> Estimate:
     """Raises InputError for what `generate` refuses, unknown devices and profiles, and a mesh of another size."""
     kind = device_kind(devices.device_kind)
-    if devices.devices < 1:
-        raise InputError(f"--devices: {devices.devices}, expected at least 1")
+    check_bounds(devices)
     if preset is not None and request.distilled == "optional" and options.distilled_lora is None:
         options = replace(options, distilled_lora=NO_LORA)  # its weights stand for distilled ones
     with datasheet_checkpoint(options, preset) as (options, checkpoint):
@@ -108,9 +115,10 @@ def estimate(options: ModelOptions, request: Request, devices: Devices, preset: 
         if choice:
             session.adopt(choice.session)
         plan = make_plan(session, request)
+        budget = min(kind.memory_bytes, 1e9 * (options.max_memory or math.inf)) - kind.reserve_bytes
+        fits = session.fit(plan.stages, int(budget))
         costs = tuple(session.costs(plan.stages))
-        budget = int(kind.memory_bytes) - kind.reserve_bytes
-        advice = "" if peak(costs).peak_bytes <= budget else session.advice(plan.stages, budget)
+        advice = "" if fits else session.advice(plan.stages, int(budget), peak(costs))
         said = [str(choice)] if choice else []
         estimator = choice.estimator if choice else Estimator(session, kind)
         notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))
@@ -169,12 +177,18 @@ def to_json(found: Estimate) -> dict[str, Any]:
     stage with steps."""
     return {
         "fits": found.fits,
+        "memory_mode": found.session.memory_mode,
         "devices": found.devices,
         "mesh": dict(found.session.backend.mesh),
         "stages": [
             {
                 "name": c.name,
+                "steps": c.steps,
                 "weights_bytes": c.weights_bytes,
+                "resident_bytes": c.weights_bytes,
+                "streamed_bytes": c.streamed_bytes,
+                "copy_s": c.copy_s(found.kind),
+                "waits_s": c.waits_s(found.kind),
                 "activation_bytes": c.activation_bytes,
                 "flops": c.flops,
                 "collectives": {name: {"count": t.count, "bytes": t.bytes} for name, t in c.collectives.items()},

@@ -18,17 +18,42 @@ from ltx2rt.notes import note
 
 @dataclass(frozen=True)
 class Files:
-    """What `generate` writes, and what goes into it."""
+    """The files that `generate` writes, and what it says meanwhile."""
 
     output: Path | None = flag(
-        None, "*.mp4, *.mov, *.webm, frames as *%%05d.png, or sound as *.wav", Path, metavar="FILE"
+        None,
+        "file to write: *.mp4, *.mov, *.webm, *%05d.png, *.wav (required without --latents-out)",
+        Path,
+        group="output",
+        metavar="FILE",
     )
-    warmup: bool = flag(False, "run each stage's step once before timing", bool)
-    latents_out: Path | None = flag(None, "safetensors with every latent of the run", Path, metavar="FILE")
-    report: Path | None = flag(None, "JSON with times, memory and versions", Path, metavar="FILE")
-    metadata: bool = flag(True, "leave the settings out of the file", bool, name="--no-metadata")
-    quiet: bool = flag(False, "say nothing but errors and where the files are", bool)
-    verbose: bool = flag(False, "say also what is loaded and built, and how long it takes", bool)
+    warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
+    latents_out: Path | None = flag(
+        None,
+        "safetensors file for every latent of the run",
+        Path,
+        group="output",
+        metavar="FILE",
+    )
+    report: Path | None = flag(
+        None,
+        "JSON file for times, memory and versions",
+        Path,
+        group="log",
+        metavar="FILE",
+    )
+    metadata: bool = flag(
+        True,
+        "leave prompt and settings out of the file",
+        group="output",
+        name="--no-metadata",
+    )
+    quiet: bool = flag(False, "print only errors and the names of the files", group="log")
+    verbose: bool = flag(
+        False,
+        "print what is loaded and built, too, and how long it takes",
+        group="log",
+    )
 
     def all(self, seeds: Sequence[int]) -> list[Path]:
         """Every file, one clip for each seed."""

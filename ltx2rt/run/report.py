@@ -22,7 +22,7 @@ def report_of(session: Session, plan: Plan, watch: Stopwatch, programs_built: in
     """The dict of `--report`, once the frames are taken."""
     return watch.report(
         seed=plan.request.seed,
-        settings=plan.request.settings() | {"options": plain(session.options)},
+        settings=plan.request.settings() | {"options": plain(session.asked)},
         programs_built=programs_built,
         loaded_bytes=loaded_bytes,
         peak_bytes=session.backend.peak_bytes(),
@@ -46,7 +46,7 @@ def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
     """What the MP4 says about itself: prompt, seed, model, versions and every setting; of files the names alone."""
     checkpoint = session.checkpoint
     model = {**named(checkpoint.path), "layout": checkpoint.layout, "generation": checkpoint.config.generation}
-    options = plain(session.options, named)
+    options = plain(session.asked, named)
     return {
         "prompt": request.prompt,
         "seed": request.seeds[video],

@@ -377,6 +377,8 @@ def schema(f: Field) -> dict[str, Any]:
     found = {"type": types.get(how.parse, "string"), "description": "" if negated else how.help}
     if how.choices:
         found["enum"] = list(how.choices)
+    bounds = {"minimum": how.least, "maximum": how.most, "exclusiveMinimum": how.above}
+    found |= {name: bound for name, bound in bounds.items() if bound is not None}
     if f.default not in (MISSING, None):
         found["default"] = float(f.default) if isinstance(f.default, Fraction) else f.default
     return found

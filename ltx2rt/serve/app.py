@@ -239,13 +239,14 @@ class App:
         headers = {}
         if refusal.retry_after_s is not None:
             headers["retry-after"] = str(refusal.retry_after_s)
-        if refusal.status in (409, 429, 503):
-            headers["x-should-retry"] = "false" if refusal.status == 409 else "true"
+        if refusal.status in (409, 429, 501, 503):
+            headers["x-should-retry"] = "true" if refusal.status in (429, 503) else "false"
         if refusal.status == 401:
             headers["www-authenticate"] = "Bearer"
         return Json(refusal.body, refusal.status, headers)
 
     async def _refused(self, request: Request, error: Exception) -> Response:
+        headers = getattr(error, "headers", None) or {}  # starlette says Allow
         if isinstance(error, HTTPException):
             codes = {404: "not_found", 405: "method_not_allowed"}
             error = Refusal(error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail))
@@ -259,7 +260,9 @@ class App:
             error = Refusal(400, "gone", "the client has left")
         elif not isinstance(error, Refusal):
             error = Refusal(500, "internal", "the server failed; its log says why")
-        return await self._with_body_read(request, self._refusal(error))
+        answer = self._refusal(error)
+        answer.headers.update(headers)
+        return await self._with_body_read(request, answer)
 
     async def _with_body_read(self, request: Request, answer: Response) -> Response:
         """A connection that closes on a body unread may lose the answer: some of it is read first, but not all."""

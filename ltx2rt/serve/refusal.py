@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ltx2rt.errors import InputError
+from ltx2rt.suggest import nearest
 
 OF_FLAG = {"image": "images", "lora": "loras", "no_audio": "audio"}
 
@@ -34,8 +35,6 @@ def of_input(error: InputError) -> Refusal:
 
 
 def unknown(name: str, known: list[str]) -> Refusal:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    near = nearest(name, known)
+    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(known))}"
     return Refusal(400, "unknown_field", f"{name[:80]!r} is no field of this request; {hint}", name[:80])

@@ -6,6 +6,7 @@ Decides which are kept. Their bytes stay as they are, so that a clip is that of 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from ltx2rt.errors import InputError
+from ltx2rt.serve.folder import NO_SPACE
 from ltx2rt.serve.refusal import Refusal
 
 IMAGE, SOUND, VIDEO = "image", "sound", "video"
@@ -26,6 +28,7 @@ MEDIA = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg"
 STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
 AT_ONCE = 4  # are decoded; more wait
 SUFFIX = {IMAGE: "", SOUND: ".media", VIDEO: ".media"}  # what is kept as one kind cannot be named as another
+NOT_STORED = 3  # exit status: there is no room for the file, whatever it holds
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads take address space, which is limited
 _places = asyncio.Semaphore(AT_ONCE)
 
@@ -49,6 +52,8 @@ async def check_upload(data: bytes, field: str, kind: str) -> None:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+    if process.returncode == NOT_STORED:
+        raise OSError(errno.ENOSPC, said.decode(errors="replace").strip())
     if process.returncode != 0:
         reason = said.decode(errors="replace").strip()[:200] or "it cannot be read"
         raise Refusal(400, f"bad_{kind}", f"{field}: {reason}", field)
@@ -67,7 +72,8 @@ def main() -> int:
             read_image(path) if kind == IMAGE else read_media(kind, path)
     except Exception as error:
         print(f"{getattr(error, 'strerror', None) or error}"[:200])  # FFmpeg's begin with a number, and name the file
-        return 1
+        full = isinstance(error, OSError) and error.errno in NO_SPACE
+        return NOT_STORED if full else 1
     return 0
 
 

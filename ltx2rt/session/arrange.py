@@ -34,6 +34,8 @@ MARGIN = 0.03  # two estimates that are closer say nothing: the mesh that the pr
 class DatasheetBackend:
     """Devices of one kind, known by their data sheet."""
 
+    runs = False
+
     def __init__(self, kind: DeviceKind, mesh: Mapping[str, int]):
         self.kind, self.mesh = kind, mesh
         self.name, self.device_kind = kind.backend, kind.framework_kind

@@ -63,6 +63,7 @@ def opened_checkpoint(options: ModelOptions) -> Checkpoint:
     """The checkpoint that the options name. Raises InputError."""
     o = options
     parts = {"video_vae": o.video_vae, "audio_vae": o.audio_vae, "duration_head": o.duration_head}
+    parts["config_from"] = o.config_from
     return open_checkpoint(o.model, o.text_encoder, o.upsampler, o.temporal_upsampler, **parts)
 
 

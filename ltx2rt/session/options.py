@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import check_bounds, flag
 from ltx2rt.placement.mesh import MESH_AXES, canonical
 
 DISTILLED_STAGES = ("stage1", "stage2")
+MEMORY = "devices and memory"  # a group of flags
 
 
 @dataclass(frozen=True)
@@ -117,62 +118,192 @@ def parse_mesh(text: str | Mapping[str, int]) -> dict[str, int]:
 class ModelOptions:
     """The model flags of `generate`."""
 
-    backend: str = flag(MISSING, "cuda (PyTorch) or tpu (JAX); both run on a CPU too")
+    backend: str = flag(
+        MISSING,
+        "cuda (PyTorch) or tpu (JAX), which also run on a CPU; auto: the one installed here",
+        group=MEMORY,
+        metavar="NAME",
+    )
     model: Path = flag(
-        MISSING, "a checkpoint: a file, a folder or a repository of the hub", Path, metavar="PATH|ORG/NAME[@REVISION]"
+        MISSING,
+        "model file or folder, or a repository of the Hugging Face hub",
+        Path,
+        group="model",
+        metavar="PATH|ORG/NAME[@REVISION]",
     )
     text_encoder: Path | None = flag(
-        None, "the Gemma folder, or 2.5's text-encoder file (default: found near --model)", Path, metavar="PATH"
+        None,
+        "Gemma folder, or text-encoder file of LTX-2.5 (default: found near --model)",
+        Path,
+        group="model",
     )
     upsampler: Path | None = flag(
-        None, "the spatial upsampler, x2 or x1.5 (default: the x2 one found near --model)", Path, metavar="FILE"
+        None,
+        "spatial upsampler, x2 or x1.5 (default: the x2 one found near --model)",
+        Path,
+        group="model",
+        metavar="FILE",
     )
-    temporal_upsampler: Path | None = flag(None, "default: found near --model", Path, metavar="FILE")
+    temporal_upsampler: Path | None = flag(
+        None,
+        "temporal upsampler, for --pipeline dfr (default: found near --model)",
+        Path,
+        group="model",
+        metavar="FILE",
+    )
     distilled_lora: LoraSpec | None = flag(
         None,
-        "strength 1.0; none: the weights as they are (default: two-stage finds it near --model)",
+        "distilled LoRA, strength 1.0 unless given; none: --model is already distilled "
+        "(default: found near --model where the pipeline needs it)",
         parse_distilled,
+        group="model",
         metavar="FILE[:STRENGTH]|none",
     )
     loras: tuple[LoraSpec, ...] = flag(
         (),
-        "strength 1.0, both stages",
+        "LoRAs to merge, strength 1.0 and both stages unless given",
         parse_lora,
+        group="model",
         name="--lora",
         metavar="FILE[:STRENGTH[:stage1|stage2]]",
         repeat=True,
         keyword="lora",
     )
-    lora_allow_partial: bool = flag(False, "accept a LoRA with keys this model lacks", bool)
+    lora_allow_partial: bool = flag(
+        False,
+        "accept a LoRA with keys that the model lacks",
+        group="model",
+    )
     dtype: str | None = flag(
         None,
-        "default: bfloat16 on accelerators, float32 on a CPU; probe: float32",
+        "dtype of the computation (default: bfloat16, float32 on a CPU and in probe)",
+        group=MEMORY,
         choices=("bfloat16", "float32"),
     )
     weights_dtype: str | None = flag(
-        None, "of the transformer's blocks (default: as the rest)", choices=("bfloat16", "float8")
+        None,
+        "dtype of the transformer blocks' weights; float8 halves their memory (default: --dtype)",
+        group=MEMORY,
+        choices=("bfloat16", "float8"),
     )
-    device: str = flag("auto", "auto, cpu, cuda or tpu")
-    cross_timestep_rule: str = flag("C", "default: C, the official one", choices=("A", "B", "C"))
+    device: str = flag(
+        "auto",
+        "device to run on: auto, cpu, cuda or tpu",
+        group=MEMORY,
+        metavar="NAME",
+    )
+    cross_timestep_rule: str = flag(
+        "C",
+        "timesteps between video and audio: C official, B as diffusers, A each its own",
+        group="sampling",
+        choices=("A", "B", "C"),
+    )
     stage_weights: str = flag(
-        "resident", "reload: one set of weights at a time (default: resident)", choices=("resident", "reload")
+        "resident",
+        "keep all stages' weights on the device, or reload them, for less memory",
+        group=MEMORY,
+        choices=("resident", "reload"),
     )
-    text_encoder_offload: bool = flag(False, "keep the text encoder's weights on the host", bool)
-    vae_tiling: str = flag("auto", choices=("auto", "off"))
-    layers: str = flag("scan", choices=("scan", "unrolled"))
-    compile: bool = flag(False, "torch: compile the repeated block with Inductor", bool)
-    max_memory: float | None = flag(None, "pretend the device has this much memory", float, metavar="GB")
-    profile: str | None = flag(None, "how networks are split (default: the device kind's own)", metavar="NAME")
-    mesh: Mapping[str, int] = flag({}, "devices along each mesh axis, such as tensor=4", parse_mesh, metavar="AXIS=N")
-    num_gpus: int | None = flag(None, "devices in all; starts a process for each (torch)", int, metavar="N")
-    tp_size: int | None = flag(None, "the same as --mesh tensor=N (default: all devices)", int, metavar="N")
-    video_vae: Path | None = flag(None, "2.5, either kind (default: found near --model)", Path, metavar="FILE")
-    audio_vae: Path | None = flag(None, "2.5 (default: found near --model)", Path, metavar="FILE")
-    duration_head: Path | None = flag(None, "2.5 (default: found near --model)", Path, metavar="FILE")
+    text_encoder_offload: bool = flag(
+        False,
+        "free the text encoder's device memory once the prompt is encoded",
+        group=MEMORY,
+    )
+    vae_tiling: str = flag(
+        "auto",
+        "decode the video in tiles that fit the memory, or in one piece (off)",
+        group=MEMORY,
+        choices=("auto", "off"),
+    )
+    layers: str = flag(
+        "scan",
+        "run the transformer's blocks as a loop, or write them out (unrolled)",
+        group=MEMORY,
+        choices=("scan", "unrolled"),
+    )
+    compile: bool = flag(
+        False,
+        "compile the transformer's block with PyTorch Inductor",
+        group=MEMORY,
+    )
+    memory: str = flag(
+        "auto",
+        "if a run does not fit: auto frees weights once they are used and streams layers from host "
+        "memory, which changes no number; resident refuses the run",
+        group=MEMORY,
+        choices=("auto", "resident"),
+    )
+    max_memory: float | None = flag(
+        None,
+        "use at most this much device memory (default: all that is free)",
+        float,
+        group=MEMORY,
+        metavar="GB",
+        above=0,
+        most=1e9,
+    )
+    profile: str | None = flag(
+        None,
+        "how networks are split over devices (default: the one for the device kind)",
+        group=MEMORY,
+        metavar="NAME",
+    )
+    mesh: Mapping[str, int] = flag(
+        {},
+        "devices along each mesh axis, such as tensor=4",
+        parse_mesh,
+        group=MEMORY,
+        metavar="AXIS=N",
+    )
+    num_gpus: int | None = flag(
+        None,
+        "number of GPUs; starts a process for each (PyTorch)",
+        int,
+        group=MEMORY,
+        least=1,
+    )
+    tp_size: int | None = flag(
+        None,
+        "short for --mesh tensor=N (default: all devices)",
+        int,
+        group=MEMORY,
+        least=1,
+    )
+    video_vae: Path | None = flag(
+        None,
+        "video VAE of LTX-2.5, of either decoder (default: found near --model)",
+        Path,
+        group="model",
+        metavar="FILE",
+    )
+    audio_vae: Path | None = flag(
+        None,
+        "audio VAE of LTX-2.5 (default: found near --model)",
+        Path,
+        group="model",
+        metavar="FILE",
+    )
+    duration_head: Path | None = flag(
+        None,
+        "duration head of LTX-2.5, which chooses the clip's length (default: found near --model)",
+        Path,
+        group="model",
+        metavar="FILE",
+    )
     video_decoder: str | None = flag(
-        None, "2.5 has both (default: conv, if it was found)", choices=("conv", "diffusion")
+        None,
+        "video decoder of LTX-2.5, which has two (default: conv if it is found)",
+        group="model",
+        choices=("conv", "diffusion"),
     )
-    offline: bool = flag(False, "of the hub's repositories use what is in its cache alone", bool)
+    config_from: Path | None = flag(
+        None,
+        "safetensors file to take the config from, if --model has none",
+        Path,
+        group="model",
+        metavar="FILE",
+    )
+    offline: bool = flag(False, "use only files already in the Hugging Face cache", group="model")
 
     def compute_dtype(self, default: str) -> str:
         """The dtype asked for; weights of another one than float32 are multiplied in bfloat16."""
@@ -183,9 +314,7 @@ class ModelOptions:
 
         Raises InputError where flags contradict each other or the launch.
         """
-        for name, value in (("--num-gpus", self.num_gpus), ("--tp-size", self.tp_size)):
-            if value is not None and value < 1:
-                raise InputError(f"{name}: {value}, expected at least 1")
+        check_bounds(self)
         if self.mesh and self.tp_size:
             raise InputError("--mesh and --tp-size say the same; give one of them")
         if launched > 1 and self.num_gpus not in (None, launched):
@@ -200,6 +329,7 @@ class ModelOptions:
 
     def check(self) -> None:
         """Refuse options that no model could satisfy. Raises InputError; reads no file."""
+        check_bounds(self)
         existing("--model", self.model)
         if snapshots := sorted(self.model.glob("snapshots/*")):
             raise InputError(f"--model: {self.model} is a cache of the hub; pass its snapshot, such as {snapshots[-1]}")
@@ -214,6 +344,8 @@ class ModelOptions:
                 existing_file(f"--{name}", path)
         if self.duration_head:
             existing_file("--duration-head", self.duration_head)
+        if self.config_from:
+            existing_file("--config-from", self.config_from)
         if self.distilled_lora and self.distilled_lora != NO_LORA:
             existing_file("--distilled-lora", self.distilled_lora.path)
             if self.distilled_lora.stage:
@@ -224,8 +356,6 @@ class ModelOptions:
             raise InputError(
                 f"--weights-dtype: {self.weights_dtype} weights go with --dtype bfloat16, not float32; leave one out"
             )
-        if self.max_memory is not None and not 0 < self.max_memory < 1e9:
-            raise InputError(f"--max-memory: {self.max_memory:g}, expected more than 0 GB and below 1e9")
 
     @property
     def files(self) -> list[Path]:

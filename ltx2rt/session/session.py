@@ -7,6 +7,7 @@ stages there are the pipelines'.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +25,14 @@ from ltx2rt.models.catalog import network
 from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import touched_bytes, weight_bytes
+from ltx2rt.placement.devices import host_memory
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, Work, beside_recorded, cost, peak
 from ltx2rt.placement.profiles import profile_of
+from ltx2rt.placement.stream import pieces, saved_bytes, streamed
 from ltx2rt.session.call import Call, WeightsKey, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.session.weights import WeightStore
+from ltx2rt.session.weights import Residence, WeightStore
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.lora import Merge
 
@@ -37,6 +40,9 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 MAX_PROGRAMS = 64  # a request of two stages with images and tiles of eight shapes has fewer than 20
 MAX_CONTEXTS = 8  # of prompts, 50 MB each at full size
+
+
+Way = tuple[ModelOptions, Residence]  # how weights are kept
 
 
 class Needing(Protocol):
@@ -53,6 +59,8 @@ class Session:
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str | None = None):
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
+        self.streams = get_factory(backend.name).streams
+        self.asked = options  # before `require_memory` changes how weights are kept
         self.config = checkpoint.config
         self.dtype = dtype or options.compute_dtype("float32" if backend.device_kind == "cpu" else "bfloat16")
         kind = get_factory(backend.name).profile_key(backend.device())
@@ -76,7 +84,11 @@ class Session:
 
     def use_loras(self, loras: Sequence[LoraSpec]) -> None:
         """The user's LoRAs of the requests to come."""
-        self.options = self.weights.options = replace(self.options, loras=tuple(loras))
+        self.use(replace(self.asked, loras=tuple(loras)))
+
+    def use(self, options: ModelOptions) -> None:
+        """The options of the requests to come."""
+        self.asked = self.options = self.weights.options = options
 
     # --- graphs, programs, weights ------------------------------------------------------------------------------
 
@@ -159,7 +171,8 @@ class Session:
 
     def _left(self, stage: Needing) -> list[WeightsKey]:
         offload = self.options.text_encoder_offload
-        return [c.weights for c in stage.needs(self.config) if offload and c.network == "text-encoder"]
+        encoder = [c.weights for c in stage.needs(self.config) if offload and c.network == "text-encoder"]
+        return list(dict.fromkeys([*encoder, *self.weights.residence.leave.get(stage.name, ())]))
 
     def close(self) -> None:
         """Let go of everything that is on the device."""
@@ -199,9 +212,10 @@ class Session:
             calls = [c for c in calls if not c.each] + spread[:: prod(self.backend.mesh.values())]
             for call in calls:
                 self._hold(here, call)
+            copied = sum(self._streamed_bytes(call) * call.times for call in calls)
             key = (stage.name, tuple((call.program, call.times, call.steps) for call in calls))
             made = _kept(self._costs, key, lambda s=stage, c=calls: self._cost(s.name, c), 2 * MAX_PROGRAMS)
-            found.append(replace(made, weights_bytes=sum(here.values())))
+            found.append(replace(made, weights_bytes=sum(here.values()), streamed_bytes=copied))
             for left in self._left(stage):
                 here.pop(left, None)
         return beside_recorded(found, recorded_bytes) if self.backend.device_kind == "cuda" else found
@@ -215,11 +229,20 @@ class Session:
             for key in siblings:
                 del here[key]
             siblings = []
-        siblings = [key for key in siblings if self.weights.comparable(key, call.weights)]
         graph = self.graph(call)
+        if number := self.weights.residence.number(call.weights):
+            here[call.weights] = weight_bytes([graph]) - saved_bytes(pieces(graph), number)
+            return
+        siblings = [key for key in siblings if self.weights.comparable(key, call.weights)]
         changed = [self.weights.changed(call, key[1]) for key in siblings]
         shared = min(changed, key=len) if changed else None
         here[call.weights] = weight_bytes([graph]) if shared is None else touched_bytes(graph, shared)
+
+    def _streamed_bytes(self, call: Call) -> int:
+        """What one run of the call, or one of its steps, copies to the device."""
+        number = self.weights.residence.number(call.weights)
+        sizes = pieces(self.graph(call)) if number else {}
+        return sum(sizes[piece] for piece in streamed(sizes, number))
 
     def _cost(self, name: str, calls: Sequence[Call]) -> StageCost:
         loops = [taken_apart(self.in_order(self.graph(call))) for call in calls if call.steps is not None]
@@ -237,11 +260,111 @@ class Session:
 
     def require_memory(self, stages: Sequence[Needing], warm: bool = False) -> None:
         """Make room for a run: first what recorded steps keep, then sets of earlier requests are let go, the least
-        recently used first, until it fits.
+        recently used first, until it fits. Under `--memory auto` weights are kept less and less on the device until it
+        does.
 
         warm: every set that the run loads is there from its start on. Raises InputError if it does not fit an empty
         device either.
         """
+        tried: dict[str, Any] = {}
+
+        def fits(way: Way) -> bool:
+            tried["worst"], tried["budget"], tried["held"] = self._tried(way, stages, warm)
+            full = tried["worst"].peak_bytes > tried["budget"]
+            several = self.backend.num_processes > 1 and self.backend.runs
+            return not (self.backend.agree(full) if several else full)  # all processes keep weights alike
+
+        if not self._choose(stages, fits):
+            raise self._no_room(stages, warm, tried["worst"], tried["budget"])
+        self.weights.free(*(key for key in self.weights.held if key not in tried["held"]))
+        if self.backend.runs and self.backend.device_kind != "cpu":
+            self._require_host_room(stages)
+
+    def fit(self, stages: Sequence[Needing], budget: int, warm: bool = False) -> bool:
+        """Keep weights in the fastest way in which an empty device with so much memory runs the stages, else in the
+        one that needs the least. Whether it fits."""
+
+        def fits(way: Way) -> bool:
+            self._keep(way)
+            return peak((self.warm_costs if warm else self.costs)(stages)).peak_bytes <= budget
+
+        return self._choose(stages, fits)
+
+    def _choose(self, stages: Sequence[Needing], fits: Callable[[Way], bool]) -> bool:
+        """Try the ways in their order; of those that stream the transformer, by halving. Whether one fits."""
+        ways = list(self._ways(stages))
+        first = [way for way in ways if not way[1].streams.get("transformer")]
+        rest = ways[len(first) :]
+        if any(map(fits, first)):
+            return True
+        index = bisect_left(rest, True, key=fits)
+        return fits(rest[min(index, len(rest) - 1)]) if rest else False
+
+    @property
+    def memory_mode(self) -> str:
+        """How weights are kept: resident, reloaded for each stage, or streamed."""
+        if self.weights.residence.streams:
+            return "streamed"
+        return "resident" if self.options.stage_weights == "resident" else "reload"
+
+    def memory_line(self, stages: Sequence[Needing]) -> str:
+        """One line about weights that do not stay on the device; empty if all do."""
+        said = []
+        if self.options.stage_weights == "reload" != self.asked.stage_weights:
+            said.append("weights are freed once they are used")
+        networks = {network_of(c.weights): c for stage in stages for c in stage.needs(self.config)}
+        for name, number in self.weights.residence.streams.items():
+            sizes = pieces(self.graph(networks[name]))
+            moved = streamed(sizes, number)
+            size = sum(sizes[piece] for piece in moved) / 1e9
+            said.append(f"{len(moved)} of {len(sizes)} layers of the {name} ({size:.3g} GB) come from host memory")
+        return "memory: " + "; ".join(said) if said else ""
+
+    def _keep(self, way: Way) -> None:
+        self.options, self.weights.residence = way
+        self.weights.options = self.options
+
+    def _require_host_room(self, stages: Sequence[Needing]) -> None:
+        """Refuse a run whose streamed weights have no room in the host's memory. Raises InputError."""
+        calls = {call.weights: call for stage in stages for call in stage.needs(self.config)}
+        new = [c for key, c in calls.items() if key not in self.weights.held and key not in self.weights.parked]
+        needed = max((self._streamed_bytes(call) for call in new), default=0) * prod(self.backend.mesh.values())
+        needed //= self.backend.device().hosts
+        free = host_memory()[1]
+        if needed > free:
+            raise InputError(
+                f"no room in the host's memory: streamed weights need {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are "
+                "free; close other programs, or try --weights-dtype float8"
+            )
+
+    def _ways(self, stages: Sequence[Needing]) -> Iterator[Way]:
+        """How weights can be kept, from the fastest way to the one that needs the least memory.
+
+        As the options say; then freed once they are used; then with the text encoder streamed, and with more and more
+        of the transformer.
+        """
+        yield self.asked, Residence()
+        if self.asked.memory == "resident":
+            return
+        calls = [(stage.name, call) for stage in stages for call in stage.needs(self.config)]
+        last = {call.weights: name for name, call in calls}
+        leave = {name: tuple(key for key in last if last[key] == name) for name in set(last.values())}
+        yield replace(self.asked, text_encoder_offload=True), Residence()
+        tight = replace(self.asked, text_encoder_offload=True, stage_weights="reload")
+        yield tight, Residence(leave=leave)
+        if not self.streams or self.asked.layers == "unrolled":
+            return
+        sizes = {network_of(c.weights): len(pieces(self.graph(c))) for _, c in calls}
+        streams = {name: sizes[name] for name in ("text-encoder",) if sizes.get(name)}
+        yield tight, Residence(streams, leave)
+        for number in range(1, sizes.get("transformer", 0) + 1):
+            yield tight, Residence({**streams, "transformer": number}, leave)
+
+    def _tried(
+        self, way: Way, stages: Sequence[Needing], warm: bool
+    ) -> tuple[StageCost, int, Mapping[WeightsKey, int]]:
+        """The stage that needs the most memory, what there is for it, and which sets can stay."""
+        self._keep(way)
         held = self._held()
         worst, budget = self._worst(stages, held, warm)
         if worst.peak_bytes > budget and self.backend.device().recorded_bytes:
@@ -253,9 +376,7 @@ class Session:
                 break
             del held[key]
             worst, budget = self._worst(stages, held, warm)
-        if worst.peak_bytes > budget:
-            raise self._no_room(stages, warm, worst, budget)
-        self.weights.free(*(key for key in self.weights.held if key not in held))
+        return worst, budget, held
 
     def _worst(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int], warm: bool) -> tuple[StageCost, int]:
         """The stage that needs the most memory, with the sets `held` there, and what there is for it."""
@@ -293,24 +414,32 @@ class Session:
                 after.pop(left, None)
         return self.costs(stages, after, recorded_bytes)
 
-    def advice(self, stages: Sequence[Needing], budget: int, warm: bool = False) -> str:
-        """What to try where a run needs more than `budget` bytes."""
-        settings = {"text_encoder_offload": True, "stage_weights": "reload"}
-        words = {"text_encoder_offload": "--text-encoder-offload", "stage_weights": "--stage-weights reload"}
-        advice = []
-        for changed in (["text_encoder_offload"], ["stage_weights"], list(settings)):
-            options = replace(self.options, **{name: settings[name] for name in changed})
-            smaller = Session(self.checkpoint, self.backend, options, self.dtype)
-            costs = smaller.warm_costs(stages) if warm else smaller.costs(stages)
-            if not advice and peak(costs).peak_bytes <= budget:
-                advice.append(" ".join(words[name] for name in changed))
-        return " or ".join([*advice, "more devices", "fewer frames or a smaller size"])
+    def advice(self, stages: Sequence[Needing], budget: int, worst: StageCost, warm: bool = False) -> str:
+        """What to try where a run needs more than `budget` bytes; flags are named if they make it fit.
+
+        worst: the stage that needs the most.
+        """
+        tries: list[tuple[str, dict[str, Any]]] = []
+        if self.asked.memory == "resident":
+            offload, reload = {"text_encoder_offload": True}, {"stage_weights": "reload"}
+            tries += [("--text-encoder-offload", offload), ("--stage-weights reload", reload)]
+            tries += [("--text-encoder-offload --stage-weights reload", offload | reload)]
+            tries += [("--memory auto", {"memory": "auto"})]
+        if self.asked.weights_dtype != "float8":
+            tries += [("--weights-dtype float8", {"weights_dtype": "float8"})]
+        advice = ["more devices"] if worst.name == "text" else ["more devices", "fewer frames or a smaller size"]
+        for words, changed in tries:
+            smaller = Session(self.checkpoint, self.backend, replace(self.asked, **changed), self.dtype)
+            if smaller.fit(stages, budget, warm):
+                advice.insert(0, words)
+                break
+        return " or ".join(advice)
 
     def _no_room(self, stages: Sequence[Needing], warm: bool, worst: StageCost, budget: int) -> InputError:
         return InputError(
             f"no room on {self.backend.device().name}: {worst.name} needs {worst.peak_bytes / 1e9:.3g} GB "
             f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} activations), "
-            f"{budget / 1e9:.3g} GB are free; try {self.advice(stages, budget, warm)}"
+            f"{budget / 1e9:.3g} GB are free; try {self.advice(stages, budget, worst, warm)}"
         )
 
 

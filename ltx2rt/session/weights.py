@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -20,6 +20,7 @@ from ltx2rt.graph import Graph
 from ltx2rt.graph.ir import numbered
 from ltx2rt.notes import note
 from ltx2rt.placement.devices import host_memory
+from ltx2rt.placement.stream import Piece, pieces, slots_bytes, streamed
 from ltx2rt.session.call import Call, WeightsKey, holds, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
 from ltx2rt.weights.audit import audit
@@ -32,22 +33,44 @@ HOST_SHARE = 0.1  # of the host's memory that is left alone
 
 
 @dataclass(frozen=True)
+class Residence:
+    """How a run keeps weights. streams: by network, how many pieces of it are streamed; leave: sets that are
+    freed behind a stage, by its name, because no later one reads them."""
+
+    streams: Mapping[str, int] = field(default_factory=dict)
+    leave: Mapping[str, tuple[WeightsKey, ...]] = field(default_factory=dict)
+
+    def number(self, key: WeightsKey) -> int:
+        """How many pieces of the set are streamed."""
+        return self.streams.get(network_of(key), 0)
+
+    def streamed(self, key: WeightsKey, graph: Graph) -> frozenset[Piece]:
+        number = self.number(key)
+        return streamed(pieces(graph), number) if number else frozenset()
+
+
+@dataclass(frozen=True)
 class Held:
     """One set on the device, and the graph that it was loaded for. shares: whether another set had some of it."""
 
     weights: Mapping[str, Any]
     graph: Graph
     shares: bool
+    streamed: frozenset[Piece] = frozenset()
 
     def tensors(self) -> dict[int, int]:
         """Bytes on one device by identity of the tensor; sets share tensors, not copies."""
         found = {}
+        if self.streamed:
+            sizes = pieces(self.graph)
+            found[id(self)] = slots_bytes([sizes[piece] for piece in self.streamed])
         for name, (value, count) in self.graph.all_params().items():
             if name in self.weights:  # stacked over layers
                 found[id(self.weights[name])] = value.type.nbytes * count
             else:
                 each = (self.weights[numbered(name, i)] for i in range(count))
-                found |= {id(tensor): value.type.nbytes for tensor in each}
+                on_device = (tensor for tensor in each if not getattr(tensor, "streamed", False))
+                found |= {id(tensor): value.type.nbytes for tensor in on_device}
         return found
 
 
@@ -83,8 +106,10 @@ class WeightStore:
         self.loading: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.loaded_bytes = 0
         self.again = False
+        self.residence = Residence()
         self.held: OrderedDict[WeightsKey, Held] = OrderedDict()  # least recently used first
         self.parked: dict[WeightsKey, Any] = {}  # in the host's memory
+        self._parked_as: dict[WeightsKey, frozenset[Piece]] = {}  # what of each was streamed
         self._loads = 0
         self._loaded_at: dict[WeightsKey, tuple[int, int]] = {}  # of how many loads which was the one before, the last
         self._parks = True  # until the backend cannot
@@ -122,6 +147,9 @@ class WeightStore:
         With stage weights "reload" a network has one set at a time.
         """
         key = call.weights
+        if key in self.held and self.held[key].streamed != self.residence.streamed(key, graph):
+            del self.held[key]  # it was loaded for a run that needed more room, or less
+            self.backend.trim()
         if key not in self.held:
             with self.loading(call.network):
                 self.held[key] = self._loaded(call, graph)
@@ -133,22 +161,37 @@ class WeightStore:
     def _loaded(self, call: Call, graph: Graph) -> Held:
         key, base, changed, left = call.weights, None, frozenset(), {}
         siblings = [other for other in self.held if network_of(other) == network_of(key)]
+        streamed = self.residence.streamed(key, graph)
+        if key in self.parked and self._parked_as[key] != streamed:
+            del self.parked[key]
         kept = self.parked.get(key)
+        if streamed and kept is None:
+            self._make_host_room(sum(size for piece, size in pieces(graph).items() if piece in streamed))
         if self.options.stage_weights == "reload":
             if kept and siblings:
                 self._park(siblings[0])
                 left = dict(self.held.pop(siblings.pop(0)).weights)  # its memory is taken over
             self.free(*siblings)
-        elif siblings := [other for other in siblings if self.comparable(other, key)]:
+        elif siblings := [] if streamed else [o for o in siblings if self.comparable(o, key)]:
             near = min(siblings, key=lambda other: len(self.changed(call, other[1])))
             base, changed = self.held[near].weights, self.changed(call, near[1])
         if kept and base is None:
-            return Held(self.backend.unpark(kept, left), graph, False)
+            return Held(self.backend.unpark(kept, left), graph, False, streamed)
         source = Counted(self.source(call, call.loras))
-        weights = self.backend.load([graph], source, base, changed)
+        more = {"streamed": streamed} if streamed else {}  # a backend that does not stream is never asked to
+        weights = self.backend.load([graph], source, base, changed, **more)
         check_opened()
         self.loaded_bytes += source.bytes
-        return Held(weights, graph, base is not None)
+        return Held(weights, graph, base is not None, streamed)
+
+    def _make_host_room(self, size: int) -> None:
+        """Drop what is parked in the host's memory, the least recently loaded first, until so much fits."""
+        everywhere = size * prod(self.backend.mesh.values()) // self.backend.device().hosts
+        for key in sorted(self.parked, key=lambda key: self._loaded_at[key][1]):
+            if has_room(self.backend.device_kind, everywhere):
+                return
+            del self.parked[key]
+            self.backend.trim()
 
     def changed(self, call: Call, theirs: tuple[LoraSpec, ...]) -> frozenset[str]:
         """Names of the tensors that merge differently under the call's LoRAs and `theirs`: what those after the common
@@ -159,14 +202,14 @@ class WeightStore:
         rests = [rest for rest in (ours[same:], theirs[same:]) if rest]
         return frozenset(name for rest in rests for name in self.source(call, rest).touched())
 
-    @staticmethod
-    def comparable(theirs: WeightsKey, ours: WeightsKey) -> bool:
+    def comparable(self, theirs: WeightsKey, ours: WeightsKey) -> bool:
         """Whether a set can share tensors with another: it holds theirs, and what was merged can still be read."""
         try:
             same = all(identity(lora.path) == lora.file for lora in theirs[1] if isinstance(lora, PlannedLora))
         except OSError:
             return False
-        return same and holds(theirs, ours)
+        is_streamed = theirs in self.held and self.held[theirs].streamed
+        return same and holds(theirs, ours) and not (is_streamed or self.residence.number(theirs))
 
     def free(self, *keys: WeightsKey) -> None:
         """Give the memory of sets back to the device; a later use loads them again, or fetches them from the host."""
@@ -199,7 +242,7 @@ class WeightStore:
         kept = self.backend.park(held.weights)
         self._parks = kept is not None
         if kept is not None:
-            self.parked[key] = kept
+            self.parked[key], self._parked_as[key] = kept, held.streamed
             if self.backend.is_main:
                 note(f"the host keeps the weights of {key[0]} in its memory, {size / 1e9:.3g} GB, for the next request")
 

@@ -7,116 +7,66 @@ files that `parts` finds are taken; no tensor data is read. Leaves data, LoRA an
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
-from ltx2rt.config import V25, DurationHeadConfig, Gemma4Config, GemmaConfig, ModelConfig, UpsamplerConfig
+from ltx2rt.config import (
+    V25,
+    DurationHeadConfig,
+    Gemma4Config,
+    GemmaConfig,
+    ModelConfig,
+    TransformerConfig,
+    UpsamplerConfig,
+)
 from ltx2rt.errors import GraphError, InputError
-from ltx2rt.graph.ir import Cut
 from ltx2rt.notes import note
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, parse_json, version_tuple
-from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource, cut, open_tensors
-from ltx2rt.weights.lora import open_lora
-from ltx2rt.weights.names import TEXT_PROJECTION, collapse, component_of, fused_of, gemma_to_canonical, to_official
+from ltx2rt.weights.describe import stated
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorSource, open_file, open_tensors
+from ltx2rt.weights.gguf import GgufFile, unread
+from ltx2rt.weights.lora import Lora, Pair, open_lora
+from ltx2rt.weights.names import (
+    CONNECTORS,
+    TEXT_PROJECTION,
+    collapse,
+    component_of,
+    fused_of,
+    official_names,
+    to_official,
+)
+from ltx2rt.weights.near import find
 from ltx2rt.weights.parts import (
     FLAGS,
-    INDEX,
     UPSAMPLERS,
+    Parts,
     absent,
     contents,
-    contents_of_folder,
     file_kind,
     folder_kind,
     listed,
-    model_index,
     only,
     read_json,
     refuse_ambiguous,
-    scan,
     video_files,
 )
-from ltx2rt.weights.quantised import Float8, dequantised, stored_float8
+from ltx2rt.weights.quantised import Packed, dequantised
+from ltx2rt.weights.sources import JoinedRows, RenamedSource, renamed
+from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_tokenizer, open_gemma
 
-T = TypeVar("T")
 ENCODED = [np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, np.uint8)]
 COMPONENTS = ("transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler", "temporal_upsampler")
 COMPONENTS += ("diffusion_decoder", "duration_head")
 OPTIONAL = ("temporal_upsampler", "diffusion_decoder", "duration_head")  # not every generation has them
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 BLOCK_MATRIX = re.compile(r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$")
-TOKENIZER_ASSET = "tokenizer_json"
-ASSETS = ("hf_asset__", TOKENIZER_ASSET)  # prefixes of the files that a text-encoder file carries
-
-
-class RenamedSource:
-    """Part of one or more sources, under canonical names."""
-
-    def __init__(self, where: Path, home: Mapping[str, tuple[TensorSource, str]]):
-        self.where, self._home = where, dict(home)
-
-    def names(self) -> Iterable[str]:
-        return self._home.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        source, stored = self._home[name]
-        return source.info(stored)
-
-    def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        source, stored = self._home[name]
-        return source.read(stored, *cuts)
-
-    def float8(self, name: str, *cuts: Cut) -> Float8 | None:
-        source, stored = self._home[name]
-        return stored_float8(source, stored, *cuts)
-
-    def joined(self, other: RenamedSource, names: Iterable[str]) -> RenamedSource:
-        return RenamedSource(self.where, self._home | {name: other._home[name] for name in names})
-
-
-class JoinedRows:
-    """A source in which some tensors of another are one, row after row."""
-
-    def __init__(self, source: TensorSource, joined: Mapping[str, tuple[str, ...]]):
-        self._source, self._joined = source, dict(joined)
-
-    def names(self) -> Iterable[str]:
-        gone = {part for parts in self._joined.values() for part in parts}
-        return [*(name for name in self._source.names() if name not in gone), *self._joined]
-
-    def info(self, name: str) -> TensorInfo:
-        if name not in self._joined:
-            return self._source.info(name)
-        first, *more = (self._source.info(part) for part in self._joined[name])
-        return TensorInfo((first.shape[0] + sum(i.shape[0] for i in more), *first.shape[1:]), first.dtype)
-
-    def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        if name not in self._joined:
-            return self._source.read(name, *cuts)
-        return cut(np.concatenate([self._source.read(part) for part in self._joined[name]]), *cuts)
-
-
-@dataclass(frozen=True)
-class Asset:
-    """A file in a safetensors file, as a tensor of bytes or as a metadata string of that name."""
-
-    path: Path
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.name}"
-
-    def read_bytes(self) -> bytes:
-        file = TensorFile(self.path)
-        return file.read(self.name).tobytes() if self.name in file.names() else file.metadata[self.name].encode()
 
 
 @dataclass(frozen=True)
@@ -130,6 +80,7 @@ class Checkpoint:
     tokenizer: Path | Asset | None  # tokenizer.json
     loras_found: tuple[Path, ...] = ()
     unreadable: tuple[str, ...] = ()  # one line per file nearby that could not be opened
+    tokenizers_found: tuple[Path, ...] = ()
 
     @property
     def files(self) -> list[Path]:
@@ -138,12 +89,20 @@ class Checkpoint:
         return [self.path, *tokenizer, *self.loras_found, *(source.where for source in self.sources.values())]
 
     def source(self, component: str) -> RenamedSource:
-        """Raises InputError if the component was not found, naming the flag that gives it."""
+        """Raises InputError if the component was not found, naming its flag and what else is missing."""
         if component in self.sources:
             return self.sources[component]
         if component not in COMPONENTS:
             raise InputError(f"unknown component {component!r}, known are {', '.join(COMPONENTS)}")
-        raise absent(component, self.path, self.unreadable)
+        raise self._absent(component)
+
+    def _absent(self, part: str) -> InputError:
+        return absent(part, self.path, self.unreadable, [each for each in self.missing() if each != part])
+
+    def missing(self) -> list[str]:
+        """Parts that a generation has and some pipelines need, and that were not found."""
+        found = {*self.sources, *(["lora"] if self.loras_found else [])}
+        return [part for part in ("gemma", "upsampler", "lora") if part not in found]
 
     def distilled_lora(self) -> Path:
         """The LoRA beside the weights whose header is that of a released distilled one, whatever its name.
@@ -162,14 +121,31 @@ class Checkpoint:
             ranks = [lora.file.info(pair.down).shape[0] for pair in lora.pairs.values()]
             return matrices <= lora.pairs.keys() and 16 * max(ranks) >= self.config.transformer.width
 
+        def of_another_release(path: Path) -> bool:
+            return stated(TensorFile(path).metadata) not in ("", self.config.generation)
+
         if not self.loras_found:
-            raise absent("lora", self.path, self.unreadable)
-        if found := only("lora", [path for path in self.loras_found if fits(path)]):
+            raise self._absent("lora")
+        fitting = [path for path in self.loras_found if fits(path) and not of_another_release(path)]
+        if len(fitting) > 1:
+            fitting = [path for path in fitting if self._shapes_fit(open_lora(path))] or fitting
+        if found := only("lora", fitting):
             return found
         listed = ", ".join(map(str, self.loras_found))
         raise InputError(
             f"{self.path}: no LoRA in it has the header of a distilled one: {listed}; pass one with --distilled-lora"
         )
+
+    def _shapes_fit(self, lora: Lora) -> bool:
+        """Whether every matrix that a LoRA changes is there, as large as the LoRA has it."""
+        source = self.source("transformer")
+        names = set(source.names())
+
+        def fits(name: str, pair: Pair) -> bool:
+            shape = lora.file.info(pair.up).shape[0], lora.file.info(pair.down).shape[1]
+            return name in names and source.info(name).shape == shape
+
+        return all(fits(name, pair) for name, pair in lora.pairs.items())
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -184,9 +160,8 @@ class Checkpoint:
 
     def require_tokenizer(self) -> Path | Asset:
         if self.tokenizer is None:
-            raise InputError(
-                f"{self.path}: no tokenizer.json was found; pass a Gemma folder with one by --text-encoder"
-            )
+            gemma = self.sources["gemma"].where if "gemma" in self.sources else None
+            raise no_tokenizer(self.path, gemma, self.tokenizers_found)
         return self.tokenizer
 
 
@@ -199,17 +174,15 @@ def open_checkpoint(
     video_vae: str | Path | None = None,
     audio_vae: str | Path | None = None,
     duration_head: str | Path | None = None,
+    config_from: str | Path | None = None,
 ) -> Checkpoint:
-    """Open a file or a folder; parts that are not given are looked for in that folder (beside that file, and if it is
-    a transformer alone also in the folders beside its own).
+    """Open a file or a folder; parts that are not given are looked for near it (`near.find`).
 
     upsampler: of any kind, whether it fits is decided by the stage that runs it; x1.5 ones are not looked for.
+    config_from: a safetensors file whose config is meant where the main file has none.
     Raises InputError for what is no checkpoint, an ambiguous part, a Gemma of the wrong size, and tensors of the main
     file that belong to no component. A part that is missing is an error only when its source is asked for.
     """
-    path = Path(model)
-    if not path.exists():
-        raise InputError(f"{path}: no such file or folder; pass a checkpoint with --model")
     given = {
         "gemma": text_encoder,
         "upsampler": upsampler,
@@ -218,43 +191,7 @@ def open_checkpoint(
         "audio_vae": audio_vae,
         "duration_head": duration_head,
     }
-    mains: list[Any] = []
-    folder = path if path.is_dir() else path.parent
-    if path.name == INDEX:
-        path, main = path.parent, None
-        parts = scan(folder)
-    elif path.is_dir() and folder_kind(path) == "transformer":
-        folder, main = path.parent, None
-        parts = scan(folder)
-        parts.diffusers["transformer"] = [path]
-    elif path.is_dir():
-        parts = scan(path)
-        if not parts.main and "transformer" not in parts.diffusers:
-            parts = scan(path, deep=True)
-        mains = [file.path for file in parts.main]
-        mains += [path / INDEX] if "transformer" in parts.diffusers else []
-        main = parts.main[0] if parts.main else None
-    else:
-        main = open_tensors(path)
-        if file_kind(main) != "main":
-            raise InputError(
-                f"{path}: no LTX-2 checkpoint ({contents(main)}); pass the main file or a folder with --model"
-            )
-        parts = scan(folder)
-        alone = "video_vae" not in official_sources(main) and not (parts.video_vae or parts.diffusion_decoder)
-        if alone and os.access(folder.parent, os.R_OK):
-            parts = scan(folder.parent, deep=True)
-    parts.upsampler = [each for each in parts.upsampler if each.is_dir() == (main is None)] or parts.upsampler
-    index = model_index(folder)
-    sought = {part: listed(getattr(parts, part), index) for part in ("gemma", "upsampler") if not given[part]}
-    refuse_ambiguous(main=mains, **sought)
-    if main is None and "transformer" not in parts.diffusers:
-        if parts.unreadable:
-            raise InputError(parts.unreadable[0])
-        raise InputError(
-            f"{path}: no checkpoint: neither an official single file nor a diffusers transformer "
-            f"({contents_of_folder(path, parts)}); pass one with --model"
-        )
+    path, main, parts, index = find(Path(model), given, config_from)
 
     def pick(part: str) -> Path | None:
         return Path(chosen) if (chosen := given[part]) else only(part, listed(getattr(parts, part), index))
@@ -282,9 +219,11 @@ def open_checkpoint(
         own = official_sources(main).keys()
         files = {part: pick(part) for part in ("audio_vae", "duration_head") if part not in own or given[part]}
         files |= video_files(video_vae, parts, own)
-        config, components = open_official(main, files, gemma_path, gemma_config, parts.unreadable)
+        config, components = open_official(main, files, gemma_path, gemma_config, parts)
     else:
         layout = "diffusers"
+        if config_from:
+            raise InputError(f"--config-from: {path} has its own config; leave the flag out")
         if named := [FLAGS[part] for part in ("video_vae", "audio_vae", "duration_head") if given[part]]:
             raise InputError(f"{named[0]}: {path} is a diffusers folder, which has its own; leave the flag out")
         folders = {part: only(part, listed(found, index)) for part, found in parts.diffusers.items()}
@@ -306,13 +245,17 @@ def open_checkpoint(
         sources[part] = sources[part].joined(sources["video_vae"], STATISTICS)
     for source in sources.values():
         _refuse_encoded(source)
-    tokenizer = _tokenizer(gemma_path, parts.tokenizer)
-    return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), tuple(parts.unreadable))
+    tokenizer, found_ = find_tokenizer(gemma_path, parts.tokenizer), tuple(parts.tokenizer)
+    unreadable = tuple(parts.unreadable)
+    return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), unreadable, found_)
 
 
 def _refuse_encoded(source: RenamedSource) -> None:
     """Raises InputError for quantised tensors without the companions of `quantised`: scales are spelled in several
-    ways, and some files have none."""
+    ways, and some files have none. And for GGUF types that are not read."""
+    infos = (source.info(name) for name in source.names())
+    if types := sorted({i.format for i in infos if isinstance(i, Packed) and i.dtype in ENCODED}):
+        raise InputError(f"{source.where}: tensors {unread(', '.join(types))}")
     names = [name for name in source.names() if name.endswith("weight")]
     if encoded := [name for name in names if source.info(name).dtype in ENCODED]:
         dtypes = ", ".join(sorted({str(source.info(name).dtype) for name in encoded}))
@@ -335,19 +278,6 @@ def check_release(path: Path | None, version: tuple[int, ...], flag: str) -> Non
         )
 
 
-def _tokenizer(gemma_dir: Path | None, found: list[Path]) -> Path | Asset | None:
-    """The text encoder's own, or its neighbour's, or the only other one found."""
-    if gemma_dir is not None and gemma_dir.is_file():
-        file = TensorFile(gemma_dir)
-        return Asset(gemma_dir, TOKENIZER_ASSET) if TOKENIZER_ASSET in (*file.names(), *file.metadata) else None
-    if gemma_dir is not None:
-        if (gemma_dir / "tokenizer.json").is_file():
-            return gemma_dir / "tokenizer.json"
-        beside = [path / "tokenizer.json" for path in sorted(gemma_dir.parent.iterdir())]
-        found = [path for path in beside if path.is_file()] or found
-    return found[0] if len(found) == 1 else None
-
-
 def official_metadata(file: TensorFile | TensorFolder) -> Keys:
     """Its config's sections; those that are null, as the files of LTX-2.5 have them, are absent."""
     if "config" not in file.metadata:
@@ -361,9 +291,10 @@ def open_official(
     paths: Mapping[str, Path | None],
     gemma_path: Path | None,
     gemma: GemmaConfig | Gemma4Config | None,
-    unreadable: Iterable[str],
+    found: Parts,
 ) -> tuple[ModelConfig, dict[str, RenamedSource]]:
     """Without upsamplers. paths: by part, of files beside the main one, which take the place of what that one holds.
+    found: also the files with connectors or text projection, for a main file that lacks either.
 
     Raises InputError for what is missing, and for a text encoder of another release.
     """
@@ -375,9 +306,12 @@ def open_official(
         sources |= component_sources(part, file)
     if "video_vae" not in sources and "diffusion_decoder" in files:  # both files have the encoder
         sources["video_vae"] = sources["diffusion_decoder"]
-    for part in ("video_vae", "audio_vae", "vocoder"):
-        if part not in sources:
-            raise absent(part, main.path, unreadable)
+    if missing := [part for part in ("video_vae", "audio_vae", "vocoder") if part not in sources]:
+        if {"audio_vae", "vocoder"} <= {*missing}:  # one file has both
+            missing.remove("vocoder")
+        more = {"gemma": gemma_path, "upsampler": found.upsampler, "lora": found.lora}
+        also = [part for part, there in more.items() if not there]
+        raise absent(missing, main.path, found.unreadable, also)
 
     def section(name: str, part: str) -> Keys:
         return (keys[part] if part in keys else official_metadata(main)).inner(name)
@@ -386,7 +320,9 @@ def open_official(
     if gemma_path is not None:
         check_gemma_version(main, version, gemma_keys(gemma_path), gemma_path)
     transformer, audio = section("transformer", ""), configs.official_audio_vae(section("audio_vae", "audio_vae"))
-    sources["text"], width = _text_source(main, sources.get("text"), gemma_path)
+    network = configs.official_transformer(transformer)
+    text = _with_connectors(main, sources.get("text"), found.connectors, network)
+    sources["text"], width = _text_source(main, text, gemma_path)
     diffusion = files.get("diffusion_decoder")
     if conv or diffusion is None:
         video = configs.official_video_vae(section("vae", "video_vae"))
@@ -396,7 +332,7 @@ def open_official(
     video_file = files.get("video_vae") or (main if conv else diffusion) or main
     config = ModelConfig(
         version=version,
-        transformer=configs.official_transformer(transformer),
+        transformer=network,
         text=configs.official_text(transformer, width),
         gemma=gemma,
         video_vae=video,
@@ -422,21 +358,67 @@ def _duration_head(keys: Keys, source: RenamedSource, layout: str) -> DurationHe
     return configs.duration_head(keys, layout, *(source.info(name).shape[-1] for name in names))
 
 
+def _with_connectors(
+    main: TensorFile | TensorFolder,
+    text: RenamedSource | None,
+    files: Iterable[Path],
+    config: TransformerConfig,
+) -> RenamedSource | None:
+    """Connectors and text projection of the main file, and of those beside it what it lacks.
+
+    Files of another generation are not looked at. Raises InputError where several files have that.
+    """
+    widths = (config.width, config.audio_width)
+    if config.caption_projection:
+        widths = (config.caption_channels,) * 2
+    registers = [f"{prefix}learnable_registers" for prefix in CONNECTORS]
+    expected = dict(zip(registers, widths, strict=True))
+
+    def fits(source: RenamedSource, names: list[str]) -> bool:
+        """Connectors by their width, a projection by whether it is one for both modalities."""
+        if names[0].startswith(TEXT_PROJECTION):
+            shared = f"{TEXT_PROJECTION}aggregate_embed.weight" in names
+            return shared == config.caption_projection
+        known = [name for name in names if name in expected]
+        return all(source.info(name).shape[-1:] == (expected[name],) for name in known)
+
+    text, beside = text or RenamedSource(main.path, {}), None
+    for prefix in (*CONNECTORS, TEXT_PROJECTION):
+        if not any(name.startswith(prefix) for name in text.names()):
+            if beside is None:
+                opened = [component_sources("connectors", open_file(path)) for path in files]
+                beside = [sources["text"] for sources in opened]
+            names = [[n for n in source.names() if n.startswith(prefix)] for source in beside]
+            found = [each for each in zip(beside, names, strict=True) if each[1] and fits(*each)]
+            refuse_ambiguous(connectors=[source.where for source, _ in found])
+            text = text.joined(*found[0]) if found else text
+    return text if list(text.names()) else None
+
+
 def _text_source(
     main: TensorFile | TensorFolder, text: RenamedSource | None, gemma_path: Path | None
 ) -> tuple[RenamedSource, int]:
     """Connectors and text projection, which is in the main file or in the text encoder's; the width that it takes."""
     if text is None:
-        raise InputError(f"{main.path}: no embeddings connectors; pass a complete checkpoint")
+        raise InputError(
+            f"{main.path}: no embeddings connectors; pass a complete checkpoint, or put the file "
+            "with those of the same transformer beside it"
+        )
 
     def projections(source: TensorSource) -> list[str]:
         return [name for name in source.names() if re.match(rf"{TEXT_PROJECTION}.*aggregate_embed\.weight$", name)]
 
     if not projections(text):
-        if gemma_path is None:
+        tensors = open_tensors(gemma_path) if gemma_path is not None else None
+        has = tensors is not None and bool(projections(tensors))
+        if not has and version_tuple(main.metadata.get("model_version")) < V25:
+            raise InputError(
+                f"{main.path}: no text projection ({TEXT_PROJECTION}*aggregate_embed); put the "
+                "release's file that holds it beside this one"
+            )
+        if gemma_path is None or tensors is None:
             raise absent("gemma", main.path)
-        tensors = open_tensors(gemma_path)
-        if not projections(tensors):
+        if not has:
             raise InputError(
                 f"{gemma_path}: a Gemma without LTX-2.5's text projection ({TEXT_PROJECTION}*aggregate_embed), which "
                 f"{main.path} has not either; pass the release's own text-encoder file with --text-encoder"
@@ -460,11 +442,14 @@ def check_gemma_version(main: TensorFile | TensorFolder, version: tuple[int, ...
                 "of its release with --text-encoder"
             )
     elif version >= V25:
-        if found is not None:
+        if found is not None and not isinstance(main, GgufFile):
             raise InputError(
                 f"{where}: gemma_version {found!r}, but {main.path} names none; pass the original files of one release"
             )
-        note(f"neither {main.path.name} nor {where.name} names its gemma_version; whether they fit is not known")
+        silent = f"{main.path.name} names no"
+        if found is None:
+            silent = f"neither {main.path.name} nor {where.name} names its"
+        note(f"{silent} gemma_version; whether they fit is not known")
     elif not str(gemma.get("model_type", "")).startswith("gemma3"):
         raise InputError(
             f"{where}: model_type {gemma.get('model_type', None)!r}, but {release} was trained with Gemma 3; pass that "
@@ -485,34 +470,13 @@ def component_sources(part: str, file: TensorFile) -> dict[str, RenamedSource]:
     """The sources of a file of its own, by component; prefixes that such a file leaves out are put back."""
     if part == "audio_vae":
         return official_sources(file)
+    if part == "connectors":
+        names = official_names(file.names())
+        text = {name: ours for name, ours in names.items() if component_of(ours) == "text"}
+        return {"text": renamed(file, file.path, text.get)}
     if part == "duration_head":
         return {part: renamed(file, file.path, lambda name: name)}
     return {part: renamed(file, file.path, lambda name: f"vae.{name.removeprefix('vae.')}")}
-
-
-def gemma_keys(path: Path) -> Keys:
-    """config.json of a Gemma folder, or the `gemma_config` of a text-encoder file."""
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError(f"{path}: no Gemma folder (it must hold config.json); pass one with --text-encoder")
-        return read_json(path / "config.json")
-    file = TensorFile(path)
-    if file_kind(file) != "gemma":
-        raise InputError(f"{path}: no text encoder ({contents(file)}); pass a Gemma folder, or a file of LTX-2.5")
-    if "gemma_config" not in file.metadata:
-        raise InputError(f"{path}: its metadata has no `gemma_config`; pass the original file, not a re-saved one")
-    return parse_json(file.metadata["gemma_config"], f"{path}: gemma_config")
-
-
-def open_gemma(path: Path) -> tuple[GemmaConfig | Gemma4Config, RenamedSource]:
-    """The language model of a Gemma folder or of a text-encoder file."""
-    config = configs.gemma(gemma_keys(path))
-
-    def canonical(name: str) -> str | None:
-        beside = path.is_file() and name.startswith((TEXT_PROJECTION, *ASSETS))
-        return None if beside else gemma_to_canonical(name)
-
-    return config, renamed(open_tensors(path), path, canonical)
 
 
 def open_upsampler(path: Path, flag: str = "--upsampler") -> tuple[UpsamplerConfig, RenamedSource]:
@@ -530,20 +494,6 @@ def open_upsampler(path: Path, flag: str = "--upsampler") -> tuple[UpsamplerConf
         keys = parse_json(tensors.metadata["config"], f"{path}: config")
     rational = "upsampler.conv.weight" in set(tensors.names())
     return configs.upsampler(keys, rational), renamed(tensors, path, lambda name: name)
-
-
-def renamed(tensors: TensorSource, where: Path, canonical: Callable[[str], str | None]) -> RenamedSource:
-    """canonical: a tensor's name, None leaves it out. Raises InputError for two of one name."""
-    home: dict[str, tuple[TensorSource, str]] = {}
-    tensors = dequantised(tensors)
-    for stored in tensors.names():
-        name = canonical(stored)
-        if name is None:
-            continue
-        if name in home:
-            raise InputError(f"{where}: {home[name][1]} and {stored} are two spellings of {name}")
-        home[name] = (tensors, stored)
-    return RenamedSource(where, home)
 
 
 def open_diffusers(

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: headers first, data as memory-mapped views, files written as a stream.
+"""Tensors in files: headers first, data as memory-mapped views, files written as a stream.
 
 The safetensors package says what a readable file is, as an attacker may have written it; names and meaning are left to
 `names`, `configs` and `checkpoint`. A *tensor source* is anything with `names()`, `info(name)` and `read(name)`;
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
+from ltx2rt.weights.names import official_names
 
 DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
     name: np.dtype(dtype)
@@ -54,10 +55,31 @@ INFINITY = {  # the bits of the least non-finite value, above zero and below; fl
     dtype: tuple(int(x) for x in np.array([np.inf, -np.inf], np.float32).astype(dtype).view(f"u{dtype.itemsize}"))
     for dtype in FLOATS
 }
+BARE_TRANSFORMER = "audio_patchify_proj.weight"
 CACHED_BYTES = 2**20
+WEIGHTS = (".safetensors", ".gguf")  # suffixes of files that are looked into
 SHARD_INDEX = ".safetensors.index.json"  # how the name of a file ends that lists the shards beside it
+NOT_FINITE = "NaN or infinite values; download the file again"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS, MAX_NAME = 64, 1000  # numpy's limit; names are shown in messages
+GGUF = b"GGUF"
+FOREIGN = {  # first bytes of other files: what such a file is, and what to do
+    GGUF: "a GGUF file; --model and --text-encoder read those, here a safetensors file is needed",
+    b"PK": "a zip archive, as PyTorch saves .pt files; pass the same weights in safetensors",
+    b"\x80": "a Python pickle, such as a .pt or .ckpt file; pass the same weights in safetensors",
+    b"\x93NUMPY": "a numpy array; pass a safetensors file",
+    b"\x89HDF": "an HDF5 file; pass a safetensors file",
+    b"\x89PNG": "a PNG image; pass a safetensors file",
+    b"\xff\xd8\xff": "a JPEG image; pass a safetensors file",
+    b"GIF8": "a GIF image; pass a safetensors file",
+    b"RIFF": "a WebP image or a WAV sound; pass a safetensors file",
+    b"%PDF": "a PDF document; pass a safetensors file",
+    b"\x1f\x8b": "a gzip archive; unpack it",
+    b"7z\xbc\xaf": "a 7z archive; unpack it",
+    b"<": "a web page, as a server answers in place of a file; get the file by `hf download`",
+    b"Entry not found": "a server's answer in place of a file; get the file by `hf download`",
+    b"{": "a JSON file; pass the safetensors file beside it",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +97,14 @@ def cut(array: np.ndarray, *cuts: Cut) -> np.ndarray:
     for dim, start, stop in cuts:
         array = array[(slice(None),) * dim + (slice(start, stop),)]
     return array
+
+
+def selected(size: int, dim: int, cuts: Iterable[Cut]) -> range:
+    """What cuts leave of a dimension."""
+    found = range(size)
+    for at, start, stop in cuts:
+        found = found[start:stop] if at == dim else found
+    return found
 
 
 class TensorSource(Protocol):
@@ -112,10 +142,23 @@ class TensorFile:
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             raise InputError(f"{path}: not a regular file; pass a safetensors file")
         self.identity = identity(self._file)
-        self.metadata, self._tensors = _parsed(self._file, self.path)
+        self.metadata, self._tensors = self._header()
         self._map = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
         self.requested_bytes = 0
         OPENED.add(self)
+
+    def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
+        """Metadata, and (info, first byte) by name. Raises InputError.
+
+        A transformer whose names lack the official prefix, as some of ComfyUI's files have it, gets it.
+        """
+        metadata, tensors = _parsed(self._file, self.path)
+        if BARE_TRANSFORMER in tensors:
+            names = official_names(tensors)
+            if len(set(names.values())) < len(names):
+                raise InputError(f"{self.path}: names with and without prefix clash; pass another file")
+            tensors = {names[name]: each for name, each in tensors.items()}
+        return metadata, tensors
 
     def check(self) -> None:
         """Raises InputError if the file has changed since it was opened."""
@@ -140,7 +183,7 @@ class TensorFile:
             return cut(np.empty(info.shape, info.dtype), *cuts)
         array = cut(np.frombuffer(self._map, info.dtype, math.prod(info.shape), begin).reshape(info.shape), *cuts)
         if not finite(array):
-            raise InputError(f"{self.path}: {name} holds NaN or infinite values; download the file again")
+            raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
         self.requested_bytes += array.nbytes
         return array
 
@@ -195,12 +238,31 @@ class TensorFolder:
         return self._home[name].read(name, *cuts)
 
 
+def open_file(path: str | os.PathLike[str]) -> TensorFile:
+    """A safetensors or GGUF file, told apart by the first bytes. Raises InputError for others."""
+    from ltx2rt.weights.gguf import GgufFile  # which is a TensorFile
+
+    return GgufFile(path) if _first_bytes(path, len(GGUF)) == GGUF else TensorFile(path)
+
+
+def _first_bytes(path: str | os.PathLike[str], count: int) -> bytes:
+    """None of what is no regular file or cannot be read."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return b""
+    try:
+        return os.pread(file, count, 0) if stat.S_ISREG(os.fstat(file).st_mode) else b""
+    finally:
+        os.close(file)
+
+
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
-    """Open a file, an index of shards (`*.safetensors.index.json`) or a folder with one, or a folder with one
-    safetensors file."""
+    """Open a safetensors or GGUF file, an index of shards (`*.safetensors.index.json`) or a folder
+    with one, or a folder with one safetensors file."""
     path = Path(path)
     if not path.is_dir():
-        return _open_shards(path, path) if path.name.endswith(SHARD_INDEX) else TensorFile(path)
+        return _open_shards(path, path) if path.name.endswith(SHARD_INDEX) else open_file(path)
     indices = sorted(index for index in path.glob(f"*{SHARD_INDEX}") if index.is_file())
     if len(indices) > 1:
         raise InputError(f"{path}: {len(indices)} shard indices ({', '.join(i.name for i in indices)}), expected one")
@@ -239,6 +301,8 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
             slices = [(name, parsed.get_slice(name)) for name in parsed.offset_keys()]
             header = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     except (SafetensorError, OSError) as error:
+        if said := foreign(start):
+            raise InputError(f"{path}: not a safetensors file but {said}") from error
         size, reason = os.fstat(file).st_size, " ".join(str(error).split())[:200]
         raise InputError(
             f"{path}: truncated, damaged or not a safetensors file ({size} bytes; {reason}); download it again"
@@ -257,13 +321,22 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
     return metadata, tensors
 
 
+def foreign(start: bytes) -> str | None:
+    """What a file with these first bytes is, and what to do. None: safetensors, or not known."""
+    if start[4:9] == b"\0\0\0\0{":  # the end of a header's length, and its beginning
+        return None
+    start = start.removeprefix(b"\xef\xbb\xbf").lstrip() or start
+    return next((said for first, said in FOREIGN.items() if start.startswith(first)), None)
+
+
 def digest(path: str | os.PathLike[str]) -> str:
     """Twelve hex digits that tell a file from others without its path: of its size and its safetensors header, of its
-    size and first MiB if it is something else. Of a folder: of its safetensors files and theirs, in the order of names.
+    size and first MiB if it is something else. Those of a folder are made of the digits and names
+    of its safetensors and GGUF files.
     """
     path = Path(path)
     if path.is_dir():
-        inner = sorted(file for file in path.rglob("*.safetensors") if file.is_file())
+        inner = sorted(p for p in path.rglob("*") if p.suffix in WEIGHTS and p.is_file())
         return sha256("".join(f"{file.relative_to(path)} {digest(file)}\n" for file in inner).encode()).hexdigest()[:12]
     with path.open("rb") as file:
         start, size = file.read(8), os.fstat(file.fileno()).st_size

@@ -6,6 +6,7 @@ Headers and configs only. Data first (`inspect_path`), words second (`format_ins
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,48 @@ from ltx2rt.config import Gemma4Config, ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import (
-    ASSETS,
     COMPONENTS,
     OPTIONAL,
-    TOKENIZER_ASSET,
     Checkpoint,
     component_sources,
     official_sources,
     open_checkpoint,
-    open_gemma,
     open_upsampler,
-    renamed,
 )
-from ltx2rt.weights.files import DTYPE_NAMES, TensorFile, TensorInfo, TensorSource, open_tensors
+from ltx2rt.weights.comfy import entries, models_folder
+from ltx2rt.weights.configs import version_tuple
+from ltx2rt.weights.describe import gigabytes, mix, stated, transformer_generation, type_bytes
+from ltx2rt.weights.files import (
+    DTYPE_NAMES,
+    TensorFile,
+    TensorInfo,
+    TensorSource,
+    open_file,
+    open_tensors,
+)
+from ltx2rt.weights.gguf import GgufFile
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.names import TEXT_PROJECTION
-from ltx2rt.weights.parts import FLAGS, INDEX, UPSAMPLERS, WORDS, file_kind, folder_kind
+from ltx2rt.weights.parts import (
+    FLAGS,
+    INDEX,
+    UPSAMPLERS,
+    WORDS,
+    file_kind,
+    folder_kind,
+    needed,
+    scan_quietly,
+)
+from ltx2rt.weights.quantised import dequantised
+from ltx2rt.weights.releases import with_config
+from ltx2rt.weights.sources import renamed
+from ltx2rt.weights.text_encoder import ASSETS, has_tokenizer, open_gemma
+
+ROWS = ("gemma", "video_vae", "diffusion_decoder", "audio_vae", "connectors", "duration_head")
+ROWS += (*UPSAMPLERS.values(), "lora")
+# Parts in files of their own.
+PARTS = ("video_vae", "diffusion_decoder", "audio_vae", "connectors", "duration_head")
 
 
 def inspect_path(path: str | Path) -> dict[str, Any]:
@@ -41,19 +67,52 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
     Raises InputError only for what cannot be read at all or holds nothing of LTX-2.
     """
     path = Path(path)
+    if path.is_dir() and (tree := models_folder(path)):
+        return {"path": str(path), "missing": [], "problems": []} | _comfy(path, tree)
     if path.name == INDEX:
         kind = "checkpoint"
     else:
-        kind = (folder_kind(path) or "checkpoint") if path.is_dir() else file_kind(TensorFile(path))
+        kind = (folder_kind(path) or "checkpoint") if path.is_dir() else file_kind(open_file(path))
     describe = {
         "main": _checkpoint,
         "checkpoint": _checkpoint,
         "lora": _lora,
         "gemma": _gemma,
-        **dict.fromkeys(("video_vae", "diffusion_decoder", "audio_vae", "duration_head"), _part),
+        **dict.fromkeys(PARTS, _part),
         **dict.fromkeys(UPSAMPLERS.values(), _upsampler),
     }.get(kind or "", _other)
     return {"path": str(path), "missing": [], "problems": []} | describe(path)
+
+
+def _comfy(path: Path, tree: Path) -> dict[str, Any]:
+    """A row for each part of LTX-2 in a folder of ComfyUI; if it opens, also its networks."""
+    parts = scan_quietly(entries(tree))
+    files = [("main", file.path) for file in parts.main]
+    files += [(kind, each) for kind in ROWS for each in getattr(parts, kind)]
+    rows = [_row(kind, each) for kind, each in files]
+    rows += [{"path": str(each), "kind": "tokenizer"} for each in parts.tokenizer]
+    found = {"kind": "ComfyUI folder", "parts": rows}
+    try:
+        return _checkpoint(path) | found
+    except InputError as error:
+        return found | {"components": {}, "problems": [*parts.unreadable, str(error)]}
+
+
+def _row(kind: str, path: Path) -> dict[str, Any]:
+    """A part in a few words."""
+    file = open_tensors(path)
+    family = transformer_generation(file) if kind == "main" else stated(file.metadata)
+    sizes = type_bytes(dequantised(file))
+    if kind == "gemma":
+        with suppress(InputError):
+            family = "Gemma 4" if isinstance(open_gemma(path)[0], Gemma4Config) else "Gemma 3"
+    elif family:
+        family = f"LTX-{family}"
+    elif kind in UPSAMPLERS.values():
+        with suppress(InputError):
+            family = _upsampler(path)["family"] or ""
+    total = sum(sizes.values())
+    return {"path": str(path), "kind": WORDS[kind], "family": family, "types": mix(sizes), "bytes": total}
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -63,10 +122,19 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     except InputError as error:
         if path.is_dir() or path.name == INDEX:
             raise
-        found = {component: _tensors(source) for component, source in official_sources(TensorFile(path)).items()}
-        return {"kind": "checkpoint", "layout": "official", "components": found, "problems": [str(error)]}
+        file = open_file(path)
+        found = {part: _tensors(source) for part, source in official_sources(file).items()}
+        return {
+            "kind": "checkpoint",
+            "layout": "official",
+            "family": _family(file),
+            "components": found,
+            "problems": [str(error)],
+        }
     expected = (c for c in COMPONENTS if c not in (*checkpoint.sources, *OPTIONAL))
     missing = [f"{WORDS.get(c, c)} ({FLAGS.get(c, '--model')})" for c in expected]
+    if "lora" in checkpoint.missing():
+        missing.append(f"{needed('lora')} ({FLAGS['lora']}), unless the checkpoint is a distilled one")
     if checkpoint.tokenizer is None:
         missing.append("tokenizer.json (--text-encoder)")
     return {
@@ -80,6 +148,15 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "missing": missing,
         "problems": [*checkpoint.unreadable, *_audits(checkpoint)],
     }
+
+
+def _family(file: TensorFile) -> str | None:
+    """The generation that a main file says it is of, or that its names and shapes are of."""
+    try:
+        version = version_tuple(with_config(file, None).metadata.get("model_version"))
+    except InputError:
+        return None
+    return f"LTX-{version[0]}.{version[1]}" if len(version) > 1 else None
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:
@@ -135,15 +212,14 @@ def _gemma(path: Path) -> dict[str, Any]:
         "family": "Gemma 4" if isinstance(config, Gemma4Config) else "Gemma 3",
         "sizes": {"hidden": config.hidden_size, "layers": config.num_layers, "vocabulary": config.vocab_size},
         "components": {"gemma": _tensors(source)} | _beside(path),
-        "missing": [] if _has_tokenizer(path) else ["tokenizer.json"],
+        "missing": [] if has_tokenizer(path) else ["tokenizer.json"],
     }
 
 
 def _beside(path: Path) -> dict[str, Any]:
     """What a text-encoder file of LTX-2.5 holds besides the language model."""
-    if path.is_dir():
+    if path.is_dir() or isinstance(file := open_file(path), GgufFile):
         return {}
-    file = TensorFile(path)
     parts = {"text": TEXT_PROJECTION, "assets": ASSETS}
     found = {
         part: renamed(file, path, lambda n, p=prefix: n if n.startswith(p) else None) for part, prefix in parts.items()
@@ -151,18 +227,11 @@ def _beside(path: Path) -> dict[str, Any]:
     return {part: _tensors(source) for part, source in found.items()}
 
 
-def _has_tokenizer(path: Path) -> bool:
-    if path.is_dir():
-        return (path / "tokenizer.json").is_file()
-    file = TensorFile(path)
-    return TOKENIZER_ASSET in (*file.names(), *file.metadata)
-
-
 def _part(path: Path) -> dict[str, Any]:
     """A file of LTX-2.5 with a part of the model; a diffusers folder of one is no more than that."""
     if path.is_dir():
         return _other(path)
-    file = TensorFile(path)
+    file = open_file(path)
     kind = str(file_kind(file))
     version = file.metadata.get("model_version")
     found = {component: _tensors(source) for component, source in component_sources(kind, file).items()}
@@ -184,17 +253,28 @@ def _upsampler(path: Path) -> dict[str, Any]:
 
 def _other(path: Path) -> dict[str, Any]:
     tensors = open_tensors(path)
-    name = folder_kind(path) if path.is_dir() else None
-    return {"kind": f"diffusers component ({name})" if name else "unknown", "components": {"": _tensors(tensors)}}
+    name, kind = folder_kind(path) if path.is_dir() else None, "unknown"
+    if name:
+        kind = f"diffusers component ({name})"
+    elif isinstance(tensors, GgufFile) and tensors.architecture:
+        kind = f"GGUF file of {tensors.architecture!r:.40}, which is not of LTX-2"
+    return {"kind": kind, "components": {"": _tensors(tensors)}}
 
 
 def _tensors(source: TensorSource) -> dict[str, Any]:
     infos: dict[str, TensorInfo] = {name: source.info(name) for name in source.names()}
+    types: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for info in infos.values():
+        type_ = getattr(info, "format", None) or DTYPE_NAMES[info.dtype]
+        types[type_] += 1
+        sizes[type_] += info.nbytes
     return {
         "tensors": len(infos),
         "elements": sum(prod(info.shape) for info in infos.values()),
         "bytes": sum(info.nbytes for info in infos.values()),
-        "dtypes": dict(Counter(getattr(info, "format", None) or DTYPE_NAMES[info.dtype] for info in infos.values())),
+        "dtypes": dict(types),
+        "dtype_bytes": dict(sizes),
         "names": sorted(infos),
     }
 
@@ -207,10 +287,19 @@ def format_inspection(found: dict[str, Any]) -> str:
     if "modules" in found:
         ranks = ", ".join(f"{count} of rank {rank}" for rank, count in found["ranks"].items())
         lines.append(f"  {found['modules']} modules: {ranks}; {len(found['skipped'])} of the text projection")
+    for row in found.get("parts", []):
+        size = gigabytes(row["bytes"]) if "bytes" in row else None
+        facts = [row["kind"], row.get("family"), row.get("types"), size]
+        lines.append(f"  {row['path']}: {', '.join(filter(None, facts))}")
     for name, part in found["components"].items():
-        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in part["dtypes"].items())
+        mixed, sizes = len(part["dtypes"]) > 1, part["dtype_bytes"]
+        dtypes = ", ".join(
+            f"{count} {dtype}" + (f" ({sizes[dtype] / 1e9:.3g} GB)" if mixed else "")
+            for dtype, count in part["dtypes"].items()
+        )
         lines.append(f"  {name or 'tensors':<12}{part['tensors']:>6} tensors {part['bytes'] / 1e9:>9.3f} GB  {dtypes}")
-    lines += [f"  LoRA: {path}" for path in found.get("loras", [])]
+    shown = {row["path"] for row in found.get("parts", [])}
+    lines += [f"  LoRA: {path}" for path in found.get("loras", []) if path not in shown]
     lines += [f"  missing: {part}" for part in found["missing"]]
     lines += [f"  problem: {problem}" for problem in found["problems"]]
     return "\n".join(lines)

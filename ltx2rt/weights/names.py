@@ -1,4 +1,4 @@
-"""Parameter names: the official single file's (ours everywhere) <-> diffusers'; and the spellings of a Gemma folder.
+"""Parameter names: the official single file's (ours everywhere) <-> diffusers'; and Gemma's.
 
 Both directions are one regular-expression pass over whole dotted words, so no rename can meet another's result.
 """
@@ -83,6 +83,24 @@ FUSED = {"diffusion_decoder": ("attn.qkv.", "attn.{}."), "duration_head": ("cros
 CONNECTORS = ("model.diffusion_model.video_embeddings_connector.", "model.diffusion_model.audio_embeddings_connector.")
 TEXT_PROJECTION = "text_embedding_projection."
 GEMMA = "language_model.model."
+LLAMA_CPP = {  # llama.cpp's words for Gemma 3. Source: gguf-py's tensor_mapping.py
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LLAMA_CPP = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<word>\w+)\.weight")
 _GEMMA_PREFIX = re.compile(
     r"(?:language_model\.model\.|model\.language_model\.|model\.)?(?=(?:embed_tokens|layers|norm)\.)"
 )
@@ -163,6 +181,25 @@ def gemma_to_canonical(name: str) -> str:
     """`language_model.model.` for the text branch, however the folder spells it; every other name unchanged."""
     match = _GEMMA_PREFIX.match(name)
     return GEMMA + name[match.end() :] if match else name
+
+
+def llama_cpp_to_canonical(name: str) -> str | None:
+    """Gemma's canonical name of a tensor in llama.cpp's layout; None: the unused output matrix."""
+    if name == "output.weight":
+        return None
+    match = _LLAMA_CPP.fullmatch(name)
+    if not match or match["word"] not in LLAMA_CPP:
+        return name
+    layer = f"layers.{match['layer']}." if match["layer"] else ""
+    return f"{GEMMA}{layer}{LLAMA_CPP[match['word']]}.weight"
+
+
+def official_names(names: Iterable[str]) -> dict[str, str]:
+    """The official name of each: with the transformer's prefix, which some files leave out."""
+    names, prefix = list(names), PREFIXES["transformer"]
+    firsts = ("audio_patchify_proj.", *(connector.removeprefix(prefix) for connector in CONNECTORS))
+    bare = any(name.startswith(firsts) for name in names)
+    return {name: prefix + name if bare and component_of(name) is None else name for name in names}
 
 
 def component_of(name: str) -> str | None:

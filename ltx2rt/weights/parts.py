@@ -1,12 +1,11 @@
 """Which files and folders hold which parts of a checkpoint.
 
-Decides from headers and configs alone, never from names. Leaves opening what was found to `checkpoint`, downloading it
-to `hub`.
+Decides from headers and configs alone, never from names. Leaves opening what was found to
+`checkpoint`, choosing among several to `choose`, downloading to `hub`.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +13,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
-from ltx2rt.weights import configs
+from ltx2rt.weights import comfy, configs
 from ltx2rt.weights.configs import Keys, parse_json
-from ltx2rt.weights.files import SHARD_INDEX, TensorFile, TensorFolder, open_tensors, read_index
+from ltx2rt.weights.files import (
+    SHARD_INDEX,
+    WEIGHTS,
+    TensorFile,
+    TensorFolder,
+    open_file,
+    open_tensors,
+    read_index,
+)
+from ltx2rt.weights.names import CONNECTORS, TEXT_PROJECTION, official_names
 
 T = TypeVar("T")
 DIFFUSERS_CLASSES = {
@@ -51,6 +59,7 @@ WORDS = {
     "x15_upsampler": "x1.5 spatial upsampler",
     "temporal_upsampler": "x2 temporal upsampler",
     "main": "checkpoint",
+    "connectors": "embeddings connectors",
     "lora": "LoRA",
 }
 UPSAMPLERS = {  # kind by the upsampling convolution's dimensions, and output channels over input channels
@@ -61,13 +70,29 @@ UPSAMPLERS = {  # kind by the upsampling convolution's dimensions, and output ch
 LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight$|\.alpha$")
 INDEX = "model_index.json"  # passed as the model, it means the diffusers folders beside it
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
-TEXT_ENCODER_KEY = "model.layers.0.post_feedforward_layernorm.weight"
+GEMMA_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
+GEMMA_KEYS = ("layers.0.post_feedforward_layernorm.weight", "layers.0.self_attn.q_norm.weight", "norm.weight")
+GEMMA_GGUF = "gemma3"  # the architecture that a GGUF file of the text encoder names
 
 
-def absent(part: str, path: Path, unreadable: Iterable[str] = ()) -> InputError:
-    flag = FLAGS.get(part, "--model")
-    notes = "".join(f"; not readable: {line}" for line in unreadable)
-    return InputError(f"{path}: no {WORDS.get(part, part)} was found; pass one with {flag}{notes}")
+def needed(part: str) -> str:
+    """The word for a part that a run needs."""
+    return "distilled LoRA" if part == "lora" else WORDS.get(part, part)
+
+
+def absent(
+    parts: str | Sequence[str], path: Path, unreadable: Iterable[str] = (), also: Sequence[str] = ()
+) -> InputError:
+    """One line for all parts that are missing. also: those that some pipelines need besides."""
+    parts = [parts] if isinstance(parts, str) else list(parts)
+    words = " and no ".join(map(needed, parts))
+    flags = " and ".join(dict.fromkeys(FLAGS.get(part, "--model") for part in parts))
+    one = "one" if len(parts) == 1 else "them"
+    said = f"{path}: no {words} was found; pass {one} with {flags}"
+    if also:
+        named = ", ".join(f"{needed(part)} ({FLAGS.get(part, '--model')})" for part in also)
+        said += f"; missing too, which some pipelines need: {named}"
+    return InputError(said + "".join(f"; not readable: {line}" for line in unreadable))
 
 
 def only(part: str, candidates: list[T]) -> T | None:
@@ -81,7 +106,9 @@ def refuse_ambiguous(**found: Sequence[Any]) -> None:
     for part, candidates in found.items():
         if len(candidates) > 1:
             listed, flag = ", ".join(map(str, candidates)), FLAGS.get(part, "--model")
-            said.append(f"{len(candidates)} candidates for the {WORDS.get(part, part)}: {listed}; choose with {flag}")
+            choose = "keep one of them there" if part == "connectors" else f"choose with {flag}"
+            word = WORDS.get(part, part)
+            said.append(f"{len(candidates)} candidates for the {word}: {listed}; {choose}")
     if said:
         raise InputError(". ".join(said))
 
@@ -94,6 +121,7 @@ class Parts:
     video_vae: list[Path] = field(default_factory=list)  # with the convolutional decoder
     diffusion_decoder: list[Path] = field(default_factory=list)
     audio_vae: list[Path] = field(default_factory=list)
+    connectors: list[Path] = field(default_factory=list)  # or the text projection, or both
     duration_head: list[Path] = field(default_factory=list)
     upsampler: list[Path] = field(default_factory=list)
     x15_upsampler: list[Path] = field(default_factory=list)  # only used if it is named: sizes depend on it
@@ -111,7 +139,8 @@ def file_kind(file: Any) -> str | None:
     names = set(file.names())
     if any(name.startswith(MAIN_KEY) for name in names):
         return "main"
-    if TEXT_ENCODER_KEY in names:
+    whole = any(all(prefix + key in names for key in GEMMA_KEYS) for prefix in GEMMA_PREFIXES)
+    if whole or getattr(file, "architecture", "") == GEMMA_GGUF:
         return "gemma"
     if any(name.startswith("duration_head.") for name in names):
         return "duration_head"
@@ -122,6 +151,9 @@ def file_kind(file: Any) -> str | None:
         return "diffusion_decoder" if diffusion else "video_vae"
     if names and all(LORA_KEY.search(name) for name in names):
         return "lora"
+    official = official_names(names).values()
+    if any(name.startswith((*CONNECTORS, TEXT_PROJECTION)) for name in official):
+        return "connectors"
     if {"initial_conv.weight", "final_conv.weight"} <= names:
         for name in {"upsampler.0.weight", "upsampler.conv.weight"} & names:
             shape = file.info(name).shape
@@ -154,12 +186,47 @@ def read_json(path: Path) -> Keys:
 def scan(folder: Path, deep: bool = False) -> Parts:
     """Files directly in the folder and in its sub-folders that have a config; headers only. deep: also the files in
     sub-folders without one, as LTX-2.5 is released."""
-    parts, inner = Parts(), []
+    inner = []
     if deep:
         folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and not (path / "config.json").exists()]
-        inner = [path for one in folders if os.access(one, os.R_OK) for path in sorted(one.glob("*.safetensors"))]
+        inner = [file for one in folders for file in comfy.inside(one) if file.suffix in WEIGHTS]
+    return examine([*sorted(folder.iterdir()), *inner])
+
+
+def scan_quietly(paths: Iterable[Path]) -> Parts:
+    """As `scan`, among files of other models, which are not mentioned even if they are damaged."""
+    chosen = [path for path in paths if path.is_dir() or _may_belong(path)]
+    parts = examine(chosen)
+    parts.main = [file for file in parts.main if _joint(file)]
+    parts.lora = [path for path in parts.lora if _joint(open_file(path))]
+    parts.tokenizer += [path for path in chosen if path.name == "tokenizer.json" and path not in parts.tokenizer]
+    parts.tokenizer = [path for path in parts.tokenizer if comfy.is_gemma_tokenizer(path)]
+    parts.diffusers = {}
+    files = tuple(f"{path}:" for path in chosen if path.suffix in WEIGHTS)
+    ours = (*files, *(f"{path}: a config without weights" for path in chosen))
+    parts.unreadable = [line for line in parts.unreadable if line.startswith(ours)]
+    return parts
+
+
+def _may_belong(path: Path) -> bool:
+    if path.name.endswith(SHARD_INDEX):
+        try:
+            return comfy.JOINT in path.read_bytes()
+        except OSError:
+            return False
+    return path.name == "tokenizer.json" or comfy.may_be_ltx(path)
+
+
+def _joint(file: Any) -> bool:
+    """Whether a transformer, or a LoRA of one, has the layers between video and sound."""
+    return any(comfy.JOINT.decode() in name for name in file.names())
+
+
+def examine(paths: Iterable[Path]) -> Parts:
+    """What these files and folders are, of folders only those that have a config."""
+    parts = Parts()
     shards: set[Path] = set()
-    for path in [*sorted(folder.iterdir(), key=lambda p: (not p.name.endswith(SHARD_INDEX), p)), *inner]:
+    for path in sorted(paths, key=lambda p: not p.name.endswith(SHARD_INDEX)):
         try:
             if path.is_dir():
                 kind = folder_kind(path)
@@ -179,8 +246,8 @@ def scan(folder: Path, deep: bool = False) -> Parts:
                     parts.main.append(file)
                 else:
                     shards -= own
-            elif path.suffix == ".safetensors" and path not in shards:
-                file = TensorFile(path)
+            elif path.suffix in WEIGHTS and path not in shards:
+                file = open_file(path)
                 kind = file_kind(file)
                 if kind == "main":
                     parts.main.append(file)
@@ -196,7 +263,9 @@ def scan(folder: Path, deep: bool = False) -> Parts:
 def contents(file: TensorFile | TensorFolder) -> str:
     kind = file_kind(file)
     if kind:
-        return f"it is a {WORDS[kind]}"
+        return f"it is {'' if kind == 'connectors' else 'a '}{WORDS[kind]}"
+    if architecture := getattr(file, "architecture", ""):
+        return f"it is a GGUF file of {architecture[:40]!r}"
     names = list(file.names())
     return f"{len(names)} tensors, first {names[0]}" if names else "no tensors"
 
@@ -204,7 +273,7 @@ def contents(file: TensorFile | TensorFolder) -> str:
 def contents_of_folder(path: Path, parts: Parts) -> str:
     if folder_kind(path) == "gemma":
         return "it is a Gemma folder, which --text-encoder takes"
-    files = ("gemma", "video_vae", "diffusion_decoder", "audio_vae", "duration_head")
+    files = ("gemma", "video_vae", "diffusion_decoder", "audio_vae", "connectors", "duration_head")
     kinds = [WORDS[kind] for kind in (*files, *UPSAMPLERS.values(), "lora") if getattr(parts, kind)]
     return f"found: {', '.join([*kinds, *parts.diffusers]) or 'nothing of LTX-2'}"
 

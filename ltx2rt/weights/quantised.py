@@ -6,6 +6,7 @@
 | int8   | int8 [out, in], rotated if `comfy_quant` says so | `X.weight_scale` as above, `X.comfy_quant` uint8: JSON |
 | nvfp4  | uint8 [out, in/2], two e2m1 numbers each, the high half first | `X.weight_scale` e4m3 for each 16 inputs, in the tiles of `swizzled`; `X.weight_scale_2` f32: one number |
 
+ComfyUI's older "scaled" float8 files call the scale `X.scale_weight`, and have one tensor `scaled_fp8` as a mark.
 Each may have `X.input_scale`, of activations that are quantised by a fixed scale, and nvfp4 `X.torchao_nvfp4`, JSON that
 repeats the layout; neither is used. Which matrices are stored so is discovered from the header, never assumed: releases
 differ in it.
@@ -25,10 +26,12 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
-from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource, selected
 
 E4M3, F32 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float32)
-COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale", "comfy_quant", "torchao_nvfp4")
+SCALES = ("weight_scale", "scale_weight")
+COMPANIONS = (*SCALES, "weight_scale_2", "input_scale", "scale_input", "comfy_quant", "torchao_nvfp4")
+MARK = "scaled_fp8"
 BLOCK = 16  # inputs that share a scale in nvfp4
 HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
 Float8 = tuple[Any, Any]  # e4m3 [rows, n] and its scale f32[rows, 1]; or numbers [rows, n] and None: to be quantised
@@ -41,6 +44,7 @@ class Packed(TensorInfo):
     format: str
     stored_bytes: int
     group: int = 1
+    scale: str = ""  # the name of the tensor with the scales
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +60,8 @@ class Dequantised:
         names = set(file.names())
         self._packed = {name: packed for name in names if (packed := _packed(file, name, names))}
         self._hidden = {name[: -len("weight")] + companion for name in self._packed for companion in COMPANIONS}
+        if self._packed:
+            self._hidden |= {name for name in names if name.rpartition(".")[2] == MARK}
 
     def names(self) -> Iterable[str]:
         return (name for name in self.file.names() if name not in self._hidden)
@@ -68,7 +74,7 @@ class Dequantised:
         packed = self._packed.get(name)
         if packed is None:
             return self.file.read(name, *cuts)
-        rows, columns = (_range(size, dim, cuts) for dim, size in enumerate(packed.shape))
+        rows, columns = (selected(size, dim, cuts) for dim, size in enumerate(packed.shape))
         start = columns.start // packed.group * packed.group
         stop = -(-columns.stop // packed.group) * packed.group
         decode = _nvfp4 if packed.format == "nvfp4" else _scaled
@@ -80,7 +86,7 @@ class Dequantised:
         if name not in self._packed or self._packed[name].format != "float8":
             return None
         values = self.file.read(name, *cuts)
-        return values, _scale(self.file, name, len(values), cuts)
+        return values, _scale(self.file, self._packed[name].scale, len(values), cuts)
 
 
 def dequantised(file: Any) -> Any:
@@ -103,11 +109,12 @@ def stored_float8(source: TensorSource, name: str, *cuts: Cut) -> Float8 | None:
 def _packed(file: TensorFile | TensorFolder, name: str, names: set[str]) -> Packed | None:
     """What is known of a quantised matrix from the header (and its JSON); None for any other tensor."""
     stem = name[: -len("weight")]
-    if not name.endswith(".weight") or f"{stem}weight_scale" not in names or len(file.info(name).shape) != 2:
+    scale = next((stem + each for each in SCALES if stem + each in names), "")
+    if not name.endswith(".weight") or not scale or len(file.info(name).shape) != 2:
         return None
     (rows, columns), dtype = file.info(name).shape, file.info(name).dtype
     size = sum(file.info(stem + part).nbytes for part in ("weight", *COMPANIONS) if stem + part in names)
-    if dtype == np.uint8 and f"{stem}weight_scale_2" in names:
+    if dtype == np.uint8 and f"{stem}weight_scale_2" in names and scale == f"{stem}weight_scale":
         shape = (rows, 2 * columns)
         expected = -(-rows // 128) * 128 * -(-shape[1] // BLOCK // 4) * 4
         _expect(file, f"{stem}weight_scale", prod(file.info(f"{stem}weight_scale").shape) == expected,
@@ -117,11 +124,11 @@ def _packed(file: TensorFile | TensorFolder, name: str, names: set[str]) -> Pack
         return Packed(shape, F32, "nvfp4", size, BLOCK)
     if dtype not in (E4M3, np.int8):
         return None
-    fits = file.info(f"{stem}weight_scale").shape in ((), (1,), (rows, 1))
-    _expect(file, f"{stem}weight_scale", fits, f"one number or [{rows}, 1]")
+    fits = file.info(scale).shape in ((), (1,), (rows, 1))
+    _expect(file, scale, fits, f"one number or [{rows}, 1]")
     group = _rotation(file, f"{stem}comfy_quant") if f"{stem}comfy_quant" in names and dtype == np.int8 else 1
     _expect(file, name, columns % group == 0, f"rows of groups of {group}")
-    return Packed((rows, columns), F32, "float8" if dtype == E4M3 else "int8", size, group)
+    return Packed((rows, columns), F32, "float8" if dtype == E4M3 else "int8", size, group, scale)
 
 
 def _rotation(file: TensorFile | TensorFolder, name: str) -> int:
@@ -144,22 +151,15 @@ def _expect(file: TensorFile | TensorFolder, name: str, fits: bool, expected: st
         )
 
 
-def _range(size: int, dim: int, cuts: Iterable[Cut]) -> range:
-    found = range(size)
-    for at, start, stop in cuts:
-        found = found[start:stop] if at == dim else found
-    return found
-
-
 # ---- decoding -------------------------------------------------------------------------------------------------------
 
 
-def _scale(file: TensorSource, name: str, num_rows: int, cuts: Iterable[Cut]) -> np.ndarray:
-    """f32[num_rows, 1], those of the rows that are read."""
-    scale = file.read(f"{name}_scale").astype(np.float32)
+def _scale(file: TensorSource, stored: str, num_rows: int, cuts: Iterable[Cut]) -> np.ndarray:
+    """f32[num_rows, 1], those of the rows that are read. stored: the name of the scales."""
+    scale = file.read(stored).astype(np.float32)
     if scale.size == 1:
         return np.full((num_rows, 1), scale.reshape(()))
-    rows = _range(len(scale), 0, cuts)
+    rows = selected(len(scale), 0, cuts)
     return scale[rows.start : rows.stop]
 
 
@@ -170,7 +170,7 @@ def _scaled(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: t
     array = e4m3_numbers()[values.view(np.uint8)] if float8 else values.astype(np.float32)
     if packed.group > 1:
         array = (array.reshape(-1, packed.group) @ rotation(packed.group)).reshape(array.shape)
-    array *= _scale(file, name, len(array), [rows])
+    array *= _scale(file, packed.scale, len(array), [rows])
     return array
 
 

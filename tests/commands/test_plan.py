@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-STAGE_KEYS = {"name", "weights_bytes", "activation_bytes", "flops", "collectives", "exchange_s", "time_s"}
+STAGE_KEYS = {
+    "name", "steps", "weights_bytes", "resident_bytes", "streamed_bytes", "activation_bytes", "flops", "collectives",
+    "exchange_s", "copy_s", "waits_s", "time_s",
+}  # fmt: skip
 PLAN = ["plan", "--devices", "2", "--device-kind", "h100-80gb", "--mesh", "tensor=2"]
 
 
@@ -16,7 +19,7 @@ def planned(command):
 
 
 def test_plan_prints_the_promised_json(planned):
-    assert planned.keys() == {"fits", "devices", "mesh", "stages"}
+    assert planned.keys() == {"fits", "memory_mode", "devices", "mesh", "stages"}
     assert planned["fits"] is True and planned["devices"] == 2 and planned["mesh"] == {"tensor": 2}
     assert [s["name"] for s in planned["stages"]] == ["text", "stage1", "upsample", "stage2", "audio", "decode"]
     assert all(s.keys() == STAGE_KEYS for s in planned["stages"])
@@ -57,9 +60,29 @@ def test_plan_prints_a_table(command):
     status, out, _ = command("plan", "--preset", "ltx-2.3", "--devices", 4, "--device-kind", "h100-80gb")
     assert status == 0 and "720 all_reduce" in out and "memory: fits" in out and "bound from below" in out
     assert "less what passes under products" in out
-    status, out, _ = command("plan", "--preset", "ltx-2.3", "--devices", 1, "--device-kind", "h100-80gb")
+    one = ["plan", "--preset", "ltx-2.3", "--device-kind", "h100-80gb"]
+    status, out, _ = command(*one, "--memory", "resident")
     assert status == 0 and "does NOT fit" in out and "all_reduce" not in out and "exchanges" not in out
     assert "try --stage-weights reload or more devices or fewer frames" in out
+    status, out, _ = command(*one)
+    assert status == 0 and "memory: fits" in out and "weights are freed once they are used" in out
+
+
+def test_plan_streams_what_does_not_fit(command):
+    """A card of 12 GB runs every size of the table; advice for the text stage names no smaller clip."""
+    one = ["plan", "--preset", "ltx-2.3", "--device-kind", "3060", "--width", 1920, "--height", 1088]
+    status, out, _ = command(*one)
+    assert status == 0 and "memory: fits" in out, out
+    assert "64 of 64 layers of the text-encoder (25.5 GB) come from host memory" in out
+    status, out, _ = command(*one, "--json")
+    found = json.loads(out)
+    stages = {stage["name"]: stage for stage in found["stages"]}
+    assert found["memory_mode"] == "streamed" and found["fits"]
+    assert stages["stage2"]["copy_s"] == pytest.approx(stages["stage2"]["streamed_bytes"] / 24e9)
+    assert stages["stage2"]["waits_s"] == 0 and stages["upsample"]["streamed_bytes"] == 0
+    status, out, _ = command("plan", "--preset", "ltx-2.5", "--device-kind", "3060", "--num-frames", 121)
+    advice = out.partition("try ")[2].split("\n")[0]
+    assert "does NOT fit: text needs" in out and "more devices" in advice and "frames" not in advice
 
 
 def test_float8_weights_are_planned_at_half_the_bytes(command):
@@ -123,6 +146,14 @@ def test_graph_refuses_a_mesh_that_does_not_divide(command):
     assert status == 2 and "nope" in err and "hopper" in err
     assert command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 0)[0] == 2
     assert command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 2, "--mesh", "tensor=2")[0] == 2
+
+
+def test_one_device_is_planned_unless_more_are_asked_for(command):
+    found = [command("plan", "--preset", "tiny-2.3", "--device-kind", "h100", *more) for more in ((), ("--devices", 1))]
+    assert found[0] == found[1] and found[0][0] == 0
+    for count in (0, 99999999999):
+        status, _, err = command(*PLAN[:1], "--preset", "tiny-2.3", "--devices", count, *PLAN[3:])
+        assert status == 2 and f"--devices: {count}, expected 1 to 10000" in err
 
 
 @pytest.mark.parametrize("name,kind", [("h100", "h100-80gb"), ("H200", "h200-141gb"), ("RTX 4090", "rtx4090-24gb")])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_files import package, random_blocks, write_gguf
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
@@ -25,10 +26,10 @@ from ltx2rt.media.images import notes, read_rgb
 from ltx2rt.media.output import write_clip
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, require_constant_rate, video_info
-from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.files import TensorFile, open_file, write_arrays
 from ltx2rt.weights.lora import open_lora
 
-COUNTS = {"headers": 500, "configs": 20, "loras": 300, "images": 300, "sources": 100, "flags": 40}
+COUNTS = {"headers": 500, "ggufs": 500, "configs": 20, "loras": 300, "images": 300, "sources": 100, "flags": 40}
 VALUES = [
     *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**9, 1e300, -0.5, float("inf"), "", "x", "0", [], {}),
     *([0], [1, 2], [-1] * 3, [[2]] * 4, {"a": 1}, "é\u202e", "a" * 2000, [[1, [2]]], [True]),
@@ -155,6 +156,39 @@ def test_headers(rng, many, tmp_path):
 
         if accepted(read, data):
             assert readable(path), data
+
+
+def test_ggufs(rng, many, tmp_path):
+    """Bytes of the header changed, mostly by whole numbers; what is still readable is read in whole and in parts."""
+    package()
+    blocks = np.random.default_rng(0)
+    tensors = {
+        "blk.0.attn_q.weight": ("Q4_K", random_blocks("Q4_K", blocks, (3, 256))),
+        "token_embd.weight": ("Q8_0", random_blocks("Q8_0", blocks, (2, 64))),
+        "output_norm.weight": np.ones(9, np.float32),
+    }
+    keys = {"gemma3.block_count": 1, "gemma3.eps": 1e-6, "tokens": ["a", "b"], "scores": [0.5, 1.0], "config": "{}"}
+    original = write_gguf(tmp_path / "original.gguf", tensors, "gemma3", keys).read_bytes()
+    end, path = original.index(b"output_norm") + 60, tmp_path / "a.gguf"
+    numbers = [0, 1, 3, 8, 9, 13, 255, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
+    for _ in range(many("ggufs")):
+        if rng.random() < 0.5:
+            data = flipped(rng, original[:end]) + original[end:]
+        else:
+            at, found = rng.randrange(4, end), rng.choice(numbers)
+            patch = struct.pack("<Q", found)[: rng.choice([1, 4, 8])]
+            data = original[:at] + patch + original[at + len(patch) :]
+        path.write_bytes(data)
+
+        def read():
+            file = open_file(path)
+            for name in file.names():
+                shape = file.info(name).shape
+                assert file.read(name).shape == shape and file.read(name).dtype == file.info(name).dtype
+                if shape:
+                    assert len(file.read(name, (0, 0, 1))) == min(1, shape[0])
+
+        accepted(read, data)
 
 
 @pytest.mark.parametrize("preset", ["tiny-2.3", pytest.param("tiny-2.5", marks=pytest.mark.slow)])

@@ -302,7 +302,8 @@ def test_a_detailing_lora_sees_the_clip_of_stage_1_in_stage_2(session, tmp_path)
         patch.setattr(session, "options", replace(session.options, loras=(detail,)))
         plan = make_plan(session, request)
     first, second, last = (stage for stage in plan.stages if isinstance(stage, Denoise))
-    assert second.loras == (*first.loras, detail) and last.loras == first.loras and len(first.loras) == 1
+    assert [lora.path for lora in second.loras] == [first.loras[0].path, detail.path]
+    assert last.loras == first.loras and len(first.loras) == 1
     until = plan.stages[: plan.stages.index(second) + 1]
     state, *_ = produce(session, replace(plan, stages=until), keep=True)
     states = second._states(state.given["stage2"], {})["video"]

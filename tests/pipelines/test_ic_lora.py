@@ -179,7 +179,8 @@ def test_a_distilled_lora_is_merged_in_both_stages(model, half, files):
     session = open_session(options)
     request = ICLora("a fox", width=WIDTH, height=HEIGHT, num_frames=FRAMES, video_conditioning=(VideoSpec(files[0]),))
     first, second = (s for s in make_plan(session, request).stages if isinstance(s, Denoise))
-    assert first.loras == (LoraSpec(half), distilled) and second.loras == (distilled,)
+    assert [(lora.path, lora.strength) for lora in first.loras] == [(half, 1.0), (distilled.path, 0.5)]
+    assert [lora.path for lora in second.loras] == [distilled.path]
     assert first.sampler == second.sampler == "euler" and not second.given
     session.close()
 

@@ -1,8 +1,10 @@
-"""What a host says of its memory."""
+"""Names of devices, and the memory of a host."""
 
 import pytest
 
+from ltx2rt.errors import InputError
 from ltx2rt.placement import devices
+from ltx2rt.placement.devices import DEVICE_KINDS, device_kind
 
 GB = 10**9
 
@@ -29,3 +31,46 @@ def test_a_container_has_its_share_of_the_host(names, limit, left, tmp_path, mon
         assert found[0] == total and found[1] == pytest.approx(free, rel=0.2)
     else:
         assert found == (limit, left)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (("h100", "H100", "h100-80gb", "NVIDIA H100 80GB HBM3", "H100 SXM"), "h100-80gb"),
+        (("H200", "NVIDIA H200", "h200 141 GB"), "h200-141gb"),
+        (("NVIDIA A100-SXM4-80GB", "a100_80gb", "A100 80G"), "a100-80gb"),
+        (("4090", "rtx4090", "rtx-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"), "rtx4090-24gb"),
+        (("L40S", "NVIDIA L40S"), "l40s-48gb"),
+        (("v6e", "TPU v6e", "tpu-v6e", "TPU v6 lite"), "v6e"),
+        (("v7x", "tpu7x", "TPU7x"), "v7x"),
+    ],
+)
+def test_a_device_has_its_name_in_every_spelling(names, kind):
+    assert {device_kind(name).name for name in names} == {kind}
+
+
+def test_every_kind_is_found_by_its_name_and_its_model():
+    for name in DEVICE_KINDS:
+        assert device_kind(name).name == name
+        if not name.startswith("a100"):
+            assert device_kind(name.partition("-")[0]).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a100", "may be a100-40gb or a100-80gb; choose one"),
+        ("v6e-8", "'v6e-8' is 8 x v6e; use --device-kind v6e --devices 8"),
+        ("v5p-8", "'v5p-8' is 4 x v5p; use --device-kind v5p --devices 4"),
+        ("8xH100", "'8xH100' is 8 x h100-80gb; use --device-kind h100-80gb --devices 8"),
+        ("h1000", "did you mean h100-80gb?"),
+        ("h100-96gb", "did you mean h100-80gb?"),
+        ("RTX 409", "did you mean rtx4090-24gb?"),
+        *((name, "known: h100-80gb, ") for name in ("x", "", "gpu", "cuda", "e", "0", "b" * 9999)),
+    ],
+)
+def test_another_name_is_refused_with_what_was_meant(name, message):
+    with pytest.raises(InputError) as error:
+        device_kind(name)
+    assert str(error.value).startswith("--device-kind: ") and message in str(error.value)
+    assert len(str(error.value)) < 500

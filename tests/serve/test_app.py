@@ -136,7 +136,7 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
     ({"seed": -1}, "seed", "0 or more"),
     ({"seed": 2**63}, "seed", "below 2^63"),
     ({"seed": 10**30}, "seed", "at most 20 digits"),
-    ({"steps": 0}, "steps", "at least 1"),
+    ({"steps": 0}, "steps", "1 to 10000"),
     ({"video_cfg": "inf"}, "video_cfg", "finite"),
     ({"stg_blocks": [99]}, "stg_blocks", "the model has blocks"),
     ({"audio": "maybe"}, "audio", "true or false"),
@@ -555,7 +555,11 @@ def test_other_hosts_and_other_pages_are_refused(server):
     for host in ("[", "evil@localhost", "localhost#evil", "localhost.evil", "127.0.0.1.evil", "localhost:999999"):
         assert error_of(server.http.get("/v1/videos", headers={"host": host}), 403)["code"] == "bad_host"
     assert error_of(server.http.post("/v1/videos", headers={"origin": "http://["}, **post), 403)["code"] == "bad_origin"
-    error_of(server.http.put("/v1/videos"), 405)
+    refused = server.http.put("/v1/videos")
+    error_of(refused, 405)
+    assert "POST" in refused.headers["allow"]
+    extended = server.http.post("/v1/videos/extensions", json={})
+    assert error_of(extended, 501)["code"] == "not_supported" and extended.headers["x-should-retry"] == "false"
     assert "default-src 'self'" in server.http.get("/").headers["content-security-policy"]
 
 

@@ -140,10 +140,10 @@ def test_jobs_whose_clips_would_have_one_name_are_refused(batch, server):
         ("--limit 0", "--limit: 0, expected at least 1"),
         ("--limit -1", "--limit: -1, expected at least 1"),
         ("--replicas 0", "--replicas: 0, expected at least 1"),
-        ("--retries -1", "--retries: -1, expected at least 0"),
-        ("--step-timeout 0", "--step-timeout: 0, expected seconds above 0"),
-        ("--step-timeout nan", "--step-timeout: nan, expected seconds above 0"),
-        ("--step-timeout inf", "--step-timeout: inf, expected seconds above 0"),
+        ("--retries -1", "--retries: -1, expected 0 or more"),
+        ("--step-timeout 0", "--step-timeout: 0, expected more than 0"),
+        ("--step-timeout nan", "--step-timeout: nan, expected a finite number"),
+        ("--step-timeout inf", "--step-timeout: inf, expected a finite number"),
     ],
 )
 def test_numbers_that_are_none_are_refused_before_a_file_is_read(command, flags, said):

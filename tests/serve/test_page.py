@@ -138,7 +138,7 @@ def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, t
     assert followed["x"]["settings"]["loras"][0]["name"] == "style"
     page.set_input_files("[data-file=video_conditioning]", tmp_path / "song.wav")
     page.click("#send")
-    until(page, "document.querySelector('#problem').textContent.includes('holds no video')")
+    until(page, "document.querySelector('#refusal').textContent.includes('holds no video')")
 
 
 def test_wrong_settings_are_said_before_anything_is_sent(server, page):
@@ -156,7 +156,7 @@ def test_wrong_settings_are_said_before_anything_is_sent(server, page):
     page.fill("[data-field=steps]", "0")
     fill(page, "1:0")
     page.click("#send")
-    until(page, "document.querySelector('#problem').textContent.includes('at least 1')")  # the server's
+    until(page, "document.querySelector('#refusal').textContent.includes('at least 1')")  # the server's
 
 
 def test_jobs_are_cancelled_by_keyboard_and_survive_a_reload(server, page, browser):

@@ -135,12 +135,10 @@ def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, mod
     made(session)
     plain = resident.weights.held_bytes
     options = resident.options
-    resident.options = resident.weights.options = sessions.replace(
-        options, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5, "stage1"),)
-    )
+    resident.use(sessions.replace(options, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5, "stage1"),)))
     changed = made(session)
     assert 0 < changed.report["loaded_bytes"] < plain / 2  # without sound a third is the transformer's matrices
-    resident.options = resident.weights.options = options
+    resident.use(options)
     assert made(session).report["loaded_bytes"] == 0
 
 
@@ -173,7 +171,7 @@ def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user
     loras = [(ltx2rt.session.options.LoraSpec(user_lora, 0.25 * i, "stage1"),) for i in (1, 2, 3)]
     sizes = []
     for found in loras:
-        resident.options = resident.weights.options = sessions.replace(options, loras=found, max_memory=room)
+        resident.use(sessions.replace(options, loras=found, max_memory=room, memory="resident"))
         made(session)
         sizes.append(resident.weights.held_bytes)
     assert all(size <= room * 1e9 for size in sizes), sizes
@@ -239,12 +237,12 @@ def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(model, use
         assert read[1] > read[2] == read[3] == read[4] > 0
         own = opened.resident.options
         lora = sessions.replace(own, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5),))
-        opened.resident.options = store.options = lora
+        opened.resident.use(lora)
         old = set(store.parked)
         for _ in range(3):
             made(opened)
         assert len(store.parked) == 1 and not old & set(store.parked), "what no request loads any more makes room"
-        opened.resident.options = store.options = own
+        opened.resident.use(own)
         monkeypatch.setattr(stores, "has_room", lambda kind, size: False)
         store.close()
         again = [made(opened).report["loaded_bytes"] for _ in range(2)]

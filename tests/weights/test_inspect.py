@@ -1,6 +1,7 @@
 """Inspection: every kind of file and folder is told apart, and what is missing or wrong is said."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -56,7 +57,7 @@ def test_parts_are_told_apart(tiny):
     assert lora["modules"] == 110 and lora["ranks"] == {"8": 110} and len(lora["skipped"]) == 1
     vae = inspect_path(tiny("tiny-2.0", "diffusers") / "vae")
     assert vae["kind"] == "diffusers component (video_vae)"
-    assert inspect_path(folder / "gemma-3" / "model.safetensors")["kind"] == "unknown"
+    assert inspect_path(folder / "gemma-3" / "model.safetensors")["kind"] == "text encoder"
 
 
 def test_missing_parts_and_tensors_are_said(tiny, tmp_path):
@@ -65,7 +66,8 @@ def test_missing_parts_and_tensors_are_said(tiny, tmp_path):
     infos = {name: file.info(name) for name in file.names() if name != gone}
     write_tensors(tmp_path / MAIN, infos, file.read, file.metadata)
     found = inspect_path(tmp_path / MAIN)
-    assert [line.split(" (")[1] for line in found["missing"]] == ["--text-encoder)", "--upsampler)", "--text-encoder)"]
+    flags = [re.search(r"\((--\S+)\)", line)[1] for line in found["missing"]]
+    assert flags == ["--text-encoder", "--upsampler", "--distilled-lora", "--text-encoder"]
     assert len(found["problems"]) == 1 and gone in found["problems"][0]
     assert f"problem: {tmp_path / MAIN}: 1 parameters have no tensor" in format_inspection(found)
 

@@ -156,6 +156,7 @@ async function send(event) {
   event.preventDefault();
   const found = problem();
   $("#problem").textContent = found ? found[1] : "";
+  $("#refusal").textContent = ""; // the server's answer to the request before
   if (found) return $(found[0]).focus();
   const form = new FormData();
   const put = (name, value) => value !== "" && form.append(name, value);
@@ -191,7 +192,7 @@ async function order(body) {
     show(video);
     say("The video is queued.");
   } catch (error) {
-    $("#problem").textContent = error.message;
+    $("#refusal").textContent = error.message;
   } finally {
     $("#send").disabled = false;
   }

@@ -28,7 +28,7 @@ from ltx2rt.weights.configs.diffusion_decoder import (
     official_diffusion_decoder_json,
 )
 from ltx2rt.weights.configs.duration_head import check_duration_head, duration_head, duration_head_json
-from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json
+from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json, gguf_gemma3, plain_gemma3
 from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json, towers_json
 from ltx2rt.weights.configs.keys import Keys, parse_json
 from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json, upsampler_kind

@@ -1,7 +1,9 @@
-"""Config of a Gemma 3 folder: the old and the new spelling, with a vision part or text only."""
+"""Config of a Gemma 3 folder, in the old and the new spelling, with a vision part or text only; and
+of a GGUF file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +30,17 @@ def size_rows(vocab_size: int, sliding_window: int) -> list[Row]:
 
 
 ROWS = size_rows(262208, 4096)
+GGUF_KEYS = {  # after "gemma3."
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "intermediate_size": "feed_forward_length",
+    "sliding_window": "attention.sliding_window",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
 
 
 def token_ids(*levels: Keys) -> dict[str, int]:
@@ -85,6 +98,64 @@ def gemma3(outer: Keys) -> GemmaConfig:
         query_scale=keys.number("query_pre_attn_scalar", float, 256) ** -0.5,
         **token_ids(keys, outer),
     )
+
+
+def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Keys:
+    """What config.json of a text-only Gemma 3 would say, from the metadata of a `GgufFile` of it.
+
+    vocab_size: rows of its embedding. Raises InputError for a key that is absent: llama.cpp's
+    defaults are not used, but for the period of 6 layers and the local RoPE base of 10000, which no
+    converter writes. Source: llama.cpp's convert_hf_to_gguf.py, Gemma3Model.set_gguf_parameters.
+    """
+    texts = {name.removeprefix("gemma3."): text for name, text in metadata.items()}
+    keys = Keys(texts, f"{where}: gemma3")
+
+    def need(key: str) -> Any:
+        text = keys.need(key)
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise InputError(f"{keys.where}: {key} = {text!r:.100}, expected a number") from None
+
+    keys.must(**{"rope.scaling.type": "linear"})
+    found = {ours: need(theirs) for ours, theirs in GGUF_KEYS.items()}
+    scaling = {"rope_type": "linear", "factor": need("rope.scaling.factor")}
+    found |= {"query_pre_attn_scalar": found["head_dim"], "rope_scaling": scaling}
+    return Keys({"model_type": "gemma3_text", "vocab_size": vocab_size} | found, keys.where)
+
+
+def plain_gemma3(shapes: Mapping[str, tuple[int, ...]], where: str) -> Keys:
+    """What config.json of a text-only Gemma 3 would say, from the shapes of its tensors.
+
+    shapes: by name without prefix, such as "layers.0.mlp.up_proj.weight"; of matrices only the rows
+    are looked at, since packed ones have fewer columns. What shapes do not tell is as in the
+    released 4B and 12B models. Raises InputError for a tensor that is absent.
+    Source: config.json of google/gemma-3-12b-it.
+    """
+
+    def rows(name: str) -> int:
+        if not shapes.get(name):
+            raise InputError(f"{where}: no tensor {name} of Gemma 3; pass a complete file")
+        return shapes[name][0]
+
+    layers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    attention = "layers.0.self_attn."
+    head_dim = rows(f"{attention}q_norm.weight")
+    if head_dim <= 0:
+        raise InputError(f"{where}: {attention}q_norm.weight has no numbers; pass a complete file")
+    found = {
+        "vocab_size": rows("embed_tokens.weight"),
+        "hidden_size": rows("norm.weight"),
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": rows(f"{attention}q_proj.weight") // head_dim,
+        "num_key_value_heads": rows(f"{attention}k_proj.weight") // head_dim,
+        "head_dim": head_dim,
+        "intermediate_size": rows("layers.0.mlp.gate_proj.weight"),
+        "query_pre_attn_scalar": head_dim,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    return Keys({"model_type": "gemma3_text"} | found, where)
 
 
 def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""Weights that stay in the host's memory and come to the device layer by layer, while others are computed with.
+
+    copy stream   | piece 1 -> slot 1 | piece 2 -> slot 0 |
+    main stream   | block 0 in slot 0 | block 1 in slot 1 | block 2 in slot 0 |
+
+The copy into a slot waits for the block that last read it, the block waits for its copy; both by events,
+so that the host waits for neither. On a CPU the same copies are made in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx2rt.notes import note
+from ltx2rt.placement.stream import SLOTS, Piece
+from ltx2rt_cuda.host import Slabs, layout
+
+
+class HostTensor:
+    """One weight of a piece, in the host's memory; `Ring.brought` gives it on the device."""
+
+    streamed = True  # it takes no memory of the device
+
+    def __init__(self, ring: Ring, piece: Piece, name: str):
+        self.ring, self.piece, self.name = ring, piece, name
+
+
+class Ring:
+    """The pieces of one set of weights, and the slots on the device that they take turns in."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.pieces: dict[Piece, dict[str, Tensor]] = {}
+        self.copied_bytes = 0
+        self._slabs = Slabs(self.on_gpu)
+        self._stream: Any = None
+        self._slots: list[dict[str, Tensor]] = []
+        self._holds: list[Piece | None] = []
+        self._arrived: list[Any] = []  # events behind the copies into each slot
+        self._read: list[Any] = []  # events behind the blocks that read each slot last
+
+    def add(self, piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, HostTensor]:
+        """Keep a piece, given on the device, in the host's memory."""
+        self.pieces[piece] = {name: self._kept(x) for name, x in tensors.items()}
+        return {name: HostTensor(self, piece, name) for name in tensors}
+
+    def _kept(self, x: Tensor) -> Tensor:
+        try:
+            return self._slabs.like(x).copy_(x)
+        except RuntimeError as error:
+            if not self._slabs.pinned or "out of memory" not in str(error).lower():
+                raise
+            note("the system pins no more host memory: the rest of the streamed weights is copied from pages")
+            self._slabs = Slabs(False)
+            return self._slabs.like(x).copy_(x)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the slots, whether they are there now or will be at the next use."""
+        sizes = [sum(x.nbytes for x in piece.values()) for piece in self.pieces.values()]
+        return max(sizes, default=0) * min(SLOTS, len(sizes))
+
+    def brought(self, weights: Sequence[Tensor | HostTensor]) -> list[Tensor]:
+        """What one iteration reads, all of it on the device. Call `used` behind the iteration."""
+        (piece,) = {x.piece for x in weights if isinstance(x, HostTensor)}
+        slot = self._slot(piece)
+        if self.on_gpu:
+            torch.cuda.current_stream().wait_event(self._arrived[slot])
+        places = self._slots[slot]
+        return [places[x.name] if isinstance(x, HostTensor) else x for x in weights]
+
+    def used(self, piece: Piece) -> None:
+        """The iteration that reads the piece has been begun: bring the next one."""
+        slot = self._holds.index(piece)
+        if self.on_gpu:
+            self._read[slot].record()
+        order = list(self.pieces)
+        following = order[(order.index(piece) + 1) % len(order)]
+        if following not in self._holds:
+            self._copy(following, (slot + 1) % len(self._slots))
+
+    def release(self) -> None:
+        """Give the slots' memory back; the next use takes it anew."""
+        if self.on_gpu and self._slots:
+            torch.cuda.synchronize()
+        self._slots, self._holds = [], []
+
+    def _slot(self, piece: Piece) -> int:
+        if not self._slots:
+            self._open()
+        if piece not in self._holds:  # the first one, or one out of order
+            self._copy(piece, 0 if None in self._holds else self._oldest())
+        return self._holds.index(piece)
+
+    def _oldest(self) -> int:
+        order = list(self.pieces)
+        return min(range(len(self._holds)), key=lambda slot: order.index(self._holds[slot] or order[0]))
+
+    def _open(self) -> None:
+        count = min(SLOTS, len(self.pieces))
+        self._slots, self._holds = [{} for _ in range(count)], [None] * count
+        if self.on_gpu:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._arrived = [torch.cuda.Event() for _ in range(count)]
+            self._read = [torch.cuda.Event() for _ in range(count)]
+
+    def _copy(self, piece: Piece, slot: int) -> None:
+        self._holds[slot] = piece
+        if not self.on_gpu:
+            self._room(piece, slot)
+            self._fill(piece, slot)
+            return
+        main = torch.cuda.current_stream()
+        if self._room(piece, slot):
+            # Memory that is given back is the main stream's at once: nothing may still be copied into
+            # it. And what is taken may be read by what the main stream has yet to do.
+            main.wait_event(self._arrived[slot])
+            self._stream.wait_stream(main)
+        self._stream.wait_event(self._read[slot])
+        with torch.cuda.stream(self._stream):
+            self._fill(piece, slot)
+            self._arrived[slot].record()
+
+    def _room(self, piece: Piece, slot: int) -> bool:
+        """Make room for the piece in the slot; whether memory was taken or given back.
+
+        Layers of one stack are laid out alike, and take the same.
+        """
+        tensors, places = self.pieces[piece], self._slots[slot]
+        if {name: layout(x) for name, x in places.items()} == {n: layout(x) for n, x in tensors.items()}:
+            return False
+        places.clear()
+        for name, x in tensors.items():
+            places[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)
+        return True
+
+    def _fill(self, piece: Piece, slot: int) -> None:
+        for name, place in self._slots[slot].items():
+            place.copy_(self.pieces[piece][name], non_blocking=True)
+            self.copied_bytes += place.nbytes
+
+
+class StreamedWeights(dict):
+    """Weights by name, of which some are `HostTensor`s of the ring."""
+
+    def __init__(self, weights: Mapping[str, Any], ring: Ring):
+        super().__init__(weights)
+        self.ring = ring
+
+
+def is_streamed(arguments: Iterable[Any]) -> bool:
+    """Whether a program's arguments hold a weight that is streamed."""
+    lists = (argument for argument in arguments if isinstance(argument, list))
+    return any(isinstance(x, HostTensor) for argument in lists for x in argument)

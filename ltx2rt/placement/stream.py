@@ -1,0 +1,58 @@
+"""Which layers of a network stay on the device, and which are copied to it each time they are used.
+
+A piece is what one iteration of a stack of equal layers reads alone: block 7 of the transformer. Of a
+piece only the large matrices move; tables, norms and biases stay. Streaming changes no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ltx2rt.graph.ir import Graph, Type
+
+LEAST_BYTES = 2**20  # smaller tensors stay: a block has about 2 MB of them
+SLOTS = 2  # pieces on the device at once: one is computed with while the next one arrives
+
+Piece = tuple[str, int]  # the stack, which is its parameters' name before the `*`, and the layer
+
+
+def moves(name: str, type: Type) -> bool:
+    """Whether a parameter, by its declared name, can be streamed."""
+    return "*" in name and len(type.shape) == 2 and type.nbytes >= LEAST_BYTES
+
+
+def stack_of(name: str) -> str:
+    return name.partition("*")[0]
+
+
+def pieces(graph: Graph) -> dict[Piece, int]:
+    """Bytes of every piece of a placed graph on one device, in the order in which a run reads them."""
+    found: dict[Piece, int] = {}
+    params = {name: param for name, param in graph.all_params().items() if moves(name, param[0].type)}
+    for stack in dict.fromkeys(map(stack_of, params)):
+        own = [param for name, param in params.items() if stack_of(name) == stack]
+        for layer in range(max(count for _, count in own)):
+            found[stack, layer] = sum(value.type.nbytes for value, count in own if layer < count)
+    return found
+
+
+def streamed(sizes: Mapping[Piece, int], number: int) -> frozenset[Piece]:
+    """So many of the pieces, evenly spaced: the link has then as long for each, and is never idle.
+
+    The first and the last stay as long as others can move.
+    """
+    found = list(sizes)
+    inner = found[1:-1] if number <= len(found) - 2 else found
+    count = len(inner)
+    return frozenset(p for i, p in enumerate(inner) if (i + 1) * number // count > i * number // count)
+
+
+def saved_bytes(sizes: Mapping[Piece, int], number: int) -> int:
+    """Device memory that streaming so many pieces saves, with the slots that it takes."""
+    moved = [sizes[piece] for piece in streamed(sizes, number)]
+    return sum(moved) - slots_bytes(moved)
+
+
+def slots_bytes(sizes: Collection[int]) -> int:
+    """Device memory that pieces of these sizes take turns in."""
+    return max(sizes, default=0) * min(SLOTS, len(sizes))

@@ -1,0 +1,84 @@
+"""Which of several files fit a transformer: by the generation they state, and by their sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ltx2rt.config import Gemma4Config
+from ltx2rt.errors import InputError
+from ltx2rt.weights import configs
+from ltx2rt.weights.describe import stated, transformer_generation
+from ltx2rt.weights.files import TensorFile, TensorFolder, open_file
+from ltx2rt.weights.parts import UPSAMPLERS
+from ltx2rt.weights.text_encoder import gemma_keys, plain_gemma3, unread_format
+
+MID_CHANNELS = 4  # the transformer's width over that of an upsampler; LTX-Video's are half as wide
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What parts have to fit.
+
+    generation: such as "2.3". hidden: the text encoder's width; it and `width` are 0 if not known.
+    """
+
+    generation: str
+    hidden: int
+    width: int
+
+    @staticmethod
+    def of(main: TensorFile | TensorFolder) -> Fit:
+        """By a main file's header."""
+        try:
+            transformer = json.loads(main.metadata["config"])["transformer"]
+            hidden = int(transformer["caption_channels"])
+            width = int(transformer["num_attention_heads"]) * int(transformer["attention_head_dim"])
+        except (KeyError, TypeError, ValueError, RecursionError):  # opening it says what is wrong
+            hidden = width = 0
+        return Fit(transformer_generation(main), hidden, width)
+
+    def choose(self, part: str, paths: Sequence[Path]) -> list[Path]:
+        """Those that fit, of those the ones that can be read, of those the ones that say so."""
+        if part == "gemma":
+            fitting = [path for path in paths if self._gemma(path)]
+            return [path for path in fitting if not _fp4(path)] or fitting
+        said = {path: self._stated(part, path) for path in paths}
+        same = [path for path in paths if said[path] == self.generation]
+        return same or [path for path in paths if not said[path]]
+
+    def _gemma(self, path: Path) -> bool:
+        try:
+            config = configs.gemma(gemma_keys(path))
+        except InputError:
+            return False
+        if isinstance(config, Gemma4Config) != (self.generation == "2.5"):
+            return False
+        return self.hidden in (0, config.hidden_size)
+
+    def _stated(self, part: str, path: Path) -> str:
+        """The generation that a file is of; empty if neither its header nor its names tell it."""
+        if path.is_dir():
+            return ""
+        try:
+            file = open_file(path)
+        except InputError:
+            return ""
+        if (said := stated(file.metadata)) or part not in UPSAMPLERS.values():
+            return said
+        if self.width and file.info("initial_conv.weight").shape[0] * MID_CHANNELS != self.width:
+            return "another model's"
+        if part != "upsampler":
+            return ""
+        return "2.0" if "upsampler.conv.weight" in file.names() else "2.3"
+
+
+def _fp4(path: Path) -> bool:
+    if path.is_dir():
+        return False
+    try:
+        return plain_gemma3(file := open_file(path)) and bool(unread_format(file))
+    except InputError:
+        return False

@@ -1,0 +1,66 @@
+"""A file in a few words: its generation, the types of its tensors, its size. Headers only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from ltx2rt.config import V25
+from ltx2rt.weights.configs import KEYFRAME_VECTOR, version_tuple
+from ltx2rt.weights.files import DTYPE_NAMES, TensorSource
+
+SMALL = 0.0005  # of the bytes: types that are not worth a word
+
+
+def type_bytes(source: TensorSource) -> Counter[str]:
+    """Stored bytes by type, such as BF16 or Q4_K."""
+    found: Counter[str] = Counter()
+    for name in source.names():
+        info = source.info(name)
+        found[getattr(info, "format", None) or DTYPE_NAMES[info.dtype]] += info.nbytes
+    return found
+
+
+def mix(sizes: Mapping[str, int]) -> str:
+    """Such as "Q4_K 61 %, Q6_K 39 %", the largest first; a type alone without a number."""
+    whole = sum(sizes.values()) or 1
+    shares = sorted(((size / whole, name) for name, size in sizes.items()), reverse=True)
+    shares = [share for share in shares if share[0] >= SMALL]
+    if len(shares) == 1:
+        return shares[0][1]
+    digits = {name: 0 if 0.01 <= share < 0.99 else 1 for share, name in shares}
+    return ", ".join(f"{name} {100 * share:.{digits[name]}f} %" for share, name in shares)
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
+
+
+def generation(version: tuple[int, ...]) -> str:
+    """ "2.5", "2.3", "2.0", an earlier "0.9", or "" for a version that is not stated."""
+    if not version:
+        return ""
+    if version < (2,):
+        return ".".join(map(str, version[:2]))
+    return "2.5" if version >= V25 else "2.3" if version >= (2, 3) else "2.0"
+
+
+def stated(metadata: Mapping[str, str]) -> str:
+    """The generation that a file's metadata state, empty if they do not."""
+    return generation(version_tuple(metadata.get("model_version")))
+
+
+def transformer_generation(file: TensorSource) -> str:
+    """The generation that a transformer's file states, or that its tensors tell."""
+    if said := stated(getattr(file, "metadata", {})):
+        return said
+    names = set(file.names())
+    if KEYFRAME_VECTOR in names:
+        return "2.5"
+    return "2.3" if any("prompt_adaln_single." in name for name in names) else "2.0"
+
+
+def words(file: TensorSource) -> str:
+    """A transformer's file, such as "LTX-2.3, Q4_K 61 %, Q6_K 39 %, 15.3 GB"."""
+    sizes = type_bytes(file)
+    return f"LTX-{transformer_generation(file)}, {mix(sizes)}, {gigabytes(sum(sizes.values()))}"

@@ -1,0 +1,313 @@
+"""GGUF files: the header read within bounds, and tensors decoded while they are read.
+
+The layout is that of llama.cpp's ggml, versions 2 and 3, little-endian. Decides what a readable
+header is, as an attacker may have written it. How a block is decoded is in `gguf_blocks`, what
+names mean in `names`, `configs` and `checkpoint`. Source: ggml's docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Cut
+from ltx2rt.weights.configs import KEYFRAME_VECTOR
+from ltx2rt.weights.files import (
+    CACHED_BYTES,
+    DTYPES,
+    GGUF,
+    MAX_HEADER_BYTES,
+    MAX_NAME,
+    NOT_FINITE,
+    TensorFile,
+    TensorInfo,
+    TensorSource,
+    cut,
+    finite,
+    selected,
+)
+from ltx2rt.weights.gguf_blocks import BLOCKS, F32, PLAIN, Block
+from ltx2rt.weights.names import official_names
+from ltx2rt.weights.quantised import Packed
+
+VERSIONS = (2, 3)
+SCALARS = dict(zip(range(8), ("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"), strict=True))
+SCALARS |= {10: "<Q", 11: "<q", 12: "<d"}  # codes of `struct` by value type
+FLOAT, STRING, ARRAY = 6, 8, 9  # numbers of value types
+ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # and a tensor's name: its shape if stored in another
+MAX_KEYS, MAX_TENSORS, MAX_DIMS = 10_000, 100_000, 4
+MAX_STRINGS = 4_000_000  # in arrays: a vocabulary and its merges have less than a million
+CHUNK = CACHED_BYTES // 4  # weights that are decoded at once, so that later passes find them cached
+BY_NAME = {block.name: block for block in BLOCKS.values()}
+READ_TYPES = ", ".join(block.name for block in BLOCKS.values() if block.decode)
+UNREAD = np.dtype(np.uint8)  # the dtype of tensors whose type is not read: their bytes
+
+
+class GgufFile(TensorFile):
+    """One GGUF file, as `TensorFile` is one safetensors file. Opening reads the header only.
+
+    F32, F16, BF16 and integers are read-only views of the mapped file. Every other type is read as
+    float32, and `info(name).dtype` says so: a backend rounds a tensor once to the dtype of the
+    network while it loads it, so that a bfloat16 run has bfloat16 weights on the device, and a
+    float32 run computes with the exact numbers. `info(name)` is then a `Packed`, whose `nbytes` and
+    `format` are what is stored. Only the blocks that a slice touches are decoded.
+
+    metadata: strings as they are, numbers and booleans as JSON; arrays are left out. Shapes are
+    [out, in], the reverse of the stored order. Names of an LTX transformer are the official ones
+    (`names.official_names`).
+    """
+
+    def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
+        if os.pread(self._file, len(GGUF), 0) != GGUF:
+            raise InputError(f"{self.path}: not a GGUF file; pass one, or a safetensors file")
+        with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
+            metadata, tensors = Header(data, self.path).read()
+        names = official_names(tensors)
+        if len(set(names.values())) < len(names):
+            raise InputError(f"{self.path}: names with and without prefix clash; pass another file")
+        found = {names[name]: each for name, each in tensors.items()}
+        if KEYFRAME_VECTOR in found and len((info := found[KEYFRAME_VECTOR][0]).shape) == 1:
+            shape = (1, *info.shape)  # ggml's own tools drop outer dimensions of 1
+            found[KEYFRAME_VECTOR] = replace(info, shape=shape), found[KEYFRAME_VECTOR][1]
+        return metadata, found
+
+    @property
+    def architecture(self) -> str:
+        """What the file says it holds, such as "ltxv" or "gemma3"; empty if it does not say."""
+        return self.metadata.get("general.architecture", "")
+
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
+        """The tensor, or a slice of it, in `info(name).dtype`.
+
+        Raises InputError if the file has changed since it was opened, for values that are NaN or
+        infinite, and for a type that is not read.
+        """
+        info, begin = self._tensors[name]
+        if not isinstance(info, Packed):
+            return super().read(name, *cuts)
+        block = BY_NAME[info.format]
+        if block.decode is None:
+            raise InputError(f"{self.path}: {name} is {unread(info.format)}")
+        self.check()
+        if 0 in info.shape:
+            return cut(np.empty(info.shape, F32), *cuts)
+        stored = np.frombuffer(self._map, np.uint8, info.nbytes, begin).reshape(-1, block.size)
+        *rest, size = info.shape
+        if size % block.weights:  # rows that share blocks, as ORIGINAL_SHAPE makes them
+            return cut(self._decoded(name, block, stored).reshape(info.shape), *cuts)
+        columns = selected(size, len(rest), cuts)
+        first, last = columns.start // block.weights, -(-columns.stop // block.weights)
+        stored = stored.reshape(*rest, size // block.weights, block.size)
+        stored = cut(stored, *(c for c in cuts if c[0] < len(rest)), (len(rest), first, last))
+        rows = stored.reshape(math.prod(stored.shape[:-2]), -1 if stored.size else 0)
+        array = self._decoded(name, block, rows)
+        array = array.reshape(*stored.shape[:-2], (last - first) * block.weights)
+        begin = columns.start - first * block.weights
+        return array[..., begin : begin + len(columns)]
+
+    def _decoded(self, name: str, block: Block, rows: np.ndarray) -> np.ndarray:
+        """float32 [n, weights of a row]. rows: uint8 [n, bytes]; some are decoded at a time."""
+        assert block.decode is not None
+        width = rows.shape[1] // block.size * block.weights
+        array = np.empty((len(rows), width), F32)
+        step = max(1, CHUNK // max(1, width))
+        for row in range(0, len(rows) if width else 0, step):
+            with np.errstate(invalid="ignore"):  # what comes of an infinite scale is refused below
+                part = block.decode(rows[row : row + step].reshape(-1, block.size))
+            if not finite(part):
+                raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
+            array[row : row + step] = part.reshape(-1, width)
+        self.requested_bytes += rows.nbytes
+        return array
+
+
+def unread(type_: str) -> str:
+    """The end of a message about tensors of a type that is not read."""
+    advice = f"pass a file with other types, such as Q4_K or Q8_0 (read: {READ_TYPES})"
+    return f"of type {type_}, which is not read; {advice}"
+
+
+class CenteredNorms:
+    """A text encoder in llama.cpp's layout, whose RMSNorm weights are stored as 1 + w.
+
+    They are read as w, in float32. Source: llama.cpp's
+    convert_hf_to_gguf.py, Gemma3Model.norm_shift.
+    """
+
+    def __init__(self, source: TensorSource):
+        self._source = source
+
+    def names(self) -> Iterable[str]:
+        return self._source.names()
+
+    def info(self, name: str) -> TensorInfo:
+        info = self._source.info(name)
+        return TensorInfo(info.shape, F32) if name.endswith("norm.weight") else info
+
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
+        array = self._source.read(name, *cuts)
+        return array.astype(F32) - np.float32(1) if name.endswith("norm.weight") else array
+
+
+class Header:
+    """A header read from its beginning on; `at` is the next byte. Methods raise InputError."""
+
+    def __init__(self, data: mmap.mmap, path: Path):
+        self.data, self.path, self.at = data, path, len(GGUF)
+        self.end = min(len(data), MAX_HEADER_BYTES)
+        self.strings = 0
+
+    def damaged(self, found: str) -> InputError:
+        said = f"truncated or damaged GGUF file ({len(self.data)} bytes; {found})"
+        return InputError(f"{self.path}: {said}; download it again")
+
+    def skip(self, count: int) -> int:
+        """Where the next `count` bytes begin."""
+        begin, self.at = self.at, self.at + count
+        if self.at <= self.end:
+            return begin
+        if self.end < len(self.data):
+            said = f"its header is larger than {MAX_HEADER_BYTES} bytes"
+            raise InputError(f"{self.path}: {said}; pass another file")
+        raise self.damaged("it ends within its header")
+
+    def number(self, code: str) -> Any:
+        return struct.unpack_from(code, self.data, self.skip(struct.calcsize(code)))[0]
+
+    def text(self) -> str:
+        length = self.number("<Q")
+        begin = self.skip(length)
+        return self.data[begin : self.at].decode("utf-8", "replace")
+
+    def count(self, what: str, most: int) -> int:
+        if (found := self.number("<Q")) > most:
+            raise self.damaged(f"{found} {what}, expected at most {most}")
+        return found
+
+    def read(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
+        """Metadata as `GgufFile` has it, and (info, first byte in the file) by stored name."""
+        if (version := self.number("<I")) not in VERSIONS:
+            big = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+            said = "big-endian" if big else f"of GGUF version {version}"
+            raise InputError(f"{self.path}: it is {said}; pass one of version 3, little-endian")
+        num_tensors = self.count("tensors", MAX_TENSORS)
+        num_keys = self.count("keys", MAX_KEYS)
+        values: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self.name("key")
+            if key in values:
+                raise self.damaged(f"two keys {key}")
+            values[key] = self.value(key)
+        if (parts := values.get("split.count", 1)) != 1:
+            raise InputError(
+                f"{self.path}: one of {parts} parts of a split GGUF file; join them with "
+                "llama.cpp's `llama-gguf-split --merge` and pass the result"
+            )
+        alignment = values.get("general.alignment", 32)
+        if type(alignment) is not int or alignment <= 0 or alignment % 8:
+            raise self.damaged(f"general.alignment is {alignment!r:.40}, expected a multiple of 8")
+        listed = [self.tensor() for _ in range(num_tensors)]
+        start = -(-self.at // alignment) * alignment
+        tensors: dict[str, tuple[TensorInfo, int]] = {}
+        for name, info, offset in listed:
+            if name in tensors:
+                raise self.damaged(f"two tensors {name}")
+            if offset % alignment:
+                expected = f"expected a multiple of {alignment}"
+                raise self.damaged(f"tensor {name} is at {offset}, {expected}")
+            tensors[name] = info, start + offset
+        self.check_places(tensors)
+        for name, (info, begin) in tensors.items():
+            if (shape := values.get(ORIGINAL_SHAPE + name)) is None:
+                continue
+            whole = isinstance(shape, tuple) and all(type(n) is int and n > 0 for n in shape)
+            if not whole or math.prod(shape) != math.prod(info.shape):
+                raise self.damaged(f"tensor {name} is of {list(info.shape)}, was {shape!r:.80}")
+            tensors[name] = replace(info, shape=shape), begin
+        metadata = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in values.items()
+            if not isinstance(value, tuple)
+        }
+        return metadata, tensors
+
+    def name(self, what: str) -> str:
+        name = self.text()
+        if not name.isprintable() or len(name) > MAX_NAME or "\ufffd" in name:
+            expected = f"not printable or longer than {MAX_NAME}"
+            raise self.damaged(f"the name of a {what} is {expected}: {name[:40]!r}")
+        return name
+
+    def value(self, key: str) -> Any:
+        """The numbers of a short array are a tuple; any other array is passed over, and is ()."""
+        kind = self.number("<I")
+        if kind == STRING:
+            return self.text()
+        if kind == ARRAY:
+            return self.array(key)
+        if kind not in SCALARS:
+            raise self.damaged(f"key {key} has a value of unknown type {kind}")
+        value = self.number(SCALARS[kind])
+        # A float32 of 1e-06 is 1e-06, not the float64 that has the same value.
+        return float(str(np.float32(value))) if kind == FLOAT else value
+
+    def array(self, key: str) -> tuple[Any, ...]:
+        kind, count = self.number("<I"), self.number("<Q")
+        if kind in SCALARS and count <= MAX_DIMS:
+            return tuple(self.number(SCALARS[kind]) for _ in range(count))
+        if kind in SCALARS:
+            self.skip(count * struct.calcsize(SCALARS[kind]))
+        elif kind == STRING:
+            self.strings += count
+            if self.strings > MAX_STRINGS:
+                expected = f"expected at most {MAX_STRINGS}"
+                raise self.damaged(f"{self.strings} strings up to key {key}, {expected}")
+            for _ in range(count):
+                self.skip(self.number("<Q"))
+        else:
+            raise self.damaged(f"key {key} is an array of values of unknown type {kind}")
+        return ()
+
+    def tensor(self) -> tuple[str, TensorInfo, int]:
+        """Name, what is known of it, and the offset in the data."""
+        name, num_dims = self.name("tensor"), self.number("<I")
+        if num_dims > MAX_DIMS:
+            expected = f"expected at most {MAX_DIMS}"
+            raise self.damaged(f"tensor {name} has {num_dims} dimensions, {expected}")
+        shape = tuple(reversed([self.number("<Q") for _ in range(num_dims)]))
+        code, offset = self.number("<I"), self.number("<Q")
+        if code not in PLAIN and code not in BLOCKS:
+            said = f"tensor {name} is of unknown type {code}"
+            raise InputError(f"{self.path}: {said}; pass a file with {READ_TYPES}")
+        if math.prod(filter(None, shape)) >= 2**60:
+            raise self.damaged(f"tensor {name}: no array has the sizes {list(shape)}")
+        if code in PLAIN:
+            return name, TensorInfo(shape, DTYPES[PLAIN[code]]), offset
+        block = BLOCKS[code]
+        if not shape or shape[-1] % block.weights:
+            expected = f"rows of {block.name} are of whole blocks of {block.weights}"
+            raise self.damaged(f"tensor {name} has the sizes {list(shape)}, {expected}")
+        size = math.prod(shape) // block.weights * block.size
+        dtype = F32 if block.decode else UNREAD
+        return name, Packed(shape, dtype, block.name, size, block.weights), offset
+
+    def check_places(self, tensors: dict[str, tuple[TensorInfo, int]]) -> None:
+        """Every tensor is within the file, and no two share bytes."""
+        end, before = 0, ""
+        placed = sorted((begin, info.nbytes, name) for name, (info, begin) in tensors.items())
+        for begin, size, name in placed:
+            if begin < end:
+                raise self.damaged(f"tensors {before} and {name} share bytes")
+            end, before = begin + size, name
+            if end > len(self.data):
+                raise self.damaged(f"tensor {name} ends at byte {end}")

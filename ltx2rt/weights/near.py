@@ -1,0 +1,151 @@
+"""What belongs to a checkpoint: its main file, and the parts that are near it.
+
+Decides where is looked, and which of several candidates are kept. Leaves telling what a file is to
+`parts`, where ComfyUI keeps what to `comfy`, and opening to `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+from ltx2rt.notes import note
+from ltx2rt.weights.choose import Fit
+from ltx2rt.weights.comfy import entries, inside, models_folder, tree_around
+from ltx2rt.weights.describe import words
+from ltx2rt.weights.files import TensorFile, TensorFolder, open_tensors
+from ltx2rt.weights.names import component_of
+from ltx2rt.weights.parts import (
+    INDEX,
+    Parts,
+    contents,
+    contents_of_folder,
+    file_kind,
+    folder_kind,
+    listed,
+    model_index,
+    needed,
+    refuse_ambiguous,
+    scan,
+    scan_quietly,
+)
+from ltx2rt.weights.releases import with_config
+
+# Parts in files of their own; of which release they are is told apart by `choose`.
+NEARBY = ("gemma", "upsampler", "x15_upsampler", "temporal_upsampler", "video_vae")
+NEARBY += ("diffusion_decoder", "audio_vae", "duration_head")
+OTHER_FILES = ("video_vae", "diffusion_decoder", "audio_vae", "duration_head", "temporal_upsampler")
+FLAG_OF = {"diffusion_decoder": "video_vae"}  # parts that another part's argument gives
+
+
+Given = Mapping[str, str | Path | None]  # files that flags name, by part
+Found = tuple[Path, TensorFile | TensorFolder | None, Parts, frozenset[str]]
+
+
+def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
+    """The checkpoint's path, its main file, what is near it, and what its index lists.
+
+    The main file of a diffusers folder is None.
+
+    Near is: in the folder, or in that of the file; in a folder of ComfyUI all of its folders; for a
+    transformer alone also the folders beside its own, but of those only what is there once. Of
+    several files those that fit the transformer are kept. Raises InputError.
+    """
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder; pass a checkpoint with --model")
+    tree = (models_folder(path) if path.is_dir() else None) or tree_around(path)
+    if path.name == INDEX or (path.is_dir() and folder_kind(path) == "transformer"):
+        tree = None
+        mains, parts = [], scan(path.parent)
+        parts.diffusers |= {"transformer": [path]} if path.is_dir() else {}
+    elif path.is_dir():
+        mains, parts = _look_into(path, tree)
+    else:
+        mains, parts = [_opened(path)], scan_quietly(entries(tree)) if tree else scan(path.parent)
+    whole = path.is_dir() and folder_kind(path) != "transformer"
+    index = model_index(path if whole else path.parent)
+    path = path.parent if path.name == INDEX else path
+    main = mains[0] if mains and not isinstance(mains[0], Path) else None
+    kept = [each for each in parts.upsampler if each.is_dir() == (main is None)]
+    parts.upsampler = kept or parts.upsampler  # each layout has its own, or takes the other's
+    sought = ["gemma", "upsampler"]
+    if len(mains) > 1 and tree:
+        said = ", ".join(f"{file.path} ({words(file)})" for file in mains)
+        several = f"{len(mains)} candidates for the checkpoint: {said}"
+        raise InputError(f"{path}: {several}; choose with --model FILE")
+    if main is not None and len(mains) == 1:
+        main = with_config(main, config_from)
+        _keep_fitting(parts, Fit.of(main), bool(tree))
+        if not tree and not path.is_dir():
+            _borrow(parts, main, given)
+        own = {component_of(name) for name in main.names()}
+        sought += [part for part in OTHER_FILES if part not in own]
+    asked = [part for part in sought if not _given(part, given)]
+    found = {part: listed(getattr(parts, part), index) for part in asked}
+    refuse_ambiguous(main=[getattr(file, "path", file) for file in mains], **found)
+    if main is None and "transformer" not in parts.diffusers:
+        if parts.unreadable:
+            raise InputError(parts.unreadable[0])
+        raise InputError(
+            f"{path}: no checkpoint: neither an official single file nor a diffusers transformer "
+            f"({contents_of_folder(path, parts)}); pass one with --model"
+        )
+    return path, main, parts, index
+
+
+def _opened(path: Path) -> TensorFile | TensorFolder:
+    file = open_tensors(path)
+    if file_kind(file) != "main":
+        advice = "pass the main file or a folder with --model"
+        raise InputError(f"{path}: no LTX-2 checkpoint ({contents(file)}); {advice}")
+    return file
+
+
+def _look_into(path: Path, tree: Path | None) -> tuple[list[Any], Parts]:
+    """The main files in a folder, or its index of a diffusers model; and the parts near it."""
+    if tree:
+        parts, whole = scan_quietly(entries(tree)), Path(os.path.abspath(path))
+        return [f for f in parts.main if whole in Path(os.path.abspath(f.path)).parents], parts
+    parts = scan(path)
+    if not parts.main and "transformer" not in parts.diffusers:
+        parts = scan(path, deep=True)
+    return [*parts.main, *([path / INDEX] if "transformer" in parts.diffusers else [])], parts
+
+
+def _given(part: str, given: Given) -> bool:
+    return bool(given.get(FLAG_OF.get(part, part)))
+
+
+def _keep_fitting(parts: Parts, fit: Fit, tree: bool) -> None:
+    """Keep those that fit the transformer, of parts that are there more than once.
+
+    tree: of every part, since a folder of ComfyUI has files of other models.
+    """
+    for part in NEARBY:
+        found = getattr(parts, part)
+        if len(found) > 1 or (tree and found):
+            fitting = fit.choose(part, found)
+            setattr(parts, part, fitting if fitting or tree else found)
+
+
+def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None:
+    """Take what a transformer alone lacks from the folders beside its own, and say so in a note.
+
+    A part is taken only where exactly one there fits.
+    """
+    folder = main.path.parent
+    alone = not any(component_of(name) == "video_vae" for name in main.names())
+    if not alone or parts.video_vae or parts.diffusion_decoder or given["video_vae"]:
+        return
+    beside = [each for each in inside(folder.parent) if each != folder]
+    plain = [each for each in beside if each.is_dir() and not (each / "config.json").exists()]
+    found = scan_quietly([*beside, *(path for each in plain for path in inside(each))])
+    _keep_fitting(found, Fit.of(main), tree=True)
+    for part in (*NEARBY, "lora", "connectors", "tokenizer"):
+        one = getattr(found, part)
+        if len(one) == 1 and not getattr(parts, part) and not _given(part, given):
+            setattr(parts, part, one)
+            note(f"{needed(part)}: {one[0]}, in a folder beside that of {main.path.name}")

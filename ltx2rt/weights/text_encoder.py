@@ -1,0 +1,164 @@
+"""Opening the text encoder: a Gemma folder, a GGUF or a safetensors file; and its tokenizer.
+
+Two kinds of safetensors files are read: those of LTX-2.5, whose metadata have a `gemma_config`;
+and Gemma 3 in one file as ComfyUI has it, in bfloat16 or float8, whose tensors tell its sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ltx2rt.config import Gemma4Config, GemmaConfig
+from ltx2rt.errors import InputError
+from ltx2rt.weights import configs
+from ltx2rt.weights.configs import Keys, parse_json
+from ltx2rt.weights.files import TensorFile, TensorSource, open_file, open_tensors
+from ltx2rt.weights.gguf import CenteredNorms, GgufFile
+from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, gemma_to_canonical, llama_cpp_to_canonical
+from ltx2rt.weights.parts import GEMMA_GGUF, contents, file_kind, read_json
+from ltx2rt.weights.quantised import Packed, dequantised
+from ltx2rt.weights.sources import RenamedSource, renamed
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_ASSET = "tokenizer_json"
+SENTENCEPIECE = "spiece_model"  # a tensor of ComfyUI's files: the tokenizer in another format
+EMBEDDING = "token_embd.weight"  # of Gemma, in GGUF files
+ASSETS = ("hf_asset__", TOKENIZER_ASSET)  # prefixes of the files that a text-encoder file carries
+GEMMA_4 = "layer_scalar"  # a tensor of each layer that Gemma 3 has not
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A file in a safetensors file, as a tensor of bytes or as a metadata string of that name."""
+
+    path: Path
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.name}"
+
+    def read_bytes(self) -> bytes:
+        file = TensorFile(self.path)
+        if self.name in file.names():
+            return file.read(self.name).tobytes()
+        return file.metadata[self.name].encode()
+
+
+def gemma_keys(path: Path) -> Keys:
+    """What config.json of a Gemma folder says, or would say of a file. Raises InputError."""
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            said = "no Gemma folder (it must hold config.json)"
+            raise InputError(f"{path}: {said}; pass one with --text-encoder")
+        return read_json(path / "config.json")
+    file = open_file(path)
+    if file_kind(file) != "gemma":
+        expected = "a Gemma 3 folder or GGUF file, or a file of LTX-2.5"
+        raise InputError(f"{path}: no text encoder ({contents(file)}); pass {expected}")
+    if isinstance(file, GgufFile) and file.architecture == GEMMA_GGUF:
+        shape = file.info(EMBEDDING).shape if EMBEDDING in file.names() else ()
+        if len(shape) != 2:
+            raise InputError(f"{path}: no matrix {EMBEDDING}; pass a complete GGUF file of Gemma 3")
+        return configs.gguf_gemma3(file.metadata, shape[0], str(path))
+    if "gemma_config" in file.metadata:
+        return parse_json(file.metadata["gemma_config"], f"{path}: gemma_config")
+    if not plain_gemma3(file):
+        advice = "pass the original file, not a re-saved one"
+        raise InputError(f"{path}: its metadata has no `gemma_config`; {advice}")
+    shapes = {gemma_to_canonical(name): file.info(name).shape for name in file.names()}
+    own = [name for name in shapes if name.startswith(GEMMA)]
+    return configs.plain_gemma3({name.removeprefix(GEMMA): shapes[name] for name in own}, str(path))
+
+
+def plain_gemma3(file: TensorSource) -> bool:
+    """Whether a text-encoder file is of Gemma 3 without a config, as ComfyUI's files are."""
+    plain = isinstance(file, TensorFile) and "gemma_config" not in file.metadata
+    return plain and not any(name.endswith(GEMMA_4) for name in file.names())
+
+
+def open_gemma(path: Path) -> tuple[GemmaConfig | Gemma4Config, RenamedSource]:
+    """The language model of a Gemma folder or of a text-encoder file. Raises InputError."""
+    config = configs.gemma(gemma_keys(path))
+    tensors = open_tensors(path)
+    if isinstance(tensors, GgufFile) and tensors.architecture == GEMMA_GGUF:
+        return config, renamed(CenteredNorms(tensors), path, llama_cpp_to_canonical)
+    if path.is_file() and plain_gemma3(tensors):
+        if said := unread_format(tensors):
+            raise InputError(f"{path}: {said}")
+
+        def language(name: str) -> str | None:
+            """The image tower and the tokenizer in such a file are not read."""
+            ours = gemma_to_canonical(name)
+            return ours if ours.startswith(GEMMA) else None
+
+        return config, renamed(tensors, path, language)
+
+    def canonical(name: str) -> str | None:
+        beside = path.is_file() and name.startswith((TEXT_PROJECTION, *ASSETS))
+        return None if beside else gemma_to_canonical(name)
+
+    return config, renamed(tensors, path, canonical)
+
+
+def unread_format(file: TensorSource) -> str:
+    """What 4-bit matrices a one-file Gemma 3 has and what to take instead; empty if it has none."""
+    stored = dequantised(file)
+    infos = [stored.info(name) for name in stored.names()]
+    found = [info for info in infos if isinstance(info, Packed) and info.format == "nvfp4"]
+    if not found:
+        return ""
+    said = f"{len(found)} of its matrices are fp4 (nvfp4), which is not read in a text encoder"
+    take = "gemma_3_12B_it_fp8_scaled.safetensors, gemma_3_12B_it.safetensors or a GGUF file"
+    return f"{said}; take {take} of Gemma 3 12B"
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a text encoder has a tokenizer of its own, in it or beside it."""
+    if path.is_dir():
+        return (path / TOKENIZER).is_file()
+    return _own_tokenizer(path) is not None
+
+
+def _own_tokenizer(path: Path) -> Path | Asset | None:
+    """The tokenizer in a text-encoder file, or beside one that has none."""
+    file, beside = open_file(path), path.parent / TOKENIZER
+    if not isinstance(file, GgufFile) and TOKENIZER_ASSET in (*file.names(), *file.metadata):
+        return Asset(path, TOKENIZER_ASSET)
+    return beside if _needs_one(file) and beside.is_file() else None
+
+
+def _needs_one(file: TensorFile) -> bool:
+    """Whether a text-encoder file is of a kind that has its tokenizer beside it."""
+    return isinstance(file, GgufFile) or plain_gemma3(file)
+
+
+def find_tokenizer(gemma: Path | None, found: list[Path]) -> Path | Asset | None:
+    """The text encoder's own, or its neighbour's, or the only other one found."""
+    if gemma is not None and gemma.is_file():
+        if own := _own_tokenizer(gemma):
+            return own
+        found = found if _needs_one(open_file(gemma)) else []
+    elif gemma is not None:
+        if (gemma / TOKENIZER).is_file():
+            return gemma / TOKENIZER
+        beside = [path / TOKENIZER for path in sorted(gemma.parent.iterdir())]
+        found = [path for path in beside if path.is_file()] or found
+    return found[0] if len(found) == 1 else None
+
+
+def no_tokenizer(model: Path, gemma: Path | None, found: Iterable[Path] = ()) -> InputError:
+    """The refusal. model: the path that was passed. found: tokenizers that may be another's."""
+    file = open_file(gemma) if gemma is not None and gemma.is_file() else None
+    if file is None or not _needs_one(file):
+        advice = "pass a Gemma folder with one by --text-encoder"
+        return InputError(f"{model}: no tokenizer.json was found; {advice}")
+    several = list(map(str, found))
+    said = f" ({len(several)} elsewhere: {', '.join(several)})" if several else ""
+    if SENTENCEPIECE in file.names():
+        said += f"; the {SENTENCEPIECE} in it is not read"
+    return InputError(
+        f"{file.path}: no tokenizer.json beside it{said}; put the one of google/gemma-3-12b-it "
+        f"there, as {file.path.parent / TOKENIZER}"
+    )

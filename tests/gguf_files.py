@@ -1,0 +1,134 @@
+"""GGUF files for tests, written by the `gguf` package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.gguf_blocks import BLOCKS
+from ltx2rt.weights.names import LLAMA_CPP, PREFIXES, component_of
+from ltx2rt.weights.parts import file_kind
+
+PREFIX = PREFIXES["transformer"]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+HALVES = {  # bytes of a block where a float16 is
+    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+}
+NAMES = [block.name for block in BLOCKS.values() if block.decode]
+
+
+def package() -> Any:
+    """The `gguf` package; without it the test is skipped."""
+    return pytest.importorskip("gguf", reason="the gguf package, which writes the files, is not installed")
+
+
+def random_blocks(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """uint8 [..., bytes of a row] of any bits, but for finite scales; what the K types have no packer for."""
+    block = next(block for block in BLOCKS.values() if block.name == kind)
+    found = rng.integers(0, 256, (*shape[:-1], shape[-1] // block.weights, block.size), np.uint8)
+    for at in HALVES.get(kind, ()):
+        scales = (0.02 * rng.standard_normal(found.shape[:-1])).astype(np.float16)
+        found[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return found.reshape(*shape[:-1], -1)
+
+
+def decoded(kind: str, packed: np.ndarray) -> np.ndarray:
+    """What the package says that bytes stand for, in float32."""
+    gguf = package()
+    return gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])
+
+
+def write_gguf(
+    path: Path,
+    tensors: Mapping[str, np.ndarray | tuple[str, np.ndarray]],
+    architecture: str = "ltxv",
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """tensors: arrays of plain types; or the name of a type and the bytes of its rows."""
+    gguf = package()
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (metadata or {}).items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add[type(value)](key, value)
+    for name, value in tensors.items():
+        if isinstance(value, tuple):
+            writer.add_tensor(name, value[1], raw_dtype=gguf.GGMLQuantizationType[value[0]])
+        elif value.dtype == BF16:
+            rows = np.ascontiguousarray(value).view(np.uint8).reshape(*value.shape[:-1], -1)
+            writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(value))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def packed(name: str, array: np.ndarray) -> np.ndarray | tuple[str, np.ndarray]:
+    """As converters store a tensor: small and one-dimensional ones and tables in float32, matrices quantised if their
+    rows are whole blocks, which tiny models' rows are for blocks of 32."""
+    wide = array.astype(np.float32)
+    if array.ndim != 2 or array.size <= 1024 or name.endswith("scale_shift_table"):
+        return array if "learnable_registers" in name or "keyframes" in name else wide
+    kind = ("Q8_0", "Q4_0", "Q5_1")[len(name) % 3]
+    if array.shape[1] % 32:
+        return array
+    gguf = package()
+    return kind, gguf.quants.quantize(wide, gguf.GGMLQuantizationType[kind])
+
+
+def numbers(stored: np.ndarray | tuple[str, np.ndarray]) -> np.ndarray:
+    """What a stored tensor is read as."""
+    return decoded(*stored) if isinstance(stored, tuple) else stored
+
+
+def take_apart(
+    folder: Path, out: Path, prefix: str = "", store: Callable[[str, np.ndarray], Any] = packed
+) -> tuple[Path, Path]:
+    """A folder of tiny-2.x official files as ComfyUI users have one, in `out/gguf`, and its copy without GGUF in
+    `out/plain`: transformer, connectors, video VAE and audio VAE in files of their own. prefix: of the names in the
+    GGUF file. The copy holds the numbers that the GGUF file's blocks stand for."""
+    main = next(path for path in folder.glob("*.safetensors") if file_kind(TensorFile(path)) == "main")
+    file = TensorFile(main)
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    for name in file.names():
+        part = str(component_of(name))
+        parts.setdefault({"vocoder": "audio_vae"}.get(part, part), {})[name] = file.read(name)
+    ggufs, plain = out / "gguf", out / "plain"
+    for one in (ggufs, plain):
+        one.mkdir(parents=True)
+        for path in folder.iterdir():
+            if path != main:
+                (one / path.name).symlink_to(path)
+        for part in ("text", "video_vae", "audio_vae"):
+            if part in parts:
+                write_arrays(one / f"{part}.safetensors", parts[part], file.metadata)
+    stored = {name: store(name, array) for name, array in parts["transformer"].items()}
+    write_gguf(
+        ggufs / "transformer.gguf", {prefix + name.removeprefix(PREFIX): value for name, value in stored.items()}
+    )
+    wide = {name: numbers(value) for name, value in stored.items()}
+    write_arrays(plain / "transformer.safetensors", wide, file.metadata)
+    return ggufs, plain
+
+
+def gemma_names(names: list[str]) -> dict[str, str]:
+    """llama.cpp's name of each of Gemma's tensors, by canonical name."""
+    back = {theirs: ours for ours, theirs in LLAMA_CPP.items()}
+    found = {}
+    for name in names:
+        word = name.removeprefix("language_model.model.").removesuffix(".weight")
+        if word.startswith("layers."):
+            _, layer, word = word.split(".", 2)
+            found[name] = f"blk.{layer}.{back[word]}.weight"
+        else:
+            found[name] = f"{back[word]}.weight"
+    return found

@@ -1,0 +1,206 @@
+"""Weights that come from the host's memory layer by layer: the same numbers, fewer bytes on the device."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ltx2rt_cuda.stream import HostTensor, Ring
+
+import ltx2rt
+from ltx2rt.pipelines import make_request
+from ltx2rt.placement import stream
+from ltx2rt.placement.devices import DEVICE_KINDS
+from ltx2rt.run.estimate import datasheet_checkpoint, on_datasheet
+from ltx2rt.run.plan import make_plan
+from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.session.weights import Residence
+
+SIZE = {"width": 128, "height": 64, "num_frames": 17, "fps": 48, "steps": 2, "seed": 7, "image_crf": 0}
+DISTILLED = {name: value for name, value in SIZE.items() if name != "steps"}
+
+
+@pytest.fixture
+def small_matrices_move(monkeypatch):
+    """Those of the tiny models, whose tables have fewer than 8 KiB."""
+    monkeypatch.setattr(stream, "LEAST_BYTES", 8192)
+
+
+def forced(monkeypatch, residence, **options):
+    """Every run keeps its weights like this."""
+    monkeypatch.setattr(Session, "_ways", lambda self, stages: [(replace(self.asked, **options), residence)])
+
+
+def made(model, pipeline="two-stage", **options):
+    with ltx2rt.open(model, backend="cuda", device="cpu", **options) as session:
+        size = SIZE if pipeline != "distilled" else DISTILLED
+        clip = session.generate("a robot dancing", pipeline=pipeline, **size)
+        held = session.resident.weights.held
+        streamed = {key[0]: len(one.streamed) for key, one in held.items() if one.streamed}
+        return clip, streamed
+
+
+def assert_same(a, b):
+    np.testing.assert_array_equal(a.frames, b.frames)
+    np.testing.assert_array_equal(a.waveform, b.waveform)
+
+
+@pytest.mark.parametrize("preset", ["tiny-2.0", "tiny-2.3", "tiny-2.5"])
+@pytest.mark.parametrize("weights_dtype", [None, "float8"])
+def test_streamed_is_resident_bit_for_bit(tiny, monkeypatch, preset, weights_dtype, small_matrices_move):
+    model = tiny(preset, "official")
+    options = {"weights_dtype": weights_dtype}
+    resident, streamed = made(model, **options)
+    assert not streamed
+    for number in (1, 99):
+        forced(monkeypatch, Residence({"text-encoder": number, "transformer": number}), stage_weights="reload")
+        clip, streamed = made(model, **options)
+        assert {"text-encoder", "transformer"} <= streamed.keys()
+        assert_same(clip, resident)
+
+
+def test_requests_in_a_row_load_what_they_need_and_stay_right(tiny, monkeypatch, small_matrices_move):
+    """The residence changes from request to request, as when another needs more room."""
+    model = tiny("tiny-2.3", "official")
+    resident, _ = made(model)
+    with ltx2rt.open(model, backend="cuda", device="cpu") as session:
+        for number in (0, 2, 2, 1, 0):
+            streams = {"text-encoder": number, "transformer": number} if number else {}
+            forced(monkeypatch, Residence(streams), stage_weights="reload")
+            assert_same(session.generate("a robot dancing", **SIZE), resident)
+        with pytest.raises(ltx2rt.Cancelled):
+            session.generate("a robot dancing", cancelled=lambda: True, **SIZE)
+        forced(monkeypatch, Residence({"transformer": 99}), stage_weights="reload")
+        assert_same(session.generate("a robot dancing", **SIZE), resident)
+
+
+@pytest.mark.parametrize("way", [1, 2, 3, 4, -1])
+def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, way):
+    """Freed after use, reloaded, with the text encoder streamed, with one layer of the transformer, with all."""
+    model, ways = tiny("tiny-2.3", "official"), Session._ways
+    resident, _ = made(model)
+    monkeypatch.setattr(Session, "_ways", lambda self, stages: [list(ways(self, stages))[way]])
+    with ltx2rt.open(model, backend="cuda", device="cpu") as session:
+        for _ in range(2):
+            assert_same(session.generate("a robot dancing", **SIZE), resident)
+        held = {key[0] for key in session.resident.weights.held}
+    assert ("text-encoder" in held, "transformer" in held) == (False, way == 1)
+
+
+def test_a_late_read_would_show(tiny, monkeypatch, small_matrices_move):
+    """Slots are filled with NaN as soon as the next layer is begun, so that nothing may read them after that."""
+    used = Ring.used
+
+    def poisoned(self, piece):
+        used(self, piece)
+        slot = self._holds.index(piece)
+        for place in self._slots[slot].values():
+            place.view(torch.uint8).fill_(255)
+        self._holds[slot] = None
+
+    model = tiny("tiny-2.3", "official")
+    resident, _ = made(model, "distilled", distilled_lora="none")
+    forced(monkeypatch, Residence({"text-encoder": 99, "transformer": 99}))
+    monkeypatch.setattr(Ring, "used", poisoned)
+    assert_same(made(model, "distilled", distilled_lora="none")[0], resident)
+
+
+def test_bytes_copied_are_those_of_the_plan(tiny, monkeypatch, small_matrices_move):
+    model = tiny("tiny-2.3", "official")
+    forced(monkeypatch, Residence({"transformer": 2}))
+    with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
+        resident = session.resident
+        plan = plan_of(resident)
+        costs = {cost.name: cost for cost in resident.costs(plan.stages)}
+        resident.weights.residence = Residence({"transformer": 2})
+        session.generate("a robot dancing", pipeline="distilled", **DISTILLED)
+        (held,) = [h for h in resident.weights.held.values() if h.streamed]
+        costs = {cost.name: cost for cost in resident.costs(plan.stages)}
+        a_step = costs["stage1"].streamed_bytes
+        sizes = stream.pieces(held.graph)
+        assert a_step == costs["stage2"].streamed_bytes == sum(sizes[piece] for piece in held.streamed)
+        # Two pieces have two slots: they are brought once, and stay.
+        assert held.weights.ring.copied_bytes == a_step
+        assert held.weights.ring.nbytes == stream.slots_bytes([sizes[piece] for piece in held.streamed])
+
+
+def plan_of(session):
+    return make_plan(session, make_request("distilled", prompt="a robot dancing", **DISTILLED))
+
+
+def test_the_fastest_way_that_fits_is_taken(tiny, small_matrices_move):
+    """By planned bytes: what fits stays, what does not is freed after use, then streamed; then it is refused."""
+    model = tiny("tiny-2.3", "official")
+    with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
+        resident = session.resident
+        stages = plan_of(resident).stages
+        ways, peaks = list(resident._ways(stages)), []
+        for way in ways:
+            resident._keep(way)
+            peaks.append(max(cost.peak_bytes for cost in resident.costs(stages)))
+        assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
+        for budget in (peaks[0], peaks[0] - 1, peaks[-1]):
+            assert resident.fit(stages, budget)
+            assert (resident.options, resident.weights.residence) == ways[
+                next(i for i, p in enumerate(peaks) if p <= budget)
+            ]
+        assert not resident.fit(stages, peaks[-1] - 1)
+        resident.use(replace(resident.asked, memory="resident"))
+        assert not resident.fit(stages, peaks[0] - 1) and resident.memory_mode == "resident"
+
+
+def test_layers_are_spaced_evenly_and_the_ends_stay():
+    sizes = {("blocks.", i): 1 for i in range(8)}
+    assert stream.streamed(sizes, 0) == frozenset()
+    assert sorted(layer for _, layer in stream.streamed(sizes, 2)) == [3, 6]
+    assert sorted(layer for _, layer in stream.streamed(sizes, 6)) == [1, 2, 3, 4, 5, 6]
+    assert stream.streamed(sizes, 8) == stream.streamed(sizes, 99) == frozenset(sizes)
+    saved = [stream.saved_bytes(sizes, number) for number in range(9)]
+    assert saved == [0, 0, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_memory_that_cannot_be_pinned_is_staged(monkeypatch, capsys):
+    ring = Ring(torch.device("cpu"))
+    ring._slabs.pinned = True
+
+    def refused(*args, pin_memory=False, real=torch.empty, **kwargs):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refused)
+    kept = ring.add(("b.", 0), {"b.*.w": torch.arange(6.0)})
+    assert isinstance(kept["b.*.w"], HostTensor)
+    assert "pins no more host memory" in capsys.readouterr().err
+    (brought,) = ring.brought([kept["b.*.w"]])
+    assert brought.tolist() == list(range(6))
+
+
+CARDS = re.compile(r"^\| (rtx[\w-]+|\w+-\d+gb) \| (.+) \| (.+) \| (.+) \|$", re.MULTILINE)
+WORKLOADS = (("two-stage", 768, 512), ("distilled", 1280, 704), ("distilled", 1920, 1088))
+
+
+def test_the_table_of_cards_is_what_plan_says():
+    """Each card of docs/gpus.md runs LTX-2.3 in bfloat16: seconds at best, and GB a step from the host."""
+    rows = CARDS.findall((Path(__file__).parents[2] / "docs" / "gpus.md").read_text())
+    assert {card for card, *_ in rows} >= {"rtx3060-12gb", "rtx4090-24gb", "rtx5090-32gb", "h100-80gb"}
+    options, first = ModelOptions("", Path(), dtype="bfloat16"), None
+    with datasheet_checkpoint(options, "ltx-2.3") as (options, checkpoint):
+        for card, *cells in rows:
+            kind = DEVICE_KINDS[card]
+            for (name, width, height), cell in zip(WORKLOADS, cells, strict=True):
+                on = replace(options, distilled_lora=NO_LORA) if name == "distilled" else options
+                session = on_datasheet(on, checkpoint, kind, 1)
+                first = first or session
+                session.adopt(first)
+                clip = {"width": width, "height": height, "num_frames": 121}
+                stages = make_plan(session, make_request(name, prompt="x", seed=0, **clip)).stages
+                assert session.fit(stages, int(kind.memory_bytes) - kind.reserve_bytes), card
+                costs = session.costs(stages)
+                seconds = sum(cost.steps * cost.time_s(kind) for cost in costs)
+                moved = max(cost.streamed_bytes for cost in costs if cost.name.startswith("stage"))
+                streamed = f", {moved / 1e9:.0f} GB" if moved else ""
+                assert cell == f"{seconds:.0f} s{streamed}", (card, name, seconds, moved)

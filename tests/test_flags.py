@@ -1,0 +1,394 @@
+"""Flags: types, bounds, guesses, and the help that is made from them."""
+
+import argparse
+import re
+import shlex
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from ltx2rt import cli
+from ltx2rt.backend import chosen_backend
+from ltx2rt.commands import generate
+from ltx2rt.commands.batch import BatchOptions
+from ltx2rt.commands.compile import Target
+from ltx2rt.commands.probe import ProbeRequest
+from ltx2rt.commands.serve import ServeOptions, parse_amount
+from ltx2rt.commands.worker import Warm
+from ltx2rt.errors import InputError
+from ltx2rt.flags import (
+    GROUPS,
+    Flag,
+    add_flags,
+    check_bounds,
+    convert,
+    flag,
+    flag_like,
+    flagged,
+    given_flags,
+    keywords,
+    spelling,
+    words_of,
+)
+from ltx2rt.pipelines import pipelines
+from ltx2rt.run.estimate import Devices
+from ltx2rt.run.files import Files
+from ltx2rt.serve.admission import schema
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.suggest import nearest
+
+OWNERS = (
+    ModelOptions, Files, Devices, Target, ProbeRequest, ServeOptions, BatchOptions, Warm,
+    *pipelines().values(),
+)  # fmt: skip
+MODEL = ["--model", "m", "--prompt", "x", "--output", "o.mp4"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    rho: float = flag(7.0, "exponent of the schedule", above=0)
+    rounds: int = flag(3, "number of rounds", least=1, most=9, group="sampling")
+    fast: bool = flag(False, "skip the last round")
+    folder: Path = flag(Path("here"), "folder to write")
+    name: str = flag("a", "name of the sampler", choices=("a", "float8"))
+    span: tuple[float, ...] = flag((), "first and last", float, metavar=("A", "B"), repeat=True)
+
+
+@dataclass(frozen=True)
+class Slow(Sampler):
+    rounds: int = flag_like(Sampler, "rounds", 5, most=20)
+
+
+def read(*words, type_=Sampler):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, type_)
+    args = parser.parse_args(words)
+    assert words_of(args, type_) == words_of(parser.parse_args(words_of(args, type_)), type_)
+    return type_(**given_flags(args, type_))
+
+
+def test_a_flag_without_a_parser_has_the_type_of_its_default():
+    words = "--rho 2.5 --rounds 4 --fast --folder there --name float8 --span 1 2"
+    assert read(*words.split()) == Sampler(2.5, 4, True, Path("there"), "float8", (1.0, 2.0))
+    assert read() == Sampler()
+
+
+def test_a_flag_that_would_be_text_by_mistake_is_refused_at_once():
+    @dataclass(frozen=True)
+    class Wrong:
+        rho: "float | None" = flag(None, "exponent")
+
+    with pytest.raises(TypeError, match=r"Wrong.rho: float \| None needs a parser"):
+        flagged(Wrong)
+
+
+def test_a_flag_of_another_type_keeps_what_is_not_changed():
+    assert Slow().rounds == 5 and read("--rounds", "20", type_=Slow).rounds == 20
+    how = flagged(Slow)["rounds"].metadata["flag"]
+    assert (how.help, how.group, how.least, how.parse) == ("number of rounds", "sampling", 1, int)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rounds 0", "--rounds: 0, expected 1 to 9"),
+        ("--rounds 10", "--rounds: 10, expected 1 to 9"),
+        ("--rounds many", "--rounds: 'many', expected a whole number"),
+        ("--rounds 2.5", "--rounds: '2.5', expected a whole number"),
+        ("--rho 0", "--rho: 0, expected more than 0"),
+        ("--rho nan", "--rho: nan, expected a finite number"),
+        ("--rho inf", "--rho: inf, expected a finite number"),
+        ("--span nan 1", "--span: nan, expected a finite number"),
+        ("--name fp8", "--name: 'fp8', expected one of a, float8; did you mean float8?"),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_refused_by_command_line_python_and_check(words, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        read(*words.split())
+    name, value = words[2:].split()[:2]
+    with pytest.raises(InputError, match=re.escape(message)):
+        keywords({name: [value] if name == "span" else value}, Sampler)
+    if value in ("0", "10"):
+        with pytest.raises(InputError, match=re.escape(message)):
+            check_bounds(Sampler(**{name: int(value)}))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({}, "a finite number"),
+        ({"least": 0}, "0 or more"),
+        ({"least": 1}, "at least 1"),
+        ({"most": 2.5}, "at most 2.5"),
+        ({"least": 0, "most": 51}, "0 to 51"),
+        ({"above": 0, "most": 9}, "more than 0 and at most 9"),
+    ],
+)
+def test_bounds_are_words(bounds, words):
+    assert Flag("", int, **bounds).bounds == words
+
+
+def test_bounds_hold_for_fractions_and_endless_integers():
+    steps, fps = (flagged(*pipelines().values())[name] for name in ("steps", "fps"))
+    with pytest.raises(InputError, match="--steps: 10000000000000000000, expected 1 to 10000"):
+        convert(steps, 10**400)
+    assert convert(fps, "23.976") == Fraction(24000, 1001)
+    with pytest.raises(InputError, match="--fps: 1000, expected 1 to 240"):
+        convert(fps, 1000)
+
+
+def test_the_server_tells_its_clients_the_bounds():
+    found = flagged(*pipelines().values())
+    assert schema(found["steps"]).items() >= {"type": "integer", "minimum": 1, "maximum": 10000}.items()
+    assert schema(found["audio_max_duration"])["exclusiveMinimum"] == 0
+    assert "minimum" not in schema(found["video_cfg"])
+
+
+@pytest.mark.parametrize("text", ["1 GB", "1XB", "x", "-1", "1e9"])
+def test_an_amount_without_a_known_unit_names_its_flag(text):
+    assert parse_amount("2KB") == 2000 and parse_amount("1.5h") == 5400
+    with pytest.raises(InputError, match=r"^--disk: .*, expected SIZE\[KB\|MB\|GB\]"):
+        convert(flagged(ServeOptions)["disk"], text)
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+def help_of(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words, "--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def shown(text):
+    """Help by flag: lines of a flag joined, under the title of its group."""
+    found, title = {}, ""
+    for line in text.splitlines():
+        if re.match(r"^[a-z].*:$", line):
+            title = line[:-1]
+        elif match := re.match(r"^  (--[\w-]+)(.*)", line):
+            name = match[1]
+            found[name] = [title, match[2]]
+        elif line.startswith("   ") and found:
+            found[name][1] += f" {line.strip()}"
+    return {name: (title, " ".join(text.split())) for name, (title, text) in found.items()}
+
+
+@pytest.mark.parametrize("type_", OWNERS, ids=lambda type_: type_.__name__)
+def test_every_help_text_says_something_and_has_a_group(type_):
+    for name, f in flagged(type_).items():
+        how = f.metadata["flag"]
+        if how.help == argparse.SUPPRESS:
+            continue
+        assert how.group in GROUPS, name
+        assert len(how.help.split()) > 2, name
+        assert not re.match(r"(of|what|the|default|which|a|an|with|as)\b", how.help, re.I), name
+        assert how.help[0].islower() or how.help.split()[0].isupper() or how.help[0] in "GHJLT*", name
+
+
+def test_help_is_of_the_pipeline_that_is_named(capsys):
+    plain, hq = (shown(help_of(capsys, "generate", *words)) for words in ((), ("--pipeline", "hq")))
+    for name, ours, theirs in (
+        ("--width", 768, 1920),
+        ("--height", 512, 1088),
+        ("--video-stg", 1, 0),
+        ("--video-rescale", 0.7, 0.45),
+        ("--steps", "40 for LTX-2.0, else 30", 15),
+        ("--num-videos", 1, 1),
+    ):
+        assert f"(default: {ours})" in plain[name][1] and f"(default: {theirs})" in hq[name][1]
+    assert "--distilled-lora-strength-stage-1" in hq.keys() - plain.keys()
+    assert "--video-path" in shown(help_of(capsys, "generate", "--pipeline=retake"))
+    assert "--width" not in shown(help_of(capsys, "plan", "--pipeline", "retake"))
+    assert "--image" not in shown(help_of(capsys, "compile", "--pipeline", "t2a"))
+
+
+def test_help_has_groups_pipelines_and_marks_what_is_required(capsys):
+    text = help_of(capsys, "generate")
+    found = shown(text)
+    titles = [group for group in GROUPS if group not in ("network", "server", "jobs")]
+    assert list(dict.fromkeys(re.findall(r"^([a-z ]+):$", text, re.M))) == [
+        "options",
+        *titles,
+        "examples",
+    ]
+    assert {name for name, (_, text) in found.items() if "(required)" in text} == {
+        "--model",
+        "--prompt",
+    }
+    assert "ltx2rt generate --pipeline NAME --help" in text
+    assert all(
+        re.search(rf"^    {name} +{re.escape(type_.summary)}$", text, re.M) for name, type_ in pipelines().items()
+    )
+    assert found["--max-memory"][0] == "devices and memory" and found["--quiet"][0] == "log"
+    assert "--auto-duration MIN MAX " in text and "[" not in found["--auto-duration"][1]
+
+
+@pytest.mark.parametrize("name", pipelines())
+def test_examples_in_the_help_are_taken(name):
+    for example in generate.examples(pipelines()[name]):
+        words = shlex.split(example.replace("\\\n", " "))
+        options, request, _ = generate.asked(cli.parser().parse_args([*words[1:], "--backend", "cuda"]))
+        assert type(request).name == name and options.model == Path("MODEL_DIR")
+        request.check()
+
+
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "devices"])
+def test_every_command_has_help_for_every_flag(command, capsys):
+    for name, (_, text) in shown(help_of(capsys, *command.split())).items():
+        assert len(text.split()) > 2, name
+
+
+def test_a_flag_of_another_pipeline_is_read_though_it_is_not_shown():
+    args = cli.parser().parse_args(["generate", *MODEL, "--backend", "cuda", "--video-path", "v.mp4"])
+    _, request, _ = generate.asked(args)
+    assert generate._unread(args, request) == ["--video-path (--pipeline retake would)"]
+
+
+# --- guesses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["generate", "--num-frame", "9"], "--num-frames"),
+        (["generate", "--frames", "9"], "--num-frames"),
+        (["generate", "--negative_prompt", "x"], "--negative-prompt"),
+        (["generate", "--cfg", "3"], "--video-cfg"),
+        (["generate", "--guidance-scale=3"], "--video-cfg"),
+        (["generate", "--seconds", "3"], "--num-frames"),
+        (["generate", "--pipeline", "t2a", "--seconds", "3"], "--duration"),
+        (["generate", "--pipline", "hq"], "--pipeline"),
+        (["generate", "-o", "x.mp4"], "--output"),
+        (["generate", "--pipeline", "two_stage"], "two-stage"),
+        (["genrate"], "generate"),
+        (["download"], "weights fetch"),
+        (["weights", "inspct", "x"], "inspect"),
+        (["plan", "--preset", "ltx2.3", "--device-kind", "h100"], "ltx-2.3"),
+        (["plan", "--preset", "tiny-2.3", "--device-kind", "rtx-409"], "rtx4090-24gb"),
+        (["generate", *MODEL, "--backend", "torch"], "cuda"),
+        (["generate", *MODEL, "--backend", "gpu"], "cuda"),
+        (["generate", *MODEL, "--backend", "jax"], "tpu"),
+        (["generate", *MODEL, "--backend", "cuda", "--dtype", "fp16"], "bfloat16"),
+        (["generate", *MODEL, "--backend", "cuda", "--weights-dtype", "fp8"], "float8"),
+        (["graph", "transfomer", "--preset", "tiny-2.3"], "transformer"),
+        (["graph", "transformer", "--preset", "tiny-2.3", "--profile", "hoper"], "hopper"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_an_unknown_name_gets_a_guess(words, meant, tmp_path, monkeypatch, capsys):
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main(words)
+    except SystemExit as end:
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2 and error.count("\n") == 1 and f"; did you mean {meant}?" in error, error
+
+
+def test_a_prompt_without_quotes_is_told(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--model", "m", "--prompt", "a", "red", "fox", "--output", "o.mp4"])
+    assert "unrecognized: red fox; put the prompt in quotes" in capsys.readouterr().err
+
+
+def test_a_pipeline_without_a_name_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", *MODEL, "--pipeline"])
+    assert "--pipeline: expected one argument" in capsys.readouterr().err
+
+
+def test_a_name_that_resembles_nothing_gets_no_guess(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--zzz"])
+    said = capsys.readouterr().err
+    assert "unrecognized flag --zzz; see `ltx2rt generate --help`" in said
+    assert nearest("zzz", ["alpha"]) is None and nearest("", ["alpha"]) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("numframes", "num_frames"),
+        ("guidance_scale", "video_cfg"),
+        ("num_inference_steps", "steps"),
+    ],
+)
+def test_an_unknown_keyword_gets_a_guess(given, meant):
+    with pytest.raises(InputError, match=f"unknown keyword '{given}'; did you mean {meant}"):
+        keywords({given: 3}, pipelines()["two-stage"])
+
+
+def test_every_word_of_a_peer_leads_to_a_name_that_exists():
+    from ltx2rt.suggest import PEERS, _key
+
+    known = {*pipelines(), *cli.COMMANDS, "cuda", "tpu", "float8", "bfloat16", "float32"}
+    known |= {spelling(f) for f in flagged(*OWNERS).values()}
+    keys = {_key(name) for name in known}
+    assert not [meant for several in PEERS.values() for meant in several if meant not in keys]
+    assert all(key == _key(key) for key in PEERS)
+
+
+# --- the backend of this machine ------------------------------------------------------------------
+
+
+class Factory:
+    def __init__(self, name, accelerator, package="numpy"):
+        self.name, self.accelerator, self.packages = name, accelerator, (package,)
+
+
+@pytest.mark.parametrize(
+    ("factories", "files", "chosen", "why"),
+    [
+        ([Factory("a", "GPU")], [], "a", "the only one installed"),
+        (
+            [Factory("a", "GPU", "absent"), Factory("b", "TPU")],
+            ["nvidia0"],
+            "b",
+            "the only one installed",
+        ),
+        ([Factory("a", "GPU"), Factory("b", "TPU")], ["accel0"], "b", "a TPU is here"),
+        ([Factory("a", "GPU"), Factory("b", "TPU")], ["nvidia0"], "a", "a GPU is here"),
+        ([Factory("a", "GPU"), Factory("b", "TPU")], ["nvidiactl"], "a", "no accelerator is here"),
+    ],
+)
+def test_the_backend_is_the_one_of_this_machine(factories, files, chosen, why, tmp_path, monkeypatch, capsys):
+    found = {factory.name: factory for factory in factories}
+    monkeypatch.setattr("ltx2rt.backend.backend_names", lambda: list(found))
+    monkeypatch.setattr("ltx2rt.backend.get_factory", found.get)
+    for name in files:
+        (tmp_path / name).touch()
+    assert chosen_backend(tmp_path) == chosen
+    said = capsys.readouterr().err
+    assert said.startswith(f"backend {chosen}: ") and said.endswith(f"{why}\n") and said.count("\n") == 1
+    assert chosen_backend(tmp_path, quiet=True) == chosen and capsys.readouterr().err == ""
+
+
+def test_no_backend_is_refused(monkeypatch):
+    monkeypatch.setattr("ltx2rt.backend.backend_names", lambda: [])
+    with pytest.raises(InputError, match="--backend: none is installed"):
+        chosen_backend()
+
+
+@pytest.mark.parametrize("given", [[], ["--backend", "auto"]])
+def test_a_command_without_a_backend_takes_that_one_and_tells_its_ranks(given, monkeypatch, capsys):
+    monkeypatch.setattr("ltx2rt.backend._has_device", lambda factory, _: factory.accelerator == "TPU")
+    args = cli.parser().parse_args(["generate", *MODEL, *given])
+    args.argv = ["generate"]
+    options, _, _ = generate.asked(args)
+    assert options.backend == "tpu" and args.argv == ["generate", "--backend", "tpu"]
+    assert capsys.readouterr().err.count("\n") == 1
+    generate.asked(args)
+    assert capsys.readouterr().err == ""
+
+
+def test_fields_of_all_pipelines_that_share_a_flag_share_its_spelling():
+    seen = {}
+    for type_ in pipelines().values():
+        for name, f in flagged(type_).items():
+            assert seen.setdefault(name, spelling(f)) == spelling(f)
+        assert len(flagged(type_)) <= len(fields(type_))

@@ -1,0 +1,437 @@
+"""ComfyUI's folders: parts are found in them by header, among files of other models."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf_files import package, take_apart, write_gguf
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ops import quantise_rows
+from ltx2rt.weights import files
+from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
+from ltx2rt.weights.comfy import models_folder, tree_around
+from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays, write_tensors
+from ltx2rt.weights.inspect import format_inspection, inspect_path
+from ltx2rt.weights.names import GEMMA
+
+E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
+HOME = {  # where ComfyUI keeps what, by a word in the name of a tiny file
+    "transformer": "diffusion_models",
+    "gemma": "text_encoders",
+    "text-encoder": "text_encoders",
+    "vae": "vae",
+    "lora": "loras",
+    "upsampler": "latent_upscale_models",
+    "duration-head": "model_patches",
+}
+MAIN = "tiny-2.3.safetensors"
+FLAGS = ("--num-frames", 9, "--steps", 2, "--seed", 3, "--width", 64, "--height", 64)
+
+
+def place(source: Path, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        return Path(shutil.copytree(source, folder / source.name))
+    os.link(source.resolve(), folder / source.name)
+    return folder / source.name
+
+
+def arranged(official: Path, root: Path) -> Path:
+    """The files of an official layout as ComfyUI has them; the folder with `models`."""
+    for path in official.iterdir():
+        home = next((home for word, home in HOME.items() if word in path.name), "checkpoints")
+        place(path, root / "models" / home)
+    return root
+
+
+def one_file(gemma: Path, path: Path, change=lambda name, array: {name: array}) -> Path:
+    """The Gemma of a folder as ComfyUI has it: one file without a config, an image tower and a tokenizer in it."""
+    file = TensorFile(gemma / "model.safetensors")
+    arrays = {"spiece_model": np.frombuffer(b"\n\x0e\n\x05<pad>", np.uint8)}
+    for name in file.names():
+        array = np.array(file.read(name))
+        if name.startswith(GEMMA):
+            arrays |= change(f"model.{name.removeprefix(GEMMA)}", array)
+        else:
+            arrays[name.replace("vision_tower.", "")] = array
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_arrays(path, arrays)
+    return path
+
+
+def scaled(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """ComfyUI's older float8: one scale for a matrix, under its older name."""
+    if array.ndim != 2 or "embed" in name:
+        return {name: array}
+    values = array.astype(np.float32)
+    scale = np.float32(np.abs(values).max() / 448)
+    stem = name.removesuffix("weight")
+    return {
+        name: (values / scale).astype(E4M3),
+        f"{stem}scale_weight": np.array(scale),
+        f"{stem}scale_input": np.array(1, np.float32),
+        "scaled_fp8": np.zeros(0, E4M3),
+    }
+
+
+def nvfp4(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    if array.ndim != 2 or "mlp.up_proj" not in name:
+        return {name: array}
+    (rows, columns), stem = array.shape, name.removesuffix("weight")
+    scales = np.zeros((-(-rows // 128) * 128, -(-columns // 64) * 4), E4M3)
+    mark = np.frombuffer(json.dumps({"format": "nvfp4"}).encode(), np.uint8)
+    return {
+        name: np.zeros((rows, columns // 2), np.uint8),
+        f"{stem}weight_scale": scales,
+        f"{stem}weight_scale_2": np.array(1, np.float32),
+        f"{stem}comfy_quant": mark,
+    }
+
+
+@pytest.fixture
+def comfy(tiny, tmp_path):
+    return arranged(tiny("tiny-2.3", "official"), tmp_path / "ComfyUI")
+
+
+# ---- the folder -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["tiny-2.0", "tiny-2.3", "tiny-2.5"])
+def test_a_folder_of_comfyui_is_all_that_a_user_names(tiny, tmp_path, preset):
+    official = tiny(preset, "official")
+    root = arranged(official, tmp_path / "ComfyUI")
+    expected = open_checkpoint(official)
+    for path in (root, root / "models"):
+        found = open_checkpoint(path)
+        assert found.config == expected.config and found.sources.keys() == expected.sources.keys()
+        assert found.distilled_lora().name == expected.distilled_lora().name
+        assert found.require_tokenizer()
+    main = found.source("transformer").where
+    assert open_checkpoint(main).sources.keys() == expected.sources.keys()
+    assert open_checkpoint(main.parent).sources.keys() == expected.sources.keys()
+
+
+def test_gguf_files_are_found_as_well(tiny, tmp_path):
+    package()
+    root = arranged(take_apart(tiny("tiny-2.3", "official"), tmp_path)[0], tmp_path / "ComfyUI")
+    write_gguf(root / "models" / "diffusion_models" / "llama.gguf", {"blk.0.x": np.ones(4, np.float32)}, "llama")
+    checkpoint = open_checkpoint(root)
+    assert checkpoint.source("transformer").where == root / "models" / "diffusion_models" / "transformer.gguf"
+    assert checkpoint.config == open_checkpoint(tiny("tiny-2.3", "official")).config
+    row = inspect_path(root)["parts"][0]
+    assert row["family"] == "LTX-2.3" and re.fullmatch(r"(\w+ [\d.]+ %(, )?){4}", row["types"])
+
+
+def test_a_run_is_that_of_the_official_folder(comfy, tiny, generate):
+    runs = [generate("cuda", folder, *FLAGS) for folder in (comfy, tiny("tiny-2.3", "official"))]
+    assert [run.status for run in runs] == [0, 0], runs
+    for name, latent in runs[1].latents.items():
+        np.testing.assert_array_equal(runs[0].latents[name], latent)
+
+
+def test_names_of_folders_are_known_and_those_of_files_do_not_matter(comfy, tmp_path):
+    assert models_folder(comfy) == models_folder(comfy / "models") == comfy / "models"
+    assert tree_around(comfy / "models" / "checkpoints" / "x") == comfy / "models"
+    assert tree_around(comfy / "models") is None and models_folder(tmp_path) is None
+    for i, path in enumerate(sorted((comfy / "models").rglob("*.safetensors"))):
+        if path.parent.name != "gemma-3":
+            deeper = path.parent / "ltx"
+            deeper.mkdir(exist_ok=True)
+            path.rename(deeper / f"{i}.safetensors")
+    old = {"checkpoints": "unet", "text_encoders": "clip", "latent_upscale_models": "upscale_models"}
+    for new, name in old.items():
+        (comfy / "models" / new).rename(comfy / "models" / name)
+    assert len(open_checkpoint(comfy).sources) == 7
+
+
+def test_files_of_other_models_and_damaged_ones_are_no_matter(comfy, tmp_path):
+    models = comfy / "models"
+    block = "transformer_blocks.0.attn1.to_q"
+    ones = np.ones((4, 4), np.float32)
+    others = {  # an earlier LTX-Video and others' files that have words of ours
+        "checkpoints/ltxv.safetensors": {f"model.diffusion_model.{block}.weight": ones},
+        "vae/ltxv.safetensors": {"per_channel_statistics.mean-of-means": ones, "decoder.x.weight": ones},
+        "loras/style.safetensors": {f"diffusion_model.{block}.lora_A.weight": ones},
+        "text_encoders/gemma_2_2b.safetensors": {"model.layers.0.post_feedforward_layernorm.weight": ones},
+        "text_encoders/t5.safetensors": {"encoder.block.0.weight": ones},
+    }
+    for name in ("vae", "upscale_models", "diffusion_models"):
+        (models / name).mkdir()
+    for name, arrays in others.items():
+        write_arrays(models / name, arrays, {"model_version": "0.9.7"})
+    upsampler = {"initial_conv.weight": np.ones((16, 128, 3, 3, 3), np.float32), "final_conv.weight": ones}
+    upsampler |= {"upsampler.0.weight": np.ones((64, 16, 3, 3), np.float32)}
+    write_arrays(models / "upscale_models" / "ltxv.safetensors", upsampler, {"config": "{}"})
+    (models / "vae" / "cut.safetensors").write_bytes(b"\xff" * 100)
+    (models / "vae" / "page.safetensors").write_text("<html>")
+    (models / "loras" / "empty.safetensors").write_bytes(b"")
+    (models / "diffusion_models" / "flux.gguf").write_bytes(b"GGUF" + bytes(100))
+    os.mkfifo(models / "loras" / "pipe.safetensors")
+    (models / "clip" / "qwen").mkdir(parents=True)
+    (models / "clip" / "qwen" / "config.json").write_text("{")
+    (models / "clip" / "qwen" / "tokenizer.json").write_text('{"model": {}}')
+    checkpoint = open_checkpoint(comfy)
+    assert len(checkpoint.sources) == 7 and checkpoint.unreadable == ()
+    assert checkpoint.require_tokenizer().parent.name == "gemma-3"
+    assert inspect_path(comfy)["problems"] == [] and "qwen" not in format_inspection(inspect_path(comfy))
+
+
+def test_of_hundreds_of_large_files_none_of_another_model_is_parsed(comfy, monkeypatch):
+    """Looking for words in a header takes a millisecond; parsing 2000 tensors of each file takes a minute."""
+    one = comfy / "models" / "loras" / "0.safetensors"
+    infos = {f"single_blocks.{i}.linear.lora_down.weight": TensorInfo((512, 3072), BF16) for i in range(2000)}
+    write_tensors(one, infos, None)
+    for i in range(1, 300):
+        os.link(one, one.parent / f"{i}.safetensors")
+    parsed, own = [], files._parsed
+    monkeypatch.setattr(files, "_parsed", lambda file, path: parsed.append(path) or own(file, path))
+    assert open_checkpoint(comfy).distilled_lora().name == "tiny-2.3-distilled-lora.safetensors"
+    assert parsed and not [path for path in parsed if path.stem.isdigit()]
+
+
+# ---- several --------------------------------------------------------------------------------------------------------
+
+
+def test_several_transformers_are_listed_and_the_named_one_finds_its_own_parts(comfy, tiny):
+    arranged(tiny("tiny-2.5", "official"), comfy)
+    arranged_too = comfy / "models" / "latent_upscale_models" / "of-2.0.safetensors"
+    os.link(tiny("tiny-2.0", "official") / "tiny-2.0-spatial-upsampler-x2.safetensors", arranged_too)
+    says = (
+        r"ComfyUI: 2 candidates for the checkpoint: .*tiny-2\.5-transformer\.safetensors \(LTX-2\.5, BF16 99\.\d %, "
+        r"F32 0\.\d %, [\d.]+ GB\), .*tiny-2\.3\.safetensors \(LTX-2\.3, .* GB\); choose with --model FILE$"
+    )
+    with pytest.raises(InputError, match=says):
+        open_checkpoint(comfy)
+    for name, home in ((MAIN, "checkpoints"), ("tiny-2.5-transformer.safetensors", "diffusion_models")):
+        checkpoint = open_checkpoint(comfy / "models" / home / name)
+        release = name[:8]
+        assert checkpoint.distilled_lora().name.startswith(release)
+        assert {checkpoint.source(part).where.name[:8] for part in ("upsampler", "video_vae")} == {release}
+        assert checkpoint.source("gemma").where.name.startswith("gemma-3" if release == "tiny-2.3" else release)
+
+
+def test_candidates_that_all_fit_are_named_with_their_flags(comfy):
+    models = comfy / "models"
+    for path in [*(models / "latent_upscale_models").iterdir(), *(models / "loras").iterdir()]:
+        os.link(path, path.parent / f"again-{path.name}")
+    one_file(models / "text_encoders" / "gemma-3", models / "text_encoders" / "gemma_3.safetensors")
+    says = r"2 candidates for the text encoder: .*--text-encoder\. 2 candidates for the x2 spatial .*--upsampler$"
+    with pytest.raises(InputError, match=says):
+        open_checkpoint(comfy)
+    chosen = next((models / "latent_upscale_models").iterdir())
+    checkpoint = open_checkpoint(comfy, models / "text_encoders" / "gemma-3", chosen)
+    with pytest.raises(InputError, match=r"2 candidates for the LoRA: .*; choose with --distilled-lora"):
+        checkpoint.distilled_lora()
+
+
+def test_a_lora_of_another_release_is_never_taken(comfy, tiny):
+    (lora,) = (comfy / "models" / "loras").iterdir()
+    lora.unlink()
+    place(tiny("tiny-2.0", "official") / "tiny-2.0-distilled-lora.safetensors", lora.parent)
+    with pytest.raises(InputError, match=r"no LoRA in it has the header of a distilled one: .*--distilled-lora"):
+        open_checkpoint(comfy).distilled_lora()
+
+
+# ---- the text encoder in one file -----------------------------------------------------------------------------------
+
+
+def with_window(gemma: Path, out: Path) -> Path:
+    """The folder with the sliding window that one-file models are taken to have."""
+    shutil.copytree(gemma, out)
+    config = json.loads((out / "config.json").read_text())
+    config["text_config"]["sliding_window"] = 1024
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.fixture
+def single(comfy, tmp_path):
+    """A folder of ComfyUI with the one-file Gemma, and the folder that it was made of."""
+    folder = tmp_path / "gemma-3"
+    (comfy / "models" / "text_encoders" / "gemma-3").rename(folder)
+    one_file(folder, comfy / "models" / "text_encoders" / "gemma_3_12B_it.safetensors")
+    return comfy, with_window(folder, tmp_path / "wide")
+
+
+def test_gemma_in_one_file_is_the_gemma_of_its_folder(single):
+    comfy, folder = single
+    (found, source), (expected, own) = open_gemma(open_checkpoint(comfy).source("gemma").where), open_gemma(folder)
+    assert found == expected
+    names = [name for name in own.names() if name.startswith(GEMMA)]
+    assert set(source.names()) == set(names)
+    for name in names:
+        np.testing.assert_array_equal(source.read(name), own.read(name))
+
+
+def test_its_tokenizer_is_beside_it_or_elsewhere_or_the_refusal_says_where_to_put_it(single):
+    comfy, folder = single
+    texts = comfy / "models" / "text_encoders"
+    says = r"gemma_3_12B_it\.safetensors: no tokenizer\.json beside it; the spiece_model in it is not read; put "
+    with pytest.raises(InputError, match=says + rf".*google/gemma-3-12b-it there, as {texts}/tokenizer\.json"):
+        open_checkpoint(comfy).require_tokenizer()
+    assert "tokenizer.json (--text-encoder)" in inspect_path(comfy)["missing"]
+    (texts / "qwen").mkdir()
+    (texts / "qwen" / "tokenizer.json").write_text("{}")
+    place(folder / "tokenizer.json", comfy / "models" / "clip" / "gemma")
+    assert open_checkpoint(comfy).require_tokenizer().parent.name == "gemma"
+    place(folder / "tokenizer.json", comfy / "models" / "clip" / "other")
+    with pytest.raises(InputError, match=r"no tokenizer\.json beside it \(2 elsewhere: .*gemma.*other"):
+        open_checkpoint(comfy).require_tokenizer()
+    place(folder / "tokenizer.json", texts)
+    assert open_checkpoint(comfy).require_tokenizer() == texts / "tokenizer.json"
+    assert inspect_path(texts / "gemma_3_12B_it.safetensors")["missing"] == []
+
+
+def test_a_run_with_it_is_that_with_the_folder(single, generate):
+    comfy, folder = single
+    place(folder / "tokenizer.json", comfy / "models" / "text_encoders")
+    runs = [generate("cuda", comfy, *FLAGS, *more) for more in ((), ("--text-encoder", folder))]
+    assert [run.status for run in runs] == [0, 0], runs
+    for name, latent in runs[1].latents.items():
+        np.testing.assert_array_equal(runs[0].latents[name], latent)
+
+
+def test_scaled_float8_is_read_under_its_older_names(single, tmp_path):
+    _, folder = single
+    config, source = open_gemma(one_file(folder, tmp_path / "fp8.safetensors", scaled))
+    expected, own = open_gemma(folder)
+    assert config == expected and set(source.names()) == {n for n in own.names() if n.startswith(GEMMA)}
+    name = f"{GEMMA}layers.1.mlp.up_proj.weight"
+    values = own.read(name).astype(np.float32)
+    scale = np.float32(np.abs(values).max() / 448)
+    np.testing.assert_array_equal(source.read(name), (values / scale).astype(E4M3).astype(np.float32) * scale)
+    assert source.float8(name) is not None
+    numbers, scales = source.float8(name, (0, 3, 7))
+    np.testing.assert_array_equal(numbers.astype(np.float32) * scales, source.read(name)[3:7])
+
+
+def test_fp4_is_refused_by_name_or_passed_over(single, tmp_path):
+    comfy, folder = single
+    mixed = one_file(folder, tmp_path / "gemma_3_12B_it_fp4_mixed.safetensors", nvfp4)
+    says = r"fp4_mixed\.safetensors: 6 of its matrices are fp4 .* take gemma_3_12B_it_fp8_scaled\.safetensors"
+    with pytest.raises(InputError, match=says):
+        open_checkpoint(comfy, mixed)
+    place(mixed, comfy / "models" / "text_encoders")
+    assert open_checkpoint(comfy).source("gemma").where.name == "gemma_3_12B_it.safetensors"
+    (comfy / "models" / "text_encoders" / "gemma_3_12B_it.safetensors").unlink()
+    with pytest.raises(InputError, match=says):
+        open_checkpoint(comfy)
+    assert any("fp4" in problem for problem in inspect_path(comfy)["problems"])
+
+
+@pytest.mark.parametrize("gone", ["embed_tokens.weight", "layers.0.mlp.gate_proj.weight"])
+def test_a_file_that_lacks_a_tensor_is_refused(single, tmp_path, gone):
+    path = one_file(single[1], tmp_path / "g.safetensors", lambda n, a: {} if n.endswith(gone) else {n: a})
+    with pytest.raises(InputError, match=rf"g\.safetensors: no tensor {re.escape(gone)} of Gemma 3"):
+        open_gemma(path)
+
+
+# ---- transformers of their own --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_transformer_alone_may_lack_prefix_and_config(tiny, tmp_path, bare):
+    """As files of others are: the release is the one with these names and shapes."""
+    plain = take_apart(tiny("tiny-2.3", "official"), tmp_path)[1]
+    file = TensorFile(plain / "transformer.safetensors")
+    prefix = "model.diffusion_model." if bare else ""
+    arrays = {name.removeprefix(prefix): file.read(name) for name in file.names()}
+    (plain / "transformer.safetensors").unlink()
+    write_arrays(plain / "transformer.safetensors", arrays)
+    found, expected = open_checkpoint(plain), open_checkpoint(tiny("tiny-2.3", "official"))
+    assert found.config == expected.config
+    assert set(found.source("transformer").names()) == set(expected.source("transformer").names())
+
+
+def test_a_scaled_float8_transformer_is_read_under_the_older_names(tiny, tmp_path):
+    plain = take_apart(tiny("tiny-2.3", "official"), tmp_path)[1]
+    file = TensorFile(plain / "transformer.safetensors")
+    arrays = {}
+    for name in file.names():
+        array = file.read(name)
+        stem = name.removesuffix("weight")
+        if "transformer_blocks.1." in name and array.ndim == 2 and name.endswith("weight"):
+            values, scale = quantise_rows(array.reshape(1, -1))
+            arrays |= {name: values.reshape(array.shape), f"{stem}scale_weight": scale.reshape(())}
+        else:
+            arrays[name] = array
+    arrays["model.diffusion_model.scaled_fp8"] = np.zeros(2, E4M3)
+    (plain / "transformer.safetensors").unlink()
+    write_arrays(plain / "transformer.safetensors", arrays, file.metadata)
+    found = inspect_path(plain)
+    assert found["problems"] == [] and found["components"]["transformer"]["dtypes"]["float8"] > 20
+
+
+# ---- folders beside the model's -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shelf(tiny, tmp_path):
+    """A folder for each of several models, one of a transformer alone."""
+    (tmp_path / "mine").mkdir(parents=True)
+    for path in tiny("tiny-2.5", "official").iterdir():
+        place(path, tmp_path / ("mine" if "transformer" in path.name else "rest"))
+    return tmp_path
+
+
+def test_a_part_beside_the_models_folder_is_taken_if_it_is_the_only_one_and_a_note_says_so(shelf, capsys):
+    main = shelf / "mine" / "tiny-2.5-transformer.safetensors"
+    checkpoint = open_checkpoint(main)
+    assert checkpoint.source("gemma").where.parent == checkpoint.source("audio_vae").where.parent == shelf / "rest"
+    assert checkpoint.distilled_lora().parent == shelf / "rest"
+    said = capsys.readouterr().err
+    assert f"text encoder: {shelf}/rest/tiny-2.5-text-encoder.safetensors, in a folder beside that of" in said
+    assert "audio VAE: " in said and "distilled LoRA: " in said
+    shutil.copytree(shelf / "rest", shelf / "again")
+    says = r"no video VAE and no audio VAE was found; pass them with --video-vae and --audio-vae; missing too, which "
+    with pytest.raises(InputError, match=says + r".*text encoder \(--text-encoder\), .*distilled LoRA \(--distil"):
+        open_checkpoint(main)
+
+
+def test_folders_of_other_models_beside_it_are_no_candidates(shelf, tiny):
+    for preset in ("tiny-2.0", "tiny-2.3"):
+        shutil.copytree(tiny(preset, "official"), shelf / preset)
+    checkpoint = open_checkpoint(shelf / "mine" / "tiny-2.5-transformer.safetensors")
+    assert checkpoint.source("upsampler").where.parent == shelf / "rest"
+    whole = open_checkpoint(shelf / "tiny-2.3" / MAIN)
+    assert whole.source("gemma").where.parent == shelf / "tiny-2.3"
+
+
+# ---- what is missing ------------------------------------------------------------------------------------------------
+
+
+def test_all_that_is_missing_is_one_line(comfy, command, tmp_path):
+    for name in ("text_encoders", "latent_upscale_models", "loras"):
+        shutil.rmtree(comfy / "models" / name)
+    says = (
+        r"no text encoder was found; pass one with --text-encoder; missing too, which some pipelines need: "
+        r"x2 spatial upsampler \(--upsampler\), distilled LoRA \(--distilled-lora\)$"
+    )
+    with pytest.raises(InputError, match=says):
+        open_checkpoint(comfy).source("gemma")
+    with pytest.raises(InputError, match=r"no distilled LoRA was found.* text encoder .*, x2 spatial upsampler"):
+        open_checkpoint(comfy).distilled_lora()
+    to = ("--output", tmp_path / "o.mp4")
+    status, _, err = command("generate", "--device", "cpu", "--model", comfy, "--prompt", "x", *to)
+    assert status == 2 and all(flag in err for flag in ("--text-encoder", "--upsampler", "--distilled-lora"))
+
+
+def test_inspect_prints_a_row_for_each_part_and_what_is_missing(comfy, command):
+    shutil.rmtree(comfy / "models" / "loras")
+    status, out, _ = command("weights", "inspect", comfy)
+    lines = out.splitlines()
+    assert status == 0 and lines[0] == f"{comfy}: LTX-2.3 2.3.0 official ComfyUI folder"
+    rows = {line.split(": ")[0].rpartition("/")[2]: line.split(": ")[1] for line in lines if ": " in line}
+    assert re.fullmatch(r"checkpoint, LTX-2\.3, BF16 99\.\d %, F32 0\.\d %, [\d.]+ GB", rows[MAIN])
+    assert re.fullmatch(r"text encoder, Gemma 3, BF16, [\d.e-]+ GB", rows["gemma-3"])
+    upsampler = rows["tiny-2.3-spatial-upsampler-x2.safetensors"]
+    assert re.fullmatch(r"x2 spatial upsampler, LTX-2\.3, BF16, [\d.e-]+ GB", upsampler)
+    assert rows["tokenizer.json"] == "tokenizer"
+    assert "  missing: distilled LoRA (--distilled-lora), unless the checkpoint is a distilled one" in lines
+    json.dumps(inspect_path(comfy))

@@ -1,0 +1,592 @@
+"""GGUF files: decoded as the `gguf` package does it, refused in one line, run as decoded copies run."""
+
+import json
+import os
+import re
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_files import (
+    BF16,
+    HALVES,
+    NAMES,
+    PREFIX,
+    decoded,
+    gemma_names,
+    numbers,
+    package,
+    packed,
+    random_blocks,
+    take_apart,
+    write_gguf,
+)
+
+from ltx2rt.errors import InputError
+from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
+from ltx2rt.weights.files import TensorFile, TensorInfo, digest, open_file, write_arrays
+from ltx2rt.weights.gguf import GgufFile
+from ltx2rt.weights.gguf_blocks import BLOCKS
+from ltx2rt.weights.inspect import format_inspection, inspect_path
+from ltx2rt.weights.lora import MergedSource, merge, open_lora
+from ltx2rt.weights.names import component_of
+from ltx2rt.weights.quantised import Packed
+
+SEED = 11
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(SEED)
+
+
+# ---- the reader -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_type_is_decoded_bit_for_bit_in_slices_too(tmp_path, rng, kind):
+    block = next(block for block in BLOCKS.values() if block.name == kind)
+    width = 3 * block.weights
+    stored = random_blocks(kind, rng, (37, width))
+    deep = random_blocks(kind, rng, (2, 3, width))
+    path = write_gguf(tmp_path / "a.gguf", {"x": (kind, stored), "deep": (kind, deep), "one": (kind, stored[0])})
+    file, expected = GgufFile(path), decoded(kind, stored)
+    info = file.info("x")
+    assert isinstance(info, Packed) and info.format == kind and info.shape == (37, width)
+    assert info.dtype == np.float32 and info.nbytes == stored.nbytes
+    np.testing.assert_array_equal(file.read("x").view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(file.read("deep"), decoded(kind, deep))
+    np.testing.assert_array_equal(file.read("one"), expected[0])
+    for rows, columns in (((3, 9), (0, width)), ((0, 37), (block.weights, width)), ((5, 6), (7, width - 9)),
+                          ((0, 37), (40, 41)), ((2, 2), (0, width))):  # fmt: skip
+        part = file.read("x", (0, *rows), (1, *columns))
+        np.testing.assert_array_equal(part, expected[slice(*rows), slice(*columns)])
+    np.testing.assert_array_equal(file.read("x", (0, 1, 7), (0, 2, 4)), expected[3:5])
+    np.testing.assert_array_equal(file.read("deep", (1, 1, 3), (2, 5, 20)), decoded(kind, deep)[:, 1:, 5:20])
+    for nothing in ((0, 4, 4), (1, 0, 0), (1, 5, 5)):
+        assert file.read("x", nothing).shape == expected[(slice(None),) * nothing[0] + (slice(*nothing[1:]),)].shape
+
+
+def test_only_the_blocks_of_a_slice_are_read(tmp_path, rng):
+    stored = random_blocks("Q8_0", rng, (64, 256))
+    file = GgufFile(write_gguf(tmp_path / "a.gguf", {"x": ("Q8_0", stored)}))
+    file.read("x", (0, 8, 16), (1, 33, 63))
+    assert file.requested_bytes == 8 * 34
+
+
+def test_a_matrix_of_many_chunks_is_the_whole_one(tmp_path, rng):
+    """Rows are decoded some at a time; the last chunk is a short one."""
+    stored = random_blocks("Q4_K", rng, (1031, 2048))
+    file = GgufFile(write_gguf(tmp_path / "a.gguf", {"x": ("Q4_K", stored)}))
+    np.testing.assert_array_equal(file.read("x"), decoded("Q4_K", stored))
+
+
+def test_every_listed_type_has_the_size_that_the_package_says():
+    gguf = package()
+    for code, block in BLOCKS.items():
+        if code in [type_.value for type_ in gguf.GGMLQuantizationType]:
+            type_ = gguf.GGMLQuantizationType(code)
+            assert (block.name, block.weights, block.size) == (type_.name, *gguf.GGML_QUANT_SIZES[type_])
+
+
+def test_plain_types_are_views_and_values_of_keys_are_read(tmp_path):
+    arrays = {
+        "f32": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "f16": np.arange(4, dtype=np.float16).reshape(1, 2, 2),
+        "bf16": np.arange(8).astype(BF16).reshape(2, 4),
+        "empty": np.empty((0, 4), np.float32),
+    }
+    keys = {"config": "{}", "a.count": 3, "a.eps": 1e-6, "a.words": ["x", "y", "zz"], "a.scores": [0.5, 1.5]}
+    file = open_file(write_gguf(tmp_path / "any.name", arrays, "ltxv", keys))
+    assert isinstance(file, GgufFile) and file.architecture == "ltxv"
+    assert file.metadata["config"] == "{}" and file.metadata["a.count"] == "3" and file.metadata["a.eps"] == "1e-06"
+    assert "a.words" not in file.metadata and "a.scores" not in file.metadata
+    for name, array in arrays.items():
+        assert file.info(name) == TensorInfo(array.shape, array.dtype)
+        np.testing.assert_array_equal(file.read(name), array)
+    np.testing.assert_array_equal(file.read("f32", (1, 1, 3)), arrays["f32"][:, 1:])
+    assert not file.read("f32").flags.owndata
+
+
+def test_a_tensor_stored_in_another_shape_has_its_own(tmp_path, rng):
+    """As ComfyUI's converter writes rows that are no whole blocks; and outer dimensions of 1, which ggml drops."""
+    stored = random_blocks("Q4_K", rng, (6, 256))
+    key, vector = f"{PREFIX}keyframes_abs_pos_embedding", np.arange(32, dtype=np.float32)
+    keys = {"comfy.gguf.orig_shape.x": [12, 128], "comfy.gguf.orig_shape.y": [2, 2, 2]}
+    tensors = {"x": ("Q4_K", stored), "y": np.arange(8, dtype=np.float32), key: vector}
+    file, expected = (
+        GgufFile(write_gguf(tmp_path / "a.gguf", tensors, "ltxv", keys)),
+        decoded("Q4_K", stored).reshape(12, 128),
+    )
+    assert file.info("x").shape == (12, 128) and file.info("y").shape == (2, 2, 2)
+    np.testing.assert_array_equal(file.read("x"), expected)
+    np.testing.assert_array_equal(file.read("x", (0, 3, 7), (1, 5, 60)), expected[3:7, 5:60])
+    np.testing.assert_array_equal(file.read("y"), np.arange(8).reshape(2, 2, 2))
+    assert file.info(key).shape == (1, 32) and file.read(key).shape == (1, 32)
+    for shape in ([12, 127], [-12, -128], [0, 5]):
+        keys["comfy.gguf.orig_shape.x"] = shape
+        with pytest.raises(InputError, match=r"tensor x is of \[6, 256\], was"):
+            GgufFile(write_gguf(tmp_path / "b.gguf", tensors, "ltxv", keys))
+
+
+def test_a_vocabulary_is_passed_over(tmp_path):
+    """As many tokens as Gemma has; the package's reader takes half a minute for them."""
+    tokens = [f"t{i}" for i in range(262144)]
+    write_gguf(tmp_path / "a.gguf", {"x": np.ones(3, np.float32)}, "gemma3", {"tokens": tokens})
+    start = time.process_time()
+    assert list(GgufFile(tmp_path / "a.gguf").names()) == ["x"]
+    print(f"{time.process_time() - start:.2f} s")
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_scales_that_are_not_finite_are_refused_where_they_are_read(tmp_path, rng, kind, value):
+    block = next(block for block in BLOCKS.values() if block.name == kind)
+    stored = random_blocks(kind, rng, (4, 2 * block.weights))
+    for at in HALVES[kind]:
+        bad = stored.copy()
+        bad[2, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+        file = GgufFile(write_gguf(tmp_path / "a.gguf", {"x": (kind, bad)}))
+        with pytest.raises(InputError, match=r"a\.gguf: x holds NaN or infinite values"):
+            file.read("x")
+        file.read("x", (0, 0, 2))
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+def tensor(name: str = "x", dims: tuple[int, ...] = (4,), code: int = 0, offset: int = 0) -> bytes:
+    sizes = b"".join(struct.pack("<Q", size) for size in dims)
+    return (
+        struct.pack("<Q", len(name))
+        + name.encode()
+        + struct.pack("<I", len(dims))
+        + sizes
+        + struct.pack("<IQ", code, offset)
+    )
+
+
+def content(
+    *tensors: bytes, keys: tuple[bytes, ...] = (), version: int = 3, data: bytes = bytes(64), counts=None
+) -> bytes:
+    num_tensors, num_keys = counts or (len(tensors), len(keys))
+    head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + b"".join(keys) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + data
+
+
+STRINGS = struct.pack("<IQ", 8, 2**61)
+HOSTILE = {
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian; pass one of version 3"),
+    "version 1": (content(version=1), "it is of GGUF version 1; pass one of version 3"),
+    "nothing but the magic": (b"GGUF", "it ends within its header"),
+    "many tensors": (content(counts=(2**63, 0)), "9223372036854775808 tensors, expected at most"),
+    "many keys": (content(counts=(0, 2**40)), "1099511627776 keys, expected at most"),
+    "fewer tensors than said": (content(tensor(), counts=(3, 0), data=b""), "ends within its header"),
+    "long name": (content(tensor("n" * 2000)), "longer than 1000"),
+    "name with a line break": (content(tensor("a\nb")), "not printable"),
+    "length of a name": (content()[:24] + struct.pack("<Q", 2**63), None),
+    "five dimensions": (content(tensor(dims=(1, 1, 1, 1, 1))), "5 dimensions, expected at most 4"),
+    "product": (content(tensor(dims=(2**40, 2**40))), "no array has the sizes"),
+    "product with zero": (content(tensor(dims=(2**40, 2**40, 0))), "no array has the sizes"),
+    "unknown type": (content(tensor(code=77)), "of unknown type 77"),
+    "rows of no whole blocks": (content(tensor(dims=(33,), code=8)), "whole blocks of 32"),
+    "beyond the end": (content(tensor(dims=(17,))), "tensor x ends at byte"),
+    "offset": (content(tensor(offset=2**63)), "tensor x ends at byte"),
+    "offset between": (content(tensor(offset=4)), "is at 4, expected a multiple of 32"),
+    "two of a name": (content(tensor(), tensor(offset=32)), "two tensors x"),
+    "shared bytes": (content(tensor(dims=(9,)), tensor("y", offset=32)), "tensors x and y share bytes"),
+    "alignment of 0": (content(keys=(key("general.alignment", 4, bytes(4)),)), "general.alignment is 0"),
+    "alignment of text": (content(keys=(key("general.alignment", 8, bytes(8)),)), "general.alignment is ''"),
+    "two keys": (content(keys=(key("a", 7, b"\1"), key("a", 7, b"\1"))), "two keys a"),
+    "unknown value": (content(keys=(key("a", 13, b""),)), "value of unknown type 13"),
+    "array of arrays": (content(keys=(key("a", 9, struct.pack("<IQ", 9, 1)),)), "array of values of unknown type 9"),
+    "endless array": (content(keys=(key("a", 9, struct.pack("<IQ", 0, 2**60)),)), "ends within its header"),
+    "endless strings": (content(keys=(key("a", 9, STRINGS),)), "strings up to key a, expected at most"),
+    "one of several files": (content(keys=(key("split.count", 2, b"\2\0"),)), "one of 2 parts of a split GGUF"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_header_that_cannot_be_is_refused_in_one_line(tmp_path, name):
+    data, says = HOSTILE[name]
+    (tmp_path / "a.gguf").write_bytes(data)
+    if says is None:  # no tensor: nothing after the counts is looked at
+        assert list(open_file(tmp_path / "a.gguf").names()) == []
+        return
+    with pytest.raises(InputError, match=re.escape(says)) as caught:
+        open_file(tmp_path / "a.gguf")
+    text = str(caught.value)
+    assert text.startswith(str(tmp_path / "a.gguf")) and "\n" not in text and len(text) < 600
+
+
+def test_every_truncation_is_refused(tmp_path, rng):
+    tensors = {"x": ("Q8_0", random_blocks("Q8_0", rng, (2, 32))), "y": np.ones(8, np.float32)}
+    path = write_gguf(tmp_path / "a.gguf", tensors, "ltxv", {"a": "b", "c": ["d", "e"], "f": 1})
+    data = path.read_bytes()
+    for size in range(4, len(data) - 1):
+        path.write_bytes(data[:size])
+        try:
+            file = GgufFile(path)
+        except InputError as error:
+            assert "truncated" in str(error)
+        else:  # what was cut off fills the file up to a multiple of 32
+            assert size >= len(data) - 32 and file.read("y").sum() == 8
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for path in (tmp_path / "pipe.gguf", Path("/dev/zero")):
+        for opened in (GgufFile, open_file):
+            with pytest.raises(InputError, match="not a regular file"):
+                opened(path)
+    with pytest.raises(InputError, match="cannot read: No such file"):
+        open_file(tmp_path / "nothing.gguf")
+    (tmp_path / "a.gguf").write_bytes(b"")
+    with pytest.raises(InputError, match="not a GGUF file"):
+        GgufFile(tmp_path / "a.gguf")
+
+
+def test_a_file_that_changes_is_noticed(tmp_path, rng):
+    path = write_gguf(tmp_path / "a.gguf", {"x": ("Q8_0", random_blocks("Q8_0", rng, (4, 64)))})
+    file = GgufFile(path)
+    file.read("x")
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(InputError, match=r"a\.gguf: changed since it was opened"):
+        file.read("x")
+
+
+def test_a_folder_of_gguf_files_has_a_digest_of_their_contents(tmp_path, rng):
+    write_gguf(tmp_path / "a.gguf", {"x": np.ones(3, np.float32)})
+    before = digest(tmp_path)
+    write_gguf(tmp_path / "a.gguf", {"y": np.ones(3, np.float32)})
+    assert digest(tmp_path) != before
+
+
+FOREIGN = {
+    "model.gguf": (content(), "a GGUF file"),
+    "model.pt": (b"PK\x03\x04" + bytes(30), "a zip archive, as PyTorch saves"),
+    "model.ckpt": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + bytes(30), "a Python pickle"),
+    "picture.png": (b"\x89PNG\r\n\x1a\n" + bytes(30), "a PNG image"),
+    "page": (b"\n<!DOCTYPE html><html><body>404</body></html>", "a web page"),
+    "missing.safetensors": (b"Entry not found", "a server's answer"),
+    "config.json": (b'{"architectures": ["X"]}', "a JSON file"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_file_is_named_for_what_it_is(tmp_path, name, command):
+    data, says = FOREIGN[name]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=f"not a safetensors file but {says}") as caught:
+        open_lora(tmp_path / name)
+    assert "download it again" not in str(caught.value) and "truncated" not in str(caught.value)
+    if name != "model.gguf":
+        status, _, err = command("weights", "inspect", tmp_path / name)
+        assert status == 2 and says in err
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def apart(tiny, tmp_path_factory):
+    """(folder with a GGUF transformer, its decoded copy) of tiny-2.3."""
+    package()
+    return take_apart(tiny("tiny-2.3", "official"), tmp_path_factory.mktemp("apart"))
+
+
+def linked(folder: Path, out: Path, *without: str) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name not in without:
+            (out / path.name).symlink_to(path.resolve())
+    return out
+
+
+def test_a_folder_with_a_gguf_transformer_is_a_checkpoint(apart, tiny):
+    folder, plain = apart
+    found, other = open_checkpoint(folder), open_checkpoint(plain)
+    assert found.config == other.config == open_checkpoint(tiny("tiny-2.3", "official")).config
+    assert open_checkpoint(folder / "transformer.gguf").config == found.config
+    for part in ("transformer", "text"):
+        source, copy = found.source(part), other.source(part)
+        assert set(source.names()) == set(copy.names())
+        for name in source.names():
+            np.testing.assert_array_equal(source.read(name), copy.read(name))
+    packed_ones = [name for name in found.source("transformer").names()
+                   if isinstance(found.source("transformer").info(name), Packed)]  # fmt: skip
+    assert len(packed_ones) > 100
+    assert inspect_path(folder)["problems"] == []
+
+
+def test_inspect_prints_the_mix_of_types(apart):
+    found = inspect_path(apart[0] / "transformer.gguf")
+    part = found["components"]["transformer"]
+    assert found["family"] == "LTX-2.3" and set(part["dtypes"]) == {"F32", "Q8_0", "Q4_0", "Q5_1"}
+    assert sum(part["dtype_bytes"].values()) == part["bytes"] and sum(part["dtypes"].values()) == part["tensors"]
+    line = f"{part['dtypes']['Q8_0']} Q8_0 ({part['dtype_bytes']['Q8_0'] / 1e9:.3g} GB)"
+    assert line in format_inspection(found)
+
+
+@pytest.mark.parametrize("preset", ["tiny-2.0", "tiny-2.3", "tiny-2.5"])
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_the_release_is_the_one_with_these_names_and_shapes(tiny, tmp_path, preset, prefix):
+    folder, plain = take_apart(tiny(preset, "official"), tmp_path, prefix)
+    found, expected = open_checkpoint(folder / "transformer.gguf"), open_checkpoint(plain)
+    assert found.config == expected.config
+    assert inspect_path(folder / "transformer.gguf")["family"] == f"LTX-{preset[-3:]}"
+
+
+def test_another_model_needs_the_config_of_a_file(apart, tiny, tmp_path, command):
+    """One tensor is one row longer: no release has such a one."""
+    folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
+    file = GgufFile(apart[0] / "transformer.gguf")
+    tensors = {name.removeprefix(PREFIX): file.read(name) for name in file.names()}
+    odd = {n: a for n, a in tensors.items() if n != "proj_out.bias"} | {"proj_out.bias": np.ones(7, np.float32)}
+    write_gguf(folder / "transformer.gguf", odd)
+    with pytest.raises(
+        InputError, match=r"no known release \(nearest: tiny-2\.3, 1 tensors differ: .*proj_out\.bias\)"
+    ):
+        open_checkpoint(folder / "transformer.gguf")
+    named = tiny("tiny-2.3", "official") / "tiny-2.3.safetensors"
+    assert open_checkpoint(folder / "transformer.gguf", config_from=named).config.version == (2, 3, 0)
+    with pytest.raises(InputError, match=r"no `config`; pass a safetensors file of its release with --config-from"):
+        open_checkpoint(folder, config_from=folder / "tiny-2.3-distilled-lora.safetensors")
+    base = ("generate", "--backend", "cuda", "--device", "cpu", "--prompt", "x", "--output", tmp_path / "o.mp4")
+    status, _, err = command(*base, "--model", folder, "--config-from", tmp_path / "nothing")
+    assert status == 2 and "--config-from" in err
+
+
+def test_a_config_in_the_file_wins(apart, tmp_path, capsys):
+    folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
+    file, said = GgufFile(apart[0] / "transformer.gguf"), TensorFile(apart[1] / "transformer.safetensors").metadata
+    config = json.loads(said["config"])
+    config["transformer"]["av_ca_timestep_scale_multiplier"] = 500
+    tensors = {name: file.read(name) for name in file.names()}
+    keys = {"config": json.dumps(config), "model_version": said["model_version"]}
+    write_gguf(folder / "transformer.gguf", tensors, "ltxv", keys)
+    assert (
+        open_checkpoint(folder, config_from=apart[1] / "transformer.safetensors").config.transformer.av_gate_scale
+        == 500
+    )
+    assert "--config-from is not used" in capsys.readouterr().err
+
+
+def test_types_that_are_not_read_are_named(apart, rng, tmp_path):
+    folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
+    file = GgufFile(apart[0] / "transformer.gguf")
+    tensors = {name: file.read(name) for name in file.names()}
+    name = next(name for name in tensors if tensors[name].ndim == 2 and tensors[name].shape[1] == 256)
+    write_gguf(
+        folder / "transformer.gguf", tensors | {name: ("IQ3_XXS", random_blocks("IQ3_XXS", rng, tensors[name].shape))}
+    )
+    with pytest.raises(
+        InputError, match="of type IQ3_XXS, which is not read; pass a file with other types, such as Q4_K"
+    ):
+        open_checkpoint(folder)
+    with pytest.raises(InputError, match="of type IQ3_XXS, which is not read"):
+        GgufFile(folder / "transformer.gguf").read(PREFIX + name.removeprefix(PREFIX))
+    assert "1 IQ3_XXS" in format_inspection(inspect_path(folder / "transformer.gguf"))
+
+
+def test_a_gguf_of_another_model_is_named(tmp_path, rng, command):
+    path = write_gguf(
+        tmp_path / "a.gguf", {"blk.0.attn_q.weight": ("IQ2_S", random_blocks("IQ2_S", rng, (4, 256)))}, "llama"
+    )
+    assert "GGUF file of 'llama', which is not of LTX-2" in format_inspection(inspect_path(path))
+    with pytest.raises(InputError, match=r"no LTX-2 checkpoint \(it is a GGUF file of 'llama'\)"):
+        open_checkpoint(path)
+    with pytest.raises(InputError, match=r"no text encoder \(it is a GGUF file of 'llama'\)"):
+        open_gemma(path)
+
+
+def test_another_model_in_the_folder_is_no_candidate(apart, tmp_path):
+    """Other video models have blocks of these names, and an earlier LTX says it is of the same architecture."""
+    folder = linked(apart[0], tmp_path / "m")
+    write_gguf(folder / "a.gguf", {"transformer_blocks.0.attn1.to_q.weight": np.ones((4, 4), np.float32)}, "ltxv")
+    write_gguf(folder / "mmproj.gguf", {"v.blk.0.attn_q.weight": np.ones((4, 4), np.float32)}, "clip")
+    assert open_checkpoint(folder).source("transformer").where.name == "transformer.gguf"
+
+
+def test_several_transformers_in_a_folder_are_listed(apart, tmp_path):
+    folder = linked(apart[0], tmp_path / "m")
+    (folder / "other.gguf").symlink_to((apart[0] / "transformer.gguf").resolve())
+    with pytest.raises(
+        InputError, match=r"2 candidates for the checkpoint: .*other\.gguf, .*transformer\.gguf; .* --model"
+    ):
+        open_checkpoint(folder)
+    assert open_checkpoint(folder / "other.gguf").config.version == (2, 3, 0)
+
+
+def test_connectors_come_from_files_beside(apart, tiny, tmp_path):
+    """The text projection in one file, the connectors in another, without the prefix; twice is once too often."""
+    folder = linked(apart[0], tmp_path / "m", "text.safetensors")
+    with pytest.raises(InputError, match=r"no embeddings connectors; .* beside it"):
+        open_checkpoint(folder)
+    file = TensorFile(apart[0] / "text.safetensors")
+    ours = {name: file.read(name) for name in file.names()}
+    connectors = {name.removeprefix(PREFIX): a for name, a in ours.items() if "connector" in name}
+    write_arrays(folder / "connectors.safetensors", connectors)
+    with pytest.raises(InputError, match=r"no text projection .*put the release's file"):
+        open_checkpoint(folder)
+    write_arrays(folder / "projection.safetensors", {n: a for n, a in ours.items() if "connector" not in n})
+    source = open_checkpoint(folder).source("text")
+    assert set(source.names()) == set(ours)
+    for name in ours:
+        np.testing.assert_array_equal(source.read(name), ours[name])
+    assert inspect_path(folder / "connectors.safetensors")["kind"] == "embeddings connectors"
+    other = TensorFile(tiny("tiny-2.0", "official") / "tiny-2.0.safetensors")
+    names = [n for n in other.names() if component_of(n) == "text" and "audio" not in n]  # as wide as the tiny 2.3's
+    older = {name: other.read(name) for name in names}
+    write_arrays(folder / "of-2.0.safetensors", older)
+    assert open_checkpoint(folder).source("text").info(name).shape == ours[name].shape
+    write_arrays(folder / "distilled.safetensors", connectors)
+    with pytest.raises(
+        InputError, match=r"2 candidates for the embeddings connectors: .*connectors.*distilled.*keep one"
+    ):
+        open_checkpoint(folder)
+
+
+def test_a_lora_on_a_gguf_matrix_is_added_in_float32(apart, tmp_path, rng):
+    file = GgufFile(apart[0] / "transformer.gguf")
+    name = f"{PREFIX}transformer_blocks.1.attn1.to_q.weight"
+    rows, columns = file.info(name).shape
+    down, up = rng.standard_normal((2, columns)).astype(BF16), rng.standard_normal((rows, 2)).astype(BF16)
+    stem = name.removeprefix("model.").removesuffix("weight")
+    write_arrays(tmp_path / "l.safetensors", {f"{stem}lora_A.weight": down, f"{stem}lora_B.weight": up})
+    merged = MergedSource(
+        open_checkpoint(apart[0]).source("transformer"), [open_lora(tmp_path / "l.safetensors")], "bfloat16"
+    )
+    expected = merge(file.read(name), [(up, down, 1.0)], True)
+    assert expected.dtype == np.float32
+    np.testing.assert_array_equal(merged.read(name), expected)
+
+
+FLAGS = ("--num-frames", 9, "--steps", 2, "--seed", 3, "--width", 64, "--height", 64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
+    """Bit for bit on both backends, the distilled LoRA of stage 2 included."""
+    for backend in ("cuda", "tpu"):
+        runs = [generate(backend, folder, *FLAGS, "--dtype", dtype) for folder in apart]
+        assert [run.status for run in runs] == [0, 0], runs
+        assert "merged 130/130 modules" in runs[0].stdout + runs[0].stderr + json.dumps(runs[0].report)
+        for name, latent in runs[1].latents.items():
+            np.testing.assert_array_equal(runs[0].latents[name], latent)
+
+
+def test_processes_read_their_slices_of_a_gguf_model(apart, generate_on_ranks):
+    """Two ranks on gloo, split along rows and along columns."""
+    runs = [generate_on_ranks(2, folder, *FLAGS) for folder in apart]
+    assert [run.status for run in runs] == [0, 0], runs
+    for name, latent in runs[1].latents.items():
+        np.testing.assert_array_equal(runs[0].latents[name], latent)
+
+
+# ---- Gemma 3 --------------------------------------------------------------------------------------------------------
+
+
+def gemma_keys(config) -> dict[str, object]:
+    return {
+        "gemma3.embedding_length": config.hidden_size,
+        "gemma3.block_count": config.num_layers,
+        "gemma3.feed_forward_length": config.intermediate_size,
+        "gemma3.attention.head_count": config.num_heads,
+        "gemma3.attention.head_count_kv": config.num_kv_heads,
+        "gemma3.attention.key_length": config.head_dim,
+        "gemma3.attention.sliding_window": config.sliding_window,
+        "gemma3.attention.layer_norm_rms_epsilon": config.norm_eps,
+        "gemma3.rope.freq_base": config.rope_theta,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": config.rope_scaling_factor,
+        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>"],
+    }
+
+
+@pytest.fixture(scope="module")
+def gemmas(tiny, tmp_path_factory):
+    """(GGUF file with a tokenizer beside it, folder with its decoded copy)."""
+    package()
+    folder = tiny("tiny-2.3", "official") / "gemma-3"
+    out = tmp_path_factory.mktemp("gemma")
+    config, source = open_gemma(folder)
+    names = gemma_names([name for name in source.names() if name.startswith("language_model.model.")])
+    stored, plain = {}, {}
+    for name, theirs in names.items():
+        array = source.read(name)
+        if theirs.endswith("norm.weight"):
+            stored[theirs] = array.astype(np.float32) + np.float32(1)
+            plain[name] = stored[theirs] - np.float32(1)
+        else:
+            stored[theirs] = packed(theirs, array)
+            plain[name] = numbers(stored[theirs])
+    stored["output.weight"] = np.ones((3, 2), np.float32)
+    (out / "gguf").mkdir()
+    write_gguf(out / "gguf" / "gemma.gguf", stored, "gemma3", gemma_keys(config))
+    linked(folder, out / "plain", "model.safetensors")
+    (out / "gguf" / "tokenizer.json").symlink_to(folder / "tokenizer.json")
+    write_arrays(out / "plain" / "model.safetensors", plain)
+    return out / "gguf" / "gemma.gguf", out / "plain"
+
+
+def test_gemma_in_llama_cpps_layout_is_read_under_canonical_names(gemmas):
+    (config, source), (expected, copy) = open_gemma(gemmas[0]), open_gemma(gemmas[1])
+    assert config == expected and set(source.names()) == set(copy.names())
+    for name in source.names():
+        np.testing.assert_array_equal(source.read(name), copy.read(name))
+        assert source.info(name).shape == copy.info(name).shape
+    assert source.info("language_model.model.norm.weight").dtype == np.float32
+    found = inspect_path(gemmas[0])
+    assert (found["kind"], found["family"], found["missing"]) == ("text encoder", "Gemma 3", [])
+    assert "Q8_0" in format_inspection(found)
+
+
+def test_a_run_with_both_files_in_gguf_is_that_of_the_decoded_ones(apart, gemmas, generate):
+    both = [("cuda", folder, *FLAGS, "--text-encoder", gemma) for folder, gemma in zip(apart, gemmas, strict=True)]
+    runs = [generate(*one) for one in both]
+    assert [run.status for run in runs] == [0, 0], runs
+    for name, latent in runs[1].latents.items():
+        np.testing.assert_array_equal(runs[0].latents[name], latent)
+
+
+def test_a_folder_of_gguf_files_alone_is_understood(apart, gemmas, tmp_path):
+    """Transformer, text encoder and tokenizer side by side, parts of the model beside them."""
+    folder = linked(apart[0], tmp_path / "m", "gemma-3")
+    linked(gemmas[0].parent, folder)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.source("gemma").where.name == "gemma.gguf"
+    assert checkpoint.require_tokenizer() == folder / "tokenizer.json"
+    (folder / "tokenizer.json").unlink()
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(
+        InputError, match=rf"gemma\.gguf: no tokenizer\.json beside it; put .* as {folder}/tokenizer\.json"
+    ):
+        checkpoint.require_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gemma3.rope.scaling.factor": None}, "gemma3: required key rope.scaling.factor is absent"),
+        ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn' is not supported"),
+        ({"gemma3.block_count": 10**9}, "num_hidden_layers = 1000000000, expected a positive int up to"),
+        ({"gemma3.block_count": "x"}, "block_count = 'x', expected a number"),
+        ({"gemma3.embedding_length": 65}, "hidden size 65"),
+    ],
+)
+def test_keys_of_gemma_that_do_not_fit_are_refused(apart, gemmas, tmp_path, change, says):
+    keys = {k: v for k, v in (gemma_keys(open_gemma(gemmas[1])[0]) | change).items() if v is not None}
+    file = GgufFile(gemmas[0])
+    write_gguf(tmp_path / "g.gguf", {name: file.read(name) for name in file.names()}, "gemma3", keys)
+    with pytest.raises(InputError, match=re.escape(says)):
+        open_checkpoint(apart[0], tmp_path / "g.gguf")
+
+
+def test_the_transformer_is_no_text_encoder(apart):
+    with pytest.raises(InputError, match=r"no text encoder \(it is a checkpoint\); pass a Gemma 3 folder or GGUF file"):
+        open_checkpoint(apart[0], apart[0] / "transformer.gguf")
+    assert component_of(f"{PREFIX}proj_out.weight") == "transformer"
