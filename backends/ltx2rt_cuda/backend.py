@@ -28,7 +28,7 @@ from ltx2rt.weights.float8 import Piece as Cuts
 from ltx2rt.weights.lora import Factors, row_chunks
 from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
 from ltx2rt_cuda.host import give_back_freed, keep_freed, parked, unparked
-from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows
+from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows, tried_road
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 from ltx2rt_cuda.stream import Ring, StreamedWeights
 
@@ -77,6 +77,8 @@ class CudaBackend:
         ring = Ring(self.torch_device)
         encoded = EncodedSource(source, lambda array: quantise_rows(to_torch(array).to(self.torch_device)))
         for graph in graphs:
+            if self.device_kind == "cuda" and any(x.encoding == "float8" for x in graph.all_layouts().values()):
+                tried_road(self.torch_device)  # before anything is recorded
             layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
             made = partial(self._parameter, encoded, layouts, position.coordinates, base or {}, changed)
             moved: dict[Piece, list[tuple[str, Type]]] = {piece: [] for piece in pieces_of(graph) if piece in streamed}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import cache, wraps
 from itertools import islice
 from math import prod
 from typing import Any
@@ -153,10 +153,75 @@ def gelu_linear_float8(*operands: Tensor, **plan) -> Tensor:
     return linear_float8(*operands, **plan, gelu=True)
 
 
-def scaled_matmul_runs(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies float8 matrices with a scale for each row here: from sm_90 on, to bfloat16."""
+def float8_road(x: Tensor, weight: Tensor) -> str:
+    """The way in which x's device multiplies float8 numbers, one of ROADS."""
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return "float32"
+    road = tried_road(x.device)
     multiples = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
-    return x.is_cuda and x.dtype == torch.bfloat16 and multiples and torch.cuda.get_device_capability() >= (9, 0)
+    return road if multiples or road == "float32" else "bfloat16"
+
+
+@cache
+def tried_road(device: torch.device) -> str:
+    """The first of ROADS that gives the defined numbers on this device. Not while a step is recorded.
+
+    Tried rather than read off the device's capability: PyTorch's builds differ in what they hold.
+    """
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 256, generator=draw, dtype=torch.bfloat16) for rows in (FEW_ROWS, 256))
+    (values, row_scale), (weight, scale) = (quantise_rows(x.to(device)) for x in (a, b))
+    expected = _by_float32(values, row_scale, weight, scale, None, torch.float32)
+    for road, product in ROADS.items():
+        try:
+            found = product(values, row_scale, weight, scale, None, torch.bfloat16).float()
+        except RuntimeError:  # the build or the device lacks the product
+            continue
+        # A sum is rounded to bfloat16 twice at most, by 2^-9 of it; no sum is above the largest.
+        if (found - expected).abs().max() <= 2**-7 * expected.abs().max():
+            return road
+    return "float32"
+
+
+def _by_rows(
+    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """With a scale for each row: from sm_90 on, where the build holds it."""
+    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return product(values, weight.t(), row_scale, scale.t(), bias, out_dtype=dtype, use_fast_accum=True)
+
+
+def _by_tensor(
+    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """With scales of 1 into float32, scaled behind: GeForce cards from sm_89 on."""
+    product, one = torch._scaled_mm, torch.ones((), device=values.device)  # pyright: ignore[reportPrivateImportUsage]
+    y = product(values, weight.t(), one, one, out_dtype=torch.float32)
+    return _finished(y, row_scale, scale, bias, dtype)
+
+
+def _by_bfloat16(
+    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """As bfloat16, which holds every e4m3 number: cards without float8 products, at bfloat16's rate."""
+    y = (values.to(torch.bfloat16) @ weight.to(torch.bfloat16).t()).float()
+    return _finished(y, row_scale, scale, bias, dtype)
+
+
+def _by_float32(
+    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return _finished(values.float() @ weight.float().t(), row_scale, scale, bias, dtype)
+
+
+def _finished(y: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    y = y * row_scale * scale.t()
+    return (y if bias is None else y + bias).to(dtype)
+
+
+# How float8 matrices are multiplied, the fastest first: values [rows, n] with their scales [rows, 1], a weight
+# [out, n] with its own [out, 1], a bias [out] and the dtype of the result. On a CPU it is always the last.
+ROADS = {"rows": _by_rows, "tensor": _by_tensor, "bfloat16": _by_bfloat16, "float32": _by_float32}
 
 
 @op
@@ -170,9 +235,9 @@ def linear_float8(
     out_shape,
     gelu: bool = False,
 ) -> Tensor:
-    """Where the device has no such product, the quantised numbers are multiplied in float32: the same but for order."""
+    """By one of ROADS: the same numbers but for the order of sums and, in bfloat16, one more rounding."""
     lead, rows = x.shape[: x.ndim - num_contracted], x.reshape(-1, weight.shape[1])
-    if len(rows) < FEW_ROWS and rows.shape[1] > LONG_ROWS and scaled_matmul_runs(x, weight):
+    if len(rows) < FEW_ROWS and rows.shape[1] > LONG_ROWS and float8_road(x, weight) == "rows":
         rows = F.pad(rows, (0, 0, 0, FEW_ROWS - len(rows)))
     y = _scaled(x, *quantise_rows(rows, gelu=gelu), weight, scale, bias)
     return y[: prod(lead)].narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
@@ -180,11 +245,7 @@ def linear_float8(
 
 def _scaled(x: Tensor, values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """The product of quantised rows, as x's dtype."""
-    if scaled_matmul_runs(x, weight):
-        product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-        return product(values, weight.t(), row_scale, scale.t(), bias, out_dtype=x.dtype, use_fast_accum=True)
-    y = (values.float() @ weight.float().t()) * row_scale * scale.t()
-    return (y if bias is None else y + bias).to(x.dtype)
+    return ROADS[float8_road(x, weight)](values, row_scale, weight, scale, bias, x.dtype)
 
 
 @op

@@ -118,9 +118,12 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     x, weight, bias = (torch.randn(n, generator=generator).bfloat16() for n in ((3, 5, 2, 32), (48, 64), (48,)))
     values, scale = ltx2rt_cuda.ops.quantise_rows(weight)
     operands, plan = (x, values, scale, bias), {"num_contracted": 2, "out_shape": (12, 4)}
-    assert not ltx2rt_cuda.ops.scaled_matmul_runs(x, values)
+    assert ltx2rt_cuda.ops.float8_road(x, values) == "float32"
     expected = ltx2rt_cuda.ops.linear_float8(*operands, **plan)
-    monkeypatch.setattr(ltx2rt_cuda.ops, "scaled_matmul_runs", lambda *_: True)
+    for road in ("tensor", "bfloat16"):
+        monkeypatch.setattr(ltx2rt_cuda.ops, "float8_road", lambda *_, road=road: road)
+        assert relative_l2(ltx2rt_cuda.ops.linear_float8(*operands, **plan).float(), expected.float()) <= 2**-8
+    monkeypatch.setattr(ltx2rt_cuda.ops, "float8_road", lambda *_: "rows")
     y = ltx2rt_cuda.ops.linear_float8(*operands, **plan)
     assert y.dtype == torch.bfloat16 and y.shape == (3, 5, 12, 4)
     assert relative_l2(y.float(), expected.float()) <= 2**-8  # bfloat16 keeps 8 bits; the bias may be added after
@@ -128,6 +131,31 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     rows = []  # a product of few long rows there is none of
     monkeypatch.setattr(torch, "_scaled_mm", lambda x, *_, **__: rows.append(len(x)) or torch.zeros(len(x), 48))
     assert ltx2rt_cuda.ops.linear_float8(*operands, **plan).shape == y.shape and rows == [272]
+
+
+def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch):
+    """A build without a product raises, and one that gives other numbers is no better."""
+    real, cpu = torch._scaled_mm, torch.device("cpu")
+
+    def road(product):
+        ltx2rt_cuda.ops.tried_road.cache_clear()
+        monkeypatch.setattr(torch, "_scaled_mm", product)
+        return ltx2rt_cuda.ops.tried_road(cpu)
+
+    def tensor_scales_alone(a, b, scale_a, scale_b, *bias, **how):
+        if scale_a.numel() > 1:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return real(a, b, scale_a, scale_b, *bias, **how)
+
+    def none(*_, **__):
+        raise RuntimeError("no kernel image")
+
+    def other_numbers(a, b, *_, out_dtype, **__):
+        return torch.zeros(len(a), b.shape[1], dtype=out_dtype)
+
+    assert (road(real), road(tensor_scales_alone)) == ("rows", "tensor")
+    assert (road(none), road(other_numbers)) == ("bfloat16", "bfloat16")
+    ltx2rt_cuda.ops.tried_road.cache_clear()
 
 
 # --- the pass ----------------------------------------------------------------------------------------------------
