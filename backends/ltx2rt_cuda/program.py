@@ -132,7 +132,7 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """What is reserved for recorded steps, whatever of it is in use."""
+        """Bytes reserved for recorded steps, used or not."""
         return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self.id)
 
     def release(self) -> None:

@@ -65,7 +65,7 @@ class Ring:
         return max(sizes, default=0) * min(SLOTS, len(sizes))
 
     def brought(self, weights: Sequence[Tensor | HostTensor]) -> list[Tensor]:
-        """What one iteration reads, all of it on the device. Call `used` behind the iteration."""
+        """The weights that one iteration reads, on the device. Call `used` behind the iteration."""
         (piece,) = {x.piece for x in weights if isinstance(x, HostTensor)}
         slot = self._slot(piece)
         if self.on_gpu:

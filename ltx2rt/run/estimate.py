@@ -1,4 +1,4 @@
-"""What a run would cost on devices that need not be here.
+"""The cost of a run on devices that are not here.
 
 The run is planned as `generate` plans it, on a backend that has a mesh and memory and runs nothing; a
 preset is planned from an empty checkpoint of its sizes.
@@ -126,7 +126,7 @@ def estimate(options: ModelOptions, request: Request, devices: Devices, preset: 
 
 
 def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
-    """What the profile would split and every device holds whole, because its size does not divide."""
+    """Parts that every device holds whole because their size does not divide over the mesh."""
     options = replace(session.options, profile="single", mesh={})
     single = Session(session.checkpoint, DatasheetBackend(kind, {}), options, session.dtype)
     every = [replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)]

@@ -1,4 +1,4 @@
-"""What is kept of a run beside its clip: the report, and the settings in the clip's metadata."""
+"""The report of a run, and the settings in its clip's metadata."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def named(path: Path) -> dict[str, str]:
 
 
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
-    """What the MP4 says about itself: prompt, seed, model, versions and every setting; of files the names alone."""
+    """The clip's metadata: prompt, seed, model, versions and every setting; files by name alone."""
     checkpoint = session.checkpoint
     model = {**named(checkpoint.path), "layout": checkpoint.layout, "generation": checkpoint.config.generation}
     options = plain(session.asked, named)

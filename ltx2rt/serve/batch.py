@@ -315,7 +315,7 @@ class Batch:
         return counts
 
     def _log(self, event: str, **facts: Any) -> None:
-        """What a user must know while it waits."""
+        """Tell the user why a batch waits."""
         if event == "storage":
             self.say(f"{self.results.output}: {facts['message']}")
 

@@ -241,7 +241,7 @@ def result(clip: Path, count: int = 1) -> dict[str, Any]:
 
 
 def _write_error(folder: Path) -> OSError | None:
-    """What goes wrong when a file without a name is written in the folder."""
+    """The error of writing a file without a name in the folder, None if it works."""
     try:
         with TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))

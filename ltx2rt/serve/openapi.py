@@ -10,7 +10,7 @@ from ltx2rt.serve.queue import JOB_ID
 
 
 def openapi(admission: Admission) -> dict[str, Any]:
-    """What a client may send, from the flags themselves."""
+    """The fields that a client may send, from the flags themselves."""
     properties: dict[str, Any] = {}
     limits = admission.limits()
     for pipeline in limits["pipelines"].values():

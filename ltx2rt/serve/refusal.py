@@ -1,4 +1,4 @@
-"""What a client is told when it does not get what it asked for."""
+"""The answer to a client whose request is refused."""
 
 from __future__ import annotations
 

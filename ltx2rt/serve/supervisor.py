@@ -273,7 +273,7 @@ class Supervisor:
         return self.problem is not None
 
     def _message(self, job: Job) -> dict[str, Any]:
-        """What the worker is sent of a job: names as paths."""
+        """The message that starts a job in a worker, with names as paths."""
         loras = [[str((self.lora_folder or Path()) / name), *rest] for name, *rest in job.job["loras"]]
         images = [[str(self.folder.inputs / name), *rest] for name, *rest in job.job["images"]]
         stem = str(self.folder.outputs.resolve() / job.stem)

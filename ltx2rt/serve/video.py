@@ -62,7 +62,7 @@ def as_video(
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """What a request says to get the same video."""
+    """The fields of a request that gets the same video."""
     images = [{"file_id": file, "frame": frame, "strength": strength} for file, frame, strength in job.job["images"]]
     loras = [
         {"name": Path(file).stem, "strength": strength, "stage": stage} for file, strength, stage in job.job["loras"]

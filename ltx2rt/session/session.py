@@ -239,7 +239,7 @@ class Session:
         here[call.weights] = weight_bytes([graph]) if shared is None else touched_bytes(graph, shared)
 
     def _streamed_bytes(self, call: Call) -> int:
-        """What one run of the call, or one of its steps, copies to the device."""
+        """Bytes that one run of the call, or one of its steps, copies to the device."""
         number = self.weights.residence.number(call.weights)
         sizes = pieces(self.graph(call)) if number else {}
         return sum(sizes[piece] for piece in streamed(sizes, number))
@@ -415,7 +415,7 @@ class Session:
         return self.costs(stages, after, recorded_bytes)
 
     def advice(self, stages: Sequence[Needing], budget: int, worst: StageCost, warm: bool = False) -> str:
-        """What to try where a run needs more than `budget` bytes; flags are named if they make it fit.
+        """Advice where a run needs more than `budget` bytes; flags are named if they make it fit.
 
         worst: the stage that needs the most.
         """

@@ -20,7 +20,7 @@ MID_CHANNELS = 4  # the transformer's width over that of an upsampler; LTX-Video
 
 @dataclass(frozen=True)
 class Fit:
-    """What parts have to fit.
+    """The transformer that parts have to fit.
 
     generation: such as "2.3". hidden: the text encoder's width; it and `width` are 0 if not known.
     """

@@ -75,7 +75,7 @@ def entries(root: Path) -> Iterator[Path]:
 
 
 def inside(folder: Path) -> list[Path]:
-    """What a folder holds, sorted; nothing if it cannot be read."""
+    """The entries of a folder, sorted; none if it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError:

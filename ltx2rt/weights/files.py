@@ -100,7 +100,7 @@ def cut(array: np.ndarray, *cuts: Cut) -> np.ndarray:
 
 
 def selected(size: int, dim: int, cuts: Iterable[Cut]) -> range:
-    """What cuts leave of a dimension."""
+    """The part of a dimension that cuts leave."""
     found = range(size)
     for at, start, stop in cuts:
         found = found[start:stop] if at == dim else found
@@ -117,7 +117,7 @@ OPENED: weakref.WeakSet[TensorFile] = weakref.WeakSet()
 
 
 def identity(file: int | str | os.PathLike[str]) -> tuple[int, ...]:
-    """What changes when a file is replaced or written: device, inode, size, nanoseconds of the last change.
+    """Device, inode, size and time of the last change: one differs once a file is replaced or written.
 
     file: a path or a descriptor. Raises OSError.
     """
@@ -322,7 +322,7 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
 
 
 def foreign(start: bytes) -> str | None:
-    """What a file with these first bytes is, and what to do. None: safetensors, or not known."""
+    """The format of a file with these first bytes, and advice. None: safetensors, or not known."""
     if start[4:9] == b"\0\0\0\0{":  # the end of a header's length, and its beginning
         return None
     start = start.removeprefix(b"\xef\xbb\xbf").lstrip() or start

@@ -83,7 +83,7 @@ class GgufFile(TensorFile):
 
     @property
     def architecture(self) -> str:
-        """What the file says it holds, such as "ltxv" or "gemma3"; empty if it does not say."""
+        """The architecture that the file states, such as "ltxv" or "gemma3"; empty if it states none."""
         return self.metadata.get("general.architecture", "")
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:

@@ -42,7 +42,7 @@ class Repo:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What `file_kind` reads of a safetensors file on the hub."""
+    """A safetensors file on the hub, as `file_kind` reads it."""
 
     tensors: dict[str, Any]
 

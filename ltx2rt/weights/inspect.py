@@ -217,7 +217,7 @@ def _gemma(path: Path) -> dict[str, Any]:
 
 
 def _beside(path: Path) -> dict[str, Any]:
-    """What a text-encoder file of LTX-2.5 holds besides the language model."""
+    """The assets of an LTX-2.5 text-encoder file besides the language model."""
     if path.is_dir() or isinstance(file := open_file(path), GgufFile):
         return {}
     parts = {"text": TEXT_PROJECTION, "assets": ASSETS}

@@ -62,7 +62,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Merge:
-    """What became of one LoRA."""
+    """How many modules of a LoRA were merged."""
 
     file: str
     strength: float

@@ -1,4 +1,4 @@
-"""What belongs to a checkpoint: its main file, and the parts that are near it.
+"""The main file of a checkpoint, and the parts that are near it.
 
 Decides where is looked, and which of several candidates are kept. Leaves telling what a file is to
 `parts`, where ComfyUI keeps what to `comfy`, and opening to `checkpoint`.

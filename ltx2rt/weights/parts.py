@@ -115,7 +115,7 @@ def refuse_ambiguous(**found: Sequence[Any]) -> None:
 
 @dataclass
 class Parts:
-    """What lies in a folder, by kind."""
+    """The files of a folder by kind."""
 
     main: list[TensorFile | TensorFolder] = field(default_factory=list)  # a folder: shards under an index
     video_vae: list[Path] = field(default_factory=list)  # with the convolutional decoder
@@ -223,7 +223,7 @@ def _joint(file: Any) -> bool:
 
 
 def examine(paths: Iterable[Path]) -> Parts:
-    """What these files and folders are, of folders only those that have a config."""
+    """The kinds of these files, and of the folders that have a config."""
     parts = Parts()
     shards: set[Path] = set()
     for path in sorted(paths, key=lambda p: not p.name.endswith(SHARD_INDEX)):

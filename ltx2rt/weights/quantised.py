@@ -107,7 +107,7 @@ def stored_float8(source: TensorSource, name: str, *cuts: Cut) -> Float8 | None:
 
 
 def _packed(file: TensorFile | TensorFolder, name: str, names: set[str]) -> Packed | None:
-    """What is known of a quantised matrix from the header (and its JSON); None for any other tensor."""
+    """A quantised matrix by the header (and its JSON); None for any other tensor."""
     stem = name[: -len("weight")]
     scale = next((stem + each for each in SCALES if stem + each in names), "")
     if not name.endswith(".weight") or not scale or len(file.info(name).shape) != 2:

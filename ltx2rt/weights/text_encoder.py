@@ -47,7 +47,7 @@ class Asset:
 
 
 def gemma_keys(path: Path) -> Keys:
-    """What config.json of a Gemma folder says, or would say of a file. Raises InputError."""
+    """The keys of a Gemma folder's config.json, or those that it would have for a file. Raises InputError."""
     if path.is_dir():
         if not (path / "config.json").is_file():
             said = "no Gemma folder (it must hold config.json)"
@@ -103,7 +103,7 @@ def open_gemma(path: Path) -> tuple[GemmaConfig | Gemma4Config, RenamedSource]:
 
 
 def unread_format(file: TensorSource) -> str:
-    """What 4-bit matrices a one-file Gemma 3 has and what to take instead; empty if it has none."""
+    """A sentence about the 4-bit matrices of a one-file Gemma 3; empty if it has none."""
     stored = dequantised(file)
     infos = [stored.info(name) for name in stored.names()]
     found = [info for info in infos if isinstance(info, Packed) and info.format == "nvfp4"]

@@ -101,7 +101,7 @@ def gemma3(outer: Keys) -> GemmaConfig:
 
 
 def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Keys:
-    """What config.json of a text-only Gemma 3 would say, from the metadata of a `GgufFile` of it.
+    """The keys of a text-only Gemma 3's config.json, from the metadata of a `GgufFile` of it.
 
     vocab_size: rows of its embedding. Raises InputError for a key that is absent: llama.cpp's
     defaults are not used, but for the period of 6 layers and the local RoPE base of 10000, which no
@@ -125,7 +125,7 @@ def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Key
 
 
 def plain_gemma3(shapes: Mapping[str, tuple[int, ...]], where: str) -> Keys:
-    """What config.json of a text-only Gemma 3 would say, from the shapes of its tensors.
+    """The keys of a text-only Gemma 3's config.json, from the shapes of its tensors.
 
     shapes: by name without prefix, such as "layers.0.mlp.up_proj.weight"; of matrices only the rows
     are looked at, since packed ones have fewer columns. What shapes do not tell is as in the
