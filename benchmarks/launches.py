@@ -289,6 +289,7 @@ def stood_in(counts: Counts) -> Iterator[None]:
             (torch.cuda, "stream", lambda stream: nullcontext()),
             (attention, "aligned", aligned),
             (ops, "attend", attend),
+            (ops, "tried_road", lambda device: "rows"),
             (lower.Repeat, "forward", lambda self, *operands: once(counts, self, *operands)),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
