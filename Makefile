@@ -13,7 +13,7 @@ COMPILED := tests/backends/test_aot.py tests/backends/test_compiled_for_tpu.py t
 	tests/commands/test_compile.py
 QUICK := $(addprefix tests/,graph passes placement models weights)
 
-.PHONY: demo quick test test-full lint clean
+.PHONY: demo quick test tests test-full lint clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -29,9 +29,15 @@ demo: $(VENV)/.installed
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -k 'not tpu and not jax' $(QUICK)
 
+test: $(VENV)/.installed
+	$(MAKE) --no-print-directory --jobs 2 lint tests
+
 # Programs of JAX are compiled without LLVM's optimisations here: a quarter of the time. `make test-full` has them.
-test: lint
-	XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS" $(BIN)/python -m pytest -n 3 --dist loadfile --durations=15
+# They are kept in the virtual environment, and so are the times by which test files are ordered: a second run is
+# shorter.
+tests: $(VENV)/.installed
+	XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS" \
+		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=15
 
 # Hours on two cores: whole runs on eight virtual devices, and full-size programs through the TPU compiler.
 test-full: lint $(VENV)/.libtpu

@@ -10,12 +10,13 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,11 @@ import torch
 from virtual import xla_flags
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# What JAX compiles for one test, no other process of this run compiles again: xdist's workers and what tests start
-# inherit these.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    COMPILED = tempfile.TemporaryDirectory(prefix="ltx2rt-compiled-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+# Programs that JAX compiled for one test are read by every other process, of this run and of later ones: xdist's
+# workers and commands that tests start inherit this.
+COMPILED = Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "jax-compiled")))
+KEPT_BYTES = 4 * 10**9  # of programs, when a run begins; the oldest are removed
+LASTED = Path(sys.prefix) / "test-durations.json"  # seconds of each test file in the last run that had it
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 SMALL = {"--width": 128, "--height": 64, "--num-frames": 17, "--fps": 48, "--steps": 3, "--image-crf": 0}
@@ -60,6 +61,48 @@ class Run:
     @cached_property
     def report(self) -> dict:
         return json.loads((self.folder / "report.json").read_text())
+
+
+class LongestFirst:
+    """The order of test files: the longest of the last run first, so that no worker is left with it at the end."""
+
+    def __init__(self, lasted: dict[str, float]):
+        self.lasted = lasted
+        self.seconds: Counter[str] = Counter()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node) -> None:
+        node.workerinput["lasted"] = self.lasted  # workers must agree, also while another run ends
+
+    def pytest_collection_modifyitems(self, items) -> None:
+        tests = Counter(file_of(item.nodeid) for item in items)
+        items.sort(key=lambda item: -self.lasted.get(file_of(item.nodeid), tests[file_of(item.nodeid)]))
+
+    def pytest_runtest_logreport(self, report) -> None:
+        self.seconds[file_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self, session) -> None:
+        if not hasattr(session.config, "workerinput") and session.testscollected and not session.shouldstop:
+            LASTED.write_text(json.dumps(self.lasted | self.seconds, indent=1))
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def pytest_configure(config) -> None:
+    if hasattr(config, "workerinput"):
+        lasted = config.workerinput["lasted"]
+    else:
+        with contextlib.suppress(OSError):
+            newest_first = sorted(COMPILED.iterdir(), key=lambda file: -file.stat().st_mtime)
+            sizes = accumulate(file.stat().st_size for file in newest_first)
+            for file in [f for f, size in zip(newest_first, sizes, strict=True) if size > KEPT_BYTES]:
+                file.unlink()
+        lasted = {}
+        with contextlib.suppress(OSError, ValueError):
+            lasted = json.loads(LASTED.read_text())
+    config.pluginmanager.register(LongestFirst(lasted))
 
 
 def pytest_collection_modifyitems(items) -> None:
