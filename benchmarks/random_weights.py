@@ -23,7 +23,7 @@ from ltx2rt_cuda.ops import DTYPES, quantise_rows
 from ltx2rt.backend import TensorSource
 from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import Graph
-from ltx2rt.graph.ir import Cut, Type
+from ltx2rt.graph.ir import Cut, Type, numbered
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
@@ -52,7 +52,8 @@ class RandomBackend(CudaBackend):
                 layout = layouts[declared]
                 shapes = [shape for _, shape in layout.parts]
                 for layer in range(count):
-                    name, pieces = declared.replace("*", str(layer)), list(layout.pieces(position.coordinates, layer))
+                    name = numbered(declared, layer)
+                    pieces = list(layout.pieces(position.coordinates, layer))
                     if base is not None and changed.isdisjoint(piece for piece, *_ in pieces):
                         weights[name] = base[name]
                         continue

@@ -63,10 +63,13 @@ def why_not_flash3(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str 
     return None
 
 
+refused_by_cudnn: set[tuple] = set()  # operands with a mask for which it found no plan
+
+
 def why_not_cudnn(q: Tensor, mask: Tensor | None) -> str | None:
-    """Of what torch does not ask: where cuDNN then finds no plan the call raises, and no other kernel is tried."""
-    if mask is not None:
-        return "its plans for a mask differ from release to release"
+    """Why cuDNN cannot take q and a mask, as far as torch does not ask; None if it can."""
+    if mask is not None and (torch.compiler.is_compiling() or _operands(q, mask) in refused_by_cudnn):
+        return "it has no plan for this mask, or nobody has tried"
     if q.shape[3] > 128:
         return f"heads of {q.shape[3]}, all its releases have plans up to 128"
     if (version := torch.backends.cudnn.version()) is not None and version < CUDNN:
@@ -100,8 +103,19 @@ def preferred_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
     """torch_attention by the first of `preference` that takes the operands."""
     if mask is not None:  # the fused kernels that take masks take no shared keys
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    with sdpa_kernel([TORCH[name] for name in preference(q, mask)], set_priority=True):
-        return torch_attention(q, k, v, mask, scale)
+    names = preference(q, mask)
+    with sdpa_kernel([TORCH[name] for name in names], set_priority=True):
+        try:
+            return torch_attention(q, k, v, mask, scale)
+        except RuntimeError as error:  # cuDNN's plans for a mask differ from release to release
+            if mask is None or names[0] != "cudnn" or "memory" in str(error):
+                raise
+    refused_by_cudnn.add(_operands(q, mask))
+    return preferred_attention(q, k, v, mask, scale)
+
+
+def _operands(q: Tensor, mask: Tensor) -> tuple:
+    return q.shape, q.dtype, mask.shape, mask.stride()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

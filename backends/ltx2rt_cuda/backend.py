@@ -276,13 +276,15 @@ class CudaBackend:
 
     def device(self) -> DeviceInfo:
         if self.device_kind == "cuda":
-            torch.cuda.empty_cache()  # or it counts as taken
             free, total = torch.cuda.mem_get_info()
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # given back where it is wanted
+            if self._pool is not None:
+                cached -= self._pool.unused_bytes
             return DeviceInfo(
                 "cuda",
                 torch.cuda.get_device_name(),
                 total,
-                free,
+                free + cached,
                 torch.cuda.device_count(),
                 reserve_bytes=gpu_reserve_bytes(total),
                 recorded_bytes=self._pool.nbytes if self._pool else 0,

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,24 +129,42 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
             torch.cuda.set_device(device)
         # With its device the communicator is made now, by all ranks, and no collective has to guess where it runs.
         kind = "nccl" if device_kind == "cuda" else "gloo"
-        dist.init_process_group(kind, None, TIMEOUT, world, rank, rendezvous(), device_id=device)
+        dist.init_process_group(
+            kind, None, TIMEOUT, world, rank, rendezvous(), pg_options=_options(kind), device_id=device
+        )
         atexit.register(dist.destroy_process_group)
     _hosts()
     return _position(used, {})
 
 
+def _options(kind: str) -> Any:
+    """Options of a group of this kind. NCCL's kernels enter before waiting waves of a product: both halves of a step
+    wait for them."""
+    if kind != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
 def _position(mesh: Mapping[str, int], made: dict[tuple[int, ...], str]) -> Position:
     """Rank r is device r of the mesh, the last axis fastest. Every rank takes part in making every group."""
     rank, numbers = dist.get_rank(), torch.arange(math.prod(mesh.values())).reshape(*mesh.values())
+    options, new = _options(dist.get_backend()), []
     coordinates: dict[str, int] = {}
     groups: dict[str, str] = {}
     for i, (axis, size) in enumerate(mesh.items()):
         for members in numbers.movedim(i, -1).reshape(-1, size).tolist():
             if tuple(members) not in made:
-                group = dist.group.WORLD if len(members) == numbers.numel() else dist.new_group(members)
-                made[tuple(members)] = getattr(group, "group_name", "")  # "": of other ranks
+                whole = len(members) == numbers.numel()
+                group = dist.group.WORLD if whole else dist.new_group(members, pg_options=options)
+                made[tuple(members)] = getattr(group, "group_name", "")  # "": a group of other ranks
+                new += [group] if rank in members else []
             if rank in members:
                 coordinates[axis], groups[axis] = members.index(rank), made[tuple(members)]
+    if dist.get_backend() == "nccl":
+        for group in new:  # NCCL takes its buffers at the first collective: before anybody asks what memory is free
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return Position(mesh, coordinates, groups, made)
 
 

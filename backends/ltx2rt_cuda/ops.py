@@ -299,6 +299,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps:
     if dims == tuple(range(x.ndim - len(dims), x.ndim)) and (weight is None or weight.dtype == x.dtype):
         shape = x.shape[-len(dims) :]
         return F.rms_norm(x, shape, None if weight is None else weight.reshape(shape), eps)
+    if (
+        x.is_cuda and weight is None and not torch.is_grad_enabled()
+    ):  # no copy in float32: all of Gemma's states are 1 GB
+        length = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float32)
+        inverse = torch.rsqrt(length.square() / (x.numel() // length.numel()) + eps)
+        return torch.mul(x, inverse, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
     wide = x.float()
     y = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
     return (y if weight is None else y * weight.float().reshape(weight_view)).to(x.dtype)

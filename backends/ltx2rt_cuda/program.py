@@ -90,10 +90,16 @@ class Program:
         return dict(zip(self.graph.outputs, self.module(*uploaded, *self.arguments(weights)), strict=True))
 
 
+HIGH = -1  # priority of a stream; torch's graphs keep it for each of their nodes
+
+
 @cache
 def _streams() -> tuple[torch.cuda.Stream, ...]:
-    """The three of every pool: torch has 32, and hands them out in turn."""
-    return tuple(torch.cuda.Stream() for _ in range(3))
+    """The three of every pool: `start`, `stream` and `side`; torch has 32, and hands them out in turn.
+
+    The side stream's kernels are small: with a higher priority they enter between two waves of the other's.
+    """
+    return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=HIGH)
 
 
 class Pool:
@@ -133,7 +139,15 @@ class Pool:
     @property
     def nbytes(self) -> int:
         """Bytes reserved for recorded steps, used or not."""
-        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self.id)
+        return sum(s["total_size"] for s in self._segments())
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of those that no tensor has: free for recorded steps alone."""
+        return sum(s["total_size"] - s["allocated_size"] for s in self._segments())
+
+    def _segments(self) -> list[dict[str, Any]]:
+        return [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self.id]
 
     def release(self) -> None:
         """A communicator whose collectives are recorded is not destroyed, but waited for, as long as the graphs are."""

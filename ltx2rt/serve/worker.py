@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sys
+import time
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress
 
 THUMBNAIL_PX, PREVIEW_STEPS = 320, 4
+DEVICE_WAIT_S = 10.0  # until a driver has taken back the memory of a process that was killed
 FOLDERS = re.compile(r"/(?:[^\s/:'\"]+/)+")  # before a file's name
 
 
@@ -201,7 +203,19 @@ def run(
 
 
 def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Plan:
-    """Raises InputError, on all ranks if on one."""
+    """The plan of a job whose memory is there. Raises InputError, on all ranks if on one.
+
+    A job that runs again is tried twice: its first worker was killed, and the device may still hold that one's memory.
+    """
+    if job["epoch"] > 1:
+        try:
+            return _planned(session, own, job)
+        except InputError:
+            time.sleep(DEVICE_WAIT_S)
+    return _planned(session, own, job)
+
+
+def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Plan:
     refused = plan = None
     try:
         session.use_loras((*own, *(LoraSpec(Path(path), *rest) for path, *rest in job["loras"])))

@@ -19,89 +19,28 @@ import ltx2rt_tpu.program
 import numpy as np
 import pytest
 import torch
+from loops import (
+    BACKENDS,
+    GUIDANCE,
+    LAYERS,
+    SIGMAS,
+    assert_bitwise,
+    denoise,
+    fresh,
+    job,
+    loop_graph,
+    run,
+    shared,
+    step_graph,
+)
 from ltx2rt_tpu.ops import ON_TPU, OPS
 from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled
 from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
-from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import trace
 from ltx2rt.graph.ir import Type
-from ltx2rt.models import guided_step, transformer
-from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
-
-BACKENDS = ("cuda", "tpu")
-LAYERS, AUDIO_TOKENS, TEXT = 3, 5, 4
-CONFIG = TransformerConfig(
-    num_layers=LAYERS, video_channels=4, audio_channels=8, num_heads=3, head_dim=8, audio_num_heads=3,
-    audio_head_dim=4, caption_channels=20, caption_projection=False, gated_attention=True, text_modulation=True,
-    prompt_adaln=True, ff_bias=True, audio_ff_bias=True, keyframe_vector=False, rope_theta=10000.0,
-    rope_max_pos=(20, 2048, 2048),
-    audio_rope_max_pos=20, rope_float64_grid=True, timestep_scale=1000.0, av_gate_scale=1000.0, norm_eps=1e-6,
-)  # fmt: skip
-GUIDANCE = np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]], np.float32)
-SIGMAS = np.array([1, 0.9, 0.65, 0.3, 0], np.float32)
-
-
-def job(seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2) -> dict[str, dict[str, np.ndarray]]:
-    """constants and state of a denoise loop of `rows` times 3 video tokens, the first two held at 0.3."""
-    rng = np.random.default_rng(seed)
-    video = np.stack([np.indices((1, rows, 3), np.float32).reshape(3, -1) * 32] * 2, axis=-1)
-    audio = np.stack([np.arange(AUDIO_TOKENS, dtype=np.float32) * 0.04] * 2, axis=-1)[None]
-    constants = transformer.position_feeds(CONFIG, video, audio)
-    constants |= guided_step.mask_feeds("video", np.array([0.3, 0.3, *[1] * (3 * rows - 2)]))
-    constants |= guided_step.mask_feeds("audio", np.ones(AUDIO_TOKENS))
-    constants |= {"guidance": guidance}
-    state = {}
-    for name, tokens, channels, width in (("video", 3 * rows, 4, 24), ("audio", AUDIO_TOKENS, 8, 12)):
-        state[f"{name}_latent"] = rng.standard_normal((1, tokens, channels), np.float32)
-        constants[f"{name}_clean"] = rng.standard_normal((tokens, channels), np.float32)
-        constants[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
-    return {"constants": constants, "state": state}
-
-
-def step_graph(rows: int = 2, dtype: str = "float32"):
-    counts = transformer.coordinate_counts(job(0, rows=rows)["constants"])
-    branches = guided_step.Branches.of(GUIDANCE)
-    structure = guided_step.StepShape(branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2, stg_blocks=(0,))
-    return guided_step.trace(CONFIG, structure, dtype)
-
-
-def loop_graph(**step):
-    return Placement(PROFILES["single"]).loop(step_graph(**step), len(SIGMAS) - 1)
-
-
-def fresh(name: str, seed: int = 0, device: str = "cpu", dtype: str = "float32", **options):
-    """A backend of its own, the loop over up to 8 steps lowered on it, and its weights."""
-    backend, graph = get_backend(name, device), loop_graph(dtype=dtype)
-    loop = backend.lower_loop(graph, **options)
-    return backend, loop, backend.load([graph], ArraySource(random_params(graph, seed)))
-
-
-shared = functools.cache(fresh)
-
-
-def denoise(handle, sigmas: np.ndarray, constants: dict, state: dict) -> list[dict[str, np.ndarray]]:
-    backend, steps = handle[0], run(handle, sigmas, constants, state)
-    return [{name: backend.to_host(x) for name, x in outputs.items()} for outputs in steps]
-
-
-def run(handle, sigmas: np.ndarray, constants: dict, state: dict):
-    """The loop's iterator of device arrays."""
-    _, loop, weights = handle
-    slots = loop.graph.inputs["sigmas"].type.shape[0]
-    pairs = np.stack([sigmas[:-1], sigmas[1:]], axis=1)
-    pairs = np.pad(pairs, ((0, slots - len(pairs)), (0, 0)))
-    return loop(weights, {**constants, **state, "sigmas": pairs}, len(sigmas) - 1)
-
-
-def assert_bitwise(actual: list[dict], expected: list[dict]) -> None:
-    assert len(actual) == len(expected)
-    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        for name in b:
-            assert np.array_equal(a[name], b[name]), f"step {i}, {name}"
 
 
 @pytest.fixture
@@ -434,108 +373,6 @@ def test_jax_denoises_in_halves_as_it_does_whole(tiny):
     assert max(found["distances"].values()) <= 1e-6, found["distances"]
     assert found["before"] == {"psum": 11, "all_to_all": 2}
     assert found["after"]["all_to_all"] == 4 and found["after"]["ppermute"] > 14
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own import of inductor
-@pytest.mark.filterwarnings("ignore:TensorFloat32")  # inductor's, of a float32 product: it is off because it rounds
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("dtype,close", [("float32", 1e-6), ("bfloat16", 2**-8)])  # other workspaces
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing can be recorded")
-def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, close, compile):
-    """Loops of two sizes in turn, each recorded once; each job changes everything that is not its structure. The oracle
-    launches each step."""
-    backend, recorded, weights = fresh("cuda", device="cuda", dtype=dtype, compile=compile)
-    graphs = {2: recorded.graph, 3: loop_graph(rows=3, dtype=dtype)}
-    loops = {2: recorded, 3: backend.lower_loop(graphs[3], compile=compile)}
-    eager = {rows: backend.lower_loop(graph, compile=compile) for rows, graph in graphs.items()}
-    for loop in eager.values():
-        loop.pool = None
-    other = backend.load([recorded.graph], ArraySource(random_params(recorded.graph, seed=1)))
-    first: dict = {}
-    for seed, chosen, sigmas in (
-        (20, weights, SIGMAS),
-        (21, weights, SIGMAS[1:]),
-        (22, other, SIGMAS),
-        (23, weights, SIGMAS),
-    ):
-        for rows, loop in loops.items():
-            work = job(seed, GUIDANCE * np.float32(0.9 + 0.05 * (seed - 20)), rows)
-            steps = denoise((backend, loop, chosen), sigmas, **work)
-            expected = denoise((backend, eager[rows], chosen), sigmas, **work)
-            for i, (found, wanted) in enumerate(zip(steps, expected, strict=True)):
-                for key in wanted:
-                    assert relative_l2(found[key], wanted[key]) <= close, f"job {seed}, {rows} rows, step {i}, {key}"
-            first.setdefault(rows, loop.captured)
-            assert (loop.captured is first[rows]) == (seed < 22), "recorded anew when, and only when, the weights moved"
-    assert all(loop.captured is None for loop in eager.values())
-    first.clear()
-    for loop in loops.values():
-        loop.captured = None  # no step is left in the pool
-    again = denoise((backend, loops[3], weights), SIGMAS, **work)[-1]
-    assert all(relative_l2(again[key], wanted[key]) <= close for key in wanted)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing can be recorded")
-def test_a_recorded_step_survives_the_end_of_another():
-    """Even where what that one gives up, cuBLAS's workspace with it, is taken by others (pytorch#193402)."""
-    backend, kept, weights = fresh("cuda", device="cuda", dtype="bfloat16")
-    ended = backend.lower_loop(loop_graph(rows=3, dtype="bfloat16"))
-    work = job(30, GUIDANCE, 2)
-    expected = denoise((backend, kept, weights), SIGMAS, **work)
-    denoise((backend, ended, weights), SIGMAS, **job(31, GUIDANCE, 3))
-    ended.release()
-    torch.cuda.empty_cache()
-    taken = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
-    recorded = kept.captured
-    assert_bitwise(denoise((backend, kept, weights), SIGMAS, **work), expected)
-    assert kept.captured is recorded and all(x.isnan().all() for x in taken)
-    before = backend.device().recorded_bytes
-    backend.trim(recorded=True)
-    assert backend.device().recorded_bytes < before
-    assert_bitwise(denoise((backend, kept, weights), SIGMAS, **work), expected)
-    assert kept.captured is not recorded
-
-
-COLLECTIVE = """
-import atexit
-import torch
-import torch.distributed as dist
-from ltx2rt_cuda.ops import all_reduce
-from ltx2rt_cuda.program import Pool
-dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-atexit.register(dist.destroy_process_group)
-pool, graph, x = Pool(), torch.cuda.CUDAGraph(), torch.ones(1000, device="cuda")
-with torch.cuda.stream(pool.stream):
-    all_reduce(x, group=dist.group.WORLD.group_name)
-with pool.recording(graph):
-    (total,) = all_reduce(x, group=dist.group.WORLD.group_name)
-x.fill_(3)
-graph.replay()
-print(total.sum().item())
-"""
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing can be recorded")
-def test_a_recorded_collective_is_replayed_and_lets_its_process_end():
-    ran = subprocess.run([sys.executable, "-c", COLLECTIVE], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0 and float(ran.stdout) == 3000, ran.stderr
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing runs behind the host's back")
-def test_a_result_reaches_the_host_while_the_next_call_runs():
-    backend = get_backend("cuda", "cuda")
-    program = backend.lower(trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32"))
-
-    def slow(weights, inputs):
-        if inputs["x"] == 2:
-            torch.cuda._sleep(10**9)  # cycles: half a second
-        return program(weights, inputs)
-
-    slow.graph = program.graph
-    results = backend.each([(slow, {}, {"x": np.array([x], np.float32)}) for x in (1, 2)], "y")
-    assert backend.to_host(next(results)) == 2
-    assert not torch.cuda.current_stream().query(), "the second call has ended already"
-    assert backend.to_host(next(results)) == 4
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -1,5 +1,6 @@
 """Attention kernels are refused for a reason, and torch's ones compute the same in our order of preference."""
 
+import ltx2rt_cuda.attention
 import pytest
 import torch
 from ltx2rt_cuda.attention import (
@@ -47,11 +48,32 @@ def test_preference_and_alignment_are_compiled_without_a_break():
 
 def test_cudnn_comes_first_only_where_it_surely_has_a_plan():
     heads, mask = [torch.empty(1, 7, 2, dim) for dim in (64, 128, 256)], torch.zeros(1, 1, 7, 9)
-    found = [preference(q, None)[0] for q in heads] + [preference(heads[0], mask)[0]]
-    assert found == ["cudnn", "cudnn", "flash2", "flash2"]
+    found = [preference(q, m)[0] for m in (None, mask) for q in heads]
+    assert found == ["cudnn", "cudnn", "flash2"] * 2
     assert all(preference(q, m)[-3:] == ["flash2", "efficient", "math"] for q in heads for m in (None, mask))
     assert why_not_cudnn(heads[2], None) == "heads of 256, all its releases have plans up to 128"
-    assert "mask" in why_not_cudnn(heads[0], mask)
+
+
+def test_operands_that_cudnn_refused_with_a_mask_go_to_the_next_kernel(monkeypatch):
+    """It raises where it finds no plan; of a GPU that has no memory left the error is passed on."""
+    q, k, v = operands()
+    mask, asked, words = torch.randn(2, 1, 7, 9), [], ["cuDNN: no valid execution plan"]
+
+    def attend(*given):
+        asked.append(preference(q, mask)[0])
+        if asked[-1] == "cudnn":
+            raise RuntimeError(words[0])
+        return torch_attention(*given)
+
+    monkeypatch.setattr(ltx2rt_cuda.attention, "refused_by_cudnn", set())
+    monkeypatch.setattr(ltx2rt_cuda.attention, "torch_attention", attend)
+    words[0] = "CUDA out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        preferred_attention(q, k, v, mask, 0.3)
+    words[0] = "cuDNN: no valid execution plan"
+    for _ in range(2):
+        assert torch.equal(preferred_attention(q, k, v, mask, 0.3), torch_attention(q, k, v, mask, 0.3))
+    assert asked == ["cudnn", "cudnn", "flash2", "flash2"]
 
 
 def test_cudnn_of_wrong_results_is_not_asked(monkeypatch):

@@ -22,6 +22,8 @@ from ltx2rt.session.weights import Residence
 SIZE = {"width": 128, "height": 64, "num_frames": 17, "fps": 48, "steps": 2, "seed": 7, "image_crf": 0}
 DISTILLED = {name: value for name, value in SIZE.items() if name != "steps"}
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture
 def small_matrices_move(monkeypatch):
@@ -48,8 +50,18 @@ def assert_same(a, b):
     np.testing.assert_array_equal(a.waveform, b.waveform)
 
 
-@pytest.mark.parametrize("preset", ["tiny-2.0", "tiny-2.3", "tiny-2.5"])
-@pytest.mark.parametrize("weights_dtype", [None, "float8"])
+@pytest.mark.parametrize(
+    "preset, weights_dtype",
+    [
+        ("tiny-2.3", None),
+        ("tiny-2.3", "float8"),
+        ("tiny-2.5", None),
+        *[
+            pytest.param(*case, marks=SLOW)
+            for case in (("tiny-2.0", None), ("tiny-2.0", "float8"), ("tiny-2.5", "float8"))
+        ],
+    ],
+)
 def test_streamed_is_resident_bit_for_bit(tiny, monkeypatch, preset, weights_dtype, small_matrices_move):
     model = tiny(preset, "official")
     options = {"weights_dtype": weights_dtype}
@@ -77,7 +89,7 @@ def test_requests_in_a_row_load_what_they_need_and_stay_right(tiny, monkeypatch,
         assert_same(session.generate("a robot dancing", **SIZE), resident)
 
 
-@pytest.mark.parametrize("way", [1, 2, 3, 4, -1])
+@pytest.mark.parametrize("way", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW), 4, -1])
 def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, way):
     """Freed after use, reloaded, with the text encoder streamed, with one layer of the transformer, with all."""
     model, ways = tiny("tiny-2.3", "official"), Session._ways

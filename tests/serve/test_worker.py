@@ -19,12 +19,14 @@ import pytest
 import torch
 
 import ltx2rt
+import ltx2rt.serve.worker
 from ltx2rt.backend import DeviceInfo
+from ltx2rt.errors import InputError
 from ltx2rt.media.compare import compare
 from ltx2rt.media.mp4 import opened
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.serve.folder import STORAGE
-from ltx2rt.serve.worker import Pipe, attempt, room, work
+from ltx2rt.serve.worker import DEVICE_WAIT_S, Pipe, attempt, room, work
 
 CLIP = {"prompt": "a red fox", "width": 64, "height": 64, "num_frames": 9, "fps": "24", "seed": 3, "steps": 2,
         "image_crf": 0}  # fmt: skip
@@ -183,6 +185,16 @@ class Fails:
         if self.left == 0:
             raise self.error
         return self.real(*args, **kwargs)
+
+
+def test_a_job_that_runs_again_waits_once_for_the_memory_of_its_dead_worker(session, tmp_path, monkeypatch):
+    refused, waits, real = InputError("no room on a GPU: 9 GB"), [], session.require_memory
+    monkeypatch.setattr(ltx2rt.serve.worker.time, "sleep", waits.append)
+    monkeypatch.setattr(session, "require_memory", Fails(real, refused, 1))
+    assert attempt(session, (), job(tmp_path), None)[0] == "failed" and not waits
+    monkeypatch.setattr(session, "require_memory", Fails(real, refused, 1))
+    assert attempt(session, (), job(tmp_path) | {"epoch": 2}, None)[0] == "done"
+    assert waits == [DEVICE_WAIT_S]
 
 
 @pytest.mark.parametrize("where, name, at", [("weights", "of", 2), ("backend", "to_host", 1), ("backend", "each", 1)])
