@@ -4,6 +4,7 @@
 #   env          the device and the versions
 #   tests        every test whose packages are here
 #   parity       a whole tiny run on the device against the CPU's, float32
+#   race         attention kernels, products and float8 roads against each other, at the shapes of a step
 #   collectives  the placed step's collectives, and the plan for 4 x H100
 #   step         guided steps of both stages, full size, against diffusers' on the same weights; again with float8 weights (needs diffusers)
 #   stages       the two-stage request with 5 steps, by phase
@@ -15,7 +16,7 @@
 #   kernels      each kernel against eager torch, torch.compile and its floor; again with an image; of float8 linears
 #   cold-start   from a fresh process to the first step, by phase: of MODEL, or of a full-size main file (46 GB in TMPDIR)
 #   clip         an MP4 of the tiny model through the command line (needs PyAV)
-#   all          every part above, one after the other, or those in PARTS; one that fails does not stop the next
+#   all          the three calls of first_gpu.sh, one after the other; one that fails does not stop the next
 #
 # FLAGs go to a part's benchmark (all takes none), after those of the part: `stages --device cpu --preset tiny-2.3 --width 128 ...` runs anywhere.
 # Needs Python 3.11 or later with torch, numpy, ml_dtypes, safetensors, tokenizers and tqdm; nothing is downloaded.
@@ -25,7 +26,7 @@
 # finished, the tests leave tests.txt and tests.xml.
 set -euo pipefail
 
-known="env tests parity collectives step stages compile end-to-end peer memory profile kernels cold-start clip"
+known="env tests parity race collectives step stages compile end-to-end peer memory profile kernels cold-start clip"
 part=${1:?"usage: benchmarks/on_gpu.sh PART [FLAG ...]; the parts stand at the top of this file"}
 shift
 cd "$(dirname "$0")/.."
@@ -107,6 +108,7 @@ case $part in
         --output "$OUT/parity-$preset.json" "$@"
     done
     ;;
+  race) benchmark race --output "$OUT/race.json" "$@" ;;
   collectives)
     benchmark collectives --output "$OUT/collectives.json" "$@"
     limited "$PYTHON" -m ltx2rt.cli plan --preset ltx-2.3 --devices 4 --device-kind h100-80gb
@@ -154,11 +156,10 @@ case $part in
   all)
     [ $# = 0 ] || { echo "on_gpu.sh: all takes no FLAG, found $*; run the part that it is for" >&2; exit 2; }
     failed=()
-    for each in ${PARTS:-$known}; do
-      echo "== $each"
-      benchmarks/on_gpu.sh "$each" || failed+=("$each")
+    for call in 1 2 3; do
+      OUT=$OUT benchmarks/first_gpu.sh "$call" || failed+=("$call")
     done
-    [ ${#failed[@]} = 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }
+    [ ${#failed[@]} = 0 ] || { echo "calls with a part that failed: ${failed[*]}" >&2; exit 1; }
     ;;
   *)
     echo "on_gpu.sh: unknown part $part; known: $known all" >&2

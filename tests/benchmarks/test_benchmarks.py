@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
@@ -331,11 +332,22 @@ def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
 @pytest.mark.slow
-def test_on_gpu_all_goes_on_after_a_part_that_fails(tmp_path):
-    done = on_gpu(tmp_path, "all", PARTS="nonsense collectives")
-    assert done.returncode == 1 and "failed: nonsense\n" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["collectives.json"]
-    assert on_gpu(tmp_path, "all", PARTS="collectives").returncode == 0
+def test_on_gpu_all_makes_three_calls_and_each_goes_on_after_a_part_that_fails(tmp_path):
+    shrunk = "race --device cpu --shrink 64 --rounds 1"
+    done = on_gpu(tmp_path, "all", PARTS=f"bad 30 nonsense\nrace 60 {shrunk}\nslow 5 {shrunk} --rounds 100000")
+    assert done.returncode == 1 and "calls with a part that failed: 1 2 3\n" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-1.tgz", "call-2.tgz", "call-3.tgz"]
+    assert "== bad: status 2" in done.stdout and "== race: status 0" in done.stdout
+    assert "== slow: status 124" in done.stdout or "== slow: status 137" in done.stdout
+    with tarfile.open(tmp_path / "call-2.tgz") as archive:
+        names = {name for name in archive.getnames() if name.endswith((".json", "log", "summary"))}
+        race = json.load(archive.extractfile("./race/race.json"))
+    assert names == {"./summary", "./bad/log", "./race/log", "./race/race.json", "./slow/log"}
+    assert {row["name"].split()[0] for row in race["rows"]} >= {"flash2", "efficient", "math", "bfloat16", "float8"}
+    assert any("error" not in row for row in race["rows"])
+    assert on_gpu(tmp_path, "all", PARTS=f"race 60 {shrunk}").returncode == 0
+    late = on_gpu(tmp_path, "all", PARTS="race 60 race", CALL_S="20")
+    assert late.returncode == 0 and late.stdout.count("no time left") == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
