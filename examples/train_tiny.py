@@ -42,7 +42,7 @@ from ltx2rt.models import audio_vae, connectors, gemma, transformer, upsampler, 
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
 from ltx2rt.models.mel import log_mel
-from ltx2rt.pipelines.request import DEFAULT_NEGATIVE_PROMPT
+from ltx2rt.release import NEGATIVE_PROMPT
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.weights.files import TensorInfo, write_tensors
@@ -114,7 +114,7 @@ def sizes() -> Preset:
 
 def prompts() -> list[str]:
     every = itertools.product(PITCHES, COLOURS, MOTIONS, BACKGROUNDS)
-    return [Clip(*names).prompt for names in every] + ["", DEFAULT_NEGATIVE_PROMPT]
+    return [Clip(*names).prompt for names in every] + ["", NEGATIVE_PROMPT]
 
 
 class Lab:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil, prod
+from typing import ClassVar
 
-V25 = (2, 4)  # from this model version on the rules of LTX-2.5 hold
+from ltx2rt.release import Release, of_config, of_version
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class TransformerConfig:
 class GemmaConfig:
     """The text branch of Gemma 3."""
 
+    family: ClassVar[str] = "Gemma 3"
+
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -76,6 +79,8 @@ class GemmaConfig:
 class Gemma4Config:
     """The text branch of Gemma 4, dense. Full-attention layers have heads of their own sizes and no value projection:
     their values are their keys before norm and rotation."""
+
+    family: ClassVar[str] = "Gemma 4"
 
     vocab_size: int
     hidden_size: int
@@ -287,7 +292,7 @@ class DurationHeadConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A checkpoint: its generation decides defaults only, never an architecture."""
+    """A checkpoint: its release decides defaults only, never an architecture."""
 
     version: tuple[int, ...]  # of the `model_version` metadata; () if absent. Of several files: of the transformer's
     transformer: TransformerConfig
@@ -303,16 +308,12 @@ class ModelConfig:
     video_vae_version: tuple[int, ...] = field(default=(), compare=False)  # of the file that the video VAE is in
 
     @property
-    def generation(self) -> str:
-        """ "2.5", "2.3" or "2.0": by model version if the file states one, else by the keys only later ones have."""
-        if self.version:
-            return "2.5" if self.version >= V25 else "2.3" if self.version >= (2, 3) else "2.0"
-        if self.transformer.keyframe_vector:
-            return "2.5"
-        return "2.3" if self.transformer.text_modulation else "2.0"
+    def release(self) -> Release:
+        """By model version if the file states one, else by the fields that only later releases have."""
+        return of_version(self.version) if self.version else of_config(self.transformer)
 
     @property
     def image_crf(self) -> int:
         """The default of the compression that a given image goes through: a matter of the video VAE's file."""
         known = self.video_vae_version or self.version
-        return 18 if (known >= V25 if known else self.generation == "2.5") else 33
+        return (of_version(known) if known else self.release).image_crf

@@ -16,7 +16,7 @@ from ltx2rt.graph.show import FORMATS, show
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.one_stage import OneStage
-from ltx2rt.pipelines.request import DEFAULT_FRAMES, VideoRequest, check_step, default_steps
+from ltx2rt.pipelines.request import DEFAULT_FRAMES, VideoRequest, check_step
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.options import ModelOptions
@@ -70,7 +70,7 @@ def component_graph(
     graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)
     placement = Placement(profile_of(profile, DEFAULT_KIND, mesh), mesh, weights_dtype)
     placement = placement.of(branches) if row.branches else placement.text
-    return placement.loop(graph, default_steps(config)) if name == LOOP else placement.local(graph, row.rules)
+    return placement.loop(graph, config.release.steps) if name == LOOP else placement.local(graph, row.rules)
 
 
 def flags(to: Any) -> None:

@@ -96,7 +96,7 @@ def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.StepShape:
         audio_tokens=g.audio_latents,
         text_tokens=PROMPT_TOKENS,
         coordinates=transformer.coordinate_counts(feeds),
-        stg_blocks=guided_step.default_stg_blocks(c) if branches > 2 else (),
+        stg_blocks=c.release.stg_blocks(c.transformer.num_layers) if branches > 2 else (),
     )
 
 

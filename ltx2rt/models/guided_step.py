@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ltx2rt.config import ModelConfig, TransformerConfig
+from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.modulation import Levels
@@ -92,12 +92,6 @@ class StepShape:
     frozen: tuple[str, ...] = ()
     masked: bool = False
     stg_blocks: tuple[int, ...] = ()
-
-
-def default_stg_blocks(model: ModelConfig) -> tuple[int, ...]:
-    """28 for LTX-2.3 and 29 for 2.0, of 48 blocks; the block at the same depth of a model with another number."""
-    num_layers = model.transformer.num_layers
-    return (29,) if num_layers == 48 and model.generation == "2.0" else (28 * num_layers // 48,)
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:

@@ -109,7 +109,7 @@ class DFR(VideoRequest):
     def check_model(cls, model: ModelConfig) -> None:
         if not model.transformer.keyframe_vector:
             raise InputError(
-                f"--pipeline: dfr, but LTX-{model.generation} has no vector for keyframes; pass a model of LTX-2.5"
+                f"--pipeline: dfr, but LTX-{model.release.name} has no vector for keyframes; pass a model of LTX-2.5"
             )
 
     def resolved(self: Any, model: ModelConfig) -> Any:

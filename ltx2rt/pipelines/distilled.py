@@ -41,8 +41,9 @@ class Distilled(VideoRequest):
     )
 
     def resolved(self, model: ModelConfig) -> Any:
-        if self.stage2_sampler != "euler" and model.generation != "2.5":
-            raise InputError(f"--stage2-sampler: {self.stage2_sampler}, but LTX-{model.generation} takes euler")
+        if self.stage2_sampler not in (known := model.release.samplers):
+            said = f"{self.stage2_sampler}, but LTX-{model.release.name} takes {', '.join(known)}"
+            raise InputError(f"--stage2-sampler: {said}")
         return super().resolved(model)
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
@@ -54,11 +55,9 @@ class Distilled(VideoRequest):
             more = {"guidance": NEUTRAL, "sound": kept, "sampler": sampler}
             return self.denoise(name, geometry, options, sigmas, merged, **more)
 
-        first = "ancestral" if model.generation == "2.5" else "euler"
-
         return [
             *self.text,
-            *steps("stage1", half, DISTILLED_SIGMAS, first),
+            *steps("stage1", half, DISTILLED_SIGMAS, model.release.samplers[0]),
             Upsample(half, self.num_videos, self.factor(model)),
             *steps("stage2", full, STAGE2_SIGMAS, self.stage2_sampler),
             *self.decoded(full, model, options),

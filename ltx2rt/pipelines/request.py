@@ -23,7 +23,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag, spelling
 from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.models.guided_step import Branches, default_stg_blocks
+from ltx2rt.models.guided_step import Branches
 from ltx2rt.session.options import (
     NO_LORA,
     LoraSpec,
@@ -55,22 +55,6 @@ MAX_VIDEOS = 128  # in one batch; each takes a plan 0.1 s
 NEUTRAL = np.array([[1, 0, 1, 0], [1, 0, 1, 0]], np.float32)  # the conditional branch alone
 
 R = TypeVar("R", bound="Request")
-
-# The default of LTX-2.0 and 2.3, as published with the models and in diffusers (Apache-2.0), and what 2.5 adds.
-NEGATIVE_25 = "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
-DEFAULT_NEGATIVE_PROMPT = (
-    "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, grainy"
-    " texture, poor lighting, flickering, motion blur, distorted proportions, unnatural skin tones, deformed "
-    "facial features, asymmetrical face, missing facial features, extra limbs, disfigured hands, wrong hand "
-    "count, artifacts around text, inconsistent perspective, camera shake, incorrect depth of field, "
-    "background too sharp, background clutter, distracting reflections, harsh shadows, inconsistent lighting "
-    "direction, color banding, cartoonish rendering, 3D CGI look, unrealistic materials, uncanny valley "
-    "effect, incorrect ethnicity, wrong gender, exaggerated expressions, wrong gaze direction, mismatched lip "
-    "sync, silent or muted audio, distorted voice, robotic voice, echo, background noise, off-sync audio, "
-    "incorrect dialogue, added dialogue, repetitive speech, jittery movement, awkward pauses, incorrect "
-    "timing, unnatural transitions, inconsistent framing, tilted camera, flat lighting, inconsistent tone, "
-    "cinematic oversaturation, stylized filters, or AI artifacts."
-)
 
 
 def parse_fps(text: str | float | Fraction) -> Fraction:
@@ -279,7 +263,7 @@ class Request:
             return replace(self, auto_duration=window if chosen else None)
         if model.duration_head is not None:
             return replace(self, num_frames=longest, auto_duration=window)
-        if self.auto_duration is None and model.generation != "2.5":
+        if self.auto_duration is None and not model.release.chooses_length:
             return replace(self, num_frames=DEFAULT_FRAMES)
         raise InputError(
             "--num-frames: none, and the checkpoint has no duration head; give one of both (--duration-head)"
@@ -410,8 +394,8 @@ class VideoRequest(Request):
                 raise InputError(f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}")
         if self.num_generated_keyframes and not model.transformer.keyframe_vector:
             raise InputError(
-                f"--num-generated-keyframes: {self.num_generated_keyframes}, but LTX-{model.generation} has no vector "
-                "for keyframes; leave it out, or pass a model of LTX-2.5"
+                f"--num-generated-keyframes: {self.num_generated_keyframes}, but LTX-{model.release.name} has no "
+                "vector for keyframes; leave it out, or pass a model of LTX-2.5"
             )
         check_step("--num-frames", full.num_frames, step, 1, "frames", f"{step}*k + 1")
         return replace(full, image_crf=model.image_crf if self.image_crf is None else self.image_crf)
@@ -533,36 +517,26 @@ class Guided(VideoRequest):
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         full = super().resolved(model)
-        negative = negative_prompt(model) if self.negative_prompt is None else self.negative_prompt
+        negative = model.release.negative_prompt if self.negative_prompt is None else self.negative_prompt
         steps = self.steps or self.default_steps(model)
         blocks = stg_blocks(model, self.stg_blocks, bool(self.video_stg or self.audio_stg))
         return replace(full, negative_prompt=negative, steps=steps, stg_blocks=blocks)
 
     def default_steps(self, model: ModelConfig) -> int:
-        return default_steps(model)
+        return model.release.steps
 
 
 def stg_blocks(model: ModelConfig, given: tuple[int, ...] | None, used: bool) -> tuple[int, ...]:
     """The given ones, else the model's. used: whether any scale needs them. Raises InputError."""
     num_layers = model.transformer.num_layers
     if given is None:
-        return default_stg_blocks(model)
+        return model.release.stg_blocks(num_layers)
     if given == () and used:
         raise InputError("--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0")
     for block in given:
         if not 0 <= block < num_layers:
             raise InputError(f"--stg-blocks: block {block}, but the model has blocks 0 to {num_layers - 1}")
     return given
-
-
-def negative_prompt(model: ModelConfig) -> str:
-    """The default of the model's generation."""
-    return NEGATIVE_25 * (model.generation == "2.5") + DEFAULT_NEGATIVE_PROMPT
-
-
-def default_steps(model: ModelConfig) -> int:
-    """Steps of the guided schedule, as published with the models."""
-    return 40 if model.generation == "2.0" else 30
 
 
 def draw_seed() -> int:

@@ -16,8 +16,6 @@ from ltx2rt.pipelines.request import (
     Guided,
     Loras,
     Request,
-    default_steps,
-    negative_prompt,
     stg_blocks,
 )
 from ltx2rt.session.options import ModelOptions
@@ -71,8 +69,8 @@ class TextToAudio(Request):
         full = super().resolved(model)
         return replace(
             full,
-            negative_prompt=negative_prompt(model) if self.negative_prompt is None else self.negative_prompt,
-            steps=self.steps or default_steps(model),
+            negative_prompt=model.release.negative_prompt if self.negative_prompt is None else self.negative_prompt,
+            steps=self.steps or model.release.steps,
             stg_blocks=stg_blocks(model, self.stg_blocks, bool(self.audio_stg)),
         )
 

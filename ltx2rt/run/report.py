@@ -45,7 +45,7 @@ def named(path: Path) -> dict[str, str]:
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
     """The clip's metadata: prompt, seed, model, versions and every setting; files by name alone."""
     checkpoint = session.checkpoint
-    model = {**named(checkpoint.path), "layout": checkpoint.layout, "generation": checkpoint.config.generation}
+    model = {**named(checkpoint.path), "layout": checkpoint.layout, "generation": checkpoint.config.release.name}
     options = plain(session.asked, named)
     return {
         "prompt": request.prompt,

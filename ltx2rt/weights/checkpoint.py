@@ -17,7 +17,6 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.config import (
-    V25,
     DurationHeadConfig,
     Gemma4Config,
     GemmaConfig,
@@ -27,9 +26,9 @@ from ltx2rt.config import (
 )
 from ltx2rt.errors import GraphError, InputError
 from ltx2rt.notes import note
+from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
-from ltx2rt.weights.configs import Keys, parse_json, version_tuple
-from ltx2rt.weights.describe import stated
+from ltx2rt.weights.configs import Keys, parse_json
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorSource, open_file, open_tensors
 from ltx2rt.weights.gguf import GgufFile, unread
 from ltx2rt.weights.lora import Lora, Pair, open_lora
@@ -122,7 +121,7 @@ class Checkpoint:
             return matrices <= lora.pairs.keys() and 16 * max(ranks) >= self.config.transformer.width
 
         def of_another_release(path: Path) -> bool:
-            return stated(TensorFile(path).metadata) not in ("", self.config.generation)
+            return stated(TensorFile(path).metadata) not in ("", self.config.release.name)
 
         if not self.loras_found:
             raise self._absent("lora")
@@ -266,12 +265,11 @@ def _refuse_encoded(source: RenamedSource) -> None:
 
 
 def check_release(path: Path | None, version: tuple[int, ...], flag: str) -> None:
-    """Files of LTX-2.5 state their version. Raises InputError for one of an earlier release beside it, and for one of
-    LTX-2.5 beside an earlier release."""
+    """Raises InputError for a file of another release, where either is one that goes with its own alone."""
     if path is None or path.is_dir() or not version:
         return
     own = version_tuple(TensorFile(path).metadata.get("model_version"))
-    if (own >= V25) != (version >= V25):
+    if not of_version(own).goes_with(of_version(version)):
         said = f"of LTX-{'.'.join(map(str, own))}" if own else "that states no model_version"
         raise InputError(
             f"{path}: a file {said} beside LTX-{'.'.join(map(str, version))}; pass that release's own with {flag}"
@@ -411,7 +409,7 @@ def _text_source(
     if not projections(text):
         tensors = open_tensors(gemma_path) if gemma_path is not None else None
         has = tensors is not None and bool(projections(tensors))
-        if not has and version_tuple(main.metadata.get("model_version")) < V25:
+        if not has and not of_version(version_tuple(main.metadata.get("model_version"))).split:
             raise InputError(
                 f"{main.path}: no text projection ({TEXT_PROJECTION}*aggregate_embed); put the "
                 "release's file that holds it beside this one"
@@ -441,7 +439,7 @@ def check_gemma_version(main: TensorFile | TensorFolder, version: tuple[int, ...
                 f"{where}: gemma_version {found!r}, the transformer was trained with {wanted!r}; pass the text encoder "
                 "of its release with --text-encoder"
             )
-    elif version >= V25:
+    elif of_version(version).split:
         if found is not None and not isinstance(main, GgufFile):
             raise InputError(
                 f"{where}: gemma_version {found!r}, but {main.path} names none; pass the original files of one release"

@@ -1,4 +1,4 @@
-"""Which of several files fit a transformer: by the generation they state, and by their sizes."""
+"""Which of several files fit a transformer: by the release they state, and by their sizes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ltx2rt.config import Gemma4Config
 from ltx2rt.errors import InputError
+from ltx2rt.release import named, stated
 from ltx2rt.weights import configs
-from ltx2rt.weights.describe import stated, transformer_generation
+from ltx2rt.weights.describe import release_of
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file
 from ltx2rt.weights.parts import UPSAMPLERS
 from ltx2rt.weights.text_encoder import gemma_keys, plain_gemma3, unread_format
@@ -22,10 +22,10 @@ MID_CHANNELS = 4  # the transformer's width over that of an upsampler; LTX-Video
 class Fit:
     """The transformer that parts have to fit.
 
-    generation: such as "2.3". hidden: the text encoder's width; it and `width` are 0 if not known.
+    release: such as "2.3". hidden: the text encoder's width; it and `width` are 0 if not known.
     """
 
-    generation: str
+    release: str
     hidden: int
     width: int
 
@@ -38,7 +38,7 @@ class Fit:
             width = int(transformer["num_attention_heads"]) * int(transformer["attention_head_dim"])
         except (KeyError, TypeError, ValueError, RecursionError):  # opening it says what is wrong
             hidden = width = 0
-        return Fit(transformer_generation(main), hidden, width)
+        return Fit(release_of(main), hidden, width)
 
     def choose(self, part: str, paths: Sequence[Path]) -> list[Path]:
         """Those that fit, of those the ones that can be read, of those the ones that say so."""
@@ -46,7 +46,7 @@ class Fit:
             fitting = [path for path in paths if self._gemma(path)]
             return [path for path in fitting if not _fp4(path)] or fitting
         said = {path: self._stated(part, path) for path in paths}
-        same = [path for path in paths if said[path] == self.generation]
+        same = [path for path in paths if said[path] == self.release]
         return same or [path for path in paths if not said[path]]
 
     def _gemma(self, path: Path) -> bool:
@@ -54,12 +54,12 @@ class Fit:
             config = configs.gemma(gemma_keys(path))
         except InputError:
             return False
-        if isinstance(config, Gemma4Config) != (self.generation == "2.5"):
+        if config.family != named(self.release).text_encoder:
             return False
         return self.hidden in (0, config.hidden_size)
 
     def _stated(self, part: str, path: Path) -> str:
-        """The generation that a file is of; empty if neither its header nor its names tell it."""
+        """The release that a file is of; empty if neither its header nor its names tell it."""
         if path.is_dir():
             return ""
         try:

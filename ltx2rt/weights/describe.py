@@ -1,12 +1,11 @@
-"""A file in a few words: its generation, the types of its tensors, its size. Headers only."""
+"""A file in a few words: its release, the types of its tensors, its size. Headers only."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 
-from ltx2rt.config import V25
-from ltx2rt.weights.configs import KEYFRAME_VECTOR, version_tuple
+from ltx2rt.release import of_tensors, stated
 from ltx2rt.weights.files import DTYPE_NAMES, TensorSource
 
 SMALL = 0.0005  # of the bytes: types that are not worth a word
@@ -36,31 +35,12 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.3g} GB"
 
 
-def generation(version: tuple[int, ...]) -> str:
-    """ "2.5", "2.3", "2.0", an earlier "0.9", or "" for a version that is not stated."""
-    if not version:
-        return ""
-    if version < (2,):
-        return ".".join(map(str, version[:2]))
-    return "2.5" if version >= V25 else "2.3" if version >= (2, 3) else "2.0"
-
-
-def stated(metadata: Mapping[str, str]) -> str:
-    """The generation that a file's metadata state, empty if they do not."""
-    return generation(version_tuple(metadata.get("model_version")))
-
-
-def transformer_generation(file: TensorSource) -> str:
-    """The generation that a transformer's file states, or that its tensors tell."""
-    if said := stated(getattr(file, "metadata", {})):
-        return said
-    names = set(file.names())
-    if KEYFRAME_VECTOR in names:
-        return "2.5"
-    return "2.3" if any("prompt_adaln_single." in name for name in names) else "2.0"
+def release_of(file: TensorSource) -> str:
+    """The name of the release that a transformer's file states, or that its tensors tell."""
+    return stated(getattr(file, "metadata", {})) or of_tensors(set(file.names())).name
 
 
 def words(file: TensorSource) -> str:
     """A transformer's file, such as "LTX-2.3, Q4_K 61 %, Q6_K 39 %, 15.3 GB"."""
     sizes = type_bytes(file)
-    return f"LTX-{transformer_generation(file)}, {mix(sizes)}, {gigabytes(sum(sizes.values()))}"
+    return f"LTX-{release_of(file)}, {mix(sizes)}, {gigabytes(sum(sizes.values()))}"

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.config import Gemma4Config, ModelConfig
+from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.release import stated, version_tuple
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import (
     COMPONENTS,
@@ -26,8 +27,7 @@ from ltx2rt.weights.checkpoint import (
     open_upsampler,
 )
 from ltx2rt.weights.comfy import entries, models_folder
-from ltx2rt.weights.configs import version_tuple
-from ltx2rt.weights.describe import gigabytes, mix, stated, transformer_generation, type_bytes
+from ltx2rt.weights.describe import gigabytes, mix, release_of, type_bytes
 from ltx2rt.weights.files import (
     DTYPE_NAMES,
     TensorFile,
@@ -101,11 +101,11 @@ def _comfy(path: Path, tree: Path) -> dict[str, Any]:
 def _row(kind: str, path: Path) -> dict[str, Any]:
     """A part in a few words."""
     file = open_tensors(path)
-    family = transformer_generation(file) if kind == "main" else stated(file.metadata)
+    family = release_of(file) if kind == "main" else stated(file.metadata)
     sizes = type_bytes(dequantised(file))
     if kind == "gemma":
         with suppress(InputError):
-            family = "Gemma 4" if isinstance(open_gemma(path)[0], Gemma4Config) else "Gemma 3"
+            family = open_gemma(path)[0].family
     elif family:
         family = f"LTX-{family}"
     elif kind in UPSAMPLERS.values():
@@ -140,7 +140,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     return {
         "kind": "checkpoint",
         "layout": checkpoint.layout,
-        "family": f"LTX-{checkpoint.config.generation}",
+        "family": f"LTX-{checkpoint.config.release.name}",
         "version": ".".join(map(str, checkpoint.config.version)) or None,
         "sizes": _sizes(checkpoint.config),
         "components": {name: _tensors(checkpoint.sources[name]) for name in COMPONENTS if name in checkpoint.sources},
@@ -209,7 +209,7 @@ def _gemma(path: Path) -> dict[str, Any]:
     config, source = open_gemma(path)
     return {
         "kind": "Gemma folder" if path.is_dir() else WORDS["gemma"],
-        "family": "Gemma 4" if isinstance(config, Gemma4Config) else "Gemma 3",
+        "family": config.family,
         "sizes": {"hidden": config.hidden_size, "layers": config.num_layers, "vocabulary": config.vocab_size},
         "components": {"gemma": _tensors(source)} | _beside(path),
         "missing": [] if has_tokenizer(path) else ["tokenizer.json"],

@@ -17,10 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.atomic_file import check_outputs
-from ltx2rt.config import V25
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
-from ltx2rt.weights.configs import version_tuple
+from ltx2rt.release import of_version, version_tuple
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
 from ltx2rt.weights.names import collapse, component_of, to_official
 from ltx2rt.weights.quantised import Float8, stored_float8
@@ -141,7 +140,7 @@ def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
 def check_lora(lora: Lora, version: tuple[int, ...]) -> None:
     """Raises InputError for a LoRA of an earlier release on LTX-2.5, or the other way round, if both state theirs."""
     own = version_tuple(lora.file.metadata.get("model_version"))
-    if own and version and (own >= V25) != (version >= V25):
+    if own and version and not of_version(own).goes_with(of_version(version)):
         words = [".".join(map(str, found)) for found in (own, version)]
         raise InputError(f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of its release")
 

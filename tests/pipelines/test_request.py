@@ -15,8 +15,9 @@ from ltx2rt.errors import InputError
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.distilled import Distilled
 from ltx2rt.pipelines.one_stage import OneStage
-from ltx2rt.pipelines.request import DEFAULT_NEGATIVE_PROMPT, parse_blocks, parse_fps, parse_image
+from ltx2rt.pipelines.request import parse_blocks, parse_fps, parse_image
 from ltx2rt.pipelines.two_stage import TwoStage
+from ltx2rt.release import NEGATIVE_PROMPT, named
 from ltx2rt.session.options import LoraSpec, ModelOptions, parse_lora
 from ltx2rt.stages.conditioning import ImageSpec
 
@@ -24,7 +25,7 @@ from ltx2rt.stages.conditioning import ImageSpec
 def model(generation="2.3", num_layers=48, version=()):
     """Only what `resolve` may look at."""
     return SimpleNamespace(
-        generation=generation,
+        release=named(generation),
         version=version or tuple(int(part) for part in generation.split(".")),
         duration_head=None,
         upsampler=None,
@@ -46,14 +47,14 @@ REQUEST = TwoStage("a cat")
 def test_defaults_follow_the_generation(generation, num_layers, steps, block):
     full = REQUEST.resolved(model(generation, num_layers))
     assert (full.steps, full.stg_blocks, full.image_crf, full.audio_from) == (steps, (block,), 33, "stage1")
-    assert full.negative_prompt == DEFAULT_NEGATIVE_PROMPT and 0 <= full.seed < 2**63
+    assert full.negative_prompt == NEGATIVE_PROMPT and 0 <= full.seed < 2**63
     assert np.array_equal(full.guidance, np.float32([[3, 1, 3, 0.7], [7, 1, 3, 0.7]]))
 
 
 def test_the_negative_prompt_is_the_published_one():
     from diffusers.pipelines.ltx2.utils import DEFAULT_NEGATIVE_PROMPT as published
 
-    assert published == DEFAULT_NEGATIVE_PROMPT
+    assert published == NEGATIVE_PROMPT
 
 
 def test_given_values_are_kept():

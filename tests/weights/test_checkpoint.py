@@ -381,7 +381,7 @@ def test_parts_in_files_of_their_own_are_told_by_their_headers(parts):
         path.rename(parts / f"{i}.safetensors")
     checkpoint = open_checkpoint(parts)
     assert checkpoint.config == expected and checkpoint.sources.keys() == FOUND
-    assert checkpoint.config.generation == "2.5" and video_decoder(checkpoint.config, None) == "conv"
+    assert checkpoint.config.release.name == "2.5" and video_decoder(checkpoint.config, None) == "conv"
     assert checkpoint.distilled_lora() in checkpoint.loras_found
     assert isinstance(checkpoint.tokenizer, Asset) and b"<bos>" in checkpoint.tokenizer.read_bytes()
     assert len(list(checkpoint.source("text").names())) == 66 + 4
@@ -538,7 +538,7 @@ def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is
     link(folder / "transformer", folder / "transformer_full")
     checkpoint = open_checkpoint(folder)
     assert checkpoint.source("transformer").where == folder / "transformer"
-    assert checkpoint.config.generation == "2.5" and checkpoint.config.image_crf == 18
+    assert checkpoint.config.release.name == "2.5" and checkpoint.config.image_crf == 18
     full = open_checkpoint(folder / "transformer_full")
     assert full.source("transformer").where == folder / "transformer_full"
     assert full.sources.keys() == checkpoint.sources.keys() == FOUND

@@ -107,7 +107,7 @@ def test_full_size_equals_the_released_tables(name):
     connector = (32, 128, 8) if name == "ltx-2.3" else (30, 128, 2)
     video = config.text.video
     assert (video.num_heads, video.head_dim, video.num_layers) == connector
-    assert config.generation == name[-3:]
+    assert config.release.name == name[-3:]
     blocks = official(name)["vae"]["decoder_blocks"]
     first = ["res_x", {"num_layers": 4 if name == "ltx-2.3" else 5}]
     second = {"ltx-2.0": ["compress_all", {"multiplier": 2, "residual": True}]}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
+from ltx2rt.release import version_tuple
 from ltx2rt.weights.configs.audio import (
     diffusers_audio_vae,
     diffusers_audio_vae_json,
@@ -68,13 +69,3 @@ def official_json(config: ModelConfig) -> dict[str, Any]:
 def gemma(keys: Keys) -> GemmaConfig | Gemma4Config:
     """config.json of a Gemma folder, or the `gemma_config` of a text-encoder file."""
     return gemma4(keys) if keys.get("model_type", None) in MODEL_TYPES else gemma3(keys)
-
-
-def version_tuple(text: str | None) -> tuple[int, ...]:
-    """ "2.3.0" -> (2, 3, 0): the leading integers, "-" read as "."; () if there are none."""
-    parts: list[int] = []
-    for part in (text or "").strip().strip('"').replace("-", ".").split("."):
-        if not part.isdecimal():
-            break
-        parts.append(int(part))
-    return tuple(parts)

@@ -199,7 +199,7 @@ def lora_tensors(
 ) -> dict[str, Tensor]:
     """Every linear layer of the transformer at rank min(rank, in, out); 2.0's file also changes the text projection."""
     targets = {name: shape for name, shape in shapes["transformer"].items() if name.endswith(".weight")}
-    if config.generation == "2.0":
+    if config.release.lora_changes_text:
         targets |= {name: s for name, s in shapes["text"].items() if name.startswith("text_embedding_projection.")}
     out = {}
     for name, shape in targets.items():

@@ -114,7 +114,7 @@ def test_tiny_checkpoints_are_complete_and_small(tiny, name, layout):
     assert checkpoint.layout == layout
     expected = preset(name).config
     assert replace(checkpoint.config, version=()) == replace(expected, version=())
-    assert checkpoint.config.generation == name[-3:]
+    assert checkpoint.config.release.name == name[-3:]
     for component, shapes in networks(expected).items():
         if component == "transformer" and expected.transformer.keyframe_vector:
             shapes[configs.KEYFRAME_VECTOR] = (1, expected.transformer.width)
