@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import Spread, machine, ratios, record
 from benchmarks.random_weights import random_session
+from ltx2rt.commands.options import PRESETS
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.media.compare import PSNR_CAP_DB, correlation, luma, ssim
 from ltx2rt.media.mp4 import to_rgb8
@@ -268,7 +269,7 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
 
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description="time of a whole request, by phase")
-    parser.add_argument("--preset", default="ltx-2.3", choices=("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3"))
+    parser.add_argument("--preset", default="ltx-2.3", choices=PRESETS)
     parser.add_argument("--pipeline", choices=tuple(pipelines()), default=FIRST)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     model = ("dtype", "weights_dtype", "compile", "profile", "text_encoder_offload", "stage_weights")

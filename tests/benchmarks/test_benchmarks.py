@@ -434,8 +434,9 @@ def test_a_lora_gives_its_random_weights_memory_of_their_own():
     assert torch.equal(first[changed], second[changed])
 
 
-def test_a_run_holds_the_weights_that_its_plan_says():
-    with random_weights.random_session("tiny-2.3", device="cpu") as session:
+@pytest.mark.parametrize("preset", ["tiny-2.3", "tiny-2.5"])
+def test_a_run_holds_the_weights_that_its_plan_says(preset):
+    with random_weights.random_session(preset, device="cpu") as session:
         plan = make_plan(session, TINY_REQUEST)
         end_to_end.run_once(session, plan, Stopwatch())
         planned = session.costs(plan.stages)[-1].weights_bytes
