@@ -12,10 +12,11 @@ import pytest
 
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.gguf_blocks import BLOCKS
-from ltx2rt.weights.names import LLAMA_CPP, PREFIXES, component_of
+from ltx2rt.weights.names import LLAMA_CPP, component_of
+from ltx2rt.weights.part_table import PARTS
 from ltx2rt.weights.parts import file_kind
 
-PREFIX = PREFIXES["transformer"]
+PREFIX = PARTS["transformer"].prefix
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = {  # bytes of a block where a float16 is
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},

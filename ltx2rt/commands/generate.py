@@ -25,7 +25,6 @@ from ltx2rt.commands.options import (
     pipeline_flags,
     run_flags,
     start_ranks,
-    wanted_files,
 )
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
@@ -49,6 +48,7 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES, SOUND
 from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.part_table import wanted_by
 
 COMPILED = """\
 With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (default: ltx2rt under
@@ -145,7 +145,7 @@ def main(args: argparse.Namespace) -> int | None:
         request = replace(request, seed=draw_seed())
         args.argv = [*args.argv, "--seed", str(request.seed)]
     request.check()
-    options = located(options, wanted_files(type(request)))
+    options = located(options, wanted_by(type(request)))
     checkpoint, request = prepared(options, request, written)  # torch and jax take seconds to import
     factory = get_factory(options.backend)
     if to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:

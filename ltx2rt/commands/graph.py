@@ -22,7 +22,7 @@ from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.suggest import hint
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.parts import FLAGS, WORDS
+from ltx2rt.weights.part_table import PARTS
 from ltx2rt.weights.random.presets import preset
 
 DEFAULT_KIND = "h100-80gb"  # whose profile is taken if none is named
@@ -61,11 +61,9 @@ def component_graph(
         known = f"known: {', '.join(NAMES)}{hint(name, NAMES)}"
         raise InputError(f"no graph is called {name!r}; {known}")
     row = CATALOG["guided-step" if name == LOOP else name]
-    if "gemma" in row.parts and config.gemma is None:
-        raise InputError("no Gemma folder was found; pass one with --text-encoder")
-    for part in {"upsampler", "temporal_upsampler", "duration_head"} & set(row.parts):
+    for part in row.parts:
         if getattr(config, part) is None:
-            raise InputError(f"no {WORDS[part]} was found; pass one with {FLAGS[part]}")
+            raise InputError(f"no {PARTS[part].word} was found; pass one with {PARTS[part].flag}")
     geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)
     graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)
     placement = Placement(profile_of(profile, DEFAULT_KIND, mesh), mesh, weights_dtype)

@@ -52,11 +52,6 @@ def planned_options(args: argparse.Namespace) -> ModelOptions:
     return located(replace(options, mesh=options.on_mesh(1), tp_size=None, offline=True))
 
 
-def wanted_files(pipeline: type[Request]) -> list[str]:
-    """Optional files of a checkpoint that the pipeline reads."""
-    return ["upsampler"] * (pipeline.scale > 1) + ["lora"] * (pipeline.distilled in ("needed", "default"))
-
-
 def model_or_preset(to: Any) -> None:
     model = groups(to)["model"].add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, metavar="PATH", help="model file or folder")

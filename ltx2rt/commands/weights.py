@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.commands.options import PRESETS, json_flag, wanted_files
+from ltx2rt.commands.options import PRESETS, json_flag
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
@@ -16,6 +16,7 @@ from ltx2rt.weights import hub
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.lora import merge_to_file, open_lora
+from ltx2rt.weights.part_table import files_beside, wanted_by
 from ltx2rt.weights.random.make import make_checkpoint
 from ltx2rt.weights.random.presets import UPSAMPLERS
 
@@ -86,7 +87,7 @@ def fetch_flags(to: Any) -> None:
 
 def fetch(args: argparse.Namespace) -> None:
     decoder = given_flags(args, ModelOptions).get("video_decoder")
-    wanted = (*hub.parts(decoder), *wanted_files(pipeline(args.pipeline)))
+    wanted = (*files_beside(decoder), *wanted_by(pipeline(args.pipeline)))
     repo = hub.parse_repo(Path(f"{args.repository}@{args.revision}" if args.revision else args.repository))
     if repo is None:
         raise InputError(f"{args.repository}: expected ORG/NAME or ORG/NAME/FILE of the hub, not a path")

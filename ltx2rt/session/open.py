@@ -16,10 +16,12 @@ from ltx2rt.session.arrange import Choice, choose
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.session.session import Needing, Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
-from ltx2rt.weights.hub import OPTIONAL, fetch, parse_repo, parts
+from ltx2rt.weights.hub import fetch, parse_repo
+from ltx2rt.weights.part_table import PARTS, files_beside, names_of
 
 StagesOf = Callable[[Checkpoint], Sequence[Needing]]
-FILES = ("upsampler", "temporal_upsampler", "video_vae", "audio_vae", "duration_head")
+FILES = tuple(dict.fromkeys(part.option for part in PARTS.values() if part.option and part.name != "lora"))
+OPTIONAL = names_of(lambda part: part.option and part.wanted)  # not every pipeline needs them
 
 
 def open_session(
@@ -61,10 +63,8 @@ def _chosen(options: ModelOptions, checkpoint: Checkpoint, backend: Backend, sta
 
 def opened_checkpoint(options: ModelOptions) -> Checkpoint:
     """The checkpoint that the options name. Raises InputError."""
-    o = options
-    parts = {"video_vae": o.video_vae, "audio_vae": o.audio_vae, "duration_head": o.duration_head}
-    parts["config_from"] = o.config_from
-    return open_checkpoint(o.model, o.text_encoder, o.upsampler, o.temporal_upsampler, **parts)
+    files = {option: getattr(options, option) for option in FILES}
+    return open_checkpoint(options.model, config_from=options.config_from, **files)
 
 
 def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelOptions:
@@ -80,17 +80,15 @@ def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelO
     def lora(spec: LoraSpec) -> LoraSpec:
         return spec if spec == NO_LORA else replace(spec, path=local(spec.path, "lora"))
 
-    flags = {"gemma": "text_encoder", "lora": "distilled_lora", "diffusion_decoder": "video_vae"}
-    kinds = (*parts(options.video_decoder), *wanted)
-    kinds = tuple(kind for kind in kinds if getattr(options, flags.get(kind, kind)) is None)
-    files = {part: getattr(options, part) for part in FILES}
+    kinds = (*files_beside(options.video_decoder), *wanted)
+    kinds = tuple(kind for kind in kinds if getattr(options, PARTS[kind].option) is None)
+    text, files = PARTS["gemma"].option, {option: getattr(options, option) for option in FILES}
     return replace(
         options,
         model=local(options.model, "main", kinds),
-        text_encoder=options.text_encoder and local(options.text_encoder, "gemma"),
         distilled_lora=options.distilled_lora and lora(options.distilled_lora),
         loras=tuple(map(lora, options.loras)),
-        **{part: local(path, part) for part, path in files.items() if path},
+        **{o: local(path, "gemma" if o == text else o) for o, path in files.items() if path},
     )
 
 

@@ -42,9 +42,8 @@ from ltx2rt.weights.names import (
     to_official,
 )
 from ltx2rt.weights.near import find
+from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of
 from ltx2rt.weights.parts import (
-    FLAGS,
-    UPSAMPLERS,
     Parts,
     absent,
     contents,
@@ -61,9 +60,7 @@ from ltx2rt.weights.sources import JoinedRows, RenamedSource, renamed
 from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_tokenizer, open_gemma
 
 ENCODED = [np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, np.uint8)]
-COMPONENTS = ("transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler", "temporal_upsampler")
-COMPONENTS += ("diffusion_decoder", "duration_head")
-OPTIONAL = ("temporal_upsampler", "diffusion_decoder", "duration_head")  # not every generation has them
+COMPONENTS = names_of(lambda part: part.source)
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 BLOCK_MATRIX = re.compile(r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$")
 
@@ -183,7 +180,7 @@ def open_checkpoint(
     file that belong to no component. A part that is missing is an error only when its source is asked for.
     """
     given = {
-        "gemma": text_encoder,
+        "text_encoder": text_encoder,
         "upsampler": upsampler,
         "temporal_upsampler": temporal_upsampler,
         "video_vae": video_vae,
@@ -193,7 +190,7 @@ def open_checkpoint(
     path, main, parts, index = find(Path(model), given, config_from)
 
     def pick(part: str) -> Path | None:
-        return Path(chosen) if (chosen := given[part]) else only(part, listed(getattr(parts, part), index))
+        return Path(chosen) if (chosen := given[PARTS[part].option]) else only(part, listed(parts.files[part], index))
 
     gemma_path = pick("gemma")
     upsampler_paths = {part: pick(part) for part in ("upsampler", "temporal_upsampler")}
@@ -205,7 +202,7 @@ def open_checkpoint(
     upsamplers: dict[str, UpsamplerConfig] = {}
     for part, path_ in upsampler_paths.items():
         if path_ is not None:
-            upsamplers[part], sources[part] = open_upsampler(path_, FLAGS[part])
+            upsamplers[part], sources[part] = open_upsampler(path_, PARTS[part].flag)
     if (temporal := upsamplers.get("temporal_upsampler")) and not temporal.temporal:
         raise InputError(
             f"--temporal-upsampler: {temporal_upsampler} is a {temporal.kind} upsampler, expected a temporal one; pass "
@@ -223,7 +220,7 @@ def open_checkpoint(
         layout = "diffusers"
         if config_from:
             raise InputError(f"--config-from: {path} has its own config; leave the flag out")
-        if named := [FLAGS[part] for part in ("video_vae", "audio_vae", "duration_head") if given[part]]:
+        if named := [PARTS[part].flag for part in ("video_vae", "audio_vae", "duration_head") if given[part]]:
             raise InputError(f"{named[0]}: {path} is a diffusers folder, which has its own; leave the flag out")
         folders = {part: only(part, listed(found, index)) for part, found in parts.diffusers.items()}
         config, components = open_diffusers(path, folders, gemma_config, parts.unreadable)
@@ -235,18 +232,18 @@ def open_checkpoint(
         configs.check_duration_head(config.duration_head, config.text, str(sources["duration_head"].where))
     config = replace(config, **upsamplers)
     for part, found in upsamplers.items():
-        check_release(upsampler_paths[part], config.version, FLAGS[part])
+        check_release(upsampler_paths[part], config.version, PARTS[part].flag)
         if found.in_channels != config.video_vae.latent_channels:
             raise InputError(
                 f"{upsampler_paths[part]}: an upsampler of {found.in_channels} channels, the checkpoint's latents "
-                f"have {config.video_vae.latent_channels}; pass that one with {FLAGS[part]}"
+                f"have {config.video_vae.latent_channels}; pass that one with {PARTS[part].flag}"
             )
         sources[part] = sources[part].joined(sources["video_vae"], STATISTICS)
     for source in sources.values():
         _refuse_encoded(source)
     tokenizer, found_ = find_tokenizer(gemma_path, parts.tokenizer), tuple(parts.tokenizer)
     unreadable = tuple(parts.unreadable)
-    return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.lora), unreadable, found_)
+    return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.files["lora"]), unreadable, found_)
 
 
 def _refuse_encoded(source: RenamedSource) -> None:
@@ -307,7 +304,7 @@ def open_official(
     if missing := [part for part in ("video_vae", "audio_vae", "vocoder") if part not in sources]:
         if {"audio_vae", "vocoder"} <= {*missing}:  # one file has both
             missing.remove("vocoder")
-        more = {"gemma": gemma_path, "upsampler": found.upsampler, "lora": found.lora}
+        more = {"gemma": gemma_path, "upsampler": found.files["upsampler"], "lora": found.files["lora"]}
         also = [part for part, there in more.items() if not there]
         raise absent(missing, main.path, found.unreadable, also)
 
@@ -319,7 +316,7 @@ def open_official(
         check_gemma_version(main, version, gemma_keys(gemma_path), gemma_path)
     transformer, audio = section("transformer", ""), configs.official_audio_vae(section("audio_vae", "audio_vae"))
     network = configs.official_transformer(transformer)
-    text = _with_connectors(main, sources.get("text"), found.connectors, network)
+    text = _with_connectors(main, sources.get("text"), found.files["text"], network)
     sources["text"], width = _text_source(main, text, gemma_path)
     diffusion = files.get("diffusion_decoder")
     if conv or diffusion is None:
@@ -384,11 +381,11 @@ def _with_connectors(
     for prefix in (*CONNECTORS, TEXT_PROJECTION):
         if not any(name.startswith(prefix) for name in text.names()):
             if beside is None:
-                opened = [component_sources("connectors", open_file(path)) for path in files]
+                opened = [component_sources("text", open_file(path)) for path in files]
                 beside = [sources["text"] for sources in opened]
             names = [[n for n in source.names() if n.startswith(prefix)] for source in beside]
             found = [each for each in zip(beside, names, strict=True) if each[1] and fits(*each)]
-            refuse_ambiguous(connectors=[source.where for source, _ in found])
+            refuse_ambiguous(text=[source.where for source, _ in found])
             text = text.joined(*found[0]) if found else text
     return text if list(text.names()) else None
 
@@ -468,7 +465,7 @@ def component_sources(part: str, file: TensorFile) -> dict[str, RenamedSource]:
     """The sources of a file of its own, by component; prefixes that such a file leaves out are put back."""
     if part == "audio_vae":
         return official_sources(file)
-    if part == "connectors":
+    if part == "text":
         names = official_names(file.names())
         text = {name: ours for name, ours in names.items() if component_of(ours) == "text"}
         return {"text": renamed(file, file.path, text.get)}
@@ -480,12 +477,12 @@ def component_sources(part: str, file: TensorFile) -> dict[str, RenamedSource]:
 def open_upsampler(path: Path, flag: str = "--upsampler") -> tuple[UpsamplerConfig, RenamedSource]:
     """An official upsampler file, or a diffusers folder, of any kind. flag: that names it."""
     if path.is_dir():
-        if folder_kind(path) not in UPSAMPLERS.values():
+        if folder_kind(path) not in UPSAMPLERS:
             raise InputError(f"{path}: no latent upsampler folder; pass one, or a file, with {flag}")
         tensors, keys = open_tensors(path), read_json(path / "config.json")
     else:
         tensors = TensorFile(path)
-        if file_kind(tensors) not in UPSAMPLERS.values():
+        if file_kind(tensors) not in UPSAMPLERS:
             raise InputError(f"{path}: no latent upsampler ({contents(tensors)}); pass one with {flag}")
         if "config" not in tensors.metadata:
             raise InputError(f"{path}: its metadata has no `config`; pass the original file, not a re-saved one")

@@ -12,7 +12,7 @@ from ltx2rt.release import named, stated
 from ltx2rt.weights import configs
 from ltx2rt.weights.describe import release_of
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file
-from ltx2rt.weights.parts import UPSAMPLERS
+from ltx2rt.weights.part_table import UPSAMPLERS
 from ltx2rt.weights.text_encoder import gemma_keys, plain_gemma3, unread_format
 
 MID_CHANNELS = 4  # the transformer's width over that of an upsampler; LTX-Video's are half as wide
@@ -66,7 +66,7 @@ class Fit:
             file = open_file(path)
         except InputError:
             return ""
-        if (said := stated(file.metadata)) or part not in UPSAMPLERS.values():
+        if (said := stated(file.metadata)) or part not in UPSAMPLERS:
             return said
         if self.width and file.info("initial_conv.weight").shape[0] * MID_CHANNELS != self.width:
             return "another model's"

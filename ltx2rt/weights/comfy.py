@@ -12,23 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ltx2rt.weights.files import GGUF, MAX_HEADER_BYTES, WEIGHTS
+from ltx2rt.weights.part_table import JOINT, PARTS, TEXT_PROJECTION
 
 FOLDERS = ("diffusion_models", "unet", "checkpoints", "text_encoders", "clip", "vae", "loras")
 FOLDERS += ("latent_upscale_models", "upscale_models")
-SEARCHED = (*FOLDERS, "model_patches")  # which holds the duration head of LTX-2.5
-# A layer that only transformers with sound have, and LoRAs that change all of one.
-JOINT = b"audio_to_video_attn"
-MARKS = (
-    JOINT,
-    b"post_feedforward_layernorm",  # the text encoder
-    b"per_channel_statistics",  # video and audio VAEs
-    b"audio_vae.",
-    b"vocoder.",
-    b"embeddings_connector",
-    b"text_embedding_projection",
-    b"duration_head.",
-    b"initial_conv.weight",  # upsamplers
-)
+SEARCHED = (*FOLDERS, "model_patches")  # which holds parts of LTX-2.5
+MARKS = (*{part.mark for part in PARTS.values() if part.mark}, TEXT_PROJECTION.encode())
 GGUF_MARKS = (b"ltxv", b"gemma3", JOINT)
 GEMMA_3_TOKEN = b"<start_of_image>"  # Gemma 2 and other models' tokenizers have no such token
 START_BYTES, MAX_TOKENIZER_BYTES = 2**20, 2**27

@@ -20,14 +20,14 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.weights.names import component_of
-from ltx2rt.weights.parts import INDEX, UPSAMPLERS, file_kind, folder_kind, listed, model_index, refuse_ambiguous
+from ltx2rt.weights.part_table import names_of
+from ltx2rt.weights.parts import INDEX, file_kind, folder_kind, listed, model_index, refuse_ambiguous
 
 _NAME = re.compile(
     r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)(?:/(?P<file>[\w./-]+\.safetensors|model_index\.json))?(?:@(?P<revision>[\w./-]+))?"
 )
-OPTIONAL = ("upsampler", "temporal_upsampler", "lora")  # kinds of files that not every pipeline needs
-FOLDERS = ("transformer", "text", "video_vae", "audio_vae", "vocoder")  # of every diffusers checkpoint
-DECODERS = ("video_vae", "diffusion_decoder")  # each with an encoder of its own
+FOLDERS = names_of(lambda part: part.source and part.every and not part.either)  # of every diffusers checkpoint
+DECODERS = names_of(lambda part: part.decoder)  # each with an encoder of its own
 TEXTS = (".json", ".model", ".jinja")
 
 
@@ -91,55 +91,64 @@ def fetch(repo: Repo, part: str = "main", wanted: tuple[str, ...] = (), offline:
     return _download(repo, sizes, names) / main
 
 
-def parts(video_decoder: str | None) -> tuple[str, ...]:
-    """Kinds of files that a checkpoint has beside its main one. video_decoder: "diffusion", else the other."""
-    return "gemma", "diffusion_decoder" if video_decoder == "diffusion" else "video_vae", "audio_vae", "duration_head"
-
-
 def _needed(repo: Repo, sizes: dict[str, int], wanted: Collection[str], commit: str) -> tuple[list[str], str]:
     """Names of the files that a checkpoint needs, and which of them to open. Raises InputError."""
-    configs = [name for name in sizes if name == INDEX or re.fullmatch(r"[^/]+/config\.json", name)]
-    snapshot = _download(repo, {}, configs) if configs else None
-    folders: dict[str, list[Path]] = {}  # with a config, by kind
-    for folder in {Path(name).parent for name in configs} - {Path()}:
-        folders.setdefault((snapshot and folder_kind(snapshot / folder)) or "", []).append(folder)
-    index = model_index(snapshot) if snapshot else frozenset()
-    beside = {kind: [f"{folder}/" for folder in listed(sorted(found), index)] for kind, found in folders.items()}
-    headers: dict[str, RemoteFile] = {}
+    folders = _folders(repo, sizes)
+    headers = _headers(repo, sizes, commit, "transformer" in folders)
     files: dict[str, list[str]] = {}
-
-    def look(depth: int) -> None:
-        for name in sizes:
-            plain = f"{Path(name).parent}/config.json" not in sizes
-            if plain and name.endswith(".safetensors") and name.count("/") == depth:
-                headers[name] = _header(repo, name, commit)
-                files.setdefault(file_kind(headers[name]) or "", []).append(name)
-
-    look(0)
-    if ("main" not in files and "transformer" not in beside) or (repo.file and "/" in repo.file):
-        look(1)  # as LTX-2.5 is released
-    mains = [*files.get("main", []), *([INDEX] if "transformer" in beside else [])]
+    for name, header in headers.items():
+        files.setdefault(file_kind(header) or "", []).append(name)
+    mains = [*files.get("main", []), *([INDEX] if "transformer" in folders else [])]
     if repo.file:
         if repo.file not in (*mains, INDEX) or repo.file not in sizes:
             raise InputError(f"{repo.name}: {repo.file} is no checkpoint in it; found: {', '.join(mains) or 'none'}")
         mains = [repo.file]
     if not mains:
         raise InputError(f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, as --model")
-    diffusers = mains == [INDEX]
-    kinds = {*wanted, *(FOLDERS if diffusers else ())}
-    if not diffusers and len(mains) == 1:
-        kinds -= {component_of(name) for name in headers[mains[0]].names()}
-    first, second = (beside, files) if diffusers else (files, beside)
-    if (video := [kind for kind in DECODERS if kind in kinds]) and not any(kind in first for kind in video):
-        kinds |= {kind for kind in DECODERS if kind in first}
-    found = {kind: first.get(kind, []) for kind in sorted(kinds)}
-    for kind in kinds & {"gemma", "lora", *UPSAMPLERS.values()}:  # each layout has its own, or takes the other's
-        found[kind] = found[kind] or second.get(kind, [])
-    refuse_ambiguous(main=[f"{repo.name}/{name}" for name in mains],
-                     **{kind: [f"{repo.name}/{name}" for name in names] for kind, names in found.items()})  # fmt: skip
-    starts = [*mains, *(name for names in found.values() for name in names)]
+    own = headers[mains[0]].names() if mains != [INDEX] and len(mains) == 1 else ()
+    layouts = (folders, files) if mains == [INDEX] else (files, folders)
+    found = _chosen({*wanted, *(FOLDERS if mains == [INDEX] else ())} - {component_of(n) for n in own}, *layouts)
+    places = {"main": mains, **found}
+    refuse_ambiguous(**{part: [f"{repo.name}/{name}" for name in names] for part, names in places.items()})
+    starts = [name for names in places.values() for name in names]
     starts += [name.removesuffix("tokenizer.json") for name in sizes if re.fullmatch(r"[^/]+/tokenizer\.json", name)]
     return [name for name in sizes if name.startswith(tuple(starts))], mains[0]
+
+
+def _folders(repo: Repo, sizes: dict[str, int]) -> dict[str, list[str]]:
+    """The repository's folders that have a config, by part; of several those that its index lists."""
+    configs = [name for name in sizes if name == INDEX or re.fullmatch(r"[^/]+/config\.json", name)]
+    if not configs:
+        return {}
+    snapshot, folders = _download(repo, {}, configs), {}
+    for folder in sorted({Path(name).parent for name in configs} - {Path()}):
+        folders.setdefault(folder_kind(snapshot / folder) or "", []).append(folder)
+    index = model_index(snapshot)
+    return {part: [f"{folder}/" for folder in listed(found, index)] for part, found in folders.items()}
+
+
+def _headers(repo: Repo, sizes: dict[str, int], commit: str, diffusers: bool) -> dict[str, RemoteFile]:
+    """Headers of the repository's own files; where those have no checkpoint, of its folders without a config, too, as
+    LTX-2.5 is released. diffusers: it has a transformer's folder."""
+
+    def at(depth: int) -> dict[str, RemoteFile]:
+        plain = (name for name in sizes if f"{Path(name).parent}/config.json" not in sizes)
+        chosen = [name for name in plain if name.endswith(".safetensors") and name.count("/") == depth]
+        return {name: _header(repo, name, commit) for name in chosen}
+
+    found = at(0)
+    complete = diffusers or any(file_kind(header) == "main" for header in found.values())
+    return found if complete and "/" not in (repo.file or "") else found | at(1)
+
+
+def _chosen(wanted: set[Any], first: dict[str, list[str]], second: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Files or folders of the parts that are wanted. first, second: those of the checkpoint's layout, and of the other,
+    which some parts may be taken from. Of the two video decoders the other is taken if there is but that."""
+    video = wanted.intersection(DECODERS)
+    if video and not any(part in first for part in video):
+        wanted = wanted | {part for part in DECODERS if part in first}
+    either = {*names_of(lambda part: part.either), "lora"}
+    return {part: first.get(part) or (second.get(part, []) if part in either else []) for part in sorted(wanted)}
 
 
 def _header(repo: Repo, name: str, commit: str) -> RemoteFile:

@@ -19,7 +19,6 @@ from ltx2rt.release import stated, version_tuple
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import (
     COMPONENTS,
-    OPTIONAL,
     Checkpoint,
     component_sources,
     official_sources,
@@ -39,15 +38,11 @@ from ltx2rt.weights.files import (
 from ltx2rt.weights.gguf import GgufFile
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.manifest import networks
-from ltx2rt.weights.names import TEXT_PROJECTION
+from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION, UPSAMPLERS, names_of, word_of
 from ltx2rt.weights.parts import (
-    FLAGS,
     INDEX,
-    UPSAMPLERS,
-    WORDS,
     file_kind,
     folder_kind,
-    needed,
     scan_quietly,
 )
 from ltx2rt.weights.quantised import dequantised
@@ -55,10 +50,7 @@ from ltx2rt.weights.releases import with_config
 from ltx2rt.weights.sources import renamed
 from ltx2rt.weights.text_encoder import ASSETS, has_tokenizer, open_gemma
 
-ROWS = ("gemma", "video_vae", "diffusion_decoder", "audio_vae", "connectors", "duration_head")
-ROWS += (*UPSAMPLERS.values(), "lora")
-# Parts in files of their own.
-PARTS = ("video_vae", "diffusion_decoder", "audio_vae", "connectors", "duration_head")
+ROWS = names_of(lambda part: part.header and part.name != "main")
 
 
 def inspect_path(path: str | Path) -> dict[str, Any]:
@@ -78,17 +70,16 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
         "checkpoint": _checkpoint,
         "lora": _lora,
         "gemma": _gemma,
-        **dict.fromkeys(PARTS, _part),
-        **dict.fromkeys(UPSAMPLERS.values(), _upsampler),
-    }.get(kind or "", _other)
+        **dict.fromkeys(UPSAMPLERS, _upsampler),
+    }.get(kind or "", _part if kind in ROWS else _other)
     return {"path": str(path), "missing": [], "problems": []} | describe(path)
 
 
 def _comfy(path: Path, tree: Path) -> dict[str, Any]:
     """A row for each part of LTX-2 in a folder of ComfyUI; if it opens, also its networks."""
     parts = scan_quietly(entries(tree))
-    files = [("main", file.path) for file in parts.main]
-    files += [(kind, each) for kind in ROWS for each in getattr(parts, kind)]
+    files = [("main", file.path) for file in parts.files["main"]]
+    files += [(kind, each) for kind in ROWS for each in parts.files[kind]]
     rows = [_row(kind, each) for kind, each in files]
     rows += [{"path": str(each), "kind": "tokenizer"} for each in parts.tokenizer]
     found = {"kind": "ComfyUI folder", "parts": rows}
@@ -108,11 +99,11 @@ def _row(kind: str, path: Path) -> dict[str, Any]:
             family = open_gemma(path)[0].family
     elif family:
         family = f"LTX-{family}"
-    elif kind in UPSAMPLERS.values():
+    elif kind in UPSAMPLERS:
         with suppress(InputError):
             family = _upsampler(path)["family"] or ""
     total = sum(sizes.values())
-    return {"path": str(path), "kind": WORDS[kind], "family": family, "types": mix(sizes), "bytes": total}
+    return {"path": str(path), "kind": PARTS[kind].word, "family": family, "types": mix(sizes), "bytes": total}
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -131,10 +122,10 @@ def _checkpoint(path: Path) -> dict[str, Any]:
             "components": found,
             "problems": [str(error)],
         }
-    expected = (c for c in COMPONENTS if c not in (*checkpoint.sources, *OPTIONAL))
-    missing = [f"{WORDS.get(c, c)} ({FLAGS.get(c, '--model')})" for c in expected]
+    expected = (part for part in PARTS.values() if part.source and part.every)
+    missing = [f"{part.word} ({part.flag})" for part in expected if part.name not in checkpoint.sources]
     if "lora" in checkpoint.missing():
-        missing.append(f"{needed('lora')} ({FLAGS['lora']}), unless the checkpoint is a distilled one")
+        missing.append(f"{word_of('lora')} ({PARTS['lora'].flag}), unless the checkpoint is a distilled one")
     if checkpoint.tokenizer is None:
         missing.append("tokenizer.json (--text-encoder)")
     return {
@@ -208,7 +199,7 @@ def _lora(path: Path) -> dict[str, Any]:
 def _gemma(path: Path) -> dict[str, Any]:
     config, source = open_gemma(path)
     return {
-        "kind": "Gemma folder" if path.is_dir() else WORDS["gemma"],
+        "kind": "Gemma folder" if path.is_dir() else PARTS["gemma"].word,
         "family": config.family,
         "sizes": {"hidden": config.hidden_size, "layers": config.num_layers, "vocabulary": config.vocab_size},
         "components": {"gemma": _tensors(source)} | _beside(path),
@@ -235,7 +226,7 @@ def _part(path: Path) -> dict[str, Any]:
     kind = str(file_kind(file))
     version = file.metadata.get("model_version")
     found = {component: _tensors(source) for component, source in component_sources(kind, file).items()}
-    return {"kind": WORDS[kind], "version": version, "components": found}
+    return {"kind": PARTS[kind].word, "version": version, "components": found}
 
 
 def _upsampler(path: Path) -> dict[str, Any]:

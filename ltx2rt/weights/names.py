@@ -7,81 +7,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 
-WORDS = {  # component -> official word: diffusers word
-    "transformer": {
-        "patchify_proj": "proj_in",
-        "audio_patchify_proj": "audio_proj_in",
-        "adaln_single": "time_embed",
-        "audio_adaln_single": "audio_time_embed",
-        "prompt_adaln_single": "prompt_adaln",
-        "audio_prompt_adaln_single": "audio_prompt_adaln",
-        "av_ca_video_scale_shift_adaln_single": "av_cross_attn_video_scale_shift",
-        "av_ca_audio_scale_shift_adaln_single": "av_cross_attn_audio_scale_shift",
-        "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
-        "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
-        "scale_shift_table_a2v_ca_video": "video_a2v_cross_attn_scale_shift_table",
-        "scale_shift_table_a2v_ca_audio": "audio_a2v_cross_attn_scale_shift_table",
-        "q_norm": "norm_q",
-        "k_norm": "norm_k",
-    },
-    "text": {
-        "model.diffusion_model.video_embeddings_connector": "video_connector",
-        "model.diffusion_model.audio_embeddings_connector": "audio_connector",
-        "text_embedding_projection.aggregate_embed": "text_proj_in",
-        "text_embedding_projection.video_aggregate_embed": "video_text_proj_in",
-        "text_embedding_projection.audio_aggregate_embed": "audio_text_proj_in",
-        "transformer_1d_blocks": "transformer_blocks",
-        "q_norm": "norm_q",
-        "k_norm": "norm_k",
-    },
-    "video_vae": {
-        "per_channel_statistics.mean-of-means": "latents_mean",
-        "per_channel_statistics.std-of-means": "latents_std",
-        "res_blocks": "resnets",
-    },
-    "diffusion_decoder": {  # and a fused `attn.qkv`, which diffusers has in parts (QKV)
-        "per_channel_statistics.mean-of-means": "latents_mean",
-        "per_channel_statistics.std-of-means": "latents_std",
-        "t_embedder.mlp.0": "t_embedder.timestep_embedder.linear_1",
-        "t_embedder.mlp.2": "t_embedder.timestep_embedder.linear_2",
-        "attn.proj": "attn.to_out.0",
-        "q_norm": "norm_q",
-        "k_norm": "norm_k",
-    },
-    "audio_vae": {
-        "per_channel_statistics.mean-of-means": "latents_mean",
-        "per_channel_statistics.std-of-means": "latents_std",
-    },
-    "vocoder": {
-        "conv_pre": "conv_in",
-        "conv_post": "conv_out",
-        "act_post": "act_out",
-        "ups": "upsamplers",
-        "resblocks": "resnets",
-        "downsample.lowpass": "downsample",
-    },
-    "upsampler": {},
-    "temporal_upsampler": {},
-    "duration_head": {"cross_attn.out_proj": "to_out"},
-}
-PREFIXES = {  # of the official single file; "text" lives under two, both spelled out above
-    "transformer": "model.diffusion_model.",
-    "text": "",
-    "video_vae": "vae.",
-    "diffusion_decoder": "vae.",
-    "audio_vae": "audio_vae.",
-    "vocoder": "vocoder.",
-    "upsampler": "",
-    "temporal_upsampler": "",
-    "duration_head": "duration_head.",
-}
-QKV = ("to_q", "to_k", "to_v")  # of diffusers, for the rows of one official tensor in this order:
-FUSED = {"diffusion_decoder": ("attn.qkv.", "attn.{}."), "duration_head": ("cross_attn.in_proj_", "{}.")}
-CONNECTORS = ("model.diffusion_model.video_embeddings_connector.", "model.diffusion_model.audio_embeddings_connector.")
-TEXT_PROJECTION = "text_embedding_projection."
+from ltx2rt.weights.part_table import CONNECTORS, PARTS, TEXT_PROJECTION
+
+QKV = ("to_q", "to_k", "to_v")  # of diffusers, for the rows of one official tensor in this order
 GEMMA = "language_model.model."
 LLAMA_CPP = {  # llama.cpp's words for Gemma 3. Source: gguf-py's tensor_mapping.py
     "token_embd": "embed_tokens",
@@ -106,7 +37,7 @@ _GEMMA_PREFIX = re.compile(
 )
 
 
-def _rename(name: str, words: dict[str, str]) -> str:
+def _rename(name: str, words: Mapping[str, str]) -> str:
     return _any_of(tuple(words)).sub(lambda match: words[match[0]], name) if words else name
 
 
@@ -119,7 +50,7 @@ def _any_of(words: tuple[str, ...]) -> re.Pattern[str]:
 
 def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> str:
     """num_encoder_stages: entries of the video VAE's encoder list, needed for that component only."""
-    name = _rename(official.removeprefix(PREFIXES[component]), WORDS[component])
+    name = _rename(official.removeprefix(PARTS[component].prefix), PARTS[component].renames)
     if component == "video_vae":
         name = re.sub(r"^(en|de)coder\.(down|up)_blocks\.(\d+)\.", lambda m: _stage(m, num_encoder_stages), name)
     return name
@@ -127,16 +58,17 @@ def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> 
 
 def rows_of(component: str, official: str) -> tuple[str, ...]:
     """What diffusers calls the three parts of an official tensor's rows, but for other renaming; () if it is one."""
-    if component not in FUSED or (pattern := FUSED[component])[0] not in official:
+    pattern = PARTS[component].fused
+    if pattern is None or pattern[0] not in official:
         return ()
     return tuple(official.replace(pattern[0], pattern[1].format(part)) for part in QKV)
 
 
 def fused_of(component: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Official names of tensors that lie among `names` in three parts, and those parts."""
-    if component not in FUSED:
+    if (fused := PARTS[component].fused) is None:
         return {}
-    joined, part = FUSED[component]
+    joined, part = fused
     firsts = [name for name in names if f".{part.format(QKV[0])}" in name]
     official = [name.replace(f".{part.format(QKV[0])}", f".{joined}") for name in firsts]
     return {name: rows_of(component, name) for name in official}
@@ -153,7 +85,7 @@ def _stage(match: re.Match[str], num_encoder_stages: int) -> str:
 
 
 def to_official(component: str, diffusers: str, num_encoder_stages: int = 0) -> str:
-    words = {theirs: ours for ours, theirs in WORDS[component].items()}
+    words = {theirs: ours for ours, theirs in PARTS[component].renames.items()}
     if component == "vocoder":  # the upsampling filter has no extra level
         words |= {"downsample.filter": "downsample.lowpass.filter"}
         del words["downsample"]
@@ -174,7 +106,7 @@ def to_official(component: str, diffusers: str, num_encoder_stages: int = 0) -> 
             stage,
             name,
         )
-    return PREFIXES[component] + name
+    return PARTS[component].prefix + name
 
 
 def gemma_to_canonical(name: str) -> str:
@@ -196,7 +128,7 @@ def llama_cpp_to_canonical(name: str) -> str | None:
 
 def official_names(names: Iterable[str]) -> dict[str, str]:
     """The official name of each: with the transformer's prefix, which some files leave out."""
-    names, prefix = list(names), PREFIXES["transformer"]
+    names, prefix = list(names), PARTS["transformer"].prefix
     firsts = ("audio_patchify_proj.", *(connector.removeprefix(prefix) for connector in CONNECTORS))
     bare = any(name.startswith(firsts) for name in names)
     return {name: prefix + name if bare and component_of(name) is None else name for name in names}
@@ -207,7 +139,7 @@ def component_of(name: str) -> str | None:
     if name.startswith((*CONNECTORS, TEXT_PROJECTION)):
         return "text"
     for component in ("transformer", "video_vae", "audio_vae", "vocoder"):
-        if name.startswith(PREFIXES[component]):
+        if name.startswith(PARTS[component].prefix):
             return component
     return None
 

@@ -18,6 +18,7 @@ from ltx2rt.weights.comfy import entries, inside, models_folder, tree_around
 from ltx2rt.weights.describe import words
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_tensors
 from ltx2rt.weights.names import component_of
+from ltx2rt.weights.part_table import PARTS, names_of, word_of
 from ltx2rt.weights.parts import (
     INDEX,
     Parts,
@@ -27,7 +28,6 @@ from ltx2rt.weights.parts import (
     folder_kind,
     listed,
     model_index,
-    needed,
     refuse_ambiguous,
     scan,
     scan_quietly,
@@ -35,13 +35,10 @@ from ltx2rt.weights.parts import (
 from ltx2rt.weights.releases import with_config
 
 # Parts in files of their own; of which release they are is told apart by `choose`.
-NEARBY = ("gemma", "upsampler", "x15_upsampler", "temporal_upsampler", "video_vae")
-NEARBY += ("diffusion_decoder", "audio_vae", "duration_head")
-OTHER_FILES = ("video_vae", "diffusion_decoder", "audio_vae", "duration_head", "temporal_upsampler")
-FLAG_OF = {"diffusion_decoder": "video_vae"}  # parts that another part's argument gives
+NEARBY = names_of(lambda part: part.header and part.name not in ("text", "lora", "main"))
 
 
-Given = Mapping[str, str | Path | None]  # files that flags name, by part
+Given = Mapping[str, str | Path | None]  # files that flags name, by option
 Found = tuple[Path, TensorFile | TensorFolder | None, Parts, frozenset[str]]
 
 
@@ -69,8 +66,8 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
     index = model_index(path if whole else path.parent)
     path = path.parent if path.name == INDEX else path
     main = mains[0] if mains and not isinstance(mains[0], Path) else None
-    kept = [each for each in parts.upsampler if each.is_dir() == (main is None)]
-    parts.upsampler = kept or parts.upsampler  # each layout has its own, or takes the other's
+    kept = [each for each in parts.files["upsampler"] if each.is_dir() == (main is None)]
+    parts.files["upsampler"] = kept or parts.files["upsampler"]  # each layout has its own, or takes the other's
     sought = ["gemma", "upsampler"]
     if len(mains) > 1 and tree:
         said = ", ".join(f"{file.path} ({words(file)})" for file in mains)
@@ -82,9 +79,9 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
         if not tree and not path.is_dir():
             _borrow(parts, main, given)
         own = {component_of(name) for name in main.names()}
-        sought += [part for part in OTHER_FILES if part not in own]
+        sought += [part for part in NEARBY if PARTS[part].option and part not in (*own, *sought)]
     asked = [part for part in sought if not _given(part, given)]
-    found = {part: listed(getattr(parts, part), index) for part in asked}
+    found = {part: listed(parts.files[part], index) for part in asked}
     refuse_ambiguous(main=[getattr(file, "path", file) for file in mains], **found)
     if main is None and "transformer" not in parts.diffusers:
         if parts.unreadable:
@@ -108,15 +105,15 @@ def _look_into(path: Path, tree: Path | None) -> tuple[list[Any], Parts]:
     """The main files in a folder, or its index of a diffusers model; and the parts near it."""
     if tree:
         parts, whole = scan_quietly(entries(tree)), Path(os.path.abspath(path))
-        return [f for f in parts.main if whole in Path(os.path.abspath(f.path)).parents], parts
+        return [f for f in parts.files["main"] if whole in Path(os.path.abspath(f.path)).parents], parts
     parts = scan(path)
-    if not parts.main and "transformer" not in parts.diffusers:
+    if not parts.files["main"] and "transformer" not in parts.diffusers:
         parts = scan(path, deep=True)
-    return [*parts.main, *([path / INDEX] if "transformer" in parts.diffusers else [])], parts
+    return [*parts.files["main"], *([path / INDEX] if "transformer" in parts.diffusers else [])], parts
 
 
 def _given(part: str, given: Given) -> bool:
-    return bool(given.get(FLAG_OF.get(part, part)))
+    return bool(given.get(PARTS[part].option))
 
 
 def _keep_fitting(parts: Parts, fit: Fit, tree: bool) -> None:
@@ -125,10 +122,10 @@ def _keep_fitting(parts: Parts, fit: Fit, tree: bool) -> None:
     tree: of every part, since a folder of ComfyUI has files of other models.
     """
     for part in NEARBY:
-        found = getattr(parts, part)
+        found = parts.files[part]
         if len(found) > 1 or (tree and found):
             fitting = fit.choose(part, found)
-            setattr(parts, part, fitting if fitting or tree else found)
+            parts.files[part] = fitting if fitting or tree else found
 
 
 def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None:
@@ -138,14 +135,18 @@ def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None
     """
     folder = main.path.parent
     alone = not any(component_of(name) == "video_vae" for name in main.names())
-    if not alone or parts.video_vae or parts.diffusion_decoder or given["video_vae"]:
+    if not alone or given["video_vae"] or any(parts.files[n] for n in names_of(lambda part: part.decoder)):
         return
     beside = [each for each in inside(folder.parent) if each != folder]
     plain = [each for each in beside if each.is_dir() and not (each / "config.json").exists()]
     found = scan_quietly([*beside, *(path for each in plain for path in inside(each))])
     _keep_fitting(found, Fit.of(main), tree=True)
-    for part in (*NEARBY, "lora", "connectors", "tokenizer"):
-        one = getattr(found, part)
-        if len(one) == 1 and not getattr(parts, part) and not _given(part, given):
-            setattr(parts, part, one)
-            note(f"{needed(part)}: {one[0]}, in a folder beside that of {main.path.name}")
+    said = "in a folder beside that of"
+    for part in (*NEARBY, "lora", "text"):
+        one = found.files[part]
+        if len(one) == 1 and not parts.files[part] and not _given(part, given):
+            parts.files[part] = one
+            note(f"{word_of(part)}: {one[0]}, {said} {main.path.name}")
+    if len(found.tokenizer) == 1 and not parts.tokenizer:
+        parts.tokenizer = found.tokenizer
+        note(f"tokenizer: {found.tokenizer[0]}, {said} {main.path.name}")

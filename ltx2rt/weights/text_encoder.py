@@ -17,7 +17,8 @@ from ltx2rt.weights.configs import Keys, parse_json
 from ltx2rt.weights.files import TensorFile, TensorSource, open_file, open_tensors
 from ltx2rt.weights.gguf import CenteredNorms, GgufFile
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, gemma_to_canonical, llama_cpp_to_canonical
-from ltx2rt.weights.parts import GEMMA_GGUF, contents, file_kind, read_json
+from ltx2rt.weights.part_table import GEMMA_GGUF
+from ltx2rt.weights.parts import contents, file_kind, read_json
 from ltx2rt.weights.quantised import Packed, dequantised
 from ltx2rt.weights.sources import RenamedSource, renamed
 

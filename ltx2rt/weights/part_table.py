@@ -1,0 +1,242 @@
+"""The parts of a checkpoint, one row each: how a part is told, what it is called, and which flag names its file.
+
+A row decides what headers and configs say, never names of files. The table is in the order of a
+run; a header is told from its last row to its first, since a later row is the more particular one.
+Where files are looked for, and which of several are taken, other modules decide.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ltx2rt.weights.configs import Keys, upsampler_kind
+
+CONNECTORS = ("model.diffusion_model.video_embeddings_connector.", "model.diffusion_model.audio_embeddings_connector.")
+TEXT_PROJECTION = "text_embedding_projection."
+MAIN_KEY = "model.diffusion_model.transformer_blocks."
+LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight$|\.alpha$")
+GEMMA_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
+GEMMA_KEYS = ("layers.0.post_feedforward_layernorm.weight", "layers.0.self_attn.q_norm.weight", "norm.weight")
+GEMMA_GGUF = "gemma3"  # the architecture that a GGUF file of the text encoder names
+JOINT = b"audio_to_video_attn"  # a layer that only transformers with sound have, and LoRAs that change all of one
+STATISTICS = {
+    "per_channel_statistics.mean-of-means": "latents_mean",
+    "per_channel_statistics.std-of-means": "latents_std",
+}
+NORMS = {"q_norm": "norm_q", "k_norm": "norm_k"}
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's header: its names, stored and official, and its tensors' shapes."""
+
+    names: frozenset[str]
+    official: frozenset[str]
+    shape: Callable[[str], tuple[int, ...]]
+    architecture: str = ""  # of a GGUF file
+
+    def begins(self, *prefixes: str) -> bool:
+        return any(name.startswith(prefixes) for name in self.official)
+
+    def vae(self, prefix: str) -> bool:
+        return any(name.removeprefix("vae.").startswith(prefix) for name in self.names)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    word: in messages. option: the field of the model options that names its file. header, config:
+    whether a file's header, or the config of a diffusers folder, is of it; no header: it has no
+    file of its own. prefix, renames: of its official names, and diffusers' words for theirs. fused:
+    an official tensor's name, and diffusers' of its three parts. mark: bytes in its file's header.
+    folder: where diffusers keeps it. every: each release has it. either: a file of one layout goes
+    with the other, too. source: it is a source of tensors. decoder: of video, its name for
+    `--video-decoder`. wanted: whether a pipeline needs it, None: each does.
+    """
+
+    name: str
+    word: str
+    option: str = ""
+    header: Callable[[Header], bool] | None = None
+    config: Callable[[Keys], bool] = lambda keys: False
+    prefix: str = ""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    fused: tuple[str, str] | None = None
+    mark: bytes = b""
+    folder: str = ""
+    every: bool = True
+    either: bool = False
+    source: bool = True
+    decoder: str = ""
+    wanted: Callable[[Any], bool] | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + (self.option or "model").replace("_", "-")
+
+
+def _of_class(*classes: str) -> Callable[[Keys], bool]:
+    return lambda keys: str(keys.get("_class_name", "")) in classes
+
+
+def _is_gemma(header: Header) -> bool:
+    whole = any(all(prefix + key in header.names for key in GEMMA_KEYS) for prefix in GEMMA_PREFIXES)
+    return whole or header.architecture == GEMMA_GGUF
+
+
+def _is_upsampler(dims: int, ratio: int) -> Callable[[Header], bool]:
+    """By the upsampling convolution's dimensions, and output channels over input channels."""
+
+    def told(header: Header) -> bool:
+        if not {"initial_conv.weight", "final_conv.weight"} <= header.names:
+            return False
+        shapes = [header.shape(n) for n in ("upsampler.0.weight", "upsampler.conv.weight") if n in header.names]
+        return any(len(s) == dims and s[1] and s[0] // s[1] == ratio for s in shapes)
+
+    return told
+
+
+def _upsampler(name: str, word: str, dims: int, ratio: int, **more: Any) -> Part:
+    def config(keys: Keys) -> bool:
+        return _of_class("LTX2LatentUpsamplerModel")(keys) and upsampler_kind(keys) == name
+
+    mark = b"initial_conv.weight"
+    return Part(name, word, header=_is_upsampler(dims, ratio), config=config, mark=mark, either=True, **more)
+
+
+PARTS = {
+    part.name: part
+    for part in (
+        Part(
+            "transformer", "transformer", config=_of_class("LTX2VideoTransformer3DModel"),
+            prefix="model.diffusion_model.", folder="transformer",
+            renames={
+                "patchify_proj": "proj_in",
+                "audio_patchify_proj": "audio_proj_in",
+                "adaln_single": "time_embed",
+                "audio_adaln_single": "audio_time_embed",
+                "prompt_adaln_single": "prompt_adaln",
+                "audio_prompt_adaln_single": "audio_prompt_adaln",
+                "av_ca_video_scale_shift_adaln_single": "av_cross_attn_video_scale_shift",
+                "av_ca_audio_scale_shift_adaln_single": "av_cross_attn_audio_scale_shift",
+                "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
+                "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
+                "scale_shift_table_a2v_ca_video": "video_a2v_cross_attn_scale_shift_table",
+                "scale_shift_table_a2v_ca_audio": "audio_a2v_cross_attn_scale_shift_table",
+                **NORMS,
+            },
+        ),
+        Part(  # connectors, or the text projection, or both; under two prefixes, which its words spell out
+            "text", "embeddings connectors", header=lambda h: h.begins(*CONNECTORS, TEXT_PROJECTION),
+            config=_of_class("LTX2TextConnectors"), folder="connectors", mark=b"embeddings_connector",
+            renames={
+                "model.diffusion_model.video_embeddings_connector": "video_connector",
+                "model.diffusion_model.audio_embeddings_connector": "audio_connector",
+                "text_embedding_projection.aggregate_embed": "text_proj_in",
+                "text_embedding_projection.video_aggregate_embed": "video_text_proj_in",
+                "text_embedding_projection.audio_aggregate_embed": "audio_text_proj_in",
+                "transformer_1d_blocks": "transformer_blocks",
+                **NORMS,
+            },
+        ),
+        Part(
+            "gemma", "text encoder", "text_encoder", _is_gemma,
+            lambda keys: str(keys.get("model_type", "")).startswith("gemma"), mark=b"post_feedforward_layernorm",
+            either=True,
+        ),
+        Part(  # with the convolutional decoder
+            "video_vae", "video VAE", "video_vae", lambda h: h.vae("per_channel_statistics."),
+            _of_class("AutoencoderKLLTX2Video"), "vae.", STATISTICS | {"res_blocks": "resnets"}, folder="vae",
+            mark=b"per_channel_statistics", decoder="conv",
+        ),
+        Part(
+            "audio_vae", "audio VAE", "audio_vae", lambda h: h.begins("audio_vae.", "vocoder."),
+            _of_class("AutoencoderKLLTX2Audio"), "audio_vae.", STATISTICS, folder="audio_vae", mark=b"audio_vae.",
+        ),
+        Part(
+            "vocoder", "vocoder", "audio_vae", None, _of_class("LTX2Vocoder", "LTX2VocoderWithBWE"), "vocoder.",
+            {
+                "conv_pre": "conv_in",
+                "conv_post": "conv_out",
+                "act_post": "act_out",
+                "ups": "upsamplers",
+                "resblocks": "resnets",
+                "downsample.lowpass": "downsample",
+            },
+            folder="vocoder", mark=b"vocoder.",
+        ),
+        _upsampler(
+            "upsampler", "x2 spatial upsampler", 4, 4, option="upsampler", folder="latent_upsampler",
+            wanted=lambda pipeline: pipeline.scale > 1,
+        ),
+        _upsampler(  # only used if it is named: sizes depend on it
+            "x15_upsampler", "x1.5 spatial upsampler", 4, 9, source=False, wanted=lambda pipeline: False,
+        ),
+        _upsampler(
+            "temporal_upsampler", "x2 temporal upsampler", 5, 2, option="temporal_upsampler",
+            folder="latent_upsampler_temporal", every=False,
+            wanted=lambda pipeline: hasattr(pipeline, "temporal_upsample_rounds"),
+        ),
+        Part(
+            "diffusion_decoder", "diffusion video decoder", "video_vae",
+            lambda h: h.vae("per_channel_statistics.") and h.vae("decoder.det_stages."),
+            _of_class("LTX2VideoDiffusionDecoderModel"), "vae.",
+            STATISTICS | {
+                "t_embedder.mlp.0": "t_embedder.timestep_embedder.linear_1",
+                "t_embedder.mlp.2": "t_embedder.timestep_embedder.linear_2",
+                "attn.proj": "attn.to_out.0",
+                **NORMS,
+            },
+            ("attn.qkv.", "attn.{}."), folder="diffusion_decoder", every=False, decoder="diffusion",
+        ),
+        Part(
+            "duration_head", "duration head", "duration_head", lambda h: h.begins("duration_head."),
+            _of_class("LTX2DurationHead"), "duration_head.", {"cross_attn.out_proj": "to_out"},
+            ("cross_attn.in_proj_", "{}."), mark=b"duration_head.", folder="duration_head", every=False,
+        ),
+        Part(
+            "lora", "LoRA", "distilled_lora",
+            lambda h: bool(h.names) and all(LORA_KEY.search(name) for name in h.names), mark=JOINT, source=False,
+            wanted=lambda pipeline: pipeline.distilled in ("needed", "default"),
+        ),
+        Part(
+            "main", "checkpoint", "", lambda h: any(name.startswith(MAIN_KEY) for name in h.names), source=False,
+        ),
+    )
+}  # fmt: skip
+UPSAMPLERS = tuple(name for name in PARTS if name.endswith("upsampler"))
+
+
+def names_of(chosen: Callable[[Part], Any]) -> tuple[str, ...]:
+    """Names of the parts that are chosen, in the order of the table."""
+    return tuple(part.name for part in PARTS.values() if chosen(part))
+
+
+def of_header(header: Header) -> str | None:
+    """The part that a file holds; of several the most particular."""
+    return next((p.name for p in reversed(PARTS.values()) if p.header and p.header(header)), None)
+
+
+def of_config(keys: Keys) -> str | None:
+    """The part that a folder with this config.json holds."""
+    return next((part.name for part in PARTS.values() if part.config(keys)), None)
+
+
+def word_of(name: str) -> str:
+    """The word for a part that a run needs."""
+    return "distilled LoRA" if name == "lora" else PARTS[name].word
+
+
+def files_beside(video_decoder: str | None) -> tuple[str, ...]:
+    """Parts that a checkpoint has in files beside its main one. video_decoder: "diffusion", else the other."""
+    decoders = ("", video_decoder or "conv")
+    return names_of(lambda p: p.option and p.header and p.wanted is None and p.decoder in decoders)
+
+
+def wanted_by(pipeline: Any) -> tuple[str, ...]:
+    """Parts that this pipeline reads and others do not."""
+    return names_of(lambda p: p.wanted and p.wanted(pipeline))
