@@ -38,7 +38,7 @@ from ltx2rt.media.compare import PSNR_CAP_DB, correlation, luma, ssim
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
-from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
+from ltx2rt.placement.devices import DeviceKind, device_kinds
 from ltx2rt.run.plan import Plan, make_plan
 from ltx2rt.run.run import run_stages, warm_up
 from ltx2rt.session.options import ModelOptions
@@ -149,7 +149,7 @@ def summary(runs: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
 
 def by_datasheet(session: Session, plan: Plan, name: str) -> dict[str, float] | None:
     """Seconds of a step of each stage by the data sheet, if there is one of this device."""
-    kind: DeviceKind | None = next((k for n, k in DEVICE_KINDS.items() if n.split("-")[0] in name.lower()), None)
+    kind: DeviceKind | None = next((k for n, k in device_kinds().items() if n.split("-")[0] in name.lower()), None)
     return {c.name: c.time_s(kind) for c in session.costs(plan.stages)} if kind else None
 
 

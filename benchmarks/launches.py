@@ -36,6 +36,7 @@ import torch.distributed._functional_collectives  # what collectives make of fak
 import torch.nn.functional as F
 from ltx2rt_cuda import attention, lower, ops
 from ltx2rt_cuda.distributed import Position
+from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.ops import DTYPES
 from ltx2rt_kernels.choose import FOLDERS
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -45,10 +46,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.kernels import request_graphs
 from benchmarks.measure import machine, record
 from ltx2rt.graph.ir import Graph
-from ltx2rt.passes.fuse import fuse
-from ltx2rt.passes.interleave import HALF_ROWS, in_token_halves
 from ltx2rt.placement.cost import RECEIVED
-from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind
+from ltx2rt.placement.devices import DeviceKind, device_kind
 from ltx2rt.session.options import parse_mesh
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "_scaled_mm"}
@@ -57,7 +56,7 @@ FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "empty_strided", "
 WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
 LOAD_BYTES = attention.LOAD_BYTES
 STAGES = ("stage1", "stage2")
-H200 = DEVICE_KINDS["h200-141gb"]
+H200 = device_kind("h200-141gb")
 CASES = (  # mesh and dtype of the blocks' weights
     ("", None), ("", "float8"), ("tensor=2", None), ("tensor=4", None), ("tensor=8", None), ("guidance=4", None),
 )  # fmt: skip
@@ -296,10 +295,10 @@ def stood_in(counts: Counts) -> Iterator[None]:
         yield
 
 
-def count(graph: Graph, half_rows: int = HALF_ROWS, kind: DeviceKind = H200) -> Counts:
-    """Launches and bytes of one call of `graph`, as it is lowered for a GPU. half_rows: rows that a half of the tokens
-    has at the least."""
-    graph, counts = fuse(in_token_halves(graph, half_rows)), Counts(kind, graph.mesh)
+def count(graph: Graph, steps: bool = True, whole: bool = False, kind: DeviceKind = H200) -> Counts:
+    """Launches and bytes of one call of `graph`, as it is lowered for a GPU. steps: of a denoise step. whole: its
+    tokens stay whole, as under --compile."""
+    graph, counts = FACTORY.as_run(graph, "cuda", steps, compile=whole), Counts(kind, graph.mesh)
     position = Position(graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh})
 
     def tensor(shape, dtype):
@@ -339,7 +338,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--levels", type=int, default=1, help="timesteps among the video tokens; an image adds one")
     parser.add_argument("--mesh", metavar="AXIS=N")
     parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"))
-    parser.add_argument("--half-rows", type=int, default=HALF_ROWS, metavar="N", help="smaller halves stay whole")
+    parser.add_argument("--whole", action="store_true", help="leave the tokens whole, as --compile does")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     args = parser.parse_args(argv)
     size = (args.width, args.height, args.num_frames, args.levels)
@@ -348,7 +347,7 @@ def main(argv: list[str] | None = None) -> dict:
     for mesh, dtype in [(args.mesh or "", args.weights_dtype)] if asked else CASES:
         stages = STAGES if mesh or dtype else ("text", *STAGES)
         for stage, graph in step_graphs(args.preset, size, mesh, dtype, stages).items():
-            found = count(graph, args.half_rows)
+            found = count(graph, stage != "text", args.whole)
             steps.append({"mesh": mesh, "weights_dtype": dtype, "stage": stage} | found.facts())
             print(
                 f"{mesh or 'one GPU'} {dtype or ''} {stage}: {steps[-1]['launches']} launches, {steps[-1]['gb']} GB, "

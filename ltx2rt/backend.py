@@ -7,7 +7,7 @@ that the core never imports torch or jax, and names none of them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,6 +242,25 @@ class BackendFactory(Protocol):
     process_per_device: bool  # else one process drives all devices of a host
     packages: tuple[str, ...]  # the distributions that it computes with, its framework first
     streams: bool  # whether `Backend.load` can keep layers in the host's memory
+    recorded: Container[str]  # kinds of devices on which a loop's steps are recorded, and keep their memory
+
+    def device_kinds(self) -> Iterable[Any]:
+        """The devices that can be planned for, by their data sheets: `placement.devices.DeviceKind`."""
+        ...
+
+    def as_run(self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False) -> Graph:
+        """What a device of `Backend.device_kind` runs of a placed graph: its nodes after the backend's own passes.
+
+        `lower` and `lower_loop` lower it; times, memory and the choice of a mesh are read off it. steps: of a denoise
+        step, or of the loop over all. compile: as `lower` takes it.
+        """
+        ...
+
+    def cost(self, graph: Graph, kind: Any, float8: bool = False) -> Any:
+        """When a device of `kind` computes, exchanges and waits in one run of what `as_run` made: a
+        `placement.timeline.Timeline`. float8: linears are estimated as float8 ones.
+        """
+        ...
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         """(this process, how many there are) of a launch. Raises InputError if the environment contradicts itself."""

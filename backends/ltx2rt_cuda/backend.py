@@ -17,16 +17,15 @@ import torch.distributed as dist
 from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph, Layout, Type, numbered
-from ltx2rt.passes.fuse import fuse
-from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.passes.loop import taken_apart
-from ltx2rt.placement.devices import gpu_reserve_bytes
 from ltx2rt.placement.stream import Piece, moves, stack_of
 from ltx2rt.placement.stream import pieces as pieces_of
 from ltx2rt.weights.float8 import EncodedSource
 from ltx2rt.weights.float8 import Piece as Cuts
 from ltx2rt.weights.lora import Factors, row_chunks
+from ltx2rt_cuda.devices import reserve_bytes
 from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
+from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.host import give_back_freed, keep_freed, parked, unparked
 from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows, tried_road
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
@@ -164,10 +163,10 @@ class CudaBackend:
         fused: bool = True,
         side: torch.cuda.Stream | None = None,
     ) -> Program:
-        """fused: write the ops that have kernels. Without a GPU these are fewer passes over memory, too. side: a second
-        stream, for what may run at once."""
+        """fused: lower what `as_run` makes of the graph, not the graph itself. side: a second stream, for what may run
+        at once."""
         if fused:
-            graph = fuse(graph)
+            graph = FACTORY.as_run(graph, self.device_kind, compile=compile)
         if layers == "unrolled":
             from ltx2rt.passes.unroll import unroll
 
@@ -175,8 +174,7 @@ class CudaBackend:
         return Program(graph, self.torch_device, compile, self.position.on(graph.mesh), self._built, side)
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
-        if self.device_kind == "cuda" and not compile:  # Inductor orders a block by itself
-            graph = in_token_halves(graph)
+        graph = FACTORY.as_run(graph, self.device_kind, steps=True, compile=compile)
         parts = taken_apart(graph)
         position = self.position if graph.mesh else ALONE
         records = self.device_kind == "cuda" and position.records()
@@ -184,7 +182,8 @@ class CudaBackend:
             self._pool = Pool()
         pool = self._pool if records else None
         side = pool.side if pool is not None and self.beside and not compile else None
-        before, body = self.lower(parts.before, layers, compile), self.lower(parts.body, layers, compile, side=side)
+        before = self.lower(parts.before, layers, compile, fused=False)
+        body = self.lower(parts.body, layers, compile, fused=False, side=side)
         return Loop(graph, before, body, parts, pool, position)
 
     def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> torch.Tensor:
@@ -286,7 +285,7 @@ class CudaBackend:
                 total,
                 free + cached,
                 torch.cuda.device_count(),
-                reserve_bytes=gpu_reserve_bytes(total),
+                reserve_bytes=reserve_bytes(total),
                 recorded_bytes=self._pool.nbytes if self._pool else 0,
             )
         from ltx2rt.placement.devices import host_memory

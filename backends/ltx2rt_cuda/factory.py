@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
+    from ltx2rt.placement.devices import DeviceKind
+    from ltx2rt.placement.timeline import Timeline
     from ltx2rt_cuda.backend import CudaBackend
 
 CPU_PROCESSES = 8  # on a machine with fewer cores: enough to try any mesh
@@ -26,6 +28,26 @@ class CudaFactory:
     name, accelerator, process_per_device = "cuda", "GPU", True
     packages = ("torch",)
     streams = True
+    recorded = ("cuda",)
+
+    def device_kinds(self) -> Sequence[DeviceKind]:
+        from ltx2rt_cuda.devices import KINDS
+
+        return KINDS
+
+    def as_run(self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False) -> Graph:
+        """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that have kernels are
+        fused, which saves passes over memory on a CPU, too."""
+        from ltx2rt.passes.fuse import fuse
+        from ltx2rt.passes.interleave import in_token_halves
+
+        return fuse(in_token_halves(graph) if steps and device_kind == "cuda" and not compile else graph)
+
+    def cost(self, graph: Graph, kind: DeviceKind, float8: bool = False) -> Timeline:
+        """The stream runs nodes in their order, and computes while an all-reduce travels."""
+        from ltx2rt.placement.timeline import Timeline
+
+        return Timeline(kind, hidden=True, float8=float8).of(graph)
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return rank_and_size(environment)

@@ -16,9 +16,8 @@ import torch
 from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.cost import VIEWS, node_flops
-from ltx2rt.placement.devices import DEVICE_KINDS
+from ltx2rt_cuda.devices import H100
 
-KIND = DEVICE_KINDS["h100-80gb"]
 # What takes less by the data sheet is no part of its own where something reads it together with another part's result:
 # to part and to meet again is assumed to cost as much.
 SHORT_S = 1e-6
@@ -59,7 +58,7 @@ class Part:
         self.nodes.append(node)
         if node.op not in VIEWS:
             moved = sum(v.type.nbytes for v in (*node.inputs, *node.outputs))
-            self.time_s += node_flops(node) / KIND.flops_per_s + moved / KIND.memory_bytes_per_s
+            self.time_s += node_flops(node) / H100.flops_per_s + moved / H100.memory_bytes_per_s
 
 
 def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:

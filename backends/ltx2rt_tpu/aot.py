@@ -29,8 +29,9 @@ from ltx2rt.graph import Graph
 from ltx2rt.placement.devices import topology as kind_of
 from ltx2rt_tpu.cycles import Code
 from ltx2rt_tpu.distributed import device_mesh
+from ltx2rt_tpu.factory import ASSEMBLED
 from ltx2rt_tpu.hlo import COLLECTIVE, collectives
-from ltx2rt_tpu.program import ASSEMBLED, Assembled, Loop, Program
+from ltx2rt_tpu.program import Assembled, Loop, Program
 
 # What libtpu would ask Google Cloud's metadata server; without an answer it complains on stderr.
 ENVIRONMENT = {

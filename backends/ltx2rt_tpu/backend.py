@@ -23,9 +23,10 @@ from ltx2rt.graph.ir import Graph
 from ltx2rt.weights.float8 import EncodedSource
 from ltx2rt.weights.lora import Factors, merge
 from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
+from ltx2rt_tpu.factory import ASSEMBLED
 from ltx2rt_tpu.hosts import HOST_VARIABLES
 from ltx2rt_tpu.ops import quantise_rows
-from ltx2rt_tpu.program import ASSEMBLED, COMPILERS, Assembled, Loop, Program, compilations
+from ltx2rt_tpu.program import COMPILERS, Assembled, Loop, Program, compilations
 from ltx2rt_tpu.weights import TILED_KIND, Weights, abstract_weights, laid_out, merged, stacked
 
 

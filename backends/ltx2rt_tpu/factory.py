@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,15 @@ from ltx2rt_tpu.hosts import hosts
 if TYPE_CHECKING:
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
+    from ltx2rt.placement.devices import DeviceKind
+    from ltx2rt.placement.timeline import Timeline
     from ltx2rt_tpu.backend import TpuBackend
     from ltx2rt_tpu.distributed import Store
+
+# Of so many bytes, halves take turns at an exchange, and a pair of devices adds up what they send each other where
+# nothing but a permutation travels while they compute. Fewer have arrived before other work would have begun.
+LEAST_BYTES = 2**20
+ASSEMBLED = ("vocoder",)  # networks that run as `program.Assembled`
 
 
 class TpuFactory:
@@ -21,6 +28,28 @@ class TpuFactory:
     name, accelerator, process_per_device = "tpu", "TPU", False
     packages = ("jax", "jaxlib", "libtpu")
     streams = False  # XLA runs no copy from the host beside the products of a loop
+    recorded = ()
+
+    def device_kinds(self) -> Sequence[DeviceKind]:
+        from ltx2rt_tpu.devices import KINDS
+
+        return KINDS
+
+    def as_run(self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False) -> Graph:
+        """Of steps halves of the samples side by side where that is possible, so that exchanges travel unseen; the
+        vocoder's activations fused, for XLA fuses the rest itself."""
+        from ltx2rt.passes.fuse import fuse, snakes
+        from ltx2rt.passes.interleave import interleave
+
+        if steps:
+            return interleave(graph, tied=LEAST_BYTES) if device_kind == "tpu" else graph
+        return fuse(graph, (snakes,)) if device_kind == "tpu" or graph.name in ASSEMBLED else graph
+
+    def cost(self, graph: Graph, kind: DeviceKind, float8: bool = False) -> Timeline:
+        """Nothing is assumed to hide an exchange: XLA orders the nodes."""
+        from ltx2rt.placement.timeline import Timeline
+
+        return Timeline(kind, float8=float8).of(graph)
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return hosts(environment)

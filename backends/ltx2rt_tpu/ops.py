@@ -19,6 +19,7 @@ from ltx2rt_kernels.attention import tpu as kernel
 
 from ltx2rt.graph.fused import snake_windows
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY, window_blocks
+from ltx2rt_tpu.factory import LEAST_BYTES
 
 
 def _view(x: Array, shape: tuple[int, ...]) -> Array:
@@ -514,11 +515,6 @@ def snake_beta(x: Array, up: Array, down: Array, alpha: Array, beta: Array, *, e
 @op
 def barrier(*xs: Array) -> tuple[Array, ...]:
     return lax.optimization_barrier(xs)
-
-
-# Of so many bytes, halves take turns at an exchange, and a pair of devices adds up what they send each other where
-# nothing but a permutation travels while they compute. Fewer have arrived before other work would have begun.
-LEAST_BYTES = 2**20
 
 
 def _all_reduce_by_pairs(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:

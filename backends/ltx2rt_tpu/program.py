@@ -21,16 +21,14 @@ from jax.stages import Lowered
 from ltx2rt.backend import overlapped
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Value
-from ltx2rt.passes.fuse import fuse, snakes
-from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import flops
+from ltx2rt_tpu.factory import FACTORY
 from ltx2rt_tpu.lower import run
-from ltx2rt_tpu.ops import BY_PAIRS, LEAST_BYTES, ON_TPU, ONCE, OPS
+from ltx2rt_tpu.ops import BY_PAIRS, ON_TPU, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
 from ltx2rt_tpu.weights import Weights, abstract_weights, weight_specs, weights_on
 
-ASSEMBLED = ("vocoder",)  # networks that run as `Assembled`
 ASYNC = {"xla_tpu_enable_async_all_to_all": True}  # or nothing else runs while heads travel
 EFFORT = 19  # O1 of XLA's `optimization_level`, of O0 to O3
 COMPILERS = 16  # at a time: each takes some hundred MB
@@ -92,6 +90,11 @@ def is_tpu(place: Sharding) -> bool:
     return next(iter(place.device_set)).platform == "tpu"
 
 
+def device_kind(place: Sharding) -> str:
+    """`Backend.device_kind` of the devices."""
+    return "tpu" if is_tpu(place) else "cpu"
+
+
 def waits_for_exchanges(place: Sharding) -> bool:
     """Whether the devices compute during permutations, and during no other exchange."""
     return next(iter(place.device_set)).device_kind == "TPU v6 lite"
@@ -134,7 +137,7 @@ class Program(Ahead):
     """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
-        self.graph = fuse(graph, (snakes,)) if is_tpu(place) else graph  # XLA fuses the rest itself
+        self.graph = FACTORY.as_run(graph, device_kind(place))
         self.place, self.unrolled, self.ops = place, unrolled, ops_for(place)
         options = compiler_options(graph, place)
         self.nested: Any = jax.jit(self._run)  # for a jit of somebody's own, in which no other may have options
@@ -220,7 +223,8 @@ class Assembled(Ahead):
     """
 
     def __init__(self, graph: Graph, place: Sharding):
-        self.graph, self.place, self.ops = roll(graph), place, ops_for(place)
+        self.graph = roll(FACTORY.as_run(graph, device_kind(place)))
+        self.place, self.ops = place, ops_for(place)
         self.parts = parts(self.graph)
         last = {id(v): i for i, part in enumerate(self.parts) for v in part.inputs.values()}
         kept = {id(v) for v in self.graph.outputs.values()}
@@ -293,7 +297,7 @@ class Loop(Ahead):
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
-        halved = interleave(graph, tied=LEAST_BYTES) if is_tpu(place) else graph
+        halved = FACTORY.as_run(graph, device_kind(place), steps=True)
         self.parts, options, self.ops = taken_apart(halved), compiler_options(graph, place), ops_for(place)
         if is_tpu(place) and not waits_for_exchanges(place):
             self.ops = self.ops | ONCE

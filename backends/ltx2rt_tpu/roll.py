@@ -1,7 +1,7 @@
 """roll: the residual blocks that read one value become one node, which is a loop over all their convolutions.
 
 For the vocoder, most of which are hundreds of convolutions that differ in how many samples they read and how far apart:
-XLA compiles one body for each of its rates. Every SnakeBeta becomes one op; what does not look like a block stays.
+XLA compiles one body for each of its rates. What does not look like a block stays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ltx2rt.graph.ir import Graph, Node, Value
-from ltx2rt.passes.fuse import fuse, snakes
 from ltx2rt_tpu.ops import OPS, biased, matrix_taps, zeros_around
 
 ACTIVATIONS = ("snake_beta", "leaky_relu")
@@ -42,8 +41,7 @@ class Unit:
 
 
 def roll(graph: Graph) -> Graph:
-    """Same inputs, parameters and outputs; sums in another order."""
-    graph = fuse(graph, (snakes,))
+    """Same inputs, parameters and outputs; sums in another order. SnakeBeta is one op already (`as_run`)."""
     nodes, blocks, i = [], [], 0
     while i < len(graph.nodes):
         unit = _unit(graph.nodes[i : i + 7])

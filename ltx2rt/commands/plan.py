@@ -6,15 +6,17 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from ltx2rt.atomic_file import check_outputs
 from ltx2rt.commands.options import json_flag, planned_flags, planned_options
-from ltx2rt.flags import add_flags, given_flags
+from ltx2rt.flags import add_flags, given_flags, groups
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic
-from ltx2rt.placement.devices import COLLECTIVE_S
 from ltx2rt.placement.plan import peak
 from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
+from ltx2rt.run.trace_events import write_trace
 
 EXAMPLE = """\
 example:
@@ -64,7 +66,7 @@ def to_text(found: Estimate) -> str:
         hides = any(c.hidden_s(kind) > 1e-6 for c in found.costs)
         hidden = "less what passes under products of the other half of the tokens" if hides else "none of it hidden"
         lines.append(
-            f"exchanges: received / {links} and {COLLECTIVE_S[kind.framework_kind] * 1e6:g} us each, {hidden}; "
+            f"exchanges: received / {links} and {kind.collective_s * 1e6:g} us each, {hidden}; "
             "an all-reduce of B bytes among n devices receives 2 (n - 1) / n B"
         )
     return "\n".join([*lines, *found.notes]) + "\n"
@@ -81,6 +83,12 @@ def flags(to: Any) -> None:
     how = ("memory", "max_memory", "stage_weights", "text_encoder_offload", "video_decoder", "vae_tiling")
     planned_flags(to, *parts, *how)
     json_flag(to)
+    groups(to)["output"].add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write one step of each stage to FILE as trace events (JSON), for Perfetto or chrome://tracing",
+    )
 
 
 def main(args: argparse.Namespace) -> None:
@@ -90,5 +98,9 @@ def main(args: argparse.Namespace) -> None:
         options.check()
     request = type_(prompt="a plan", seed=0, **given_flags(args, type_))
     request.check()
+    if args.trace:
+        check_outputs([("--trace", args.trace)], [args.model] if args.model else [])
     found = estimate(options, request, Devices(**given_flags(args, Devices)), args.preset)
+    if args.trace:
+        write_trace(found, args.trace)
     print(json.dumps(to_json(found), indent=1) if args.json else to_text(found).rstrip())

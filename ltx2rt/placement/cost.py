@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.graph.ops import COLLECTIVES
 
+LINEARS = ("linear", "linear_gelu")
 VIEWS = {"split", "merge", "rename", "slice", "at", "expand", "transpose"}  # ops that usually move nothing
 
 # Bytes that a device receives per byte it hands in, among n. An all-reduce is a reduce-scatter and an all-gather, in
@@ -119,12 +120,17 @@ def flops(graph: Graph) -> int:
 
 def float8_flops(graph: Graph) -> int:
     """The part of `flops` in which float8 numbers are multiplied."""
-    return sum(node_flops(node) * times for node, times in graph.walk() if node.op.endswith("linear_float8"))
+    return sum(node_flops(node) * times for node, times in graph.walk() if is_float8(node))
+
+
+def is_float8(node: Node) -> bool:
+    """Whether the node multiplies float8 numbers."""
+    return node.op.endswith("linear_float8")
 
 
 def node_flops(node: Node) -> int:
     """2 x multiply-adds of one execution of one node; a repeat's body is not counted."""
-    if node.op in ("linear", "linear_gelu") or node.op.endswith("linear_float8"):
+    if node.op in LINEARS or is_float8(node):
         return 2 * node.inputs[0].type.num_elements * math.prod(node.args["out_shape"])
     if node.op in ("conv", "padded_conv"):
         weight, out = node.inputs[1].type, node.outputs[0].type

@@ -8,8 +8,10 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+from ltx2rt.backend import backend_names, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.suggest import nearest
 
@@ -25,7 +27,8 @@ class DeviceKind:
     flops_per_s: bfloat16, dense; float8_flops_per_s: of float8 linears as the backend runs them.
     link_bytes_per_s: what one device can receive from the others of its machine. neighbours: the same among so many
     devices, (of an all-to-all, of any other collective), where the way between them is narrower.
-    host_bytes_per_s: copied from pinned memory of the host.
+    collective_s: the time of a collective beside its bytes. host_bytes_per_s: copied from pinned memory of the host.
+    reserve_bytes: memory that a run must leave free.
     """
 
     name: str
@@ -37,9 +40,11 @@ class DeviceKind:
     float8_flops_per_s: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    collective_s: float
     found_as: tuple[str, ...] = ()
     neighbours: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     host_bytes_per_s: float = PCIE4
+    reserve_bytes: int = 0
 
     def exchange_s(self, collective: str, devices: int, count: int, received_bytes: int) -> float:
         """The time of so many collectives among so many devices, by which one of them receives so many bytes."""
@@ -47,147 +52,17 @@ class DeviceKind:
         if self.neighbours:
             rates = self.neighbours[max(n for n in self.neighbours if n <= devices)]
             rate = rates[0 if collective == "all_to_all" else 1]
-        return received_bytes / rate + count * COLLECTIVE_S[self.framework_kind]
-
-    @property
-    def reserve_bytes(self) -> int:
-        """Memory that a run must leave free."""
-        return gpu_reserve_bytes(int(self.memory_bytes)) if self.framework_kind == "cuda" else 0
+        return received_bytes / rate + count * self.collective_s
 
 
-def gpu_reserve_bytes(total_bytes: int) -> int:
-    """What PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take of a GPU: 3 GB and 2 %."""
-    return int(3e9 + 0.02 * total_bytes)
+def device_kinds() -> dict[str, DeviceKind]:
+    """All kinds by name, as the installed backends know them."""
+    return dict(_kinds_of(tuple(backend_names())))
 
 
-# What a collective takes beside its bytes. Assumed; nobody has measured it here.
-COLLECTIVE_S = {"cuda": 10e-6, "tpu": 2e-6}
-# An ICI link brings 90 GB/s (JAX scaling book). Neighbours on a v6e 2x4, which has no wrap, and on the chips of two
-# devices of a v7x 2x2x1: a pair has one link, or is on one chip; a line of 4 passes half of an all-to-all of its pairs
-# through the middle; 8 have two links on v6e, of which those of a v7x chip's devices are one each.
-V6E_LINKS = {2: (90e9, 90e9), 4: (67.5e9, 90e9), 8: (79e9, 180e9)}
-V7X_LINKS = {2: (300e9, 300e9), 4: (67.5e9, 90e9), 8: (79e9, 90e9)}
-
-# JAX multiplies float8 numbers as bfloat16 ones; so does an A100, which has no units for them. Cards without NVLink
-# receive over PCIe: 32 GB/s of generation 4, 64 GB/s of generation 5.
-DEVICE_KINDS = {
-    kind.name: kind
-    for kind in (
-        # NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity and 3958 in float8, NVLink 900 GB/s in both
-        # directions together.
-        DeviceKind(
-            "h100-80gb",
-            "cuda",
-            "cuda",
-            "hopper",
-            80e9,
-            989.5e12,
-            1979e12,
-            3.35e12,
-            450e9,
-            ("cuda",),
-            host_bytes_per_s=PCIE5,
-        ),
-        # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
-        DeviceKind(
-            "h200-141gb",
-            "cuda",
-            "cuda",
-            "hopper",
-            141e9,
-            989.5e12,
-            1979e12,
-            4.8e12,
-            450e9,
-            ("cuda",),
-            host_bytes_per_s=PCIE5,
-        ),
-        # NVIDIA A100 data sheet, SXM: 312 TFLOP/s, 1555 and 2039 GB/s, NVLink 600 GB/s in both directions together.
-        DeviceKind("a100-40gb", "cuda", "cuda", "hopper", 40e9, 312e12, 312e12, 1.555e12, 300e9, ("cuda",)),
-        DeviceKind("a100-80gb", "cuda", "cuda", "hopper", 80e9, 312e12, 312e12, 2.039e12, 300e9, ("cuda",)),
-        # NVIDIA DGX B200 data sheet, an eighth of it: 4.5 PFLOP/s with sparsity and 9 in float8, 8 TB/s, NVLink
-        # 1800 GB/s in both directions together.
-        DeviceKind(
-            "b200-180gb",
-            "cuda",
-            "cuda",
-            "hopper",
-            180e9,
-            2250e12,
-            4500e12,
-            8e12,
-            900e9,
-            ("cuda",),
-            host_bytes_per_s=PCIE5,
-        ),
-        # NVIDIA L40S data sheet: 362 TFLOP/s, 733 in float8, 864 GB/s.
-        DeviceKind("l40s-48gb", "cuda", "cuda", "hopper", 48e9, 362e12, 733e12, 0.864e12, 32e9, ("cuda",)),
-        # NVIDIA Ada and RTX Blackwell architecture papers, appendices: products summed in float32, without sparsity.
-        DeviceKind("rtx4090-24gb", "cuda", "cuda", "hopper", 24e9, 165.2e12, 330.3e12, 1.008e12, 32e9, ("cuda",)),
-        DeviceKind(
-            "rtx5090-32gb",
-            "cuda",
-            "cuda",
-            "hopper",
-            32e9,
-            209.5e12,
-            419e12,
-            1.792e12,
-            64e9,
-            ("cuda",),
-            host_bytes_per_s=PCIE5,
-        ),
-        DeviceKind(
-            "rtx5080-16gb",
-            "cuda",
-            "cuda",
-            "hopper",
-            16e9,
-            112.6e12,
-            225e12,
-            0.96e12,
-            64e9,
-            ("cuda",),
-            host_bytes_per_s=PCIE5,
-        ),
-        DeviceKind("rtx4080-16gb", "cuda", "cuda", "hopper", 16e9, 97.5e12, 195e12, 0.717e12, 32e9, ("cuda",)),
-        DeviceKind("rtx4070-12gb", "cuda", "cuda", "hopper", 12e9, 58.3e12, 117e12, 0.504e12, 32e9, ("cuda",)),
-        DeviceKind(
-            "rtxpro6000-96gb",
-            "cuda",
-            "cuda",
-            "hopper",
-            96e9,
-            503e12,
-            1006e12,
-            1.792e12,
-            64e9,
-            ("cuda",),
-            host_bytes_per_s=PCIE5,
-        ),
-        # NVIDIA GA102 architecture paper, appendix, and the RTX 3060's data sheet. No units for float8.
-        DeviceKind("rtx3090-24gb", "cuda", "cuda", "hopper", 24e9, 71e12, 71e12, 0.936e12, 32e9, ("cuda",)),
-        DeviceKind("rtx3060-12gb", "cuda", "cuda", "hopper", 12e9, 25.6e12, 25.6e12, 0.36e12, 32e9, ("cuda",)),
-        # Google Cloud, TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
-        DeviceKind(
-            "v6e",
-            "tpu",
-            "tpu",
-            "trillium",
-            32e9,
-            918e12,
-            918e12,
-            1.638e12,
-            400e9,
-            ("TPU v6 lite", "TPU v6e"),
-            V6E_LINKS,
-        ),
-        # Google Cloud, TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
-        DeviceKind("v5p", "tpu", "tpu", "ironwood", 95e9, 459e12, 459e12, 2.765e12, 600e9, ("TPU v5", "TPU v5p")),
-        # Google Cloud, TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
-        DeviceKind("v7x", "tpu", "tpu", "ironwood", 96e9, 1153.5e12, 1153.5e12, 3.69e12, 300e9, ("TPU7x",), V7X_LINKS),
-    )
-}
+@cache
+def _kinds_of(backends: tuple[str, ...]) -> dict[str, DeviceKind]:
+    return {kind.name: kind for name in backends for kind in get_factory(name).device_kinds()}
 
 
 UNREAD = (  # words of a device's name that do not tell its kind
@@ -204,25 +79,25 @@ def device_kind(name: str) -> DeviceKind:
     """
     found = _kinds(name)
     if len(found) == 1:
-        return DEVICE_KINDS[found[0]]
+        return device_kinds()[found[0]]
     if found:
         raise InputError(f"--device-kind: {name!r} may be {' or '.join(found)}; choose one")
     if several := _several(name):
         kind, count = several
         advice = f"use --device-kind {kind} --devices {count}"
         raise InputError(f"--device-kind: {name!r} is {count} x {kind}; {advice}")
-    names = {model: kind for kind in DEVICE_KINDS for model in _names(kind)}
+    names = {model: kind.name for kind in device_kinds().values() for model in _names(kind)}
     near = nearest(_model(name)[0], names)
     meant = f"; did you mean {names[near]}?" if near else ""
-    known = ", ".join(DEVICE_KINDS)
+    known = ", ".join(device_kinds())
     raise InputError(f"--device-kind: unknown {name[:80]!r}; known: {known}{meant}")
 
 
 def _kinds(name: str) -> list[str]:
     """The kinds that the name may mean."""
     model, gigabytes = _model(name)
-    named = [kind for kind in DEVICE_KINDS if model in _names(kind)]
-    return [kind for kind in named if gigabytes in (None, DEVICE_KINDS[kind].memory_bytes / 1e9)]
+    named = [kind for kind in device_kinds().values() if model in _names(kind)]
+    return [kind.name for kind in named if gigabytes in (None, kind.memory_bytes / 1e9)]
 
 
 def _model(name: str) -> tuple[str, int | None]:
@@ -233,10 +108,10 @@ def _model(name: str) -> tuple[str, int | None]:
     return re.sub("[^a-z0-9]", "", text).removeprefix("tpu"), int(memory[1]) if memory else None
 
 
-def _names(kind: str) -> list[str]:
+def _names(kind: DeviceKind) -> list[str]:
     """The models that a kind is known as: rtx4090 and 4090, v6e and what JAX calls it."""
-    model = kind.partition("-")[0]
-    found_as = [x for x in DEVICE_KINDS[kind].found_as if x != DEVICE_KINDS[kind].framework_kind]
+    model = kind.name.partition("-")[0]
+    found_as = [x for x in kind.found_as if x != kind.framework_kind]
     return [model, re.sub("^(rtx|v)", "", model), *(_model(x)[0] for x in found_as)]
 
 
@@ -258,7 +133,7 @@ def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind |
     name = name.lower().replace(" ", "")
     found = [
         kind
-        for kind in DEVICE_KINDS.values()
+        for kind in device_kinds().values()
         if kind.framework_kind == framework_kind and "pcie" not in name and "nvl" not in name
         and (kind.name.split("-")[0] in name or name in (x.lower().replace(" ", "") for x in kind.found_as))
     ]  # fmt: skip
@@ -275,7 +150,7 @@ def topology(name: str) -> tuple[DeviceKind, int]:
         known = ", ".join(GENERATIONS)
         raise InputError(f"--topology: {name!r}, expected GENERATION:CHIPS of {known}, such as v6e:2x4 or tpu7x:2x2x1")
     kind, cores = GENERATIONS[generation]
-    return DEVICE_KINDS[kind], cores * math.prod(map(int, chips.split("x")))
+    return device_kinds()[kind], cores * math.prod(map(int, chips.split("x")))
 
 
 # What a container sees of its own limits, in either version of the kernel's interface: limit, what is used, and which
@@ -293,10 +168,10 @@ def host_memory() -> tuple[int, int]:
     total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
     with suppress(FileNotFoundError), open("/proc/meminfo") as file:
         free = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")), free)
-    for folder, limit_file, used_file, cache in CGROUPS:
+    for folder, limit_file, used_file, files in CGROUPS:
         with suppress(OSError, ValueError):  # no such file, or "max"
             limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            free = min(free, limit - used + int(stat[cache]))
+            free = min(free, limit - used + int(stat[files]))
             total = min(total, limit)
     return total, free

@@ -14,7 +14,7 @@ from typing import Literal
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.place import shared_key_head
-from ltx2rt.placement.devices import DEVICE_KINDS
+from ltx2rt.placement.devices import device_kinds
 from ltx2rt.placement.mesh import FSDP, MESH_AXES, canonical
 from ltx2rt.suggest import hint
 
@@ -70,24 +70,27 @@ PROFILES = {
     )
 }
 
-BY_DEVICE = {"cpu": "cpu"} | {
-    name: kind.profile for kind in DEVICE_KINDS.values() for name in (kind.name, *kind.found_as)
-}
+
+def _by_device() -> dict[str, str]:
+    """Profiles by the name of a kind of devices, and by what its backend calls it."""
+    kinds = device_kinds().values()
+    return {"cpu": "cpu"} | {name: k.profile for k in kinds for name in (k.name, *k.found_as)}
 
 
 def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> Profile:
-    """The profile by name, or the device kind's own: of "cpu", of one of DEVICE_KINDS or of what its backend calls it.
+    """The profile by name, or the device kind's own: of "cpu", of a kind by its name or by what its backend calls it.
 
     Raises InputError naming the known ones, or the axes of the profile if it splits nothing over one of the mesh.
     """
     several = [axis for axis, size in mesh.items() if size > 1]
-    if name is None and several and device_kind not in BY_DEVICE:
-        kinds = ", ".join(BY_DEVICE)
+    by_device = _by_device() if name is None and several else {}
+    if name is None and several and device_kind not in by_device:
+        kinds = ", ".join(by_device)
         raise InputError(
             f"unknown device kind {device_kind!r}; known: {kinds}; choose one of the profiles with --profile: "
             f"{', '.join(PROFILES)}"
         )
-    name = name or (BY_DEVICE[device_kind] if several else "single")
+    name = name or (by_device[device_kind] if several else "single")
     if name not in PROFILES:
         known = f"known profiles: {', '.join(PROFILES)}{hint(name, PROFILES)}"
         raise InputError(f"unknown profile {name!r}; {known}")

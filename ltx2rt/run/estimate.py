@@ -19,7 +19,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag
 from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.cost import weight_bytes
-from ltx2rt.placement.devices import DEVICE_KINDS, DeviceKind, device_kind
+from ltx2rt.placement.devices import DeviceKind, device_kind
 from ltx2rt.placement.mesh import stage_mesh
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, peak
@@ -41,7 +41,7 @@ class Devices:
 
     device_kind: str = flag(
         MISSING,
-        f"one of {', '.join(DEVICE_KINDS)}, in any spelling: H100, RTX 4090",
+        "kind of devices, in any spelling: H100, RTX 4090, v6e; an unknown one lists all",
         group=MEMORY,
         metavar="KIND",
     )

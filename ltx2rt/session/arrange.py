@@ -1,7 +1,7 @@
 """Which mesh a run takes if nobody names one: of those that fit the memory, the one of the least estimated time.
 
 Decides by data sheets and the run's own sizes alone, so that every process of a launch decides alike. Estimates of the
-denoise steps are read off graphs that are shared and placed, but not passed on to a backend.
+denoise steps are read off graphs that are shared, placed, and changed as the backend does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.place import place
 from ltx2rt.passes.share import share
-from ltx2rt.placement.cost import node_flops
+from ltx2rt.placement.cost import LINEARS, node_flops
 from ltx2rt.placement.devices import DeviceKind
 from ltx2rt.placement.mesh import canonical
 from ltx2rt.placement.placement import Placement
@@ -157,10 +157,10 @@ class Estimator:
             graph = self._graph(call, on.mesh.get("guidance", 1) == 1)
             strict = "transformer" in on.profile.strict
             placed = coalesce(place(graph, on.rules("transformer", weights=False), on.mesh, strict))
-            found = cost(Work(call.network, ((self.session.in_order(placed), 1),), {}))
+            found = cost(Work(call.network, ((self.session.as_run(placed, steps=True), 1),), {}))
             if self.session.options.weights_dtype == "float8":  # of almost all linears
-                linear = sum(node_flops(node) * times for node, times in placed.walk() if node.op == "linear")
-                found = replace(found, float8_flops=linear)
+                linear = sum(node_flops(node) * times for node, times in placed.walk() if node.op in LINEARS)
+                found = replace(found, float8_flops=linear, float8=True)
             self._costs[key] = found
         return self._costs[key]
 

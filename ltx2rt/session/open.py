@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ltx2rt.backend import Backend, DeviceInfo, get_backend, get_factory
 from ltx2rt.notes import note
-from ltx2rt.placement.devices import DEVICE_KINDS, known_kind
+from ltx2rt.placement.devices import device_kinds, known_kind
 from ltx2rt.placement.profiles import resolve
 from ltx2rt.session.arrange import Choice, choose
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
@@ -55,7 +55,7 @@ def _chosen(options: ModelOptions, checkpoint: Checkpoint, backend: Backend, sta
     if named or devices == 1 or device.kind == "cpu":
         return None
     found = known_kind(device.kind, device.name, device.total_bytes) if devices <= device.count else None
-    here = [kind for kind in (None, *DEVICE_KINDS.values()) if backend.agree(kind is found)]
+    here = [kind for kind in (None, *device_kinds().values()) if backend.agree(kind is found)]
     if len(here) > 1 or not here[0]:
         return None
     return choose(checkpoint, options, here[0], devices, stages(checkpoint))

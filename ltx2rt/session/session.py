@@ -22,7 +22,6 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.models.catalog import network
-from ltx2rt.passes.interleave import in_token_halves
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import touched_bytes, weight_bytes
 from ltx2rt.placement.devices import host_memory
@@ -59,11 +58,11 @@ class Session:
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str | None = None):
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
-        self.streams = get_factory(backend.name).streams
+        self.factory = get_factory(backend.name)
         self.asked = options  # before `require_memory` changes how weights are kept
         self.config = checkpoint.config
         self.dtype = dtype or options.compute_dtype("float32" if backend.device_kind == "cpu" else "bfloat16")
-        kind = get_factory(backend.name).profile_key(backend.device())
+        kind = self.factory.profile_key(backend.device())
         profile = profile_of(options.profile, kind, backend.mesh)
         self.placement = Placement(profile, backend.mesh, options.weights_dtype)
         self.weights = WeightStore(checkpoint, backend, options, self.dtype)
@@ -218,7 +217,8 @@ class Session:
             found.append(replace(made, weights_bytes=sum(here.values()), streamed_bytes=copied))
             for left in self._left(stage):
                 here.pop(left, None)
-        return beside_recorded(found, recorded_bytes) if self.backend.device_kind == "cuda" else found
+        recorded = self.backend.device_kind in self.factory.recorded
+        return beside_recorded(found, recorded_bytes) if recorded else found
 
     def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
         """Enter the call's set: whole, or what it does not share with another set of its network."""
@@ -245,18 +245,17 @@ class Session:
         return sum(sizes[piece] for piece in streamed(sizes, number))
 
     def _cost(self, name: str, calls: Sequence[Call]) -> StageCost:
-        loops = [taken_apart(self.in_order(self.graph(call))) for call in calls if call.steps is not None]
+        loops = [taken_apart(self.as_run(self.graph(c), steps=True)) for c in calls if c.steps is not None]
         runs: dict[Hashable, tuple[Graph, int]] = {}
         for call in calls:
-            graph, times = self.graph(call) if call.steps is None else loops[0].body, call.times
+            graph, times = self.as_run(self.graph(call)) if call.steps is None else loops[0].body, call.times
             runs[call.program] = (graph, runs.get(call.program, (graph, 0))[1] + times)
         steps = max((call.steps or 1 for call in calls), default=1)
         return cost(Work(name, tuple(runs.values()), {}, steps, loops[0].before if loops else None))
 
-    def in_order(self, step: Graph) -> Graph:
-        """A placed step, or the loop over steps, in the order in which the backend runs it."""
-        ordered = self.backend.device_kind == "cuda" and not self.options.compile and step.mesh
-        return in_token_halves(step) if ordered else step
+    def as_run(self, graph: Graph, steps: bool = False) -> Graph:
+        """`BackendFactory.as_run` of a placed graph on the session's devices."""
+        return self.factory.as_run(graph, self.backend.device_kind, steps, self.options.compile)
 
     def require_memory(self, stages: Sequence[Needing], warm: bool = False) -> None:
         """Make room for a run: first what recorded steps keep, then sets of earlier requests are let go, the least
@@ -352,7 +351,7 @@ class Session:
         yield replace(self.asked, text_encoder_offload=True), Residence()
         tight = replace(self.asked, text_encoder_offload=True, stage_weights="reload")
         yield tight, Residence(leave=leave)
-        if not self.streams or self.asked.layers == "unrolled":
+        if not self.factory.streams or self.asked.layers == "unrolled":
             return
         sizes = {network_of(c.weights): len(pieces(self.graph(c))) for _, c in calls}
         streams = {name: sizes[name] for name in ("text-encoder",) if sizes.get(name)}

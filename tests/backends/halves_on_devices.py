@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from ltx2rt_tpu import ops, program
+from ltx2rt_tpu import factory, ops, program
 
 from ltx2rt.pipelines import pipeline
 from ltx2rt.run.plan import make_plan
@@ -60,7 +60,7 @@ def main(model: Path) -> None:
     whole, before = latents(model), dict(traced)
     traced.clear()
     program.is_tpu = program.waits_for_exchanges = lambda place: True
-    program.ASYNC, ops.LEAST_BYTES, program.LEAST_BYTES = {}, 0, 2**10  # its name is one of libtpu's
+    program.ASYNC, ops.LEAST_BYTES, factory.LEAST_BYTES = {}, 0, 2**10  # its name is one of libtpu's
     halves = latents(model)
     distances = {key: relative_l2(halves[key], value) for key, value in whole.items()}
     print(json.dumps({"distances": distances, "before": before, "after": dict(traced)}))

@@ -89,10 +89,10 @@ def test_a_step_on_v6e_attends_by_the_kernel_and_takes_the_time_that_is_planned(
     size = '{"width": 768, "height": 512, "num_frames": 25}'
     seconds, bound_s, exposed_s, planned_s = run(
         f"""
-from ltx2rt.placement.devices import DEVICE_KINDS
+from ltx2rt.placement.devices import device_kind
 from ltx2rt.placement.plan import Work, cost
 from ltx2rt_tpu import aot, cycles
-kind = DEVICE_KINDS["v6e"]
+kind = device_kind("v6e")
 code = cycles.Code(kind)
 graph, _, step = lowered("v6e:2x4", {{"tensor": 2, "sequence": 4}}, 2, {size})
 found, planned = aot.compiled(step, code=code).times_s, cost(Work("step", ((graph, 1),), {{}}))

@@ -3,9 +3,9 @@
 import pytest
 from ltx2rt_tpu.cycles import FLOP_PER_CYCLE, bundles, times
 
-from ltx2rt.placement.devices import DEVICE_KINDS
+from ltx2rt.placement.devices import device_kind
 
-V6E = DEVICE_KINDS["v6e"]
+V6E = device_kind("v6e")
 CLOCK = V6E.flops_per_s / FLOP_PER_CYCLE
 
 

@@ -12,7 +12,7 @@ from ltx2rt_cuda.stream import HostTensor, Ring
 import ltx2rt
 from ltx2rt.pipelines import make_request
 from ltx2rt.placement import stream
-from ltx2rt.placement.devices import DEVICE_KINDS
+from ltx2rt.placement.devices import device_kind
 from ltx2rt.run.estimate import datasheet_checkpoint, on_datasheet
 from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import NO_LORA, ModelOptions
@@ -202,7 +202,7 @@ def test_the_table_of_cards_is_what_plan_says():
     options, first = ModelOptions("", Path(), dtype="bfloat16"), None
     with datasheet_checkpoint(options, "ltx-2.3") as (options, checkpoint):
         for card, *cells in rows:
-            kind = DEVICE_KINDS[card]
+            kind = device_kind(card)
             for (name, width, height), cell in zip(WORKLOADS, cells, strict=True):
                 on = replace(options, distilled_lora=NO_LORA) if name == "distilled" else options
                 session = on_datasheet(on, checkpoint, kind, 1)

@@ -14,7 +14,7 @@ import pytest
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.pipelines import pipeline
-from ltx2rt.placement.devices import DEVICE_KINDS, device_kind, known_kind
+from ltx2rt.placement.devices import device_kind, device_kinds, known_kind
 from ltx2rt.placement.profiles import PROFILES, default_mesh
 from ltx2rt.run.estimate import chosen, datasheet_checkpoint
 from ltx2rt.run.plan import resolved_stages, usual_stages
@@ -109,7 +109,7 @@ def test_a_launch_chooses_where_its_cards_are_known():
 
         def agree(flag):
             said.append(flag)
-            return flag or [None, *DEVICE_KINDS][len(said) - 1] == elsewhere
+            return flag or [None, *device_kinds()][len(said) - 1] == elsewhere
 
         backend: Any = SimpleNamespace(device=lambda: device, mesh=here.mesh, agree=agree)
         return _chosen(here, checkpoint, backend, lambda _: stages)

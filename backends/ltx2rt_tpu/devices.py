@@ -1,0 +1,40 @@
+"""TPUs by Google Cloud's figures. JAX multiplies float8 numbers as bfloat16 ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ltx2rt.placement.devices import DeviceKind
+
+COLLECTIVE_S = 2e-6  # what a collective takes beside its bytes; assumed, not measured
+# An ICI link brings 90 GB/s (JAX scaling book). Neighbours on a v6e 2x4, which has no wrap, and on the chips of two
+# devices of a v7x 2x2x1: a pair has one link, or is on one chip; a line of 4 passes half of an all-to-all of its pairs
+# through the middle; 8 have two links on v6e, of which those of a v7x chip's devices are one each.
+V6E_LINKS = {2: (90e9, 90e9), 4: (67.5e9, 90e9), 8: (79e9, 180e9)}
+V7X_LINKS = {2: (300e9, 300e9), 4: (67.5e9, 90e9), 8: (79e9, 90e9)}
+
+
+def _tpu(
+    name: str,
+    profile: str,
+    size: float,
+    flops: float,
+    memory: float,
+    link: float,
+    found_as: tuple[str, ...],
+    neighbours: Mapping[int, tuple[float, float]] | None = None,
+) -> DeviceKind:
+    """A row of `KINDS`; size in bytes, rates in FLOP/s and bytes/s."""
+    return DeviceKind(
+        name, "tpu", "tpu", profile, size, flops, flops, memory, link, COLLECTIVE_S, found_as, neighbours or {}
+    )
+
+
+KINDS = (
+    # TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
+    _tpu("v6e", "trillium", 32e9, 918e12, 1.638e12, 400e9, ("TPU v6 lite", "TPU v6e"), V6E_LINKS),
+    # TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
+    _tpu("v5p", "ironwood", 95e9, 459e12, 2.765e12, 600e9, ("TPU v5", "TPU v5p")),
+    # TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
+    _tpu("v7x", "ironwood", 96e9, 1153.5e12, 3.69e12, 300e9, ("TPU7x",), V7X_LINKS),
+)

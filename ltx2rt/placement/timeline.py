@@ -1,0 +1,168 @@
+"""When one device computes, exchanges and waits: a graph in time, at the figures of a data sheet.
+
+Decides how long a node takes: a product or an attention its FLOP at the full rate, everything else nothing, which is
+why the whole is a bound from below. Whether exchanges travel while the device computes is the backend's knowledge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ops import COLLECTIVES
+from ltx2rt.placement.cost import LINEARS, RECEIVED, VIEWS, is_float8, node_flops
+from ltx2rt.placement.devices import DeviceKind
+
+DEVICE = "device"  # the track of what computes and waits; the others are "link AXIS", "memory" and "host link"
+
+
+@dataclass(frozen=True)
+class Event:
+    """kind: "product", "attention", "kernel", "exchange", "copy" or "wait"."""
+
+    track: str
+    kind: str
+    name: str
+    start_s: float
+    length_s: float
+    flops: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Events that happen `count` times, `period_s` apart; their times are relative to `start_s`."""
+
+    events: Sequence[Event | Repeated]
+    count: int
+    period_s: float
+    start_s: float = 0.0
+
+
+@dataclass
+class Timeline:
+    """A device and its links. An exchange leaves when the one before it has arrived. An all-reduce is waited for by the
+    first node that reads what it brings if exchanges are `hidden`; otherwise, and every other exchange, at once.
+
+    float8: linears are estimated as float8 ones. clock_s: the time so far; travelled_s, waited_s: of exchanges.
+    """
+
+    kind: DeviceKind
+    hidden: bool = False
+    float8: bool = False
+    clock_s: float = 0.0
+    link_s: float = 0.0
+    travelled_s: float = 0.0
+    waited_s: float = 0.0
+    events: list[Event | Repeated] = field(default_factory=list)
+    arrivals: dict[int, float] = field(default_factory=dict)  # of values that nothing has read yet
+
+    def of(self, graph: Graph) -> Timeline:
+        """Run the graph until all that was sent has arrived."""
+        self.run(graph)
+        for v in list(self.arrivals):
+            self.read(v)
+        return self
+
+    def run(self, graph: Graph) -> None:
+        for node in graph.nodes:
+            for v in node.inputs:
+                self.read(id(v))
+            if node.op == "repeat":
+                self.repeat(node)
+            elif node.op in COLLECTIVES:
+                self.exchange(node, graph.mesh[node.attrs["mesh_axis"]])
+            elif node.op not in VIEWS:
+                self.compute(node)
+
+    def compute(self, node: Node) -> None:
+        flops = node_flops(node)
+        float8 = is_float8(node) or (self.float8 and node.op in LINEARS)
+        rate = self.kind.float8_flops_per_s if float8 else self.kind.flops_per_s
+        kind = "attention" if "attention" in node.op else "product" if flops else "kernel"
+        self.events.append(Event(DEVICE, kind, node.op, self.clock_s, flops / rate, flops))
+        self.clock_s += flops / rate
+
+    def read(self, value: int) -> None:
+        missing_s = self.arrivals.pop(value, 0.0) - self.clock_s
+        if missing_s > 0:
+            self.wait("exchange", missing_s)
+            self.waited_s += missing_s
+
+    def wait(self, name: str, length_s: float) -> None:
+        self.events.append(Event(DEVICE, "wait", f"wait for {name}", self.clock_s, length_s))
+        self.clock_s += length_s
+
+    def exchange(self, node: Node, devices: int) -> None:
+        received = round(sum(v.type.nbytes for v in node.inputs) * RECEIVED[node.op](devices))
+        time_s = self.kind.exchange_s(node.op, devices, 1, received)
+        start_s = max(self.link_s, self.clock_s)
+        track = f"link {node.attrs['mesh_axis']}"
+        self.events.append(Event(track, "exchange", node.op, start_s, time_s, received_bytes=received))
+        self.travelled_s += time_s
+        self.link_s = start_s + time_s
+        for v in node.outputs:
+            self.arrivals[id(v)] = self.link_s
+            if node.op != "all_reduce" or not self.hidden:
+                self.read(id(v))
+
+    def repeat(self, node: Node) -> None:
+        """The first iteration, and the second as often as there are others: it waits for what the one before sent."""
+        repeat, carries = node.repeat, node.repeat.num_carries
+        made = [id(v) for v in repeat.body.outputs.values()]
+        entering, leaving = [id(v) for v in repeat.body.inputs.values()], [id(v) for v in node.outputs]
+        for first, count in ((True, 1), (False, repeat.count - 1))[: repeat.count]:
+            if not first:
+                self.move(made[:carries], entering[:carries])
+            start, before = len(self.events), replace(self)
+            self.run(repeat.body)
+            for v in made[carries:]:
+                self.read(v)
+            later_s = self.again(start, before, count)
+            self.arrivals |= {v: self.arrivals[v] + later_s for v in made if v in self.arrivals}
+        self.move(made[:carries], leaving[:carries])
+
+    def again(self, start: int, before: Timeline, count: int) -> float:
+        """Let what has run since `before`, whose events begin at `start`, run `count` times. Returns the added time."""
+        period_s = self.clock_s - before.clock_s
+        later_s = (count - 1) * period_s
+        self.clock_s += later_s
+        self.link_s += later_s
+        self.travelled_s += (count - 1) * (self.travelled_s - before.travelled_s)
+        self.waited_s += (count - 1) * (self.waited_s - before.waited_s)
+        if count > 1:
+            self.events[start:] = [Repeated(self.events[start:], count, period_s)]
+        return later_s
+
+    def move(self, values: Sequence[int], to: Sequence[int]) -> None:
+        """What is on its way has another name from here on."""
+        self.arrivals |= {new: self.arrivals.pop(v) for v, new in zip(values, to, strict=True) if v in self.arrivals}
+
+    def then(self, other: Timeline, times: int) -> None:
+        """Append another timeline, which runs `times` times behind this one."""
+        self.events.append(Repeated(other.events, times, other.clock_s, self.clock_s))
+        self.clock_s += times * other.clock_s
+        self.travelled_s += times * other.travelled_s
+        self.waited_s += times * other.waited_s
+
+    def beside(self, track: str, name: str, length_s: float, work_s: float) -> None:
+        """Copy `name` on its own track from the start on, while the device works for `work_s`, and wait in the end for
+        what takes longer."""
+        if length_s:
+            self.events.append(Event(track, "copy", name, 0.0, length_s))
+        if length_s > work_s:
+            self.wait(name, length_s - work_s)
+
+    def flat(self) -> Iterator[Event]:
+        """All events, those of repeats once for each iteration."""
+        return _flat(self.events, 0.0)
+
+
+def _flat(events: Sequence[Event | Repeated], offset_s: float) -> Iterator[Event]:
+    for event in events:
+        if isinstance(event, Event):
+            yield replace(event, start_s=event.start_s + offset_s)
+        else:
+            for i in range(event.count):
+                yield from _flat(event.events, offset_s + event.start_s + i * event.period_s)
