@@ -73,6 +73,49 @@ class Loop(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class AdamW:
+    """Constants of the optimiser. max_norm: of all gradients together, to which they are scaled down."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_norm: float = 1.0
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, as torch calls them
+
+
+class Trainer(Protocol):
+    """A training step with its trained parameters and the optimiser's moments, float32, on the device or the mesh.
+
+    Arrays that go in and out are whole and named as in a checkpoint, one for each block.
+    """
+
+    graph: Graph
+
+    def accumulate(self, inputs: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, np.ndarray]:
+        """Add the gradient of the sum of weights[loss] x mean(loss) to what has been accumulated since `update`.
+
+        inputs: those that begin with the axis B hold the samples of all devices of the mesh axis `data`, one after the
+        other. Returns the losses of all samples, f32[samples] by output name.
+        """
+        ...
+
+    def update(self, rate: float) -> dict[str, float]:
+        """One step of the optimiser, and no gradient is left. Returns the squared norm of every parameter's gradient
+        before it was clipped, by declared name; where any of them is not finite, nothing was changed."""
+        ...
+
+    def state(self) -> dict[str, dict[str, np.ndarray]]:
+        """`parameters` and, by the names of MOMENTS, the optimiser's. All processes must ask."""
+        ...
+
+    def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:
+        """What `state` gave after `count` updates."""
+        ...
+
+
 Call = tuple[Program, Any, Mapping[str, Any]]  # a program, its weights, its inputs
 
 
@@ -170,6 +213,11 @@ class Backend(Protocol):
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         """The same for a graph that ends in a loop over steps."""
+        ...
+
+    def trainer(self, graph: Graph, weights: Any, optimiser: AdamW, remat: bool = True) -> Trainer:
+        """Train the adapters of a `train-step` graph (`passes.adapters`). weights: of `load`; the others stay as they
+        are. remat: the backward pass computes each block anew, so that only its inputs are kept."""
         ...
 
     def compile_ahead(self, programs: Iterable[tuple[Program | Loop, bool]]) -> Sequence[Future[None]]:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ltx2rt_cuda.collectives import differentiated
+
 TORCH = {  # in order of preference
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash2": SDPBackend.FLASH_ATTENTION,
@@ -137,6 +139,11 @@ def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if differentiated((q, k, v)):  # the kernels have no derivative of the logarithm
+        scores = (q @ k.mT).float() * scale
+        scores = scores if mask is None else scores + mask
+        log_sum = scores.logsumexp(-1)
+        return ((scores - log_sum.unsqueeze(-1)).exp().to(v.dtype) @ v).transpose(1, 2), log_sum
     # Copied, since a device's part of it begins anywhere, and the kernel reads 16 bytes at once.
     mask = None if mask is None else mask.to(q.dtype, copy=True).expand(*q.shape[:3], k.shape[2])
     if q.device.type == "cuda":

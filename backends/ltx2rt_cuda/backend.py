@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ltx2rt.backend import DeviceInfo, TensorSource
+from ltx2rt.backend import AdamW, DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.loop import taken_apart
@@ -30,6 +30,9 @@ from ltx2rt_cuda.host import give_back_freed, keep_freed, parked, unparked
 from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows, tried_road
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 from ltx2rt_cuda.stream import Ring, StreamedWeights
+
+if TYPE_CHECKING:
+    from ltx2rt_cuda.train import Trainer
 
 
 class CudaBackend:
@@ -185,6 +188,11 @@ class CudaBackend:
         before = self.lower(parts.before, layers, compile, fused=False)
         body = self.lower(parts.body, layers, compile, fused=False, side=side)
         return Loop(graph, before, body, parts, pool, position)
+
+    def trainer(self, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool = True) -> Trainer:
+        from ltx2rt_cuda.train import Trainer
+
+        return Trainer(self, graph, weights, optimiser, remat)
 
     def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> torch.Tensor:
         device, dtype = self.torch_device, torch.bfloat16 if rounded else torch.float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import islice
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from ltx2rt.graph.fused import divided, grouped, pairs, rows_per_token, snake_wi
 from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt_cuda.attention import attention as attend
 from ltx2rt_cuda.attention import attention_part as attend_part
+from ltx2rt_cuda.collectives import differentiated, with_transpose
 from ltx2rt_cuda.neighbourhood import neighbourhood_attention
 
 DTYPES = {
@@ -320,11 +321,18 @@ def shard(x: Tensor, dim: int, parts: int, index: int) -> Tensor:
 def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor, ...]:
     """One communication for all operands, which `arrived` waits for. in_place: nothing else reads them, or memory that
     they lie in."""
+    if differentiated(xs):
+        return with_transpose(*[partial(_summed, group=group)] * 2, *xs)
     functional = torch.ops._c10d_functional
     own = "_" if in_place and not torch.compiler.is_compiling() else ""  # Inductor finds that out itself
     if len(xs) == 1:
         return (getattr(functional, f"all_reduce{own}")(xs[0].contiguous(), "sum", group),)
     return tuple(getattr(functional, f"all_reduce_coalesced{own}")([x.contiguous() for x in xs], "sum", group))
+
+
+def _summed(*xs: Tensor, group: str) -> Iterable[Tensor]:
+    """Results of `all_reduce` that are there."""
+    return map(arrived, all_reduce(*xs, group=group))
 
 
 @op
@@ -335,19 +343,34 @@ def barrier(*xs: Tensor) -> tuple[Tensor, ...]:
 
 def arrived(x: Tensor) -> Tensor:
     """A result of `all_reduce` for those that read it: the stream waits, on a CPU the caller."""
+    if differentiated((x,)):
+        return x  # it was waited for
     return torch.ops._c10d_functional.wait_tensor(x)
 
 
 @op
 def all_gather(x: Tensor, dim: int, parts: int, group: str) -> Tensor:
+    if differentiated((x,)):
+        how = {"dim": dim, "parts": parts, "group": group}
+        return with_transpose(lambda x: [all_gather(x, **how)], lambda g: [_reduce_scatter(g, **how)], x)[0]
     functional = torch.ops._c10d_functional
     joined = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), parts, group))
     return joined.unflatten(0, (parts, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
 
 
+def _reduce_scatter(x: Tensor, dim: int, parts: int, group: str) -> Tensor:
+    """This rank's part along `dim` of the sum of what all ranks have."""
+    functional = torch.ops._c10d_functional
+    shares = x.unflatten(dim, (parts, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
+    return functional.wait_tensor(functional.reduce_scatter_tensor(shares, "sum", parts, group))
+
+
 @op
 def all_to_all(*xs: Tensor, split: int, concat: int, parts: int, group: str) -> tuple[Tensor, ...]:
     """Operands of one shape travel stacked, in one communication."""
+    if differentiated(xs):
+        there = partial(all_to_all, split=split, concat=concat, parts=parts, group=group)
+        return with_transpose(there, partial(there, split=concat, concat=split), *xs)
     if len({x.shape for x in xs}) > 1:
         return tuple(all_to_all(x, split=split, concat=concat, parts=parts, group=group)[0] for x in xs)
     functional = torch.ops._c10d_functional

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import groupby, islice
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from ltx2rt.backend import DeviceInfo, TensorSource, overlapped
+from ltx2rt.backend import AdamW, DeviceInfo, TensorSource, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
 from ltx2rt.weights.float8 import EncodedSource
@@ -28,6 +28,9 @@ from ltx2rt_tpu.hosts import HOST_VARIABLES
 from ltx2rt_tpu.ops import quantise_rows
 from ltx2rt_tpu.program import COMPILERS, Assembled, Loop, Program, compilations
 from ltx2rt_tpu.weights import TILED_KIND, Weights, abstract_weights, laid_out, merged, stacked
+
+if TYPE_CHECKING:
+    from ltx2rt_tpu.train import Trainer
 
 
 class TpuBackend:
@@ -153,6 +156,11 @@ class TpuBackend:
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         return Loop(graph, self.place_of(graph), layers == "unrolled")
+
+    def trainer(self, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool = True) -> Trainer:
+        from ltx2rt_tpu.train import Trainer
+
+        return Trainer(self, graph, weights, optimiser, remat)
 
     def compile_ahead(self, programs: Iterable[tuple[Program | Assembled | Loop, bool]]) -> list[Future[None]]:
         return [program.compile_ahead(self.compilers, each) for program, each in programs]

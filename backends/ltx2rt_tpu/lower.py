@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -18,15 +19,21 @@ Ops = Mapping[str, Callable[..., Any]]
 
 
 def run(
-    graph: Graph, weights: Mapping[str, Array], inputs: list[Array], unrolled: bool = False, ops: Ops = OPS
+    graph: Graph,
+    weights: Mapping[str, Array],
+    inputs: list[Array],
+    unrolled: bool = False,
+    ops: Ops = OPS,
+    remat: bool = False,
 ) -> list[Array]:
-    """The graph's outputs. weights: by declared name; a `*` name holds one array with a leading layer axis."""
+    """The graph's outputs. weights: by declared name; a `*` name holds one array with a leading layer axis. remat: a
+    backward pass computes each iteration of a repeat anew from its inputs."""
     env = {id(v): x for v, x in zip(graph.inputs.values(), inputs, strict=True)}
     env |= {id(v): weights[name] for name, v in graph.params.items()}
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]
         if node.op == "repeat":
-            results = _repeat(node, weights, operands, unrolled, ops)
+            results = _repeat(node, weights, operands, unrolled, ops, remat)
         else:
             result = ops[node.op](*operands, **node.args)
             results = result if isinstance(result, tuple) else (result,)
@@ -37,7 +44,9 @@ def run(
     return [env[id(v)] for v in graph.outputs.values()]
 
 
-def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unrolled: bool, ops: Ops) -> list[Array]:
+def _repeat(
+    node: Node, weights: Mapping[str, Array], operands: list[Array], unrolled: bool, ops: Ops, remat: bool
+) -> list[Array]:
     plan = node.repeat
     initial, invariant, data = plan.divide(operands)
     stacked = {name: weights[name] for name in plan.body.params if "*" in name}
@@ -54,5 +63,7 @@ def _repeat(node: Node, weights: Mapping[str, Array], operands: list[Array], unr
         return results[: plan.num_carries], results[plan.num_carries :]
 
     unroll = plan.count if unrolled else 1
-    carry, outputs = lax.scan(body, initial, (data, whole, layers), length=plan.count, unroll=unroll)
+    carry, outputs = lax.scan(
+        jax.checkpoint(body) if remat else body, initial, (data, whole, layers), length=plan.count, unroll=unroll
+    )
     return [*carry, *outputs]

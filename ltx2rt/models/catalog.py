@@ -19,6 +19,7 @@ from ltx2rt.models import (
     duration_head,
     guided_step,
     text_encoder,
+    train_step,
     transformer,
     upsampler,
     video_vae,
@@ -112,7 +113,12 @@ def _forward(c: ModelConfig, g: Geometry, branches: int) -> transformer.ForwardS
     )
 
 
-def _streams(sizes: guided_step.StepShape | transformer.ForwardShape) -> str:
+def _train(c: ModelConfig, g: Geometry, branches: int) -> train_step.TrainShape:
+    f = _forward(c, g, 1)
+    return train_step.TrainShape(1, f.video_tokens, f.audio_tokens, f.text_tokens, f.coordinates)
+
+
+def _streams(sizes: guided_step.StepShape | transformer.ForwardShape | train_step.TrainShape) -> str:
     return "" if len(sizes.streams) == 2 else sizes.streams[0]
 
 
@@ -131,6 +137,10 @@ CATALOG = {
         Network(
             "guided-step", ("transformer",), lambda c, s, dtype: guided_step.trace(c.transformer, s, dtype), _step,
             "transformer", lambda s: len(s.branches.names), partial=_streams,
+        ),
+        Network(
+            "train-step", ("transformer",), lambda c, s, dtype: train_step.trace(c.transformer, s, dtype), _train,
+            "transformer", lambda s: 1, partial=_streams,
         ),
         Network(
             "video-encoder", ("video_vae",), _trace_vae(video_vae.trace_encoder), _pixels, "video-encoder"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from ltx2rt.graph.ir import Graph, Layout, Node, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
+from ltx2rt.passes.adapters import MARK
 
 
 def pack(graph: Graph) -> Graph:
@@ -48,8 +49,8 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
         if node.op not in ("linear", "linear_float8") or any(readers[id(v)] > 1 for v in node.inputs[1:]):
             continue
         x, weight, *others = node.inputs
-        if weight.name not in layouts:
-            continue  # computed, such as some rows of a parameter
+        if weight.name not in layouts or MARK in weight.name:
+            continue  # computed, such as some rows of a parameter; or an adapter's, which is not joined with frozen rows
         splits = layouts[weight.name].splits
         if any(dim != 0 for dim, _, _ in splits):
             continue  # contracted slices: partial sums, each with its own communication

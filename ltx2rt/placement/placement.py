@@ -12,6 +12,7 @@ from functools import reduce
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
 from ltx2rt.models.samplers import PER_STEP
+from ltx2rt.passes.adapters import Adapters, adapted
 from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.data_parallel import data_parallel
 from ltx2rt.passes.fsdp import gather_weights
@@ -30,11 +31,13 @@ class Placement:
     """How a run is split: a profile over a mesh of all devices, or of a stage.
 
     weights_dtype: "float8" quantises the transformer's blocks; anything else leaves weights in the graph's dtype.
+    adapters: what is trained beside the transformer's linears.
     """
 
     profile: Profile
     mesh: Mapping[str, int] = field(default_factory=dict)
     weights_dtype: str | None = None
+    adapters: Adapters | None = None
 
     def of(self, branches: int) -> Placement:
         """The placement of a stage with so many guidance branches."""
@@ -90,6 +93,8 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     lambda g, on, net, steps: place(g, on.rules(net, weights=False), on.mesh, net in on.profile.strict),
     # After place: the scales are those of the rows that a device holds.
     _quantised,
+    # After place: adapters are cut as the linears beside them; before pack, which joins those.
+    lambda g, on, net, steps: adapted(g, on.adapters) if on.adapters and net == "transformer" else g,
     # After place, so that every part of a divided stack of blocks keeps its tokens cut; after quantise, which wants the
     # stack whole; before the loop and hoist, for which the parts are stacks like any other.
     _shared,

@@ -1,0 +1,148 @@
+"""Training of a graph's adapters in PyTorch: autograd through the lowered function, AdamW by torch.optim.
+
+Decides how gradients of several ranks become those of one: each rank's loss counts 1 / ranks, and a parameter's
+gradient is added up over every mesh axis that does not cut it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ltx2rt.backend import MOMENTS, AdamW
+from ltx2rt.graph.ir import Graph, numbered
+from ltx2rt.passes.adapters import MARK
+from ltx2rt.passes.quantise import trainable
+from ltx2rt_cuda.lower import Repeat
+from ltx2rt_cuda.ops import OPS
+from ltx2rt_cuda.program import Program, Weights, upload
+
+if TYPE_CHECKING:
+    from ltx2rt_cuda.backend import CudaBackend
+
+
+class Rematerialised(torch.nn.Module):
+    """A block whose values the backward pass computes anew from its inputs."""
+
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *operands: Any) -> Any:
+        return checkpoint(self.block, *operands, use_reentrant=False, preserve_rng_state=False)
+
+
+class Trainer:
+    """A `ltx2rt.backend.Trainer`."""
+
+    def __init__(self, backend: CudaBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool):
+        trainable(graph)
+        self.graph, self.backend, self.weights, self.optimiser = graph, backend, weights, optimiser
+        self.position = backend.position.on(graph.mesh)
+        self.program = Program(graph, backend.torch_device, False, self.position, Counter())
+        if remat:
+            for repeat in [m for m in self.program.module.modules() if isinstance(m, Repeat)]:
+                block = repeat.block
+                assert isinstance(block, torch.nn.Module)
+                repeat.block = Rematerialised(block)
+        layouts = graph.all_layouts()
+        self.layouts = {
+            numbered(name, i): (name, layouts[name])
+            for name, (_, count) in graph.all_params().items()
+            if MARK in name
+            for i in range(count)
+        }
+        self.parameters = {name: weights[name].requires_grad_() for name in self.layouts}
+        self.adam = torch.optim.AdamW(
+            self.parameters.values(),
+            betas=optimiser.betas,
+            eps=optimiser.eps,
+            weight_decay=optimiser.weight_decay,
+        )
+
+    def accumulate(self, inputs: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, np.ndarray]:
+        operands = [upload(self.graph, n, self._own(n, x), self.program.device) for n, x in self._ordered(inputs)]
+        with torch.enable_grad():
+            found = self.program.module(*operands, *self.program.arguments(self.weights))
+            losses = dict(zip(self.graph.outputs, found, strict=True))
+            total = sum(loss.mean() * weights[name] for name, loss in losses.items())
+            (total / self.position.size).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        return {name: self.backend.to_host(self._gathered(loss.detach(), {0: "data"})) for name, loss in losses.items()}
+
+    def _ordered(self, inputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return [(name, inputs[name]) for name in self.graph.inputs]
+
+    def _own(self, name: str, value: Any) -> Any:
+        """The samples of this rank's place on the axis `data`."""
+        axes, parts = self.graph.inputs[name].type.axes, self.position.mesh.get("data", 1)
+        if parts == 1 or axes[:1] != ("B",):
+            return value
+        return np.split(np.asarray(value), parts)[self.position.coordinates["data"]]
+
+    def _gathered(self, x: torch.Tensor, splits: Mapping[int, str]) -> torch.Tensor:
+        """`x` whole, of which this rank has a slice along each dimension of `splits`."""
+        for dim, axis in splits.items():
+            if (parts := self.position.mesh.get(axis, 1)) > 1:
+                x = OPS["all_gather"](x, dim=dim, parts=parts, group=self.position.groups[axis])
+        return x
+
+    def _summed(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        return torch.ops._c10d_functional.wait_tensor(OPS["all_reduce"](x, group=self.position.groups[axis])[0])
+
+    @torch.no_grad()
+    def update(self, rate: float) -> dict[str, float]:
+        names, mesh = list(self.parameters), self.position.mesh
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
+        cuts = {n: {axis for _, axis, _ in layout.splits} for n, (_, layout) in self.layouts.items()}
+        for axis in mesh:  # one exchange for each axis
+            if whole := [n for n in names if axis not in cuts[n]]:
+                flat = self._summed(torch.cat([gradients[n].flatten() for n in whole]), axis)
+                sizes = [gradients[n].numel() for n in whole]
+                parts = zip(whole, flat.split(sizes), strict=True)
+                gradients |= {n: part.view_as(gradients[n]) for n, part in parts}
+        squares = torch.stack([gradients[n].square().sum() for n in names])
+        for axis in mesh:
+            cut = torch.tensor([axis in cuts[n] for n in names], device=squares.device)
+            squares = torch.where(cut, self._summed(squares, axis), squares)
+        found: dict[str, float] = {}
+        for name, square in zip(names, squares.tolist(), strict=True):
+            declared, _ = self.layouts[name]
+            found[declared] = found.get(declared, 0.0) + square
+        if bool(squares.isfinite().all()):
+            factor = (self.optimiser.max_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1)
+            for name, parameter in self.parameters.items():
+                parameter.grad = gradients[name] * factor
+            self.adam.param_groups[0]["lr"] = rate
+            self.adam.step()
+        self.adam.zero_grad()
+        return found
+
+    @torch.no_grad()
+    def state(self) -> dict[str, dict[str, np.ndarray]]:
+        def whole(name: str, x: torch.Tensor) -> np.ndarray:
+            return self.backend.to_host(self._gathered(x, {dim: axis for dim, axis, _ in self.layouts[name][1].splits}))
+
+        found = {"parameters": {name: whole(name, p.detach()) for name, p in self.parameters.items()}}
+        for kind in MOMENTS:
+            kept = {name: self.adam.state[p].get(kind, torch.zeros_like(p)) for name, p in self.parameters.items()}
+            found[kind] = {name: whole(name, x) for name, x in kept.items()}
+        return found
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:
+        def own(name: str, array: np.ndarray) -> torch.Tensor:
+            for dim, axis, parts in self.layouts[name][1].splits:
+                array = np.split(array, parts, dim)[self.position.coordinates[axis]]
+            return torch.from_numpy(np.array(array, order="C")).to(self.program.device)
+
+        for name, parameter in self.parameters.items():
+            parameter.copy_(own(name, state["parameters"][name]))
+            self.adam.state[parameter] = {
+                "step": torch.tensor(float(count)),
+                **{kind: own(name, state[kind][name]) for kind in MOMENTS},
+            }

@@ -1,0 +1,151 @@
+"""Training of a graph's adapters in JAX: the gradient of the function that is lowered anyway, AdamW by optax.
+
+Decides how gradients of several devices become those of one: each device's loss counts 1 / devices, and a parameter's
+gradient is added up over every mesh axis that does not cut it. Under `shard_map` every collective's derivative is its
+transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ltx2rt.backend import MOMENTS, AdamW
+from ltx2rt.graph.interpret import NUMPY_DTYPES
+from ltx2rt.graph.ir import Graph, numbered
+from ltx2rt.passes.adapters import MARK
+from ltx2rt.passes.quantise import trainable
+from ltx2rt_tpu.lower import run
+from ltx2rt_tpu.program import compiler_options, on_mesh, ops_for
+from ltx2rt_tpu.weights import Weights, weight_specs
+
+if TYPE_CHECKING:
+    from ltx2rt_tpu.backend import TpuBackend
+
+
+class Trainer:
+    """A `ltx2rt.backend.Trainer`. Parameters of all blocks are one array each, the block its first axis."""
+
+    def __init__(self, backend: TpuBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool):
+        trainable(graph)
+        self.graph, self.place, self.remat, self.ops = graph, backend.place_of(graph), remat, {}
+        self.parameters = {name: x for name, x in weights.items() if MARK in name}
+        self.frozen = {name: weights[name] for name in graph.all_params() if MARK not in name}
+        self.counts = {name: count for name, (_, count) in graph.all_params().items() if MARK in name}
+        self.ops, self.optimiser = ops_for(self.place), optimiser
+        self.adam = optax.chain(
+            optax.scale_by_adam(*optimiser.betas, eps=optimiser.eps),
+            optax.add_decayed_weights(optimiser.weight_decay),
+        )
+        self.moments: Any = jax.jit(self.adam.init)(self.parameters)
+        self.gradients: Weights | None = None
+        options = compiler_options(graph, self.place)
+        self._losses: Any = jax.jit(self._global, compiler_options=options)
+        self._add: Any = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        self._step: Any = jax.jit(self._updated, donate_argnums=(0, 1))
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        return self.place.mesh.shape if isinstance(self.place, NamedSharding) else {}
+
+    def _spec(self, name: str) -> P:
+        """How an input is cut: samples over `data`."""
+        lead = self.graph.inputs[name].type.axes[:1] == ("B",) and self.mesh.get("data", 1) > 1
+        return P("data") if lead else P()
+
+    def _global(self, parameters: Weights, frozen: Weights, inputs: Any, weights: Any) -> tuple[Any, Weights]:
+        specs = weight_specs(self.graph)
+        ours, others = ({name: specs[name] for name in part} for part in (parameters, frozen))
+        fed, losses = {name: self._spec(name) for name in inputs}, P("data") if "data" in self.mesh else P()
+        local = on_mesh(self._local, self.place, ours, others, fed, P(), out=(losses, ours))
+        return local(parameters, frozen, inputs, weights)
+
+    def _local(self, parameters: Weights, frozen: Weights, inputs: Any, weights: Any) -> tuple[Any, Weights]:
+        size = self.place.mesh.size if isinstance(self.place, NamedSharding) else 1
+
+        def total(parameters: Weights) -> tuple[Array, dict[str, Array]]:
+            ordered = [inputs[name] for name in self.graph.inputs]
+            found = run(self.graph, frozen | parameters, ordered, ops=self.ops, remat=self.remat)
+            losses = dict(zip(self.graph.outputs, found, strict=True))
+            weighted = [weights[name] * loss.mean() for name, loss in losses.items()]
+            return jnp.stack(weighted).sum() / size, losses
+
+        gradients, losses = jax.grad(total, has_aux=True)(parameters)
+        layouts = self.graph.all_layouts()
+        for name, gradient in gradients.items():
+            cut = {axis for _, axis, _ in layouts[name].splits}
+            if whole := tuple(axis for axis in self.mesh if axis not in cut):
+                gradients[name] = lax.psum(gradient, whole)
+        return losses, gradients
+
+    def accumulate(self, inputs: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, np.ndarray]:
+        fed = {n: self._uploaded(n, np.asarray(inputs[n], NUMPY_DTYPES[v.type.dtype])) for n, v in self._inputs()}
+        scales = {name: np.float32(weight) for name, weight in weights.items()}
+        losses, gradients = self._losses(self.parameters, self.frozen, fed, scales)
+        self.gradients = gradients if self.gradients is None else self._add(self.gradients, gradients)
+        return {name: _whole(loss) for name, loss in losses.items()}
+
+    def _inputs(self) -> Any:
+        return self.graph.inputs.items()
+
+    def _uploaded(self, name: str, value: np.ndarray) -> Array:
+        if not isinstance(self.place, NamedSharding):
+            return jax.device_put(value, self.place)
+        return jax.make_array_from_callback(
+            value.shape, NamedSharding(self.place.mesh, self._spec(name)), value.__getitem__
+        )
+
+    def _updated(self, parameters: Weights, moments: Any, gradients: Weights, rate: Array) -> Any:
+        squares = {name: jnp.sum(jnp.square(x)) for name, x in gradients.items()}
+        total = jnp.stack(list(squares.values())).sum()
+        factor = jnp.minimum(1, self.optimiser.max_norm / (jnp.sqrt(total) + 1e-6))
+        clipped = {name: x * factor for name, x in gradients.items()}
+        steps, after = self.adam.update(clipped, moments, parameters)
+        moved = {name: x - rate * steps[name] for name, x in parameters.items()}
+        kept, fine = (moved, after), jnp.isfinite(total)
+        chosen = jax.tree.map(lambda new, old: jnp.where(fine, new, old), kept, (parameters, moments))
+        return *chosen, squares
+
+    def update(self, rate: float) -> dict[str, float]:
+        assert self.gradients is not None, "nothing was accumulated"
+        found = self._step(self.parameters, self.moments, self.gradients, np.float32(rate))
+        self.parameters, self.moments, squares = found
+        self.gradients = None
+        return {name: float(x) for name, x in squares.items()}
+
+    def state(self) -> dict[str, dict[str, np.ndarray]]:
+        adam = self.moments[0]
+        kept = {"parameters": self.parameters} | dict(zip(MOMENTS, (adam.mu, adam.nu), strict=True))
+        return {kind: self._blocks(arrays) for kind, arrays in kept.items()}
+
+    def _blocks(self, arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
+        whole = {name: _whole(x) for name, x in arrays.items()}
+        return {numbered(name, i): x[i] for name, x in whole.items() for i in range(self.counts[name])}
+
+    def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:
+        def stacked(arrays: Mapping[str, np.ndarray]) -> Weights:
+            found = {}
+            for name, x in self.parameters.items():
+                array = np.stack([arrays[numbered(name, i)] for i in range(self.counts[name])])
+                found[name] = jax.make_array_from_callback(array.shape, x.sharding, array.__getitem__)
+            return found
+
+        self.parameters = stacked(state["parameters"])
+        first, second = (stacked(state[kind]) for kind in MOMENTS)
+        adam, *rest = self.moments
+        self.moments = (adam._replace(count=jnp.asarray(count, jnp.int32), mu=first, nu=second), *rest)
+
+
+def _whole(array: Array) -> np.ndarray:
+    if not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)

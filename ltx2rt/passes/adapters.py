@@ -1,0 +1,87 @@
+"""adapters: trainable low-rank matrices beside frozen linears of a stack of blocks.
+
+Requires a legal graph, placed or not, not yet packed. Ensures the same inputs, outputs and communication, and for every
+targeted linear y = x W of a repeat's body two float32 parameters more: y += x A B, times a factor.
+
+A is cut as W's columns are, B as W's rows: beside a column-parallel linear A is whole and B cut; beside a row-parallel
+one A is cut and B whole, and x A B joins the partial sum that the all-reduce behind it adds up. So no exchange is added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ltx2rt.graph.ir import Graph, Layout, Node, Value, numbered, rewrite
+from ltx2rt.graph.trace import emit
+from ltx2rt.graph.verify import verify
+
+MARK = ".lora_"  # in the name of every parameter that the pass declares
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """targets: modules by their names in the checkpoint, `*` for the block. rank: columns of A; scale: alpha / rank."""
+
+    targets: frozenset[str]
+    rank: int
+    scale: float = 1.0
+
+
+def adapted(graph: Graph, adapters: Adapters) -> Graph:
+    """`graph` with the adapters of all targets that are linears of its repeats."""
+    result = replace(graph, nodes=[rewrite(node, lambda body: _body(body, adapters)) for node in graph.nodes])
+    verify(result)
+    return result
+
+
+def modules(graph: Graph) -> list[str]:
+    """What can be a target: linears of the graph's repeats that have weights of their own, `*` for the block."""
+    bodies = [repeat.body for repeat in graph.repeats]
+    weights = [(node.inputs[1].name, body) for body in bodies for node in body.nodes if node.op == "linear"]
+    return [name.removesuffix(".weight") for name, body in weights if "*" in name and name in body.params]
+
+
+def tensors(targets: Collection[str], blocks: int) -> list[str]:
+    """Names of the parameters of all blocks, in an order that does not depend on that of the targets."""
+    return [
+        numbered(f"{name}{MARK}{half}.weight", i) for name in sorted(targets) for i in range(blocks) for half in "AB"
+    ]
+
+
+def _body(body: Graph, adapters: Adapters) -> Graph:
+    result = replace(body, nodes=[], params=dict(body.params), layouts=dict(body.layouts))
+    layouts, env = body.all_layouts(), {}
+    for node in body.nodes:
+        node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
+        if node.op != "linear" or node.inputs[1].name.removesuffix(".weight") not in adapters.targets:
+            result.nodes.append(node)
+            continue
+        y = _beside(result, node, layouts[node.inputs[1].name], adapters)
+        env[id(node.outputs[0])] = y
+    result.outputs = {name: env.get(id(v), v) for name, v in body.outputs.items()}
+    return result
+
+
+def _beside(out: Graph, node: Node, layout: Layout, adapters: Adapters) -> Value:
+    """The linear and what is added to it."""
+    x, weight, *_ = node.inputs
+    name, dtype, rank = weight.name.removesuffix(".weight"), weight.type.dtype, adapters.rank
+    ((_, (rows, columns)),) = layout.parts
+
+    def half(letter: str, dim: int, whole: tuple[int, int]) -> Value:
+        type = replace(weight.type.replaced(dim, dim + 1, {"rank": rank}), dtype="float32")
+        declared = f"{name}{MARK}{letter}.weight"
+        splits = tuple(split for split in layout.splits if split[0] != dim)
+        out.layouts[declared] = Layout(((declared, whole),), splits, layout.first)
+        v = out.parameter(declared, type)
+        return v if dtype == "float32" else emit(out, "cast", v, dtype=dtype)
+
+    h = emit(out, "linear", x, half("A", 0, (rank, columns)), contract=node.attrs["contract"], out={"rank": rank})
+    d = emit(out, "linear", h, half("B", 1, (rows, rank)), contract=("rank",), out=node.attrs["out"])
+    if not math.isclose(adapters.scale, 1):
+        d = emit(out, "affine", d, scale=adapters.scale)
+    y = out.fresh(node.outputs[0].type)
+    out.nodes.append(replace(node, outputs=(y,)))
+    return emit(out, "add", y, d)

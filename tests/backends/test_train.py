@@ -1,0 +1,118 @@
+"""Gradients and optimiser steps: both backends alike, any mesh as one device, rematerialised as kept."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from train_cases import OPTIMISER, WEIGHTS, parameters, placed, step, trained, trainer
+from train_ranks import MESHES, label
+from virtual import xla_flags
+
+from ltx2rt.backend import MOMENTS, get_backend
+from ltx2rt.graph.interpret import interpret
+from ltx2rt.testing import ArraySource
+
+HERE = Path(__file__).parent
+CLOSE = 1e-5  # float32, another order of summation
+CONFIGS = ["2.0", "2.3", "2.5"]
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    wide = a.astype(np.float64), b.astype(np.float64)
+    return float(np.linalg.norm(wide[0] - wide[1]) / np.linalg.norm(wide[1]))
+
+
+@cache
+def once(kind: str, generation: str, remat: bool = True) -> dict[str, np.ndarray]:
+    return trained(trainer(get_backend(kind, "cpu", {}), generation, {}, remat), step(generation)[1])
+
+
+def gradients(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Losses and norms, and the first moments, which after one step are a tenth of the gradients."""
+    return {name: x for name, x in found.items() if " " not in name or name.startswith(f"{MOMENTS[0]} ")}
+
+
+@pytest.mark.parametrize("generation", CONFIGS)
+def test_backends_agree(generation):
+    ours, theirs = (gradients(once(kind, generation)) for kind in ("cuda", "tpu"))
+    assert {name: d for name, x in ours.items() if (d := distance(theirs[name], x)) > CLOSE} == {}
+
+
+def test_gradients_are_the_slopes_of_the_interpreter():
+    """Along one direction through all parameters, by central differences in float32: good to three digits."""
+    params, (_, inputs), graph = parameters("2.3"), step("2.3"), placed("2.3", {})
+    backend = get_backend("cuda", "cpu", {})
+    made = backend.trainer(graph, backend.load([graph], ArraySource(params)), OPTIMISER)
+    made.accumulate(inputs, WEIGHTS)
+    scale = min(1, OPTIMISER.max_norm / np.sqrt(sum(made.update(0.0).values())))
+    slopes = {name: x * 10 / scale for name, x in made.state()[MOMENTS[0]].items()}
+    length = np.sqrt(sum(float((x**2).sum()) for x in slopes.values()))
+
+    def loss(move: float) -> float:
+        moved = params | {name: params[name] + np.float32(move / length) * x for name, x in slopes.items()}
+        return sum(float(x.mean()) * WEIGHTS[name] for name, x in interpret(graph, moved, inputs).items())
+
+    found = (loss(0.01) - loss(-0.01)) / 0.02
+    assert found == pytest.approx(length, rel=1e-3)
+
+
+@pytest.mark.parametrize("generation", ["2.3"])
+def test_a_rematerialised_step_is_a_kept_one(generation):
+    kept, anew = once("cuda", generation, False), once("cuda", generation)
+    assert all(np.array_equal(kept[name], x) for name, x in anew.items())
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    path = os.pathsep.join((str(HERE.parent), *sys.path))
+    for kind, flags in (("cuda", os.environ.get("XLA_FLAGS", "")), ("tpu", xla_flags(4))):
+        env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags}
+        command = [sys.executable, str(HERE / "train_ranks.py"), kind, str(folder)]
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+@pytest.mark.parametrize("mesh", MESHES, ids=label)
+def test_a_mesh_is_one_device(kind, mesh, ranks):
+    found = gradients(dict(np.load(ranks / f"{kind}-{label(mesh)}.npz")))
+    expected = gradients(once("cuda", "2.3"))
+    assert {name: d for name, x in expected.items() if (d := distance(found[name], x)) > CLOSE} == {}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_a_restored_trainer_goes_on_bit_for_bit(kind):
+    backend, inputs = get_backend(kind, "cpu", {}), step("2.3")[1]
+    straight = trained(trainer(backend, "2.3", {}), inputs, steps=3)
+    first = trainer(backend, "2.3", {})
+    trained(first, inputs)
+    second = trainer(backend, "2.3", {})
+    second.restore(first.state(), 1)
+    resumed = trained(second, inputs, steps=2)
+    state = [name for name in straight if " " in name]
+    assert all(np.array_equal(resumed[name], straight[name]) for name in state)
+
+
+def test_optimisers_agree_over_fifty_steps():
+    found = [trained(trainer(get_backend(kind, "cpu", {}), "2.3", {}), step("2.3")[1], 50) for kind in ("cuda", "tpu")]
+    inputs = step("2.3")[1]
+    losses = []
+    for kind, x in zip(("cuda", "tpu"), found, strict=True):
+        made = trainer(get_backend(kind, "cpu", {}), "2.3", {})
+        made.restore(
+            {
+                k: {n.split(" ", 1)[1]: a for n, a in x.items() if n.startswith(f"{k} ")}
+                for k in ("parameters", *MOMENTS)
+            },
+            50,
+        )
+        losses.append(made.accumulate(inputs, WEIGHTS))
+    for name, loss in losses[0].items():
+        assert loss.mean() < 0.8 * once("cuda", "2.3")[name].mean()
+        np.testing.assert_allclose(losses[1][name], loss, rtol=1e-3)  # rounding, through fifty steps of Adam

@@ -1,0 +1,69 @@
+"""Runs training steps on torch ranks over gloo, or on JAX host devices; not a test, started by one as a process.
+
+    python train_ranks.py cuda FOLDER      ranks of every mesh in turn, each a process
+    python train_ranks.py tpu FOLDER       needs XLA_FLAGS=--xla_force_host_platform_device_count=4
+
+Written to FOLDER: what each mesh gave, `{kind}-{mesh}.npz`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from train_cases import step, trained, trainer
+
+from ltx2rt.backend import get_backend
+
+MESHES: tuple[dict[str, int], ...] = (
+    {"tensor": 2},
+    {"sequence": 2},
+    {"data": 2},
+    {"fsdp": 2},
+    {"tensor": 3},
+    {"tensor": 2, "sequence": 2},
+    {"tensor": 2, "data": 2},
+)
+GENERATION = "2.3"
+
+
+def label(mesh: dict[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def run(kind: str, number: int, folder: Path) -> None:
+    mesh = MESHES[number]
+    backend = get_backend(kind, "cpu", mesh)
+    found = trained(trainer(backend, GENERATION, mesh), step(GENERATION)[1])
+    if backend.is_main:
+        np.savez(folder / f"{kind}-{label(mesh)}.npz", **found)  # pyright: ignore[reportArgumentType]
+
+
+def main(kind: str, folder: Path) -> None:
+    for number, mesh in enumerate(MESHES):
+        if kind == "tpu":
+            run(kind, number, folder)
+            continue
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        size = prod(mesh.values())
+        here = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, kind, str(folder), str(number)]
+        ranks = [
+            subprocess.Popen(command, env=os.environ | here | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(size)
+        ]
+        if any([rank.wait() for rank in ranks]):
+            sys.exit(f"{label(mesh)}: a rank failed")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        run(sys.argv[1], int(sys.argv[3]), Path(sys.argv[2]))
+    else:
+        main(sys.argv[1], Path(sys.argv[2]))

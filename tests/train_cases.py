@@ -1,0 +1,73 @@
+"""Training steps that tests share: a tiny transformer with adapters beside every linear of its blocks."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from placed_cases import AUDIO_TOKENS, TEXT, TOKENS, positions, transformer_config
+
+from ltx2rt.backend import AdamW, Backend, Trainer
+from ltx2rt.graph import Graph
+from ltx2rt.models import train_step, transformer
+from ltx2rt.passes.adapters import Adapters, modules
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
+from ltx2rt.testing import ArraySource, random_params
+
+BATCH, RANK, SCALE = 2, 3, 0.5
+WEIGHTS = {"video_loss": 1.0, "audio_loss": 0.7}
+OPTIMISER = AdamW(max_norm=0.5)
+
+
+@cache
+def step(generation: str, batch: int = BATCH) -> tuple[Graph, dict[str, np.ndarray]]:
+    """The graph without adapters, and inputs whose first frame and first sounds are given."""
+    config, rng = transformer_config(generation), np.random.default_rng(5)
+    feeds = transformer.position_feeds(config, *positions())
+    shape = train_step.TrainShape(batch, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds))
+    graph = train_step.trace(config, shape, "float32")
+    for name, v in graph.inputs.items():
+        if name in feeds:
+            continue
+        sizes = (BATCH, *v.type.shape[1:])
+        if name.endswith("noised"):
+            feeds[name] = np.ones(sizes, np.int32)
+            feeds[name][0, :3] = 0
+        elif name.endswith("sigma"):
+            feeds[name] = np.array([0.3, 0.8], np.float32)
+        elif name.endswith("keyframes_mask"):
+            feeds[name] = np.zeros(sizes, np.float32)
+        else:
+            feeds[name] = rng.standard_normal(sizes, np.float32)
+    return graph, feeds
+
+
+def placed(generation: str, mesh: dict[str, int]) -> Graph:
+    graph, _ = step(generation, BATCH // mesh.get("data", 1))
+    adapters = Adapters(frozenset(modules(graph)), RANK, SCALE)
+    return Placement(PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"], mesh, adapters=adapters).local(
+        graph, "transformer"
+    )
+
+
+@cache
+def parameters(generation: str) -> dict[str, np.ndarray]:
+    """Of the network and of its adapters, neither half of them zero."""
+    return random_params(placed(generation, {}))
+
+
+def trainer(backend: Backend, generation: str, mesh: dict[str, int], remat: bool = True) -> Trainer:
+    graph = placed(generation, mesh)
+    weights = backend.load([graph], ArraySource(parameters(generation)))
+    return backend.trainer(graph, weights, OPTIMISER, remat)
+
+
+def trained(made: Trainer, inputs: dict[str, np.ndarray], steps: int = 1) -> dict[str, np.ndarray]:
+    """Losses of the first step, squared norms of its gradients, and everything after the last."""
+    found: dict[str, np.ndarray] = {}
+    for i in range(steps):
+        losses, norms = made.accumulate(inputs, WEIGHTS), made.update(1e-2)
+        if not i:
+            found = {**losses, "norms": np.array([norms[name] for name in sorted(norms)])}
+    return found | {f"{kind} {name}": x for kind, arrays in made.state().items() for name, x in arrays.items()}
