@@ -97,11 +97,12 @@ class Clip:
             np.array(BACKGROUNDS[self.background], np.float32) * shade[:, None, None], (1, size, size, 3)
         )
 
-    def sound(self, rate: int = RATE) -> np.ndarray:
-        """f32[2, samples] at `rate` Hz: a tone by shape, louder where the shape is larger and on its side; clicks."""
+    def sound(self, rate: int = RATE, pitch_hz: float | None = None) -> np.ndarray:
+        """f32[2, samples] at `rate` Hz: a tone by shape, louder where the shape is larger and on its side; clicks.
+        pitch_hz: another tone."""
         t = np.arange(round(SECONDS * rate)) / rate
         x, _, radius = self.pose(t)
-        tone = np.sin(2 * np.pi * PITCHES[self.shape] * t) * 0.12 * radius / 0.16
+        tone = np.sin(2 * np.pi * (pitch_hz or PITCHES[self.shape]) * t) * 0.12 * radius / 0.16
         wave = np.stack([tone * np.sqrt(1 - x), tone * np.sqrt(x)])
         for hit in self.hits():
             since = t - hit

@@ -83,7 +83,7 @@ class AdamW:
     max_norm: float = 1.0
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, as torch calls them
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch calls them
 
 
 class Trainer(Protocol):

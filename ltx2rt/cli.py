@@ -38,12 +38,16 @@ COMMANDS = {
     "weights inspect": "describe a model file or folder",
     "weights fetch": "download a model from the Hugging Face hub",
     "weights merge": "write tensors with LoRAs merged into them",
+    "train prepare": "encode clips and captions for training, once",
+    "train run": "train a LoRA on prepared clips",
+    "train export": "write the LoRA of a training run",
     "compare": "measure how close two clips are",
     "graph": "print the graph of a network",
     "plan": "estimate memory and time of a run, also for hardware you do not have",
     "compile": "compile the networks of a run for TPUs you do not have",
     "devices": "list the backends and their devices",
 }
+GROUPED = {"weights": "make, inspect, fetch or merge weights", "train": "train a LoRA"}
 FIRST_STEPS = """\
 first steps:
   ltx2rt devices                                    what this machine has
@@ -250,7 +254,7 @@ def parser() -> Parser:
     for name, help in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
-            below = groups[""].add_parser(group, help=f"make, inspect, fetch or merge {group}")
+            below = groups[""].add_parser(group, help=GROUPED[group])
             groups[group] = below.add_subparsers(metavar="COMMAND", required=True)
         fill = partial(_call, name, "flags")
         about = f"{help[0].upper()}{help[1:]}."

@@ -19,7 +19,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.suggest import hint, nearest
 
 GROUPS = (  # titles in `--help`, in this order
-    "pipeline", "network", "model", "clip", "conditioning", "guidance", "sampling",
+    "pipeline", "network", "model", "clip", "conditioning", "guidance", "sampling", "training",
     "devices and memory", "server", "jobs", "output", "log",
 )  # fmt: skip
 KINDS = {  # parsers: name of a value in `--help`, and what an error expects

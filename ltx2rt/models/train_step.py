@@ -1,8 +1,8 @@
 """One training step of the transformer as a graph: clean latents and noise in, one loss for each sample and stream out.
 
 Flow matching as the official trainer has it: x = clean + level (noise - clean) of every token, whose target is the
-velocity noise - clean. A given token (a first frame, a frozen stream) has level 0 and no loss. What is drawn, how losses
-are weighed and what is trained are inputs, or other modules' business: changing them compiles nothing.
+velocity noise - clean. A given token (a first frame, a frozen stream) has level 0 and no loss. What is drawn, how
+losses are weighed and what is trained are inputs, or other modules' business: changing them compiles nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ltx2rt.models.transformer import (
 
 @dataclass(frozen=True)
 class TrainShape:
-    """Sizes of a step on one device. coordinates: as `ForwardShape`. streams: the present ones, frozen ones included."""
+    """Sizes of a step on one device. coordinates: as `ForwardShape`. streams: the present ones."""
 
     batch: int
     video_tokens: int

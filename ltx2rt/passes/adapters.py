@@ -3,8 +3,8 @@
 Requires a legal graph, placed or not, not yet packed. Ensures the same inputs, outputs and communication, and for every
 targeted linear y = x W of a repeat's body two float32 parameters more: y += x A B, times a factor.
 
-A is cut as W's columns are, B as W's rows: beside a column-parallel linear A is whole and B cut; beside a row-parallel
-one A is cut and B whole, and x A B joins the partial sum that the all-reduce behind it adds up. So no exchange is added.
+A is cut as W's columns are, B as W's rows: beside a column-parallel linear A is whole and B cut; beside a row-
+parallel one A is cut and B whole, and x A B joins the partial sum that the all-reduce behind it adds up.
 """
 
 from __future__ import annotations

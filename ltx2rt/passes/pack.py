@@ -50,7 +50,7 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
             continue
         x, weight, *others = node.inputs
         if weight.name not in layouts or MARK in weight.name:
-            continue  # computed, such as some rows of a parameter; or an adapter's, which is not joined with frozen rows
+            continue  # computed, such as some rows of a parameter; an adapter's is not joined with frozen rows
         splits = layouts[weight.name].splits
         if any(dim != 0 for dim, _, _ in splits):
             continue  # contracted slices: partial sums, each with its own communication

@@ -18,13 +18,18 @@ def standard_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarra
     seed: 0 <= seed < 2**64. stream: what the noise is for, such as "stage1.video"; streams are independent.
     A longer draw starts with the shorter one. ValueError if the seed is out of range.
     """
+    size = math.prod(shape)
+    drawn = uniform(seed, stream, 2 * -(-size // 2)).reshape(-1, 2)
+    radius = np.sqrt(-2.0 * np.log1p(-drawn[:, 0]))  # of 1 - u in (0, 1]: never log(0)
+    angle = 2.0 * np.pi * drawn[:, 1]
+    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
+    return pairs.reshape(-1)[:size].reshape(shape).astype(np.float32)
+
+
+def uniform(seed: int, stream: str, count: int) -> np.ndarray:
+    """f64[count] in [0, 1), of the generator, the streams and the bounds of `standard_normal`."""
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: {seed}, expected 0 <= seed < 2**64")
     key = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "little")
-    size = math.prod(shape)
-    raw = np.random.Philox(key=seed | key << 64).random_raw(2 * -(-size // 2)).reshape(-1, 2)
-    uniform = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53  # [0, 1)
-    radius = np.sqrt(-2.0 * np.log1p(-uniform[:, 0]))  # of 1 - u in (0, 1]: never log(0)
-    angle = 2.0 * np.pi * uniform[:, 1]
-    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
-    return pairs.reshape(-1)[:size].reshape(shape).astype(np.float32)
+    raw = np.random.Philox(key=seed | key << 64).random_raw(count)
+    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -115,4 +115,5 @@ def test_optimisers_agree_over_fifty_steps():
         losses.append(made.accumulate(inputs, WEIGHTS))
     for name, loss in losses[0].items():
         assert loss.mean() < 0.8 * once("cuda", "2.3")[name].mean()
-        np.testing.assert_allclose(losses[1][name], loss, rtol=1e-3)  # rounding, through fifty steps of Adam
+        started = once("cuda", "2.3")[name].max()
+        np.testing.assert_allclose(losses[1][name], loss, atol=1e-4 * started)  # rounding, through fifty steps of Adam

@@ -1,0 +1,139 @@
+"""Training data as people have it: a folder of clips with captions beside them, or a table of them.
+
+Decides which files make a sample, and which bucket a clip belongs to. Nothing is decoded here but headers.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+
+VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
+SOUNDS = (".wav", ".flac", ".mp3")
+COLUMNS = {  # of a table, the official name first
+    "video": ("video", "media_path", "video_path", "file_name"),
+    "caption": ("caption", "text", "prompt"),
+    "audio": ("audio",),
+}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One sample's files and text. video or audio may be absent; audio: in place of the video's own sound."""
+
+    name: str
+    caption: str
+    video: Path | None
+    audio: Path | None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A size that clips are cut to: pixels and pixel frames."""
+
+    width: int
+    height: int
+    frames: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}x{self.frames}"
+
+
+def parse_bucket(text: str) -> Bucket:
+    """WxHxF. Raises InputError for sizes that no model takes."""
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        raise InputError(f"--buckets: {text[:80]!r}, expected WxHxF, such as 768x512x49")
+    width, height, frames = map(int, parts)
+    if width % 32 or height % 32 or not width or not height or frames % 8 != 1:
+        near = (
+            f"{max(32, round(width / 32) * 32)}x{max(32, round(height / 32) * 32)}x{max(0, (frames - 1) // 8) * 8 + 1}"
+        )
+        raise InputError(f"--buckets: {text}, sides are multiples of 32 and frames 8 k + 1; the nearest is {near}")
+    return Bucket(width, height, frames)
+
+
+def bucket_of(size: tuple[int, int, int], buckets: Sequence[Bucket]) -> Bucket | None:
+    """The bucket of a clip of (width, height, frames): the nearest aspect ratio, then most frames, then largest area.
+    None if the clip is shorter than all of them."""
+    width, height, frames = size
+    fitting = [bucket for bucket in buckets if bucket.frames <= frames]
+    aspect = math.log(width / height)
+    return min(
+        fitting,
+        key=lambda b: (abs(math.log(b.width / b.height) - aspect), -b.frames, -b.width * b.height),
+        default=None,
+    )
+
+
+def read_clips(path: Path) -> list[Clip]:
+    """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order. Raises InputError for files that do
+    not exist, and for captions that are missing or empty."""
+    if not path.exists():
+        raise InputError(f"{path} does not exist; pass a folder of clips, or a CSV, JSON or JSONL file")
+    clips = _folder(path) if path.is_dir() else [_row(path, i, row) for i, row in enumerate(_rows(path), 1)]
+    if not clips:
+        raise InputError(f"{path}: no clips were found; expected files of {' '.join(VIDEOS + SOUNDS)}")
+    if silent := [clip.name for clip in clips if not clip.caption.strip()]:
+        raise InputError(
+            f"{path}: {len(silent)} of {len(clips)} captions are missing or empty, such as that of {silent[0]}; write "
+            "one sentence for each clip (NAME.txt beside it, or its column)"
+        )
+    names = [clip.name for clip in clips]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"{path}: {twice} is listed twice; name each clip once")
+    return clips
+
+
+def _folder(path: Path) -> list[Clip]:
+    clips = []
+    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in VIDEOS + SOUNDS)
+    videos = {p.with_suffix("") for p in files if p.suffix.lower() in VIDEOS}
+    for file in files:
+        sound = file.suffix.lower() in SOUNDS
+        if sound and file.with_suffix("") in videos:
+            continue  # it is the sound of the video beside it
+        beside = next((p for p in map(file.with_suffix, SOUNDS) if p.exists()), None)
+        text = file.with_suffix(".txt")
+        caption = _text(text).strip() if text.exists() else ""
+        clips.append(Clip(str(file.relative_to(path)), caption, None if sound else file, file if sound else beside))
+    return clips
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as UTF-8 text ({error}); save it again") from None
+
+
+def _rows(path: Path) -> list[Mapping[str, Any]]:
+    text, suffix = _text(path), path.suffix.lower()
+    try:
+        if suffix == ".csv":
+            return list(csv.DictReader(text.splitlines()))
+        found = json.loads(text) if suffix == ".json" else [json.loads(x) for x in text.splitlines() if x.strip()]
+    except (json.JSONDecodeError, csv.Error) as error:
+        raise InputError(f"{path} cannot be read: {error}; expected a CSV, JSON or JSONL table of clips") from None
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise InputError(f"{path}: expected a list of objects with the keys video and caption")
+    return found
+
+
+def _row(path: Path, number: int, row: Mapping[str, Any]) -> Clip:
+    got = {kind: next((str(row[n]) for n in names if row.get(n)), None) for kind, names in COLUMNS.items()}
+    if not got["video"] and not got["audio"]:
+        raise InputError(f"{path}: row {number} names no clip; expected a column {' or '.join(COLUMNS['video'])}")
+    files = {}
+    for kind in ("video", "audio"):
+        files[kind] = None if got[kind] is None else path.parent / got[kind]
+        if files[kind] is not None and not files[kind].is_file():
+            raise InputError(f"{path}: row {number}: {files[kind]} does not exist; check the path")
+    return Clip(got["video"] or got["audio"] or "", got["caption"] or "", files["video"], files["audio"])

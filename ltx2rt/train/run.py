@@ -1,0 +1,482 @@
+"""`train run`: a LoRA from a cache, by steps that are a function of the seed and their number.
+
+Decides what a step is fed, when state and LoRA are written, and what a run that is continued must share with the one
+before. The gradient and the optimiser are the backend's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.backend import AdamW, TensorSource, Trainer
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.graph.ir import Cut, Graph
+from ltx2rt.models import train_step, transformer
+from ltx2rt.models.catalog import PROMPT_TOKENS
+from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.passes.adapters import MARK, Adapters, modules
+from ltx2rt.session.session import Session
+from ltx2rt.stages.noise import standard_normal, uniform
+from ltx2rt.train.data import parse_bucket
+from ltx2rt.train.prepare import (
+    Sample,
+    context_path,
+    model_digest,
+    read_arrays,
+    read_manifest,
+    sample_path,
+    shared,
+)
+from ltx2rt.train.recipe import GROUPS, MODES, STREAM_OF, group_of, initial, rate, sigma, targeted
+from ltx2rt.train.state import (
+    METRICS,
+    PICTURE,
+    draw_losses,
+    kept_metrics,
+    lock,
+    read_state,
+    states,
+    write_lora,
+    write_state,
+)
+from ltx2rt.weights.audit import audit
+from ltx2rt.weights.files import cut
+
+NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
+FREE = ("output", "steps", "save_every", "keep")  # what another value of changes no step, but for a schedule's end
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A training run. None: the mode's own."""
+
+    data: Path = flag(MISSING, "cache that `train prepare` made", Path, group="training", metavar="CACHE")
+    output: Path = flag(
+        MISSING, "folder for the run; the same command again continues it", Path, group="output", metavar="RUN"
+    )
+    mode: str = flag(
+        "i2v",
+        "what is learnt: t2v picture and sound; i2v the same, half of the clips with their first frame given; a2v the "
+        "picture to a sound; v2a the sound to a picture; t2a sound alone",
+        group="training",
+        choices=tuple(MODES),
+    )
+    targets: tuple[str, ...] = flag(
+        (),
+        f"groups of linears to train, of {', '.join(GROUPS)} (default: by --mode)",
+        group="training",
+        metavar="GROUP",
+        repeat=True,
+    )
+    rank: int = flag(32, "rank of the LoRA", int, group="training", least=1, most=1024)
+    alpha: float | None = flag(None, "scale times rank (default: --rank)", float, group="training", above=0, most=1e4)
+    lr: float | None = flag(
+        None, "rate of AdamW (default: 1e-4, for t2a 2e-4)", float, group="training", above=0, most=1
+    )
+    schedule: str = flag(
+        "linear",
+        "rate over the steps: linear to a tenth, cosine to zero",
+        group="training",
+        choices=("linear", "constant", "cosine"),
+    )
+    warmup: int = flag(0, "steps in which the rate rises from zero", int, group="training", least=0)
+    steps: int | None = flag(
+        None, "steps of the optimiser (default: 2000, for t2a 3000)", int, group="training", least=1, most=10**6
+    )
+    batch: int = flag(1, "samples of each device of the mesh axis data", int, group="training", least=1, most=1024)
+    accumulate: int = flag(1, "batches of one step", int, group="training", least=1, most=1024)
+    weight_decay: float = flag(0.01, "weight decay of AdamW", float, group="training", least=0, most=1)
+    max_grad_norm: float = flag(1.0, "norm that gradients are scaled down to", float, group="training", above=0)
+    first_frame: float | None = flag(
+        None, "share of the clips whose first frame is given (default: by --mode)", float, group="training", least=0,
+        most=1,
+    )  # fmt: skip
+    audio_sigma: str = flag(
+        "independent",
+        "noise level of the sound: its own, or the picture's",
+        group="training",
+        choices=("independent", "shared"),
+    )
+    video_loss: float = flag(1.0, "weight of the picture's loss", float, group="training", least=0)
+    audio_loss: float = flag(1.0, "weight of the sound's loss", float, group="training", least=0)
+    caption_dropout: float = flag(
+        0.0, "share of the captions replaced by the empty one", float, group="training", least=0, most=1
+    )
+    remat: str = flag(
+        "block",
+        "block computes each block anew in the backward pass; none keeps all values, for speed",
+        group="training",
+        choices=("block", "none"),
+    )
+    save_every: int = flag(250, "steps between two LoRAs and states", int, group="training", least=1)
+    keep: int = flag(2, "number of states to keep", int, group="training", least=1)
+    seed: int = flag(42, "seed of noise, order and initial values", int, group="training", least=0, most=2**64 - 1)
+    dry_run: bool = flag(False, "print groups and sizes, and train nothing", group="training")
+
+
+class WithAdapters:
+    """A tensor source and the initial values of adapters."""
+
+    def __init__(self, source: TensorSource, arrays: Mapping[str, np.ndarray]):
+        self.source, self.arrays = source, arrays
+
+    def names(self) -> Iterable[str]:
+        return [*self.source.names(), *self.arrays]
+
+    def info(self, name: str) -> Any:
+        return self.arrays[name] if name in self.arrays else self.source.info(name)
+
+    def read(self, name: str, *cuts: Cut) -> Any:
+        return cut(self.arrays[name], *cuts) if name in self.arrays else self.source.read(name, *cuts)
+
+
+class Run:
+    """One run on a session: what is trained of what, by which graph."""
+
+    def __init__(self, session: Session, request: TrainRequest):
+        mode = MODES[request.mode]
+        self.session, self.mode = session, mode
+        self.request = r = replace(
+            request,
+            steps=request.steps or mode.steps,
+            lr=request.lr or mode.rate,
+            alpha=request.alpha or float(request.rank),
+            targets=request.targets or mode.targets,
+            first_frame=mode.first_frame if request.first_frame is None else request.first_frame,
+        )
+        if session.options.weights_dtype:
+            raise InputError("--weights-dtype: float8 weights have no gradient yet; leave the flag out")
+        if session.options.loras:
+            raise InputError("--lora: a LoRA beside the one that is trained is not taken yet; leave the flag out")
+        if session.backend.mesh.get("guidance", 1) > 1:
+            raise InputError("--mesh: a training step has no guidance branches; use data, tensor, sequence or fsdp")
+        if "distilled" in session.checkpoint.path.name:
+            raise InputError(
+                f"--model: {session.checkpoint.path.name} is distilled; train on the model it was made from"
+            )
+        self.base = model_digest(session.checkpoint)
+        self.samples = self._usable(read_manifest(r.data, self.base))
+        self.batch = r.batch * session.backend.mesh.get("data", 1)
+        if len(self.samples) < self.batch:
+            raise InputError(f"--batch: {self.batch} samples at once, the cache has {len(self.samples)}; lower it")
+        self.empty = json.loads((r.data / "manifest.jsonl").read_text().splitlines()[0])["empty"]
+
+    def _usable(self, samples: list[Sample]) -> list[Sample]:
+        """Those with all streams of the mode, and the streams that are trained. Raises InputError if there are none."""
+        r = self.request
+        sounding = [s for s in samples if "audio" in s.streams]
+        aims = {STREAM_OF[group] for group in r.targets if group in STREAM_OF}
+        self.streams, self.trained = self.mode.streams, self.mode.trained
+        if "audio" in self.streams and not sounding:
+            if aims != {"video"} or r.mode not in ("t2v", "i2v"):
+                raise InputError(
+                    f"--data: none of the {len(samples)} clips has sound, and --mode {r.mode} trains with it; "
+                    "prepare clips with sound, or train the picture alone by --mode t2v --targets video-attn"
+                )
+            self.streams = self.trained = ("video",)
+        if "audio" in self.trained and not aims & {"audio", "cross"}:
+            note = f"--targets {' '.join(r.targets)}: no target reaches the sound"
+            if r.mode != "t2v" and r.mode != "i2v":
+                raise InputError(f"{note}, which --mode {r.mode} trains; add audio-attn")
+        needed = {"t2a": sounding, "a2v": sounding, "v2a": sounding}.get(r.mode, samples)
+        if "video" in self.streams:
+            needed = [s for s in needed if "video" in s.streams]
+            if not needed:
+                raise InputError(f"--data: no clip has a picture, --mode {r.mode} needs it; use --mode t2a")
+        return needed
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        bucket = parse_bucket(shared((s.bucket for s in self.samples), "bucket"))
+        fps = Fraction(shared((s.fps for s in self.samples), "frame rate"))
+        return Geometry.of(self.session.config, bucket.width, bucket.height, bucket.frames, fps)
+
+    @cached_property
+    def tables(self) -> dict[str, np.ndarray]:
+        g = self.geometry
+        video = video_positions(g) if "video" in self.streams else None
+        audio = audio_positions(g) if "audio" in self.streams else None
+        return transformer.position_feeds(self.session.config.transformer, video, audio)
+
+    @cached_property
+    def adapters(self) -> Adapters:
+        r = self.request
+        assert r.alpha is not None
+        return Adapters(frozenset(targeted(r.targets, modules(self.plain))), r.rank, r.alpha / r.rank)
+
+    @cached_property
+    def plain(self) -> Graph:
+        """The step of one device before placement, without adapters."""
+        g, session = self.geometry, self.session
+        shape = train_step.TrainShape(
+            self.request.batch,
+            g.num_video_tokens if "video" in self.streams else 0,
+            g.audio_latents if "audio" in self.streams else 0,
+            PROMPT_TOKENS,
+            transformer.coordinate_counts(self.tables),
+            self.streams,
+            session.options.cross_timestep_rule,
+        )
+        with session.checkpoint.tracing():
+            return train_step.trace(session.config.transformer, shape, session.dtype)
+
+    @cached_property
+    def graph(self) -> Graph:
+        return replace(self.session.placement, adapters=self.adapters).local(self.plain, "transformer")
+
+    @cached_property
+    def initial(self) -> dict[str, np.ndarray]:
+        shapes = {name: spec.shape for name, spec in self.graph.parameters().items() if MARK in name}
+        return {name: initial(name, shape, self.request.seed) for name, shape in shapes.items()}
+
+    def trainer(self) -> Trainer:
+        """Raises InputError if the model does not fit the graph."""
+        source, r = self.session.checkpoint.source("transformer"), self.request
+        frozen = {name: spec for name, spec in self.graph.parameters().items() if MARK not in name}
+        audit(frozen, source, source.where, partial=len(self.streams) < 2)
+        weights = self.session.backend.load([self.graph], WithAdapters(source, self.initial))
+        optimiser = AdamW(weight_decay=r.weight_decay, max_norm=r.max_grad_norm)
+        return self.session.backend.trainer(self.graph, weights, optimiser, r.remat == "block")
+
+    def groups(self) -> dict[str, int]:
+        """How many numbers of each group are trained."""
+        found: Counter[str] = Counter()
+        for name, array in self.initial.items():
+            found[group_of(name)] += array.size
+        return dict(found)
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def drawn(self, step: int, part: int) -> list[tuple[Sample, str]]:
+        """The samples of a batch, and the stream of random numbers of each."""
+        start = (step * self.request.accumulate + part) * self.batch
+        found = []
+        for i in range(start, start + self.batch):
+            epoch, place = divmod(i, len(self.samples))
+            order = np.argsort(uniform(self.request.seed, f"train.order.{epoch}", len(self.samples)), kind="stable")
+            found.append(
+                (self.samples[order[place]], f"train.{step}.{i - step * self.request.accumulate * self.batch}")
+            )
+        return found
+
+    def feeds(self, drawn: list[tuple[Sample, str]]) -> dict[str, np.ndarray]:
+        rows = [self._feed(sample, stream) for sample, stream in drawn]
+        stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return {name: (self.tables | stacked)[name] for name in self.graph.inputs}
+
+    def _feed(self, sample: Sample, stream: str) -> dict[str, np.ndarray]:
+        """The inputs of one sample, without an axis B."""
+        r, g, found = self.request, self.geometry, {}
+        latents = read_arrays(sample_path(r.data, sample.sample))
+        dropped = uniform(r.seed, f"{stream}.dropout", 1)[0] < r.caption_dropout
+        contexts = read_arrays(context_path(r.data, self.empty if dropped else sample.context))
+        assert r.first_frame is not None
+        given = uniform(r.seed, f"{stream}.first_frame", 1)[0] < r.first_frame
+        level = 0.0
+        for name in self.streams:
+            pack, tokens = (pack_video, g.num_video_tokens) if name == "video" else (pack_audio, g.audio_latents)
+            channels = self.plain.inputs[f"{name}_clean"].type.size("C")
+            there = name in latents
+            clean = pack(latents[name][None])[0] if there else np.zeros((tokens, channels), np.float32)
+            noised = np.full(tokens, int(there and name in self.trained), np.int32)
+            if name == "video" and given:
+                noised[: g.rows * g.columns] = 0
+            own = f"{stream}.{name}"
+            if not (name == "audio" and "video" in self.trained and r.audio_sigma == "shared"):
+                level = sigma(max(1, int(noised.sum())), r.seed, own)
+            found[f"{name}_clean"] = clean
+            found[f"{name}_noise"] = standard_normal(r.seed, own, clean.shape)
+            found[f"{name}_noised"] = noised
+            found[f"{name}_sigma"] = np.float32(level if noised.any() else 0)
+            found[f"{name}_context"] = contexts[f"{name}"] if name in contexts else contexts[f"{name}_context"]
+        if "video_keyframes_mask" in self.plain.inputs:
+            found["video_keyframes_mask"] = np.zeros(g.num_video_tokens, np.float32)
+        return found
+
+    # --- the run ------------------------------------------------------------------------------------------------
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a state carries, and a run that continues must agree with."""
+        r = {name: str(x) if isinstance(x, Path) else x for name, x in asdict(self.request).items()}
+        data = [(s.sample, s.context) for s in self.samples]
+        return {"base": self.base, "data": str(hash_of(data)), "dtype": self.session.dtype, "request": r}
+
+    def check_resumed(self, about: Mapping[str, Any]) -> None:
+        """Raises InputError where the state is of another model, other data or another configuration."""
+        path = self.request.output
+        if about["base"] != self.base:
+            raise InputError(f"--output: {path} trains a LoRA of another model; pass that --model, or another --output")
+        ours, theirs = json.loads(json.dumps(self.about["request"])), about["request"]
+        changed = [name for name in ours if name not in (*FREE, "data", "dry_run") and ours[name] != theirs.get(name)]
+        if changed:
+            name = changed[0]
+            raise InputError(
+                f"--{name.replace('_', '-')}: {ours[name]}, {path} was begun with {theirs.get(name)}; give the same "
+                "flags to continue it, or another --output"
+            )
+        if about["data"] != self.about["data"] or about["dtype"] != self.about["dtype"]:
+            raise InputError(f"--data: {path} was begun with other clips or --dtype; give another --output")
+
+    def train(self, say: Callable[[str], None], on_step: Callable[[dict[str, Any]], None] = lambda row: None) -> Path:
+        """Train to the last step, and return the LoRA's file. Raises InputError, and NotWritten if a disk is full."""
+        r, main = self.request, self.session.backend.is_main
+        assert r.steps is not None and r.lr is not None
+        begun = states(r.output)
+        about, arrays = read_state(begun[-1]) if begun else ({}, {})
+        if begun:
+            self.check_resumed(about)
+        trainer, first = self.trainer(), about.get("step", 0)
+        if begun:
+            trainer.restore(arrays, about["updates"])
+            say(f"continues at step {first}")
+        updates, silent, broken = about.get("updates", 0), Counter[str](), 0
+        rows = kept_metrics(r.output, first) if main else []
+        weights = {f"{name}_loss": getattr(r, f"{name}_loss") for name in self.streams}
+        lora = r.output / f"lora-{first:06d}.safetensors"
+        with stopping() as stopped, (r.output / METRICS).open("a") as metrics:
+            for step in range(first, r.steps):
+                began = time.perf_counter()
+                losses, levels, names = self._accumulated(trainer, step, weights)
+                waited = time.perf_counter()
+                now = rate(r.lr, step, r.steps, r.schedule, r.warmup)
+                norms = _by_group(trainer.update(now))
+                total = math.sqrt(sum(norms.values()))
+                fine = math.isfinite(total)
+                updates += fine
+                broken = 0 if fine else broken + 1
+                row = {"step": step, "lr": now, **_summary(losses, levels), "grad_norm": total}
+                row |= {f"grad_norm_{group}": math.sqrt(x) for group, x in norms.items()}
+                row |= {"clipped": total > r.max_grad_norm, "samples": names, "seconds": time.perf_counter() - began}
+                row["update_seconds"] = time.perf_counter() - waited
+                if not fine:
+                    row = {name: x if not isinstance(x, float) or math.isfinite(x) else None for name, x in row.items()}
+                rows.append(row)
+                if main:
+                    metrics.write(json.dumps(row) + "\n")
+                    metrics.flush()
+                on_step(row)
+                if broken == NOT_FINITE:
+                    raise InputError(
+                        f"step {step}: {broken} steps without a finite gradient, last of {names}; lower --lr"
+                    )
+                self._require_gradients(norms, losses, silent)
+                if (step + 1) % r.save_every == 0 or step + 1 == r.steps or stopped:
+                    lora = self._save(trainer, step + 1, updates, rows)
+                if stopped:
+                    say(f"stopped after step {step}; the same command continues")
+                    break
+        return lora
+
+    def _accumulated(
+        self, trainer: Trainer, step: int, weights: Mapping[str, float]
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[str]]:
+        """Losses and noise levels by stream of the samples that have it, and the names of all samples."""
+        losses: dict[str, list[np.ndarray]] = {name: [] for name in self.trained}
+        levels: dict[str, list[np.ndarray]] = {name: [] for name in self.trained}
+        names = []
+        for part in range(self.request.accumulate):
+            drawn = self.drawn(step, part)
+            names += [sample.name for sample, _ in drawn]
+            feeds = self.feeds(drawn)
+            found = trainer.accumulate(feeds, {n: w / self.request.accumulate for n, w in weights.items()})
+            for name in self.trained:
+                there = feeds[f"{name}_noised"].any(1)
+                losses[name].append(found[f"{name}_loss"][there])
+                levels[name].append(feeds[f"{name}_sigma"][there])
+        return *({n: np.concatenate(x) for n, x in each.items()} for each in (losses, levels)), names
+
+    def _require_gradients(
+        self, norms: Mapping[str, float], losses: Mapping[str, np.ndarray], silent: Counter[str]
+    ) -> None:
+        """Raise InputError if a group has had no gradient for long, although its stream had data."""
+        for group, norm in norms.items():
+            had = STREAM_OF[group] == "cross" or (STREAM_OF[group] in losses and losses[STREAM_OF[group]].size)
+            silent[group] = silent[group] + 1 if norm == 0 and had else 0
+            if silent[group] == NO_GRADIENT:
+                raise InputError(
+                    f"--targets: no gradient has reached {group} for {NO_GRADIENT} steps; leave it out, or check --mode"
+                )
+
+    def _save(self, trainer: Trainer, step: int, updates: int, rows: list[dict[str, Any]]) -> Path:
+        """State, LoRA and picture."""
+        r, arrays = self.request, trainer.state()
+        path = r.output / f"lora-{step:06d}.safetensors"
+        if self.session.backend.is_main:
+            about = {**self.about, "updates": updates}
+            write_state(r.output, step, arrays, about, r.keep)
+            write_lora(path, arrays["parameters"], self.adapters.scale, described(self.about, step))
+            draw_losses(r.output / PICTURE, rows)
+        return path
+
+
+def described(about: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """What a LoRA's file says about itself."""
+    request = about["request"]
+    kept = {name: request[name] for name in ("mode", "targets", "rank", "seed")}
+    return {"base": about["base"], "data": about["data"], "step": step, **kept}
+
+
+def hash_of(data: Any) -> str:
+    from hashlib import sha256
+
+    return sha256(json.dumps(data).encode()).hexdigest()[:16]
+
+
+def _by_group(squares: Mapping[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, square in squares.items():
+        found[group_of(name)] = found.get(group_of(name), 0.0) + square
+    return found
+
+
+def _summary(losses: Mapping[str, np.ndarray], levels: Mapping[str, np.ndarray]) -> dict[str, float | None]:
+    """Mean losses by stream, each also by quarter of the noise level."""
+    found: dict[str, float | None] = {}
+    for name, loss in losses.items():
+        found[f"{name}_loss"] = float(loss.mean()) if loss.size else None
+        quarters = np.minimum((levels[name] * 4).astype(int), 3)
+        found |= {f"{name}_loss_q{q}": float(loss[quarters == q].mean()) for q in range(4) if (quarters == q).any()}
+    return found
+
+
+@contextmanager
+def stopping() -> Iterator[list[int]]:
+    """A list that is not empty once the process was asked to end."""
+    asked: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, lambda number, _: asked.append(number)) for kind in kinds}
+    try:
+        yield asked
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def start(session: Session, request: TrainRequest) -> Run:
+    """A run whose flags fit data and model. Raises InputError before a weight is read."""
+    run = Run(session, request)
+    _ = run.adapters
+    if not request.dry_run and session.backend.is_main:
+        request.output.mkdir(parents=True, exist_ok=True)
+        strange = [
+            p.name for p in request.output.iterdir() if not p.name.startswith(("lora-", "state", ".", "loss", METRICS))
+        ]
+        if strange and not states(request.output):
+            raise InputError(f"--output: {request.output} holds other files, such as {strange[0]}; choose a new folder")
+        run.lock = lock(request.output)  # pyright: ignore[reportAttributeAccessIssue]
+    return run
