@@ -12,7 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -47,7 +47,7 @@ from ltx2rt.train.state import (
     PICTURE,
     draw_losses,
     kept_metrics,
-    lock,
+    locked,
     read_state,
     states,
     write_lora,
@@ -334,6 +334,10 @@ class Run:
 
     def train(self, say: Callable[[str], None], on_step: Callable[[dict[str, Any]], None] = lambda row: None) -> Path:
         """Train to the last step, and return the LoRA's file. Raises InputError, and NotWritten if a disk is full."""
+        with locked(self.request.output) if self.session.backend.is_main else nullcontext():
+            return self._train(say, on_step)
+
+    def _train(self, say: Callable[[str], None], on_step: Callable[[dict[str, Any]], None]) -> Path:
         r, main = self.request, self.session.backend.is_main
         assert r.steps is not None and r.lr is not None
         begun = states(r.output)
@@ -478,5 +482,4 @@ def start(session: Session, request: TrainRequest) -> Run:
         ]
         if strange and not states(request.output):
             raise InputError(f"--output: {request.output} holds other files, such as {strange[0]}; choose a new folder")
-        run.lock = lock(request.output)  # pyright: ignore[reportAttributeAccessIssue]
     return run

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,9 @@ def _parsed(line: str) -> dict[str, Any] | None:
         return None
 
 
-def lock(run: Path) -> int:
-    """Raises InputError if another process works on the run. The lock ends with the process."""
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Raises InputError if another process works on the run."""
     import fcntl
 
     handle = os.open(run / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
@@ -102,7 +104,10 @@ def lock(run: Path) -> int:
     except OSError:
         os.close(handle)
         raise InputError(f"--output: another process trains in {run}; wait for it, or choose another name") from None
-    return handle
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

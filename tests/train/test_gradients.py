@@ -1,0 +1,84 @@
+"""Losses and gradients are those of PEFT on diffusers' transformer with the same weights."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from models.reference_transformer import NAMES, build, config_of, draw, params_of
+from peft import LoraConfig, inject_adapter_in_model
+
+from ltx2rt.backend import MOMENTS, AdamW, get_backend
+from ltx2rt.models import train_step, transformer
+from ltx2rt.passes.adapters import MARK, Adapters, adapted, modules
+from ltx2rt.testing import ArraySource, random_params
+from ltx2rt.weights.names import to_official
+
+RANK, SCALE = 2, 0.5
+CLOSE = 1e-4  # relative, of float32 through three blocks
+
+
+def peft_gradients(config, params, inputs, x):
+    """Losses, and by official name what autograd gives on diffusers' module under PEFT."""
+    module = copy.deepcopy(build(config)).requires_grad_(False)
+    linears = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.Linear) and f"{to_official('transformer', name + '.weight')}" in params
+        and f"{to_official('transformer', name + '.weight').removesuffix('.weight')}{MARK}A.weight" in params
+    ]  # fmt: skip
+    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules=linears), module)
+    halves = {}
+    for name in linears:
+        official = to_official("transformer", name + ".weight").removesuffix(".weight")
+        part = module.get_submodule(name)
+        for half in "AB":
+            weight = getattr(part, f"lora_{half}")["default"].weight
+            weight.data = torch.tensor(params[f"{official}{MARK}{half}.weight"])
+            halves[f"{official}{MARK}{half}.weight"] = weight.requires_grad_()
+    t = {name: torch.tensor(value) for name, value in inputs.items()}
+    level = {n: t[f"{n}_sigma"][:, None] * t[f"{n}_noised"] for n in NAMES}
+    noisy = {n: t[f"{n}_clean"] + level[n][..., None] * (t[f"{n}_noise"] - t[f"{n}_clean"]) for n in NAMES}
+    scale = module.config.timestep_scale_multiplier
+    found = module(
+        *(noisy[n] for n in NAMES), *(t[f"{n}_context"] for n in NAMES), *(level[n] * scale for n in NAMES),
+        *(t[f"{n}_sigma"] * scale for n in NAMES), video_coords=torch.tensor(x["video_positions"]),
+        audio_coords=torch.tensor(x["audio_positions"]), use_cross_timestep=True, return_dict=False,
+    )  # fmt: skip
+    losses = {}
+    for n, velocity in zip(NAMES, found, strict=True):
+        error = (velocity - (t[f"{n}_noise"] - t[f"{n}_clean"])).square().mean(-1)
+        losses[n] = (error * t[f"{n}_noised"]).sum(1) / t[f"{n}_noised"].sum(1)
+    (losses["video"].mean() + losses["audio"].mean()).backward()
+    return {n: x.detach().numpy() for n, x in losses.items()}, {n: p.grad.numpy() for n, p in halves.items()}
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_gradients_are_those_of_peft_on_diffusers(generation):
+    config, rng = config_of(generation), np.random.default_rng(7)
+    x = draw(config)
+    tables = transformer.position_feeds(config, x["video_positions"][0], x["audio_positions"][0])
+    sizes = [x[f"{n}_latent"].shape[1] for n in NAMES]
+    shape = train_step.TrainShape(2, *sizes, 7, transformer.coordinate_counts(tables), rule="B")
+    plain = train_step.trace(config, shape, "float32")
+    graph = adapted(plain, Adapters(frozenset(modules(plain)), RANK, SCALE))
+    params = random_params(graph) | params_of(build(config))
+    inputs = dict(tables)
+    for n in NAMES:
+        inputs[f"{n}_clean"], inputs[f"{n}_context"] = x[f"{n}_latent"], x[f"{n}_context"]
+        inputs[f"{n}_noise"] = rng.standard_normal(x[f"{n}_latent"].shape, np.float32)
+        inputs[f"{n}_sigma"] = np.array([0.3, 0.8], np.float32)
+        inputs[f"{n}_noised"] = np.ones(x[f"{n}_latent"].shape[:2], np.int32)
+    inputs["video_noised"][0, :6] = 0  # the first frame is given
+    losses, expected = peft_gradients(config, params, inputs, x)
+
+    backend = get_backend("cuda", "cpu", {})
+    made = backend.trainer(graph, backend.load([graph], ArraySource(params)), AdamW(max_norm=1e9))
+    found = made.accumulate(inputs, {"video_loss": 1, "audio_loss": 1})
+    made.update(0.0)
+    gradients = {name: 10 * x for name, x in made.state()[MOMENTS[0]].items()}  # the first moment is a tenth of them
+    for n in NAMES:
+        np.testing.assert_allclose(found[f"{n}_loss"], losses[n], rtol=CLOSE)
+    assert gradients.keys() == expected.keys()
+    off = {n: np.linalg.norm(gradients[n] - g) / np.linalg.norm(g) for n, g in expected.items()}
+    assert {n: d for n, d in off.items() if d > CLOSE} == {}

@@ -1,0 +1,75 @@
+"""Noise levels, rates, targets and initial values of a training run."""
+
+import math
+
+import numpy as np
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.train.data import Bucket, bucket_of, parse_bucket
+from ltx2rt.train.recipe import GROUPS, group_of, initial, rate, sigma, targeted
+
+BLOCK = "model.diffusion_model.transformer_blocks.*."
+
+
+def reference(tokens: int, count: int) -> np.ndarray:
+    """Noise levels by numpy's own generator, in the order of the official sampler."""
+    rng = np.random.default_rng(0)
+    mu = 0.95 + 1.10 * (tokens - 1024) / 3072
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    low, high = sigmoid(mu - 2.5758), sigmoid(mu + 3.0902)
+    s = (sigmoid(mu + rng.standard_normal(count)) - low) / (high - low)
+    s = np.clip(np.where(s < 1e-3, 2e-3 - s, s), 0, 1)
+    return np.where(rng.random(count) < 0.1, rng.uniform(1e-3, 1, count), s)
+
+
+@pytest.mark.parametrize("tokens", [51, 1008, 6144])
+def test_noise_levels_have_the_official_distribution(tokens):
+    ours = np.array([sigma(tokens, 42, f"train.{i}.0.video") for i in range(4000)])
+    theirs = reference(tokens, 100_000)
+    assert ours.min() >= 0 and ours.max() <= 1
+    assert ours.mean() == pytest.approx(theirs.mean(), abs=0.015)  # three standard errors of 4000 draws
+    for q in (0.1, 0.5, 0.9):
+        assert np.quantile(ours, q) == pytest.approx(np.quantile(theirs, q), abs=0.03)
+
+
+def test_a_level_depends_on_seed_and_stream_alone():
+    assert sigma(64, 1, "train.3.0.video") == sigma(64, 1, "train.3.0.video")
+    assert len({sigma(64, seed, stream) for seed in (1, 2) for stream in ("a", "b")}) == 4
+
+
+def test_rates():
+    assert rate(1.0, 0, 100, "linear", 0) == 1
+    assert rate(1.0, 100, 100, "linear", 0) == pytest.approx(0.1)
+    assert rate(1.0, 50, 100, "cosine", 0) == pytest.approx(0.5)
+    assert rate(1.0, 0, 100, "constant", 3) == 0.25
+
+
+def test_adapters_begin_as_in_peft():
+    a = initial(f"{BLOCK}attn1.to_q.lora_A.weight", (8, 64), 42)
+    assert np.abs(a).max() <= 1 / 8 and a.std() == pytest.approx(1 / 8 / math.sqrt(3), rel=0.1)
+    assert not initial(f"{BLOCK}attn1.to_q.lora_B.weight", (64, 8), 42).any()
+
+
+def test_targets_are_groups_of_modules():
+    known = [BLOCK + part for parts in GROUPS.values() for part in parts] + [BLOCK + "attn1.to_gate_logits"]
+    found = targeted(["video-attn"], known)
+    assert len(found) == 8 and not any("gate" in name or "audio" in name for name in found)
+    assert {group_of(name.replace("*", "3") + ".lora_A.weight") for name in found} == {"video-attn"}
+    with pytest.raises(InputError, match=r"'video-attm', expected some of .*did you mean video-attn"):
+        targeted(["video-attm"], known)
+    with pytest.raises(InputError, match="audio-ff is not part of this training"):
+        targeted(["audio-ff"], [BLOCK + "attn1.to_q"])
+
+
+def test_a_clip_goes_to_the_nearest_bucket_that_it_fills():
+    buckets = [Bucket(768, 512, 49), Bucket(512, 768, 49), Bucket(768, 512, 25)]
+    assert bucket_of((1920, 1080, 60), buckets) == buckets[0]
+    assert bucket_of((1080, 1920, 60), buckets) == buckets[1]
+    assert bucket_of((1080, 1920, 30), buckets) == buckets[2]
+    assert bucket_of((1920, 1080, 20), buckets) is None
+    with pytest.raises(InputError, match=r"the nearest is 768x512x49"):
+        parse_bucket("760x512x50")

@@ -1,0 +1,246 @@
+"""`train prepare`, `run` and `export` on a tiny random model: caches, interruptions, files and refusals."""
+
+import json
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ltx2rt import cli
+from ltx2rt.commands import train as command
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.output import write_wav
+from ltx2rt.train.run import TrainRequest, start
+from ltx2rt.train.state import read_state, states
+from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.random.make import make_checkpoint
+
+FPS, RATE = 24, 16000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint("tiny-2.3", "official", folder)
+    return folder
+
+
+def write_clips(folder: Path, count: int = 3, sound: bool = True, frames: int = 9) -> Path:
+    folder.mkdir()
+    rng = np.random.default_rng(3)
+    for i in range(count):
+        shown = rng.integers(0, 255, (frames, 64, 64, 3), np.uint8)
+        heard = rng.uniform(-0.1, 0.1, (2, RATE * frames // FPS)).astype(np.float32) if sound else None
+        path = folder / f"{i}.mp4"
+        write_mp4(path, [shown], num_frames=frames, fps=Fraction(FPS), waveform=heard, sample_rate=RATE if sound else 0)
+        path.with_suffix(".txt").write_text(f"clip number {i}")
+    return folder
+
+
+def run_train(model: Path, *words: object) -> int:
+    where = ("--model", model, "--backend", "cuda", "--device", "cpu")
+    return cli.main(["train", *map(str, (words[0], *where, *words[1:]))])
+
+
+@pytest.fixture(scope="module")
+def cache(model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    clips = write_clips(folder / "clips")
+    assert run_train(model, "prepare", "--data", clips, "--output", folder / "cache", "--buckets", "64x64x9") == 0
+    return folder / "cache"
+
+
+def options(cache: Path, output: Path, **more: object) -> list[object]:
+    fixed = {"data": cache, "output": output, "rank": 2, "steps": 4, "save-every": 2, "lr": 1e-2} | more
+    return [word for name, value in fixed.items() for word in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, cache, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("run") / "run"
+    assert run_train(model, "run", *options(cache, output)) == 0
+    return output
+
+
+def test_prepare_makes_nothing_twice_and_what_changed_anew(model, cache, tmp_path, caplog):
+    mine = tmp_path / "cache"
+    shutil.copytree(cache, mine)
+    clips = cache.parent / "clips"
+    again = ("prepare", "--data", clips, "--output", mine, "--buckets", "64x64x9")
+    before = {path: path.stat().st_mtime_ns for path in mine.glob("*/*")}
+    assert run_train(model, *again) == 0
+    assert {path: path.stat().st_mtime_ns for path in mine.glob("*/*")} == before
+    assert run_train(model, *again, "--trigger", "zorp") == 0
+    new = [path for path in mine.glob("*/*") if path not in before]
+    assert {path.parent.name for path in new} == {"contexts"} and len(new) == 3
+
+
+def test_a_table_gives_the_same_latents(model, cache, tmp_path):
+    clips = cache.parent / "clips"
+    rows = [{"media_path": str(clips / f"{i}.mp4"), "caption": f"clip number {i}"} for i in range(3)]
+    table = tmp_path / "clips.jsonl"
+    table.write_text("\n".join(map(json.dumps, rows)))
+    mine = tmp_path / "cache"
+    assert run_train(model, "prepare", "--data", table, "--output", mine, "--buckets", "64x64x9") == 0
+    assert {p.name for p in mine.glob("*/*")} == {p.name for p in cache.glob("*/*")}
+
+
+def test_an_interrupted_run_ends_as_an_undisturbed_one(model, cache, undisturbed, tmp_path, monkeypatch):
+    output, train = tmp_path / "run", command.start
+
+    def stopped(session, request):
+        run = train(session, request)
+        whole = run.train
+
+        def cut(say, on_step):
+            def fail(row):
+                if row["step"] == 2:
+                    raise RuntimeError("killed")
+
+            return whole(say, fail)
+
+        monkeypatch.setattr(run, "train", cut)
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "start", stopped)
+        assert run_train(model, "run", *options(cache, output)) == 1
+    assert [path.name for path in states(output)] == ["000002"]
+    assert run_train(model, "run", *options(cache, output)) == 0
+    for name in ("parameters", "exp_avg", "exp_avg_sq"):
+        mine, theirs = (read_state(states(run)[-1])[1][name] for run in (output, undisturbed))
+        assert mine.keys() == theirs.keys() and all(np.array_equal(mine[n], x) for n, x in theirs.items())
+    lines = [[json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()] for run in (output, undisturbed)]
+    assert [row["step"] for row in lines[0]] == [0, 1, 2, 3]
+    kept = ("step", "lr", "video_loss", "audio_loss", "grad_norm", "samples")
+    assert [[row[name] for name in kept] for row in lines[0]] == [[row[name] for name in kept] for row in lines[1]]
+
+
+def test_metrics_tell_picture_from_sound(undisturbed):
+    row = json.loads((undisturbed / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["video_loss"] > 0 and row["audio_loss"] > 0
+    assert all(row[f"grad_norm_{group}"] > 0 for group in ("video-attn", "audio-attn", "cross"))
+    assert (undisturbed / "loss.svg").read_text().startswith("<svg")
+
+
+def test_the_lora_has_official_keys_and_says_what_it_is(model, undisturbed, tmp_path):
+    file = TensorFile(undisturbed / "lora-000004.safetensors")
+    names = list(file.names())
+    assert "diffusion_model.transformer_blocks.0.attn1.to_q.lora_A.weight" in names
+    assert not any(name.endswith("alpha") for name in names)
+    lora = open_lora(file.path)
+    assert len(lora.pairs) == len(names) / 2 and not lora.unknown
+    exported = tmp_path / "lora.safetensors"
+    assert cli.main(["train", "export", f"{undisturbed}:2", "--output", str(exported), "--dtype", "float32"]) == 0
+    parameters = read_state(undisturbed / "state" / "000002")[1]["parameters"]
+    found = TensorFile(exported)
+    assert all(np.array_equal(found.read(n.removeprefix("model.")), x) for n, x in parameters.items())
+    assert cli.main(["train", "export", f"{undisturbed}:7", "--output", str(exported)]) == 2
+
+
+def test_two_batches_of_one_are_a_batch_of_two(model, cache, tmp_path):
+    request = {"data": cache, "rank": 2, "steps": 1, "mode": "t2v"}
+    found = []
+    for batch, accumulate in ((2, 1), (1, 2)):
+        made = start(
+            session_of(model), TrainRequest(output=tmp_path / str(batch), batch=batch, accumulate=accumulate, **request)
+        )
+        made.train(lambda text: None)
+        found.append(read_state(states(tmp_path / str(batch))[-1])[1]["exp_avg"])
+    for name, x in found[0].items():
+        np.testing.assert_allclose(
+            found[1][name], x, rtol=1e-4, atol=1e-4 * np.abs(x).max()
+        )  # float32, summed otherwise
+
+
+def session_of(model: Path):
+    from ltx2rt.session.open import open_session
+    from ltx2rt.session.options import ModelOptions
+
+    return open_session(ModelOptions(backend="cuda", model=model, device="cpu"))
+
+
+def refused(capsys, model: Path, *words: object) -> str:
+    capsys.readouterr()
+    try:
+        status = run_train(model, *words)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    return line
+
+
+def test_data_that_is_refused(model, cache, tmp_path, capsys):
+    clips = write_clips(tmp_path / "clips", sound=False)
+    words = ("prepare", "--data", clips, "--output", tmp_path / "cache", "--buckets")
+    assert "9 frames, the shortest bucket has 17; leave the clip out, or add a bucket of at most 9" in refused(
+        capsys, model, *words, "64x64x17"
+    )
+    assert "3 clips have no sound, such as 0.mp4" in refused(capsys, model, *words, "64x64x9", "--audio", "required")
+    assert "the nearest is 64x64x9" in refused(capsys, model, *words, "64x60x9")
+    assert "holds other files" in refused(capsys, model, *words[:3], "--output", clips, "--buckets", "64x64x9")
+    (clips / "1.txt").write_text(" \n")
+    assert "1 of 3 captions are missing or empty, such as that of 1.mp4" in refused(capsys, model, *words, "64x64x9")
+    assert not (tmp_path / "cache").exists()
+    (clips / "1.txt").write_text("a clip")
+    assert run_train(model, *words, "64x64x9") == 0
+    silent = tmp_path / "cache"
+    line = refused(capsys, model, "run", *options(silent, tmp_path / "run"))
+    assert "none of the 3 clips has sound" in line and "--mode t2v --targets video-attn" in line
+    more = {"mode": "t2v", "targets": "video-attn"}
+    assert run_train(model, "run", *options(silent, tmp_path / "run", **more)) == 0
+    assert "lower it" in refused(capsys, model, "run", *options(cache, tmp_path / "other", batch=4))
+
+
+def test_runs_that_are_not_continued(model, cache, undisturbed, tmp_path, capsys):
+    assert "--rank: 3" in refused(capsys, model, "run", *options(cache, undisturbed, rank=3))
+    other = tmp_path / "other"
+    make_checkpoint("tiny-2.3", "official", other, seed=1)
+    about = undisturbed / "state" / "000004" / "state.json"
+    text = about.read_text()
+    about.write_text(text.replace(json.loads(text)["base"], "0" * 16))
+    try:
+        line = refused(capsys, model, "run", *options(cache, undisturbed))
+    finally:
+        about.write_text(text)
+    assert "a LoRA of another model" in line
+
+
+def test_a_full_disk_leaves_the_last_state_whole(model, cache, tmp_path, capsys, monkeypatch):
+    from ltx2rt.train import state
+
+    write, output = state.write_arrays, tmp_path / "run"
+
+    def full(path, arrays, *more):
+        if "000004" in str(path):
+            raise OSError(28, "No space left on device")
+        write(path, arrays, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "write_arrays", full)
+        assert run_train(model, "run", *options(cache, output)) == 1
+    assert "the state of step 2 is whole" in capsys.readouterr().err
+    assert [path.name for path in (output / "state").iterdir()] == ["000002"]
+    assert run_train(model, "run", *options(cache, output)) == 0
+
+
+def test_sound_alone(model, tmp_path):
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    for i in range(2):
+        write_wav(clips / f"{i}.wav", np.random.default_rng(i).uniform(-0.1, 0.1, (2, RATE)).astype(np.float32), RATE)
+        (clips / f"{i}.txt").write_text("noise")
+    assert run_train(model, "prepare", "--data", clips, "--output", tmp_path / "cache", "--buckets", "64x64x9") == 0
+    assert run_train(model, "run", *options(tmp_path / "cache", tmp_path / "run", mode="t2a", steps=2)) == 0
+    names = list(TensorFile(tmp_path / "run" / "lora-000002.safetensors").names())
+    assert names and all("audio_" in name for name in names)
+
+
+def test_states_name_unknown_runs():
+    with pytest.raises(InputError, match="no state of a training run"):
+        command.export(type("Args", (), {"run": "nowhere", "output": Path("x"), "dtype": "float32"})())
