@@ -1,17 +1,25 @@
-"""A clip of which a part was made anew, put into the clip that it was made from.
+"""A clip of which a part was made anew, put into the clip that it was made from, and clips that new frames join.
 
-Decides what is copied: outside the part that was made, every pixel and every sample is the source's own.
+Decides what is copied: outside the part that was made, and outside a short fade at a seam, every
+pixel and every sample is the source's own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import islice
 
 import numpy as np
 
 from ltx2rt.media.mp4 import to_rgb8
 
 FADE_S = 0.005  # from the source's sound to the new one, within the part: a jump would click
+SEAM_S = 0.02  # from one sound to the next at a seam, where both are of the same moment
+FADE_FRAMES = 8  # blended at a seam, which hides what a pass through the VAE changes
+CHUNK_FRAMES = 16  # frames of a source at once
 
 
 def splice_frames(chunks: Iterable[np.ndarray], source: Iterable[np.ndarray], made: range) -> Iterator[np.ndarray]:
@@ -50,3 +58,103 @@ def splice_sound(made: np.ndarray, source: np.ndarray, start_s: float, end_s: fl
     out = kept.astype(np.float32)
     out[:, start:end] += weight * (made[:, start:end] - out[:, start:end])
     return out
+
+
+@dataclass(frozen=True)
+class Seam:
+    """The frames of a segment that joins clips: `before` frames that repeat the end of one clip (0:
+    there is none), `new` ones, and `after` frames that repeat the beginning of another.
+
+    fade: whether up to FADE_FRAMES of the frames that both sides have are blended.
+    """
+
+    before: int
+    new: int
+    after: int
+    fade: bool = True
+
+    @property
+    def stop(self) -> int:
+        """The segment's first frame after the new ones."""
+        return self.before + self.new
+
+    @property
+    def num_frames(self) -> int:
+        return self.stop + self.after
+
+    def faded(self, overlap: int) -> int:
+        """How many frames of an overlap are blended."""
+        return min(overlap, FADE_FRAMES) if self.fade else 0
+
+    def cuts(self, fps: Fraction, rate: int) -> tuple[int, int, int]:
+        """Samples at which the new part starts and stops, and at which the segment ends."""
+        start, stop, end = (round(n / fps * rate) for n in (self.before, self.stop, self.num_frames))
+        return start, stop, end
+
+
+def join_frames(
+    chunks: Iterable[np.ndarray],
+    before: tuple[Iterator[np.ndarray], int],
+    after: Iterator[np.ndarray],
+    seam: Seam,
+) -> Iterator[np.ndarray]:
+    """The clip before, the segment's new frames, the clip after; u8[n, H, W, 3], chunk by chunk.
+
+    chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3] of the whole segment. before, after:
+    u8[H, W, 3] for each frame of the clips, taken as they are needed; with `before`, their number.
+    Frame i of c blended ones is lerp(before, segment, (i + 1) / (c + 1)), or lerp(segment, after).
+    """
+    frames, count = before
+    left, right = seam.faded(seam.before), seam.faded(seam.after)
+    yield from _stacked(islice(frames, count - left))
+    number = 0
+    for chunk in chunks:
+        kept = []
+        for pixels in to_rgb8(chunk):
+            if seam.before - left <= number < seam.before:
+                weight = (number - seam.before + left + 1) / (left + 1)
+                kept.append(_lerp(next(frames), pixels, weight))
+            elif seam.before <= number < seam.stop:
+                kept.append(pixels)
+            elif seam.stop <= number < seam.stop + right:
+                weight = (number - seam.stop + 1) / (right + 1)
+                kept.append(_lerp(pixels, next(after), weight))
+            number += 1
+        if kept:
+            yield np.stack(kept)
+    yield from _stacked(after)
+
+
+def _stacked(frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    while held := list(islice(frames, CHUNK_FRAMES)):
+        yield np.stack(held)
+
+
+def _lerp(a: np.ndarray, b: np.ndarray, weight: float) -> np.ndarray:
+    """u8, rounded to nearest."""
+    x = a.astype(np.float32)
+    return (x + np.float32(weight) * (b - x) + np.float32(0.5)).astype(np.uint8)
+
+
+def join_sound(
+    made: np.ndarray, before: np.ndarray, after: np.ndarray, start: int, stop: int, sample_rate: int
+) -> np.ndarray:
+    """The sound before, samples [start, stop) of the segment's, the sound after; f32[2, N].
+
+    made, before, after: f32[2, n] at one rate, an empty one where no clip is. A raised cosine goes
+    from one sound to the next in the last 20 ms before the first cut and the first 20 ms after the
+    second, where both are of the same moments.
+    """
+    out = np.concatenate([before, made[:, start:stop], after], axis=1).astype(np.float32)
+    fade, end = round(SEAM_S * sample_rate), before.shape[1]
+    left, right = min(fade, end, start), min(fade, after.shape[1], made.shape[1] - stop)
+    last, first = slice(end - left, end), slice(end + stop - start, end + stop - start + right)
+    out[:, last] += _rise(left) * (made[:, start - left : start] - out[:, last])
+    out[:, first] += _rise(right)[::-1] * (made[:, stop : stop + right] - out[:, first])
+    return out
+
+
+def _rise(size: int) -> np.ndarray:
+    """f32[size] of a raised cosine from 0 to 1, both left out."""
+    at = np.arange(1, size + 1) / (size + 1)
+    return (0.5 - 0.5 * np.cos(math.pi * at)).astype(np.float32)

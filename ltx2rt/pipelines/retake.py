@@ -6,10 +6,8 @@ source's own frames and sound are put in its place.
 
 from __future__ import annotations
 
-from argparse import SUPPRESS
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,46 +16,28 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
-from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
+from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
-from ltx2rt.pipelines.request import NEUTRAL, Guided, Loras, parse_fps
-from ltx2rt.session.options import ModelOptions, existing_file
-from ltx2rt.stages.conditioning import ImageSpec
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
+from ltx2rt.pipelines.given_clip import FLAG, GivenClip, read_clip
+from ltx2rt.pipelines.request import Loras
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.splice import Splice
 from ltx2rt.stages.stage import MODALITIES, Stage
 from ltx2rt.stages.tiling import plan_encoder_tiles
 
-FLAG = "--video-path"
-GUIDANCE = tuple(Guided.__annotations__)  # the fields that only a guided stage reads
-
-
-def of_the_file(name: str) -> dict[str, Any]:
-    """How the flag of a field that the file decides is hidden in `--help` and refused."""
-
-    def refuse(_: Any) -> Any:
-        why = "a retake has the size, length and rate of its file; leave it out"
-        raise InputError(f"--{name.replace('_', '-')}: {why}")
-
-    return {"help": SUPPRESS, "parse": refuse}
-
 
 @dataclass(frozen=True)
-class Retake(Guided):
-    """info: of the file; a resolved request has it."""
-
+class Retake(GivenClip):
     name: ClassVar[str] = "retake"
     summary: ClassVar[str] = "regenerate a part of a given clip"
     example: ClassVar[str] = "--video-path clip.mp4 --start-time 1 --end-time 2"
 
-    video_path: Path | None = flag(
-        None,
-        "clip to regenerate a part of; its size, length and rate are kept (required)",
-        Path,
-        group="conditioning",
-        metavar="FILE",
+    video_path: Path | None = flag_like(
+        GivenClip,
+        "video_path",
+        help="clip to regenerate a part of; its size, length and rate are kept (required)",
     )
     start_time: float | None = flag(
         None,
@@ -81,65 +61,21 @@ class Retake(Guided):
         group="conditioning",
         choices=MODALITIES,
     )
-    guided: bool = flag(
-        False,
-        "run --steps guided steps of a full model, in place of 8 distilled ones",
-        group="sampling",
-    )
     keep_source: bool = flag(
         False,
         "copy the file's own frames and sound outside the part",
         group="conditioning",
     )
-    width: int = flag_like(Guided, "width", **of_the_file("width"))
-    height: int = flag_like(Guided, "height", **of_the_file("height"))
-    num_frames: int = flag_like(Guided, "num_frames", **of_the_file("num_frames"))
-    fps: Fraction = flag_like(Guided, "fps", **of_the_file("fps"))
-    auto_duration: tuple[float, ...] | None = flag_like(
-        Guided,
-        "auto_duration",
-        **of_the_file("auto_duration"),
-    )
-    images: tuple[ImageSpec, ...] = field(default=(), init=False)
-    num_generated_keyframes: int = field(default=0, init=False)
-    info: VideoInfo | None = field(default=None, repr=False)
-
-    @property
-    def distilled(self) -> str:
-        return "unused" if self.guided else "optional"
-
-    @property
-    def guidance(self) -> np.ndarray:
-        return super().guidance if self.guided else NEUTRAL
-
-    @property
-    def source_path(self) -> Path:
-        assert self.video_path is not None, "the request is not checked"
-        return self.video_path
-
-    @property
-    def source(self) -> VideoInfo:
-        assert self.info is not None, "the request is not resolved"
-        return self.info
 
     @property
     def region_s(self) -> tuple[float, float]:
         assert self.start_time is not None and self.end_time is not None, "the request is not checked"
         return self.start_time, self.end_time
 
-    @property
-    def files(self) -> list[Path]:
-        return [*super().files, *([self.video_path] if self.video_path else [])]
-
-    def settings(self, path: Any = str) -> dict[str, Any]:
-        return {name: value for name, value in super().settings(path).items() if name != "info"}
-
     # --- checks -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         super().check()
-        if self.video_path is None:
-            raise InputError(f"{FLAG}: the retake pipeline makes a part of a clip anew, none was given")
         if self.start_time is None or self.end_time is None:
             missing = "--start-time" if self.start_time is None else "--end-time"
             raise InputError(f"{missing}: none, expected the seconds between which the clip is made anew")
@@ -147,14 +83,6 @@ class Retake(Guided):
             raise InputError(f"--end-time: {self.end_time:g}, expected more than --start-time {self.start_time:g}")
         if self.keep == "video" and not self.audio:
             raise InputError("--no-audio: with --keep video nothing would be made anew; leave one out")
-        if not self.guided:
-            for name in GUIDANCE:
-                if getattr(self, name) != self.__dataclass_fields__[name].default:
-                    raise InputError(f"--{name.replace('_', '-')}: the distilled steps have no guidance; add --guided")
-
-    def check_files(self) -> None:
-        super().check_files()
-        existing_file(FLAG, self.source_path)
 
     def resolved(self, model: ModelConfig) -> Any:
         """Reads the file whole, once."""
@@ -162,7 +90,7 @@ class Retake(Guided):
         info = self.info or self._read(model)
         sizes = {"width": info.width, "height": info.height, "num_frames": info.num_frames, "fps": info.fps}
         self = replace(self, info=info, **sizes)
-        full = super().resolved(model) if self.guided else super(Guided, self).resolved(model)
+        full = self.with_defaults(model)
         for m, mask in full.masks(full.geometry(model)).items():
             if not mask.any():
                 where = f"--start-time: {self.start_time:g} s"
@@ -172,14 +100,7 @@ class Retake(Guided):
     def _read(self, model: ModelConfig) -> VideoInfo:
         """Raises InputError for a file that is no clip of the model's."""
         path, vae = self.source_path, model.video_vae
-        info = video_info(path, FLAG)
-        require_constant_rate(path, FLAG, info)
-        width, height = (max(n // vae.space_factor, 1) * vae.space_factor for n in (info.width, info.height))
-        if (width, height) != (info.width, info.height):
-            raise InputError(
-                f"{FLAG}: {path} is {info.width}x{info.height}, expected sides divisible by {vae.space_factor}; "
-                f"scale or crop it to {width}x{height}"
-            )
+        info = read_clip(path, FLAG, model)
         if over := (info.num_frames - 1) % vae.time_factor:
             raise InputError(
                 f"{FLAG}: {path} has {info.num_frames} frames, expected {vae.time_factor}*k + 1; cut it to "
@@ -190,7 +111,7 @@ class Retake(Guided):
             raise InputError(f"--end-time: {end_s:g} s, but {path} ends at {length_s:.4f} s; end there")
         if self.keep == "audio" and not info.has_sound:
             raise InputError(f"--keep: audio, but {path} has no sound; leave it out, and sound is made")
-        return replace(info, fps=parse_fps(info.fps))
+        return info
 
     # --- what is made -------------------------------------------------------------------------------------------
 
@@ -243,15 +164,12 @@ class Retake(Guided):
             if self.source.has_sound
             else None
         )
-        sigmas = shifted_sigmas(self.steps) if self.guided and self.steps else DISTILLED_SIGMAS
-        merged = (*loras.of("stage1"), *([loras.distilled] if loras.distilled else []))
-        more = {"guidance": self.guidance, "stg_blocks": self.stg_blocks or (), "sound": True}
         kept = {"masks": self.masks(full), "frozen": self.frozen}
         return [
             video,
             *([sound] if sound else []),
             *self.text,
-            *self.denoise("stage1", full, options, sigmas, merged, **more, **kept),
+            *self.denoise_once(full, options, loras, **kept),
             *self.decoded(full, model, options),
             *([Splice(video, sound, *self.made(full))] if self.keep_source else []),
         ]

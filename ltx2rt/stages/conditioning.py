@@ -55,9 +55,9 @@ class Tokens:
     """What one conditioning gives a stage.
 
     clean: f32[1, T, C]. mask: of all of them, 1 = generate, 0 = keep. positions: f32[3, T, 2] of tokens that are
-    appended, None: they take the place of the first latent frame. attention: f32[T] in [0, 1], how much they and the
-    target see of each other; None: all. slot: the pixel frame that they generate a keyframe for (2.5), None: they do
-    not. start: f32[videos, T, C], what noise is mixed with, None: zeros.
+    appended, None: they take the place of the target's tokens from `offset` on. attention: f32[T] in [0, 1], how much
+    they and the target see of each other; None: all. slot: the pixel frame that they generate a keyframe for (2.5),
+    None: they do not. start: f32[videos, T, C], what noise is mixed with, None: zeros.
     """
 
     clean: np.ndarray
@@ -66,6 +66,7 @@ class Tokens:
     attention: np.ndarray | None = None
     slot: int | None = None
     start: np.ndarray | None = None
+    offset: int = 0
 
 
 class Conditioning(Protocol):
@@ -360,7 +361,7 @@ def video_state(
     mask: np.ndarray | None = None,
     source: np.ndarray | None = None,
 ) -> ModalityState:
-    """Apply the conditionings in order: those without positions overwrite the first latent frame, others are appended.
+    """Apply the conditionings in order: those without positions overwrite target tokens, others are appended.
 
     mask: f32[targets] and source: [1, C, f, h, w] where the clip is partly given, else all of it is generated.
     """
@@ -372,8 +373,9 @@ def video_state(
     for item in given:
         count = item.clean.shape[1]
         if item.positions is None:
-            clean[0][:, :count] = item.clean
-            masks[0][:, :count] = item.mask
+            where = slice(item.offset, item.offset + count)
+            clean[0][:, where] = item.clean
+            masks[0][:, where] = item.mask
             continue
         clean.append(item.clean)
         masks.append(np.full((1, count, 1), item.mask, np.float32))

@@ -10,6 +10,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.clip_end import ClipEnd
 from ltx2rt.stages.conditioning import Conditioning, Reference
 from ltx2rt.stages.stage import Stage, State
 
@@ -23,7 +24,7 @@ class Given(Stage):
 
     @property
     def name(self) -> str:
-        videos = any(isinstance(conditioning, Reference) for conditioning in self.given)
+        videos = any(isinstance(conditioning, (Reference, ClipEnd)) for conditioning in self.given)
         return f"{self.stage} {'videos' if videos else 'images'}"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:

@@ -102,17 +102,23 @@ class SourceSound(Stage):
         with watch.stage(self.name):
             waveform, rate = self.read
             waveform = np.pad(np.broadcast_to(waveform, (2, waveform.shape[1])), ((0, 0), (0, self.padding)))[None]
-            mel = spectrogram(waveform, rate, session.config.audio_vae)[:, :, : call.sizes[2]]  # no latent hears later
-            heard = -(-mel.shape[2] // self.geometry.audio_time_factor)
-            mel = np.pad(mel, ((0, 0), (0, 0), (0, call.sizes[2] - mel.shape[2]), (0, 0)))
-            latent = session.backend.to_host(session.run(call, {"mel": mel})["latent"])
-            latent = np.where(np.arange(latent.shape[2])[:, None] < heard, latent, np.float32(0))
+            latent = encode_sound(session, call, waveform, rate)
         finite(self.name, latents=latent)
         state.source["audio"] = latent
         state.put(self.record, latent)
         if self.sound:
             state.waveforms, state.sample_rate = np.repeat(waveform, self.num_videos, axis=0), rate
             state.put("waveform", state.waveforms if self.num_videos > 1 else waveform[0])
+
+
+def encode_sound(session: Session, call: Call, waveform: np.ndarray, rate: int) -> np.ndarray:
+    """f32[1, 2, N] at `rate` Hz -> normalised latents, f32[1, 8, n, 16] of the call; zeros after the sound's end."""
+    config = session.config.audio_vae
+    mel = spectrogram(waveform, rate, config)[:, :, : call.sizes[2]]  # no latent hears later
+    heard = -(-mel.shape[2] // config.time_factor)
+    mel = np.pad(mel, ((0, 0), (0, 0), (0, call.sizes[2] - mel.shape[2]), (0, 0)))
+    latent = session.backend.to_host(session.run(call, {"mel": mel})["latent"])
+    return np.where(np.arange(latent.shape[2])[:, None] < heard, latent, np.float32(0))
 
 
 def spectrogram(waveform: np.ndarray, rate: int, config: AudioVaeConfig) -> np.ndarray:

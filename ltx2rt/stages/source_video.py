@@ -70,12 +70,16 @@ class SourceVideo(Stage):
             state.source["video"] = self.encode(session, watch)
         state.put("source.video", state.source["video"])
 
+    def pictures(self) -> Iterator[np.ndarray]:
+        """The frames that are encoded, u8[H, W, 3] at the file's size."""
+        read = enumerate(read_frames(self.path, self.flag, self.num_frames))
+        return (pixels for i, pixels in read if i == 0 or (i - 1) % self.stride == 0)
+
     def encode(self, session: Session, watch: Stopwatch) -> np.ndarray:
         """The normalised latents, f32[1, C, f, h, w]."""
         g, latents = self.geometry, np.zeros(self.geometry.video_shape, np.float32)
         height, width = g.size_px
-        read = enumerate(read_frames(self.path, self.flag, self.num_frames))
-        frames = (fit(pixels, width, height) for i, pixels in read if i == 0 or (i - 1) % self.stride == 0)
+        frames = (fit(pixels, width, height) for pixels in self.pictures())
         held, first = np.zeros((3, 0, height, width), np.float32), 0  # the frames from `first` on
         for t in self.tiling.frames:
             start, count = t.start * g.time_factor, pixel_frames(t.stop - t.start, g.time_factor)

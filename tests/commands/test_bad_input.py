@@ -99,7 +99,7 @@ def test_sizes_rates_and_counts(refused):
         ("t2a --output {folder}/a.wav --audio-cfg inf", "--audio-cfg: inf"),
         ("t2a --output {folder}/a.wav --lora {lora}:1:stage2", "the t2a pipeline has none"),
         ("ic-lora", "--video-conditioning: the ic-lora pipeline follows reference videos"),
-        ("retake", ": a retake has the size, length and rate of its file"),
+        ("retake", ": the file of --video-path decides size, length and rate"),
     ],
 )
 def test_flags_of_one_pipeline(refused, model, tmp_path, flags, message):

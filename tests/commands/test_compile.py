@@ -163,7 +163,7 @@ def test_a_topology_says_its_devices(topology, kind, mesh):
         ({"pipeline": "t2a", "branches": 4}, ["--branches: 4, but t2a has one stream"]),
         ({"pipeline": "ic-lora"}, ["--video-conditioning", "none was given"]),
         ({"pipeline": "ic-lora", "video-conditioning": "gone.mp4"}, ["gone.mp4 does not exist"]),
-        ({"pipeline": "retake"}, [": a retake has the size"]),
+        ({"pipeline": "retake"}, [": the file of --video-path decides size"]),
         ({"pipeline": "ic-lora", "video-conditioning": __file__}, ["--lora: the ic-lora pipeline needs"]),
         ({"pipeline": "keyframes", "image": "gone.png:0"}, ["--image: 1 given", "at least 2"]),
         ({"pipeline": "hq", "image": "gone.png:0"}, ["gone.png does not exist"]),

@@ -291,7 +291,7 @@ def test_what_cannot_be_used_is_refused_before_weights(run, clip, tmp_path, monk
     region = ("--start-time", 0.1, "--end-time", 0.3)
     file = ("--video-path", clip)
     for flags, message in (
-        (region, "--video-path: the retake pipeline makes a part of a clip anew, none was given"),
+        (region, "--video-path: none, but the retake pipeline starts from a clip"),
         (("--video-path", folder / "gone.mp4", *region), "--video-path: "),
         (("--video-path", folder, *region), "is a folder, expected a file"),
         (("--video-path", folder / "fifo.mp4", *region), "is no regular file, expected a file"),
@@ -311,11 +311,11 @@ def test_what_cannot_be_used_is_refused_before_weights(run, clip, tmp_path, monk
         ((*file, "--start-time", 0.1, "--end-time", 0.8), "clip.mp4 ends at 0.7083 s"),
         ((*file, "--start-time", 0.7, "--end-time", 0.708), "--start-time: 0.7 s is after the last audio token of"),
         ((*file, "--start-time", 0.709, "--end-time", 0.71, "--keep", "audio"), "is after the last video token of"),
-        ((*file, *region, "--width", 64), "--width: a retake has the size, length and rate of its file; leave it out"),
-        ((*file, *region, "--height", 64), "--height: a retake"),
-        ((*file, *region, "--num-frames", 17), "--num-frames: a retake"),
-        ((*file, *region, "--fps", 24), "--fps: a retake"),
-        ((*file, *region, "--auto-duration", 1, 2), "--auto-duration: a retake"),
+        ((*file, *region, "--width", 64), "--width: the file of --video-path decides size, length and"),
+        ((*file, *region, "--height", 64), "--height: the file"),
+        ((*file, *region, "--num-frames", 17), "--num-frames: the file"),
+        ((*file, *region, "--fps", 24), "--fps: the file"),
+        ((*file, *region, "--auto-duration", 1, 2), "--auto-duration: the file"),
         ((*file, *region, "--keep", "sound"), "--keep"),
         ((*file, *region, "--keep", "video", "--no-audio"), "--no-audio: with --keep video nothing would be made anew"),
         ((*file, *region, "--steps", 8), "--steps: the distilled steps have no guidance; add --guided"),
@@ -329,7 +329,7 @@ def test_what_cannot_be_used_is_refused_before_weights(run, clip, tmp_path, monk
 
 def test_python_refuses_what_the_command_refuses(opened, clip):
     region = {"pipeline": "retake", "video_path": clip, "start_time": 0.1, "end_time": 0.3}
-    with pytest.raises(InputError, match="--width: a retake has the size"):
+    with pytest.raises(InputError, match="--width: the file of --video-path decides"):
         opened.generate("a fox", **region, width=64)
     with pytest.raises(InputError, match=r"known: .*video_path"):
         opened.generate("a fox", **region, images=[("a.png", 0)])

@@ -1,0 +1,204 @@
+"""extend: new frames and sound after a given clip, before it, between two clips, or from its end to its beginning.
+
+A segment is made that repeats some frames of the clips at its ends, as they are; of it the new part is written between
+the clips' own frames. The cost depends on the segment alone, not on how long the clips are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag, flag_like
+from ltx2rt.media.splice import FADE_FRAMES, Seam
+from ltx2rt.media.video import VideoInfo
+from ltx2rt.pipelines.given_clip import FLAG, GivenClip, read_clip
+from ltx2rt.pipelines.request import Loras, check_step
+from ltx2rt.session.options import ModelOptions, existing_file
+from ltx2rt.stages.clip_end import ends
+from ltx2rt.stages.joined import Join, OverlapSound, SourceClip, kept_sound
+from ltx2rt.stages.stage import Stage
+
+DEFAULT_NEW = 96  # frames, 4 s at 24
+
+
+@dataclass(frozen=True)
+class Extend(GivenClip):
+    """other: what --join holds; a resolved request has it. Its `num_frames` are those of the segment."""
+
+    name: ClassVar[str] = "extend"
+    summary: ClassVar[str] = "continue a given clip, lead to it, join two, or close a loop"
+    example: ClassVar[str] = "--video-path clip.mp4 --new-frames 96"
+
+    video_path: Path | None = flag_like(
+        GivenClip,
+        "video_path",
+        help="clip to continue; its size and rate are kept (required)",
+    )
+    new_frames: int | None = flag(
+        None,
+        "number of frames to add, 8k; with --join or --loop 8k - 1 (default: 96 or 95)",
+        int,
+        group="clip",
+        least=7,
+        most=10**6,
+    )
+    overlap: int = flag(
+        17,
+        "number of frames of the clip that its continuation is made from, 8k + 1",
+        group="conditioning",
+        least=9,
+        most=97,
+    )
+    overlap_strength: float = flag(
+        1.0,
+        "strength of the overlap's frames, 1 to keep them as they are",
+        group="conditioning",
+        least=0,
+        most=1,
+    )
+    backward: bool = flag(False, "add the frames before the clip", group="conditioning")
+    join: Path | None = flag(
+        None,
+        "second clip, of the same size and rate, to lead to from the end of the first",
+        Path,
+        group="conditioning",
+        metavar="FILE",
+    )
+    loop: bool = flag(
+        False,
+        "lead from the end of the clip back to its first frame",
+        group="conditioning",
+    )
+    crossfade: bool = flag(
+        True,
+        "keep all of the clip's own frames, without blending up to 8 at a seam",
+        group="output",
+        name="--no-crossfade",
+    )
+    other: VideoInfo | None = field(default=None, repr=False)
+
+    @property
+    def bridge(self) -> bool:
+        """Whether the new frames are between two."""
+        return self.loop or self.join is not None
+
+    @property
+    def seam(self) -> Seam:
+        assert self.new_frames, "the request is not resolved"
+        before = 0 if self.backward else self.overlap
+        after = self.overlap if self.backward or self.bridge else 0
+        return Seam(before, self.new_frames, after, self.crossfade)
+
+    @property
+    def clips(self) -> tuple[SourceClip | None, SourceClip | None]:
+        """The clip before the new frames and the one after them. Of a resolved request."""
+        clip = SourceClip(self.source_path, self.source, FLAG)
+        if self.backward:
+            return None, clip
+        if self.join is not None:
+            assert self.other is not None, "the request is not resolved"
+            return clip, SourceClip(self.join, self.other, "--join")
+        return clip, clip if self.loop else None
+
+    @property
+    def written(self) -> tuple[SourceClip | None, SourceClip | None]:
+        """Those of `clips` that are written beside the new frames: a loop has its clip once."""
+        before, after = self.clips
+        return before, None if self.loop else after
+
+    @property
+    def clip_frames(self) -> int:
+        kept = sum(clip.info.num_frames for clip in self.written if clip)
+        return kept + (self.new_frames or 0)
+
+    @property
+    def files(self) -> list[Path]:
+        return [*super().files, *([self.join] if self.join else [])]
+
+    def settings(self, path: Any = str) -> dict[str, Any]:
+        return {name: value for name, value in super().settings(path).items() if name != "other"}
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        super().check()
+        given = {"--backward": self.backward, "--join": self.join is not None, "--loop": self.loop}
+        if len(several := [name for name, on in given.items() if on]) > 1:
+            raise InputError(f"{several[1]}: given beside {several[0]}; leave one of the two out")
+
+    def check_files(self) -> None:
+        super().check_files()
+        if self.join is not None:
+            existing_file("--join", self.join)
+
+    def resolved(self, model: ModelConfig) -> Any:
+        """Reads the files whole, once."""
+        self.check()
+        step, off = model.video_vae.time_factor, 1 if self.bridge else 0
+        new = DEFAULT_NEW - off if self.new_frames is None else self.new_frames
+        check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
+        if (new + off) % step:
+            low = max((new + off) // step, 1) * step - off
+            rule = f"{step}*k{' - 1' * self.bridge}; the nearest are {low} and {low + step} frames"
+            raise InputError(f"--new-frames: {new}, expected {rule}")
+        info = self.info or read_clip(self.source_path, FLAG, model)
+        other = self.other
+        if self.join is not None and other is None:
+            other = read_clip(self.join, "--join", model)
+            facts = [f"{i.width}x{i.height} at {float(i.fps):g} fps" for i in (other, info)]
+            if (other.width, other.height, other.fps) != (info.width, info.height, info.fps):
+                raise InputError(f"--join: {self.join} is {facts[0]}, expected {facts[1]} as {self.source_path} is")
+        self = replace(self, info=info, other=other, new_frames=new)
+        for clip in self.clips:
+            if clip and clip.info.num_frames < self.overlap:
+                raise InputError(
+                    f"{clip.flag}: {clip.path} has {clip.info.num_frames} frames, --overlap {self.overlap} needs as "
+                    "many; give a smaller one, at least 9"
+                )
+        frames = self.seam.num_frames
+        limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
+        if (frames - 1) / info.fps > limit_s:
+            over = -(-(frames - 1 - limit_s * info.fps) // step) * step
+            raise InputError(
+                f"--new-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} s, the model's limit is "
+                f"{limit_s} s; at most {new - int(over)}"
+            )
+        sizes = {"width": info.width, "height": info.height, "num_frames": frames, "fps": info.fps}
+        return replace(self, **sizes).with_defaults(model)
+
+    # --- what is made -------------------------------------------------------------------------------------------
+
+    def remarks(self, model: ModelConfig) -> Iterator[str]:
+        old, new = self.clip_frames - (self.new_frames or 0), self.new_frames
+        yield f"{new} new frames beside {old}: {self.clip_frames} in all, {self.clip_frames / float(self.fps):.2f} s"
+        faded = [self.seam.faded(side) for side in (self.seam.before, self.seam.after)]
+        if any(faded):
+            yield f"{FADE_FRAMES} frames are blended at a seam; --no-crossfade keeps all of the file's own"
+        silent = [str(clip.path) for clip in self.clips if clip and not clip.info.has_sound]
+        if self.audio and silent:
+            yield f"{silent[0]} has no sound: silence beside the new part"
+
+    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+        full, seam = self.geometry(model), self.seam
+        before, after = self.clips
+        heard = [clip if clip and clip.info.has_sound else None for clip in (before, after)]
+        until, since = Fraction(seam.before) / self.fps, Fraction(seam.stop) / self.fps
+        mask = kept_sound(full, until if heard[0] else Fraction(0), since if heard[1] else None)
+        sides = (before.path, before.info.num_frames) if before else None, after.path if after else None
+        given = ends(full, *sides, self.overlap, seam.stop, self.overlap_strength, options.vae_tiling, model)
+        return [
+            *([OverlapSound(full, seam, *heard)] if any(heard) else []),
+            *self.text,
+            *self.denoise_once(full, options, loras, tuple(given), masks={"audio": mask} if any(heard) else {}),
+            *self.decoded(full, model, options),
+            Join(replace(seam, after=0) if self.loop else seam, *self.written, self.fps),
+        ]
+
+
+PIPELINE = Extend

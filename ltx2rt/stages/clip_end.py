@@ -1,0 +1,112 @@
+"""The end or the beginning of a clip as a part of the clip that a stage makes: it continues the one, or leads to the
+other.
+
+Decides which frames are encoded and where their tokens go. The frames are encoded anew, because only a clip's first
+latent frame is one pixel frame: latents cut out of a longer clip would be at the wrong place in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice, repeat
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.media.video import read_frames
+from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, pixel_frames
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.conditioning import Tokens
+from ltx2rt.stages.source_video import SourceVideo
+from ltx2rt.stages.stage import State
+from ltx2rt.stages.tiling import plan_encoder_tiles
+
+
+@dataclass(frozen=True)
+class ClipFrames(SourceVideo):
+    """Frames of a file from `first` on, after `copies` more of that frame; as many as the geometry has, together."""
+
+    first: int = 0
+    copies: int = 0
+
+    def pictures(self) -> Iterator[np.ndarray]:
+        last = self.first + pixel_frames(self.geometry.frames, self.geometry.time_factor) - self.copies
+        frames = islice(read_frames(self.path, self.flag, last), self.first, None)
+        start = next(frames)
+        return chain(repeat(start, self.copies + 1), frames)
+
+
+@dataclass(frozen=True)
+class ClipEnd:
+    """Tokens of a file's frames at the stage's size.
+
+    source: what encodes them; skip: how many of its latent frames are left out, whose past is not the clip's.
+    latent: the stage's latent frame whose place the first of the others takes; frame: the pixel frame that they are
+    appended at, instead. strength: 1 keeps them exactly. name: what `--latents-out` calls the latents.
+    """
+
+    source: SourceVideo
+    clip: Geometry
+    name: str
+    skip: int = 0
+    latent: int = 0
+    frame: int | None = None
+    strength: float = 1.0
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return self.source.needs(model)
+
+    def check(self, session: Session) -> list[str]:
+        return []
+
+    def blank(self) -> Tokens:
+        return self._tokens(np.zeros(self.source.geometry.video_shape, np.float32))
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        latent = self.source.encode(session, watch)
+        state.put(f"source.{self.name}", latent)
+        return self._tokens(latent)
+
+    def _tokens(self, latent: np.ndarray) -> Tokens:
+        g = self.clip
+        positions = None if self.frame is None else keyframe_positions(g, self.frame)
+        mask = np.float32(1) - np.float32(self.strength)
+        offset = self.latent * g.rows * g.columns
+        return Tokens(pack_video(latent[:, :, self.skip :]), mask, positions, offset=offset)
+
+
+def ends(
+    clip: Geometry,
+    before: tuple[Path, int] | None,
+    after: Path | None,
+    overlap: int,
+    guide: int,
+    strength: float,
+    tiling: str,
+    model: ModelConfig,
+) -> Iterator[ClipEnd]:
+    """What continues `before`, a file and its number of frames, and leads to `after`.
+
+    overlap: pixel frames of either that the stage's clip repeats, 8k + 1. guide: the clip's pixel
+    frame that is the first of `after`. The encoder is causal, and its first latent is one frame:
+    frames 1 to 8k of `after` are encoded after 9 equal frames, whose two latents are left out, and
+    frame 0 is a guide beside the clip.
+    """
+    latents = (overlap - 1) // clip.time_factor + 1
+
+    def frames(path: Path, count: int, first: int, copies: int = 0) -> ClipFrames:
+        g = replace(clip, frames=count)
+        tiles = plan_encoder_tiles(tiling, (count, g.rows, g.columns), model.video_vae)
+        return ClipFrames(path, g, tiles, first=first, copies=copies)
+
+    if before is not None:
+        path, num_frames = before
+        yield ClipEnd(frames(path, latents, num_frames - overlap), clip, "tail", strength=strength)
+    if after is not None:
+        head = frames(after, latents + 1, 0, clip.time_factor)
+        place = clip.frames - (latents - 1)
+        yield ClipEnd(head, clip, "head", skip=2, latent=place, strength=strength)
+        yield ClipEnd(frames(after, 1, 0), clip, "first", frame=guide)

@@ -1,0 +1,146 @@
+"""Sound of the clips that a segment joins, before and after the segment is made: its latents, and the whole clip's.
+
+Decides in seconds, not in latents, what is kept: eight frames are no whole number of audio latents at most rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.media.sound import read_sound, resample
+from ltx2rt.media.splice import Seam, join_frames, join_sound
+from ltx2rt.media.video import VideoInfo, read_frames
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.notes import note
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.source_sound import encode_sound
+from ltx2rt.stages.stage import Stage, State, finite
+
+
+@dataclass(frozen=True)
+class SourceClip:
+    """A file whose every frame is in the clip that is written. flag: that names it."""
+
+    path: Path
+    info: VideoInfo
+    flag: str
+
+    def frames(self) -> Iterator[np.ndarray]:
+        return read_frames(self.path, self.flag, self.info.num_frames)
+
+    @cached_property
+    def _sound(self) -> tuple[np.ndarray, int, list[str]]:
+        assert self.info.times_s, "a file without timestamps is refused"
+        said: list[str] = []
+        start_s, length_s = float(self.info.times_s[0]), float(self.info.num_frames / self.info.fps)
+        return *read_sound(self.path, start_s, length_s, on_time=True, say=said.append), said
+
+    def sound(self, rate: int) -> np.ndarray:
+        """f32[2, N] at `rate` Hz, as long as the frames; silence if the file has none. Raises InputError."""
+        size = round(self.info.num_frames / self.info.fps * rate)
+        if not self.info.has_sound:
+            return np.zeros((2, size), np.float32)
+        waveform, own_rate, _ = self._sound
+        stereo = np.broadcast_to(waveform, (2, waveform.shape[1]))
+        found = stereo if own_rate == rate else resample(stereo[None], own_rate, rate)[0]
+        return np.pad(found, ((0, 0), (0, max(size - found.shape[1], 0))))[:, :size]
+
+    @property
+    def rate(self) -> int:
+        return self._sound[1]
+
+    @property
+    def said(self) -> list[str]:
+        """What of its sound is missing, in sentences. Raises InputError if it cannot be read."""
+        return self._sound[2] if self.info.has_sound else []
+
+
+def kept_sound(geometry: Geometry, before_s: Fraction, after_s: Fraction | None) -> np.ndarray:
+    """f32[audio latents]: 0 where a token ends by `before_s` or begins at `after_s` or later, 1 elsewhere.
+
+    Token i lasts from max(4i - 3, 0) to 4i + 1 mel frames of 10 ms.
+    """
+    hop_s, factor = Fraction(geometry.mel_hop, geometry.mel_sample_rate), geometry.audio_time_factor
+    mask = np.ones(geometry.audio_latents, np.float32)
+    for i in range(geometry.audio_latents):
+        begins, ends = max(factor * (i - 1) + 1, 0) * hop_s, (factor * i + 1) * hop_s
+        if ends <= before_s or (after_s is not None and begins >= after_s):
+            mask[i] = 0
+    return mask
+
+
+@dataclass(frozen=True)
+class OverlapSound(Stage):
+    """The latents of what is heard in the frames that a segment repeats; silence in between."""
+
+    geometry: Geometry
+    seam: Seam
+    before: SourceClip | None
+    after: SourceClip | None
+    name = "source sound"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        yield Call("audio-encoder", self.geometry.mel_shape(model.audio_vae))
+
+    def check(self, session: Session) -> None:
+        for clip in (self.before, self.after):
+            for sentence in clip.said if clip else []:
+                if session.backend.is_main:
+                    note(sentence)
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        (call,) = self.needs(session.config)
+        rate = session.config.audio_vae.sample_rate
+        start, stop, end = self.seam.cuts(self.geometry.fps, rate)
+        with watch.stage(self.name):
+            waveform = np.zeros((2, end), np.float32)
+            if self.before:
+                waveform[:, :start] = self.before.sound(rate)[:, -start:]
+            if self.after:
+                waveform[:, stop:] = self.after.sound(rate)[:, : end - stop]
+            latent = encode_sound(session, call, waveform[None], rate)
+        finite(self.name, latent=latent)
+        state.source["audio"] = latent
+        state.put("source.audio", latent)
+
+
+@dataclass(frozen=True)
+class Join(Stage):
+    """The clip before, the new part of the segment, the clip after. The clip gets the rate of a given sound."""
+
+    seam: Seam
+    before: SourceClip | None
+    after: SourceClip | None
+    fps: Fraction
+    name = "join"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        state.frames = map(self._frames, state.frames)
+        if state.waveforms is None or state.sample_rate is None:
+            return
+        with watch.stage(self.name):
+            given = [clip for clip in (self.before, self.after) if clip and clip.info.has_sound]
+            rate = given[0].rate if given else state.sample_rate
+            start, stop, end = self.seam.cuts(self.fps, rate)
+            made = resample(state.waveforms, state.sample_rate, rate)
+            made = np.pad(made, ((0, 0), (0, 0), (0, max(end - made.shape[2], 0))))[..., :end]
+            none = np.zeros((2, 0), np.float32)
+            sides = [clip.sound(rate) if clip else none for clip in (self.before, self.after)]
+            state.waveforms = np.stack([join_sound(one, sides[0], sides[1], start, stop, rate) for one in made])
+            state.sample_rate = rate
+        state.put("waveform", state.waveforms if len(made) > 1 else state.waveforms[0])
+
+    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        before = (self.before.frames(), self.before.info.num_frames) if self.before else (iter(()), 0)
+        return join_frames(chunks, before, self.after.frames() if self.after else iter(()), self.seam)

@@ -1,0 +1,255 @@
+"""extend: what a clip's end and beginning give a segment, and how the segment is put between the clips' own frames."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from test_retake import write
+
+import ltx2rt
+from ltx2rt.errors import InputError
+from ltx2rt.media.images import fit
+from ltx2rt.media.sound import read_sound
+from ltx2rt.media.splice import Seam, join_frames, join_sound
+from ltx2rt.media.video import read_frames
+from ltx2rt.models.geometry import Geometry, pack_audio, pack_video
+from ltx2rt.pipelines.extend import Extend
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Call
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.joined import Join, kept_sound
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2
+
+RATE = 44100
+CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
+WAYS = {"forward": {}, "backward": {"backward": True}, "join": {"join": "second"}, "loop": {"loop": True}}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A clip of 20 frames, which is not 8k + 1, and another one of 26."""
+    folder = tmp_path_factory.mktemp("clips")
+    return {
+        "first": write(folder / "first.mp4", 20),
+        "second": write(folder / "second.mp4", 26, first_s=0.25),
+        "silent": write(folder / "silent.mp4", 20, sound_s=0),
+    }
+
+
+@pytest.fixture(scope="module")
+def generation(request):
+    return getattr(request, "param", "2.3")
+
+
+@pytest.fixture(scope="module")
+def opened(tiny, generation):
+    model = tiny(f"tiny-{generation}", "official")
+    how = {"device": "cpu", "distilled_lora": "none", "dtype": "float32"}
+    with ltx2rt.open(model, backend="cuda", **how) as session:
+        yield session
+
+
+def flags(files, way, first="first", **more):
+    given = dict(WAYS[way]) | more
+    if "join" in given:
+        given["join"] = files[given["join"]]
+    bridge = "join" in given or given.get("loop")
+    return {"video_path": files[first], "new_frames": 16 - bool(bridge), "seed": 3} | given
+
+
+def encoded(session, frames):
+    """Normalised latents [C, f, h, w] of u8[F, H, W, 3]."""
+    pixels = np.stack([fit(frame, 64, 64) for frame in frames], 1)[None]
+    call = Call("video-encoder", pixels.shape)
+    return np.asarray(session.backend.to_host(session.run(call, {"frames": pixels})["latent"]))[0]
+
+
+def expected_state(session, first, second, way, overlap=17, new=16):
+    """The clean latents, masks and appended guide of a segment in float64, written out by its definition."""
+    k, a = (overlap - 1) // 8 + 1, (overlap - 1) // 8
+    before, after = way != "backward", way != "forward"
+    frames = (overlap if before else 0) + new - (before and after) + (overlap if after else 0)
+    latents = (frames - 1) // 8 + 1
+    clean, mask = np.zeros((latents, 4, 128)), np.ones((latents, 4))
+    if before:
+        tail = encoded(session, first[-overlap:])
+        clean[:k], mask[:k] = tail.reshape(128, k, 4).transpose(1, 2, 0), 0
+    guide = None
+    if after:
+        head = encoded(session, [second[0]] * 8 + list(second[: 8 * a + 1]))[:, 2:]
+        clean[latents - a :], mask[latents - a :] = head.reshape(128, a, 4).transpose(1, 2, 0), 0
+        guide = frames - overlap, encoded(session, second[:1]).reshape(128, 4).T
+    return clean.reshape(-1, 128), mask.reshape(-1), guide, frames
+
+
+@pytest.mark.parametrize(
+    ("generation", "way"),
+    [*(("2.3", way) for way in WAYS), ("2.0", "join"), ("2.5", "join")],
+    indirect=["generation"],
+)
+def test_what_is_kept_is_the_clips_and_stays_bit_for_bit(opened, files, way):
+    session = opened.resident
+    plan = make_plan(session, Extend("a fox", **flags(files, way)))
+    state, *_ = produce(session, plan, keep=True)
+    first = list(read_frames(files["first"], "", 20))
+    second = list(read_frames(files["second"], "", 26)) if way == "join" else first
+    clean, mask, guide, frames = expected_state(session, first, second, way)
+    assert plan.request.num_frames == frames
+    steps, noise = state.record["stage1.video.steps"], state.record["stage1.video.noise"][0]
+    count = len(mask)
+    kept = mask == 0
+    # The encoder's sums have another order in tiles of another size; there is one tile here.
+    np.testing.assert_array_equal(steps[-1][:count][kept], clean[kept].astype(np.float32))
+    start = state.record["stage1.video.start"][0]
+    np.testing.assert_array_equal(start[:count][~kept], noise[:count][~kept])
+    for step in steps:
+        np.testing.assert_array_equal(step[:count][kept], clean[kept].astype(np.float32))
+    assert steps.shape[1] == count + 4 * (guide is not None)
+    if guide:
+        np.testing.assert_array_equal(steps[-1][count:], guide[1])
+        (denoise,) = (stage for stage in plan.stages if stage.name == "stage1")
+        times = denoise.blank["video"].positions[0, count:]
+        np.testing.assert_allclose(times, [[guide[0] / 24, (guide[0] + 1) / 24]] * 4, rtol=1e-6)
+        assert not denoise.blank["video"].mask[0, count:].any()
+    sound = pack_audio(state.record["source.audio"])[0]
+    n = round(25 * frames / 24)
+    hears = [way != "backward" and 4 * i + 1 <= 1700 / 24 for i in range(n)]
+    since = (frames - 17) * 100 / 24
+    hears = [h or (way != "forward" and max(4 * i - 3, 0) >= since) for i, h in enumerate(hears)]
+    assert sum(hears) == {"forward": 18}.get(way, sum(hears)) and len(sound) == n
+    audio = state.record["stage1.audio.steps"][-1]
+    np.testing.assert_array_equal(audio[hears], sound[hears])
+    assert np.abs(audio - sound)[np.invert(hears)].max(axis=1).min() > 0
+
+
+@pytest.mark.parametrize("fps", [Fraction(24), Fraction(30000, 1001), Fraction(50)])
+@pytest.mark.parametrize("overlap", [9, 17, 25, 97])
+def test_kept_sound_is_what_ends_in_the_overlap(opened, fps, overlap):
+    geometry = Geometry.of(opened.resident.config, 64, 64, overlap + 16, fps)
+    mask = kept_sound(geometry, Fraction(overlap) / fps, None)
+    count = int((100 * Fraction(overlap) / fps - 1) // 4) + 1
+    assert not mask[:count].any() and mask[count:].all() and len(mask) == geometry.audio_latents
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_files_frames_and_sound_are_copied(opened, files, way):
+    """All of them without a crossfade, all but eight at a seam with one; the new part is between them."""
+    for fade in (0, 8):
+        found = opened.generate("a fox", pipeline="extend", **flags(files, way, crossfade=fade > 0))
+        first = np.stack(list(read_frames(files["first"], "", 20)))
+        second = np.stack(list(read_frames(files["second"], "", 26)))
+        counts = {"forward": 36, "backward": 36, "join": 61, "loop": 35}
+        assert len(found.frames) == counts[way] and found.sample_rate == RATE
+        if way != "backward":
+            np.testing.assert_array_equal(found.frames[: 20 - fade], first[: 20 - fade])
+        if way == "backward":
+            np.testing.assert_array_equal(found.frames[16 + fade :], first[fade:])
+        if way == "join":
+            np.testing.assert_array_equal(found.frames[35 + fade :], second[fade:])
+    wave, _ = read_sound(files["first"], 0, 20 / 24)
+    size = round(counts[way] / 24 * RATE)
+    assert abs(found.waveform.shape[1] - size) <= 2
+    if way != "backward":
+        kept = round(20 / 24 * RATE) - round(0.02 * RATE)
+        np.testing.assert_array_equal(found.waveform[:, :kept], wave[:, :kept])
+        assert np.abs(found.waveform[:, kept : kept + 900] - wave[:, kept : kept + 900]).max() > 0
+    else:
+        at = round(16 / 24 * RATE)
+        np.testing.assert_array_equal(found.waveform[:, at + 900 :][:, :9000], wave[:, 900:9900])
+
+
+def test_seams_are_blended_by_their_formulas():
+    rng = np.random.default_rng(0)
+    seam = Seam(9, 7, 17)
+    made, a, b = (rng.integers(0, 256, (n, 2, 2, 3)).astype(np.uint8) for n in (33, 12, 20))
+    chunks = [made[:10], made[10:15], made[15:]]
+    found = np.concatenate(list(join_frames(chunks, (iter(a), 12), iter(b), seam)))
+    expected = np.concatenate([a, made[9:16], b]).astype(np.float64)
+    for i in range(8):
+        w = (i + 1) / 9
+        expected[4 + i] = (1 - w) * a[4 + i] + w * made[1 + i]
+        expected[19 + i] = (1 - w) * made[16 + i] + w * b[i]
+    assert found.shape == expected.shape and np.abs(found - expected).max() <= 0.5001
+    sound = rng.uniform(-1, 1, (3, 2, 4000)).astype(np.float32)
+    out = join_sound(sound[0], sound[1], sound[2], 1000, 1500, 10000)
+    w = (0.5 - 0.5 * np.cos(np.pi * np.arange(1, 201) / 201)).astype(np.float32)
+    assert out.shape == (2, 8500)
+    middle = sound[1][:, 800:1000] * w + sound[0][:, 3800:] * (1 - w)
+    np.testing.assert_allclose(out[:, 3800:4000], middle, atol=1e-6)
+    middle = sound[1][:, 1500:1700] * (1 - w) + sound[2][:, :200] * w
+    np.testing.assert_allclose(out[:, 4500:4700], middle, atol=1e-6)
+    np.testing.assert_array_equal(out[:, 4700:], sound[2][:, 200:])
+
+
+@pytest.mark.parametrize("generation", ["2.3", "2.0", "2.5"], indirect=True)
+@pytest.mark.parametrize("way", ["forward", "join"])
+def test_backends_agree(tiny, files, way, generation):
+    records = []
+    for backend in ("cuda", "tpu"):
+        options = ModelOptions(backend, tiny(f"tiny-{generation}", "official"), device="cpu", dtype="float32")
+        session = open_session(replace(options, distilled_lora="none"))
+        more = {"guided": True, "steps": 2}
+        plan = make_plan(session, Extend("a fox", **flags(files, way, **more)))
+        stages = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound, Join)))
+        records.append(produce(session, replace(plan, stages=stages), keep=True)[0].record)
+        session.close()
+    ours, theirs = records
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        assert relative_l2(theirs[key], ours[key]) <= CLOSE, key
+
+
+def test_a_clip_without_sound_is_silent_up_to_the_new_part(opened, files):
+    found = opened.generate("a fox", pipeline="extend", **flags(files, "forward", "silent"))
+    kept = round(20 / 24 * found.sample_rate) - round(0.02 * found.sample_rate)
+    assert not found.waveform[:, :kept].any() and found.waveform[:, kept:].any()
+    quiet = opened.generate("a fox", pipeline="extend", **flags(files, "forward"), audio=False)
+    assert quiet.waveform is None
+
+
+def test_a_weaker_overlap_is_a_mask(opened, files):
+    plan = make_plan(opened.resident, Extend("a fox", **flags(files, "forward", overlap_strength=0.75)))
+    (stage,) = (stage for stage in plan.stages if stage.name == "stage1")
+    mask = stage.blank["video"].mask[0, :, 0]
+    assert (mask[:12] == np.float32(0.25)).all() and (mask[12:] == 1).all()
+    assert pack_video(np.zeros(stage.geometry.video_shape)).shape[1] == len(mask)
+
+
+def test_refusals(opened, files, tmp_path):
+    other = write(tmp_path / "wide.mp4", 20, (96, 64))
+    for given, message in (
+        ({"overlap": 16}, "--overlap: 16, expected 8*k + 1; the nearest are 9 and 17"),
+        ({"overlap": 25}, "has 20 frames, --overlap 25 needs as many"),
+        ({"new_frames": 15}, "--new-frames: 15, expected 8*k; the nearest are 8 and 16"),
+        ({"loop": True, "new_frames": 16}, "expected 8*k - 1; the nearest are 15 and 23"),
+        ({"new_frames": 800}, "the model's limit is 20 s; at most 464"),
+        ({"loop": True, "backward": True}, "--loop: given beside --backward"),
+        ({"join": other, "new_frames": 15}, "96x64 at 24 fps, expected 64x64 at 24 fps"),
+        ({"join": tmp_path / "gone.mp4"}, "--join: "),
+        ({"steps": 3}, "--steps: the distilled steps have no guidance; add --guided"),
+        ({"video_path": None}, "--video-path: none, but the extend pipeline starts from a clip"),
+        ({"width": 64}, "--width: the file of --video-path decides"),
+    ):
+        with pytest.raises(InputError) as refused:
+            opened.generate("a fox", pipeline="extend", **flags(files, "forward") | given)
+        assert message in str(refused.value), given
+    uneven = write(tmp_path / "uneven.mp4", 9, times=[0, 10, 20, 40, 50, 60, 70, 80, 90])
+    with pytest.raises(InputError, match="variable frame rate"):
+        opened.generate("a fox", pipeline="extend", video_path=uneven, overlap=9)
+
+
+def test_it_is_planned_and_reported(opened, files, command, tiny, tmp_path):
+    words = ("--pipeline", "extend", "--video-path", files["first"], "--new-frames", 16)
+    where = ("--devices", 1, "--device-kind", "h200", "--distilled-lora", "none")
+    status, out, err = command("plan", "--preset", "ltx-2.3", *words, *where)
+    assert status == 0 and "extend, 64x64" in out and "36 in all" in out + err, out + err
+    model = ("--model", tiny("tiny-2.3", "official"), "--backend", "cuda", "--device", "cpu")
+    made = ("--prompt", "a fox", "--output", tmp_path / "long.mp4", "--distilled-lora", "none")
+    status, _, err = command("generate", *model, *words, *made)
+    assert status == 0 and "16 new frames beside 20: 36 in all, 1.50 s" in err, err
+    assert len(list(read_frames(tmp_path / "long.mp4", "", 36))) == 36
