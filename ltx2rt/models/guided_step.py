@@ -29,7 +29,7 @@ from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.modulation import Levels
-from ltx2rt.models.samplers import CARRIED, COEFFICIENTS, advance
+from ltx2rt.models.samplers import CARRIED, COEFFICIENTS, NOISY, advance
 from ltx2rt.models.transformer import (
     ForwardShape,
     declare_context,
@@ -237,10 +237,10 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             x0 = branched(x[n]) - v * (mask[n] * sigma)
             x0 = _guide(o, x0, names, scales[n], tokens) if len(names) > 1 else o.at(x0, axis="branches", index=0)
             x0 = x0 * mask[n] + clean[n] * (1 - mask[n])
-            more = [*CARRIED[s.sampler], *(["noise"] if count else [])]
+            more = [*CARRIED[s.sampler], *(["noise"] if s.sampler in NOISY else [])]
             given = {name: o.input(f"{n}_{name}", "float32", **x[n].type.sizes) for name in more}
             noise = given.pop("noise", None)
-            found = advance(o, s.sampler, x[n], x0, clean[n], mask[n], ends, coefficients, noise, given)
+            found = advance(o, s.sampler, x[n], x0, clean[n], mask[n], ends, coefficients, noise, given, n)
             latents |= {f"{n}_{name}": value for name, value in found.items()}
             x0s[f"{n}_x0"] = x0
         return latents | x0s

@@ -3,6 +3,7 @@
     euler      x' = x + (x - x0) / sigma (sigma' - sigma)
     ancestral  x' = c . (x, x0, noise), then kept tokens are put back: m x' + (1 - m) clean
     res2s      x' = c . (x, anchor, kept x0, x0, noise), then likewise; two evaluations a step, and one at the end
+    planned    x' = c . (x, y, kept), y = x0 or the kept one, by the stream; a step plan's (`models.step_plan`)
 
 The coefficients c of every evaluation are inputs, made here in float64 and rounded once; noise is an input, too.
 Sources: Euler ancestral of rectified flows (k-diffusion); res_2s, the exponential Runge-Kutta method of order 2
@@ -12,7 +13,7 @@ Sources: Euler ancestral of rectified flows (k-diffusion); res_2s, the exponenti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,13 +21,15 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Ops, Term
+from ltx2rt.models.step_plan import TERMS, StepPlan
 
 PER_STEP = ("sigmas", "coefficients", "video_noise", "audio_noise")  # inputs of which every evaluation has its own
 LAST_SIGMA = 0.0011  # where res2s evaluates in place of 0
 ETA = 0.5  # of the noise that res2s injects
 MIN_REFINED_SIGMA, MAX_REFINED_H = 0.03, 0.5  # where res2s moves the anchor back along its first direction
-COEFFICIENTS = {"euler": 0, "ancestral": 3, "res2s": 9}
-CARRIED = {"euler": (), "ancestral": (), "res2s": ("anchor", "kept")}  # besides the latents
+COEFFICIENTS = {"euler": 0, "ancestral": 3, "res2s": 9, "planned": TERMS}
+CARRIED = {"euler": (), "ancestral": (), "res2s": ("anchor", "kept"), "planned": ("kept",)}  # besides the latents
+NOISY = ("ancestral", "res2s")
 
 
 class Draw(NamedTuple):
@@ -61,6 +64,12 @@ class Trajectory:
         return rows
 
 
+def planned(plan: StepPlan, sigmas: np.ndarray) -> Trajectory:
+    """The plan's evaluations of the schedule f32[steps + 1], for `plan.sampler`."""
+    found = trajectory("euler", plan.levels(sigmas))
+    return found if plan.sampler == "euler" else replace(found, coefficients=plan.coefficients(sigmas).astype("f"))
+
+
 def trajectory(sampler: str, sigmas: np.ndarray, eta: float = 1.0) -> Trajectory:
     """sigmas: f32[steps + 1], falling to 0. eta: of the ancestral sampler. Raises InputError if unknown."""
     if sampler == "euler":
@@ -69,7 +78,7 @@ def trajectory(sampler: str, sigmas: np.ndarray, eta: float = 1.0) -> Trajectory
         return _ancestral(sigmas, eta)
     if sampler == "res2s":
         return _res2s(sigmas)
-    raise InputError(f"sampler: {sampler!r}, expected one of {', '.join(COEFFICIENTS)}")
+    raise InputError(f"sampler: {sampler!r}, expected one of euler, {', '.join(NOISY)}")
 
 
 def advance(
@@ -83,16 +92,21 @@ def advance(
     coefficients: list[Term],
     noise: Term | None,
     carried: dict[str, Term],
+    stream: str = "video",
 ) -> dict[str, Term]:
     """ "latent" of the next evaluation and what else the sampler carries; x, x0 (videos, tokens, C), x0 masked.
 
-    sigmas: from, to.
+    sigmas: from, to. stream: "video" or "audio".
     """
     if sampler == "euler":
         sigma, target = sigmas
         return {"latent": x + (x - x0) / sigma * (target - sigma)}
-    assert noise is not None, f"{sampler} draws noise"
     c = coefficients
+    if sampler == "planned":
+        kept, take = carried["kept"], c[3 + ("video", "audio").index(stream)]
+        new = x0 * take + kept * (1 - take)
+        return {"latent": x * c[0] + new * c[1] + kept * c[2], "kept": new}
+    assert noise is not None, f"{sampler} draws noise"
     if sampler == "ancestral":
         new = x * c[0] + x0 * c[1] + noise * c[2]
         return {"latent": new * mask + clean * (1 - mask)}

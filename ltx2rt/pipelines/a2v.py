@@ -61,6 +61,7 @@ class AudioToVideo(Guided):
     audio_stg: float = field(default=0.0, init=False)
     audio_modality: float = field(default=1.0, init=False)
     audio_rescale: float = field(default=0.0, init=False)
+    audio_skip_step: int | None = field(default=None, init=False)
 
     def check(self) -> None:
         super().check()
@@ -85,7 +86,7 @@ class AudioToVideo(Guided):
         assert self.steps and self.stg_blocks is not None and loras.distilled, "the request is not resolved"
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         cut = {"start_s": self.audio_start_time, "max_duration_s": self.audio_max_duration, "fit": self.audio_fit}
-        guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "frozen": ("audio",)}
+        guided = {"guidance": self.guidance, "plan": self.plan, "stg_blocks": self.stg_blocks, "frozen": ("audio",)}
         fine = {"guidance": NEUTRAL, "frozen": ("audio",)}
         return [
             SourceSound(self.source_path, full, num_videos=self.num_videos, sound=self.audio, **cut),

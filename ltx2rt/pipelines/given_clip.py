@@ -119,7 +119,8 @@ class GivenClip(Guided):
         guided = self.guided and self.steps
         sigmas = shifted_sigmas(self.steps) if guided and self.steps else DISTILLED_SIGMAS
         merged = (*loras.of("stage1"), *([loras.distilled] if loras.distilled else []))
-        how = {"guidance": self.guidance, "stg_blocks": self.stg_blocks or (), "sound": True}
+        plan = self.plan if guided else None
+        how = {"plan": plan, "guidance": self.guidance, "stg_blocks": self.stg_blocks or (), "sound": True}
         return self.denoise("stage1", full, options, sigmas, merged, given, **how, **kept)
 
 

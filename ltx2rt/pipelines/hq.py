@@ -8,6 +8,7 @@ from typing import ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
+from ltx2rt.pipelines import step_plans
 from ltx2rt.pipelines.request import NEUTRAL, Loras
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.session.options import NO_LORA, ModelOptions
@@ -38,6 +39,10 @@ class HQ(TwoStage):
         "strength of the distilled LoRA in stage 2",
         group="sampling",
     )
+
+    def check(self) -> None:
+        super().check()
+        step_plans.check(self, "hq's res_2s evaluates between steps; use --steps")
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)

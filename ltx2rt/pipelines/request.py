@@ -24,6 +24,9 @@ from ltx2rt.flags import check_bounds, flag, spelling
 from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
+from ltx2rt.models.step_plan import StepPlan
+from ltx2rt.pipelines import step_plans
+from ltx2rt.pipelines.step_plans import PlanFile, parse_step_plan
 from ltx2rt.session.options import (
     NO_LORA,
     LoraSpec,
@@ -455,6 +458,37 @@ class Guided(VideoRequest):
         least=1,
         most=MAX_STEPS,
     )
+    step_plan: str | PlanFile | None = flag(
+        None,
+        "steps to evaluate: fast, faster, a list such as 0,4,8,9, or a file of `ltx2rt calibrate`",
+        parse_step_plan,
+        group="sampling",
+        metavar="PLAN",
+    )
+    skip_step: int | None = flag(
+        None,
+        "steps of the guided stage to leave out after each that is evaluated, 0 for none",
+        int,
+        group="sampling",
+        least=0,
+        most=MAX_STEPS,
+    )
+    video_skip_step: int | None = flag(
+        None,
+        "steps to leave out after each that is evaluated for video (default: 0)",
+        int,
+        group="sampling",
+        least=0,
+        most=MAX_STEPS,
+    )
+    audio_skip_step: int | None = flag(
+        None,
+        "steps to leave out after each that is evaluated for sound (default: 0)",
+        int,
+        group="sampling",
+        least=0,
+        most=MAX_STEPS,
+    )
     video_cfg: float = flag(
         3.0,
         "scale of classifier-free guidance for video, 1 for none",
@@ -515,12 +549,29 @@ class Guided(VideoRequest):
         negative = (self.negative_prompt or "",) if Branches.of(self.guidance).uncond else ()
         return (self.enhanced_prompt or self.prompt, *negative)
 
+    def check(self) -> None:
+        super().check()
+        step_plans.check(self)
+
+    def check_files(self) -> None:
+        super().check_files()
+        step_plans.check_files(self)
+
+    @property
+    def files(self) -> list[Path]:
+        return [*super().files, *step_plans.files(self)]
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """Which steps of the guided stage are evaluated; None for all. Of a resolved request."""
+        return step_plans.plan_of(self)
+
     def resolved(self: Any, model: ModelConfig) -> Any:
         full = super().resolved(model)
         negative = model.release.negative_prompt if self.negative_prompt is None else self.negative_prompt
         steps = self.steps or self.default_steps(model)
         blocks = stg_blocks(model, self.stg_blocks, bool(self.video_stg or self.audio_stg))
-        return replace(full, negative_prompt=negative, steps=steps, stg_blocks=blocks)
+        return step_plans.resolved(replace(full, negative_prompt=negative, steps=steps, stg_blocks=blocks))
 
     def default_steps(self, model: ModelConfig) -> int:
         return model.release.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,12 +13,14 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
+from ltx2rt.pipelines import step_plans
 from ltx2rt.pipelines.request import (
     Guided,
     Loras,
     Request,
     stg_blocks,
 )
+from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -42,6 +45,9 @@ class TextToAudio(Request):
     )
     negative_prompt: str | None = flag_like(Guided, "negative_prompt")
     steps: int | None = flag_like(Guided, "steps")
+    step_plan: str | PlanFile | None = flag_like(Guided, "step_plan")
+    skip_step: int | None = flag_like(Guided, "skip_step")
+    audio_skip_step: int | None = flag_like(Guided, "audio_skip_step")
     audio_cfg: float = flag_like(Guided, "audio_cfg")
     audio_stg: float = flag_like(Guided, "audio_stg")
     audio_rescale: float = flag_like(Guided, "audio_rescale")
@@ -56,8 +62,17 @@ class TextToAudio(Request):
         negative = (self.negative_prompt or "",) if Branches.of(self.guidance).uncond else ()
         return (self.enhanced_prompt or self.prompt, *negative)
 
+    @property
+    def files(self) -> list[Path]:
+        return [*super().files, *step_plans.files(self)]
+
+    def check_files(self) -> None:
+        super().check_files()
+        step_plans.check_files(self)
+
     def check(self) -> None:
         super().check()
+        step_plans.check(self)
         if self.duration is not None and self.num_frames is not None:
             raise InputError("--duration: given beside --num-frames; leave one of the two out")
 
@@ -67,11 +82,13 @@ class TextToAudio(Request):
             frames = max(round(self.duration * self.fps), 1)
             self = replace(self, num_frames=frames, duration=None)
         full = super().resolved(model)
-        return replace(
-            full,
-            negative_prompt=model.release.negative_prompt if self.negative_prompt is None else self.negative_prompt,
-            steps=self.steps or model.release.steps,
-            stg_blocks=stg_blocks(model, self.stg_blocks, bool(self.audio_stg)),
+        return step_plans.resolved(
+            replace(
+                full,
+                negative_prompt=model.release.negative_prompt if self.negative_prompt is None else self.negative_prompt,
+                steps=self.steps or model.release.steps,
+                stg_blocks=stg_blocks(model, self.stg_blocks, bool(self.audio_stg)),
+            )
         )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
@@ -79,7 +96,7 @@ class TextToAudio(Request):
         sound = Geometry.of(model, 0, 0, self.num_frames, self.fps)
         stage = Denoise(
             "stage1", sound, shifted_sigmas(self.steps), loras.of("stage1"), self.noise, self.guidance,
-            self.stg_blocks, sound=True, streams=("audio",),
+            self.stg_blocks, sound=True, streams=("audio",), plan=step_plans.plan_of(self),
         )  # fmt: skip
         return [*self.text, stage, Sound(sound, self.num_videos)]
 

@@ -34,7 +34,12 @@ class TwoStage(Guided):
         """User LoRAs are merged in the order given, the distilled one last."""
         assert self.steps and self.stg_blocks is not None and loras.distilled, "the request is not resolved"
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "sound": self.audio_from == "stage1"}
+        guided = {
+            "guidance": self.guidance,
+            "plan": self.plan,
+            "stg_blocks": self.stg_blocks,
+            "sound": self.audio_from == "stage1",
+        }
         fine = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
         return [
             *self.text,

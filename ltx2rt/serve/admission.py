@@ -31,6 +31,7 @@ from ltx2rt.pipelines.request import (
     parse_blocks,
     parse_fps,
 )
+from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.run.plan import make_plan
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
@@ -172,6 +173,8 @@ class Admission:
         if images and not more:
             raise InputError(f"--image: the {name} pipeline takes none")
         request = make_request(name, **clip, **more, **as_given(files, self.inputs), num_videos=n)
+        if isinstance(getattr(request, "step_plan", None), PlanFile):
+            raise InputError("--step-plan: expected fast, faster or a list of steps; a file cannot be sent")
         request.check_options(self._session.options)
         request = request.resolved(self.checkpoint.config)
         texts = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}

@@ -25,7 +25,7 @@ def holds(theirs: WeightsKey, ours: WeightsKey) -> bool:
 class Call:
     """network: of the catalog; sizes: what its graph is traced from. times: how often a stage (of a stage with steps:
     each of them) runs it. steps: of a denoise loop, None for a network that runs once. each: devices take such calls
-    in turns.
+    in turns. room: steps that its loop is made for, where it shares the program of a longer one.
     """
 
     network: str
@@ -34,6 +34,7 @@ class Call:
     steps: int | None = None
     loras: tuple[LoraSpec, ...] = ()
     each: bool = False
+    room: int = 0
 
     @property
     def row(self) -> Network:
@@ -44,6 +45,11 @@ class Call:
         return " ".join(filter(None, (self.row.rules, self.row.partial(self.sizes)))), self.loras
 
     @property
+    def slots(self) -> int | None:
+        """The steps that its loop has room for."""
+        return None if self.steps is None else max(self.steps, self.room)
+
+    @property
     def program(self) -> tuple[str, Any, int | None]:
         """What programs are kept by: calls that differ in times, LoRAs or who makes them share one."""
-        return self.network, self.sizes, None if self.steps is None else step_slots(self.steps)
+        return self.network, self.sizes, None if self.slots is None else step_slots(self.slots)

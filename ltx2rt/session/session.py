@@ -104,9 +104,9 @@ class Session:
             sizes = replace(sizes, videos=sizes.videos // placement.mesh.get("data", 1))
         with self.checkpoint.tracing():
             graph = row.trace(self.config, sizes, row.dtype or self.dtype)
-        if call.steps is None:
+        if call.slots is None:
             return placement.local(graph, row.rules)
-        return placement.loop(graph, call.steps)
+        return placement.loop(graph, call.slots)
 
     def program(self, call: Call) -> Any:
         """The call's program, or its loop; what was not used for long is let go."""

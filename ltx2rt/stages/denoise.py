@@ -19,7 +19,8 @@ from ltx2rt.models import guided_step, transformer
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, pack_audio, pack_video, unpack_audio, unpack_video
 from ltx2rt.models.guided_step import Branches
-from ltx2rt.models.samplers import CARRIED, Trajectory, trajectory
+from ltx2rt.models.samplers import CARRIED, NOISY, Trajectory, planned, trajectory
+from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
@@ -65,9 +66,10 @@ class Denoise(Stage):
     encodes. sound: whether its audio latents are the clip's. The first stage starts from zeros, a later one from the
     state's latents.
 
-    sampler: of `models.samplers`, eta its share of fresh noise. streams: the modalities that the clip has; frozen:
-    those of them that are kept whole. masks: by modality f32[targets], 1 = generate, where a part is kept. What is kept
-    is the state's source, or where there is none its latents.
+    sampler: of `models.samplers`, eta its share of fresh noise. plan: which of Euler's steps are
+    evaluated. streams: the modalities that the clip has; frozen: those of them that are kept whole.
+    masks: by modality f32[targets], 1 = generate, where a part is kept. What is kept is the state's
+    source, or where there is none its latents.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Denoise(Stage):
     streams: tuple[str, ...] = MODALITIES
     frozen: tuple[str, ...] = ()
     masks: Mapping[str, np.ndarray] = field(default_factory=dict)
+    plan: StepPlan | None = None
 
     @property
     def branches(self) -> Branches:
@@ -98,9 +101,21 @@ class Denoise(Stage):
 
     @cached_property
     def trajectory(self) -> Trajectory:
+        if plan := self._plan:
+            return planned(plan, self.sigmas)
         return trajectory(self.sampler, self.sigmas, self.eta)
 
+    @cached_property
+    def _plan(self) -> StepPlan | None:
+        return self.plan and self.plan.only(self.made)
+
+    @property
+    def stepping(self) -> str:
+        """The sampler that runs."""
+        return self._plan.sampler if self._plan else self.sampler
+
     def steps(self) -> int:
+        """Evaluations."""
         return len(self.trajectory)
 
     @property
@@ -121,7 +136,8 @@ class Denoise(Stage):
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         shape, _ = self.shape(model, self.blank)
-        yield Call("guided-step", shape, steps=self.steps(), loras=self.loras)
+        room = len(self.sigmas) - 1 if self.plan else 0
+        yield Call("guided-step", shape, steps=self.steps(), loras=self.loras, room=room)
 
     def shape(
         self, model: ModelConfig, states: Mapping[str, ModalityState]
@@ -129,7 +145,7 @@ class Denoise(Stage):
         """What shapes its guided step, and the feeds that positions, masks and clean latents decide."""
         shape, feeds = step_shape(model, states, self.branches, self.num_videos, self.rule, self.frozen)
         blocks = tuple(sorted(set(self.stg_blocks))) if self.branches.perturbed else ()
-        return replace(shape, sampler=self.sampler, stg_blocks=blocks), feeds
+        return replace(shape, sampler=self.stepping, stg_blocks=blocks), feeds
 
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
@@ -161,7 +177,7 @@ class Denoise(Stage):
             noise = self.noise.draw(f"{self.name}.{m}", x.shape[1:])
             start = None if start is None or m in self.masks else packing[m](start)
             feeds[f"{m}_latent"] = x.initial(noise, float(self.sigmas[0]), start)
-            feeds |= {f"{m}_{name}": np.zeros_like(noise) for name in CARRIED[self.sampler]}
+            feeds |= {f"{m}_{name}": np.zeros_like(noise) for name in CARRIED[self.stepping]}
             state.put(f"{self.name}.{m}.noise", noise)
             state.put(f"{self.name}.{m}.start", feeds[f"{m}_latent"])
         feeds["guidance"] = self.guidance
@@ -209,6 +225,8 @@ class Denoise(Stage):
         if plan.coefficients is None:
             return found
         found["coefficients"] = plan.coefficients
+        if self.stepping not in NOISY:
+            return found
         for m in self.made:
             tokens = self.blank[m].shape[1:]
             noise = np.zeros((len(plan), self.num_videos, *tokens), np.float32)

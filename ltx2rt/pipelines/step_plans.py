@@ -1,0 +1,135 @@
+"""The flags of steps that are left out: what they may hold, and the plan that they make of a schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.models.step_plan import StepPlan
+from ltx2rt.session.options import existing_file
+from ltx2rt.stages.schedule import shifted_sigmas
+
+FORMAT = 1  # of a file of plans
+PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = ("step_plan", "skip_step", "video_skip_step", "audio_skip_step")
+# Half and a third of 30 steps, as `ltx2rt calibrate` chose them on examples/tiny-trained; scaled to other numbers.
+NAMED = {
+    "fast": (0, 5, 9, 12, 15, 18, 20, 22, 23, 24, 25, 26, 27, 28, 29),
+    "faster": (0, 8, 12, 17, 21, 24, 26, 27, 28, 29),
+}
+NAMED_STEPS = 30
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A file of plans, and which one of it by its number of evaluations; None for the first."""
+
+    path: Path
+    evaluations: int | None = None
+
+
+def parse_step_plan(text: str | Path | PlanFile) -> str | PlanFile:
+    """fast, faster, a list of steps, FILE or FILE:EVALUATIONS."""
+    if isinstance(text, PlanFile):
+        return text
+    text = str(text)
+    if text in NAMED or StepPlan.parse(text):
+        return text
+    match = re.fullmatch(r"(.+):(\d{1,5})", text, re.DOTALL)
+    return PlanFile(Path(match[1]), int(match[2])) if match else PlanFile(Path(text))
+
+
+def spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check(request: Any, refused: str = "") -> None:
+    """One way to leave steps out at a time. refused: why the pipeline has none. Raises InputError."""
+    given = [name for name in FIELDS if getattr(request, name, None) is not None]
+    if given and refused:
+        raise InputError(f"{spelled(given[0])}: {refused}")
+    if len(given) > 1 and given != [VIDEO_SKIP, AUDIO_SKIP]:
+        raise InputError(
+            f"{spelled(given[1])}: given beside {spelled(given[0])}, which says for all steps which are left out; "
+            "leave one of the two out"
+        )
+
+
+def files(request: Any) -> list[Path]:
+    """The file that it names, if any."""
+    return [request.step_plan.path] if isinstance(request.step_plan, PlanFile) else []
+
+
+def check_files(request: Any) -> None:
+    for path in files(request):
+        existing_file("--step-plan", path)
+
+
+def resolved(request: Any) -> Any:
+    """With the steps themselves in place of a file or a name. The request has its steps. Raises InputError."""
+    if request.step_plan is not None:
+        request = replace(request, step_plan=str(_named(request.step_plan, request.steps)))
+    plan_of(request)
+    return request
+
+
+def plan_of(request: Any) -> StepPlan | None:
+    """Which steps of the guided stage are evaluated; None for all. Of a request with its steps. Raises InputError."""
+    steps, sigmas = request.steps, shifted_sigmas(request.steps)
+    if request.step_plan is not None:
+        plan = StepPlan.parse(request.step_plan)
+        assert plan is not None, "the request is not resolved"
+        plan.check(steps, "--step-plan", sigmas)
+        return plan
+    skips = {name: getattr(request, name, None) or 0 for name in (SKIP, VIDEO_SKIP, AUDIO_SKIP)}
+    for name, skip in skips.items():
+        if skip >= steps > 1:
+            raise InputError(f"{spelled(name)}: {skip}, expected below --steps, which are {steps}")
+    video, audio = (skips[name] or skips[SKIP] for name in (VIDEO_SKIP, AUDIO_SKIP))
+    return StepPlan.skipping(steps, video, audio) if video or audio else None
+
+
+def _named(given: str | PlanFile, steps: int) -> StepPlan:
+    if isinstance(given, PlanFile):
+        return read(given, steps)
+    if given not in NAMED:
+        plan = StepPlan.parse(given)
+        assert plan is not None, "the flag is not parsed"
+        return plan
+    places = np.array(NAMED[given])
+    count = max(2, round(len(places) * steps / NAMED_STEPS))
+    if count >= steps:
+        return StepPlan.of(range(steps), 2)
+    at = np.interp(np.linspace(0, len(places) - 1, count), np.arange(len(places)), places)
+    found = np.rint(at * (steps - 1) / (NAMED_STEPS - 1)).astype(int)
+    for n in range(count - 2, -1, -1):  # distinct, from the end, where steps lie closest
+        found[n] = min(found[n], found[n + 1] - 1)
+    return StepPlan.of([int(i) for i in found], 2)
+
+
+def read(given: PlanFile, steps: int) -> StepPlan:
+    """The plan of the file for a schedule of so many steps. Raises InputError."""
+    flag, path = "--step-plan", given.path
+    try:
+        found = json.loads(path.read_text())
+        form, theirs, sigmas, plans = (found[name] for name in ("format", "steps", "sigmas", "plans"))
+        made = {int(p["evaluations"]): StepPlan.of([int(i) for i in p["evaluate"]], int(p["order"])) for p in plans}
+        table = np.array(sigmas, np.float32)
+    except OSError as error:
+        raise InputError(f"{flag}: {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, UnicodeDecodeError):
+        raise InputError(f"{flag}: {path} is no file of plans; `ltx2rt calibrate` writes one") from None
+    if form != FORMAT:
+        raise InputError(f"{flag}: {path} has format {form}, expected {FORMAT}; make it anew with `ltx2rt calibrate`")
+    if theirs != steps or not np.array_equal(table, shifted_sigmas(steps)):
+        raise InputError(f"{flag}: {path} is for {theirs} steps, the clip has {steps}; pass --steps {theirs}")
+    wanted = given.evaluations if given.evaluations is not None else next(iter(made), None)
+    if wanted not in made:
+        raise InputError(f"{flag}: {path} has plans of {', '.join(map(str, made)) or 'no'} evaluations, not {wanted}")
+    made[wanted].check(steps, flag, table)
+    return made[wanted]

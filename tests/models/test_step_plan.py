@@ -1,0 +1,157 @@
+"""Step plans: their coefficients against Euler written step by step, and whole runs on both backends."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.models.samplers import planned, trajectory
+from ltx2rt.models.step_plan import MAX_GAIN, StepPlan, gain
+from ltx2rt.pipelines import make_request, pipeline, step_plans
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.schedule import shifted_sigmas
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2
+
+EXACT = 1e-12  # float64 on both sides
+CLOSE = 1e-5  # float32 latents: of both backends, and against float64 over the same x0
+STEPS = 6
+SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": STEPS, "seed": 3}
+
+
+def euler(x, s, i, j, x0, h=None, x0_before=None):
+    """The steps i to j, where x0 stays, or goes on in a straight line over sigma from that of h."""
+    for step in range(i, j):
+        now = x0
+        if h is not None:
+            now = x0 + (x0 - x0_before) * (s[step] - s[i]) / (s[i] - s[h])
+        x = x + (x - now) / s[step] * (s[step + 1] - s[step])
+    return x
+
+
+@pytest.mark.parametrize("steps", [8, 30, 40])
+def test_a_jump_equals_its_euler_steps(steps):
+    s, rng = shifted_sigmas(steps).astype(np.float64), np.random.default_rng(0)
+    x, x0, before = rng.normal(size=(3, 5))
+    for i in range(steps):
+        for j in range(i + 1, steps + 1):
+            r = s[j] / s[i]
+            np.testing.assert_allclose(r * x + (1 - r) * x0, euler(x, s, i, j, x0), atol=EXACT)
+            for h in range(i):
+                g = gain(s, h, i, j)
+                found = r * x + (1 - r + g) * x0 - g * before
+                expected = euler(x, s, i, j, x0, h, before)
+                np.testing.assert_allclose(found, expected, atol=EXACT * max(1, abs(g)))
+
+
+def test_skipped_steps_are_those_of_the_reference():
+    """A step is skipped if skip_step != 0 and step % (skip_step + 1) != 0."""
+    for steps in range(1, 41):
+        for skip in range(6):
+            due = tuple(i for i in range(steps) if not (skip != 0 and i % (skip + 1) != 0))
+            assert StepPlan.skipping(steps, skip, skip).evaluate == due
+
+
+def test_every_step_is_no_plan():
+    sigmas = shifted_sigmas(30)
+    for order in (1, 2):
+        rows = StepPlan.of(range(30), order).coefficients(sigmas)
+        assert not rows[:, 2].any(), "nothing is extrapolated over one step"
+    found, plain = planned(StepPlan.of(range(30)), sigmas), trajectory("euler", sigmas)
+    assert found.sigmas.tobytes() == plain.sigmas.tobytes() and found.coefficients is None
+
+
+def test_named_plans_are_plans_of_every_schedule():
+    for steps in range(1, 101):
+        for name in step_plans.NAMED:
+            plan = step_plans._named(name, steps)
+            plan.check(steps, "--step-plan", shifted_sigmas(steps))
+            assert plan.evaluate[-1] == steps - 1 and StepPlan.parse(str(plan)) == plan
+    assert step_plans._named("fast", 30).evaluate == step_plans.NAMED["fast"]
+
+
+def test_refusals():
+    sigmas = shifted_sigmas(30)
+    bad = [("1,2", "0 first"), ("0,4,4", "ascending"), ("0,30", "below 30"), ("0,12,9", "ascending")]
+    for text, message in bad:
+        with pytest.raises(InputError, match=message):
+            StepPlan.parse(text).check(30, "--step-plan", sigmas)
+    assert abs(gain(sigmas.astype(float), 11, 12, 30)) > MAX_GAIN * 10
+    with pytest.raises(InputError, match="from step 12 reaches too far"):
+        StepPlan.parse("0,11,12").check(30, "--step-plan", sigmas)
+    StepPlan.parse("1:0,11,12").check(30, "--step-plan", sigmas)
+
+
+@pytest.fixture(scope="module")
+def sessions(tiny):
+    options = {b: ModelOptions(b, tiny("tiny-2.3", "official"), device="cpu") for b in ("cuda", "tpu")}
+    opened = {name: open_session(given) for name, given in options.items()}
+    yield opened
+    for session in opened.values():
+        session.close()
+
+
+def run(session, name="one-stage", **more):
+    plan = make_plan(session, pipeline(name)("a red fox", **SIZE | more))
+    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
+    (stage,) = (s for s in kept if isinstance(s, Denoise))
+    return produce(session, replace(plan, stages=kept), keep=True)[0].record, stage
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"skip_step": 1},
+        {"video_skip_step": 1, "audio_skip_step": 2},
+        {"step_plan": "0,2,4,5"},
+    ],
+)
+def test_a_run_takes_the_steps_left_out_one_by_one(sessions, given):
+    """On both backends; against float64 Euler steps over the x0 that the run recorded."""
+    (ours, stage), (theirs, _) = (run(session, **given) for session in sessions.values())
+    plan, s = stage.plan, shifted_sigmas(STEPS).astype(np.float64)
+    for stream in ("video", "audio"):
+        steps, x0 = (ours[f"stage1.{stream}.{kind}"].astype(np.float64) for kind in ("steps", "x0"))
+        for key in ("steps", "x0"):
+            name = f"stage1.{stream}.{key}"
+            assert relative_l2(theirs[name], ours[name]) <= CLOSE, name
+        x, due = ours[f"stage1.{stream}.start"][0].astype(np.float64), getattr(plan.due, stream)
+        taken = {}
+        for n, i in enumerate(plan.evaluate):
+            taken[n] = x0[n] if i in due else taken[n - 1]
+            h = plan.evaluate[n - 1] if plan.order == 2 and n else None
+            j = [*plan.evaluate, STEPS][n + 1]
+            x = euler(x, s, i, j, taken[n], h, None if h is None else taken[n - 1])
+            assert relative_l2(steps[n], x) <= CLOSE, (stream, i)
+
+
+def test_equal_skips_build_nothing_after_the_exact_run(sessions):
+    for session in sessions.values():
+        exact, stage = run(session)
+        built = session.backend.num_built
+        for given in ({"skip_step": 1}, {"skip_step": 4}, {"step_plan": "1:0,3,5"}):
+            run(session, **given)
+        assert session.backend.num_built == built
+        full, _ = run(session, step_plan="1:" + ",".join(map(str, range(STEPS))))
+        assert all(np.array_equal(full[key], exact[key]) for key in exact)
+        run(session, step_plan="0,2,4,5")
+        built = session.backend.num_built
+        run(session, step_plan="0,3,5")
+        run(session, video_skip_step=2)
+        assert session.backend.num_built == built, "a second plan of the second order, and unequal skips"
+
+
+def test_a_given_stream_follows_the_other(sessions):
+    """Of `t2a` and of a clip whose video alone is made there are no unequal skips."""
+    plan = StepPlan.skipping(STEPS, 1, 0)
+    assert plan.sampler == "planned" and plan.only(("video",)).sampler == "euler"
+    session = sessions["cuda"]
+    found = make_request("t2a", prompt="rain", audio_skip_step=1, steps=STEPS, num_frames=17, seed=1)
+    (stage,) = (s for s in make_plan(session, found).stages if isinstance(s, Denoise))
+    assert stage.steps() == 3 and stage.stepping == "euler"
