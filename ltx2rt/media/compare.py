@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ SILENCE_LUFS = -70.0  # BS.1770's absolute gate
 # ITU-R BS.1770-5, annex 1, tables 1 and 2: (b0, b1, b2), (1, a1, a2)
 SHELF = ((1.53512485958697, -2.69169618940638, 1.19839281085285), (1.0, -1.69065929318241, 0.73248077421585))
 HIGH_PASS = ((1.0, -2.0, 1.0), (1.0, -1.99004745483398, 0.99007225036621))
+MEL_BANDS, MEL_HOP, MEL_WINDOW = 80, RATE // 100, 2048  # of mel_l1: 10 ms, 43 ms
+MEL_FLOOR = 1e-5  # of an amplitude: -100 dB below a full-scale sine, where sound is silence
+ONSET_RISE_DB, ONSET_REST_S = 12.0, 0.05  # above the loudest 10 ms of the 50 ms before
+ONSET_MATCH_S = 0.25  # onsets further apart are two
 FILTER_TAIL = RATE  # samples after which the high-pass (38 Hz) has died away
 
 
@@ -31,6 +36,8 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     audio_corr: Pearson over both channels of the common length; lufs_*: integrated loudness (-70: silent);
     duration_*_s; frames_* decoded; identical: every compared frame is. Sound is None where a file has none, lufs also
     where it is shorter than 0.4 s, audio_corr also where one side is constant and the other is not.
+    mel_l1: mean absolute difference of natural log-mel amplitudes; rms_db: level of `b` above that of `a`; onsets_*: how many sudden rises;
+    onset_ms: median distance of those that match, None if none does.
     Raises InputError if a file is no readable video or the sizes differ.
     """
     squared, samples, ssim_sum, compared, counts = 0, 0, 0.0, 0, [0, 0]
@@ -58,12 +65,28 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         "psnr_db": 10 * math.log10(255**2 * samples / squared) if squared else PSNR_CAP_DB,
         "ssim": ssim_sum / compared,
         "identical": squared == 0 and counts[0] == counts[1],
-        "audio_corr": None if sound_a is None or sound_b is None else correlation(sound_a, sound_b),
+        **compare_sound(sound_a, sound_b),
         "lufs_a": None if sound_a is None else loudness(sound_a),
         "lufs_b": None if sound_b is None else loudness(sound_b),
         **{f"duration_video_{name}_s": found.video_s for name, found in zip("ab", lasting, strict=True)},
         **{f"duration_audio_{name}_s": found.audio_s for name, found in zip("ab", lasting, strict=True)},
         **{f"frames_{name}": count for name, count in zip("ab", counts, strict=True)},
+    }
+
+
+def compare_sound(a: np.ndarray | None, b: np.ndarray | None) -> dict[str, Any]:
+    """audio_corr, mel_l1, rms_db, onsets_a, onsets_b, onset_ms of f64[channels, N] at 48 kHz; None where one is."""
+    if a is None or b is None:
+        names = ("audio_corr", "mel_l1", "rms_db", "onsets_a", "onsets_b", "onset_ms")
+        return dict.fromkeys(names)
+    first, second = onsets(a), onsets(b)
+    return {
+        "audio_corr": correlation(a, b),
+        "mel_l1": mel_l1(a, b),
+        "rms_db": rms_db(b) - rms_db(a),
+        "onsets_a": len(first),
+        "onsets_b": len(second),
+        "onset_ms": onset_ms(first, second),
     }
 
 
@@ -114,6 +137,65 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float | None:
     x, y = x - x.mean(), y - y.mean()
     energy = math.sqrt(float((x * x).sum()) * float((y * y).sum()))
     return float((x * y).sum()) / energy if energy else None
+
+
+def rms_db(x: np.ndarray) -> float:
+    """Level of f64[channels, N] in dB, a full-scale square wave at 0; not below -100."""
+    return 20 * math.log10(max(math.sqrt(float(np.mean(x * x))) if x.size else 0.0, MEL_FLOOR))
+
+
+def mel_l1(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Mean absolute difference of log-mel amplitudes (natural logarithm, 80 bands, 10 ms) of the mean of all channels
+    over the common length; f64[channels, N] at 48 kHz. None where that is empty."""
+    size = min(x.shape[1], y.shape[1])
+    if not size:
+        return None
+    a, b = (_log_mel(side[:, :size].mean(0)) for side in (x, y))
+    return float(np.abs(a - b).mean())
+
+
+def _log_mel(x: np.ndarray) -> np.ndarray:
+    """f64[frames, bands] of f64[N]: Hann windows every 10 ms around their middles, amplitudes of a sine as they are."""
+    padded = np.pad(x, MEL_WINDOW // 2)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, MEL_WINDOW)[::MEL_HOP]
+    hann = np.hanning(MEL_WINDOW + 1)[:-1]
+    amplitude = np.abs(np.fft.rfft(windows * hann)) * (2 / hann.sum())
+    return np.log(np.maximum(amplitude @ _mel_bands().T, MEL_FLOOR))
+
+
+@cache
+def _mel_bands() -> np.ndarray:
+    """f64[bands, bins]: triangles of equal width in mel (2595 log10(1 + f/700), O'Shaughnessy) up to 24 kHz, each of
+    sum 1; a band narrower than a bin reads the nearest one."""
+    mel = np.linspace(0, 2595 * math.log10(1 + RATE / 2 / 700), MEL_BANDS + 2)
+    edges = 700 * (10 ** (mel / 2595) - 1)
+    bins = np.arange(MEL_WINDOW // 2 + 1) * RATE / MEL_WINDOW
+    low, middle, high = (edges[i : i + MEL_BANDS, None] for i in range(3))
+    bands = np.maximum(0, np.minimum((bins - low) / (middle - low), (high - bins) / (high - middle)))
+    empty = bands.sum(1) == 0
+    bands[empty, np.abs(bins - middle[empty]).argmin(1)] = 1
+    return bands / bands.sum(1, keepdims=True)
+
+
+def onsets(x: np.ndarray) -> np.ndarray:
+    """Times in seconds at which f64[channels, N] at 48 kHz rises by 12 dB above the 50 ms before, to 10 ms."""
+    hop = MEL_HOP
+    count = x.shape[1] // hop
+    power = (x[:, : count * hop].reshape(len(x), count, hop) ** 2).mean((0, 2))
+    level = 10 * np.log10(np.maximum(power, MEL_FLOOR**2))
+    rest = round(ONSET_REST_S * RATE / hop)
+    before = np.pad(level, (rest, 0), constant_values=20 * math.log10(MEL_FLOOR))
+    loudest = np.lib.stride_tricks.sliding_window_view(before, rest)[:count].max(1) if count else level
+    return np.flatnonzero(level > loudest + ONSET_RISE_DB) * hop / RATE
+
+
+def onset_ms(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Median distance in ms of the onsets `a` to the nearest of `b`, of those within 0.25 s; None if none is."""
+    if not len(a) or not len(b):
+        return None
+    near = np.abs(a[:, None] - b).min(1)
+    near = near[near <= ONSET_MATCH_S]
+    return float(np.median(near) * 1000) if near.size else None
 
 
 def loudness(waveform: np.ndarray) -> float | None:

@@ -1,6 +1,7 @@
 """The measures equal their definitions; every edge case stays JSON."""
 
 import json
+import math
 import os
 import socket
 from fractions import Fraction
@@ -12,7 +13,17 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.compare import RATE, compare, correlation, format_comparison, k_weighted, loudness, luma, ssim
+from ltx2rt.media.compare import (
+    RATE,
+    compare,
+    compare_sound,
+    correlation,
+    format_comparison,
+    k_weighted,
+    loudness,
+    luma,
+    ssim,
+)
 from ltx2rt.media.mp4 import write_mp4
 
 
@@ -173,3 +184,32 @@ def test_a_pipe_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.mp4")
     with pytest.raises(InputError, match="not a file"):
         compare(tmp_path / "pipe.mp4", tmp_path / "pipe.mp4")
+
+
+def clicks(*times_s: float) -> np.ndarray:
+    """Two channels, 1 s, with 5 ms of noise at each time."""
+    x = np.zeros((2, RATE))
+    burst = np.random.default_rng(0).normal(size=(2, RATE // 200)) / 4
+    for t in times_s:
+        at = round(t * RATE)
+        x[:, at : at + burst.shape[1]] = burst
+    return x
+
+
+def test_sound_measures_of_known_changes():
+    """A gain of -6 dB, a shift of 40 ms and a low-pass have values that can be told beforehand."""
+    noise = np.random.default_rng(1).normal(size=(2, RATE)) / 8
+    quiet = compare_sound(noise, noise / 2)
+    assert quiet["rms_db"] == pytest.approx(-6.0206, abs=1e-4)
+    assert quiet["mel_l1"] == pytest.approx(math.log(2), abs=1e-6), "every amplitude is half"
+    assert quiet["audio_corr"] == pytest.approx(1)
+    same = compare_sound(noise, noise)
+    assert same["mel_l1"] == same["rms_db"] == 0
+    late = compare_sound(clicks(0.2, 0.6), clicks(0.24, 0.64))
+    assert late["onsets_a"] == late["onsets_b"] == 2 and late["onset_ms"] == pytest.approx(40)
+    spectrum = np.fft.rfft(noise)
+    spectrum[:, 6000:] = 0  # bins are 1 Hz apart
+    dull = compare_sound(noise, np.fft.irfft(spectrum))
+    assert dull["mel_l1"] > 1 and dull["rms_db"] == pytest.approx(-6.02, abs=0.3), "a quarter of the power"
+    assert compare_sound(noise, None)["mel_l1"] is None
+    assert compare_sound(noise, clicks())["onset_ms"] is None

@@ -133,7 +133,7 @@ def test_a_run_takes_the_steps_left_out_one_by_one(sessions, given):
 
 def test_equal_skips_build_nothing_after_the_exact_run(sessions):
     for session in sessions.values():
-        exact, stage = run(session)
+        exact, _ = run(session)
         built = session.backend.num_built
         for given in ({"skip_step": 1}, {"skip_step": 4}, {"step_plan": "1:0,3,5"}):
             run(session, **given)
