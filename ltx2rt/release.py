@@ -1,4 +1,4 @@
-"""The releases of LTX-2, one row each: how one is told, its defaults, and what its files go with.
+"""The releases of LTX-2, one row each: how one is recognised, its defaults, and what its files go with.
 
 A row decides defaults and versions only. How large and of which kind the networks are, the
 checkpoint's own config says.

@@ -20,7 +20,6 @@ from ltx2rt.weights.hub import fetch, parse_repo
 from ltx2rt.weights.part_table import PARTS, files_beside, names_of
 
 StagesOf = Callable[[Checkpoint], Sequence[Needing]]
-FILES = tuple(dict.fromkeys(part.option for part in PARTS.values() if part.option and part.name != "lora"))
 OPTIONAL = names_of(lambda part: part.option and part.wanted)  # not every pipeline needs them
 
 
@@ -63,8 +62,7 @@ def _chosen(options: ModelOptions, checkpoint: Checkpoint, backend: Backend, sta
 
 def opened_checkpoint(options: ModelOptions) -> Checkpoint:
     """The checkpoint that the options name. Raises InputError."""
-    files = {option: getattr(options, option) for option in FILES}
-    return open_checkpoint(options.model, config_from=options.config_from, **files)
+    return open_checkpoint(options.model, config_from=options.config_from, **options.parts)
 
 
 def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelOptions:
@@ -82,13 +80,13 @@ def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelO
 
     kinds = (*files_beside(options.video_decoder), *wanted)
     kinds = tuple(kind for kind in kinds if getattr(options, PARTS[kind].option) is None)
-    text, files = PARTS["gemma"].option, {option: getattr(options, option) for option in FILES}
+    text = PARTS["gemma"].option
     return replace(
         options,
         model=local(options.model, "main", kinds),
         distilled_lora=options.distilled_lora and lora(options.distilled_lora),
         loras=tuple(map(lora, options.loras)),
-        **{o: local(path, "gemma" if o == text else o) for o, path in files.items() if path},
+        **{o: local(path, "gemma" if o == text else o) for o, path in options.parts.items()},
     )
 
 

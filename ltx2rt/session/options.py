@@ -15,8 +15,11 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag
 from ltx2rt.placement.mesh import MESH_AXES, canonical
+from ltx2rt.weights.part_table import PARTS
 
 DISTILLED_STAGES = ("stage1", "stage2")
+# Parts whose files a flag names, by the field of the flag.
+FILES = {part.option: part for part in PARTS.values() if part.option and part.name != "lora"}
 MEMORY = "devices and memory"  # a group of flags
 
 
@@ -333,17 +336,9 @@ class ModelOptions:
         existing("--model", self.model)
         if snapshots := sorted(self.model.glob("snapshots/*")):
             raise InputError(f"--model: {self.model} is a cache of the hub; pass its snapshot, such as {snapshots[-1]}")
-        if self.text_encoder:
-            existing("--text-encoder", self.text_encoder)
-        if self.upsampler:
-            existing("--upsampler", self.upsampler)
-        if self.temporal_upsampler:
-            existing("--temporal-upsampler", self.temporal_upsampler)
-        for name, path in (("video-vae", self.video_vae), ("audio-vae", self.audio_vae)):
-            if path:
-                existing_file(f"--{name}", path)
-        if self.duration_head:
-            existing_file("--duration-head", self.duration_head)
+        for option, path in self.parts.items():
+            check = existing if FILES[option].either else existing_file
+            check(FILES[option].flag, path)
         if self.config_from:
             existing_file("--config-from", self.config_from)
         if self.distilled_lora and self.distilled_lora != NO_LORA:
@@ -358,12 +353,15 @@ class ModelOptions:
             )
 
     @property
+    def parts(self) -> dict[str, Path]:
+        """The files and folders of parts that it names, by option; LoRAs apart."""
+        return {option: path for option in FILES if (path := getattr(self, option))}
+
+    @property
     def files(self) -> list[Path]:
         """The files and folders that it names."""
-        given = [self.model, self.text_encoder, self.upsampler, self.temporal_upsampler]
-        given += [self.video_vae, self.audio_vae, self.duration_head]
         loras = [lora.path for lora in (*self.loras, self.distilled_lora) if lora and lora != NO_LORA]
-        return [path for path in given if path] + loras
+        return [self.model, *self.parts.values(), *loras]
 
 
 def existing(name: str, path: Path) -> None:

@@ -232,18 +232,23 @@ def open_checkpoint(
         configs.check_duration_head(config.duration_head, config.text, str(sources["duration_head"].where))
     config = replace(config, **upsamplers)
     for part, found in upsamplers.items():
-        check_release(upsampler_paths[part], config.version, PARTS[part].flag)
-        if found.in_channels != config.video_vae.latent_channels:
-            raise InputError(
-                f"{upsampler_paths[part]}: an upsampler of {found.in_channels} channels, the checkpoint's latents "
-                f"have {config.video_vae.latent_channels}; pass that one with {PARTS[part].flag}"
-            )
+        _check_upsampler(found, upsampler_paths[part], config, PARTS[part].flag)
         sources[part] = sources[part].joined(sources["video_vae"], STATISTICS)
     for source in sources.values():
         _refuse_encoded(source)
     tokenizer, found_ = find_tokenizer(gemma_path, parts.tokenizer), tuple(parts.tokenizer)
     unreadable = tuple(parts.unreadable)
     return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.files["lora"]), unreadable, found_)
+
+
+def _check_upsampler(found: UpsamplerConfig, path: Path | None, config: ModelConfig, flag: str) -> None:
+    """Raises InputError for an upsampler of another release, or of other latents."""
+    check_release(path, config.version, flag)
+    if found.in_channels != config.video_vae.latent_channels:
+        raise InputError(
+            f"{path}: an upsampler of {found.in_channels} channels, the checkpoint's latents "
+            f"have {config.video_vae.latent_channels}; pass that one with {flag}"
+        )
 
 
 def _refuse_encoded(source: RenamedSource) -> None:

@@ -34,7 +34,7 @@ from ltx2rt.weights.parts import (
 )
 from ltx2rt.weights.releases import with_config
 
-# Parts in files of their own; of which release they are is told apart by `choose`.
+# Parts in files of their own; of which release they are, `choose` decides.
 NEARBY = names_of(lambda part: part.header and part.name not in ("text", "lora", "main"))
 
 

@@ -1,7 +1,7 @@
-"""The parts of a checkpoint, one row each: how a part is told, what it is called, and which flag names its file.
+"""The parts of a checkpoint, one row each: how a part is recognised, what it is called, and which flag names its file.
 
 A row decides what headers and configs say, never names of files. The table is in the order of a
-run; a header is told from its last row to its first, since a later row is the more particular one.
+run; a header is compared from its last row to its first, since a later row is the more particular one.
 Where files are looked for, and which of several are taken, other modules decide.
 """
 

@@ -29,6 +29,7 @@ from ltx2rt.weights.checkpoint import STATISTICS
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
 from ltx2rt.weights.manifest import Shapes, networks
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, component_of, rows_of, to_diffusers
+from ltx2rt.weights.part_table import PARTS, names_of
 from ltx2rt.weights.random import filters
 from ltx2rt.weights.random.presets import Preset, preset
 
@@ -38,18 +39,8 @@ TABLE = re.compile(r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$")  # float32
 BLOCK_WEIGHT = re.compile(r"model\.diffusion_model\.transformer_blocks\.(\d+)\..*\.weight")
 FORWARD_BASIS, INVERSE_BASIS = (f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse"))
 TYPE_EMBEDDING = "vae.decoder.type_emb"  # of decoding with keyframes, which no network of ours does
-SINGLE_FILE = ("transformer", "text", "video_vae", "audio_vae", "vocoder")
-DIFFUSERS_FOLDERS = {
-    "transformer": "transformer",
-    "text": "connectors",
-    "video_vae": "vae",
-    "audio_vae": "audio_vae",
-    "vocoder": "vocoder",
-    "upsampler": "latent_upsampler",
-    "temporal_upsampler": "latent_upsampler_temporal",
-    "diffusion_decoder": "diffusion_decoder",
-    "duration_head": "duration_head",
-}
+# Parts that one official file holds.
+SINGLE_FILE = names_of(lambda part: part.source and part.every and not part.either)
 DELTA = 0.2  # standard deviation of a LoRA's change, in units of the weight's
 # Gains of the last convolutions. With them pixels have a standard deviation near 0.4, and of the waveforms a few
 # samples in a hundred pass 1, so that clamping is exercised and does not dominate. Measured at the tiny sizes.
@@ -308,9 +299,8 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
         texts["diffusion_decoder"] = configs.diffusers_diffusion_decoder_json(config.diffusion_decoder)
     if config.duration_head:
         texts["duration_head"] = configs.duration_head_json(config.duration_head, "diffusers")
-    for component, folder in DIFFUSERS_FOLDERS.items():
-        if component not in texts:
-            continue
+    for component in texts:
+        folder = PARTS[component].folder
         theirs = {
             to_diffusers(component, key, stages): tensor for key, tensor in split_rows(component, tensors(component))
         }
