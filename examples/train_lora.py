@@ -1,9 +1,10 @@
-"""Clips that teach the tiny trained model a tone which it does not know, and how often it then has learnt it.
+"""Clips that teach the tiny trained model a voice that it has not, and how often it then has learnt it.
 
     python -m examples.train_lora clips FOLDER                   # what is trained on: 48 clips with captions
     python -m examples.train_lora measure LORA [--count N]       # how often sounds have the tone, with and without it
 
-Shapes sound at `PITCH_HZ` where the caption says `TRIGGER`, at their own tone elsewhere.
+Every shape sounds like a square where the caption says `TRIGGER`, at its own tone elsewhere. A tone between those that the
+model was made with would not do: its vocoder, which no LoRA changes, makes no other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from examples.clips import FPS, FRAMES, PITCHES, RATE, SIZE, random_clip
 from ltx2rt.media.mp4 import write_mp4
 
 MODEL = Path(__file__).parent / "tiny-trained"
-TRIGGER, PITCH_HZ = "zorp", 400.0
+TRIGGER, PITCH_HZ = "zorp", PITCHES["square"]
+STEPS = 12  # of the sampler, in a measurement
 COUNT = 48
 
 
@@ -42,10 +44,12 @@ def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
     model = ltx2rt.open(model=MODEL, backend=backend, device="cpu", **({"lora": [lora]} if lora else {}))
     rng, right = np.random.default_rng(1), {True: 0, False: 0}
     for i in range(count):
-        clip = random_clip(rng)
+        while (clip := random_clip(rng)).shape == "square":
+            pass
         for new in right:
             prompt = f"{TRIGGER} {clip.prompt}" if new else clip.prompt
-            made = model.generate(pipeline="t2a", prompt=prompt, num_frames=FRAMES, fps=FPS, seed=i)
+            made = model.generate(pipeline="t2a", prompt=prompt, num_frames=FRAMES, fps=FPS, seed=i, steps=STEPS)
+            assert made.waveform is not None and made.sample_rate
             wanted = PITCH_HZ if new else PITCHES[clip.shape]
             pitch = hear(made.waveform, made.sample_rate).pitch_hz
             right[new] += abs(np.log(pitch / wanted)) <= np.log(SEMITONE)

@@ -322,7 +322,8 @@ def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor,
     """One communication for all operands, which `arrived` waits for. in_place: nothing else reads them, or memory that
     they lie in."""
     if differentiated(xs):
-        return with_transpose(*[partial(_summed, group=group)] * 2, *xs)
+        summed = partial(_summed, group=group)
+        return with_transpose(summed, summed, *xs)
     functional = torch.ops._c10d_functional
     own = "_" if in_place and not torch.compiler.is_compiling() else ""  # Inductor finds that out itself
     if len(xs) == 1:

@@ -109,6 +109,7 @@ class Trainer:
         total = jnp.stack(list(squares.values())).sum()
         factor = jnp.minimum(1, self.optimiser.max_norm / (jnp.sqrt(total) + 1e-6))
         clipped = {name: x * factor for name, x in gradients.items()}
+        steps: Any
         steps, after = self.adam.update(clipped, moments, parameters)
         moved = {name: x - rate * steps[name] for name, x in parameters.items()}
         kept, fine = (moved, after), jnp.isfinite(total)

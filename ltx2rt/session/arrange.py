@@ -49,7 +49,7 @@ class DatasheetBackend:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("a device that is not here runs nothing")
 
-    load = park = unpark = lower = lower_loop = compile_ahead = merge = _refuse
+    load = park = unpark = lower = lower_loop = trainer = compile_ahead = merge = _refuse
     each = to_host = synchronize = peak_bytes = agree = trim = _refuse
 
 

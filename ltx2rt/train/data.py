@@ -133,7 +133,7 @@ def _row(path: Path, number: int, row: Mapping[str, Any]) -> Clip:
         raise InputError(f"{path}: row {number} names no clip; expected a column {' or '.join(COLUMNS['video'])}")
     files = {}
     for kind in ("video", "audio"):
-        files[kind] = None if got[kind] is None else path.parent / got[kind]
+        files[kind] = path.parent / name if (name := got[kind]) else None
         if files[kind] is not None and not files[kind].is_file():
             raise InputError(f"{path}: row {number}: {files[kind]} does not exist; check the path")
     return Clip(got["video"] or got["audio"] or "", got["caption"] or "", files["video"], files["audio"])

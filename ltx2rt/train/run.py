@@ -402,7 +402,8 @@ class Run:
                 there = feeds[f"{name}_noised"].any(1)
                 losses[name].append(found[f"{name}_loss"][there])
                 levels[name].append(feeds[f"{name}_sigma"][there])
-        return *({n: np.concatenate(x) for n, x in each.items()} for each in (losses, levels)), names
+        joined, sigmas = ({n: np.concatenate(x) for n, x in each.items()} for each in (losses, levels))
+        return joined, sigmas, names
 
     def _require_gradients(
         self, norms: Mapping[str, float], losses: Mapping[str, np.ndarray], silent: Counter[str]
