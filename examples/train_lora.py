@@ -3,8 +3,8 @@
     python -m examples.train_lora clips FOLDER                   # what is trained on: 48 clips with captions
     python -m examples.train_lora measure LORA [--count N]       # how often sounds have the tone, with and without it
 
-Every shape sounds like a square where the caption says `TRIGGER`, at its own tone elsewhere. A tone between those that the
-model was made with would not do: its vocoder, which no LoRA changes, makes no other.
+Every shape sounds like a square where the caption says `TRIGGER`, at its own tone elsewhere. A tone that the
+model was not made with would not do: its vocoder, which no LoRA changes, makes no other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ltx2rt.media.mp4 import write_mp4
 
 MODEL = Path(__file__).parent / "tiny-trained"
 TRIGGER, PITCH_HZ = "zorp", PITCHES["square"]
-STEPS = 12  # of the sampler, in a measurement
+STEPS = 12  # sampler steps of a measurement
 COUNT = 48
 
 

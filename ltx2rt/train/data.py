@@ -17,7 +17,7 @@ from ltx2rt.errors import InputError
 
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
 SOUNDS = (".wav", ".flac", ".mp3")
-COLUMNS = {  # of a table, the official name first
+COLUMNS = {  # names in a table, the official one first
     "video": ("video", "media_path", "video_path", "file_name"),
     "caption": ("caption", "text", "prompt"),
     "audio": ("audio",),

@@ -39,7 +39,7 @@ from ltx2rt.weights.files import TensorFile, digest, write_arrays
 
 MANIFEST = "manifest.jsonl"
 SAMPLES, CONTEXTS = "samples", "contexts"
-FPS = Fraction(24)  # of sound without a picture
+FPS = Fraction(24)  # rate that sound without a picture counts by
 
 
 @dataclass(frozen=True)
