@@ -209,7 +209,7 @@ def test_help_is_of_the_pipeline_that_is_named(capsys):
 def test_help_has_groups_pipelines_and_marks_what_is_required(capsys):
     text = help_of(capsys, "generate")
     found = shown(text)
-    titles = [group for group in GROUPS if group not in ("network", "server", "jobs")]
+    titles = [group for group in GROUPS if group not in ("network", "training", "server", "jobs")]
     assert list(dict.fromkeys(re.findall(r"^([a-z ]+):$", text, re.M))) == [
         "options",
         *titles,
