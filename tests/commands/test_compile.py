@@ -71,6 +71,10 @@ PIPELINES = {  # flags, in which FILM is a clip and LORA a LoRA, and what is com
         ("--video-path", "FILM", "--start-time", 0.2, "--end-time", 0.5, "--guided"),
         ("video-encoder", "audio-encoder", "text-encoder", *BEGIN[2:], *DECODED),
     ),
+    "extend": (
+        ("--video-path", "FILM", "--new-frames", 8, "--overlap", 9),
+        ("audio-encoder", *BEGIN, *DECODED),
+    ),
     "ic-lora": (
         ("--video-conditioning", "FILM", "--lora", "LORA", "--conditioning-attention-strength", 0.5, "--skip-stage-2"),
         (*BEGIN, *DECODED),
@@ -85,7 +89,7 @@ def words(tiny, film):
 
     def of(name: str) -> list[str]:
         files = {"FILM": film, "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors"}
-        size = {} if name in ("retake", "t2a") else {f: TINY[f] for f in ("--width", "--height", "--num-frames")}
+        size = {} if name in ("retake", "extend", "t2a") else {f: TINY[f] for f in ("--width", "--height", "--num-frames")}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
         fixed = {"--topology": "v6e:2x2", "--model": tiny("tiny-2.3", "official"), "--pipeline": name} | size
         return [*map(str, ("compile", *(word for pair in fixed.items() for word in pair), *given))]
@@ -102,7 +106,7 @@ def test_every_pipeline_is_compiled(name, words):
     assert ("video_attention_mask" in inputs) == (name == "ic-lora")
     assert ("video_latent" in inputs) == (name != "t2a") and ("audio_latent" in inputs) == (name != "a2v")
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
-    assert steps == {"distilled": {1}, "ic-lora": {1}, "retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}.get(
+    assert steps == {"distilled": {1}, "extend": {1}, "ic-lora": {1}, "retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}.get(
         name, {1, 4}
     )
 
