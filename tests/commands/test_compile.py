@@ -89,7 +89,8 @@ def words(tiny, film):
 
     def of(name: str) -> list[str]:
         files = {"FILM": film, "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors"}
-        size = {} if name in ("retake", "extend", "t2a") else {f: TINY[f] for f in ("--width", "--height", "--num-frames")}
+        unsized, sides = ("retake", "extend", "t2a"), ("--width", "--height", "--num-frames")
+        size = {} if name in unsized else {f: TINY[f] for f in sides}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
         fixed = {"--topology": "v6e:2x2", "--model": tiny("tiny-2.3", "official"), "--pipeline": name} | size
         return [*map(str, ("compile", *(word for pair in fixed.items() for word in pair), *given))]
@@ -106,9 +107,9 @@ def test_every_pipeline_is_compiled(name, words):
     assert ("video_attention_mask" in inputs) == (name == "ic-lora")
     assert ("video_latent" in inputs) == (name != "t2a") and ("audio_latent" in inputs) == (name != "a2v")
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
-    assert steps == {"distilled": {1}, "extend": {1}, "ic-lora": {1}, "retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}.get(
-        name, {1, 4}
-    )
+    unguided = dict.fromkeys(("distilled", "extend", "ic-lora"), {1})
+    expected = unguided | {"retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}
+    assert steps == expected.get(name, {1, 4})
 
 
 def test_no_pipeline_is_left_out():
