@@ -32,7 +32,8 @@ import ltx2rt
 from benchmarks.measure import RESULTS, machine
 from benchmarks.recognise import marks, psnr_db
 from examples.clips import FPS, FRAMES, RATE, SIZE, Clip, random_clip
-from ltx2rt.media.compare import correlation, luma, ssim
+from ltx2rt.media.compare import RATE as COMPARED_RATE
+from ltx2rt.media.compare import compare_sound, correlation, luma, ssim
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
 
@@ -46,15 +47,15 @@ XLA = "--xla_force_host_platform_device_count={} --xla_cpu_collective_call_termi
 @dataclass(frozen=True)
 class Row:
     """model, clip: keywords of `ltx2rt.open` and `generate`. given: what a clip gets beside its prompt, a key of
-    `GIVEN`. part: of the clips, where it takes long. lora: whether the distilled LoRA has to be named. same: whether
-    the clip should be the reference's. ranks: processes."""
+    `GIVEN`. part: of the clips, where it takes long. lora: whether the distilled LoRA has to be named. same: the row
+    whose clips it should make, empty for none. ranks: processes."""
 
     model: Mapping[str, Any] = field(default_factory=dict)
     clip: Mapping[str, Any] = field(default_factory=dict)
     given: str = ""
     part: float = 1.0
     lora: bool = False
-    same: bool = False
+    same: str = ""
     ranks: int = 1
     devices: int = 1
 
@@ -63,19 +64,19 @@ class Row:
         return self.clip.get("pipeline") not in ("retake", "t2a")
 
 
-def _torch(part: float = 1.0, given: str = "", lora: bool = False, **clip: Any) -> Row:
-    return Row({"backend": "cuda"}, clip, given, part, lora)
+def _torch(part: float = 1.0, given: str = "", lora: bool = False, same: str = "", **clip: Any) -> Row:
+    return Row({"backend": "cuda"}, clip, given, part, lora, same)
 
 
 EIGHT = "guidance=2,fsdp=2,tensor=2"
-REFERENCE, DRAWN = "PyTorch", "as drawn"
+REFERENCE, ONE_STAGE, DRAWN = "PyTorch", "`one-stage`", "as drawn"
 ROWS = {
     REFERENCE: Row({"backend": "cuda"}),
-    "JAX": Row({"backend": "tpu"}, same=True),
-    "two processes, tensor=2": Row({"backend": "cuda"}, part=0.25, same=True, ranks=2),
-    f"eight devices, {EIGHT}": Row({"backend": "tpu", "mesh": EIGHT}, part=0.25, same=True, devices=8),
-    "bfloat16": Row({"backend": "cuda", "dtype": "bfloat16"}, same=True),
-    "float8": Row({"backend": "cuda", "weights_dtype": "float8"}, same=True),
+    "JAX": Row({"backend": "tpu"}, same=REFERENCE),
+    "two processes, tensor=2": Row({"backend": "cuda"}, part=0.25, same=REFERENCE, ranks=2),
+    f"eight devices, {EIGHT}": Row({"backend": "tpu", "mesh": EIGHT}, part=0.25, same=REFERENCE, devices=8),
+    "bfloat16": Row({"backend": "cuda", "dtype": "bfloat16"}, same=REFERENCE),
+    "float8": Row({"backend": "cuda", "weights_dtype": "float8"}, same=REFERENCE),
     "without any guidance": _torch(**NONE),
     "`one-stage`": _torch(pipeline="one-stage"),
     "`one-stage`, without CFG": _torch(pipeline="one-stage", video_cfg=1, audio_cfg=1),
@@ -90,7 +91,19 @@ ROWS = {
     "`a2v`": _torch(pipeline="a2v", given="sound"),
     "`retake`, 0.35 to 0.7 s": _torch(pipeline="retake", given="clip", lora=True, start_time=0.35, end_time=0.7),
     "`t2a`": _torch(pipeline="t2a", num_frames=FRAMES),
+    **{
+        f"`one-stage`, {words}": _torch(pipeline="one-stage", same=ONE_STAGE, **given)
+        for words, given in (
+            ("`--steps 15`", {"steps": 15}),
+            ("`--skip-step 1`", {"skip_step": 1}),
+            ("`--step-plan fast`", {"step_plan": "fast"}),
+            ("`--steps 10`", {"steps": 10}),
+            ("`--skip-step 2`", {"skip_step": 2}),
+            ("`--step-plan faster`", {"step_plan": "faster"}),
+        )
+    },
 }
+KEPT = (REFERENCE, ONE_STAGE)  # rows whose clips others are compared with
 
 
 def place(name: str) -> int:
@@ -144,7 +157,7 @@ GIVEN: dict[str, Callable[[Clip, Path], dict[str, Any]]] = {
 def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, Any]]:
     """The marks of each clip of a row, and how it was made; in other processes than the main one nothing of use.
 
-    The clips of `REFERENCE` stay in `folder`, and others are compared with them.
+    The clips of `KEPT` stay in `folder`, and others are compared with them.
     """
     if name == DRAWN:
         drawn = map(asked, range(count))
@@ -166,11 +179,11 @@ def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, 
             of = _of(i, marks(clip, frames, made.waveform, made.sample_rate)) | {"cpu_s": cpu_s}
             if "image" in given and frames is not None:
                 of["frame 0"] = psnr_db(frames[0], _bytes(clip.frames(count=1)[0]))
-            kept = folder / f"{place(REFERENCE)}-{i}.npz"
-            if name == REFERENCE:
+            kept = folder / f"{place(row.same or name)}-{i}.npz"
+            if name in KEPT:
                 np.savez(kept, **parts)
             elif row.same and frames is not None:
-                of |= _distance(np.load(kept), frames, made.waveform)
+                of |= _distance(np.load(kept), frames, made.waveform, made.sample_rate)
             found.append(of)
     return found
 
@@ -190,12 +203,15 @@ def _of(number: int, found: Mapping[str, Any]) -> dict[str, Any]:
     return {"held_out": number % HELD_OUT == 0, **found}
 
 
-def _distance(reference: Any, frames: np.ndarray, waveform: np.ndarray | None) -> dict[str, Any]:
+def _distance(reference: Any, frames: np.ndarray, waveform: np.ndarray | None, rate: int) -> dict[str, Any]:
     a, b = reference["frames"], frames
     scores = [ssim(luma(x), luma(y)) for x, y in zip(a, b, strict=True)]
     found: dict[str, Any] = {"psnr_db": psnr_db(a, b), "ssim": float(np.mean(scores))}
     if waveform is not None:
-        found["audio_corr"] = correlation(reference["waveform"].astype(np.float64), waveform.astype(np.float64))
+        before, after = (x.astype(np.float64) for x in (reference["waveform"], waveform))
+        found["audio_corr"] = correlation(before, after)
+        if rate == COMPARED_RATE:
+            found |= compare_sound(before, after)
     return found
 
 
@@ -207,12 +223,17 @@ def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
         parts = [[c[name] for c in clips if name in c and c["held_out"] is held] for held in (False, True)]
         if any(parts):
             found[name] = [round(float(np.mean(part)), 4) if part else None for part in parts]
-    for name in ("lag_ms", "frame 0", "psnr_db", "ssim", "audio_corr", "cpu_s"):
-        values = [abs(c[name]) if name == "lag_ms" else c[name] for c in clips if c.get(name) is not None]
+    for name in ("lag_ms", "frame 0", "psnr_db", "ssim", "audio_corr", "mel_l1", "rms_db", "cpu_s"):
+        values = [abs(c[name]) if name in ("lag_ms", "rms_db") else c[name] for c in clips if c.get(name) is not None]
         if values:
             found[name] = round(float(np.median(values)), 6)
     if "psnr_db" in found:
         found["lowest_psnr_db"] = round(min(c["psnr_db"] for c in clips), 2)
+    for name, worst in (("audio_corr", min), ("mel_l1", max), ("rms_db", lambda x: max(map(abs, x)))):
+        if values := [c[name] for c in clips if c.get(name) is not None]:
+            found[f"worst_{name}"] = round(float(worst(values)), 4)
+    if "onsets_a" in clips[0]:
+        found["onsets_equal"] = round(float(np.mean([c["onsets_a"] == c["onsets_b"] for c in clips])), 4)
     return found
 
 
@@ -289,10 +310,10 @@ def main(argv: list[str] | None = None) -> None:
         args.output.write_text(json.dumps(facts | machine("torch", "jax"), indent=1) + "\n")
         print(f"{name}: {len(clips)} clips, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
 
-    if REFERENCE in args.rows:
-        run(REFERENCE)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run, [name for name in args.rows if name != REFERENCE]))
+    first = [name for name in args.rows if name in KEPT]
+    for names in (first, [name for name in args.rows if name not in KEPT]):
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(run, names))
     print(table(facts["rows"]))
 
 

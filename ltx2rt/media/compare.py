@@ -36,8 +36,8 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     audio_corr: Pearson over both channels of the common length; lufs_*: integrated loudness (-70: silent);
     duration_*_s; frames_* decoded; identical: every compared frame is. Sound is None where a file has none, lufs also
     where it is shorter than 0.4 s, audio_corr also where one side is constant and the other is not.
-    mel_l1: mean absolute difference of natural log-mel amplitudes; rms_db: level of `b` above that of `a`; onsets_*: how many sudden rises;
-    onset_ms: median distance of those that match, None if none does.
+    mel_l1: mean absolute difference of natural log-mel amplitudes; rms_db: level of `b` above that of
+    `a`; onsets_*: how many sudden rises; onset_ms: median distance of those that match, None if none does.
     Raises InputError if a file is no readable video or the sizes differ.
     """
     squared, samples, ssim_sum, compared, counts = 0, 0, 0.0, 0, [0, 0]

@@ -17,7 +17,7 @@ from ltx2rt.stages.schedule import shifted_sigmas
 
 FORMAT = 1  # of a file of plans
 PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = ("step_plan", "skip_step", "video_skip_step", "audio_skip_step")
-# Half and a third of 30 steps, as `ltx2rt calibrate` chose them on examples/tiny-trained; scaled to other numbers.
+# Half and a third of 30 steps, found on examples/tiny-trained by first-order costs; scaled to other numbers.
 NAMED = {
     "fast": (0, 5, 9, 12, 15, 18, 20, 22, 23, 24, 25, 26, 27, 28, 29),
     "faster": (0, 8, 12, 17, 21, 24, 26, 27, 28, 29),
