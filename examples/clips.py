@@ -30,7 +30,7 @@ MOTIONS = {
     "shrinks": "shrinks",
 }
 BACKGROUNDS = {"dark": (0.08, 0.08, 0.10), "grey": (0.42, 0.42, 0.45), "brown": (0.35, 0.24, 0.16)}
-FLOOR = 0.86  # of the height, where a shape that bounces touches
+FLOOR = 0.86  # share of the height, where a shape that bounces touches
 TOP = 0.2  # where it turns
 
 

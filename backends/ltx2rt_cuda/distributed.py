@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import STORE, TOKEN, interface, number, rank_and_size
 
-TIMEOUT = timedelta(minutes=10)  # of one collective; a dead rank is noticed by the others long before
+TIMEOUT = timedelta(minutes=10)  # for one collective; a dead rank is noticed by the others long before
 ARRIVAL = timedelta(minutes=2)  # until all ranks have started
 
 

@@ -22,8 +22,8 @@ SILENCE_LUFS = -70.0  # BS.1770's absolute gate
 # ITU-R BS.1770-5, annex 1, tables 1 and 2: (b0, b1, b2), (1, a1, a2)
 SHELF = ((1.53512485958697, -2.69169618940638, 1.19839281085285), (1.0, -1.69065929318241, 0.73248077421585))
 HIGH_PASS = ((1.0, -2.0, 1.0), (1.0, -1.99004745483398, 0.99007225036621))
-MEL_BANDS, MEL_HOP, MEL_WINDOW = 80, RATE // 100, 2048  # of mel_l1: 10 ms, 43 ms
-MEL_FLOOR = 1e-5  # of an amplitude: -100 dB below a full-scale sine, where sound is silence
+MEL_BANDS, MEL_HOP, MEL_WINDOW = 80, RATE // 100, 2048  # mel_l1's: 10 ms, 43 ms
+MEL_FLOOR = 1e-5  # least amplitude: -100 dB below a full-scale sine, where sound is silence
 ONSET_RISE_DB, ONSET_REST_S = 12.0, 0.05  # above the loudest 10 ms of the 50 ms before
 ONSET_MATCH_S = 0.25  # onsets further apart are two
 FILTER_TAIL = RATE  # samples after which the high-pass (38 Hz) has died away

@@ -22,8 +22,8 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 
-MAX_GAIN = 1.5  # of |g| / (1 - r): a line through two close evaluations does not reach far
-TERMS = 5  # of `advance`: r, 1 - r + g, -g, and whether the x0 of video and of audio is taken
+MAX_GAIN = 1.5  # largest |g| / (1 - r): a line through two close evaluations does not reach far
+TERMS = 5  # factors of `advance`: r, 1 - r + g, -g, and whether the x0 of video and of audio is taken
 
 
 class Due(NamedTuple):

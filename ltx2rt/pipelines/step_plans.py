@@ -15,7 +15,7 @@ from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.session.options import existing_file
 from ltx2rt.stages.schedule import shifted_sigmas
 
-FORMAT = 1  # of a file of plans
+FORMAT = 1  # version of a file of plans
 PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = ("step_plan", "skip_step", "video_skip_step", "audio_skip_step")
 # Half and a third of 30 steps, found on examples/tiny-trained by first-order costs; scaled to other numbers.
 NAMED = {
@@ -123,9 +123,9 @@ def read(given: PlanFile, steps: int) -> StepPlan:
     except OSError as error:
         raise InputError(f"{flag}: {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, UnicodeDecodeError):
-        raise InputError(f"{flag}: {path} is no file of plans; `ltx2rt calibrate` writes one") from None
+        raise InputError(f"{flag}: {path} is no file of plans; docs/pipelines.md has one") from None
     if form != FORMAT:
-        raise InputError(f"{flag}: {path} has format {form}, expected {FORMAT}; make it anew with `ltx2rt calibrate`")
+        raise InputError(f"{flag}: {path} has format {form}, expected {FORMAT}; write it anew as in docs/pipelines.md")
     if theirs != steps or not np.array_equal(table, shifted_sigmas(steps)):
         raise InputError(f"{flag}: {path} is for {theirs} steps, the clip has {steps}; pass --steps {theirs}")
     wanted = given.evaluations if given.evaluations is not None else next(iter(made), None)

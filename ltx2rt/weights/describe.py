@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ltx2rt.release import of_tensors, stated
 from ltx2rt.weights.files import DTYPE_NAMES, TensorSource
 
-SMALL = 0.0005  # of the bytes: types that are not worth a word
+SMALL = 0.0005  # share of the bytes: types that are not worth a word
 
 
 def type_bytes(source: TensorSource) -> Counter[str]:

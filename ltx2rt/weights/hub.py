@@ -26,7 +26,7 @@ from ltx2rt.weights.parts import INDEX, file_kind, folder_kind, listed, model_in
 _NAME = re.compile(
     r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)(?:/(?P<file>[\w./-]+\.safetensors|model_index\.json))?(?:@(?P<revision>[\w./-]+))?"
 )
-FOLDERS = names_of(lambda part: part.source and part.every and not part.either)  # of every diffusers checkpoint
+FOLDERS = names_of(lambda part: part.source and part.every and not part.either)  # those of every diffusers checkpoint
 DECODERS = names_of(lambda part: part.decoder)  # each with an encoder of its own
 TEXTS = (".json", ".model", ".jinja")
 

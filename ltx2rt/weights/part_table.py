@@ -36,7 +36,7 @@ class Header:
     names: frozenset[str]
     official: frozenset[str]
     shape: Callable[[str], tuple[int, ...]]
-    architecture: str = ""  # of a GGUF file
+    architecture: str = ""  # a GGUF file's
 
     def begins(self, *prefixes: str) -> bool:
         return any(name.startswith(prefixes) for name in self.official)

@@ -25,7 +25,7 @@ from ltx2rt.weights.sources import RenamedSource, renamed
 TOKENIZER = "tokenizer.json"
 TOKENIZER_ASSET = "tokenizer_json"
 SENTENCEPIECE = "spiece_model"  # a tensor of ComfyUI's files: the tokenizer in another format
-EMBEDDING = "token_embd.weight"  # of Gemma, in GGUF files
+EMBEDDING = "token_embd.weight"  # Gemma's, in GGUF files
 ASSETS = ("hf_asset__", TOKENIZER_ASSET)  # prefixes of the files that a text-encoder file carries
 GEMMA_4 = "layer_scalar"  # a tensor of each layer that Gemma 3 has not
 

@@ -107,7 +107,7 @@ def test_every_pipeline_is_compiled(name, words):
     assert ("video_attention_mask" in inputs) == (name == "ic-lora")
     assert ("video_latent" in inputs) == (name != "t2a") and ("audio_latent" in inputs) == (name != "a2v")
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
-    unguided = dict.fromkeys(("distilled", "extend", "ic-lora"), {1})
+    unguided = {key: {1} for key in ("distilled", "extend", "ic-lora")}
     expected = unguided | {"retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}
     assert steps == expected.get(name, {1, 4})
 
