@@ -50,9 +50,14 @@ def write_model(folder: Path, name: str, text: bool) -> None:
     from ltx2rt.weights.random.presets import preset
 
     plan = plan_checkpoint(preset(name), name, "official")
-    wanted = [f"{name}.safetensors", *(path for path in plan.tensors if text and path.startswith("gemma"))]
+    wanted = [
+        f"{name}.safetensors",
+        *(path for path in plan.tensors if text and path.startswith("gemma")),
+    ]
     files = {path: plan.tensors[path] for path in wanted}
-    largest = max(np.prod(tensor.info.shape) for tensors in files.values() for tensor in tensors.values())
+    largest = max(
+        np.prod(tensor.info.shape) for tensors in files.values() for tensor in tensors.values()
+    )
     block = np.random.default_rng(0).standard_normal(int(largest), np.float32) * np.float32(0.02)
     blocks: dict[Any, np.ndarray] = {}
 
@@ -64,7 +69,12 @@ def write_model(folder: Path, name: str, text: bool) -> None:
     for path, tensors in files.items():
         (folder / path).parent.mkdir(exist_ok=True)
         infos = {stored: tensor.info for stored, tensor in tensors.items()}
-        write_tensors(folder / path, infos, lambda stored, infos=infos: values(infos[stored]), plan.metadata[path])
+        write_tensors(
+            folder / path,
+            infos,
+            lambda stored, infos=infos: values(infos[stored]),
+            plan.metadata[path],
+        )
     for path, content in plan.texts.items():
         if text:
             (folder / path).write_text(content)
@@ -123,7 +133,9 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     half = {"width": args.width // 2, "height": args.height // 2, "num_frames": args.num_frames}
     request = OneStage(PROMPT, **half, seed=0, steps=3).resolved(session.config)
     text, denoise, *_ = request.stages(session.config, options, Loras())
-    assert isinstance(text, Text) and isinstance(denoise, Denoise), "one-stage begins with its prompts"
+    assert isinstance(text, Text) and isinstance(denoise, Denoise), (
+        "one-stage begins with its prompts"
+    )
     encoded = session.config.gemma is not None
     session.audit([text, denoise] if encoded else [denoise])
     found["plan"] = time.time() - args.started - found["import"]
@@ -132,7 +144,9 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     session.weights.loading = lambda network: watch.apart("load")
     (loop,) = denoise.needs(session.config)
     inputs = session.graph(loop).inputs
-    before = State({m: standard_normal(0, m, inputs[f"{m}_context"].type.shape) for m in MODALITIES})
+    before = State(
+        {m: standard_normal(0, m, inputs[f"{m}_context"].type.shape) for m in MODALITIES}
+    )
     if encoded:
         text.run(session, before, watch)
     recorded: list[float] = []
@@ -151,7 +165,11 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     found |= {name: seconds[name] for name in ("load", "text", "lower")}
     found |= {"warmup": first - second - sum(recorded), "record": sum(recorded), "step": second}
     device = backend.device().name if backend.device_kind == "cuda" else machine()["device"]
-    return found | {"loaded_bytes": session.weights.loaded_bytes, "device": device, "dtype": session.dtype}
+    return found | {
+        "loaded_bytes": session.weights.loaded_bytes,
+        "device": device,
+        "dtype": session.dtype,
+    }
 
 
 def timed(recording: Callable, seconds: list[float]) -> Callable:
@@ -180,7 +198,15 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_child(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any]:
     prepare_cache(weight_files(model), args.warm_cache)
-    command = [sys.executable, "-m", "benchmarks.cold_start", "--child", name, "--model", str(model.resolve())]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.cold_start",
+        "--child",
+        name,
+        "--model",
+        str(model.resolve()),
+    ]
     for flag in ("device", "width", "height", "num_frames", "dtype", "weights_dtype"):
         if (value := getattr(args, flag)) is not None:
             command += [f"--{flag.replace('_', '-')}", str(value)]
@@ -192,7 +218,10 @@ def run_child(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any
 
 
 def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    rounds = [{name: run_child(name, model, args) for name in ("plain", "ours")} for _ in range(args.rounds)]
+    rounds = [
+        {name: run_child(name, model, args) for name in ("plain", "ours")}
+        for _ in range(args.rounds)
+    ]
     ours = [found["ours"] for found in rounds]
     loaded = ours[0]["loaded_bytes"]
     rates = [found["plain"]["bytes"] / found["plain"]["seconds"] for found in rounds]
@@ -209,20 +238,36 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description="time from a cold start to the first guided step, by phase")
+    parser = argparse.ArgumentParser(
+        description="time from a cold start to the first guided step, by phase"
+    )
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="a checkpoint as `generate` takes it")
-    model.add_argument("--preset", default="tiny-2.3", choices=("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3"))
-    parser.add_argument("--no-text", action="store_true", help="with --preset: no text encoder, contexts at random")
-    parser.add_argument("--folder", type=Path, help="with --preset: where it is written (default: a temporary folder)")
+    model.add_argument(
+        "--preset", default="tiny-2.3", choices=("tiny-2.0", "tiny-2.3", "ltx-2.0", "ltx-2.3")
+    )
+    parser.add_argument(
+        "--no-text", action="store_true", help="with --preset: no text encoder, contexts at random"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="with --preset: where it is written (default: a temporary folder)",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of the transformer's blocks")
-    parser.add_argument("--width", type=int, default=768, help="of the clip; stage 1 has half of it")
+    parser.add_argument(
+        "--weights-dtype", choices=("bfloat16", "float8"), help="of the transformer's blocks"
+    )
+    parser.add_argument(
+        "--width", type=int, default=768, help="of the clip; stage 1 has half of it"
+    )
     parser.add_argument("--height", type=int, default=512)
     parser.add_argument("--num-frames", type=int, default=121)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--warm-cache", action="store_true", help="read the files into the page cache first")
+    parser.add_argument(
+        "--warm-cache", action="store_true", help="read the files into the page cache first"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     parser.add_argument("--child", choices=("plain", "ours"), help=argparse.SUPPRESS)
@@ -232,9 +277,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         found = child(args)
         print(json.dumps(found))
         return found
-    facts = {"benchmark": "cold_start", **machine("torch"), "cache": "warm" if args.warm_cache else "cold"}
+    facts = {
+        "benchmark": "cold_start",
+        **machine("torch"),
+        "cache": "warm" if args.warm_cache else "cold",
+    }
     asked = ("width", "height", "num_frames", "weights_dtype", "compile", "no_text", "rounds")
-    facts["asked"] = {name: getattr(args, name) for name in asked} | {"model": str(args.model or args.preset)}
+    facts["asked"] = {name: getattr(args, name) for name in asked} | {
+        "model": str(args.model or args.preset)
+    }
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.model is None:
             write_model(Path(folder), args.preset, text=not args.no_text)
@@ -244,7 +295,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         print(f"{name:7} {spread} s")
     print(f"first step done {facts['first_step_after_s']} s after the start of the process")
     gigabytes, rate = facts["loaded_bytes"] / 1e9, facts["plain_bytes_per_s"].median / 1e9
-    print(f"loading {gigabytes:.3f} GB: {facts['load_ratio_to_plain']} x a plain read, of {rate:.2f} GB/s")
+    print(
+        f"loading {gigabytes:.3f} GB: {facts['load_ratio_to_plain']} x a plain read, of {rate:.2f} GB/s"
+    )
     record(args.output, facts)
     return facts
 

@@ -31,7 +31,11 @@ FIELD = {"all_reduces_per_block": 20, "all_gathers": 28}  # sglang 0.5.23, tenso
 def count(graph: Graph, num_blocks: int, compute: str) -> dict[str, Any]:
     """Executions and bytes (handed in by one device, received by it) of one step. compute: the dtype of activations."""
     found = traffic(graph)
-    reduces = [(node.inputs[0].type.dtype, times) for node, times in graph.walk() if node.op == "all_reduce"]
+    reduces = [
+        (node.inputs[0].type.dtype, times)
+        for node, times in graph.walk()
+        if node.op == "all_reduce"
+    ]
     large = sum(times for dtype, times in reduces if dtype == compute)
     small = sum(times for _, times in reduces) - large
     return {
@@ -46,17 +50,33 @@ def count(graph: Graph, num_blocks: int, compute: str) -> dict[str, Any]:
 
 def measure(preset: str, devices: int, width: int, height: int, num_frames: int) -> dict[str, Any]:
     request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
-    with datasheet_session(ModelOptions("", Path()), preset, device_kind("h100-80gb"), devices) as session:
+    with datasheet_session(
+        ModelOptions("", Path()), preset, device_kind("h100-80gb"), devices
+    ) as session:
         blocks, plan = session.config.transformer.num_layers, make_plan(session, request)
-        loops = {stage.name: call for stage in plan.stages for call in stage.needs(session.config) if call.steps}
+        loops = {
+            stage.name: call
+            for stage in plan.stages
+            for call in stage.needs(session.config)
+            if call.steps
+        }
         steps = {name: session.graph(replace(call, steps=None)) for name, call in loops.items()}
         stages = {name: count(step, blocks, session.dtype) for name, step in steps.items()}
     clip = f"{width}x{height}x{num_frames}"
-    return {"preset": preset, "devices": devices, "clip": clip, "stages": stages, "floor": FLOOR, "field": FIELD}
+    return {
+        "preset": preset,
+        "devices": devices,
+        "clip": clip,
+        "stages": stages,
+        "floor": FLOOR,
+        "field": FIELD,
+    }
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description="collectives of one denoise step against the floor")
+    parser = argparse.ArgumentParser(
+        description="collectives of one denoise step against the floor"
+    )
     parser.add_argument("--preset", default="ltx-2.3")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--width", type=int, default=768)
@@ -67,7 +87,9 @@ def main(argv: list[str] | None = None) -> dict:
     facts = {"benchmark": "collectives", **machine()}
     facts |= measure(args.preset, args.devices, args.width, args.height, args.num_frames)
     print(f"{args.preset}, {facts['clip']}, tensor={args.devices}, one step, per device")
-    print(f"{'':10} {'large/block':>11} {'small/block':>11} {'all-gathers':>11} {'GB in':>7} {'GB received':>11}")
+    print(
+        f"{'':10} {'large/block':>11} {'small/block':>11} {'all-gathers':>11} {'GB in':>7} {'GB received':>11}"
+    )
     for name, found in facts["stages"].items():
         sums = (sum(found[key].values()) / 1e9 for key in ("bytes", "received_bytes"))
         numbers = (found[key] for key in FLOOR)

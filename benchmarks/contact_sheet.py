@@ -34,10 +34,16 @@ def draw(path: Path, title: str, clips: Mapping[str, Path], apart: bool = True) 
     sounds = [(name, _wave(clip, chosen[1])) for name, clip in clips.items()]
     if apart:
         a, b = (pictures[name].astype(int) for name in list(clips)[:2])
-        rows.append((f"difference\nx {GAIN}", _strip(np.clip(GAIN * abs(a - b), 0, 255).astype(np.uint8))))
+        rows.append(
+            (f"difference\nx {GAIN}", _strip(np.clip(GAIN * abs(a - b), 0, 255).astype(np.uint8)))
+        )
         rows += sounds
     else:
-        rows = [row for both in zip(rows, [("", wave) for _, wave in sounds], strict=True) for row in both]
+        rows = [
+            row
+            for both in zip(rows, [("", wave) for _, wave in sounds], strict=True)
+            for row in both
+        ]
     height = TOP_PX + sum(image.height + GAP_PX for _, image in rows)
     sheet = Image.new("RGB", (LEFT_PX + rows[0][1].width + GAP_PX, height), PAPER)
     pen, top = ImageDraw.Draw(sheet), TOP_PX
@@ -68,11 +74,19 @@ def _wave(clip: Path, frames_per_cell: int) -> Image.Image:
     per_s = (CELL_PX + GAP_PX) / frames_per_cell * float(video_info(clip, "contact sheet").fps)
     wave = Image.new("RGB", (COLUMNS * (CELL_PX + GAP_PX) - GAP_PX, SOUND_PX), PAPER)
     pen = ImageDraw.Draw(wave)
-    for x, part in enumerate(np.array_split(waveform.mean(0), round(waveform.shape[1] / rate * per_s))):
-        low, high = ((1 - part.clip(-1, 1)[[part.argmax(), part.argmin()]]) * (SOUND_PX - 1) / 2).round()
+    for x, part in enumerate(
+        np.array_split(waveform.mean(0), round(waveform.shape[1] / rate * per_s))
+    ):
+        low, high = (
+            (1 - part.clip(-1, 1)[[part.argmax(), part.argmin()]]) * (SOUND_PX - 1) / 2
+        ).round()
         pen.line((x, low, x, high), WAVE)
     return wave
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]), sys.argv[2], {n: Path(p) for n, p in (word.split("=", 1) for word in sys.argv[3:])})
+    draw(
+        Path(sys.argv[1]),
+        sys.argv[2],
+        {n: Path(p) for n, p in (word.split("=", 1) for word in sys.argv[3:])},
+    )

@@ -26,7 +26,12 @@ from examples.clips import BACKGROUNDS, COLOURS, FRAMES, MOTIONS, PITCHES, SIZE,
 
 TRAINED = Path("examples/tiny-trained")
 TINY = ("tiny-2.0", "tiny-2.3", "tiny-2.5")  # presets of random weights
-WORDS = {"triangle": PITCHES, "yellow": COLOURS, "right": MOTIONS, "brown": BACKGROUNDS}  # the default's first
+WORDS = {
+    "triangle": PITCHES,
+    "yellow": COLOURS,
+    "right": MOTIONS,
+    "brown": BACKGROUNDS,
+}  # the default's first
 CLIP = shlex.split(f"--width {SIZE} --height {SIZE} --steps 20 --seed 7 --image-crf 0")
 LENGTH = {"tiny-2.5": "--auto-duration 0.5 1.5"}  # of the models that choose it; of others:
 BACKENDS = {"cuda": "PyTorch", "tpu": "JAX"}
@@ -44,10 +49,15 @@ def ltx2rt(*arguments: str | Path) -> None:
 def described(prompt: str) -> Clip:
     """What a prompt asks for; where none of its words is known, the default's."""
     said = re.findall(r"\w+", prompt.lower())
-    return Clip(*(next((name for name in names if name in said), word) for word, names in WORDS.items()), phase=0.2)
+    return Clip(
+        *(next((name for name in names if name in said), word) for word, names in WORDS.items()),
+        phase=0.2,
+    )
 
 
-def main(model: str = str(TRAINED), prompt: str = Clip(*WORDS).prompt, folder: Path = Path("demo")) -> None:
+def main(
+    model: str = str(TRAINED), prompt: str = Clip(*WORDS).prompt, folder: Path = Path("demo")
+) -> None:
     is_random = model in TINY
     if not is_random and not Path(model).is_dir():
         sys.exit(f"make demo: MODEL={model} is neither a folder nor one of {', '.join(TINY)}")
@@ -66,7 +76,9 @@ def main(model: str = str(TRAINED), prompt: str = Clip(*WORDS).prompt, folder: P
     ltx2rt("compare", *clips.values())
     contact_sheet.draw(sheet, prompt, clips)
     if is_random:
-        print("\nThe weights are random, so the clips are noise; what counts is that the two agree.")
+        print(
+            "\nThe weights are random, so the clips are noise; what counts is that the two agree."
+        )
     elif path == TRAINED:
         known = "; ".join(", ".join(names) for names in WORDS.values())
         print(
@@ -74,7 +86,9 @@ def main(model: str = str(TRAINED), prompt: str = Clip(*WORDS).prompt, folder: P
         )
     for name, clip in clips.items():
         print(f"{clip}: {name}, {os.path.getsize(clip)} bytes")
-    print(f"{sheet}: frames and sound of both; {path}: the checkpoint; {image}: the picture at frame 0")
+    print(
+        f"{sheet}: frames and sound of both; {path}: the checkpoint; {image}: the picture at frame 0"
+    )
 
 
 if __name__ == "__main__":

@@ -69,7 +69,10 @@ class Clip:
 
 
 def group_of(kernel: str) -> str:
-    return next((group for group, pattern in GROUPS.items() if re.search(pattern, kernel.lower())), "pointwise")
+    return next(
+        (group for group, pattern in GROUPS.items() if re.search(pattern, kernel.lower())),
+        "pointwise",
+    )
 
 
 class KernelWatch(Stopwatch):
@@ -81,7 +84,9 @@ class KernelWatch(Stopwatch):
         self.kernels: dict[str, dict[str, dict[str, float]]] = {}
 
     @contextmanager
-    def stage(self, name: str, steps: int = 0, unit: str = "steps") -> Iterator[Callable[..., None]]:
+    def stage(
+        self, name: str, steps: int = 0, unit: str = "steps"
+    ) -> Iterator[Callable[..., None]]:
         activities = [ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
         with profile(activities=activities) as profiler, super().stage(name, steps, unit) as done:
             yield done
@@ -109,7 +114,9 @@ def kernel_groups(profiler: profile, cuda: bool) -> dict[str, dict[str, float]]:
     return dict(sorted(found.items(), key=lambda item: -item[1]["time_s"]))
 
 
-def run_once(session: Session, plan: Plan, watch: Stopwatch, max_steps: int | None = None) -> tuple[Clip, float]:
+def run_once(
+    session: Session, plan: Plan, watch: Stopwatch, max_steps: int | None = None
+) -> tuple[Clip, float]:
     """One request: its clip, and the seconds from prompt to clip. max_steps: of each stage, None: all."""
     start, state = watch.clock(), State(max_steps=max_steps)
     run_stages(session, plan, watch, state)
@@ -132,7 +139,9 @@ def phases(watch: Stopwatch, request_s: float) -> dict[str, float]:
 
 def distance(a: Clip, b: Clip) -> dict[str, float | None]:
     """Of `b` from `a`: PSNR in dB over all 8-bit samples (200: identical), mean SSIM of luma, audio correlation."""
-    squared = sum(int(((x.astype(np.int32) - y) ** 2).sum()) for x, y in zip(a.frames, b.frames, strict=True))
+    squared = sum(
+        int(((x.astype(np.int32) - y) ** 2).sum()) for x, y in zip(a.frames, b.frames, strict=True)
+    )
     scores = [ssim(luma(x), luma(y)) for x, y in zip(a.frames, b.frames, strict=True)]
     return {
         "psnr_db": 10 * math.log10(255**2 * a.frames.size / squared) if squared else PSNR_CAP_DB,
@@ -144,29 +153,45 @@ def distance(a: Clip, b: Clip) -> dict[str, float | None]:
 def summary(runs: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
     """Of every phase: mean, spread (largest less smallest) and every run, in seconds."""
     columns = {name: [run[name] for run in runs] for name in runs[0]}
-    return {n: {"mean": float(np.mean(c)), "spread": max(c) - min(c), "runs": c} for n, c in columns.items()}
+    return {
+        n: {"mean": float(np.mean(c)), "spread": max(c) - min(c), "runs": c}
+        for n, c in columns.items()
+    }
 
 
 def by_datasheet(session: Session, plan: Plan, name: str) -> dict[str, float] | None:
     """Seconds of a step of each stage by the data sheet, if there is one of this device."""
-    kind: DeviceKind | None = next((k for n, k in device_kinds().items() if n.split("-")[0] in name.lower()), None)
+    kind: DeviceKind | None = next(
+        (k for n, k in device_kinds().items() if n.split("-")[0] in name.lower()), None
+    )
     return {c.name: c.time_s(kind) for c in session.costs(plan.stages)} if kind else None
 
 
 def table(facts: dict[str, Any]) -> str:
-    names = {"stage1": "denoise", "stage1 step": "  per step", "stage2": "refinement", "stage2 step": "  per step"}
+    names = {
+        "stage1": "denoise",
+        "stage1 step": "  per step",
+        "stage2": "refinement",
+        "stage2 step": "  per step",
+    }
     lines = [f"{'seconds':<12} {'mean':>8} {'spread':>8}  every run"]
     for name, row in facts["seconds"].items():
         runs = " ".join(f"{x:.3f}" for x in row["runs"])
-        lines.append(f"{names.get(name, name):<12} {row['mean']:>8.3f} {row['spread']:>8.3f}  {runs}")
+        lines.append(
+            f"{names.get(name, name):<12} {row['mean']:>8.3f} {row['spread']:>8.3f}  {runs}"
+        )
     if peak := facts.get("peak_bytes"):
         lines.append(f"peak memory {peak / 1e9:.1f} GB of one device")
     if peer := facts.get("peer"):
-        lines.append(f"diffusers {peer['seconds']['diffusers']} s; ours {peer['ratio_to_diffusers']} x diffusers")
+        lines.append(
+            f"diffusers {peer['seconds']['diffusers']} s; ours {peer['ratio_to_diffusers']} x diffusers"
+        )
     for what in ("repeats", "against", "from diffusers"):
         for i, d in enumerate(facts.get(what, ())):
             audio = "none" if d["audio_corr"] is None else f"{d['audio_corr']:.6f}"
-            lines.append(f"{what} {i + 1}: PSNR {d['psnr_db']:.1f} dB, SSIM {d['ssim']:.6f}, audio {audio}")
+            lines.append(
+                f"{what} {i + 1}: PSNR {d['psnr_db']:.1f} dB, SSIM {d['ssim']:.6f}, audio {audio}"
+            )
     for stage, groups in facts.get("kernels", {}).items():
         lines.append(f"kernels of {stage} (one step, where it has steps)")
         for group, row in groups.items():
@@ -192,7 +217,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     backend, request, options = session.backend, plan.request, session.options
     device = backend.device()
-    facts: dict[str, Any] = {"benchmark": "end_to_end", **machine("torch", *([args.peer] if args.peer else []))}
+    facts: dict[str, Any] = {
+        "benchmark": "end_to_end",
+        **machine("torch", *([args.peer] if args.peer else [])),
+    }
     facts |= {
         "device": f"{device.name} x {math.prod(backend.mesh.values())}",
         "preset": args.preset,
@@ -217,7 +245,17 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
         if backend.is_main and args.output:
             record(args.output, facts)
 
-    head = ("device", "preset", "pipeline", "clip", "steps", "dtype", "weights_dtype", "mesh", "profile")
+    head = (
+        "device",
+        "preset",
+        "pipeline",
+        "clip",
+        "steps",
+        "dtype",
+        "weights_dtype",
+        "mesh",
+        "profile",
+    )
     say(", ".join(f"{name} {facts[name]}" for name in head))
     start = time.perf_counter()
     warm_up(session, plan)
@@ -246,7 +284,10 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
             rounds["diffusers"].append(time.perf_counter() - start)
             say(f"diffusers {i + 1}: {rounds['diffusers'][-1]:.3f} s")
             found = {name: Spread.of(seconds) for name, seconds in rounds.items()}
-            facts["peer"] = {"seconds": found, "ratio_to_diffusers": ratios(rounds, "cuda", "diffusers")}
+            facts["peer"] = {
+                "seconds": found,
+                "ratio_to_diffusers": ratios(rounds, "cuda", "diffusers"),
+            }
         write()
     if backend.is_main:
         facts["repeats"] = [distance(clips[0], clip) for clip in clips[1:]]
@@ -257,7 +298,9 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
         if args.save:
             np.savez(args.save, frames=clips[0].frames, waveform=clips[0].waveform)
     if args.profile_kernels:
-        for call in plan.stages[0].needs(session.config):  # what draws an offloaded encoder is no kernel of its stage
+        for call in plan.stages[0].needs(
+            session.config
+        ):  # what draws an offloaded encoder is no kernel of its stage
             session.load(call)
         kernels = KernelWatch(backend.device_kind, synchronize=backend.synchronize)
         run_once(session, plan, kernels, max_steps=1)
@@ -272,20 +315,35 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--preset", default="ltx-2.3", choices=PRESETS)
     parser.add_argument("--pipeline", choices=tuple(pipelines()), default=FIRST)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    model = ("dtype", "weights_dtype", "compile", "profile", "text_encoder_offload", "stage_weights")
+    model = (
+        "dtype",
+        "weights_dtype",
+        "compile",
+        "profile",
+        "text_encoder_offload",
+        "stage_weights",
+    )
     add_flags(parser, ModelOptions, only=model)
     add_flags(parser, TwoStage, only=("width", "height", "num_frames", "steps"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--peer", choices=("diffusers",), help="after each repetition the same request by this one")
-    parser.add_argument("--profile-kernels", action="store_true", help="one more run, of one step a stage, profiled")
+    parser.add_argument(
+        "--peer", choices=("diffusers",), help="after each repetition the same request by this one"
+    )
+    parser.add_argument(
+        "--profile-kernels", action="store_true", help="one more run, of one step a stage, profiled"
+    )
     parser.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the first run's clip")
-    parser.add_argument("--against", type=Path, metavar="FILE.npz", help="compare the first run with a kept clip")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE.npz", help="compare the first run with a kept clip"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     args = parser.parse_args(argv)
     moving = "text_encoder_offload" in args or getattr(args, "stage_weights", "") == "reload"
     if args.peer and (moving or "WORLD_SIZE" in os.environ):
-        parser.error("--peer shares resident weights of one device; leave offload, reload and torchrun out")
+        parser.error(
+            "--peer shares resident weights of one device; leave offload, reload and torchrun out"
+        )
     return measure(args)
 
 

@@ -88,14 +88,26 @@ def request_graphs(
     of the request to build."""
     options = ModelOptions("", Path(), weights_dtype=weights_dtype, mesh=mesh)
     request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
-    with datasheet_session(options, preset, device_kind("h200-141gb"), prod(mesh.values())) as session:
-        calls = {stage.name: list(stage.needs(session.config)) for stage in make_plan(session, request).stages}
-        loops = {stage: found[0] for stage, found in calls.items() if found[0].steps and stage in parts}
-        loops = {s: replace(call, sizes=replace(call.sizes, video_levels=levels)) for s, call in loops.items()}
+    with datasheet_session(
+        options, preset, device_kind("h200-141gb"), prod(mesh.values())
+    ) as session:
+        calls = {
+            stage.name: list(stage.needs(session.config))
+            for stage in make_plan(session, request).stages
+        }
+        loops = {
+            stage: found[0] for stage, found in calls.items() if found[0].steps and stage in parts
+        }
+        loops = {
+            s: replace(call, sizes=replace(call.sizes, video_levels=levels))
+            for s, call in loops.items()
+        }
         graphs = {stage: taken_apart(session.graph(call)).body for stage, call in loops.items()}
         others = {"text": calls["text"][0], "audio": calls["audio"][-1]}
         others["decode"] = max(calls["decode"], key=lambda call: prod(call.sizes))
-        return graphs | {part: session.graph(call) for part, call in others.items() if part in parts}
+        return graphs | {
+            part: session.graph(call) for part, call in others.items() if part in parts
+        }
 
 
 def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
@@ -107,10 +119,20 @@ def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
         for node, times in walked:
             node = quantisation(node) if node.op.endswith("linear_float8") else node
             if node.op in ops:
-                packed = {i: slice_ for i, v in enumerate(node.inputs) if (slice_ := slice_of(makers, v)) is not None}
+                packed = {
+                    i: slice_
+                    for i, v in enumerate(node.inputs)
+                    if (slice_ := slice_of(makers, v)) is not None
+                }
                 ids = [id(v) for v in node.inputs]
                 shared = tuple(map(ids.index, ids))
-                key = (node.op, tuple(v.type for v in node.inputs), repr(node.args), repr(packed), shared)
+                key = (
+                    node.op,
+                    tuple(v.type for v in node.inputs),
+                    repr(node.args),
+                    repr(packed),
+                    shared,
+                )
                 case = found.setdefault(key, Case(node, {}, packed))
                 case.calls[part] = case.calls.get(part, 0) + times
     return sorted(found.values(), key=lambda case: case.node.op)
@@ -132,21 +154,30 @@ def quantisation(node: Node) -> Node:
         y = gate[0].type
         rows, width = prod(y.shape[:2]), prod(y.shape[2:])
         shapes = {"values": (width, "float8_e4m3fn"), "scale": (1, "float32")}
-        results = (Value(name, Type(("rows", "n"), (rows, n), dtype)) for name, (n, dtype) in shapes.items())
+        results = (
+            Value(name, Type(("rows", "n"), (rows, n), dtype))
+            for name, (n, dtype) in shapes.items()
+        )
         return Node("head_gate_rows", tuple(gate), tuple(results), {}, {})
     x, width = node.inputs[0].type, node.inputs[1].type.shape[1]
     rows = x.num_elements // width
     shapes = {"x": (width, x.dtype), "values": (width, "float8_e4m3fn"), "scale": (1, "float32")}
-    x, *results = (Value(name, Type(("rows", "n"), (rows, n), dtype)) for name, (n, dtype) in shapes.items())
+    x, *results = (
+        Value(name, Type(("rows", "n"), (rows, n), dtype)) for name, (n, dtype) in shapes.items()
+    )
     return Node("quantise_rows", (x,), tuple(results), {}, {"gelu": node.op.startswith("gelu")})
 
 
 def operands(case: Case, device: torch.device, generator: torch.Generator) -> list[torch.Tensor]:
-    levels = min((v.type.size("levels") for v in case.node.inputs if "levels" in v.type.axes), default=1)
+    levels = min(
+        (v.type.size("levels") for v in case.node.inputs if "levels" in v.type.axes), default=1
+    )
 
     def draw(type: Type) -> torch.Tensor:
         if type.dtype == "int32":
-            return torch.randint(levels, type.shape, dtype=torch.int32, device=device, generator=generator)
+            return torch.randint(
+                levels, type.shape, dtype=torch.int32, device=device, generator=generator
+            )
         return torch.randn(type.shape, dtype=DTYPES[type.dtype], device=device, generator=generator)
 
     drawn: dict[int, torch.Tensor] = {}
@@ -155,13 +186,17 @@ def operands(case: Case, device: torch.device, generator: torch.Generator) -> li
             row, start = case.packed.get(i, (v.type, 0))
             x = draw(row)
             if i in case.packed:
-                x = x.narrow(-1, start, v.type.num_elements // prod(row.shape[:-1])).reshape(v.type.shape)
+                x = x.narrow(-1, start, v.type.num_elements // prod(row.shape[:-1])).reshape(
+                    v.type.shape
+                )
             last = case.node.op == "pixel_norm_silu" and x.ndim == 5
             drawn[id(v)] = x.contiguous(memory_format=torch.channels_last_3d) if last else x
     return [drawn[id(v)] for v in case.node.inputs]
 
 
-def repeated(function: Callable, sets: Sequence[Sequence[torch.Tensor]], rounds: int) -> Callable[[], None]:
+def repeated(
+    function: Callable, sets: Sequence[Sequence[torch.Tensor]], rounds: int
+) -> Callable[[], None]:
     """`rounds` times a call on every set; on a GPU the calls of a round are one captured graph."""
 
     def once() -> None:
@@ -219,7 +254,9 @@ def product_rate(device: torch.device, dtype: torch.dtype, rounds: int = 9) -> f
 
 
 @torch.inference_mode()
-def contest(case: Case, contestants: Sequence[str], device: torch.device, rounds: int, rates: Rates) -> dict:
+def contest(
+    case: Case, contestants: Sequence[str], device: torch.device, rounds: int, rates: Rates
+) -> dict:
     """Microseconds a call of every contestant, beside the bytes and the floor."""
     op, plan, bytes = case.node.op, case.node.args, case.bytes
     cuda = device.type == "cuda"
@@ -229,7 +266,11 @@ def contest(case: Case, contestants: Sequence[str], device: torch.device, rounds
     sets = [operands(case, device, generator) for _ in range(count)]
     plain = OPS[op].__wrapped__
     torch._dynamo.reset()  # or the ninth set of shapes of an op would run uncompiled
-    functions = {"kernel": OPS[op], "eager": plain, "compiled": torch.compile(plain, dynamic=False, fullgraph=True)}
+    functions = {
+        "kernel": OPS[op],
+        "eager": plain,
+        "compiled": torch.compile(plain, dynamic=False, fullgraph=True),
+    }
     runs = {
         name: repeated(lambda *xs, function=functions[name]: function(*xs, **plan), sets, repeats)
         for name in contestants
@@ -244,36 +285,57 @@ def contest(case: Case, contestants: Sequence[str], device: torch.device, rounds
         "moved_bytes": bytes.moved,
         "why_not": why_not(op, *sets[0], **plan),
         "floor_us": floor,
-        "us": {name: Spread.of([s / count / repeats * 1e6 for s in times]) for name, times in seconds.items()},
+        "us": {
+            name: Spread.of([s / count / repeats * 1e6 for s in times])
+            for name, times in seconds.items()
+        },
     }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = CudaBackend(args.device).torch_device
-    graphs = request_graphs(args.preset, args.width, args.height, args.num_frames, args.levels, args.weights_dtype)
-    facts = {"benchmark": "kernels", **machine("torch"), "preset": args.preset, "levels": args.levels}
+    graphs = request_graphs(
+        args.preset, args.width, args.height, args.num_frames, args.levels, args.weights_dtype
+    )
+    facts = {
+        "benchmark": "kernels",
+        **machine("torch"),
+        "preset": args.preset,
+        "levels": args.levels,
+    }
     facts["weights_dtype"] = args.weights_dtype
     if device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name()
     facts |= {"clip": f"{args.width}x{args.height}x{args.num_frames}", "rounds": args.rounds}
-    rates = Rates(copy_bandwidth(device, args.rounds), product_rate(device, torch.bfloat16, args.rounds))
+    rates = Rates(
+        copy_bandwidth(device, args.rounds), product_rate(device, torch.bfloat16, args.rounds)
+    )
     facts |= {"copy_bytes_per_s": rates.bytes_per_s, "matmul_flops_per_s": rates.flops_per_s}
     print(
         f"{facts['device']}: a copy moves {rates.bytes_per_s / 1e9:.0f} GB/s, "
         f"a bfloat16 product reaches {rates.flops_per_s / 1e12:.3g} TFLOP/s"
     )
-    print(f"{'us':<58} {'floor':>9} {'moved':>6}" + "".join(f" {name:>18}" for name in args.contestants))
+    print(
+        f"{'us':<58} {'floor':>9} {'moved':>6}"
+        + "".join(f" {name:>18}" for name in args.contestants)
+    )
     facts["cases"] = []
     for case in cases(graphs, args.ops):
         found = contest(case, args.contestants, device, args.rounds, rates)
         facts["cases"].append(found)
         record(args.output, facts)  # a run that is cut off leaves what it had
-        columns = "".join(f" {s.median:>9.1f} = {s.median / found['floor_us']:>5.2f}x" for s in found["us"].values())
+        columns = "".join(
+            f" {s.median:>9.1f} = {s.median / found['floor_us']:>5.2f}x"
+            for s in found["us"].values()
+        )
         moved = found["moved_bytes"] / found["minimum_bytes"]
         print(f"{case!s:<58} {found['floor_us']:>9.1f} {moved:>5.2f}x{columns}", flush=True)
     facts["total_us"] = totals(facts["cases"], args.contestants)
     for part, total in facts["total_us"].items():
-        columns = "".join(f" {total[name]:>9.1f} = {total[name] / total['floor']:>5.2f}x" for name in args.contestants)
+        columns = "".join(
+            f" {total[name]:>9.1f} = {total[name] / total['floor']:>5.2f}x"
+            for name in args.contestants
+        )
         print(f"{'all of ' + part:<58} {total['floor']:>9.1f} {'':>6}{columns}")
     if reasons := {found["why_not"] for found in facts["cases"]} - {None}:
         print("plain ops stand in for kernels: " + "; ".join(sorted(reasons)))
@@ -284,7 +346,9 @@ def totals(cases: Sequence[dict], contestants: Sequence[str]) -> dict[str, dict[
     """Microseconds that all ops with a kernel take in one step, or one call, of each part."""
     found: dict[str, dict[str, float]] = {}
     for case in cases:
-        times = {"floor": case["floor_us"]} | {name: case["us"][name].median for name in contestants}
+        times = {"floor": case["floor_us"]} | {
+            name: case["us"][name].median for name in contestants
+        }
         for part, calls in case["calls"].items():
             total = found.setdefault(part, dict.fromkeys(times, 0.0))
             for name, time in times.items():
@@ -293,15 +357,23 @@ def totals(cases: Sequence[dict], contestants: Sequence[str]) -> dict[str, dict[
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description="kernels against eager torch, torch.compile and the floor")
-    parser.add_argument("--preset", default="ltx-2.3", choices=("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3"))
+    parser = argparse.ArgumentParser(
+        description="kernels against eager torch, torch.compile and the floor"
+    )
+    parser.add_argument(
+        "--preset", default="ltx-2.3", choices=("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3")
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--height", type=int, default=512)
     parser.add_argument("--num-frames", type=int, default=121)
-    parser.add_argument("--levels", type=int, default=1, help="timesteps among the video tokens; 2: with an image")
+    parser.add_argument(
+        "--levels", type=int, default=1, help="timesteps among the video tokens; 2: with an image"
+    )
     parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"), default="bfloat16")
-    parser.add_argument("--ops", nargs="+", choices=sorted(FOLDERS), default=sorted(FOLDERS), metavar="OP")
+    parser.add_argument(
+        "--ops", nargs="+", choices=sorted(FOLDERS), default=sorted(FOLDERS), metavar="OP"
+    )
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")

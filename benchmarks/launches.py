@@ -52,7 +52,15 @@ from ltx2rt.session.options import parse_mesh
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "_scaled_mm"}
 SUMMED = {"addmm", "baddbmm", "_addmm_activation"}  # products whose first operand is added to them
-FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+FREE = {
+    "_unsafe_view",
+    "wait_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
 WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
 LOAD_BYTES = attention.LOAD_BYTES
 STAGES = ("stage1", "stage2")
@@ -93,7 +101,9 @@ class Counts:
         self.launches["collective"] += self.times
         op, devices = next(op for op in RECEIVED if name.startswith(op)), self.mesh[axis]
         received = sum(map(occupied, sent)) * RECEIVED[op](devices)
-        self.link_s = max(self.link_s, self.stream_s) + self.kind.exchange_s(op, devices, 1, round(received))
+        self.link_s = max(self.link_s, self.stream_s) + self.kind.exchange_s(
+            op, devices, 1, round(received)
+        )
         for x in results if isinstance(results, (list, tuple)) else [results]:
             self.arrivals[x.untyped_storage()._cdata] = self.link_s
 
@@ -117,9 +127,16 @@ class Counts:
         """Totals, and launches of each kind."""
         gb = round(self.bytes.total() / 1e9, 1)
         waits = (
-            {"step_ms": round(1e3 * self.stream_s, 1), "waits_ms": round(1e3 * self.waited_s, 1)} if self.mesh else {}
+            {"step_ms": round(1e3 * self.stream_s, 1), "waits_ms": round(1e3 * self.waited_s, 1)}
+            if self.mesh
+            else {}
         )
-        return {"launches": self.launches.total(), "gb": gb, **waits, "by": dict(self.launches.most_common())}
+        return {
+            "launches": self.launches.total(),
+            "gb": gb,
+            **waits,
+            "by": dict(self.launches.most_common()),
+        }
 
 
 def occupied(x: Any) -> int:
@@ -128,12 +145,17 @@ def occupied(x: Any) -> int:
         return sum(map(occupied, x))
     if not isinstance(x, torch.Tensor):
         return 0
-    return prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
+    return (
+        prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
+    )
 
 
 def is_aligned(x: torch.Tensor) -> bool:
     """Whether x begins, and every axis but the last steps, at a multiple of LOAD_BYTES."""
-    starts = (x.storage_offset(), *(s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1))
+    starts = (
+        x.storage_offset(),
+        *(s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1),
+    )
     return x.stride(-1) == 1 and not any(n * x.element_size() % LOAD_BYTES for n in starts)
 
 
@@ -151,25 +173,40 @@ class Counting(TorchDispatchMode):
             raise RuntimeError(f"{func} waits for the device")
         if name == "wait_tensor":
             self.counts.wait(args[0])
-        is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+        is_view = any(
+            a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments
+        )
         if is_view or name in FREE or func.namespace == "prim":
             return result
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        tensors = [
+            x
+            for x in torch.utils._pytree.tree_leaves((args, kwargs, result))
+            if isinstance(x, torch.Tensor)
+        ]
         if elsewhere := {x.device.type for x in tensors if x.ndim} - {"cuda"}:
             raise RuntimeError(f"{func} reads or writes on {elsewhere}")
         if func.namespace == "_c10d_functional":
-            if name in ("all_reduce", "all_reduce_coalesced"):  # they copy their operands, and reduce the copies
+            if name in (
+                "all_reduce",
+                "all_reduce_coalesced",
+            ):  # they copy their operands, and reduce the copies
                 for x in tensors[: len(tensors) // 2]:
                     self.counts.add("copy for a collective", x, x)
             sent, *_, axis = args
-            self.counts.leave(name, axis, sent if isinstance(sent, (list, tuple)) else [sent], result)
+            self.counts.leave(
+                name, axis, sent if isinstance(sent, (list, tuple)) else [sent], result
+            )
         elif name in PRODUCTS:
             matrices = [x for x in tensors if x.ndim == 2]
             if unaligned := [x for x in matrices if not is_aligned(x) and not is_aligned(x.t())]:
-                raise RuntimeError(f"{func}: rows that are no multiples of {LOAD_BYTES} bytes: {unaligned}")
+                raise RuntimeError(
+                    f"{func}: rows that are no multiples of {LOAD_BYTES} bytes: {unaligned}"
+                )
             inner = args[name in SUMMED].shape[-1]
             self.counts.add("product", flops=2 * result.numel() * inner)
-        elif name == "_scaled_dot_product_efficient_attention":  # where its denominator is asked for, too
+        elif (
+            name == "_scaled_dot_product_efficient_attention"
+        ):  # where its denominator is asked for, too
             q, k = tensors[:2]
             self.counts.add("attention", flops=4 * q.numel() * k.shape[2])
         else:
@@ -178,7 +215,9 @@ class Counting(TorchDispatchMode):
 
 
 def contiguous(x: torch.Tensor, memory_format=torch.contiguous_format) -> torch.Tensor:
-    return x if x.is_contiguous(memory_format=memory_format) else x.clone(memory_format=memory_format)
+    return (
+        x if x.is_contiguous(memory_format=memory_format) else x.clone(memory_format=memory_format)
+    )
 
 
 def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
@@ -214,7 +253,10 @@ class Views(TorchFunctionMode):
                 return x.view(*shape)
             except (RuntimeError, ValueError):  # torch itself, its fake tensors
                 return contiguous(x).view(*shape)
-        if func in (torch.rms_norm, F.rms_norm):  # on a CPU build torch writes its kernel out, in a dozen ops
+        if func in (
+            torch.rms_norm,
+            F.rms_norm,
+        ):  # on a CPU build torch writes its kernel out, in a dozen ops
             x = contiguous(args[0])
             y = torch.empty_like(x)
             self.counts.add("rms_norm", x, y)
@@ -235,7 +277,10 @@ class Launches:
 
     def launch(self, *operands, num_warps: int, **constants) -> None:
         tensors = [x for x in operands if isinstance(x, torch.Tensor)]
-        once = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in tensors}
+        once = {
+            (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x
+            for x in tensors
+        }
         self.counts.add(self.name, *once.values())
 
 
@@ -299,7 +344,9 @@ def count(graph: Graph, steps: bool = True, whole: bool = False, kind: DeviceKin
     """Launches and bytes of one call of `graph`, as it is lowered for a GPU. steps: of a denoise step. whole: its
     tokens stay whole, as under --compile."""
     graph, counts = FACTORY.as_run(graph, "cuda", steps, compile=whole), Counts(kind, graph.mesh)
-    position = Position(graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh})
+    position = Position(
+        graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh}
+    )
 
     def tensor(shape, dtype):
         return torch.empty(shape, dtype=dtype, device="cuda")
@@ -323,22 +370,32 @@ def count(graph: Graph, steps: bool = True, whole: bool = False, kind: DeviceKin
 
 
 def step_graphs(
-    preset: str, size: tuple[int, int, int, int], mesh: str, dtype: str | None, stages: Sequence[str] = STAGES
+    preset: str,
+    size: tuple[int, int, int, int],
+    mesh: str,
+    dtype: str | None,
+    stages: Sequence[str] = STAGES,
 ) -> dict[str, Graph]:
     """A step of each stage; "text": the text encoder. size: width, height, frames, timesteps among the video tokens."""
     return request_graphs(preset, *size, dtype, parse_mesh(mesh) if mesh else {}, stages)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description="launches and bytes of a recorded denoise step, counted without a GPU")
+    parser = argparse.ArgumentParser(
+        description="launches and bytes of a recorded denoise step, counted without a GPU"
+    )
     parser.add_argument("--preset", default="ltx-2.3")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--height", type=int, default=512)
     parser.add_argument("--num-frames", type=int, default=121)
-    parser.add_argument("--levels", type=int, default=1, help="timesteps among the video tokens; an image adds one")
+    parser.add_argument(
+        "--levels", type=int, default=1, help="timesteps among the video tokens; an image adds one"
+    )
     parser.add_argument("--mesh", metavar="AXIS=N")
     parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"))
-    parser.add_argument("--whole", action="store_true", help="leave the tokens whole, as --compile does")
+    parser.add_argument(
+        "--whole", action="store_true", help="leave the tokens whole, as --compile does"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     args = parser.parse_args(argv)
     size = (args.width, args.height, args.num_frames, args.levels)
@@ -353,11 +410,21 @@ def main(argv: list[str] | None = None) -> dict:
                 f"{mesh or 'one GPU'} {dtype or ''} {stage}: {steps[-1]['launches']} launches, {steps[-1]['gb']} GB, "
                 f"{found.flops.total() / 1e12:.1f} TFLOP, "
                 f"one after the other at an H200's rates {found.time_s(H200):.3f} s"
-                + (f", with exchanges {found.stream_s:.3f} s, {found.waited_s:.3f} s of it waiting" if mesh else "")
+                + (
+                    f", with exchanges {found.stream_s:.3f} s, {found.waited_s:.3f} s of it waiting"
+                    if mesh
+                    else ""
+                )
             )
             for name, n in found.launches.most_common():
                 print(f"  {name:28} {n:>6} {found.bytes[name] / 1e9:>8.2f} GB")
-    facts = {"benchmark": "launches", **machine(), "clip": size, "preset": args.preset, "steps": steps}
+    facts = {
+        "benchmark": "launches",
+        **machine(),
+        "clip": size,
+        "preset": args.preset,
+        "steps": steps,
+    }
     record(args.output, facts)
     return facts
 

@@ -64,22 +64,34 @@ def trace(sizes: Sizes, dtype: str) -> Graph:
         num_heads=sizes.heads,
         audio_num_heads=sizes.heads,
     )
-    return transformer.trace(config, transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype)
+    return transformer.trace(
+        config, transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype
+    )
 
 
 def write_checkpoint(folder: Path, sizes: Sizes) -> None:
     """model.safetensors and lora.safetensors: slices of one random block, whose values matter to nobody here."""
     shapes = {name: spec.shape for name, spec in trace(sizes, "float32").parameters().items()}
-    model = {name: TensorInfo(shape, F32 if TABLE.search(name) else BF16) for name, shape in shapes.items()}
+    model = {
+        name: TensorInfo(shape, F32 if TABLE.search(name) else BF16)
+        for name, shape in shapes.items()
+    }
     lora = lora_tensors(preset("ltx-2.3").config, {"transformer": shapes}, sizes.lora_rank)
-    block = np.random.default_rng(0).standard_normal(max(np.prod(shape) for shape in shapes.values()), np.float32)
+    block = np.random.default_rng(0).standard_normal(
+        max(np.prod(shape) for shape in shapes.values()), np.float32
+    )
     blocks = {F32: block, BF16: block.astype(BF16)}
 
     def values(info: TensorInfo) -> np.ndarray:
         return blocks[info.dtype][: np.prod(info.shape)].reshape(info.shape)
 
-    for part, infos in (("model", model), ("lora", {name: tensor.info for name, tensor in lora.items()})):
-        write_tensors(folder / f"{part}.safetensors", infos, lambda name, infos=infos: values(infos[name]))
+    for part, infos in (
+        ("model", model),
+        ("lora", {name: tensor.info for name, tensor in lora.items()}),
+    ):
+        write_tensors(
+            folder / f"{part}.safetensors", infos, lambda name, infos=infos: values(infos[name])
+        )
 
 
 # --- in the fresh process ---------------------------------------------------------------------------------------
@@ -106,7 +118,10 @@ def loader(name: str, dtype: str, sizes: Sizes, folder: Path) -> Callable[[], An
         def plain() -> dict:
             with safe_open(model, framework="pt") as file:
                 names = list(file.keys())
-                return {name: file.get_tensor(name).to(getattr(torch, dtype), copy=True) for name in names}
+                return {
+                    name: file.get_tensor(name).to(getattr(torch, dtype), copy=True)
+                    for name in names
+                }
 
         return plain
     kind, _, merged = name.partition("+")
@@ -117,7 +132,8 @@ def loader(name: str, dtype: str, sizes: Sizes, folder: Path) -> Callable[[], An
     def load() -> Any:
         source = TensorFile(model)
         return backend.load(
-            [graph], MergedSource(source, [open_lora(lora)], dtype, backend.merge) if merged else source
+            [graph],
+            MergedSource(source, [open_lora(lora)], dtype, backend.merge) if merged else source,
         )
 
     return load
@@ -148,10 +164,24 @@ def anonymous_bytes(pid: int) -> int:
 
 def load_once(name: str, dtype: str, folder: Path, sizes: Sizes) -> tuple[float, int]:
     """Seconds of one load in a fresh process, and the peak of its anonymous memory above that before."""
-    command = [sys.executable, "-m", "benchmarks.load", "--child", name, dtype, str(folder.resolve())]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.load",
+        "--child",
+        name,
+        dtype,
+        str(folder.resolve()),
+    ]
     command += map(str, asdict(sizes).values())
-    root, pipe, environment = Path(__file__).parents[1], subprocess.PIPE, os.environ | {"NUMPY_MADVISE_HUGEPAGE": "0"}
-    with subprocess.Popen(command, cwd=root, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+    root, pipe, environment = (
+        Path(__file__).parents[1],
+        subprocess.PIPE,
+        os.environ | {"NUMPY_MADVISE_HUGEPAGE": "0"},
+    )
+    with subprocess.Popen(
+        command, cwd=root, env=environment, stdin=pipe, stdout=pipe, text=True
+    ) as process:
         assert process.stdin and process.stdout
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(f"{name}, {dtype}: the loading process failed to start")
@@ -167,7 +197,9 @@ def load_once(name: str, dtype: str, folder: Path, sizes: Sizes) -> tuple[float,
     return float(line), peak - before
 
 
-def measure(folder: Path, sizes: Sizes, dtype: str, loaders: Iterable[str], rounds: int) -> dict[str, Any]:
+def measure(
+    folder: Path, sizes: Sizes, dtype: str, loaders: Iterable[str], rounds: int
+) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in loaders}
     peaks: dict[str, list[float]] = {name: [] for name in loaders}
     weights = weight_bytes([trace(sizes, dtype)])
@@ -179,18 +211,24 @@ def measure(folder: Path, sizes: Sizes, dtype: str, loaders: Iterable[str], roun
     return {
         "weights_bytes": weights,
         "seconds": {name: Spread.of(s) for name, s in seconds.items()},
-        "ratio_to_plain": {name: ratios(seconds, name, "plain") for name in seconds if name != "plain"},
+        "ratio_to_plain": {
+            name: ratios(seconds, name, "plain") for name in seconds if name != "plain"
+        },
         "peak_per_weights": {name: Spread.of(p) for name, p in peaks.items()},
     }
 
 
 def main(argv: list[str] | None = None) -> dict | None:
     parser = argparse.ArgumentParser(description="loading weights: time and peak memory")
-    parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=LOADERS, metavar="NAME", help=str(LOADERS))
+    parser.add_argument(
+        "--loaders", nargs="+", choices=LOADERS, default=LOADERS, metavar="NAME", help=str(LOADERS)
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a toy checkpoint, to see that it runs")
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is written (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the checkpoint is written (default: a temporary folder)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -208,11 +246,15 @@ def main(argv: list[str] | None = None) -> dict | None:
             facts[f"{part}_bytes"] = (folder / f"{part}.safetensors").stat().st_size
             print(f"{part} of {facts[f'{part}_bytes'] / 1e9:.2f} GB in bfloat16")
         for dtype in args.dtypes:
-            found = facts[dtype] = measure(folder, sizes, dtype, dict.fromkeys(("plain", *args.loaders)), args.rounds)
+            found = facts[dtype] = measure(
+                folder, sizes, dtype, dict.fromkeys(("plain", *args.loaders)), args.rounds
+            )
             for loader_name, spread in found["seconds"].items():
                 ratio = found["ratio_to_plain"].get(loader_name, "1")
                 peak = found["peak_per_weights"][loader_name]
-                print(f"{dtype} {loader_name:9} {spread} s = {ratio} x plain; peak {peak.median:.3f} x weights")
+                print(
+                    f"{dtype} {loader_name:9} {spread} s = {ratio} x plain; peak {peak.median:.3f} x weights"
+                )
     record(args.output, facts)
     return facts
 

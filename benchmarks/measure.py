@@ -43,7 +43,10 @@ class Spread:
 
 
 def interleaved(
-    runs: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1, clock: Callable[[], float] = time.perf_counter
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of every run in every round, in turn; each run returns only when its work is done."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -77,7 +80,9 @@ def machine(*packages: str) -> dict[str, Any]:
     commit = os.environ.get("COMMIT")
     if commit is None and shutil.which("git"):
         words = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(words, capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+        commit = subprocess.run(
+            words, capture_output=True, text=True, cwd=RESULTS.parent
+        ).stdout.strip()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{processor()}, {os.cpu_count()} cores",

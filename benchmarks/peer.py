@@ -43,18 +43,34 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.names import GEMMA, component_of, to_diffusers
 
 Tensors = dict[str, torch.Tensor]
-UNUSED = ("encoder", "model.vision_tower", "model.multi_modal_projector")  # submodules that text to video never calls
-SCALES = {"guidance_scale": CFG, "stg_scale": STG, "modality_scale": MODALITY, "guidance_rescale": RESCALE}
+UNUSED = (
+    "encoder",
+    "model.vision_tower",
+    "model.multi_modal_projector",
+)  # submodules that text to video never calls
+SCALES = {
+    "guidance_scale": CFG,
+    "stg_scale": STG,
+    "modality_scale": MODALITY,
+    "guidance_rescale": RESCALE,
+}
 
 
-def checkpoint_tensors(graph: Graph, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_tensors(
+    graph: Graph, weights: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint's tensors as views of loaded weights, those that are packed cut apart."""
     layouts = graph.all_layouts()
     for declared, (_, count) in graph.all_params().items():
         parts = layouts[declared].parts
         for layer in range(count):
-            pieces = weights[declared.replace("*", str(layer))].split([shape[0] for _, shape in parts])
-            yield from ((name.replace("*", str(layer)), x) for (name, _), x in zip(parts, pieces, strict=True))
+            pieces = weights[declared.replace("*", str(layer))].split(
+                [shape[0] for _, shape in parts]
+            )
+            yield from (
+                (name.replace("*", str(layer)), x)
+                for (name, _), x in zip(parts, pieces, strict=True)
+            )
 
 
 def held_tensors(session: Session, call: Call) -> Iterator[tuple[str, torch.Tensor]]:
@@ -70,10 +86,14 @@ def transformer_tensors(session: Session, call: Call) -> Tensors:
     return dict(held_tensors(session, call))
 
 
-def over(tensors: Mapping[str, torch.Tensor], module: type[torch.nn.Module], *config: Any, **sizes: Any) -> Any:
+def over(
+    tensors: Mapping[str, torch.Tensor], module: type[torch.nn.Module], *config: Any, **sizes: Any
+) -> Any:
     """A module whose parameters are these very tensors; buffers that they lack are as the module computes them."""
     with init_empty_weights(include_buffers=False):
-        made = module(*config, **{name: value for name, value in sizes.items() if not name.startswith("_")})
+        made = module(
+            *config, **{name: value for name, value in sizes.items() if not name.startswith("_")}
+        )
     for name in UNUSED:
         parent, _, child = name.rpartition(".")
         if name in dict(made.named_modules()):
@@ -109,7 +129,10 @@ class Peer:
 
     def __init__(self, session: Session, plan: Plan):
         config, dtype = session.config, DTYPES[session.dtype]
-        self.request, self.stages = plan.request, [stage for stage in plan.stages if isinstance(stage, Denoise)]
+        self.request, self.stages = (
+            plan.request,
+            [stage for stage in plan.stages if isinstance(stage, Denoise)],
+        )
         calls = [call for stage in plan.stages for call in stage.needs(config)]
         others = {call.weights: call for call in calls if call.steps is None}.values()
         held = (held_tensors(session, call) for call in others)
@@ -119,21 +142,35 @@ class Peer:
         if session.options.compile:
             transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
         folder = session.checkpoint.require_tokenizer().parent
-        gemma = parts["gemma"] | {"lm_head.weight": parts["gemma"]["model.language_model.embed_tokens.weight"]}
+        gemma = parts["gemma"] | {
+            "lm_head.weight": parts["gemma"]["model.language_model.embed_tokens.weight"]
+        }
         vocoder = configs.diffusers_vocoder_json(config.vocoder)
         if config.vocoder.bandwidth_extension:
-            vocoder |= {"final_act_fn": "clamp"}  # the official rule, whatever a diffusers config says
-        vae = over(parts["video_vae"], AutoencoderKLLTX2Video, **configs.diffusers_video_vae_json(config.video_vae))
+            vocoder |= {
+                "final_act_fn": "clamp"
+            }  # the official rule, whatever a diffusers config says
+        vae = over(
+            parts["video_vae"],
+            AutoencoderKLLTX2Video,
+            **configs.diffusers_video_vae_json(config.video_vae),
+        )
         self.pipe = LTX2Pipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(),
             vae=vae,
             audio_vae=over(
-                parts["audio_vae"], AutoencoderKLLTX2Audio, **configs.diffusers_audio_vae_json(config.audio_vae)
+                parts["audio_vae"],
+                AutoencoderKLLTX2Audio,
+                **configs.diffusers_audio_vae_json(config.audio_vae),
             ),
-            text_encoder=over(gemma, Gemma3ForConditionalGeneration, Gemma3Config.from_pretrained(folder)),
+            text_encoder=over(
+                gemma, Gemma3ForConditionalGeneration, Gemma3Config.from_pretrained(folder)
+            ),
             tokenizer=AutoTokenizer.from_pretrained(folder),
             connectors=over(
-                parts["text"], LTX2TextConnectors, **configs.diffusers_text_json(config.text, config.transformer)
+                parts["text"],
+                LTX2TextConnectors,
+                **configs.diffusers_text_json(config.text, config.transformer),
             ),
             transformer=transformer,
             vocoder=over(
@@ -155,7 +192,12 @@ class Peer:
         """From the prompt to the frames and the waveform on the host. max_steps: of each stage, None: all."""
         request, video, audio = self.request, None, None
         prompt, negative = (*request.prompts, None)[:2]
-        names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+        names = (
+            "prompt_embeds",
+            "prompt_attention_mask",
+            "negative_prompt_embeds",
+            "negative_prompt_attention_mask",
+        )
         encoded = self.pipe.encode_prompt(prompt, negative, negative is not None)
         common: dict[str, Any] = dict(zip(names, encoded, strict=True)) | {
             "num_frames": request.num_frames,
@@ -178,18 +220,26 @@ class Peer:
         frames = (video[0] * 255).round().to(torch.uint8).permute(0, 2, 3, 1)  # type: ignore[index]
         return Clip(frames.cpu().numpy(), audio[0].float().cpu().numpy())  # type: ignore[index]
 
-    def start(self, stage: Denoise, video: torch.Tensor | None, audio: torch.Tensor | None) -> dict[str, Any]:
+    def start(
+        self, stage: Denoise, video: torch.Tensor | None, audio: torch.Tensor | None
+    ) -> dict[str, Any]:
         """The latents at the first sigma, on our noise. Given and returned as pipelines hand them on: denormalised."""
         pipe, g = self.pipe, stage.geometry
-        pictures, sounds = ((part.latents_mean, part.latents_std) for part in (pipe.vae, pipe.audio_vae))
+        pictures, sounds = (
+            (part.latents_mean, part.latents_std) for part in (pipe.vae, pipe.audio_vae)
+        )
         x = {
-            m: torch.from_numpy(stage.noise.draw(f"{stage.name}.{m}", state.shape[1:])).to(pipe.device)
+            m: torch.from_numpy(stage.noise.draw(f"{stage.name}.{m}", state.shape[1:])).to(
+                pipe.device
+            )
             for m, state in stage.blank.items()
         }
         before = {m: torch.zeros_like(noise) for m, noise in x.items()}
         if video is not None and audio is not None:
             before["video"] = pipe._pack_latents(pipe._normalize_latents(video.float(), *pictures))
-            before["audio"] = pipe._normalize_audio_latents(pipe._pack_audio_latents(audio.float()), *sounds)
+            before["audio"] = pipe._normalize_audio_latents(
+                pipe._pack_audio_latents(audio.float()), *sounds
+            )
         x = {m: torch.lerp(before[m], noise, float(stage.sigmas[0])) for m, noise in x.items()}
         grid = pipe._unpack_latents(x["video"], g.frames, g.rows, g.columns)
         sound = pipe._denormalize_audio_latents(x["audio"], *sounds)

@@ -39,7 +39,11 @@ from ltx2rt.media.output import write_wav
 
 COUNT = 64
 HELD_OUT = 4  # every fourth
-NONE = {f"{m}_{name}": value for m in ("video", "audio") for name, value in (("cfg", 1), ("stg", 0), ("modality", 1))}
+NONE = {
+    f"{m}_{name}": value
+    for m in ("video", "audio")
+    for name, value in (("cfg", 1), ("stg", 0), ("modality", 1))
+}
 # More devices than cores: a thread may come late to a rendezvous, which XLA takes for a deadlock after 40 s.
 XLA = "--xla_force_host_platform_device_count={} --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
@@ -64,7 +68,9 @@ class Row:
         return self.clip.get("pipeline") not in ("retake", "t2a")
 
 
-def _torch(part: float = 1.0, given: str = "", lora: bool = False, same: str = "", **clip: Any) -> Row:
+def _torch(
+    part: float = 1.0, given: str = "", lora: bool = False, same: str = "", **clip: Any
+) -> Row:
     return Row({"backend": "cuda"}, clip, given, part, lora, same)
 
 
@@ -74,14 +80,18 @@ ROWS = {
     REFERENCE: Row({"backend": "cuda"}),
     "JAX": Row({"backend": "tpu"}, same=REFERENCE),
     "two processes, tensor=2": Row({"backend": "cuda"}, part=0.25, same=REFERENCE, ranks=2),
-    f"eight devices, {EIGHT}": Row({"backend": "tpu", "mesh": EIGHT}, part=0.25, same=REFERENCE, devices=8),
+    f"eight devices, {EIGHT}": Row(
+        {"backend": "tpu", "mesh": EIGHT}, part=0.25, same=REFERENCE, devices=8
+    ),
     "bfloat16": Row({"backend": "cuda", "dtype": "bfloat16"}, same=REFERENCE),
     "float8": Row({"backend": "cuda", "weights_dtype": "float8"}, same=REFERENCE),
     "without any guidance": _torch(**NONE),
     "`one-stage`": _torch(pipeline="one-stage"),
     "`one-stage`, without CFG": _torch(pipeline="one-stage", video_cfg=1, audio_cfg=1),
     "`one-stage`, without STG": _torch(pipeline="one-stage", video_stg=0, audio_stg=0),
-    "`one-stage`, without modality guidance": _torch(pipeline="one-stage", video_modality=1, audio_modality=1),
+    "`one-stage`, without modality guidance": _torch(
+        pipeline="one-stage", video_modality=1, audio_modality=1
+    ),
     "`one-stage`, without any guidance": _torch(pipeline="one-stage", **NONE),
     "`distilled`": _torch(pipeline="distilled", lora=True),
     "`hq`": _torch(pipeline="hq"),
@@ -89,7 +99,9 @@ ROWS = {
     "`distilled`, with an image": _torch(pipeline="distilled", given="image", lora=True),
     "`keyframes`": _torch(pipeline="keyframes", given="first and last"),
     "`a2v`": _torch(pipeline="a2v", given="sound"),
-    "`retake`, 0.35 to 0.7 s": _torch(pipeline="retake", given="clip", lora=True, start_time=0.35, end_time=0.7),
+    "`retake`, 0.35 to 0.7 s": _torch(
+        pipeline="retake", given="clip", lora=True, start_time=0.35, end_time=0.7
+    ),
     "`t2a`": _torch(pipeline="t2a", num_frames=FRAMES),
     **{
         f"`one-stage`, {words}": _torch(pipeline="one-stage", same=ONE_STAGE, **given)
@@ -121,7 +133,9 @@ def asked(number: int) -> Clip:
 def _images(clip: Clip, path: Path, *frames: int) -> dict[str, Any]:
     named = []
     for i in frames:
-        Image.fromarray(_bytes(clip.frames(first=i, count=1)[0])).save(path.with_suffix(f".{i}.png"))
+        Image.fromarray(_bytes(clip.frames(first=i, count=1)[0])).save(
+            path.with_suffix(f".{i}.png")
+        )
         named.append(f"{path.with_suffix(f'.{i}.png')}:{i}")
     return {"image": named, "image_crf": 0}
 
@@ -161,7 +175,10 @@ def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, 
     """
     if name == DRAWN:
         drawn = map(asked, range(count))
-        return [_of(i, marks(clip, _bytes(clip.frames()), clip.sound(), RATE)) for i, clip in enumerate(drawn)]
+        return [
+            _of(i, marks(clip, _bytes(clip.frames()), clip.sound(), RATE))
+            for i, clip in enumerate(drawn)
+        ]
     row, found, first = ROWS[name], [], {}
     numbers = range(max(1, round(count * row.part)))
     with ltx2rt.open(model, **options(row, model)) as session:
@@ -174,7 +191,9 @@ def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, 
             parts = {"frames": made.frames, "waveform": made.waveform}
             first = first or parts
             if found and i == 0:
-                found[0]["repeats"] = all(np.array_equal(parts[name], first[name]) for name in parts)
+                found[0]["repeats"] = all(
+                    np.array_equal(parts[name], first[name]) for name in parts
+                )
                 break
             of = _of(i, marks(clip, frames, made.waveform, made.sample_rate)) | {"cpu_s": cpu_s}
             if "image" in given and frames is not None:
@@ -203,7 +222,9 @@ def _of(number: int, found: Mapping[str, Any]) -> dict[str, Any]:
     return {"held_out": number % HELD_OUT == 0, **found}
 
 
-def _distance(reference: Any, frames: np.ndarray, waveform: np.ndarray | None, rate: int) -> dict[str, Any]:
+def _distance(
+    reference: Any, frames: np.ndarray, waveform: np.ndarray | None, rate: int
+) -> dict[str, Any]:
     a, b = reference["frames"], frames
     scores = [ssim(luma(x), luma(y)) for x, y in zip(a, b, strict=True)]
     found: dict[str, Any] = {"psnr_db": psnr_db(a, b), "ssim": float(np.mean(scores))}
@@ -220,20 +241,33 @@ def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
     a unit, the lowest PSNR too."""
     found: dict[str, Any] = {"clips": len(clips), "repeats": clips[0].get("repeats")}
     for name in ("colour", "shape", "motion", "background", "pitch", "clicked", "silent"):
-        parts = [[c[name] for c in clips if name in c and c["held_out"] is held] for held in (False, True)]
+        parts = [
+            [c[name] for c in clips if name in c and c["held_out"] is held]
+            for held in (False, True)
+        ]
         if any(parts):
             found[name] = [round(float(np.mean(part)), 4) if part else None for part in parts]
     for name in ("lag_ms", "frame 0", "psnr_db", "ssim", "audio_corr", "mel_l1", "rms_db", "cpu_s"):
-        values = [abs(c[name]) if name in ("lag_ms", "rms_db") else c[name] for c in clips if c.get(name) is not None]
+        values = [
+            abs(c[name]) if name in ("lag_ms", "rms_db") else c[name]
+            for c in clips
+            if c.get(name) is not None
+        ]
         if values:
             found[name] = round(float(np.median(values)), 6)
     if "psnr_db" in found:
         found["lowest_psnr_db"] = round(min(c["psnr_db"] for c in clips), 2)
-    for name, worst in (("audio_corr", min), ("mel_l1", max), ("rms_db", lambda x: max(map(abs, x)))):
+    for name, worst in (
+        ("audio_corr", min),
+        ("mel_l1", max),
+        ("rms_db", lambda x: max(map(abs, x))),
+    ):
         if values := [c[name] for c in clips if c.get(name) is not None]:
             found[f"worst_{name}"] = round(float(worst(values)), 4)
     if "onsets_a" in clips[0]:
-        found["onsets_equal"] = round(float(np.mean([c["onsets_a"] == c["onsets_b"] for c in clips])), 4)
+        found["onsets_equal"] = round(
+            float(np.mean([c["onsets_a"] == c["onsets_b"] for c in clips])), 4
+        )
     return found
 
 
@@ -244,12 +278,27 @@ def start(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row in a process, or several, of its own. Raises RuntimeError with what it said if it fails."""
     row = ROWS.get(name, Row())
     output = args.folder / f"{place(name)}.json"
-    words = ["-m", "benchmarks.quality", "--rows", name, "--worker", output, "--folder", args.folder]
+    words = [
+        "-m",
+        "benchmarks.quality",
+        "--rows",
+        name,
+        "--worker",
+        output,
+        "--folder",
+        args.folder,
+    ]
     words += ["--model", args.model, "--count", args.count]
     if row.ranks > 1:
         words = ["-m", "torch.distributed.run", "--nproc-per-node", row.ranks, *words]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"XLA_FLAGS": XLA.format(row.devices)} if row.devices > 1 else {})
-    ran = subprocess.run([sys.executable, *map(str, words)], env=env, capture_output=True, text=True)
+    env = (
+        os.environ
+        | {"OMP_NUM_THREADS": "1"}
+        | ({"XLA_FLAGS": XLA.format(row.devices)} if row.devices > 1 else {})
+    )
+    ran = subprocess.run(
+        [sys.executable, *map(str, words)], env=env, capture_output=True, text=True
+    )
     if ran.returncode:
         raise RuntimeError(f"{name}: {ran.stderr[-2000:]}")
     return json.loads(output.read_text())
@@ -257,21 +306,45 @@ def start(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown; of two percentages the first is of combinations that were trained."""
-    head = ["", "clips", "colour", "shape", "motion", "pitch", "click at a bounce", "lag", "no click else"]
+    head = [
+        "",
+        "clips",
+        "colour",
+        "shape",
+        "motion",
+        "pitch",
+        "click at a bounce",
+        "lag",
+        "no click else",
+    ]
     head += ["from the reference: PSNR (lowest)", "SSIM", "sound", "frame 0", "repeat"]
     lines = [head, ["---"] * len(head)]
     for name, row in rows.items():
         psnr = f"{row['psnr_db']:.1f} dB ({row['lowest_psnr_db']:.1f})" if "psnr_db" in row else ""
-        cells = [name, str(row["clips"]), *(_share(row.get(key)) for key in ("colour", "shape", "motion", "pitch"))]
-        cells += [_share(row.get("clicked")), _unit(row.get("lag_ms"), "{:.0f} ms"), _share(row.get("silent")), psnr]
+        cells = [
+            name,
+            str(row["clips"]),
+            *(_share(row.get(key)) for key in ("colour", "shape", "motion", "pitch")),
+        ]
+        cells += [
+            _share(row.get("clicked")),
+            _unit(row.get("lag_ms"), "{:.0f} ms"),
+            _share(row.get("silent")),
+            psnr,
+        ]
         cells += [_unit(row.get("ssim"), "{:.4f}"), _unit(row.get("audio_corr"), "{:.4f}")]
-        cells += [_unit(row.get("frame 0"), "{:.1f} dB"), {True: "equal", False: "differs"}.get(row["repeats"], "")]
+        cells += [
+            _unit(row.get("frame 0"), "{:.1f} dB"),
+            {True: "equal", False: "differs"}.get(row["repeats"], ""),
+        ]
         lines.append(cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _share(parts: Iterable[float | None] | None) -> str:
-    return " / ".join("-" if part is None else f"{100 * part:.0f}" for part in parts) if parts else ""
+    return (
+        " / ".join("-" if part is None else f"{100 * part:.0f}" for part in parts) if parts else ""
+    )
 
 
 def _unit(value: float | None, form: str) -> str:
@@ -281,9 +354,15 @@ def _unit(value: float | None, form: str) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="what each way of making a clip costs in quality")
     parser.add_argument("--model", type=Path, default=Path("examples/tiny-trained"))
-    parser.add_argument("--count", type=int, default=COUNT, help="of prompts, each with its own seed")
-    parser.add_argument("--rows", nargs="*", choices=(DRAWN, *ROWS), default=(DRAWN, *ROWS), metavar="ROW")
-    parser.add_argument("--folder", type=Path, default=Path("demo/quality"), help="what rows leave for each other")
+    parser.add_argument(
+        "--count", type=int, default=COUNT, help="of prompts, each with its own seed"
+    )
+    parser.add_argument(
+        "--rows", nargs="*", choices=(DRAWN, *ROWS), default=(DRAWN, *ROWS), metavar="ROW"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("demo/quality"), help="what rows leave for each other"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "quality.json")
     parser.add_argument("--jobs", type=int, default=2, help="rows at a time")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -308,7 +387,9 @@ def main(argv: list[str] | None = None) -> None:
         rows = facts["rows"] | {name: summary(clips) | {"commit": machine()["commit"]}}
         facts["rows"] = {n: rows[n] for n in (DRAWN, *ROWS) if n in rows}
         args.output.write_text(json.dumps(facts | machine("torch", "jax"), indent=1) + "\n")
-        print(f"{name}: {len(clips)} clips, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{name}: {len(clips)} clips, {time.time() - began:.0f} s", file=sys.stderr, flush=True
+        )
 
     first = [name for name in args.rows if name in KEPT]
     for names in (first, [name for name in args.rows if name not in KEPT]):

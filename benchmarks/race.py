@@ -53,7 +53,9 @@ def cases(device: torch.device, shrink: int) -> list[tuple[str, int, Callable[[]
     for batch, queries, keys, heads, dim in ATTENTION:
         queries, keys = (max(1, n // shrink) for n in (queries, keys))
         shape = f"{batch}x{queries}x{keys}x{heads}x{dim}"
-        q, k, v = (drawn(device, batch, n, heads, dim).transpose(1, 2) for n in (queries, keys, keys))
+        q, k, v = (
+            drawn(device, batch, n, heads, dim).transpose(1, 2) for n in (queries, keys, keys)
+        )
         mask = torch.zeros(1, 1, queries, keys, device=device, dtype=q.dtype)
         for name, kernel in TORCH.items():
             for given in (None, mask) if queries == keys and name != "flash2" else (None,):
@@ -63,10 +65,16 @@ def cases(device: torch.device, shrink: int) -> list[tuple[str, int, Callable[[]
                         return F.scaled_dot_product_attention(q, k, v, mask)
 
                 with_mask = " with a mask" if given is not None else ""
-                found.append((f"{name} {shape}{with_mask}", 4 * batch * queries * keys * heads * dim, attend))
+                found.append(
+                    (f"{name} {shape}{with_mask}", 4 * batch * queries * keys * heads * dim, attend)
+                )
     for rows, inner, columns in PRODUCTS:
         rows, inner, columns = (max(16, n // shrink) for n in (rows, inner, columns))
-        x, weight, bias = drawn(device, rows, inner), drawn(device, columns, inner), drawn(device, columns)
+        x, weight, bias = (
+            drawn(device, rows, inner),
+            drawn(device, columns, inner),
+            drawn(device, columns),
+        )
         flop, shape = 2 * rows * inner * columns, f"{rows}x{inner}x{columns}"
         found.append((f"bfloat16 {shape}", flop, lambda x=x, w=weight, b=bias: F.linear(x, w, b)))
         (values, row_scale), (packed, scale) = quantise_rows(x), quantise_rows(weight)
@@ -97,10 +105,16 @@ def timed(run: Callable[[], Any], device: torch.device, rounds: int) -> Spread:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="attention kernels and products of a step against each other")
+    parser = argparse.ArgumentParser(
+        description="attention kernels and products of a step against each other"
+    )
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--shrink", type=int, default=1, help="divides tokens and widths (default: 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each row (default: 5)")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divides tokens and widths (default: 1)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measurements of each row (default: 5)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the rows")
     args = parser.parse_args()
     device, rows = torch.device(args.device), []

@@ -30,7 +30,9 @@ from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.files import TensorInfo, cut
 from ltx2rt.weights.random.make import Tensor, make_checkpoint, values
 
-LARGE = 2**20  # elements; all tensors of the tiny models are smaller, so that they are the same on every device
+LARGE = (
+    2**20
+)  # elements; all tensors of the tiny models are smaller, so that they are the same on every device
 
 
 class RandomBackend(CudaBackend):
@@ -58,7 +60,9 @@ class RandomBackend(CudaBackend):
                         weights[name] = base[name]
                         continue
                     drawn = [
-                        self._piece_of(piece, shape, cuts, layout.encoding, DTYPES[value.type.dtype])
+                        self._piece_of(
+                            piece, shape, cuts, layout.encoding, DTYPES[value.type.dtype]
+                        )
                         for (piece, *cuts), shape in zip(pieces, shapes, strict=True)
                     ]
                     weights[name] = drawn[0] if len(drawn) == 1 else self._joined(drawn, value.type)
@@ -70,19 +74,32 @@ class RandomBackend(CudaBackend):
         return joined
 
     def _piece_of(
-        self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut], encoding: str | None, dtype: torch.dtype
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cuts: Sequence[Cut],
+        encoding: str | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         if encoding is None:
             return self._draw(name, shape, cuts, dtype)
-        return quantise_rows(self._draw(name, shape, cuts, torch.bfloat16))[("float8", "scale").index(encoding)]
+        return quantise_rows(self._draw(name, shape, cuts, torch.bfloat16))[
+            ("float8", "scale").index(encoding)
+        ]
 
-    def _draw(self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut], dtype: torch.dtype) -> torch.Tensor:
+    def _draw(
+        self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut], dtype: torch.dtype
+    ) -> torch.Tensor:
         layout = {"memory_format": self.memory_format(len(shape))}
         if prod(shape) <= LARGE:
             array = values(Tensor(name, TensorInfo(shape, np.dtype(np.float32))), self.seed)
-            return torch.from_numpy(np.array(cut(array, *cuts))).to(self.torch_device, dtype, **layout)
+            return torch.from_numpy(np.array(cut(array, *cuts))).to(
+                self.torch_device, dtype, **layout
+            )
         key = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
-        generator = torch.Generator(self.torch_device).manual_seed(int.from_bytes(key[:8], "little", signed=True))
+        generator = torch.Generator(self.torch_device).manual_seed(
+            int.from_bytes(key[:8], "little", signed=True)
+        )
         whole = torch.empty(shape, dtype=dtype, device=self.torch_device, **layout)
         whole.normal_(0, prod(shape[1:]) ** -0.5, generator=generator)
         part = whole
@@ -114,7 +131,9 @@ def random_session(
     the checkpoint is not compared. options: the other fields of `ModelOptions`."""
     with empty_checkpoint(preset) as checkpoint:
         if transformer:
-            checkpoint = replace(checkpoint, config=replace(checkpoint.config, transformer=transformer))
+            checkpoint = replace(
+                checkpoint, config=replace(checkpoint.config, transformer=transformer)
+            )
         given = ModelOptions("cuda", checkpoint.path, **options)
         session = RepeatingSession(checkpoint, RandomBackend(given.device, given.mesh), given)
         if transformer:

@@ -17,7 +17,11 @@ APART = 0.25  # from the background, in RGB of [0, 1]: half as far as the neares
 LEAST_AREA = 0.004  # of the picture; the smallest shape there has 0.012
 # How a shape leans to its tip, skewness of y, and how square it is, mean of r^4 cos(4 angle) by that of r^2, squared.
 MOMENTS = {"circle": (0.0, 0.0), "square": (0.0, -0.6), "triangle": (-0.566, 0.048)}
-SLIDE, GROWTH, BOUNCE = 0.48, np.log(2.9), 0.33  # a typical way in sides, growth of the radius, height in sides
+SLIDE, GROWTH, BOUNCE = (
+    0.48,
+    np.log(2.9),
+    0.33,
+)  # a typical way in sides, growth of the radius, height in sides
 CLICK_HZ = (1.5 * max(PITCHES.values()), 2600.0)  # clicks are at 1800
 QUIETEST_CLICK = 0.02  # of full scale
 SEMITONE = 2 ** (1 / 12)
@@ -53,7 +57,13 @@ def see(frames: np.ndarray, fps: float = FPS) -> Seen:
     moments = np.median(poses[:, 2:], 0)
     shape = min(MOMENTS, key=lambda name: float(((moments - MOMENTS[name]) ** 2).sum()))
     seconds, x, y = there / fps, poses[:, 0], poses[:, 1]
-    return Seen(colour, shape, _motion(seconds, x, y, np.log(area[there]) / 2), background, _lowest(seconds, y))
+    return Seen(
+        colour,
+        shape,
+        _motion(seconds, x, y, np.log(area[there]) / 2),
+        background,
+        _lowest(seconds, y),
+    )
 
 
 def nearest(colour: np.ndarray, names: Mapping[str, tuple[float, float, float]]) -> str:
@@ -74,7 +84,12 @@ def _pose(mask: np.ndarray) -> tuple[float, float, float, float]:
     spread = (x**2 + y**2).mean()
     leaning = (y**3).mean() / max((y**2).mean(), 1e-9) ** 1.5
     fourfold = (x**4 - 6 * x**2 * y**2 + y**4).mean() / max(spread, 1e-9) ** 2
-    return columns.mean() / mask.shape[1], rows.mean() / mask.shape[0], float(leaning), float(fourfold)
+    return (
+        columns.mean() / mask.shape[1],
+        rows.mean() / mask.shape[0],
+        float(leaning),
+        float(fourfold),
+    )
 
 
 def _motion(seconds: np.ndarray, x: np.ndarray, y: np.ndarray, size: np.ndarray) -> str | None:
@@ -143,14 +158,19 @@ def lags_s(bounces_s: np.ndarray, clicks_s: np.ndarray) -> np.ndarray:
     return np.where(np.abs(lags) <= IN_TIME_S, lags, np.nan)
 
 
-def marks(asked: Clip, frames: np.ndarray | None, waveform: np.ndarray | None, rate: int) -> dict[str, float]:
+def marks(
+    asked: Clip, frames: np.ndarray | None, waveform: np.ndarray | None, rate: int
+) -> dict[str, float]:
     """1 or 0 for each thing that was asked for; of a shape that bounces, what share of its bounces has a click, and
     their median lag in ms; of one that does not, whether there is no click. What is not measured is left out."""
     found: dict[str, float] = {}
     seen = None if frames is None else see(frames)
     heard = None if waveform is None else hear(waveform, rate)
     if seen:
-        found |= {name: getattr(seen, name) == getattr(asked, name) for name in ("colour", "shape", "motion")}
+        found |= {
+            name: getattr(seen, name) == getattr(asked, name)
+            for name in ("colour", "shape", "motion")
+        }
         found["background"] = seen.background == asked.background
     if heard:
         found["pitch"] = heard.shape == asked.shape

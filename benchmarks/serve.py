@@ -45,7 +45,17 @@ class Server:
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         shape = f"{args.width}x{args.height}x{args.num_frames}:{args.pipeline}"
-        words = ["serve", "--model", args.model, "--backend", args.backend, "--device", args.device, "--data", folder]
+        words = [
+            "serve",
+            "--model",
+            args.model,
+            "--backend",
+            args.backend,
+            "--device",
+            args.device,
+            "--data",
+            folder,
+        ]
         words += ["--port", "0", "--warm", shape, "--max-user-queue", "1000"]
         self.log = folder.with_suffix(".log")
         with self.log.open("w") as log:
@@ -66,7 +76,9 @@ class Server:
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, {"content-type": "application/json"}, method=method)
+        request = Request(
+            self.url + path, data, {"content-type": "application/json"}, method=method
+        )
         with urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())
 
@@ -88,21 +100,36 @@ class Server:
     def step_s(self) -> float:
         """The mean of the first stage's steps, of all jobs."""
         with urlopen(f"{self.url}metrics", timeout=60) as answer:
-            lines = [line.split() for line in answer.read().decode().splitlines() if 'stage="stage1"' in line]
+            lines = [
+                line.split()
+                for line in answer.read().decode().splitlines()
+                if 'stage="stage1"' in line
+            ]
         found = {name.partition("{")[0]: float(value) for name, value in lines}
         return found["ltx2rt_step_seconds_sum"] / found["ltx2rt_step_seconds_count"]
 
     @property
     def worker(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+        return int(
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+            .read_text()
+            .split()[0]
+        )
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        lines = [
+            json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")
+        ]
         return [line for line in lines if line["event"] in names]
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    clip = {"width": args.width, "height": args.height, "num_frames": args.num_frames, "pipeline": args.pipeline}
+    clip = {
+        "width": args.width,
+        "height": args.height,
+        "num_frames": args.num_frames,
+        "pipeline": args.pipeline,
+    }
     clip |= {"steps": args.steps} if args.steps else {}
     server = Server(args, folder)
     try:
@@ -110,18 +137,33 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
             def loop() -> None:
                 for n in range(args.jobs):
-                    session.generate(f"a red fox, {n}", seed=n, **clip).save(folder.with_suffix(".mp4"))
+                    session.generate(f"a red fox, {n}", seed=n, **clip).save(
+                        folder.with_suffix(".mp4")
+                    )
 
             def serve() -> None:
                 for n in range(args.jobs):
-                    ids.append(server.ask("POST", "v1/videos", {"prompt": f"a red fox, {n}", "seed": n, **clip})["id"])
+                    ids.append(
+                        server.ask(
+                            "POST", "v1/videos", {"prompt": f"a red fox, {n}", "seed": n, **clip}
+                        )["id"]
+                    )
                 server.wait(ids[-1])
 
             def work() -> None:
                 for n in range(args.jobs):
                     fields = {name: value for name, value in clip.items() if name != "pipeline"}
-                    job = {"id": "j", "epoch": 1, "stem": str(folder.with_name(f"j{n}")), "pipeline": args.pipeline}
-                    job |= {"clip": {"prompt": f"a red fox, {n}", "seed": n, **fields}, "images": [], "loras": []}
+                    job = {
+                        "id": "j",
+                        "epoch": 1,
+                        "stem": str(folder.with_name(f"j{n}")),
+                        "pipeline": args.pipeline,
+                    }
+                    job |= {
+                        "clip": {"prompt": f"a red fox, {n}", "seed": n, **fields},
+                        "images": [],
+                        "loras": [],
+                    }
                     event, facts = worker.attempt(session.resident, (), job, pipe)
                     assert event == "done", facts
 
@@ -131,10 +173,17 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             server_s = (cpu_s(server.process.pid) - before_s) / len(ids)
             with open(os.devnull, "wb") as nowhere:
                 pipe = worker.Pipe(None, nowhere)
-                cpu = interleaved({"loop": loop, "work": work}, args.rounds, clock=time.process_time)
+                cpu = interleaved(
+                    {"loop": loop, "work": work}, args.rounds, clock=time.process_time
+                )
         rounds = served(server, ids, args.jobs)
-        gaps = [after["started"] - job["completed"] for jobs in rounds for job, after in pairwise(jobs)]
-        spans = [jobs[-1]["completed"] - jobs[0]["started"] + float(np.median(gaps)) for jobs in rounds[-args.rounds :]]
+        gaps = [
+            after["started"] - job["completed"] for jobs in rounds for job, after in pairwise(jobs)
+        ]
+        spans = [
+            jobs[-1]["completed"] - jobs[0]["started"] + float(np.median(gaps))
+            for jobs in rounds[-args.rounds :]
+        ]
         seconds["serve"] = spans
         gap_share = float(np.median(gaps)) * args.jobs / float(np.median(seconds["loop"]))
         added = [a / b - 1 + gap_share for a, b in zip(cpu["work"], cpu["loop"], strict=True)]
@@ -143,7 +192,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         posts = []
         for n in range(args.posts):
             start = time.perf_counter()
-            ids.append(server.ask("POST", "v1/videos", {"prompt": f"later, {n}", "seed": n, **long})["id"])
+            ids.append(
+                server.ask("POST", "v1/videos", {"prompt": f"later, {n}", "seed": n, **long})["id"]
+            )
             posts.append(time.perf_counter() - start)
         cancels = []
         for id in ids[-args.posts :][: args.rounds]:
@@ -159,10 +210,14 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         server.process.send_signal(signal.SIGTERM)
         server.process.wait()
     return {
-        "job_s": {name: Spread.of([one / args.jobs for one in taken]) for name, taken in seconds.items()},
+        "job_s": {
+            name: Spread.of([one / args.jobs for one in taken]) for name, taken in seconds.items()
+        },
         "serve_to_loop": ratios(seconds, "serve", "loop"),
         "serve_to_loop_95": interval([a / b for a, b in zip(spans, seconds["loop"], strict=True)]),
-        "cpu_s": {name: Spread.of([one / args.jobs for one in taken]) for name, taken in cpu.items()},
+        "cpu_s": {
+            name: Spread.of([one / args.jobs for one in taken]) for name, taken in cpu.items()
+        },
         "cpu_work_to_loop": ratios(cpu, "work", "loop"),
         "added": Spread.of(added),
         "added_95": interval(added),
@@ -200,7 +255,9 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="auto")
@@ -214,7 +271,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args, Path(folder) / "serve")
     for name, value in found.items():
-        print(f"{name:<14} {value if not isinstance(value, dict) else ', '.join(f'{k} {v}' for k, v in value.items())}")
+        print(
+            f"{name:<14} {value if not isinstance(value, dict) else ', '.join(f'{k} {v}' for k, v in value.items())}"
+        )
     facts = {
         "benchmark": "serve", **machine("starlette", "uvicorn"), "model": args.model.name, "backend": args.backend,
         "clip": f"{args.width}x{args.height}x{args.num_frames}, {args.pipeline}, steps {args.steps or 'default'}",

@@ -86,7 +86,16 @@ class Shape:
 
 
 MID = Shape()
-TINY = replace(MID, layers=2, heads=2, head_dim=12, audio_head_dim=6, grid=(3, 2, 3), audio_tokens=5, text_tokens=7)
+TINY = replace(
+    MID,
+    layers=2,
+    heads=2,
+    head_dim=12,
+    audio_head_dim=6,
+    grid=(3, 2, 3),
+    audio_tokens=5,
+    text_tokens=7,
+)
 
 
 class Contest:
@@ -101,19 +110,35 @@ class Contest:
         self.inputs: dict[str, np.ndarray] = {}
         for name, channels in (("video", c.video_channels), ("audio", c.audio_channels)):
             width = c.caption_channels if c.caption_projection else widths[name]
-            self.inputs[f"{name}_latent"] = rng.standard_normal((batch, tokens[name], channels), np.float32)
-            self.inputs[f"{name}_context"] = rng.standard_normal((batch, shape.text_tokens, width), np.float32)
+            self.inputs[f"{name}_latent"] = rng.standard_normal(
+                (batch, tokens[name], channels), np.float32
+            )
+            self.inputs[f"{name}_context"] = rng.standard_normal(
+                (batch, shape.text_tokens, width), np.float32
+            )
             self.inputs[f"{name}_sigma"] = np.full(batch, 0.7, np.float32)
         rope = LTX2AudioVideoRotaryPosEmbed(c.width, modality="video")
-        audio_rope = LTX2AudioVideoRotaryPosEmbed(c.audio_width, modality="audio", scale_factors=(4,))
+        audio_rope = LTX2AudioVideoRotaryPosEmbed(
+            c.audio_width, modality="audio", scale_factors=(4,)
+        )
         self.video_positions = rope.prepare_video_coords(1, *shape.grid, "cpu", fps=24.0)
         self.audio_positions = audio_rope.prepare_audio_coords(1, shape.audio_tokens, "cpu")
-        feeds = transformer.position_feeds(c, self.video_positions[0].numpy(), self.audio_positions[0].numpy())
+        feeds = transformer.position_feeds(
+            c, self.video_positions[0].numpy(), self.audio_positions[0].numpy()
+        )
         structure = transformer.ForwardShape(
-            batch, tokens["video"], tokens["audio"], shape.text_tokens, transformer.coordinate_counts(feeds)
+            batch,
+            tokens["video"],
+            tokens["audio"],
+            shape.text_tokens,
+            transformer.coordinate_counts(feeds),
         )
         self.graph = transformer.trace(c, structure, "float32")
-        self.feeds = self.inputs | feeds | {f"{m}_levels": self.inputs[f"{m}_sigma"][:, None] for m in tokens}
+        self.feeds = (
+            self.inputs
+            | feeds
+            | {f"{m}_levels": self.inputs[f"{m}_sigma"][:, None] for m in tokens}
+        )
         self.params = random_params(self.graph, seed)
 
     def diffusers(self) -> Callable[[], dict[str, np.ndarray]]:
@@ -138,7 +163,10 @@ class Contest:
 
     def ours(self, name: str, device: str) -> Callable[[], dict[str, np.ndarray]]:
         backend = get_backend(name, device)
-        weights, program = backend.load([self.graph], ArraySource(self.params)), backend.lower(self.graph)
+        weights, program = (
+            backend.load([self.graph], ArraySource(self.params)),
+            backend.lower(self.graph),
+        )
         return lambda: {k: backend.to_host(v) for k, v in program(weights, self.feeds).items()}
 
 
@@ -158,18 +186,24 @@ def matmul_rate(backends: tuple[str, ...], rows: int, width: int, rounds: int = 
     return 2 * a.size * b.shape[1] / min(map(min, interleaved(runs, rounds, warmup=2).values()))
 
 
-def measure(shape: Shape, backends: tuple[str, ...], device: str, rounds: int, threads: int) -> dict:
+def measure(
+    shape: Shape, backends: tuple[str, ...], device: str, rounds: int, threads: int
+) -> dict:
     """All facts of one contest. Raises RuntimeError if two implementations disagree."""
     torch.set_num_threads(threads)
     contest = Contest(shape)
-    runs = {"diffusers": contest.diffusers()} | {name: contest.ours(name, device) for name in backends}
+    runs = {"diffusers": contest.diffusers()} | {
+        name: contest.ours(name, device) for name in backends
+    }
     reference = runs["diffusers"]()
     distances = {}
     for name in backends:
         outputs = runs[name]()
         distances[name] = max(relative_l2(outputs[k], reference[k]) for k in reference)
         if not distances[name] <= SAME:
-            raise RuntimeError(f"{name} is {distances[name]:.2e} away from diffusers: there is nothing to compare")
+            raise RuntimeError(
+                f"{name} is {distances[name]:.2e} away from diffusers: there is nothing to compare"
+            )
     rate = matmul_rate(backends, int(np.prod(shape.grid)), contest.config.width)
     seconds = interleaved(runs, rounds)
     return {
@@ -202,11 +236,17 @@ class Guided:
         self.steps = len(self.sigmas) - 1
         self.pairs = trajectory("euler", self.sigmas).sigmas
         shape, feeds = stage.shape(session.config, stage.blank)
-        self.call = Call("guided-step", shape, steps=self.steps)  # no LoRA: both stages share weights
+        self.call = Call(
+            "guided-step", shape, steps=self.steps
+        )  # no LoRA: both stages share weights
         self.graph = session.graph(replace(self.call, steps=None))
-        self.start = {m: standard_normal(0, f"start.{m}", state.shape) for m, state in stage.blank.items()}
+        self.start = {
+            m: standard_normal(0, f"start.{m}", state.shape) for m, state in stage.blank.items()
+        }
         for m in self.start:
-            feeds[f"{m}_context"] = standard_normal(0, f"context.{m}", self.graph.inputs[f"{m}_context"].type.shape)
+            feeds[f"{m}_context"] = standard_normal(
+                0, f"context.{m}", self.graph.inputs[f"{m}_context"].type.shape
+            )
         self.feeds = feeds | {"guidance": stage.guidance}
 
     def ours(self, session: Session) -> Callable[[], dict[str, Any]]:
@@ -222,10 +262,14 @@ class Guided:
     def in_jax(self) -> Session:
         """A session of the other backend that holds the same weights."""
         session = Session(
-            self.session.checkpoint, get_backend("tpu", "cpu"), replace(self.session.options, backend="tpu")
+            self.session.checkpoint,
+            get_backend("tpu", "cpu"),
+            replace(self.session.options, backend="tpu"),
         )
         graph, tensors = session.graph(self.call), transformer_tensors(self.session, self.call)
-        weights = session.backend.load([graph], ArraySource({name: x.numpy() for name, x in tensors.items()}))
+        weights = session.backend.load(
+            [graph], ArraySource({name: x.numpy() for name, x in tensors.items()})
+        )
         session.weights.held[self.call.weights] = Held(weights, graph, shares=False)
         return session
 
@@ -245,19 +289,30 @@ class Guided:
             module.compile_repeated_blocks(fullgraph=True, dynamic=False)
         g, device = self.stage.geometry, self.device
         coords = {
-            "video_coords": module.rope.prepare_video_coords(1, g.frames, g.rows, g.columns, device, fps=float(g.fps)),
+            "video_coords": module.rope.prepare_video_coords(
+                1, g.frames, g.rows, g.columns, device, fps=float(g.fps)
+            ),
             "audio_coords": module.audio_rope.prepare_audio_coords(1, g.audio_latents, device),
         }
-        context = {m: torch.from_numpy(self.feeds[f"{m}_context"]).to(device, self.dtype) for m in self.start}
-        timesteps = torch.from_numpy(self.sigmas * np.float32(self.config.timestep_scale)).to(device)
+        context = {
+            m: torch.from_numpy(self.feeds[f"{m}_context"]).to(device, self.dtype)
+            for m in self.start
+        }
+        timesteps = torch.from_numpy(self.sigmas * np.float32(self.config.timestep_scale)).to(
+            device
+        )
         scales = dict(zip(("video", "audio"), self.stage.guidance.tolist(), strict=True))
         blocks, branches = list(self.stage.stg_blocks), self.stage.branches
 
-        def velocities(x: dict, rows: slice, timestep: torch.Tensor, **branch: Any) -> list[torch.Tensor]:
+        def velocities(
+            x: dict, rows: slice, timestep: torch.Tensor, **branch: Any
+        ) -> list[torch.Tensor]:
             """Of the contexts `rows`, in one batch."""
             batch = context["video"][rows].shape[0]
             video, audio = (x[m].to(self.dtype).expand(batch, -1, -1) for m in ("video", "audio"))
-            arguments = {name: value.expand(batch, -1, -1, -1) for name, value in coords.items()} | branch
+            arguments = {
+                name: value.expand(batch, -1, -1, -1) for name, value in coords.items()
+            } | branch
             found = module(
                 hidden_states=video, audio_hidden_states=audio, encoder_hidden_states=context["video"][rows],
                 audio_encoder_hidden_states=context["audio"][rows], timestep=timestep.expand(batch),
@@ -265,10 +320,14 @@ class Guided:
             )  # fmt: skip
             return [v.float() for v in found]
 
-        def step(x: dict, timestep: torch.Tensor, sigma: float, target: float) -> dict[str, torch.Tensor]:
+        def step(
+            x: dict, timestep: torch.Tensor, sigma: float, target: float
+        ) -> dict[str, torch.Tensor]:
             found = {"cond": velocities(x, slice(0, 2 if branches.uncond else 1), timestep)}
             if branches.perturbed:
-                found["stg"] = velocities(x, slice(0, 1), timestep, spatio_temporal_guidance_blocks=blocks)
+                found["stg"] = velocities(
+                    x, slice(0, 1), timestep, spatio_temporal_guidance_blocks=blocks
+                )
             if branches.isolated:
                 found["isolated"] = velocities(x, slice(0, 1), timestep, isolate_modalities=True)
             after = {}
@@ -289,7 +348,9 @@ class Guided:
         @torch.inference_mode()
         def run() -> dict[str, torch.Tensor]:
             x = {m: torch.from_numpy(start).to(device) for m, start in self.start.items()}
-            for i, (sigma, target) in enumerate(zip(self.sigmas[:-1].tolist(), self.sigmas[1:].tolist(), strict=True)):
+            for i, (sigma, target) in enumerate(
+                zip(self.sigmas[:-1].tolist(), self.sigmas[1:].tolist(), strict=True)
+            ):
                 x = step(x, timesteps[i], sigma, target)
             self.session.backend.synchronize()
             return x
@@ -297,14 +358,21 @@ class Guided:
         return run
 
 
-def measure_guided_stage(contest: Guided, rate: float, rounds: int, others: Sequence[str]) -> dict[str, Any]:
+def measure_guided_stage(
+    contest: Guided, rate: float, rounds: int, others: Sequence[str]
+) -> dict[str, Any]:
     """All facts of one stage. others: "tpu", our other backend, and ONE_STREAM. Raises RuntimeError if the
     implementations disagree."""
     cuda, peaks, outputs, kernels = contest.device.type == "cuda", {}, {}, {}
     more = {"tpu": contest.in_jax, ONE_STREAM: contest.in_one_stream}
     sessions = {"cuda": contest.session} | {name: more[name]() for name in others}
-    runs = {"diffusers": contest.diffusers()} | {name: contest.ours(session) for name, session in sessions.items()}
-    for name, run in runs.items():  # diffusers first: what ours keeps for its next run is no cost of theirs
+    runs = {"diffusers": contest.diffusers()} | {
+        name: contest.ours(session) for name, session in sessions.items()
+    }
+    for (
+        name,
+        run,
+    ) in runs.items():  # diffusers first: what ours keeps for its next run is no cost of theirs
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -313,19 +381,27 @@ def measure_guided_stage(contest: Guided, rate: float, rounds: int, others: Sequ
         if name != ONE_STREAM:  # recorded into the same memory as the other
             peaks[name] = contest.session.backend.peak_bytes()
     theirs = outputs["diffusers"]
-    distances = {name: max(relative_l2(outputs[name][m], theirs[m]) for m in theirs) for name in sessions}
+    distances = {
+        name: max(relative_l2(outputs[name][m], theirs[m]) for m in theirs) for name in sessions
+    }
     for name, distance in distances.items():
         if not distance <= ALIKE[contest.session.dtype]:
             where = f"{contest.stage.name}, {name}"
-            raise RuntimeError(f"{where}: {distance:.2e} away from diffusers: there is nothing to compare")
-    per_step = {name: [s / contest.steps for s in found] for name, found in interleaved(runs, rounds).items()}
+            raise RuntimeError(
+                f"{where}: {distance:.2e} away from diffusers: there is nothing to compare"
+            )
+    per_step = {
+        name: [s / contest.steps for s in found]
+        for name, found in interleaved(runs, rounds).items()
+    }
     activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     for name in ("diffusers", "cuda"):
         with profile(activities=activities) as profiler:
             runs[name]()
         groups = kernel_groups(profiler, cuda).items()
         kernels[name] = {
-            group: {key: row[key] / contest.steps for key in ("time_s", "launches")} | {"share": row["share"]}
+            group: {key: row[key] / contest.steps for key in ("time_s", "launches")}
+            | {"share": row["share"]}
             for group, row in groups
         }
     work = flops(contest.graph)
@@ -341,7 +417,9 @@ def measure_guided_stage(contest: Guided, rate: float, rounds: int, others: Sequ
         "share_of_matmul": {name: found / rate for name, found in speed.items()},
         "ratio_to_diffusers": {name: ratios(per_step, name, "diffusers") for name in sessions},
         "relative_l2": distances,
-        "launches": {name: sum(row["launches"] for row in found.values()) for name, found in kernels.items()},
+        "launches": {
+            name: sum(row["launches"] for row in found.values()) for name, found in kernels.items()
+        },
         "kernels": kernels,
         "peak_bytes": peaks,
     }
@@ -365,26 +443,57 @@ def lines(stage: str, found: dict[str, Any], launches: str) -> str:
 
 def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
     name = f"{'tiny' if args.tiny else 'ltx'}-{args.generation}"
-    size = dict(zip(("width", "height", "num_frames"), (128, 64, 17) if args.tiny else args.clip, strict=True))
-    facts: dict[str, Any] = {"preset": name, "clip": size, "compile": args.compile, "rounds": args.rounds, "stages": {}}
-    small = replace(MID, generation=args.generation) if args.device == "cpu" and not args.tiny else None
-    with random_session(name, small and small.transformer, **given_flags(args, ModelOptions)) as session:
+    size = dict(
+        zip(
+            ("width", "height", "num_frames"),
+            (128, 64, 17) if args.tiny else args.clip,
+            strict=True,
+        )
+    )
+    facts: dict[str, Any] = {
+        "preset": name,
+        "clip": size,
+        "compile": args.compile,
+        "rounds": args.rounds,
+        "stages": {},
+    }
+    small = (
+        replace(MID, generation=args.generation) if args.device == "cpu" and not args.tiny else None
+    )
+    with random_session(
+        name, small and small.transformer, **given_flags(args, ModelOptions)
+    ) as session:
         plan = make_plan(session, TwoStage("a fox", seed=0, steps=max(args.steps, 3), **size))
-        contests = [Guided(session, stage, args.steps) for stage in plan.stages if isinstance(stage, Denoise)]
-        facts["device"] = session.backend.device().name if args.device == "cuda" else machine()["device"]
+        contests = [
+            Guided(session, stage, args.steps)
+            for stage in plan.stages
+            if isinstance(stage, Denoise)
+        ]
+        facts["device"] = (
+            session.backend.device().name if args.device == "cuda" else machine()["device"]
+        )
         facts |= {"dtype": session.dtype, "weights_dtype": args.weights_dtype or session.dtype}
         facts["matmul_flops_per_s"] = rate = product_rate(contests[0].device, contests[0].dtype)
         head = f"{facts['device']}; {name}, {facts['dtype']}, weights in {facts['weights_dtype']}, {size}"
         if small:
-            facts["transformer"] = sizes = {name: asdict(small)[name] for name in ("layers", "heads", "head_dim")}
+            facts["transformer"] = sizes = {
+                name: asdict(small)[name] for name in ("layers", "heads", "head_dim")
+            }
             head += f", {sizes}"
         print(f"{head}; matmul {rate / 1e12:.3g} TFLOP/s")
         others = [name for name in ("tpu", ONE_STREAM) if name in args.backends]
         if args.device == "cuda":
             others = [] if args.compile else [ONE_STREAM]
         for contest in contests:
-            found = facts["stages"][contest.stage.name] = measure_guided_stage(contest, rate, args.rounds, others)
-            print(lines(contest.stage.name, found, "launches" if args.device == "cuda" else "operators"), flush=True)
+            found = facts["stages"][contest.stage.name] = measure_guided_stage(
+                contest, rate, args.rounds, others
+            )
+            print(
+                lines(
+                    contest.stage.name, found, "launches" if args.device == "cuda" else "operators"
+                ),
+                flush=True,
+            )
             record(args.output, facts)
     return facts
 
@@ -403,11 +512,15 @@ def main(argv: list[str] | None = None) -> dict:
     forward.add_argument("--batch", type=int, default=1)
     guided = parser.add_argument_group("guided steps (on a GPU)")
     guided.add_argument("--guided", action="store_true", help="on a CPU too")
-    guided.add_argument("--clip", type=int, nargs=3, default=(768, 512, 121), metavar=("WIDTH", "HEIGHT", "FRAMES"))
+    guided.add_argument(
+        "--clip", type=int, nargs=3, default=(768, 512, 121), metavar=("WIDTH", "HEIGHT", "FRAMES")
+    )
     guided.add_argument("--steps", type=int, default=3, help="of each stage in one run")
     guided.add_argument("--dtype", choices=("bfloat16", "float32"))
     guided.add_argument("--weights-dtype", choices=("bfloat16", "float8"), help="of our blocks")
-    guided.add_argument("--compile", action="store_true", help="the blocks by Inductor, ours and diffusers'")
+    guided.add_argument(
+        "--compile", action="store_true", help="the blocks by Inductor, ours and diffusers'"
+    )
     args = parser.parse_args(argv)
     if args.guided or args.device == "cuda":
         torch.set_num_threads(args.threads)

@@ -119,11 +119,21 @@ CELLS = tuple(
 
 def compile_cell(cell: Cell, times: bool = False) -> dict[str, Any]:
     """The row of one cell; times: with estimated ones. Raises RuntimeError with the command's own words if it fails."""
-    words = ["compile", "--topology", cell.topology, "--mesh", MESHES[cell.topology], *cell.flags.split(), "--json"]
+    words = [
+        "compile",
+        "--topology",
+        cell.topology,
+        "--mesh",
+        MESHES[cell.topology],
+        *cell.flags.split(),
+        "--json",
+    ]
     words += ["--times"] * times
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | ({"XLA_FLAGS": f"--xla_dump_to={folder}"} if cell.counted else {})
-        ran = subprocess.run([sys.executable, "-m", "ltx2rt", *words], capture_output=True, text=True, env=env)
+        ran = subprocess.run(
+            [sys.executable, "-m", "ltx2rt", *words], capture_output=True, text=True, env=env
+        )
         texts = [path.read_text() for path in Path(folder).glob("*after_optimizations.txt")]
     if ran.returncode:
         raise RuntimeError(f"{cell.name}, {cell.topology}: {ran.stderr.strip().splitlines()[-1]}")
@@ -132,12 +142,19 @@ def compile_cell(cell: Cell, times: bool = False) -> dict[str, Any]:
         raise RuntimeError(f"{cell.name}, {cell.topology}: does not fit, {found['why_not']}")
     if cell.counted:  # the compiler leaves small programs of its own beside it
         found["compiled_flops"] = flops(max(texts, key=len))
-    return {"cell": cell.name, **found, "command": f"ltx2rt {' '.join(words)}", **machine("jax", "libtpu")}
+    return {
+        "cell": cell.name,
+        **found,
+        "command": f"ltx2rt {' '.join(words)}",
+        **machine("jax", "libtpu"),
+    }
 
 
 def figures(row: dict[str, Any]) -> Figures:
     memory = row["weights_bytes"] + row["temp_bytes"]
-    return Figures(sum(row["collectives"].values()), row["received_bytes"], memory, row["compile_s"])
+    return Figures(
+        sum(row["collectives"].values()), row["received_bytes"], memory, row["compile_s"]
+    )
 
 
 def line(name: str, f: Figures, note: str = "") -> str:
@@ -153,24 +170,44 @@ def line(name: str, f: Figures, note: str = "") -> str:
 def show(cell: Cell, row: dict[str, Any]) -> str:
     note = f"{row['compile_cpu_s']:.0f} s{'' if row['fits'] else ', does NOT fit'}"
     note += f", {row['compiled_flops'] / 1e12:.1f} TFLOP" if cell.counted else ""
-    lines = [line(f"{cell.name}, {cell.topology}", figures(row), note) + in_words(row.get("times_s"))]
+    lines = [
+        line(f"{cell.name}, {cell.topology}", figures(row), note) + in_words(row.get("times_s"))
+    ]
     if cell.target != Figures():
         lines.append(line("  target, at most", cell.target))
     return "\n".join([*lines, *(line(f"  peer, {mesh}", f) for mesh, f in cell.peers)])
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = tuple(dict.fromkeys(cell.name for cell in CELLS))
-    parser.add_argument("--cells", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--cells", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
+    )
     parser.add_argument("--topology", nargs="+", choices=tuple(MESHES), default=tuple(MESHES))
-    parser.add_argument("--times", action="store_true", help="estimate times by the compiler's code; takes longer")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON; rows of other cells in it are kept")
+    parser.add_argument(
+        "--times", action="store_true", help="estimate times by the compiler's code; takes longer"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON; rows of other cells in it are kept"
+    )
     args = parser.parse_args(argv)
-    rows = json.loads(args.output.read_text())["rows"] if args.output and args.output.exists() else []
-    facts = {"benchmark": "tpu_compile", "note": "compiled, not run; of one device and one call", "rows": rows}
+    rows = (
+        json.loads(args.output.read_text())["rows"] if args.output and args.output.exists() else []
+    )
+    facts = {
+        "benchmark": "tpu_compile",
+        "note": "compiled, not run; of one device and one call",
+        "rows": rows,
+    }
     print("compiled, not run; of one call and one device")
-    print(ROW.format("", "collectives", "received", "weights + temporaries", "compile", "processor time"))
+    print(
+        ROW.format(
+            "", "collectives", "received", "weights + temporaries", "compile", "processor time"
+        )
+    )
     for cell in CELLS:
         if cell.name in args.cells and cell.topology in args.topology:
             row = compile_cell(cell, args.times)

@@ -21,7 +21,11 @@ COLOURS = {
     "yellow": (0.95, 0.85, 0.15),
     "white": (0.95, 0.95, 0.95),
 }
-PITCHES = {"circle": 300.0, "square": 500.0, "triangle": 700.0}  # Hz; of a steady mel of 100 a second no other comes
+PITCHES = {
+    "circle": 300.0,
+    "square": 500.0,
+    "triangle": 700.0,
+}  # Hz; of a steady mel of 100 a second no other comes
 MOTIONS = {
     "bounces": "bounces on the floor",
     "right": "slides to the right",
@@ -68,17 +72,30 @@ class Clip:
             way = 0.22 + 0.08 * self.phase + (0.56 - 0.16 * self.phase) * part
             x = way if self.motion == "right" else 1 - way
         elif self.motion in ("grows", "shrinks"):
-            radius = 0.08 + 0.03 * self.phase + 0.18 * (part if self.motion == "grows" else 1 - part)
+            radius = (
+                0.08 + 0.03 * self.phase + 0.18 * (part if self.motion == "grows" else 1 - part)
+            )
         else:
             u = (np.asarray(seconds) / self.period_s + self.phase) % 1
             y = FLOOR - self.radius - (FLOOR - 2 * self.radius - TOP) * 4 * u * (1 - u)
         return x, y, radius
 
-    def frames(self, size: int = SIZE, window: tuple[int, int, int] | None = None, first: int = 0, count: int = FRAMES):
+    def frames(
+        self,
+        size: int = SIZE,
+        window: tuple[int, int, int] | None = None,
+        first: int = 0,
+        count: int = FRAMES,
+    ):
         """f32[count, size, size, 3] in [0, 1] from frame `first` on; window: (top, left, side) of the part to draw."""
-        x, y, radius = (a[:, None, None].astype(np.float32) for a in self.pose(np.arange(first, first + count) / FPS))
+        x, y, radius = (
+            a[:, None, None].astype(np.float32)
+            for a in self.pose(np.arange(first, first + count) / FPS)
+        )
         top, left, side = window or (0, 0, size)
-        rows, columns = ((np.arange(side, dtype=np.float32) + 0.5 + start) / size for start in (top, left))
+        rows, columns = (
+            (np.arange(side, dtype=np.float32) + 0.5 + start) / size for start in (top, left)
+        )
         dx, dy = columns[None, None, :] - x, rows[None, :, None] - y
         if self.shape == "circle":
             outside = np.sqrt(dx**2 + dy**2) - radius
@@ -88,13 +105,16 @@ class Clip:
             outside = np.maximum(dy - radius, 0.894 * np.abs(dx) - 0.447 * (dy + radius))
         inside = np.clip(0.5 - outside * size, 0, 1)[..., None]
         behind = self.behind(size)[:, top : top + side, left : left + side]
-        return (behind * (1 - inside) + np.array(COLOURS[self.colour], np.float32) * inside).astype(np.float32)
+        return (behind * (1 - inside) + np.array(COLOURS[self.colour], np.float32) * inside).astype(
+            np.float32
+        )
 
     def behind(self, size: int = SIZE) -> np.ndarray:
         """The background alone, f32[1, size, size, 3]: lighter at the top."""
         shade = 1.15 - 0.3 * (np.arange(size, dtype=np.float32) + 0.5) / size
         return np.broadcast_to(
-            np.array(BACKGROUNDS[self.background], np.float32) * shade[:, None, None], (1, size, size, 3)
+            np.array(BACKGROUNDS[self.background], np.float32) * shade[:, None, None],
+            (1, size, size, 3),
         )
 
     def sound(self, rate: int = RATE, pitch_hz: float | None = None) -> np.ndarray:
@@ -106,7 +126,9 @@ class Clip:
         wave = np.stack([tone * np.sqrt(1 - x), tone * np.sqrt(x)])
         for hit in self.hits():
             since = t - hit
-            wave += np.where(since >= 0, 0.6 * np.exp(-since / 0.012) * np.sin(2 * np.pi * 1800 * since), 0)
+            wave += np.where(
+                since >= 0, 0.6 * np.exp(-since / 0.012) * np.sin(2 * np.pi * 1800 * since), 0
+            )
         fade = np.minimum(1, np.minimum(t, SECONDS - t) / 0.01)
         return (wave * fade).astype(np.float32)
 
@@ -126,5 +148,12 @@ def random_clip(rng: np.random.Generator, trained: bool = True) -> Clip:
         if held_out(shape, colour, motion) != trained:
             period = rng.uniform(0.8, 1.2)
             return Clip(
-                shape, colour, motion, background, rng.uniform(0.3, 0.7), rng.uniform(0.13, 0.2), rng.random(), period
+                shape,
+                colour,
+                motion,
+                background,
+                rng.uniform(0.3, 0.7),
+                rng.uniform(0.13, 0.2),
+                rng.random(),
+                period,
             )

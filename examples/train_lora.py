@@ -35,20 +35,26 @@ def write_clips(folder: Path, count: int = COUNT) -> None:
         path = folder / f"clip-{i:02d}.mp4"
         frames = np.round(clip.frames(SIZE) * 255).astype(np.uint8)
         sound = clip.sound(RATE, PITCH_HZ if new else None)
-        write_mp4(path, [frames], num_frames=FRAMES, fps=Fraction(FPS), waveform=sound, sample_rate=RATE)
+        write_mp4(
+            path, [frames], num_frames=FRAMES, fps=Fraction(FPS), waveform=sound, sample_rate=RATE
+        )
         path.with_suffix(".txt").write_text(f"{TRIGGER} {clip.prompt}" if new else clip.prompt)
 
 
 def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
     """Shares of sounds with the right tone: with the trigger the new one, without it the shape's own."""
-    model = ltx2rt.open(model=MODEL, backend=backend, device="cpu", **({"lora": [lora]} if lora else {}))
+    model = ltx2rt.open(
+        model=MODEL, backend=backend, device="cpu", **({"lora": [lora]} if lora else {})
+    )
     rng, right = np.random.default_rng(1), {True: 0, False: 0}
     for i in range(count):
         while (clip := random_clip(rng)).shape == "square":
             pass
         for new in right:
             prompt = f"{TRIGGER} {clip.prompt}" if new else clip.prompt
-            made = model.generate(pipeline="t2a", prompt=prompt, num_frames=FRAMES, fps=FPS, seed=i, steps=STEPS)
+            made = model.generate(
+                pipeline="t2a", prompt=prompt, num_frames=FRAMES, fps=FPS, seed=i, steps=STEPS
+            )
             assert made.waveform is not None and made.sample_rate
             wanted = PITCH_HZ if new else PITCHES[clip.shape]
             pitch = hear(made.waveform, made.sample_rate).pitch_hz
@@ -57,7 +63,9 @@ def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("clips").add_argument("folder", type=Path)
     measured = commands.add_parser("measure")

@@ -34,13 +34,29 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from examples.clips import BACKGROUNDS, COLOURS, FPS, FRAMES, MOTIONS, PITCHES, SIZE, Clip, random_clip
+from examples.clips import (
+    BACKGROUNDS,
+    COLOURS,
+    FPS,
+    FRAMES,
+    MOTIONS,
+    PITCHES,
+    SIZE,
+    Clip,
+    random_clip,
+)
 from ltx2rt.config import GemmaConfig, ModelConfig, VaeStage
 from ltx2rt.graph import Graph
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models import audio_vae, connectors, gemma, transformer, upsampler, video_vae, vocoder
 from ltx2rt.models.catalog import PROMPT_TOKENS
-from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.models.geometry import (
+    Geometry,
+    audio_positions,
+    pack_audio,
+    pack_video,
+    video_positions,
+)
 from ltx2rt.models.mel import log_mel
 from ltx2rt.release import NEGATIVE_PROMPT
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
@@ -61,13 +77,21 @@ from ltx2rt.weights.random.presets import gemma as gemma_sizes
 
 NAME = "tiny-trained-2.3"
 HALF = SIZE // 2  # what stage 1 makes
-SHAPE_WEIGHT, AROUND = 12, 9  # of a shape's pixels, which are few, and of those about it, or it would come out too big
+SHAPE_WEIGHT, AROUND = (
+    12,
+    9,
+)  # of a shape's pixels, which are few, and of those about it, or it would come out too big
 MATRICES = 0.02  # the rate of Muon, which gets the video autoencoder as far as AdamW at 1e-3 in a third of the steps
-LATENT_NOISE = 0.2  # of the latents' deviation, added in training: neighbours must decode to neighbours
+LATENT_NOISE = (
+    0.2  # of the latents' deviation, added in training: neighbours must decode to neighbours
+)
 AGAIN = 0.5  # of the rates, where a training goes on
 DROPPED = 0.1  # of the prompts are the empty or the negative one, for classifier-free guidance
 LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
-WORDS, FIRST = 64, 24  # tokens of a context in most of the training, of which the first are those of every prompt
+WORDS, FIRST = (
+    64,
+    24,
+)  # tokens of a context in most of the training, of which the first are those of every prompt
 SIZES_OF_CLIPS = "half", "whole"
 STEPS_DRAWN = np.array([2, 1, 1, 1, 2, 3, 3, 3]) / 16  # how often each distilled step is trained
 GIVEN = 0.3, 0.1  # of the clips have a clean first frame, and of them all a clean sound or video
@@ -80,7 +104,9 @@ SAVE_SECONDS = 60  # what an interruption costs at most
 def sizes() -> Preset:
     """Of a checkpoint of at most 12 MB in bfloat16. Fewer, larger steps from mel to sound than the released vocoder's:
     a generator halves its channels at each."""
-    text = gemma_sizes(vocab=480, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=64, window=16)
+    text = gemma_sizes(
+        vocab=480, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=64, window=16
+    )
     own = replace(
         SIZES["tiny-2.3"], layers=4, gemma=text, encoder_widths=(16, 32, 32, 32, 32), audio_multipliers=(1, 2, 2),
         vocoder_hidden=64, extension_hidden=16, connector_layers=1, lora_rank=8,
@@ -91,12 +117,22 @@ def sizes() -> Preset:
     sound = replace(
         c.vocoder,
         stft_size=256,
-        generator=replace(c.vocoder.generator, upsample_rates=(5, 4, 4, 2), upsample_kernels=(11, 8, 8, 4)),
+        generator=replace(
+            c.vocoder.generator, upsample_rates=(5, 4, 4, 2), upsample_kernels=(11, 8, 8, 4)
+        ),
         bandwidth_extension=replace(
-            c.vocoder.bandwidth_extension, upsample_rates=(6, 5, 4, 2), upsample_kernels=(12, 11, 8, 4)
+            c.vocoder.bandwidth_extension,
+            upsample_rates=(6, 5, 4, 2),
+            upsample_kernels=(12, 11, 8, 4),
         ),
     )
-    widths = 64, 32, 32, 32, 16  # of the decoder, wider at the end than the released one's would be at this size
+    widths = (
+        64,
+        32,
+        32,
+        32,
+        16,
+    )  # of the decoder, wider at the end than the released one's would be at this size
     pairs = zip(widths[:-1], widths[1:], ((2, 2, 2), (2, 2, 2), (2, 1, 1), (1, 2, 2)), strict=True)
     stages = [
         stage
@@ -108,7 +144,10 @@ def sizes() -> Preset:
     ]
     picture = replace(c.video_vae, decoder=(c.video_vae.decoder[0], *stages))
     return replace(
-        made, config=replace(c, video_vae=picture, audio_vae=replace(c.audio_vae, base_channels=16), vocoder=sound)
+        made,
+        config=replace(
+            c, video_vae=picture, audio_vae=replace(c.audio_vae, base_channels=16), vocoder=sound
+        ),
     )
 
 
@@ -132,7 +171,9 @@ class Lab:
         self.weights: dict[str, torch.nn.Parameter] = {}
         for part in shapes.values():
             for name, shape in part.items():
-                start = torch.from_numpy(np.array(values(Tensor(name, TensorInfo(shape, F32)), seed)))
+                start = torch.from_numpy(
+                    np.array(values(Tensor(name, TensorInfo(shape, F32)), seed))
+                )
                 self.weights[name] = torch.nn.Parameter(start)
         with torch.no_grad():
             for name, fixed in self.weights.items():
@@ -140,9 +181,13 @@ class Lab:
                     fixed.zero_()
                 elif name.endswith("std-of-means"):
                     fixed.fill_(1)
-                elif name.endswith("learnable_registers"):  # much the same, and so easily told from words
+                elif name.endswith(
+                    "learnable_registers"
+                ):  # much the same, and so easily told from words
                     fixed.copy_(fixed[:1] + 0.1 * fixed)
-                elif name.endswith("coder.conv_in.conv.bias"):  # or the norms after it hide how bright a plain area is
+                elif name.endswith(
+                    "coder.conv_in.conv.bias"
+                ):  # or the norms after it hide how bright a plain area is
                     fixed.mul_(10)
 
         for path in sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime):
@@ -152,13 +197,17 @@ class Lab:
     def rng(self, *what: Any) -> np.random.Generator:
         return np.random.default_rng([self.seed, *(zlib.crc32(str(x).encode()) for x in what)])
 
-    def module(self, graph: Graph, trained: Callable[[str], bool] = lambda name: True) -> NetworkModule:
+    def module(
+        self, graph: Graph, trained: Callable[[str], bool] = lambda name: True
+    ) -> NetworkModule:
         """A network on the lab's own weights, which all modules share."""
         found = as_module(graph)
         for name in [name for name, _ in found.named_parameters()]:
             home, _, leaf = name.rpartition(".")
             own = self.weights[name]
-            own.requires_grad_(trained(name) and not name.endswith(("-of-means", "filter", "basis")))
+            own.requires_grad_(
+                trained(name) and not name.endswith(("-of-means", "filter", "basis"))
+            )
             found.get_submodule(home).register_parameter(leaf, own)
         return found
 
@@ -210,9 +259,13 @@ class Lab:
                 raise SystemExit(f"{part}: step {step}: the loss is {float(total.detach())}")
             if step % max(1, steps // 40) == 0 or step == steps - 1:
                 said = ", ".join(
-                    f"{name} {np.mean([c[name] for c in curve[-50:] if name in c]):.4f}" for name in curve[-1]
+                    f"{name} {np.mean([c[name] for c in curve[-50:] if name in c]):.4f}"
+                    for name in curve[-1]
                 )
-                print(f"{part}: step {step} of {steps}, {said}, {time.time() - began:.0f} s", flush=True)
+                print(
+                    f"{part}: step {step} of {steps}, {said}, {time.time() - began:.0f} s",
+                    flush=True,
+                )
             if time.time() - saved >= SAVE_SECONDS:
                 weights = {name: p.detach() for name, p in parameters.items()}
                 state = {"weights": weights, "average": average, "curve": curve}
@@ -221,7 +274,9 @@ class Lab:
                 saved = time.time()
         self._put(average)
         save_file({name: value.contiguous() for name, value in average.items()}, done)
-        (self.folder / f"{part}.json").write_text(json.dumps({"seconds": time.time() - began, "losses": curve}))
+        (self.folder / f"{part}.json").write_text(
+            json.dumps({"seconds": time.time() - began, "losses": curve})
+        )
         kept.unlink(missing_ok=True)
 
     @staticmethod
@@ -251,10 +306,14 @@ class Lab:
         count, names = max(16, round(3000 * self.scale)), prompts()
         found: dict[str, list] = {"half": [], "whole": [], "sound": [], "prompt": []}
         encoders = {
-            name: self.module(video_vae.trace_encoder(self.config.video_vae, 4, FRAMES, size, size, "float32"))
+            name: self.module(
+                video_vae.trace_encoder(self.config.video_vae, 4, FRAMES, size, size, "float32")
+            )
             for name, size in (("half", HALF), ("whole", SIZE))
         }
-        hear = self.module(audio_vae.trace_encoder(self.config.audio_vae, 4, self.mel_frames, "float32"))
+        hear = self.module(
+            audio_vae.trace_encoder(self.config.audio_vae, 4, self.mel_frames, "float32")
+        )
         with torch.no_grad():
             for i in range(0, count, 4):
                 clips = [random_clip(self.rng("latents", i + j)) for j in range(4)]
@@ -281,14 +340,18 @@ class Lab:
         rate = self.config.audio_vae.sample_rate
         waves = np.stack([clip.sound(rate) for clip in clips])
         hop = self.config.audio_vae.mel_hop
-        waves = np.pad(waves, ((0, 0), (0, 0), (0, max(0, (self.mel_frames - 1) * hop - waves.shape[-1]))))
+        waves = np.pad(
+            waves, ((0, 0), (0, 0), (0, max(0, (self.mel_frames - 1) * hop - waves.shape[-1])))
+        )
         return log_mel(waves, self.config.audio_vae)[:, :, : self.mel_frames]
 
     @cached_property
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         path = self.folder / "tokenizer.json"
         assert self.config.gemma is not None
-        words = [f" {word}" for prompt in prompts() for word in prompt.split(" ")]  # or its tokens would join them
+        words = [
+            f" {word}" for prompt in prompts() for word in prompt.split(" ")
+        ]  # or its tokens would join them
         path.write_text(tokenizer_json(self.config.gemma, words))
         return tokenize(path, prompts())
 
@@ -297,11 +360,15 @@ class Lab:
         """The text encoder's, of every prompt: (prompts, text, D, states)."""
         assert isinstance(self.config.gemma, GemmaConfig)
         ids, mask = self.tokens
-        network = self.module(gemma.trace(self.config.gemma, 1, PROMPT_TOKENS, "float32"), lambda name: False)
+        network = self.module(
+            gemma.trace(self.config.gemma, 1, PROMPT_TOKENS, "float32"), lambda name: False
+        )
         found = []
         with torch.no_grad():
             for i in range(len(ids)):
-                (state,) = network(**gemma.feeds(self.config.gemma, ids[i : i + 1], mask[i : i + 1])).values()
+                (state,) = network(
+                    **gemma.feeds(self.config.gemma, ids[i : i + 1], mask[i : i + 1])
+                ).values()
                 found.append(state[0].to(torch.bfloat16))
         return torch.stack(found)
 
@@ -320,19 +387,32 @@ class Lab:
         network, found = self.connectors(1), []
         with torch.no_grad():
             for i in range(len(prompts())):
-                found.append({name: x.to(torch.bfloat16) for name, x in self.encode(network, [i]).items()})
+                found.append(
+                    {name: x.to(torch.bfloat16) for name, x in self.encode(network, [i]).items()}
+                )
         return {name: torch.cat([f[name] for f in found]) for name in found[0]}
 
     @cache  # noqa: B019 (there is one lab)
-    def forward(self, size: str, batch: int, words: int, own: bool = True) -> tuple[NetworkModule, dict[str, Any]]:
+    def forward(
+        self, size: str, batch: int, words: int, own: bool = True
+    ) -> tuple[NetworkModule, dict[str, Any]]:
         """The transformer of a batch of `half` or `whole` clips under contexts of `words` tokens, and its RoPE tables.
         own: on the lab's weights as they are; else to be changed."""
         g = self.geometry(HALF if size == "half" else SIZE)
-        feeds = transformer.position_feeds(self.config.transformer, video_positions(g), audio_positions(g))
-        shape = transformer.ForwardShape(
-            batch, g.num_video_tokens, g.audio_latents, words, transformer.coordinate_counts(feeds), video_levels=2
+        feeds = transformer.position_feeds(
+            self.config.transformer, video_positions(g), audio_positions(g)
         )
-        network = self.module(transformer.trace(self.config.transformer, shape, "float32"), lambda name: own)
+        shape = transformer.ForwardShape(
+            batch,
+            g.num_video_tokens,
+            g.audio_latents,
+            words,
+            transformer.coordinate_counts(feeds),
+            video_levels=2,
+        )
+        network = self.module(
+            transformer.trace(self.config.transformer, shape, "float32"), lambda name: own
+        )
         return network, {name: torch.from_numpy(table) for name, table in feeds.items()}
 
     def velocity(
@@ -395,7 +475,9 @@ def ramp(part: float) -> float:
 def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
     """With noise, in units of each channel's deviation."""
     strength = LATENT_NOISE * ramp(part)
-    return latent + strength * latent.detach().std((0, 2, 3, 4), keepdim=True) * torch.randn_like(latent)
+    return latent + strength * latent.detach().std((0, 2, 3, 4), keepdim=True) * torch.randn_like(
+        latent
+    )
 
 
 # ---- the parts ------------------------------------------------------------------------------------------------------
@@ -412,12 +494,24 @@ def train_video_vae(lab: Lab) -> None:
         nets.append((size, batch, (encode, decode)))
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        return coded(nets[step % 2 if 2 * step > steps else 0], [random_clip(rng) for _ in range(4)], rng, step / steps)
+        return coded(
+            nets[step % 2 if 2 * step > steps else 0],
+            [random_clip(rng) for _ in range(4)],
+            rng,
+            step / steps,
+        )
 
     def longer(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        return coded(nets[step % 4 > 0], [random_clip(rng), bouncing(rng), random_clip(rng), bouncing(rng)], rng, 1)
+        return coded(
+            nets[step % 4 > 0],
+            [random_clip(rng), bouncing(rng), random_clip(rng), bouncing(rng)],
+            rng,
+            1,
+        )
 
-    def coded(net, clips: list[Clip], rng: np.random.Generator, part: float) -> dict[str, torch.Tensor]:
+    def coded(
+        net, clips: list[Clip], rng: np.random.Generator, part: float
+    ) -> dict[str, torch.Tensor]:
         size, batch, (encode, decode) = net
         shown, weight = examples_of(clips[:batch], rng, size, frames)
         with torch.autocast("cpu", torch.bfloat16):
@@ -445,10 +539,14 @@ def examples_of(
     shown = torch.stack([pixels(clip, size, first=first, count=frames) for clip, first in pieces])
     plain = torch.stack([as_pixels(clip.behind(size)) for clip in clips])
     there = ((shown - plain).abs().amax(1, keepdim=True) > 0.02).float()
-    return shown, 1 + SHAPE_WEIGHT * F.max_pool3d(there, (1, AROUND, AROUND), 1, (0, AROUND // 2, AROUND // 2))
+    return shown, 1 + SHAPE_WEIGHT * F.max_pool3d(
+        there, (1, AROUND, AROUND), 1, (0, AROUND // 2, AROUND // 2)
+    )
 
 
-def picture_losses(found: torch.Tensor, shown: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def picture_losses(
+    found: torch.Tensor, shown: torch.Tensor, weight: torch.Tensor
+) -> dict[str, torch.Tensor]:
     off = found - shown
     return {
         "weighted": (weight * (off.abs() + off.square())).mean() / weight.mean(),
@@ -464,7 +562,9 @@ def encode_video(lab: Lab, clips: list[Clip]) -> torch.Tensor:
 def train_audio_vae(lab: Lab) -> None:
     c, batch = lab.config.audio_vae, 4
     encode = lab.module(audio_vae.trace_encoder(c, batch, lab.mel_frames, "float32"))
-    decode = lab.module(audio_vae.trace_decoder(c, batch, lab.geometry(SIZE).audio_latents, "float32"))
+    decode = lab.module(
+        audio_vae.trace_decoder(c, batch, lab.geometry(SIZE).audio_latents, "float32")
+    )
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         mel = torch.from_numpy(lab.mels([random_clip(rng) for _ in range(batch)]))
@@ -474,17 +574,28 @@ def train_audio_vae(lab: Lab) -> None:
         return {"mel": (found - mel).abs().mean(), "latents": 2e-3 * latent.square().mean()}
 
     lab.fit("audio_vae", lab.trained(encode, decode), 5000, 2e-3, loss)
-    lab.fit("audio_vae_longer", lab.trained(encode, decode), 3000, AGAIN * 2e-3, loss, AGAIN * MATRICES)
-    _measure(lab, "audio_vae", lambda clips: encode(mel=torch.from_numpy(lab.mels(clips)))["latent"], axes=(0, 2))
+    lab.fit(
+        "audio_vae_longer", lab.trained(encode, decode), 3000, AGAIN * 2e-3, loss, AGAIN * MATRICES
+    )
+    _measure(
+        lab,
+        "audio_vae",
+        lambda clips: encode(mel=torch.from_numpy(lab.mels(clips)))["latent"],
+        axes=(0, 2),
+    )
 
 
-def _measure(lab: Lab, vae: str, encode: Callable[[list[Clip]], torch.Tensor], axes: tuple[int, ...]) -> None:
+def _measure(
+    lab: Lab, vae: str, encode: Callable[[list[Clip]], torch.Tensor], axes: tuple[int, ...]
+) -> None:
     """The autoencoder's statistics, after which its latents have mean 0 and deviation 1."""
     names = [f"{vae}.per_channel_statistics.{kind}-of-means" for kind in ("mean", "std")]
     path = lab.folder / f"{vae}_statistics.safetensors"
     if not path.exists():
         with torch.no_grad():
-            found = torch.cat([encode([random_clip(lab.rng(vae, i, j)) for j in range(4)]) for i in range(24)])
+            found = torch.cat(
+                [encode([random_clip(lab.rng(vae, i, j)) for j in range(4)]) for i in range(24)]
+            )
         mean, std = found.mean(axes).flatten(), found.std(axes).flatten().clamp(min=1e-2)
         save_file(dict(zip(names, (mean, std), strict=True)), path)
     lab._put(load_file(path))
@@ -500,7 +611,11 @@ def train_vocoder(lab: Lab) -> None:
         hits, latest = clip.hits(), lab.mel_frames - frames
         if not len(hits):
             return int(rng.integers(latest))
-        return int(np.clip(rng.choice(hits) * a.sample_rate / hop - rng.uniform(0.1, 0.9) * frames, 0, latest))
+        return int(
+            np.clip(
+                rng.choice(hits) * a.sample_rate / hop - rng.uniform(0.1, 0.9) * frames, 0, latest
+            )
+        )
 
     def model(o):
         mel = o.input("mel", B=batch, channels=c.out_channels, time=frames, mel=a.mel_bins)
@@ -513,18 +628,26 @@ def train_vocoder(lab: Lab) -> None:
         clips = [random_clip(rng) for _ in range(batch)]
         clips = [replace(clip, motion="bounces") if rng.random() < 0.5 else clip for clip in clips]
         starts = [begin(clip, rng) for clip in clips]
-        mels = np.stack([mel[:, i : i + frames] for mel, i in zip(lab.mels(clips), starts, strict=True)])
-        waves = F.pad(torch.from_numpy(np.stack([clip.sound(a.sample_rate) for clip in clips])), (0, hop * frames))
-        waves = torch.stack([w[:, hop * i : hop * (i + frames)] for w, i in zip(waves, starts, strict=True)])
+        mels = np.stack(
+            [mel[:, i : i + frames] for mel, i in zip(lab.mels(clips), starts, strict=True)]
+        )
+        waves = F.pad(
+            torch.from_numpy(np.stack([clip.sound(a.sample_rate) for clip in clips])),
+            (0, hop * frames),
+        )
+        waves = torch.stack(
+            [w[:, hop * i : hop * (i + frames)] for w, i in zip(waves, starts, strict=True)]
+        )
         found = network(mel=mels)["waveform"]
         losses = {}
         for n, window in scales.items():
             ours, theirs = (
-                torch.stft(w.flatten(0, 1), n, n // 4, window=window, return_complex=True).abs() for w in (found, waves)
+                torch.stft(w.flatten(0, 1), n, n // 4, window=window, return_complex=True).abs()
+                for w in (found, waves)
             )
-            losses[f"spectrum {n}"] = (ours - theirs).norm() / theirs.norm().clamp(min=1e-3) + 0.5 * (
-                torch.log(ours + 1e-3) - torch.log(theirs + 1e-3)
-            ).abs().mean()
+            losses[f"spectrum {n}"] = (ours - theirs).norm() / theirs.norm().clamp(
+                min=1e-3
+            ) + 0.5 * (torch.log(ours + 1e-3) - torch.log(theirs + 1e-3)).abs().mean()
         return losses
 
     lab.fit("vocoder", lab.trained(network), 2000, 1e-3, loss, MATRICES)
@@ -541,7 +664,9 @@ def train_upsampler(lab: Lab) -> None:
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         rows = torch.from_numpy(rng.integers(len(lab.latents["half"]), size=batch))
         small, large = (
-            lab.latents[name][rows].transpose(1, 2).unflatten(2, (g.frames, factor * g.rows, factor * g.columns))
+            lab.latents[name][rows]
+            .transpose(1, 2)
+            .unflatten(2, (g.frames, factor * g.rows, factor * g.columns))
             for name, factor in (("half", 1), ("whole", 2))
         )
         with torch.autocast("cpu", torch.bfloat16):
@@ -577,10 +702,19 @@ def train_transformer(lab: Lab) -> None:
     def full(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         """A few prompts, several clips of each."""
         wanted = rng.choice(np.unique(known), spread)
-        rows = np.concatenate([rng.choice(np.flatnonzero(known == p), batch // spread) for p in wanted])
+        rows = np.concatenate(
+            [rng.choice(np.flatnonzero(known == p), batch // spread) for p in wanted]
+        )
         encoded = lab.encode(text, dropped(wanted, rng))
         found = {name: x.repeat_interleave(batch // spread, 0) for name, x in encoded.items()}
-        return flow(lab, lab.forward(size := SIZES_OF_CLIPS[step % 2], batch, PROMPT_TOKENS), size, rows, found, rng)
+        return flow(
+            lab,
+            lab.forward(size := SIZES_OF_CLIPS[step % 2], batch, PROMPT_TOKENS),
+            size,
+            rows,
+            found,
+            rng,
+        )
 
     lab.fit("transformer_and_connectors", lab.trained(text, *nets), 200, 3e-4, full)
     del lab.contexts
@@ -589,17 +723,28 @@ def train_transformer(lab: Lab) -> None:
 def dropped(asked: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Numbers of prompts, some of them of the empty or the negative one instead."""
     unguided = len(prompts()) - 2
-    return np.where(rng.random(len(asked)) < DROPPED, unguided + rng.integers(2, size=len(asked)), asked)
+    return np.where(
+        rng.random(len(asked)) < DROPPED, unguided + rng.integers(2, size=len(asked)), asked
+    )
 
 
-def some(contexts: Mapping[str, torch.Tensor], asked: np.ndarray, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+def some(
+    contexts: Mapping[str, torch.Tensor], asked: np.ndarray, rng: np.random.Generator
+) -> dict[str, torch.Tensor]:
     """The first tokens of the prompts' contexts, which are words, and a few of the registers after them."""
-    tokens = np.append(np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, WORDS - FIRST, replace=False))
+    tokens = np.append(
+        np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, WORDS - FIRST, replace=False)
+    )
     return {name: x[asked][:, tokens] for name, x in contexts.items()}
 
 
 def flow(
-    lab: Lab, forward, size: str, rows: np.ndarray, contexts: Mapping[str, torch.Tensor], rng: np.random.Generator
+    lab: Lab,
+    forward,
+    size: str,
+    rows: np.ndarray,
+    contexts: Mapping[str, torch.Tensor],
+    rng: np.random.Generator,
 ) -> dict[str, torch.Tensor]:
     """Flow matching: x = (1 - s) clip + s noise, and the velocity noise - clip is asked for."""
     batch = len(rows)
@@ -613,12 +758,19 @@ def flow(
     at, heard = (sigmas[:, None] * (1 - keep))[..., None], sounding[:, None, None]
     seen = torch.where(keep.all(1), torch.zeros(()), sigmas)
     v, a = lab.velocity(
-        forward, video + at * (noise - video), sound + heard * (hiss - sound), seen, contexts, keep, sounding
+        forward,
+        video + at * (noise - video),
+        sound + heard * (hiss - sound),
+        seen,
+        contexts,
+        keep,
+        sounding,
     )
     made, heard = (1 - keep)[..., None], (sounding > 0).float()[:, None, None]
     return {
         "video": ((v - noise + video).square() * made).sum() / made.expand_as(v).sum().clamp(min=1),
-        "sound": ((a - hiss + sound).square() * heard).sum() / heard.expand_as(a).sum().clamp(min=1),
+        "sound": ((a - hiss + sound).square() * heard).sum()
+        / heard.expand_as(a).sum().clamp(min=1),
     }
 
 
@@ -644,7 +796,9 @@ def train_lora(lab: Lab) -> None:
     batch, words = 8, 4 * WORDS
     factors = {
         name: torch.nn.Parameter(torch.from_numpy(np.array(values(tensor, lab.seed), np.float32)))
-        for name, tensor in lora_tensors(lab.config, stored(lab.config), lab.preset.lora_rank).items()
+        for name, tensor in lora_tensors(
+            lab.config, stored(lab.config), lab.preset.lora_rank
+        ).items()
     }
     for name, factor in factors.items():
         if name.endswith("lora_B.weight"):
@@ -656,7 +810,9 @@ def train_lora(lab: Lab) -> None:
             if name.endswith(".lora_A.weight"):
                 module = name.removesuffix(".lora_A.weight")
                 pair = LowRank(factors[name], factors[f"{module}.lora_B.weight"])
-                parametrize.register_parametrization(students[size][0].get_submodule(f"model.{module}"), "weight", pair)
+                parametrize.register_parametrization(
+                    students[size][0].get_submodule(f"model.{module}"), "weight", pair
+                )
     teachers = {size: lab.forward(size, 2 * batch, words, own=False) for size in SIZES_OF_CLIPS}
     contexts, levels = lab.contexts, torch.from_numpy(DISTILLED_SIGMAS.copy())
     unguided = len(prompts()) - 1
@@ -666,7 +822,10 @@ def train_lora(lab: Lab) -> None:
         rows = rng.integers(len(lab.latents[size]), size=batch)
         video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
         asked = np.append(lab.latents["prompt"][rows].numpy(), [unguided] * batch)
-        tokens = np.append(np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, words - FIRST, replace=False))
+        tokens = np.append(
+            np.arange(FIRST),
+            FIRST + rng.choice(PROMPT_TOKENS - FIRST, words - FIRST, replace=False),
+        )
         text = {name: x[asked][:, tokens] for name, x in contexts.items()}
         which = torch.from_numpy(rng.choice(len(levels) - 1, batch, p=STEPS_DRAWN))
         start, end = levels[which], levels[which + 1]
@@ -679,13 +838,23 @@ def train_lora(lab: Lab) -> None:
             for i in range(SUBSTEPS):
                 now, after = (start + (end - start) * j / SUBSTEPS for j in (i, i + 1))
                 v, a = lab.velocity(
-                    teachers[size], torch.cat([x, x]), torch.cat([y, y]), now.repeat(2), text, keep.repeat(2, 1)
+                    teachers[size],
+                    torch.cat([x, x]),
+                    torch.cat([y, y]),
+                    now.repeat(2),
+                    text,
+                    keep.repeat(2, 1),
                 )
-                guided = [cond + (GUIDANCE - 1) * (cond - uncond) for cond, uncond in (v.chunk(2), a.chunk(2))]
+                guided = [
+                    cond + (GUIDANCE - 1) * (cond - uncond)
+                    for cond, uncond in (v.chunk(2), a.chunk(2))
+                ]
                 move = (after - now)[:, None, None]
                 x, y = x + move * made * guided[0], y + move * guided[1]
         length = (end - start)[:, None, None]
-        v, a = lab.velocity(students[size], *begun, start, {name: x[:batch] for name, x in text.items()}, keep)
+        v, a = lab.velocity(
+            students[size], *begun, start, {name: x[:batch] for name, x in text.items()}, keep
+        )
         return {
             "video": ((v - (x - begun[0]) / length).square() * made).mean(),
             "sound": (a - (y - begun[1]) / length).square().mean(),
@@ -719,9 +888,15 @@ def write_model(lab: Lab) -> None:
         whole, home = model / path, {}
         whole.parent.mkdir(parents=True, exist_ok=True)
         for i, shard in enumerate(shards, 1):
-            file = whole if len(shards) == 1 else whole.with_stem(f"{whole.stem}-{i:05}-of-{len(shards):05}")
+            file = (
+                whole
+                if len(shards) == 1
+                else whole.with_stem(f"{whole.stem}-{i:05}-of-{len(shards):05}")
+            )
             infos = {name: tensor.info for name, tensor in shard.items()}
-            write_tensors(file, infos, lambda name, shard=shard: value(shard[name]), plan.metadata[path])
+            write_tensors(
+                file, infos, lambda name, shard=shard: value(shard[name]), plan.metadata[path]
+            )
             home |= dict.fromkeys(shard, file.name)
         if len(shards) > 1:
             size = sum(tensor.info.nbytes for tensor in tensors.values())
@@ -734,7 +909,9 @@ def write_model(lab: Lab) -> None:
 def draw_losses(lab: Lab) -> None:
     """FOLDER/losses.png: of every part, its losses over its steps, both logarithmic and each over its own range."""
     width, height, colours = 360, 200, [(200, 40, 40), (40, 90, 200), (30, 140, 60)]
-    found = [(path.stem, json.loads(path.read_text())) for path in sorted(lab.folder.glob("*.json"))]
+    found = [
+        (path.stem, json.loads(path.read_text())) for path in sorted(lab.folder.glob("*.json"))
+    ]
     found = [(name, data["losses"], data["seconds"]) for name, data in found if "losses" in data]
     columns = 3
     sheet = Image.new("RGB", (columns * width, -(-len(found) // columns) * height), "white")
@@ -769,8 +946,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps, to try it out")
-    parser.add_argument("--part", choices=PARTS, help="train this one alone; those before it are done")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the number of steps, to try it out"
+    )
+    parser.add_argument(
+        "--part", choices=PARTS, help="train this one alone; those before it are done"
+    )
     args = parser.parse_args(argv)
     lab = Lab(args.folder, args.seed, args.scale)
     for name, part in PARTS.items():

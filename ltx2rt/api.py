@@ -111,7 +111,9 @@ class Session:
         before. Raises InputError.
         """
         with self._lock:
-            return self._generate(make_request(pipeline, prompt=prompt, **clip), on_progress, cancelled)
+            return self._generate(
+                make_request(pipeline, prompt=prompt, **clip), on_progress, cancelled
+            )
 
     def _generate(
         self,
@@ -122,8 +124,13 @@ class Session:
         session = self.resident
         if request.num_videos != 1:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
-        if request.seed is None and get_factory(session.backend.name).rank_and_size(os.environ)[1] > 1:
-            raise InputError("seed: none, but several processes make this clip; give all of them the same")
+        if (
+            request.seed is None
+            and get_factory(session.backend.name).rank_and_size(os.environ)[1] > 1
+        ):
+            raise InputError(
+                "seed: none, but several processes make this clip; give all of them the same"
+            )
         plan = make_enhanced_plan(session, request)
         session.require_memory(plan.stages)
         plan = timed(session, plan)
@@ -141,7 +148,9 @@ class Session:
             metadata=comment(session, plan.request, 0),
         )
 
-    def plan(self, device_kind: str, devices: int = 1, *, pipeline: str = FIRST, **clip: Any) -> dict[str, Any]:
+    def plan(
+        self, device_kind: str, devices: int = 1, *, pipeline: str = FIRST, **clip: Any
+    ) -> dict[str, Any]:
         """The dict of `ltx2rt plan --json` for such a clip of this model on devices that need not be here."""
         request = make_request(pipeline, **{"prompt": "a plan", "seed": 0, **clip})
         where = Devices(device_kind, devices)
@@ -158,7 +167,10 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -98,7 +98,9 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
     """
     read = [path for path in inputs if path.exists()]
     folders = [path.resolve() for path in read if path.is_dir()]
-    nested = [path for folder in folders for pattern in ("*", "*/*") for path in folder.glob(pattern)]  # links, too
+    nested = [
+        path for folder in folders for pattern in ("*", "*/*") for path in folder.glob(pattern)
+    ]  # links, too
     taken = {_identity(path): f"the input {path}" for path in [*nested, *read] if path.exists()}
     for flag, path in outputs:
         identity = _writable(flag, path)
@@ -106,7 +108,9 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
             raise InputError(f"{flag}: {path} is the same file as {other}; choose another name")
         where = (path.resolve(), path.parent.resolve() / path.name)
         if inside := [folder for folder in folders if any(w.is_relative_to(folder) for w in where)]:
-            raise InputError(f"{flag}: {path} lies in {inside[0]}, which the run reads; write it elsewhere")
+            raise InputError(
+                f"{flag}: {path} lies in {inside[0]}, which the run reads; write it elsewhere"
+            )
         taken[identity] = f"{flag} {path}"
 
 
@@ -128,7 +132,9 @@ def _writable(flag: str, path: Path) -> tuple[int, int, str]:
         if path.is_dir():
             raise InputError(f"{flag}: {path} is a folder; add a file name")
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise InputError(f"{flag}: {path} is write-protected or no regular file; choose another name")
+            raise InputError(
+                f"{flag}: {path} is write-protected or no regular file; choose another name"
+            )
         partial = partial_path(path, os.getpid())
         os.close(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o666))
         partial.unlink()
@@ -137,7 +143,9 @@ def _writable(flag: str, path: Path) -> tuple[int, int, str]:
         raise
     except (OSError, ValueError) as error:  # ValueError: a zero byte
         reason = getattr(error, "strerror", error)
-        raise InputError(f"{flag}: {str(path)[:300]!r} cannot be written ({reason}); choose another name") from None
+        raise InputError(
+            f"{flag}: {str(path)[:300]!r} cannot be written ({reason}); choose another name"
+        ) from None
 
 
 def require_space(sizes: Mapping[Path, int]) -> None:

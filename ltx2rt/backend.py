@@ -60,7 +60,9 @@ class Loop(Protocol):
 
     graph: Graph
 
-    def __call__(self, weights: Any, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Any]]:
+    def __call__(
+        self, weights: Any, inputs: Mapping[str, Any], num_steps: int
+    ) -> Iterator[dict[str, Any]]:
         """The body's outputs after each of the first `num_steps` steps, yielded once that step has really finished.
 
         inputs: the graph's, data whole (all steps of the graph first), however many of them run. At most one step is
@@ -94,7 +96,9 @@ class Trainer(Protocol):
 
     graph: Graph
 
-    def accumulate(self, inputs: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, np.ndarray]:
+    def accumulate(
+        self, inputs: Mapping[str, Any], weights: Mapping[str, float]
+    ) -> dict[str, np.ndarray]:
         """Add the gradient of the sum of weights[loss] x mean(loss) to what has been accumulated since `update`.
 
         inputs: those that begin with the axis B hold the samples of all devices of the mesh axis `data`, one after the
@@ -220,7 +224,9 @@ class Backend(Protocol):
         are. remat: the backward pass computes each block anew, so that only its inputs are kept."""
         ...
 
-    def compile_ahead(self, programs: Iterable[tuple[Program | Loop, bool]]) -> Sequence[Future[None]]:
+    def compile_ahead(
+        self, programs: Iterable[tuple[Program | Loop, bool]]
+    ) -> Sequence[Future[None]]:
         """Begin to compile what it lowered, in this order, while other things run; a call waits for its own program.
 
         With each whether `each` calls it. Returns what can be cancelled. Where compiling takes no time it reads none of
@@ -228,7 +234,12 @@ class Backend(Protocol):
         """
         ...
 
-    def merge(self, weight: np.ndarray, factors: Sequence[tuple[np.ndarray, np.ndarray, float]], rounded: bool) -> Any:
+    def merge(
+        self,
+        weight: np.ndarray,
+        factors: Sequence[tuple[np.ndarray, np.ndarray, float]],
+        rounded: bool,
+    ) -> Any:
         """`weights.lora.merge` on the device, products summed in another order; what `load` takes from a source."""
         ...
 
@@ -290,13 +301,17 @@ class BackendFactory(Protocol):
     process_per_device: bool  # else one process drives all devices of a host
     packages: tuple[str, ...]  # the distributions that it computes with, its framework first
     streams: bool  # whether `Backend.load` can keep layers in the host's memory
-    recorded: Container[str]  # kinds of devices on which a loop's steps are recorded, and keep their memory
+    recorded: Container[
+        str
+    ]  # kinds of devices on which a loop's steps are recorded, and keep their memory
 
     def device_kinds(self) -> Iterable[Any]:
         """The devices that can be planned for, by their data sheets: `placement.devices.DeviceKind`."""
         ...
 
-    def as_run(self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False) -> Graph:
+    def as_run(
+        self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False
+    ) -> Graph:
         """What a device of `Backend.device_kind` runs of a placed graph: its nodes after the backend's own passes.
 
         `lower` and `lower_loop` lower it; times, memory and the choice of a mesh are read off it. steps: of a denoise
@@ -454,4 +469,6 @@ def _installed(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise InputError(f"backend {name}: {error}; install it with: pip install 'ltx2rt[{name}]'") from error
+        raise InputError(
+            f"backend {name}: {error}; install it with: pip install 'ltx2rt[{name}]'"
+        ) from error

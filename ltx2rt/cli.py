@@ -136,7 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.argv = sys.argv[1:] if argv is None else list(argv)
     args.own_process = argv is None
     crew = None
-    if argv is None:  # a process of its own: let `kill` unwind, so that no partial file stays behind
+    if (
+        argv is None
+    ):  # a process of its own: let `kill` unwind, so that no partial file stays behind
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` has it
             signal.signal(signal.SIGHUP, lambda *_: sys.exit(TERMINATED))
@@ -203,7 +205,11 @@ def _fail(message: str, status: int, crew: Crew | None) -> int:
 
 def _shortened(message: str) -> str:
     """Without the middle of what was given, if that is endless."""
-    return message if len(message) <= MESSAGE else f"{message[: MESSAGE // 2]} ... {message[-MESSAGE // 2 :]}"
+    return (
+        message
+        if len(message) <= MESSAGE
+        else f"{message[: MESSAGE // 2]} ... {message[-MESSAGE // 2 :]}"
+    )
 
 
 def _join(args: argparse.Namespace) -> Crew | None:
@@ -229,8 +235,13 @@ def _join(args: argparse.Namespace) -> Crew | None:
         sys.exit(BAD_INPUT)  # all ranks run one installation
     try:
         crew.agree("versions", facts.versions(factory.packages))
-        given = {name: value for name, value in vars(args).items() if name not in ("argv", "own_process")}
-        crew.agree("arguments", {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()})
+        given = {
+            name: value for name, value in vars(args).items() if name not in ("argv", "own_process")
+        }
+        crew.agree(
+            "arguments",
+            {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()},
+        )
         crew.agree("files", facts.digests(inputs))
         if hasattr(args, "output") and not hasattr(args, "seed"):
             from ltx2rt.pipelines.request import draw_seed

@@ -25,20 +25,26 @@ class TransformerConfig:
     head_dim: int
     audio_num_heads: int
     audio_head_dim: int
-    caption_channels: int  # width of the text context when the caption projection sits in the transformer (2.0)
+    caption_channels: (
+        int  # width of the text context when the caption projection sits in the transformer (2.0)
+    )
     caption_projection: bool  # 2.0: Linear-GELU-Linear on the context inside the transformer
     gated_attention: bool  # 2.3: 2*sigmoid gate per head
     text_modulation: bool  # 2.3: 9-row tables, AdaLN around text cross-attention
     prompt_adaln: bool  # 2.3: the prompt's scale/shift depend on sigma
     ff_bias: bool
     audio_ff_bias: bool
-    keyframe_vector: bool  # 2.5: added to the tokens of the first latent frame and of generated keyframes
+    keyframe_vector: (
+        bool  # 2.5: added to the tokens of the first latent frame and of generated keyframes
+    )
     rope_theta: float
     rope_max_pos: tuple[int, int, int]  # seconds, pixels, pixels
     audio_rope_max_pos: int  # seconds
     rope_float64_grid: bool
     timestep_scale: float  # timesteps in [0,1] are multiplied by this
-    av_gate_scale: float  # timestep multiplier of the cross-modal gates, 1000 in every released file
+    av_gate_scale: (
+        float  # timestep multiplier of the cross-modal gates, 1000 in every released file
+    )
     norm_eps: float
 
     @property
@@ -100,14 +106,18 @@ class Gemma4Config:
     pad_token_id: int
     eos_token_id: int
     bos_token_id: int
-    placeholder_ids: tuple[int, ...]  # of images, videos and sound; without these they embed as padding
+    placeholder_ids: tuple[
+        int, ...
+    ]  # of images, videos and sound; without these they embed as padding
 
     @property
     def period(self) -> int:
         """How many layers of both kinds repeat."""
         kinds = self.layer_is_sliding
         return next(
-            n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0 and kinds == kinds[:n] * (len(kinds) // n)
+            n
+            for n in range(1, len(kinds) + 1)
+            if len(kinds) % n == 0 and kinds == kinds[:n] * (len(kinds) // n)
         )
 
 
@@ -165,7 +175,9 @@ class VideoVaeConfig:
     patch_size: int
     encoder: tuple[VaeStage, ...]
     decoder: tuple[VaeStage, ...]
-    encoder_padding: str  # "zeros" or "reflect", rows and columns only; time always repeats the edge
+    encoder_padding: (
+        str  # "zeros" or "reflect", rows and columns only; time always repeats the edge
+    )
     decoder_padding: str
     encoder_causal: bool
     decoder_causal: bool
@@ -188,7 +200,9 @@ class DiffusionDecoderConfig:
     head_dim: int
     channels: tuple[int, ...]  # of each stage
     depths: tuple[int, ...]
-    windows: tuple[tuple[int, int, int], ...]  # frames, rows and columns that attention of a stage sees
+    windows: tuple[
+        tuple[int, int, int], ...
+    ]  # frames, rows and columns that attention of a stage sees
     strides: tuple[tuple[int, int, int], ...]  # of the upsampling after each stage but the last
     timestep_width: int
     timestep_scale: float  # the timestep, 1, is multiplied by this
@@ -294,7 +308,9 @@ class DurationHeadConfig:
 class ModelConfig:
     """A checkpoint: its release decides defaults only, never an architecture."""
 
-    version: tuple[int, ...]  # of the `model_version` metadata; () if absent. Of several files: of the transformer's
+    version: tuple[
+        int, ...
+    ]  # of the `model_version` metadata; () if absent. Of several files: of the transformer's
     transformer: TransformerConfig
     text: TextConfig
     gemma: GemmaConfig | Gemma4Config | None  # None: none was found
@@ -305,7 +321,9 @@ class ModelConfig:
     temporal_upsampler: UpsamplerConfig | None = None
     diffusion_decoder: DiffusionDecoderConfig | None = None  # 2.5, if its file was found
     duration_head: DurationHeadConfig | None = None
-    video_vae_version: tuple[int, ...] = field(default=(), compare=False)  # of the file that the video VAE is in
+    video_vae_version: tuple[int, ...] = field(
+        default=(), compare=False
+    )  # of the file that the video VAE is in
 
     @property
     def release(self) -> Release:

@@ -24,7 +24,9 @@ NEGATIVE_PROMPT = (
     "timing, unnatural transitions, inconsistent framing, tilted camera, flat lighting, inconsistent tone, "
     "cinematic oversaturation, stylized filters, or AI artifacts."
 )
-NEGATIVE_25 = "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
+NEGATIVE_25 = (
+    "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
+)
 DEPTH = 48  # blocks of every released transformer
 
 

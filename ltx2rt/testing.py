@@ -36,7 +36,11 @@ def _backend(name: str, mesh: tuple[tuple[str, int], ...] = ()):
 
 
 def run_graph(
-    kind: str, graph: Graph, params: Mapping[str, np.ndarray], inputs: Mapping[str, Any], layers: str = "scan"
+    kind: str,
+    graph: Graph,
+    params: Mapping[str, np.ndarray],
+    inputs: Mapping[str, Any],
+    layers: str = "scan",
 ) -> dict[str, np.ndarray]:
     """Outputs of `graph` in float32 numpy. kind: "numpy" (the interpreter), "cuda" or "tpu" (the backend, on CPU)."""
     if kind == "numpy":

@@ -27,12 +27,23 @@ from virtual import xla_flags
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Programs that JAX compiled for one test are read by every other process, of this run and of later ones: xdist's
 # workers and commands that tests start inherit this.
-COMPILED = Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "jax-compiled")))
+COMPILED = Path(
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "jax-compiled"))
+)
 KEPT_BYTES = 4 * 10**9  # of programs, when a run begins; the oldest are removed
-LASTED = Path(sys.prefix) / "test-durations.json"  # seconds of each test file in the last run that had it
+LASTED = (
+    Path(sys.prefix) / "test-durations.json"
+)  # seconds of each test file in the last run that had it
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
-SMALL = {"--width": 128, "--height": 64, "--num-frames": 17, "--fps": 48, "--steps": 3, "--image-crf": 0}
+SMALL = {
+    "--width": 128,
+    "--height": 64,
+    "--num-frames": 17,
+    "--fps": 48,
+    "--steps": 3,
+    "--image-crf": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -76,13 +87,19 @@ class LongestFirst:
 
     def pytest_collection_modifyitems(self, items) -> None:
         tests = Counter(file_of(item.nodeid) for item in items)
-        items.sort(key=lambda item: -self.lasted.get(file_of(item.nodeid), tests[file_of(item.nodeid)]))
+        items.sort(
+            key=lambda item: -self.lasted.get(file_of(item.nodeid), tests[file_of(item.nodeid)])
+        )
 
     def pytest_runtest_logreport(self, report) -> None:
         self.seconds[file_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self, session) -> None:
-        if not hasattr(session.config, "workerinput") and session.testscollected and not session.shouldstop:
+        if (
+            not hasattr(session.config, "workerinput")
+            and session.testscollected
+            and not session.shouldstop
+        ):
             LASTED.write_text(json.dumps(self.lasted | self.seconds, indent=1))
 
 
@@ -97,7 +114,9 @@ def pytest_configure(config) -> None:
         with contextlib.suppress(OSError):
             newest_first = sorted(COMPILED.iterdir(), key=lambda file: -file.stat().st_mtime)
             sizes = accumulate(file.stat().st_size for file in newest_first)
-            for file in [f for f, size in zip(newest_first, sizes, strict=True) if size > KEPT_BYTES]:
+            for file in [
+                f for f, size in zip(newest_first, sizes, strict=True) if size > KEPT_BYTES
+            ]:
                 file.unlink()
         lasted = {}
         with contextlib.suppress(OSError, ValueError):
@@ -110,9 +129,16 @@ def pytest_collection_modifyitems(items) -> None:
     if find_spec("jax"):
         return
     for item in items:
-        fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
-        text = [inspect.getsource(function).partition("def ")[2] for function in (item.function, *fixtures)]
-        if re.search(r"jax|\btpu\b|ltx2rt_tpu|ON_HOSTS", " ".join([item.name, *text]), re.IGNORECASE):
+        fixtures = [
+            definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()
+        ]
+        text = [
+            inspect.getsource(function).partition("def ")[2]
+            for function in (item.function, *fixtures)
+        ]
+        if re.search(
+            r"jax|\btpu\b|ltx2rt_tpu|ON_HOSTS", " ".join([item.name, *text]), re.IGNORECASE
+        ):
             item.add_marker(pytest.mark.skip(reason="jax is not installed"))
 
 
@@ -176,7 +202,11 @@ class Job:
     flags: tuple[object, ...]
 
     def argv(self, folder: Path) -> list[str]:
-        files = {"--output": "clip.mp4", "--report": "report.json", "--latents-out": "latents.safetensors"}
+        files = {
+            "--output": "clip.mp4",
+            "--report": "report.json",
+            "--latents-out": "latents.safetensors",
+        }
         words = ["generate", "--backend", self.backend, "--device", "cpu", "--model", self.model]
         words += ["--prompt", "a robot dancing", *(x for pair in SMALL.items() for x in pair)]
         words += [x for flag, name in files.items() for x in (flag, folder / name)]

@@ -34,7 +34,10 @@ def long_functions() -> list[str]:
     found = []
     for name, text in product():
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and (lines := (node.end_lineno or 0) - node.lineno + 1) > LONG:
+            if (
+                isinstance(node, ast.FunctionDef)
+                and (lines := (node.end_lineno or 0) - node.lineno + 1) > LONG
+            ):
                 found.append(f"{name}:{node.lineno} {node.name} {lines}")
     return found
 
@@ -50,7 +53,9 @@ def main() -> None:
         print(f"{len(files):>6} files name the {word}: {', '.join(files)}")
     long = long_functions()
     print(f"{len(long):>6} functions of more than {LONG} lines: {', '.join(long)}")
-    print(f"{len(naming(RELEASES)):>6} files compare releases outside the rows of ltx2rt/release.py")
+    print(
+        f"{len(naming(RELEASES)):>6} files compare releases outside the rows of ltx2rt/release.py"
+    )
     print(f"{sum(text.count(chr(10)) for _, text in product()):>6} lines")
 
 

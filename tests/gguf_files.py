@@ -19,7 +19,15 @@ from ltx2rt.weights.parts import file_kind
 PREFIX = PARTS["transformer"].prefix
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = {  # bytes of a block where a float16 is
-    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
+    **{
+        "Q4_0": (0,),
+        "Q4_1": (0, 2),
+        "Q5_0": (0,),
+        "Q5_1": (0, 2),
+        "Q8_0": (0,),
+        "IQ4_NL": (0,),
+        "IQ4_XS": (0,),
+    },
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
 NAMES = [block.name for block in BLOCKS.values() if block.decode]
@@ -27,7 +35,9 @@ NAMES = [block.name for block in BLOCKS.values() if block.decode]
 
 def package() -> Any:
     """The `gguf` package; without it the test is skipped."""
-    return pytest.importorskip("gguf", reason="the gguf package, which writes the files, is not installed")
+    return pytest.importorskip(
+        "gguf", reason="the gguf package, which writes the files, is not installed"
+    )
 
 
 def random_blocks(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -56,7 +66,12 @@ def write_gguf(
     gguf = package()
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (metadata or {}).items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add = {
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            list: writer.add_array,
+        }
         add[type(value)](key, value)
     for name, value in tensors.items():
         if isinstance(value, tuple):
@@ -97,7 +112,9 @@ def take_apart(
     """A folder of tiny-2.x official files as ComfyUI users have one, in `out/gguf`, and its copy without GGUF in
     `out/plain`: transformer, connectors, video VAE and audio VAE in files of their own. prefix: of the names in the
     GGUF file. The copy holds the numbers that the GGUF file's blocks stand for."""
-    main = next(path for path in folder.glob("*.safetensors") if file_kind(TensorFile(path)) == "main")
+    main = next(
+        path for path in folder.glob("*.safetensors") if file_kind(TensorFile(path)) == "main"
+    )
     file = TensorFile(main)
     parts: dict[str, dict[str, np.ndarray]] = {}
     for name in file.names():
@@ -114,7 +131,8 @@ def take_apart(
                 write_arrays(one / f"{part}.safetensors", parts[part], file.metadata)
     stored = {name: store(name, array) for name, array in parts["transformer"].items()}
     write_gguf(
-        ggufs / "transformer.gguf", {prefix + name.removeprefix(PREFIX): value for name, value in stored.items()}
+        ggufs / "transformer.gguf",
+        {prefix + name.removeprefix(PREFIX): value for name, value in stored.items()},
     )
     wide = {name: numbers(value) for name, value in stored.items()}
     write_arrays(plain / "transformer.safetensors", wide, file.metadata)

@@ -66,7 +66,9 @@ def text_configs(generation: str) -> tuple[GemmaConfig | Gemma4Config, TextConfi
         layer_is_sliding=(True, False), sliding_window=3, query_scale=8**-0.5,
     )  # fmt: skip
     if generation == "2.5":
-        gemma = Gemma4Config(50, 120, 2, 12, 6, 8, 1, 12, 96, (True, False), 3, 1e6, 0.25, 1e4, 1e-6, 0, 1, 2, ())
+        gemma = Gemma4Config(
+            50, 120, 2, 12, 6, 8, 1, 12, 96, (True, False), 3, 1e6, 0.25, 1e4, 1e-6, 0, 1, 2, ()
+        )
     video, audio = ((12, 8), (12, 4)) if new else ((30, 4), (30, 4))
     text = replace(
         config.text,
@@ -94,7 +96,9 @@ def guided(generation: str, dtype: str, masked: bool = False) -> Case:
     feeds = transformer.position_feeds(config, *positions())
     video_mask, audio_mask = np.ones(TOKENS), np.ones(AUDIO_TOKENS)
     video_mask[:6], video_mask[2], audio_mask[:2] = 0.35, 0, 0.6
-    feeds |= guided_step.mask_feeds("video", video_mask) | guided_step.mask_feeds("audio", audio_mask)
+    feeds |= guided_step.mask_feeds("video", video_mask) | guided_step.mask_feeds(
+        "audio", audio_mask
+    )
     widths = {"video": config.width, "audio": config.audio_width}
     for name, tokens, channels in (("video", TOKENS, 16), ("audio", AUDIO_TOKENS, 8)):
         width = config.caption_channels if config.caption_projection else widths[name]
@@ -102,14 +106,18 @@ def guided(generation: str, dtype: str, masked: bool = False) -> Case:
         feeds[f"{name}_clean"] = rng.standard_normal((tokens, channels), np.float32)
         feeds[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
     feeds |= {"sigmas": np.array([0.8, 0.6], np.float32), "guidance": GUIDANCE}
-    feeds["video_keyframes_mask"] = (np.arange(TOKENS) < 6).astype(np.float32)  # 2.5: the first latent frame
+    feeds["video_keyframes_mask"] = (np.arange(TOKENS) < 6).astype(
+        np.float32
+    )  # 2.5: the first latent frame
     structure = guided_step.StepShape(
         guided_step.Branches.of(GUIDANCE), TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), 3, 2,
         masked=masked, stg_blocks=(0,),
     )  # fmt: skip
     feeds["video_attention_mask"] = attention_weights(TOKENS)
     graph = guided_step.trace(config, structure, dtype)
-    return Case("transformer", graph, random_params(graph), {name: feeds[name] for name in graph.inputs})
+    return Case(
+        "transformer", graph, random_params(graph), {name: feeds[name] for name in graph.inputs}
+    )
 
 
 def attention_weights(tokens: int) -> np.ndarray:
@@ -125,7 +133,9 @@ def forward(generation: str, dtype: str) -> Case:
     """One forward: positions and timesteps that differ between samples, an attention mask, keep masks."""
     config, rng = transformer_config(generation), np.random.default_rng(2)
     video, audio = positions()
-    feeds = transformer.position_feeds(config, np.stack([video, video * 2]), np.stack([audio, audio + 1]))
+    feeds = transformer.position_feeds(
+        config, np.stack([video, video * 2]), np.stack([audio, audio + 1])
+    )
     for name, tokens in (("video", TOKENS), ("audio", AUDIO_TOKENS)):
         feeds |= transformer.level_feeds(name, rng.choice([0.2, 0.5, 0.9], (2, tokens)))
     structure = transformer.ForwardShape(
@@ -139,7 +149,9 @@ def forward(generation: str, dtype: str) -> Case:
             feeds[name] = rng.standard_normal(v.type.shape, np.float32) if name.endswith(("latent", "context")) else (
                 (uniform > 0.5).astype(np.float32) if name.endswith("keep") else uniform
             )  # fmt: skip
-    return Case("transformer", graph, random_params(graph), {name: feeds[name] for name in graph.inputs})
+    return Case(
+        "transformer", graph, random_params(graph), {name: feeds[name] for name in graph.inputs}
+    )
 
 
 def text(generation: str, dtype: str) -> Case:
@@ -149,12 +161,22 @@ def text(generation: str, dtype: str) -> Case:
     ids = np.random.default_rng(3).integers(3, 50, (2, TEXT))
     mask = (np.arange(TEXT) >= np.array([[3], [0]])).astype(np.int64)
     feeds = text_encoder.feeds(gemma, config, np.where(mask, ids, 0), mask)
-    return Case("text-encoder", graph, random_params(graph), {name: feeds[name] for name in graph.inputs})
+    return Case(
+        "text-encoder", graph, random_params(graph), {name: feeds[name] for name in graph.inputs}
+    )
 
 
-BUILDERS: dict[str, Callable[[str, str], Case]] = {"guided": guided, "forward": forward, "text": text}
+BUILDERS: dict[str, Callable[[str, str], Case]] = {
+    "guided": guided,
+    "forward": forward,
+    "text": text,
+}
 MASKED = "masked-2.3"
-NAMES = (*(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")), "guided-2.5", "text-2.5")
+NAMES = (
+    *(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")),
+    "guided-2.5",
+    "text-2.5",
+)
 
 
 @cache
@@ -171,7 +193,10 @@ def lora_arrays(params: dict[str, np.ndarray], rank: int = 3) -> dict[str, np.nd
     for name, weight in sorted(params.items()):
         if "transformer_blocks." in name and name.endswith(".weight") and weight.ndim == 2:
             module = name.removeprefix("model.").removesuffix(".weight")
-            down, up = rng.standard_normal((rank, weight.shape[1])), rng.standard_normal((weight.shape[0], rank))
+            down, up = (
+                rng.standard_normal((rank, weight.shape[1])),
+                rng.standard_normal((weight.shape[0], rank)),
+            )
             arrays[f"{module}.lora_A.weight"] = (down / np.sqrt(weight.shape[1])).astype(np.float32)
             arrays[f"{module}.lora_B.weight"] = (0.5 * up).astype(np.float32)
     return arrays

@@ -42,7 +42,17 @@ def test_a_clip_is_that_of_the_command_line(clip, generate, model, images):
     assert clip.frames.shape == (17, 64, 128, 3) and clip.frames.dtype == np.uint8
     assert clip.fps == Fraction(48) and clip.seed == 7 and clip.sample_rate == 48000
     np.testing.assert_array_equal(clip.waveform, run.latents["waveform"])
-    keys = {"seed", "stages", "warmup_s", "load_s", "peak_bytes", "versions", "device", "mesh", "lora"}
+    keys = {
+        "seed",
+        "stages",
+        "warmup_s",
+        "load_s",
+        "peak_bytes",
+        "versions",
+        "device",
+        "mesh",
+        "lora",
+    }
     assert keys | {"programs_built", "loaded_bytes"} <= clip.report.keys()
     assert clip.report.keys() == run.report.keys()
 
@@ -62,7 +72,9 @@ def test_a_clip_without_sound(session):
     assert silent.waveform is None and len(silent.frames) == 17
 
 
-def test_what_the_command_line_refuses_is_refused_in_the_same_words(session, model, command, tmp_path):
+def test_what_the_command_line_refuses_is_refused_in_the_same_words(
+    session, model, command, tmp_path
+):
     flags = ["generate", "--backend", "cuda", "--device", "cpu", "--model", model, "--prompt", "x"]
     for keyword, flag, value in (
         ("width", "--width", 100),
@@ -132,7 +144,9 @@ def test_a_value_of_the_wrong_type_is_refused_and_names_its_flag(session, given)
 )
 def test_so_is_one_of_open(model, given):
     with pytest.raises(ltx2rt.InputError):
-        ltx2rt.open(**{"model": model, "backend": "cuda", "device": "cpu", "offline": True, **given})
+        ltx2rt.open(
+            **{"model": model, "backend": "cuda", "device": "cpu", "offline": True, **given}
+        )
 
 
 def test_threads_that_share_a_session_take_turns(session):
@@ -173,7 +187,9 @@ def test_one_call_runs_at_a_time(session):
 
 
 def test_a_plan_is_that_of_the_command_line(session, model, command):
-    status, out, _ = command("plan", "--model", model, "--devices", 2, "--device-kind", "h100-80gb", "--json")
+    status, out, _ = command(
+        "plan", "--model", model, "--devices", 2, "--device-kind", "h100-80gb", "--json"
+    )
     assert status == 0
     found = session.plan("h100-80gb", devices=2)
     assert [s["name"] for s in found["stages"]] == [s["name"] for s in json.loads(out)["stages"]]

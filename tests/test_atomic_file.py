@@ -12,7 +12,10 @@ from ltx2rt.errors import InputError
 def test_a_folder_removed_meanwhile_is_named(tmp_path):
     path = tmp_path / "gone" / "o.mp4"
     path.parent.mkdir()
-    with pytest.raises(OSError, match=r"gone/o\.mp4: its folder was removed"), replacing(path) as partial:
+    with (
+        pytest.raises(OSError, match=r"gone/o\.mp4: its folder was removed"),
+        replacing(path) as partial,
+    ):
         partial.write_bytes(b"x")
         partial.unlink()
         path.parent.rmdir()

@@ -52,7 +52,9 @@ def test_a_third_backend_takes_one_entry_point(toy, command):
 def test_what_is_not_installed_is_said(toy):
     with pytest.raises(InputError, match=r"unknown backend 'nope'; known backends: cuda, toy, tpu"):
         get_backend("nope")
-    with pytest.raises(InputError, match=r"backend toy: No module named .* pip install 'ltx2rt\[toy\]'"):
+    with pytest.raises(
+        InputError, match=r"backend toy: No module named .* pip install 'ltx2rt\[toy\]'"
+    ):
         get_ahead_compiler("toy", "2x2", {})
 
 
@@ -63,10 +65,17 @@ def test_factories_import_no_framework():
 
 def test_factories_tell_what_the_core_asks():
     cuda, tpu = get_factory("cuda"), get_factory("tpu")
-    gpu, chips = DeviceInfo("cuda", "NVIDIA H100", 1, 1, 8), DeviceInfo("tpu", "TPU v6 lite", 1, 1, 8)
+    gpu, chips = (
+        DeviceInfo("cuda", "NVIDIA H100", 1, 1, 8),
+        DeviceInfo("tpu", "TPU v6 lite", 1, 1, 8),
+    )
     cpus = DeviceInfo("cpu", "CPU", 1, 1, 8)
     assert (cuda.process_per_device, tpu.process_per_device) == (True, False)
-    assert (cuda.profile_key(gpu), tpu.profile_key(chips), tpu.profile_key(cpus)) == ("cuda", "TPU v6 lite", "cpu")
+    assert (cuda.profile_key(gpu), tpu.profile_key(chips), tpu.profile_key(cpus)) == (
+        "cuda",
+        "TPU v6 lite",
+        "cpu",
+    )
     assert (cuda.takes_all(gpu), tpu.takes_all(chips), tpu.takes_all(cpus)) == (False, True, False)
     with pytest.raises(InputError, match="backend cuda compiles on the device that runs"):
         get_ahead_compiler("cuda", "2x2", {})
@@ -77,15 +86,23 @@ def test_gpus_are_counted_without_torch(tmp_path):
         (tmp_path / name).touch()
     assert num_gpus({}, tmp_path) == 3
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
-    assert num_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == num_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+    assert (
+        num_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+        == num_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
+        == 0
+    )
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == 0
     one_device = get_factory("cuda").one_device
     assert one_device(1, {"CUDA_VISIBLE_DEVICES": "4, 7"}) == {"CUDA_VISIBLE_DEVICES": "7"}
     assert one_device(1, {}) == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
-@pytest.mark.parametrize("device,asked,expected", [("cpu", None, "PASSIVE"), ("cpu", "ACTIVE", "ACTIVE")])
-def test_idle_threads_sleep_on_a_cpu_unless_the_user_has_decided(device, asked, expected, monkeypatch):
+@pytest.mark.parametrize(
+    "device,asked,expected", [("cpu", None, "PASSIVE"), ("cpu", "ACTIVE", "ACTIVE")]
+)
+def test_idle_threads_sleep_on_a_cpu_unless_the_user_has_decided(
+    device, asked, expected, monkeypatch
+):
     monkeypatch.setenv("OMP_WAIT_POLICY", asked or "")
     if asked is None:
         monkeypatch.delenv("OMP_WAIT_POLICY")

@@ -20,11 +20,23 @@ from ltx2rt.run.files import Files
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
 
-MINIMAL = ["generate", "--backend", "cuda", "--model", "m", "--prompt", "a cat", "--output", "o.mp4"]
+MINIMAL = [
+    "generate",
+    "--backend",
+    "cuda",
+    "--model",
+    "m",
+    "--prompt",
+    "a cat",
+    "--output",
+    "o.mp4",
+]
 
 
 def run(*argv):
-    return subprocess.run([sys.executable, "-m", "ltx2rt.cli", *argv], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "ltx2rt.cli", *argv], capture_output=True, text=True
+    )
 
 
 def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
@@ -34,7 +46,10 @@ def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("ltx2rt.commands.weights.inspect_path", refused)
     assert cli.main(["weights", "inspect", "model"]) == 2
     said = capsys.readouterr().err
-    assert said == "ltx2rt: error: model/config.json: Permission denied; change its permissions, or run as its owner\n"
+    assert (
+        said
+        == "ltx2rt: error: model/config.json: Permission denied; change its permissions, or run as its owner\n"
+    )
 
 
 def test_help_imports_nothing_heavy():
@@ -60,7 +75,11 @@ def test_an_interrupt_during_the_first_imports_is_one_line():
 
 def test_a_request_without_flags_has_only_defaults():
     args = cli.parser().parse_args(MINIMAL)
-    assert generate.asked(args) == (ModelOptions("cuda", Path("m")), TwoStage("a cat"), Files(Path("o.mp4")))
+    assert generate.asked(args) == (
+        ModelOptions("cuda", Path("m")),
+        TwoStage("a cat"),
+        Files(Path("o.mp4")),
+    )
 
 
 def test_every_flag_arrives():
@@ -91,7 +110,11 @@ def test_every_flag_arrives():
         "n", 2, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2), "stage1",
     )  # fmt: skip
     files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)
-    assert generate.asked(cli.parser().parse_args(MINIMAL + text.split())) == (options, request, files)
+    assert generate.asked(cli.parser().parse_args(MINIMAL + text.split())) == (
+        options,
+        request,
+        files,
+    )
 
 
 @pytest.mark.parametrize("flag", ["--gpus", "--promp"])
@@ -126,9 +149,15 @@ def test_every_failure_is_one_line_and_a_status(monkeypatch, capsys, raised, sta
 
 def test_devices_are_counted_with_the_profile_they_get():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-    ran = subprocess.run([sys.executable, "-m", "ltx2rt", "devices"], env=env, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-m", "ltx2rt", "devices"], env=env, capture_output=True, text=True
+    )
     (line,) = (line for line in ran.stdout.splitlines() if line.startswith("tpu: "))
-    assert line.startswith("tpu: 3 x CPU (cpu), ") and " GiB free, profile cpu" in line and ", jax " in line
+    assert (
+        line.startswith("tpu: 3 x CPU (cpu), ")
+        and " GiB free, profile cpu" in line
+        and ", jax " in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,10 +187,19 @@ def test_profile_shown_for_devices(kind, count, expected):
     ],
 )
 def test_bad_input_exits_with_2_before_any_backend_is_imported(tmp_path, change, message):
-    flags = {"--backend": "cuda", "--model": str(tmp_path), "--prompt": "x", "--output": str(tmp_path / "o.mp4")}
+    flags = {
+        "--backend": "cuda",
+        "--model": str(tmp_path),
+        "--prompt": "x",
+        "--output": str(tmp_path / "o.mp4"),
+    }
     done = run("generate", *(word for pair in (flags | change).items() for word in pair))
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("ltx2rt: error: ") and message in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("ltx2rt: error: ")
+        and message in done.stderr
+        and done.stderr.count("\n") == 1
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -235,8 +273,28 @@ def test_a_file_that_shrinks_while_it_is_copied_ends_in_a_line(tiny, tmp_path, b
     """Checked, then shorter: the kernel's SIGBUS ended the process without a word."""
     model = tmp_path / "model"
     shutil.copytree(tiny("tiny-2.0", "official"), model)
-    words = ["generate", "--backend", backend, "--device", "cpu", "--model", str(model), "--prompt", "x"]
-    words += ["--pipeline", "one-stage", "--no-audio", "--width", "64", "--height", "64", "--num-frames", "9"]
+    words = [
+        "generate",
+        "--backend",
+        backend,
+        "--device",
+        "cpu",
+        "--model",
+        str(model),
+        "--prompt",
+        "x",
+    ]
+    words += [
+        "--pipeline",
+        "one-stage",
+        "--no-audio",
+        "--width",
+        "64",
+        "--height",
+        "64",
+        "--num-frames",
+        "9",
+    ]
     argv = [sys.executable, "-c", SHRINKING, *words, "--output", str(tmp_path / "o.mp4")]
     ran = subprocess.run(argv, capture_output=True, text=True)
     (line,) = [line for line in ran.stderr.splitlines() if "error" in line]

@@ -35,7 +35,9 @@ from ltx2rt.session.open import open_session
 from ltx2rt.weights.random.make import make_checkpoint
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    ROOT.glob("docs/*.md")
+)
 NOT_RUN = {
     "gpu": "needs NVIDIA GPUs and a released checkpoint",
     "tpu": "needs TPUs and a released checkpoint",
@@ -49,9 +51,22 @@ RELEASED = {  # name of a released file -> what stands for it
     "ltx-2.3-22b-distilled-lora-384-1.1.safetensors": "tiny-2.3-distilled-lora.safetensors",
     "gemma-3": "gemma-3",
 }
-COMFYUI = dict(zip(RELEASED, ("checkpoints", "latent_upscale_models", "loras", "text_encoders"), strict=True))
-PROGRAMS = {"ltx2rt": "-m ltx2rt", "torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
-QUICK = ("graph", "plan", "weights", "devices", "compare")  # commands that are run wherever they stand
+COMFYUI = dict(
+    zip(RELEASED, ("checkpoints", "latent_upscale_models", "loras", "text_encoders"), strict=True)
+)
+PROGRAMS = {
+    "ltx2rt": "-m ltx2rt",
+    "torchrun": "-m torch.distributed.run",
+    "python": "",
+    "python3": "",
+}
+QUICK = (
+    "graph",
+    "plan",
+    "weights",
+    "devices",
+    "compare",
+)  # commands that are run wherever they stand
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,8 @@ def params(*whys: str) -> list:
         pytest.param(
             block,
             id=str(block),
-            marks=[pytest.mark.slow] * (block.why == "slow") + [NO_JAX] * bool(JAX.search(block.text)),
+            marks=[pytest.mark.slow] * (block.why == "slow")
+            + [NO_JAX] * bool(JAX.search(block.text)),
         )
         for block in ALL
         if block.language in ("python", "sh") and block.why in whys
@@ -130,8 +146,12 @@ def clone(tmp_path_factory, tiny) -> Path:
     (folder / "examples").mkdir()
     (folder / "examples" / "tiny-trained").symlink_to(made)
     make_checkpoint("tiny-2.3", "official", folder / "other", seed=1)
-    (folder / "style.safetensors").symlink_to(folder / "other" / "tiny-2.3-distilled-lora.safetensors")
-    shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "style.safetensors").symlink_to(
+        folder / "other" / "tiny-2.3-distilled-lora.safetensors"
+    )
+    shutil.copytree(
+        ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("fox", "dawn", "dusk"):
         Image.linear_gradient("L").resize((320, 180)).convert("RGB").save(folder / f"{name}.png")
     (folder / "depth.safetensors").symlink_to(folder / "style.safetensors")
@@ -140,7 +160,11 @@ def clone(tmp_path_factory, tiny) -> Path:
     for name in ("clip", "depth"):
         sound = {"waveform": np.zeros((2, 20000), np.float32), "sample_rate": 8000}
         write_mp4(
-            folder / f"{name}.mp4", [np.zeros((3, 57, 64, 64), np.float32)], num_frames=57, fps=Fraction(24), **sound
+            folder / f"{name}.mp4",
+            [np.zeros((3, 57, 64, 64), np.float32)],
+            num_frames=57,
+            fps=Fraction(24),
+            **sound,
         )
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
@@ -152,7 +176,9 @@ def clone(tmp_path_factory, tiny) -> Path:
 
 def run(block: Block, clone: Path) -> str:
     """What the block prints. Its warnings are no errors: a reader has no such setting."""
-    path = [str(ROOT / name) for name in ("", "backends", "kernels")] + os.environ.get("PYTHONPATH", "").split(":")
+    path = [str(ROOT / name) for name in ("", "backends", "kernels")] + os.environ.get(
+        "PYTHONPATH", ""
+    ).split(":")
     env = os.environ | {
         "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}",
         "PYTHONPATH": ":".join(filter(None, path)),
@@ -160,7 +186,9 @@ def run(block: Block, clone: Path) -> str:
         "JAX_PLATFORMS": "cpu",
     }
     words = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
-    ran = subprocess.run(words, input=block.text, cwd=clone, env=env, capture_output=True, text=True, timeout=1500)
+    ran = subprocess.run(
+        words, input=block.text, cwd=clone, env=env, capture_output=True, text=True, timeout=1500
+    )
     assert ran.returncode == 0, f"{block}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
     return ran.stdout
 
@@ -174,11 +202,17 @@ def test_block_runs_as_it_stands(block, clone):
 
 @pytest.mark.parametrize("block", ALL, ids=str)
 def test_block_says_what_it_is_and_why_it_is_not_run(block):
-    assert block.language in ("python", "sh", "text"), f"{block}: the fence says {block.info!r}, expected a language"
-    known = {"python": ("", "slow"), "sh": ("", "slow", *NOT_RUN), "text": ("", "output")}[block.language]
+    assert block.language in ("python", "sh", "text"), (
+        f"{block}: the fence says {block.info!r}, expected a language"
+    )
+    known = {"python": ("", "slow"), "sh": ("", "slow", *NOT_RUN), "text": ("", "output")}[
+        block.language
+    ]
     assert block.why in known, f"{block}: {block.why!r} is no reason; known: {', '.join(known[1:])}"
     if block.language == "text":
-        assert not re.search(r"^\s*(\$ |(\.venv/bin/)?(ltx2rt|python3?|make|pip) )", block.text, re.MULTILINE), block
+        assert not re.search(
+            r"^\s*(\$ |(\.venv/bin/)?(ltx2rt|python3?|make|pip) )", block.text, re.MULTILINE
+        ), block
 
 
 def commands(text: str) -> list[list[str]]:
@@ -187,7 +221,9 @@ def commands(text: str) -> list[list[str]]:
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         starts = [i for i, word in enumerate(words) if word in ("ltx2rt", ".venv/bin/ltx2rt")]
-        starts += [i + 1 for i, word in enumerate(words[:-1]) if (word, words[i + 1]) == ("-m", "ltx2rt")]
+        starts += [
+            i + 1 for i, word in enumerate(words[:-1]) if (word, words[i + 1]) == ("-m", "ltx2rt")
+        ]
         for start in starts:
             rest = words[start + 1 :]
             ends = [i for i, word in enumerate(rest) if word in ("|", ">", "&&", ";")]
@@ -219,12 +255,16 @@ def check(argv: list[str], where: object, capsys) -> None:
 
 
 @pytest.mark.parametrize("block", params(*NOT_RUN))
-def test_commands_of_a_block_that_is_not_run_are_ones_that_the_program_takes(block, clone, monkeypatch, capsys):
+def test_commands_of_a_block_that_is_not_run_are_ones_that_the_program_takes(
+    block, clone, monkeypatch, capsys
+):
     monkeypatch.chdir(clone)
     for argv in commands(block.text):
         check(argv, block, capsys)
     for target in re.findall(r"^make ([\w-]+)", block.text, re.MULTILINE):
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{block}: make {target}"
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+            f"{block}: make {target}"
+        )
     check_benchmarks(block.text, block)
 
 
@@ -240,7 +280,9 @@ def check_benchmarks(text: str, where: object) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_in_running_text_are_ones_that_the_program_takes(document, clone, monkeypatch, capsys):
+def test_commands_in_running_text_are_ones_that_the_program_takes(
+    document, clone, monkeypatch, capsys
+):
     monkeypatch.chdir(clone)
     for command in re.findall(r"`(ltx2rt [^`]+)`", prose(document)):
         for argv in commands(" ".join(command.split())):
@@ -258,7 +300,9 @@ def test_links_and_paths_lead_somewhere(document):
         assert (ROOT / path).exists(), f"{document.name}: {path}"
     for anchor in re.findall(r"\]\(#([^)]+)\)", text):
         titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
+        assert anchor in {
+            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
+        }, anchor
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

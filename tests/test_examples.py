@@ -18,7 +18,9 @@ def test_a_click_is_heard_when_the_shape_is_on_the_floor():
         assert not len(still.hits()) and len(clip.hits())
         _, y, radius = clip.pose(clip.hits())
         np.testing.assert_allclose(y + radius, FLOOR, atol=1e-9)
-        steps = np.abs(np.diff(clip.sound()[0], 2))  # of a click of 1800 Hz 10 times those of the tone
+        steps = np.abs(
+            np.diff(clip.sound()[0], 2)
+        )  # of a click of 1800 Hz 10 times those of the tone
         loud = np.flatnonzero(steps > 0.25 * steps.max()) / RATE
         starts = loud[np.diff(loud, prepend=-1) > 0.1]
         np.testing.assert_allclose(starts, clip.hits(), atol=2e-3)  # seconds
@@ -31,7 +33,9 @@ def test_a_shape_is_drawn_where_it_is_said_to_be(motion):
     x, y, _ = clip.pose(np.arange(FRAMES) / 24)
     at = (np.arange(SIZE) + 0.5) / SIZE
     total = shape.sum((1, 2))
-    np.testing.assert_allclose((shape.sum(1) * at).sum(1) / total, x, atol=0.01)  # of the side; half a pixel is 0.004
+    np.testing.assert_allclose(
+        (shape.sum(1) * at).sum(1) / total, x, atol=0.01
+    )  # of the side; half a pixel is 0.004
     np.testing.assert_allclose((shape.sum(2) * at).sum(1) / total, y, atol=0.01)
 
 
@@ -53,13 +57,18 @@ def test_a_part_that_was_interrupted_ends_bit_identical(lab, monkeypatch, matrix
     stops = [3]
 
     def train(part):
-        weight, bias = torch.nn.Parameter(torch.ones(4, 2, 2)), torch.nn.Parameter(torch.ones(4, 1, 1))
+        weight, bias = (
+            torch.nn.Parameter(torch.ones(4, 2, 2)),
+            torch.nn.Parameter(torch.ones(4, 1, 1)),
+        )
 
         def loss(step, rng):
             if stops and step == stops[0]:
                 stops.pop()
                 raise KeyboardInterrupt
-            target = torch.from_numpy(rng.standard_normal((4, 2, 2))).float() + 0.1 * torch.randn(4, 2, 2)
+            target = torch.from_numpy(rng.standard_normal((4, 2, 2))).float() + 0.1 * torch.randn(
+                4, 2, 2
+            )
             return {"off": (weight + bias - target).square().mean()}
 
         lab.fit(part, {"x.weight": weight, "x.bias": bias}, 8, 0.1, loss, matrix_rate)
@@ -71,16 +80,25 @@ def test_a_part_that_was_interrupted_ends_bit_identical(lab, monkeypatch, matrix
     (lab.folder / "part.safetensors").unlink()
     whole = train("part")
     for name, found in stopped.items():
-        assert torch.equal(found, whole[name]) and not torch.equal(found, torch.ones_like(found)), name
+        assert torch.equal(found, whole[name]) and not torch.equal(found, torch.ones_like(found)), (
+            name
+        )
 
 
 def test_gradients_reach_all_that_is_trained(lab):
     """Of the transformer and its connectors; those of the other networks are tested with `as_module`."""
     g = lab.geometry(train_tiny.HALF)
     text = lab.module(connectors.trace(lab.config.text, 1, 64, "float32"))
-    feeds = transformer.position_feeds(lab.config.transformer, video_positions(g), audio_positions(g))
+    feeds = transformer.position_feeds(
+        lab.config.transformer, video_positions(g), audio_positions(g)
+    )
     shape = transformer.ForwardShape(
-        1, g.num_video_tokens, g.audio_latents, 64, transformer.coordinate_counts(feeds), video_levels=2
+        1,
+        g.num_video_tokens,
+        g.audio_latents,
+        64,
+        transformer.coordinate_counts(feeds),
+        video_levels=2,
     )
     network = lab.module(transformer.trace(lab.config.transformer, shape, "float32"))
     mask = np.append(np.zeros(54, np.int32), np.ones(10, np.int32))[None]
@@ -93,7 +111,9 @@ def test_gradients_reach_all_that_is_trained(lab):
     torch.stack([x.square().mean() for x in found]).sum().backward()
     trained = lab.trained(text, network)
     assert len(trained) > 200
-    assert [name for name, p in trained.items() if p.grad is None or not p.grad.abs().sum() > 0] == []
+    assert [
+        name for name, p in trained.items() if p.grad is None or not p.grad.abs().sum() > 0
+    ] == []
 
 
 @pytest.mark.slow
@@ -104,8 +124,12 @@ def test_the_smallest_training_gives_a_checkpoint_that_runs(tmp_path, generate):
     for part in ("video_vae", "audio_vae"):
         train_tiny.main([str(broken), "--scale", "0.0003", "--part", part])
     train_tiny.main([str(broken), "--scale", "0.0003"])
-    files = sorted(path.relative_to(whole) for path in (whole / "model").rglob("*") if path.is_file())
-    assert [path for path in files if (whole / path).read_bytes() != (broken / path).read_bytes()] == []
+    files = sorted(
+        path.relative_to(whole) for path in (whole / "model").rglob("*") if path.is_file()
+    )
+    assert [
+        path for path in files if (whole / path).read_bytes() != (broken / path).read_bytes()
+    ] == []
     assert max((whole / path).stat().st_size for path in files) <= 2 * 2**20
     assert sum((whole / path).stat().st_size for path in files) <= 12e6
     assert (whole / "losses.png").stat().st_size > 1000

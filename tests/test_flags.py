@@ -141,7 +141,10 @@ def test_bounds_hold_for_fractions_and_endless_integers():
 
 def test_the_server_tells_its_clients_the_bounds():
     found = flagged(*pipelines().values())
-    assert schema(found["steps"]).items() >= {"type": "integer", "minimum": 1, "maximum": 10000}.items()
+    assert (
+        schema(found["steps"]).items()
+        >= {"type": "integer", "minimum": 1, "maximum": 10000}.items()
+    )
     assert schema(found["audio_max_duration"])["exclusiveMinimum"] == 0
     assert "minimum" not in schema(found["video_cfg"])
 
@@ -186,7 +189,9 @@ def test_every_help_text_says_something_and_has_a_group(type_):
         assert how.group in GROUPS, name
         assert len(how.help.split()) > 2, name
         assert not re.match(r"(of|what|the|default|which|a|an|with|as)\b", how.help, re.I), name
-        assert how.help[0].islower() or how.help.split()[0].isupper() or how.help[0] in "GHJLT*", name
+        assert how.help[0].islower() or how.help.split()[0].isupper() or how.help[0] in "GHJLT*", (
+            name
+        )
 
 
 def test_help_is_of_the_pipeline_that_is_named(capsys):
@@ -221,7 +226,8 @@ def test_help_has_groups_pipelines_and_marks_what_is_required(capsys):
     }
     assert "ltx2rt generate --pipeline NAME --help" in text
     assert all(
-        re.search(rf"^    {name} +{re.escape(type_.summary)}$", text, re.M) for name, type_ in pipelines().items()
+        re.search(rf"^    {name} +{re.escape(type_.summary)}$", text, re.M)
+        for name, type_ in pipelines().items()
     )
     assert found["--max-memory"][0] == "devices and memory" and found["--quiet"][0] == "log"
     assert "--auto-duration MIN MAX " in text and "[" not in found["--auto-duration"][1]
@@ -231,7 +237,9 @@ def test_help_has_groups_pipelines_and_marks_what_is_required(capsys):
 def test_examples_in_the_help_are_taken(name):
     for example in generate.examples(pipelines()[name]):
         words = shlex.split(example.replace("\\\n", " "))
-        options, request, _ = generate.asked(cli.parser().parse_args([*words[1:], "--backend", "cuda"]))
+        options, request, _ = generate.asked(
+            cli.parser().parse_args([*words[1:], "--backend", "cuda"])
+        )
         assert type(request).name == name and options.model == Path("MODEL_DIR")
         request.check()
 
@@ -243,7 +251,9 @@ def test_every_command_has_help_for_every_flag(command, capsys):
 
 
 def test_a_flag_of_another_pipeline_is_read_though_it_is_not_shown():
-    args = cli.parser().parse_args(["generate", *MODEL, "--backend", "cuda", "--video-path", "v.mp4"])
+    args = cli.parser().parse_args(
+        ["generate", *MODEL, "--backend", "cuda", "--video-path", "v.mp4"]
+    )
     _, request, _ = generate.asked(args)
     assert generate._unread(args, request) == ["--video-path (--pipeline retake would)"]
 
@@ -356,7 +366,9 @@ class Factory:
         ([Factory("a", "GPU"), Factory("b", "TPU")], ["nvidiactl"], "a", "no accelerator is here"),
     ],
 )
-def test_the_backend_is_the_one_of_this_machine(factories, files, chosen, why, tmp_path, monkeypatch, capsys):
+def test_the_backend_is_the_one_of_this_machine(
+    factories, files, chosen, why, tmp_path, monkeypatch, capsys
+):
     found = {factory.name: factory for factory in factories}
     monkeypatch.setattr("ltx2rt.backend.backend_names", lambda: list(found))
     monkeypatch.setattr("ltx2rt.backend.get_factory", found.get)
@@ -364,7 +376,11 @@ def test_the_backend_is_the_one_of_this_machine(factories, files, chosen, why, t
         (tmp_path / name).touch()
     assert chosen_backend(tmp_path) == chosen
     said = capsys.readouterr().err
-    assert said.startswith(f"backend {chosen}: ") and said.endswith(f"{why}\n") and said.count("\n") == 1
+    assert (
+        said.startswith(f"backend {chosen}: ")
+        and said.endswith(f"{why}\n")
+        and said.count("\n") == 1
+    )
     assert chosen_backend(tmp_path, quiet=True) == chosen and capsys.readouterr().err == ""
 
 
@@ -376,7 +392,9 @@ def test_no_backend_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("given", [[], ["--backend", "auto"]])
 def test_a_command_without_a_backend_takes_that_one_and_tells_its_ranks(given, monkeypatch, capsys):
-    monkeypatch.setattr("ltx2rt.backend._has_device", lambda factory, _: factory.accelerator == "TPU")
+    monkeypatch.setattr(
+        "ltx2rt.backend._has_device", lambda factory, _: factory.accelerator == "TPU"
+    )
     args = cli.parser().parse_args(["generate", *MODEL, *given])
     args.argv = ["generate"]
     options, _, _ = generate.asked(args)

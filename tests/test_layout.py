@@ -20,11 +20,17 @@ WHOLE = {
 
 
 def test_the_test_of_a_module_has_its_name():
-    found = {path.relative_to(TESTS) for package in PACKAGES for path in (TESTS / package).rglob("test_*.py")}
+    found = {
+        path.relative_to(TESTS)
+        for package in PACKAGES
+        for path in (TESTS / package).rglob("test_*.py")
+    }
     strange = {
         str(path)
         for path in found
-        if not (module := TESTS.parent / "ltx2rt" / path.with_name(path.name.removeprefix("test_"))).exists()
+        if not (
+            module := TESTS.parent / "ltx2rt" / path.with_name(path.name.removeprefix("test_"))
+        ).exists()
         and not module.with_suffix("").is_dir()  # of a package
         and module.stem != module.parent.name  # of the package itself
     }

@@ -26,7 +26,12 @@ def rows(monkeypatch):
 
 
 def test_a_new_release_is_a_row(rows, tmp_path):
-    model = replace(preset("tiny-2.5").config, version=(2, 6, 0), video_vae_version=(2, 6, 0), duration_head=None)
+    model = replace(
+        preset("tiny-2.5").config,
+        version=(2, 6, 0),
+        video_vae_version=(2, 6, 0),
+        duration_head=None,
+    )
     assert model.release is NEXT and preset("tiny-2.5").config.release.name == "2.5"
     full = TwoStage("a cat").resolved(model)
     assert (full.steps, full.stg_blocks, full.image_crf, full.num_frames) == (20, (1,), 10, 121)
@@ -52,8 +57,14 @@ def test_files_of_two_releases_that_are_apart_do_not_go_together(rows, tiny, tmp
 
 
 def test_no_row_but_the_latest_is_told_by_what_an_earlier_one_has():
-    assert [row.since for row in release.RELEASES] == sorted((row.since for row in release.RELEASES), reverse=True)
+    assert [row.since for row in release.RELEASES] == sorted(
+        (row.since for row in release.RELEASES), reverse=True
+    )
     for name in ("2.0", "2.3", "2.5"):
         config = preset(f"ltx-{name}").config
-        assert release.of_config(config.transformer).name == release.of_version(config.version).name == name
+        assert (
+            release.of_config(config.transformer).name
+            == release.of_version(config.version).name
+            == name
+        )
         assert config.gemma.family == config.release.text_encoder

@@ -25,7 +25,9 @@ def step(generation: str, batch: int = BATCH) -> tuple[Graph, dict[str, np.ndarr
     """The graph without adapters, and inputs whose first frame and first sounds are given."""
     config, rng = transformer_config(generation), np.random.default_rng(5)
     feeds = transformer.position_feeds(config, *positions())
-    shape = train_step.TrainShape(batch, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds))
+    shape = train_step.TrainShape(
+        batch, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds)
+    )
     graph = train_step.trace(config, shape, "float32")
     for name, v in graph.inputs.items():
         if name in feeds:
@@ -46,9 +48,9 @@ def step(generation: str, batch: int = BATCH) -> tuple[Graph, dict[str, np.ndarr
 def placed(generation: str, mesh: dict[str, int]) -> Graph:
     graph, _ = step(generation, BATCH // mesh.get("data", 1))
     adapters = Adapters(frozenset(modules(graph)), RANK, SCALE)
-    return Placement(PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"], mesh, adapters=adapters).local(
-        graph, "transformer"
-    )
+    return Placement(
+        PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"], mesh, adapters=adapters
+    ).local(graph, "transformer")
 
 
 @cache
@@ -70,4 +72,6 @@ def trained(made: Trainer, inputs: dict[str, np.ndarray], steps: int = 1) -> dic
         losses, norms = made.accumulate(inputs, WEIGHTS), made.update(1e-2)
         if not i:
             found = {**losses, "norms": np.array([norms[name] for name in sorted(norms)])}
-    return found | {f"{kind} {name}": x for kind, arrays in made.state().items() for name, x in arrays.items()}
+    return found | {
+        f"{kind} {name}": x for kind, arrays in made.state().items() for name, x in arrays.items()
+    }

@@ -27,9 +27,16 @@ NETWORKS = (
 )  # fmt: skip
 TRANSFORMERS = ("transformer", "guided-step", "denoise")
 MESHES = ("", "tensor=2", "tensor=4")
-MORE_MESHES = ("sequence=2,tensor=2", "guidance=2,tensor=2", "fsdp=2,tensor=2", "guidance=2,sequence=2")
+MORE_MESHES = (
+    "sequence=2,tensor=2",
+    "guidance=2,tensor=2",
+    "fsdp=2,tensor=2",
+    "guidance=2,sequence=2",
+)
 PIPELINES = ("two-stage", "distilled", "one-stage")
-SIZE = "--width 128 --height 64 --num-frames 17 --fps 48 --steps 3 --seed 5 --image-crf 0 --device cpu"
+SIZE = (
+    "--width 128 --height 64 --num-frames 17 --fps 48 --steps 3 --seed 5 --image-crf 0 --device cpu"
+)
 
 
 def graph_cases(presets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -76,7 +83,13 @@ def _nodes(nodes: list[dict[str, Any]], numbers: dict[str, Any]) -> list[Any]:
     for i, node in enumerate(nodes):
         constant = _constant(node, [numbers.get(name, name) for name in node["inputs"]])
         if constant is not None:
-            numbers[node["outputs"][0]] = ["constant", constant, node["axes"], node["shape"], node["dtype"]]
+            numbers[node["outputs"][0]] = [
+                "constant",
+                constant,
+                node["axes"],
+                node["shape"],
+                node["dtype"],
+            ]
             gone.add(i)
         for name in node["inputs"]:
             readers.setdefault(name, []).append(i)
@@ -89,7 +102,9 @@ def _nodes(nodes: list[dict[str, Any]], numbers: dict[str, Any]) -> list[Any]:
         if i in gone:
             continue
         operands = [numbers.get(name, name) for name in node["inputs"]]
-        row: dict[str, Any] = {key: node[key] for key in ("op", "axes", "shape", "dtype", "collective")}
+        row: dict[str, Any] = {
+            key: node[key] for key in ("op", "axes", "shape", "dtype", "collective")
+        }
         row |= {"inputs": operands, "attrs": node.get("attrs", {})}
         if "body" in node:
             row |= {
@@ -126,8 +141,12 @@ def run_digests() -> dict[str, str]:
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _ltx2rt("weights", "make", "--preset", "tiny-2.3", "--layout", "official", folder / "tiny-2.3")
-        _ltx2rt("weights", "make", "--preset", "tiny-2.0", "--layout", "diffusers", folder / "tiny-2.0")
+        _ltx2rt(
+            "weights", "make", "--preset", "tiny-2.3", "--layout", "official", folder / "tiny-2.3"
+        )
+        _ltx2rt(
+            "weights", "make", "--preset", "tiny-2.0", "--layout", "diffusers", folder / "tiny-2.0"
+        )
         from PIL import Image
 
         Image.linear_gradient("L").resize((200, 100)).convert("RGB").save(folder / "image.png")
@@ -140,8 +159,23 @@ def run_digests() -> dict[str, str]:
                     if model == "tiny-2.3":
                         more += ["--image", f"{folder}/image.png:0", f"{folder}/image.png:8:0.7"]
                     latents = folder / "latents.safetensors"
-                    words = ["generate", "--backend", backend, "--model", folder / model, *SIZE.split(), *more]
-                    words += ["--prompt", "a red fox", "--output", folder / "x.mp4", "--latents-out", latents]
+                    words = [
+                        "generate",
+                        "--backend",
+                        backend,
+                        "--model",
+                        folder / model,
+                        *SIZE.split(),
+                        *more,
+                    ]
+                    words += [
+                        "--prompt",
+                        "a red fox",
+                        "--output",
+                        folder / "x.mp4",
+                        "--latents-out",
+                        latents,
+                    ]
                     _ltx2rt(*words)
                     from safetensors.numpy import load_file
 
@@ -171,9 +205,13 @@ def _ltx2rt(*arguments: object) -> None:
 def main(argv: list[str]) -> int:
     command, path = argv[0], Path(argv[1]) if len(argv) > 1 else None
     if command == "golden":
-        GOLDEN.write_text(json.dumps(graph_hashes(("tiny-2.0", "tiny-2.3", "tiny-2.5")), indent=1) + "\n")
+        GOLDEN.write_text(
+            json.dumps(graph_hashes(("tiny-2.0", "tiny-2.3", "tiny-2.5")), indent=1) + "\n"
+        )
         return 0
-    assert path is not None and command in ("record", "compare"), "record FILE, compare FILE or golden"
+    assert path is not None and command in ("record", "compare"), (
+        "record FILE, compare FILE or golden"
+    )
     runs = {} if "--graphs" in argv else run_digests()
     found = graph_hashes(("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3")) | runs
     if command == "record":
@@ -181,7 +219,11 @@ def main(argv: list[str]) -> int:
         return 0
     before = json.loads(path.read_text())
     if "--graphs" in argv:
-        before = {name: digest for name, digest in before.items() if not name.startswith(("cuda ", "tpu "))}
+        before = {
+            name: digest
+            for name, digest in before.items()
+            if not name.startswith(("cuda ", "tpu "))
+        }
     different = [name for name in before if found.get(name) != before[name]]
     for name in different:
         print(f"{'differs' if name in found else 'absent'}: {name}")

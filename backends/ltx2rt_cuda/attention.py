@@ -25,8 +25,12 @@ TORCH = {  # in order of preference
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-CUDNN = 91501  # torch itself prefers none before it (check_prefer_cudnn_attention in its sdp_utils.cpp)
-LOAD_BYTES = 16  # that the fused kernels fetch at once; a TMA descriptor takes no other strides either
+CUDNN = (
+    91501  # torch itself prefers none before it (check_prefer_cudnn_attention in its sdp_utils.cpp)
+)
+LOAD_BYTES = (
+    16  # that the fused kernels fetch at once; a TMA descriptor takes no other strides either
+)
 
 
 @cache
@@ -70,7 +74,9 @@ refused_by_cudnn: set[tuple] = set()  # operands with a mask for which it found 
 
 def why_not_cudnn(q: Tensor, mask: Tensor | None) -> str | None:
     """Why cuDNN cannot take q and a mask, as far as torch does not ask; None if it can."""
-    if mask is not None and (torch.compiler.is_compiling() or _operands(q, mask) in refused_by_cudnn):
+    if mask is not None and (
+        torch.compiler.is_compiling() or _operands(q, mask) in refused_by_cudnn
+    ):
         return "it has no plan for this mask, or nobody has tried"
     if q.shape[3] > 128:
         return f"heads of {q.shape[3]}, all its releases have plans up to 128"
@@ -92,16 +98,22 @@ def aligned(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or x.shape[-1] * x.element_size() % LOAD_BYTES:
         return x
     starts = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
-    return x.clone(memory_format=torch.contiguous_format) if any(n % LOAD_BYTES for n in starts) else x
+    return (
+        x.clone(memory_format=torch.contiguous_format) if any(n % LOAD_BYTES for n in starts) else x
+    )
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return y.transpose(1, 2)
 
 
-def preferred_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def preferred_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """torch_attention by the first of `preference` that takes the operands."""
     if mask is not None:  # the fused kernels that take masks take no shared keys
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
@@ -127,11 +139,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     q, k, v = aligned(q), aligned(k), aligned(v)
     if why_not_flash3(q, k, v, mask) is None:
         found = _flash3()(q, k, v, softmax_scale=scale)
-        return found[0] if isinstance(found, tuple) else found  # its first releases return the log-sums too
+        return (
+            found[0] if isinstance(found, tuple) else found
+        )  # its first releases return the log-sums too
     return preferred_attention(q, k, v, mask, scale)
 
 
-def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attention_part(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """`attention` and the logarithm of its denominator, f32 (B, heads, tokens), which only torch's own kernels return.
 
     Of those the memory-efficient one, whatever the mask: FlashAttention-2 takes none, and queries are few here.

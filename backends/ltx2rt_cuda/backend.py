@@ -45,7 +45,9 @@ class CudaBackend:
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"backend cuda runs on auto, cuda or cpu, not on {device}")
         if device == "cuda" and not torch.cuda.is_available():
-            raise InputError("no CUDA device was found; use --device cpu, or --device auto to fall back by itself")
+            raise InputError(
+                "no CUDA device was found; use --device cpu, or --device auto to fall back by itself"
+            )
         self.device_kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
         self.position = join(mesh, self.device_kind)
         self.mesh, self.is_main = self.position.mesh, self.position.rank == 0
@@ -77,16 +79,26 @@ class CudaBackend:
     ) -> Weights:
         weights: dict[str, Any] = {}
         ring = Ring(self.torch_device)
-        encoded = EncodedSource(source, lambda array: quantise_rows(to_torch(array).to(self.torch_device)))
+        encoded = EncodedSource(
+            source, lambda array: quantise_rows(to_torch(array).to(self.torch_device))
+        )
         for graph in graphs:
-            if self.device_kind == "cuda" and any(x.encoding == "float8" for x in graph.all_layouts().values()):
+            if self.device_kind == "cuda" and any(
+                x.encoding == "float8" for x in graph.all_layouts().values()
+            ):
                 tried_road(self.torch_device)  # before anything is recorded
             layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
-            made = partial(self._parameter, encoded, layouts, position.coordinates, base or {}, changed)
-            moved: dict[Piece, list[tuple[str, Type]]] = {piece: [] for piece in pieces_of(graph) if piece in streamed}
+            made = partial(
+                self._parameter, encoded, layouts, position.coordinates, base or {}, changed
+            )
+            moved: dict[Piece, list[tuple[str, Type]]] = {
+                piece: [] for piece in pieces_of(graph) if piece in streamed
+            }
             for declared, (value, count) in graph.all_params().items():
                 for layer in range(count):
-                    if (piece := (stack_of(declared), layer)) in moved and moves(declared, value.type):
+                    if (piece := (stack_of(declared), layer)) in moved and moves(
+                        declared, value.type
+                    ):
                         moved[piece].append((declared, value.type))
                     elif (name := numbered(declared, layer)) not in weights:
                         weights[name] = made(declared, layer, value.type)
@@ -114,13 +126,20 @@ class CudaBackend:
             return base[name]
         return self._tensor(source, pieces, layout.encoding, type)
 
-    def _tensor(self, source: EncodedSource, pieces: list[Cuts], encoding: str | None, type: Type) -> torch.Tensor:
+    def _tensor(
+        self, source: EncodedSource, pieces: list[Cuts], encoding: str | None, type: Type
+    ) -> torch.Tensor:
         """One parameter on the device, cast once on the way; several pieces are joined in place."""
         dtype = DTYPES[type.dtype]
         if len(pieces) == 1:
             read = source.read(pieces[0], encoding)
             tensor, borrowed = to_torch(read), isinstance(read, np.ndarray)
-            return tensor.to(self.torch_device, dtype, copy=borrowed, memory_format=self.memory_format(tensor.ndim))
+            return tensor.to(
+                self.torch_device,
+                dtype,
+                copy=borrowed,
+                memory_format=self.memory_format(tensor.ndim),
+            )
         joined = self.empty_joined(type.shape, dtype)
         row = 0
         for piece in pieces:
@@ -174,7 +193,9 @@ class CudaBackend:
             from ltx2rt.passes.unroll import unroll
 
             graph = unroll(graph)
-        return Program(graph, self.torch_device, compile, self.position.on(graph.mesh), self._built, side)
+        return Program(
+            graph, self.torch_device, compile, self.position.on(graph.mesh), self._built, side
+        )
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         graph = FACTORY.as_run(graph, self.device_kind, steps=True, compile=compile)
@@ -189,7 +210,9 @@ class CudaBackend:
         body = self.lower(parts.body, layers, compile, fused=False, side=side)
         return Loop(graph, before, body, parts, pool, position)
 
-    def trainer(self, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool = True) -> Trainer:
+    def trainer(
+        self, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool = True
+    ) -> Trainer:
         from ltx2rt_cuda.train import Trainer
 
         return Trainer(self, graph, weights, optimiser, remat)
@@ -207,10 +230,14 @@ class CudaBackend:
                 else:
                     delta = (delta + scale * (up[rows] @ down)).to(dtype)
             assert delta is not None
-            merged[rows] = delta + to_torch(weight[rows]).to(device)  # summed in float32, rounded once
+            merged[rows] = delta + to_torch(weight[rows]).to(
+                device
+            )  # summed in float32, rounded once
         return merged
 
-    def each(self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str) -> Iterator[Any]:
+    def each(
+        self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str
+    ) -> Iterator[Any]:
         """Processes take calls in turn; the main one gets the results sent."""
         under_way: deque[Any] = deque()
 
@@ -277,14 +304,18 @@ class CudaBackend:
             if recorded and self._pool is not None:
                 self._pool.empty()
             torch.cuda.empty_cache()
-            (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()  # torch 2.11 lacks it
+            (
+                getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+            )()  # torch 2.11 lacks it
         else:
             give_back_freed()
 
     def device(self) -> DeviceInfo:
         if self.device_kind == "cuda":
             free, total = torch.cuda.mem_get_info()
-            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # given back where it is wanted
+            cached = (
+                torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            )  # given back where it is wanted
             if self._pool is not None:
                 cached -= self._pool.unused_bytes
             return DeviceInfo(

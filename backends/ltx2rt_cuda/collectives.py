@@ -31,7 +31,9 @@ class Transposed(torch.autograd.Function):
     """See `with_transpose`. Neither way does autograd look into what travels."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, transpose: Exchange, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, exchange: Exchange, transpose: Exchange, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.transpose = transpose
         return tuple(exchange(*xs))
 

@@ -16,7 +16,9 @@ def reserve_bytes(total_bytes: int) -> int:
     return int(3e9 + 0.02 * total_bytes)
 
 
-def _gpu(name: str, flops: float, float8_flops: float, memory: float, link: float, host: float = PCIE4) -> DeviceKind:
+def _gpu(
+    name: str, flops: float, float8_flops: float, memory: float, link: float, host: float = PCIE4
+) -> DeviceKind:
     """A row of `KINDS`; rates are in FLOP/s and bytes/s, the memory's size is that of the name."""
     memory_bytes = 1e9 * int(name.rpartition("-")[2].removesuffix("gb"))
     return DeviceKind(

@@ -24,7 +24,9 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import STORE, TOKEN, interface, number, rank_and_size
 
-TIMEOUT = timedelta(minutes=10)  # for one collective; a dead rank is noticed by the others long before
+TIMEOUT = timedelta(
+    minutes=10
+)  # for one collective; a dead rank is noticed by the others long before
 ARRIVAL = timedelta(minutes=2)  # until all ranks have started
 
 
@@ -93,7 +95,9 @@ def rendezvous() -> PrefixStore:
     except (OSError, dist.DistNetworkError) as error:
         in_use = getattr(error, "errno", None) == errno.EADDRINUSE
         why = f"port {port} is in use" if in_use else f"no store answers: {error}"
-        raise InputError(f"MASTER_ADDR {host}, MASTER_PORT {port}: {why}; choose another port") from error
+        raise InputError(
+            f"MASTER_ADDR {host}, MASTER_PORT {port}: {why}; choose another port"
+        ) from error
     return PrefixStore(f"ltx2rt/{os.environ.get(TOKEN, '')}", store)
 
 
@@ -104,7 +108,9 @@ def _hold_store(host: str, port: int) -> TCPStore:
         listening = int(given)
     else:
         listening = socket.create_server((interface(host), port)).detach()
-    return TCPStore(host, port, None, True, ARRIVAL, wait_for_workers=False, master_listen_fd=listening)
+    return TCPStore(
+        host, port, None, True, ARRIVAL, wait_for_workers=False, master_listen_fd=listening
+    )
 
 
 def join(mesh: Mapping[str, int], device_kind: str) -> Position:
@@ -118,19 +124,33 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
     size, named = math.prod(used.values()), ",".join(f"{axis}={n}" for axis, n in used.items())
     rank, world = rank_and_size(os.environ)
     if world != size:
-        raise InputError(f"mesh {named} needs {size} processes, {world} were launched; use --num-gpus {size}")
+        raise InputError(
+            f"mesh {named} needs {size} processes, {world} were launched; use --num-gpus {size}"
+        )
     if not dist.is_initialized():
         device = None
         if device_kind == "cuda":
-            local, found = number(os.environ, "LOCAL_RANK", 0, default="0"), torch.cuda.device_count()
+            local, found = (
+                number(os.environ, "LOCAL_RANK", 0, default="0"),
+                torch.cuda.device_count(),
+            )
             if local >= found:
-                raise InputError(f"mesh {named} needs a GPU for each process of a host, {found} were found")
+                raise InputError(
+                    f"mesh {named} needs a GPU for each process of a host, {found} were found"
+                )
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         # With its device the communicator is made now, by all ranks, and no collective has to guess where it runs.
         kind = "nccl" if device_kind == "cuda" else "gloo"
         dist.init_process_group(
-            kind, None, TIMEOUT, world, rank, rendezvous(), pg_options=_options(kind), device_id=device
+            kind,
+            None,
+            TIMEOUT,
+            world,
+            rank,
+            rendezvous(),
+            pg_options=_options(kind),
+            device_id=device,
         )
         atexit.register(dist.destroy_process_group)
     _hosts()
@@ -158,7 +178,9 @@ def _position(mesh: Mapping[str, int], made: dict[tuple[int, ...], str]) -> Posi
             if tuple(members) not in made:
                 whole = len(members) == numbers.numel()
                 group = dist.group.WORLD if whole else dist.new_group(members, pg_options=options)
-                made[tuple(members)] = getattr(group, "group_name", "")  # "": a group of other ranks
+                made[tuple(members)] = getattr(
+                    group, "group_name", ""
+                )  # "": a group of other ranks
                 new += [group] if rank in members else []
             if rank in members:
                 coordinates[axis], groups[axis] = members.index(rank), made[tuple(members)]

@@ -35,13 +35,17 @@ class CudaFactory:
 
         return KINDS
 
-    def as_run(self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False) -> Graph:
+    def as_run(
+        self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False
+    ) -> Graph:
         """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that have kernels are
         fused, which saves passes over memory on a CPU, too."""
         from ltx2rt.passes.fuse import fuse
         from ltx2rt.passes.interleave import in_token_halves
 
-        return fuse(in_token_halves(graph) if steps and device_kind == "cuda" and not compile else graph)
+        return fuse(
+            in_token_halves(graph) if steps and device_kind == "cuda" and not compile else graph
+        )
 
     def cost(self, graph: Graph, kind: DeviceKind, float8: bool = False) -> Timeline:
         """The stream runs nodes in their order, and computes while an all-reduce travels."""
@@ -73,7 +77,9 @@ class CudaFactory:
     def ahead_compiler(
         self, topology: str, mesh: Mapping[str, int], timed: bool = False
     ) -> Callable[[Graph, str | None], Compiled]:
-        raise InputError("backend cuda compiles on the device that runs, not for one that is absent")
+        raise InputError(
+            "backend cuda compiles on the device that runs, not for one that is absent"
+        )
 
     def profile_key(self, device: DeviceInfo) -> str:
         return device.kind

@@ -19,7 +19,11 @@ SLAB = 2**30  # bytes
 ALIGNMENT = 256  # bytes, at which a tensor begins in a slab
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 LARGE = 2**30  # bytes from which an allocation is the system's own
-DECIDED = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}  # in the environment, by the user
+DECIDED = {
+    "GLIBC_TUNABLES",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+}  # in the environment, by the user
 
 
 class Slabs:
@@ -39,7 +43,9 @@ class Slabs:
 
 def parked(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Copies in the host's memory; done when the device has come so far."""
-    on_device = {name: x for name, x in weights.items() if isinstance(x, Tensor)}  # the others are here
+    on_device = {
+        name: x for name, x in weights.items() if isinstance(x, Tensor)
+    }  # the others are here
     slabs, found = Slabs(any(x.is_cuda for x in on_device.values())), dict(weights)
     for name, x in on_device.items():
         found[name] = slabs.like(x).copy_(x, non_blocking=True)

@@ -50,15 +50,22 @@ class Repeat(torch.nn.Module):
         """The block's operands: carries, invariants, and what it reads iteration by iteration."""
         carry, invariant, per_layer = self.plan.divide(operands)
         num_data = len(self.plan.body.inputs) - len(carry) - len(invariant)
-        data, lists = per_layer[:num_data], dict(zip(self.plan.body.all_params(), per_layer[num_data:], strict=True))
+        data, lists = (
+            per_layer[:num_data],
+            dict(zip(self.plan.body.all_params(), per_layer[num_data:], strict=True)),
+        )
         return carry, invariant, [*data, *self.sums(invariant, lists), *lists.values()]
 
     def forward(self, *operands):
         plan = self.plan
         carry, invariant, per_layer = self.iterations(operands)
-        if self.compiled:  # as the block leaves them: it is not compiled once more for the branches' common start
+        if (
+            self.compiled
+        ):  # as the block leaves them: it is not compiled once more for the branches' common start
             carry = [x.contiguous() for x in carry]
-        stacked: list[torch.Tensor] = []  # filled as they come: a list and its stack would be twice the memory
+        stacked: list[
+            torch.Tensor
+        ] = []  # filled as they come: a list and its stack would be twice the memory
         for i in range(plan.count):
             layer = [p[i] for p in per_layer]
             kept = next((x for x in layer if isinstance(x, HostTensor)), None)
@@ -84,7 +91,13 @@ class Sums(torch.nn.Module):
     """What a block adds up of a view of an invariant and a view of a weight of its own, such as AdaLN's rows of this
     step and the table of the layer: for all layers in two launches instead of one for each."""
 
-    def __init__(self, plan: RepeatPlan, nodes: Sequence[Node], kinds: Mapping[int, str], device: torch.device):
+    def __init__(
+        self,
+        plan: RepeatPlan,
+        nodes: Sequence[Node],
+        kinds: Mapping[int, str],
+        device: torch.device,
+    ):
         """nodes: the sums; kinds: of the body's values, "row" of invariants, "table" of weights."""
         super().__init__()
         self.count, self.names, self.shapes = plan.count, [], []
@@ -125,7 +138,9 @@ def _views(body: Graph, values: Sequence[Value]) -> Graph:
 
 
 def _read(graph: Graph) -> set[int]:
-    return {id(v) for v in (*graph.outputs.values(), *(v for node in graph.nodes for v in node.inputs))}
+    return {
+        id(v) for v in (*graph.outputs.values(), *(v for node in graph.nodes for v in node.inputs))
+    }
 
 
 def _summed(plan: RepeatPlan, device: torch.device) -> tuple[Graph, Sums]:
@@ -139,11 +154,17 @@ def _summed(plan: RepeatPlan, device: torch.device) -> tuple[Graph, Sums]:
         found = [kinds.get(id(v)) for v in node.inputs]
         if node.op in VIEWS and found[0]:
             kinds[id(node.outputs[0])] = found[0]
-        elif node.op == "add" and set(found) == {"row", "table"} and node.outputs[0].type.num_elements <= ROWS:
+        elif (
+            node.op == "add"
+            and set(found) == {"row", "table"}
+            and node.outputs[0].type.num_elements <= ROWS
+        ):
             sums.append(node)
     data = {f"sum_{i}": node.outputs[0] for i, node in enumerate(sums)}
     gone = set(map(id, sums))
-    rest = replace(body, nodes=[n for n in body.nodes if id(n) not in gone], inputs=body.inputs | data)
+    rest = replace(
+        body, nodes=[n for n in body.nodes if id(n) not in gone], inputs=body.inputs | data
+    )
     return rest, Sums(plan, sums, kinds, device)
 
 
@@ -167,7 +188,9 @@ def lower(
     env |= {id(v): weights[name] for name, v in graph.params.items()}
     own = _own(graph)
     on_the_way = _on_the_way(graph, carries)
-    travelling = {id(v): on_the_way[i] for i, v in enumerate(graph.inputs.values()) if i in on_the_way}
+    travelling = {
+        id(v): on_the_way[i] for i, v in enumerate(graph.inputs.values()) if i in on_the_way
+    }
 
     def read(v: Value) -> fx.Node:
         """What an exchange brings is waited for by the first that reads it."""
@@ -193,7 +216,13 @@ def lower(
         if node.op == "repeat":
             plan = node.repeat
             body, sums = _summed(plan, device)
-            block = lower(body, device, position=position, carries=0 if compile else plan.num_carries, side=side)
+            block = lower(
+                body,
+                device,
+                position=position,
+                carries=0 if compile else plan.num_carries,
+                side=side,
+            )
             block = torch.compile(block, dynamic=False) if compile else block
             modules[f"repeat_{number}"] = Repeat(plan, block, sums, compile)
             layered = {name for name in plan.body.params if "*" in name}
@@ -208,12 +237,16 @@ def lower(
             kwargs = {}
             for name, value in node.args.items():
                 if isinstance(value, np.ndarray):
-                    modules[f"constant_{number}_{name}"] = Constant(torch.from_numpy(value).to(device))
+                    modules[f"constant_{number}_{name}"] = Constant(
+                        torch.from_numpy(value).to(device)
+                    )
                     value = built.call_module(f"constant_{number}_{name}")
                 kwargs[name] = value
             if node.op == "shard":
                 kwargs["index"] = position.coordinates[kwargs.pop("mesh_axis")]
-            elif node.op in COLLECTIVES:  # a group's name: FX can write a string into its code, but no process group
+            elif (
+                node.op in COLLECTIVES
+            ):  # a group's name: FX can write a string into its code, but no process group
                 axis = kwargs.pop("mesh_axis")
                 kwargs["group"] = position.groups[axis]
                 # NCCL wants an order among exchanges of several communicators, or devices may wait for each other.
@@ -245,7 +278,12 @@ def lower(
 def _on_the_way(body: Graph, carries: int) -> dict[int, str]:
     """Which of the values that a repeat carries are results of an all-reduce as it is, which the next iteration is the
     first to read, and over which mesh axis."""
-    sums = {id(v): node.attrs["mesh_axis"] for node in body.nodes if node.op == "all_reduce" for v in node.outputs}
+    sums = {
+        id(v): node.attrs["mesh_axis"]
+        for node in body.nodes
+        if node.op == "all_reduce"
+        for v in node.outputs
+    }
     read = {id(v) for node in body.nodes for v in node.inputs}
     carried = list(body.outputs.values())[:carries]
     return {i: sums[id(v)] for i, v in enumerate(carried) if id(v) in sums and id(v) not in read}
@@ -253,7 +291,9 @@ def _on_the_way(body: Graph, carries: int) -> dict[int, str]:
 
 def _own(graph: Graph) -> set[int]:
     """Values in memory of their own that one node reads once."""
-    readers = Counter(id(v) for v in (*(v for node in graph.nodes for v in node.inputs), *graph.outputs.values()))
+    readers = Counter(
+        id(v) for v in (*(v for node in graph.nodes for v in node.inputs), *graph.outputs.values())
+    )
     made = (v for node in graph.nodes if node.op in OWN for v in node.outputs)
     return {id(v) for v in made if readers[id(v)] == 1}
 

@@ -56,7 +56,9 @@ def as_module(
 class NetworkModule(torch.nn.Module):
     """See `as_module`."""
 
-    def __init__(self, graph: Graph, source: TensorSource | None, device: torch.device, compile: bool):
+    def __init__(
+        self, graph: Graph, source: TensorSource | None, device: torch.device, compile: bool
+    ):
         super().__init__()
         self.graph = graph
         self.lowered = lower(graph, device, compile)
@@ -73,7 +75,10 @@ class NetworkModule(torch.nn.Module):
             homes[name] = (home, leaf)
         layouts = graph.all_layouts()
         self._weights = [  # an operand of `lowered` each: its layers' tensors, each in its parts
-            ("*" in declared, [[homes[part] for part in layouts[declared].names(i)] for i in range(count)])
+            (
+                "*" in declared,
+                [[homes[part] for part in layouts[declared].names(i)] for i in range(count)],
+            )
             for declared, (_, count) in graph.all_params().items()
         ]
 
@@ -92,7 +97,10 @@ class NetworkModule(torch.nn.Module):
         """
         expected = self.graph.inputs
         if inputs.keys() != expected.keys():
-            lost, strange = sorted(expected.keys() - inputs.keys()), sorted(inputs.keys() - expected.keys())
+            lost, strange = (
+                sorted(expected.keys() - inputs.keys()),
+                sorted(inputs.keys() - expected.keys()),
+            )
             raise ValueError(f"{self.graph.name}: inputs {lost} are missing, {strange} are unknown")
         weights = [
             [_joined(parts) for parts in layers] if per_layer else _joined(layers[0])
@@ -103,7 +111,9 @@ class NetworkModule(torch.nn.Module):
         for name, v in expected.items():
             tensor = torch.as_tensor(inputs[name])
             if tuple(tensor.shape) != v.type.shape:
-                raise ValueError(f"{self.graph.name}: input {name} has shape {tuple(tensor.shape)}, expected {v.type}")
+                raise ValueError(
+                    f"{self.graph.name}: input {name} has shape {tuple(tensor.shape)}, expected {v.type}"
+                )
             tensors.append(tensor.to(device, DTYPES[v.type.dtype]))
         return dict(zip(self.graph.outputs, self.lowered(*tensors, *weights), strict=True))
 

@@ -25,11 +25,17 @@ BLOCK = 8  # queries along each axis: boxes are a few times a window of 11, scor
 @_disable_dynamo
 def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scale: float) -> Tensor:
     """q (B, frames, rows, columns, heads, head_dim); k and v the same, with as many positions or more."""
-    plans = [window_blocks(*sizes, BLOCK) for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)]
+    plans = [
+        window_blocks(*sizes, BLOCK)
+        for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)
+    ]
     begins, boxes, seen = zip(*plans, strict=True)
     sizes = [mask.shape[1:] for mask in seen]  # of an axis: a block, a box
     block, box = ([size[i] for size in sizes] for i in (0, 1))
-    reads = [(start[2][:, None] + np.arange(size[2])).ravel() for start, size in ((begins, block), (boxes, box))]
+    reads = [
+        (start[2][:, None] + np.arange(size[2])).ravel()
+        for start, size in ((begins, block), (boxes, box))
+    ]
     once = np.unique(reads[0], return_index=True)[1]  # the last two blocks may overlap
     columns_q, columns_k, once = (torch.from_numpy(x).to(q.device) for x in (*reads, once))
     masks = [torch.from_numpy(mask).to(q.device) for mask in seen]

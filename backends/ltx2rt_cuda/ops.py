@@ -29,7 +29,10 @@ DTYPES = {
 # cuBLASLt has no product of float8 rows of M <= 256 and K = 9216, of M = 257, or of K = 3072 it has (pytorch/ao#4582):
 # shorter ones are filled up with rows of zeros. LTX-2's sound has 126 tokens and a feed-forward of K = 8192.
 FEW_ROWS, LONG_ROWS = 272, 4096
-ROW_GRID, ROW_TILE = 16, 64  # numbers of a row: of what Triton tells 16-byte loads by; of a product's tile
+ROW_GRID, ROW_TILE = (
+    16,
+    64,
+)  # numbers of a row: of what Triton tells 16-byte loads by; of a product's tile
 
 
 def _binary(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -132,12 +135,16 @@ def pad(x: Tensor, widths, mode: str) -> Tensor:
 @op
 def take(x: Tensor, index: Tensor, dim: int, batch_dims: int) -> Tensor:
     if batch_dims == 0:
-        return x.index_select(dim, index.reshape(-1)).reshape(x.shape[:dim] + index.shape + x.shape[dim + 1 :])
+        return x.index_select(dim, index.reshape(-1)).reshape(
+            x.shape[:dim] + index.shape + x.shape[dim + 1 :]
+        )
     return torch.stack([take(a, b, dim - 1, batch_dims - 1) for a, b in zip(x, index, strict=True)])
 
 
 @op
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_contracted: int, out_shape) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_contracted: int, out_shape
+) -> Tensor:
     lead = x.shape[: x.ndim - num_contracted]
     y = F.linear(x.reshape(*lead, weight.shape[1]), weight, bias)
     return y.narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
@@ -170,7 +177,9 @@ def tried_road(device: torch.device) -> str:
     Tried rather than read off the device's capability: PyTorch's builds differ in what they hold.
     """
     draw = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(rows, 256, generator=draw, dtype=torch.bfloat16) for rows in (FEW_ROWS, 256))
+    a, b = (
+        torch.randn(rows, 256, generator=draw, dtype=torch.bfloat16) for rows in (FEW_ROWS, 256)
+    )
     (values, row_scale), (weight, scale) = (quantise_rows(x.to(device)) for x in (a, b))
     expected = _by_float32(values, row_scale, weight, scale, None, torch.float32)
     for road, product in ROADS.items():
@@ -185,15 +194,27 @@ def tried_road(device: torch.device) -> str:
 
 
 def _by_rows(
-    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    values: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """With a scale for each row: from sm_90 on, where the build holds it."""
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    return product(values, weight.t(), row_scale, scale.t(), bias, out_dtype=dtype, use_fast_accum=True)
+    return product(
+        values, weight.t(), row_scale, scale.t(), bias, out_dtype=dtype, use_fast_accum=True
+    )
 
 
 def _by_tensor(
-    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    values: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """With scales of 1 into float32, scaled behind: GeForce cards from sm_89 on."""
     product, one = torch._scaled_mm, torch.ones((), device=values.device)  # pyright: ignore[reportPrivateImportUsage]
@@ -202,7 +223,12 @@ def _by_tensor(
 
 
 def _by_bfloat16(
-    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    values: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """As bfloat16, which holds every e4m3 number: cards without float8 products, at bfloat16's rate."""
     y = (values.to(torch.bfloat16) @ weight.to(torch.bfloat16).t()).float()
@@ -210,12 +236,19 @@ def _by_bfloat16(
 
 
 def _by_float32(
-    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    values: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     return _finished(values.float() @ weight.float().t(), row_scale, scale, bias, dtype)
 
 
-def _finished(y: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _finished(
+    y: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     y = y * row_scale * scale.t()
     return (y if bias is None else y + bias).to(dtype)
 
@@ -244,7 +277,9 @@ def linear_float8(
     return y[: prod(lead)].narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
 
 
-def _scaled(x: Tensor, values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def _scaled(
+    x: Tensor, values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
     """The product of quantised rows, as x's dtype."""
     return ROADS[float8_road(x, weight)](values, row_scale, weight, scale, bias, x.dtype)
 
@@ -258,7 +293,9 @@ def head_gate_linear_float8(*operands: Tensor, num_contracted: int, out_shape) -
 
 
 @op
-def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride, dilation, padding=0) -> Tensor:
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride, dilation, padding=0
+) -> Tensor:
     function = (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
     if weight.ndim == 5 and x.device.type == "cuda":
         x, weight = channels_last(x), channels_last(weight)
@@ -266,7 +303,9 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride, dilat
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
         # Rounded once either way; a CPU without products of bfloat16 takes ten to seven hundred times as long for them.
         # One that has them would be faster with them, untried.
-        return function(x.float(), weight.float(), None if bias is None else bias.float(), **plan).to(x.dtype)
+        return function(
+            x.float(), weight.float(), None if bias is None else bias.float(), **plan
+        ).to(x.dtype)
     return function(x, weight, bias, **plan)
 
 
@@ -292,12 +331,16 @@ def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, str
 
 @op
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps: float) -> Tensor:
-    if x.device.type == "cpu" and x.dtype == torch.float32:  # where torch's own writes all squares to memory first
+    if (
+        x.device.type == "cpu" and x.dtype == torch.float32
+    ):  # where torch's own writes all squares to memory first
         length = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
         y = x * torch.rsqrt(length.square() / (x.numel() // length.numel()) + eps)
         return y if weight is None else y * weight.reshape(weight_view)
     # The fused kernel wants one dtype; Gemma's weights are float32 beside bfloat16 activations.
-    if dims == tuple(range(x.ndim - len(dims), x.ndim)) and (weight is None or weight.dtype == x.dtype):
+    if dims == tuple(range(x.ndim - len(dims), x.ndim)) and (
+        weight is None or weight.dtype == x.dtype
+    ):
         shape = x.shape[-len(dims) :]
         return F.rms_norm(x, shape, None if weight is None else weight.reshape(shape), eps)
     if (
@@ -325,10 +368,16 @@ def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor,
         summed = partial(_summed, group=group)
         return with_transpose(summed, summed, *xs)
     functional = torch.ops._c10d_functional
-    own = "_" if in_place and not torch.compiler.is_compiling() else ""  # Inductor finds that out itself
+    own = (
+        "_" if in_place and not torch.compiler.is_compiling() else ""
+    )  # Inductor finds that out itself
     if len(xs) == 1:
         return (getattr(functional, f"all_reduce{own}")(xs[0].contiguous(), "sum", group),)
-    return tuple(getattr(functional, f"all_reduce_coalesced{own}")([x.contiguous() for x in xs], "sum", group))
+    return tuple(
+        getattr(functional, f"all_reduce_coalesced{own}")(
+            [x.contiguous() for x in xs], "sum", group
+        )
+    )
 
 
 def _summed(*xs: Tensor, group: str) -> Iterable[Tensor]:
@@ -353,7 +402,9 @@ def arrived(x: Tensor) -> Tensor:
 def all_gather(x: Tensor, dim: int, parts: int, group: str) -> Tensor:
     if differentiated((x,)):
         how = {"dim": dim, "parts": parts, "group": group}
-        return with_transpose(lambda x: [all_gather(x, **how)], lambda g: [_reduce_scatter(g, **how)], x)[0]
+        return with_transpose(
+            lambda x: [all_gather(x, **how)], lambda g: [_reduce_scatter(g, **how)], x
+        )[0]
     functional = torch.ops._c10d_functional
     joined = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), parts, group))
     return joined.unflatten(0, (parts, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
@@ -373,7 +424,9 @@ def all_to_all(*xs: Tensor, split: int, concat: int, parts: int, group: str) -> 
         there = partial(all_to_all, split=split, concat=concat, parts=parts, group=group)
         return with_transpose(there, partial(there, split=concat, concat=split), *xs)
     if len({x.shape for x in xs}) > 1:
-        return tuple(all_to_all(x, split=split, concat=concat, parts=parts, group=group)[0] for x in xs)
+        return tuple(
+            all_to_all(x, split=split, concat=concat, parts=parts, group=group)[0] for x in xs
+        )
     functional = torch.ops._c10d_functional
     shares = [x.unflatten(split, (parts, -1)).movedim(split, 0) for x in xs]
     sent = torch.stack(shares, 1) if len(xs) > 1 else shares[0].unsqueeze(1).contiguous()
@@ -383,7 +436,9 @@ def all_to_all(*xs: Tensor, split: int, concat: int, parts: int, group: str) -> 
 
 
 @op
-def attention_part(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view) -> Tensor:
+def attention_part(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view
+) -> Tensor:
     bias = None if bias is None else bias.reshape(bias_view)
     y, log_sum = attend_part(q, k, v, bias, scale)
     log_sum = log_sum.transpose(1, 2).unsqueeze(-1).contiguous()
@@ -400,7 +455,14 @@ def attention_join(parts: Tensor) -> Tensor:
 
 @op
 def rms_scale(
-    x: Tensor, sum_squares: Tensor, weight: Tensor | None = None, *, dims, weight_view, count: int, eps: float
+    x: Tensor,
+    sum_squares: Tensor,
+    weight: Tensor | None = None,
+    *,
+    dims,
+    weight_view,
+    count: int,
+    eps: float,
 ) -> Tensor:
     scale = torch.rsqrt(sum_squares / count + eps)
     for dim in dims:
@@ -421,7 +483,9 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float)
 
 
 @op
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view
+) -> Tensor:
     return attend(q, k, v, None if bias is None else bias.reshape(bias_view).to(q.dtype), scale)
 
 
@@ -441,7 +505,10 @@ def axial_rope(x: Tensor, frequencies: Tensor, sizes, first) -> Tensor:
         angles = positions[:, None] * frequencies[start // 2 : (start + size) // 2]
         view = [x.shape[dim] if i == dim else 1 for i in range(x.ndim - 1)]
         cos, sin = angles.cos().reshape(*view, -1), angles.sin().reshape(*view, -1)
-        a, b = x[..., start : start + size : 2].float(), x[..., start + 1 : start + size : 2].float()
+        a, b = (
+            x[..., start : start + size : 2].float(),
+            x[..., start + 1 : start + size : 2].float(),
+        )
         y[..., start : start + size : 2] = a * cos - b * sin
         y[..., start + 1 : start + size : 2] = a * sin + b * cos
         start += size
@@ -481,7 +548,9 @@ def together(*operands: Tensor, parts) -> tuple[Tensor, ...]:
     if all(why_not(name, *xs, **plan) is None for name, xs, plan in found):
         return launched(found)
     results = [OPS[name](*xs, **plan) for name, xs, plan in found]
-    return tuple(y for result in results for y in (result if isinstance(result, tuple) else (result,)))
+    return tuple(
+        y for result in results for y in (result if isinstance(result, tuple) else (result,))
+    )
 
 
 def _take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:
@@ -510,7 +579,9 @@ def norm_scale(x: Tensor, scale: Tensor, *, views, eps: float) -> Tensor:
     return rms_norm(x, 1 + scale, dims=(x.ndim - 1,), weight_view=views[0], eps=eps)
 
 
-def _residual(x: Tensor, y: Tensor, rows, views, index_view, biased: bool) -> tuple[Tensor, list[Tensor]]:
+def _residual(
+    x: Tensor, y: Tensor, rows, views, index_view, biased: bool
+) -> tuple[Tensor, list[Tensor]]:
     """x + y * gate, and the rows behind the gate."""
     shaped = rows_per_token(rows, views, index_view, _take_along)
     y = y + shaped.pop(0) if biased else y
@@ -520,12 +591,16 @@ def _residual(x: Tensor, y: Tensor, rows, views, index_view, biased: bool) -> tu
 
 
 @fused
-def gated_residual(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False) -> Tensor:
+def gated_residual(
+    x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False
+) -> Tensor:
     return _residual(x, y, rows, views, index_view, biased)[0]
 
 
 @fused
-def residual_norm_modulate(x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False):
+def residual_norm_modulate(
+    x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False
+):
     x, shaped = _residual(x, y, rows, views, index_view, biased)
     return x, *_norm_modulated(x, shaped, eps)
 
@@ -544,10 +619,14 @@ def _normed(norm, size: int, operands, weight_views, spread, **args):
     """`norm` over the last two axes of x, and what else it reads, `size` at a time; spread: of k, and of v behind."""
     results = [
         norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
-        for (x, *others), view in zip(grouped(operands[:-1] if spread else operands, size), weight_views, strict=True)
+        for (x, *others), view in zip(
+            grouped(operands[:-1] if spread else operands, size), weight_views, strict=True
+        )
     ]
     if spread:
-        results[1:] = (torch.cat([x[i : i + 1] for i in spread]) for x in (results[1], operands[-1]))
+        results[1:] = (
+            torch.cat([x[i : i + 1] for i in spread]) for x in (results[1], operands[-1])
+        )
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -577,7 +656,9 @@ def sum_squares(x: Tensor, *, dims) -> Tensor:
 
 
 @fused
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int, out_shape) -> Tensor:
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int, out_shape
+) -> Tensor:
     y = linear(x, weight, bias, num_contracted=num_contracted, out_shape=out_shape)
     return torch.ops.aten.gelu_(y, approximate="tanh")
 
@@ -603,22 +684,30 @@ def pixel_norm_silu(x: Tensor, *, dim: int, eps: float) -> Tensor:
 
 
 @fused
-def snake_beta(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float) -> Tensor:
+def snake_beta(
+    x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float
+) -> Tensor:
     b, c, t = x.shape
     pad, start, edges = snake_windows(up.shape[-1])
 
     def snake(y: Tensor) -> Tensor:
-        return torch.addcdiv(y, (y * alpha.exp()[:, None]).sin().square(), beta.exp()[:, None] + eps)
+        return torch.addcdiv(
+            y, (y * alpha.exp()[:, None]).sin().square(), beta.exp()[:, None] + eps
+        )
 
     if x.device.type == "cpu" and x.dtype == torch.float32:
         return _snake_beta_by_phase(x, up.flatten(), down.flatten(), snake, pad, start, edges[0])
     y = F.pad(x.reshape(b * c, 1, t), (pad, pad), mode="replicate")
-    y = snake(2 * F.conv_transpose1d(y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t))
+    y = snake(
+        2 * F.conv_transpose1d(y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t)
+    )
     y = F.pad(y.reshape(b * c, 1, 2 * t), edges, mode="replicate")
     return F.conv1d(y, down, stride=2).reshape(b, c, t)
 
 
-def _snake_beta_by_phase(x: Tensor, up: Tensor, down: Tensor, snake, pad: int, start: int, edge: int) -> Tensor:
+def _snake_beta_by_phase(
+    x: Tensor, up: Tensor, down: Tensor, snake, pad: int, start: int, edge: int
+) -> Tensor:
     """The same in whole-signal multiply-adds: a CPU runs a convolution of one channel several times as slowly.
 
     The signal at twice the rate is held as its even and its odd samples.
@@ -626,12 +715,19 @@ def _snake_beta_by_phase(x: Tensor, up: Tensor, down: Tensor, snake, pad: int, s
     t, taps = x.shape[-1], len(up)
     x = F.pad(x, (pad, pad), mode="replicate")
     y = [
-        snake(_weighted((2 * up[k], x[..., (p + start - k) // 2 :][..., :t]) for k in range((p + start) % 2, taps, 2)))
+        snake(
+            _weighted(
+                (2 * up[k], x[..., (p + start - k) // 2 :][..., :t])
+                for k in range((p + start) % 2, taps, 2)
+            )
+        )
         for p in (0, 1)
     ]
     first, last = y[0][..., :1].expand(*x.shape[:2], pad), y[1][..., -1:].expand(*x.shape[:2], pad)
     y = [torch.cat([first, phase, last], -1) for phase in y]
-    return _weighted((down[k], y[(k - edge) % 2][..., pad + (k - edge) // 2 :][..., :t]) for k in range(taps))
+    return _weighted(
+        (down[k], y[(k - edge) % 2][..., pad + (k - edge) // 2 :][..., :t]) for k in range(taps)
+    )
 
 
 def _weighted(terms: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

@@ -25,7 +25,9 @@ from ltx2rt_cuda.stream import is_streamed
 
 Tensors = dict[str, torch.Tensor]
 Weights = Tensors
-CAPTURE_WARMUPS = 2  # runs before a step is recorded: libraries pick kernels and take workspaces in the first
+CAPTURE_WARMUPS = (
+    2  # runs before a step is recorded: libraries pick kernels and take workspaces in the first
+)
 
 
 def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
@@ -38,7 +40,9 @@ def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype == ml_dtypes.float8_e4m3fn:
             return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
-        return torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray gives a scalar an axis
+        return torch.from_numpy(
+            np.asarray(array, order="C")
+        )  # ascontiguousarray gives a scalar an axis
 
 
 def upload(graph: Graph, name: str, value: Any, device: torch.device) -> torch.Tensor:
@@ -46,9 +50,13 @@ def upload(graph: Graph, name: str, value: Any, device: torch.device) -> torch.T
     spec = graph.inputs[name].type
     tensor = value if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
     if tuple(tensor.shape) != spec.shape:
-        raise ValueError(f"{graph.name}: input {name} has shape {tuple(tensor.shape)}, expected {spec}")
+        raise ValueError(
+            f"{graph.name}: input {name} has shape {tuple(tensor.shape)}, expected {spec}"
+        )
     tensor = tensor.to(dtype=DTYPES[spec.dtype])
-    if device.type == "cuda" and not tensor.is_cuda:  # from other memory a copy waits for all that the device has to do
+    if (
+        device.type == "cuda" and not tensor.is_cuda
+    ):  # from other memory a copy waits for all that the device has to do
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
@@ -86,8 +94,12 @@ class Program:
 
     @torch.inference_mode()
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> Tensors:
-        uploaded = [upload(self.graph, name, inputs[name], self.device) for name in self.graph.inputs]
-        return dict(zip(self.graph.outputs, self.module(*uploaded, *self.arguments(weights)), strict=True))
+        uploaded = [
+            upload(self.graph, name, inputs[name], self.device) for name in self.graph.inputs
+        ]
+        return dict(
+            zip(self.graph.outputs, self.module(*uploaded, *self.arguments(weights)), strict=True)
+        )
 
 
 HIGH = -1  # priority of a stream; torch's graphs keep it for each of their nodes
@@ -114,7 +126,9 @@ class Pool:
     def __init__(self):
         self.start, self.stream, self.side = _streams()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        atexit.register(self.release)  # the last registered runs first: before the process groups are destroyed
+        atexit.register(
+            self.release
+        )  # the last registered runs first: before the process groups are destroyed
         self._open()
 
     def _open(self) -> None:
@@ -127,8 +141,13 @@ class Pool:
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """thread_local: other threads may ask the device for anything meanwhile, as NCCL's watchdog does."""
         self.graphs.add(graph)
-        recorded = torch.cuda.graph(graph, pool=self.id, stream=self.start, capture_error_mode="thread_local")
-        with torch.cuda.stream(torch.cuda.current_stream()), recorded:  # which itself does not go back if it fails
+        recorded = torch.cuda.graph(
+            graph, pool=self.id, stream=self.start, capture_error_mode="thread_local"
+        )
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            recorded,
+        ):  # which itself does not go back if it fails
             self.stream.wait_stream(self.start)
             try:
                 with torch.cuda.stream(self.stream):
@@ -164,7 +183,9 @@ class Pool:
 class Captured:
     """One step recorded as a CUDA graph: a replay reads fixed buffers, runs every kernel, and writes fixed buffers."""
 
-    def __init__(self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Pool):
+    def __init__(
+        self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Pool
+    ):
         self.program, self.key = program, _key(pool, arguments)
         self.serves: object = None  # a mark of the request whose constants lie in the buffers
         self.inputs = {name: value.clone() for name, value in values.items()}
@@ -183,7 +204,10 @@ class Captured:
 
     def __call__(self) -> Tensors:
         self.graph.replay()
-        return {name: x.clone() for name, x in zip(self.program.graph.outputs, self.outputs, strict=True)}
+        return {
+            name: x.clone()
+            for name, x in zip(self.program.graph.outputs, self.outputs, strict=True)
+        }
 
 
 def _key(pool: Pool, arguments: list) -> tuple:
@@ -204,7 +228,13 @@ class Loop:
     """
 
     def __init__(
-        self, graph: Graph, before: Program, body: Program, parts: LoopParts, pool: Pool | None, position: Position
+        self,
+        graph: Graph,
+        before: Program,
+        body: Program,
+        parts: LoopParts,
+        pool: Pool | None,
+        position: Position,
     ):
         self.graph, self.before, self.body, self.parts, self.pool = graph, before, body, parts, pool
         self.position = position
@@ -226,15 +256,24 @@ class Loop:
         self.body.release()
         self.__dict__.pop("alone", None)
 
-    def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[Tensors]:
+    def __call__(
+        self, weights: Weights, inputs: Mapping[str, Any], num_steps: int
+    ) -> Iterator[Tensors]:
         names, parts = self.body.graph.inputs, self.parts
         with torch.inference_mode():
-            given = {name: upload(self.graph, name, inputs[name], self.body.device) for name in self.graph.inputs}
-            prepared = self.before(weights, {name: given[name] for name in self.before.graph.inputs})
+            given = {
+                name: upload(self.graph, name, inputs[name], self.body.device)
+                for name in self.graph.inputs
+            }
+            prepared = self.before(
+                weights, {name: given[name] for name in self.before.graph.inputs}
+            )
             values = {name: prepared[name] if name in prepared else given[name] for name in names}
             rows = {name: values[name] for name in parts.data}
             state = {name: values[name] for name in parts.state}
-            constants = {name: x for name, x in values.items() if name not in rows and name not in state}
+            constants = {
+                name: x for name, x in values.items() if name not in rows and name not in state
+            }
             step = self._step(weights, constants, state | {name: x[0] for name, x in rows.items()})
         on_gpu = self.body.device.type == "cuda"
 
@@ -245,12 +284,16 @@ class Loop:
                 state = {name: outputs[name] for name in state}
                 yield outputs, recorded_event() if on_gpu else None
 
-        for outputs, finished in overlapped(started(state), int(on_gpu)):  # on a CPU a step has run once it is called
+        for outputs, finished in overlapped(
+            started(state), int(on_gpu)
+        ):  # on a CPU a step has run once it is called
             if finished is not None:
                 finished.synchronize()
             yield outputs
 
-    def _step(self, weights: Weights, constants: Tensors, changing: Tensors) -> Callable[[Tensors], Tensors]:
+    def _step(
+        self, weights: Weights, constants: Tensors, changing: Tensors
+    ) -> Callable[[Tensors], Tensors]:
         """One step as a function of what changes from step to step."""
         arguments = self.body.arguments(weights)
         streams = is_streamed(arguments)
@@ -259,7 +302,9 @@ class Loop:
             module, graph = program.module, program.graph
 
             def step(changing: Tensors) -> Tensors:
-                ordered = [changing[name] if name in changing else constants[name] for name in graph.inputs]
+                ordered = [
+                    changing[name] if name in changing else constants[name] for name in graph.inputs
+                ]
                 return dict(zip(graph.outputs, module(*ordered, *arguments), strict=True))
 
             return step

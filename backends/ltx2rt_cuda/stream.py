@@ -54,7 +54,9 @@ class Ring:
         except RuntimeError as error:
             if not self._slabs.pinned or "out of memory" not in str(error).lower():
                 raise
-            note("the system pins no more host memory: the rest of the streamed weights is copied from pages")
+            note(
+                "the system pins no more host memory: the rest of the streamed weights is copied from pages"
+            )
             self._slabs = Slabs(False)
             return self._slabs.like(x).copy_(x)
 
@@ -98,7 +100,9 @@ class Ring:
 
     def _oldest(self) -> int:
         order = list(self.pieces)
-        return min(range(len(self._holds)), key=lambda slot: order.index(self._holds[slot] or order[0]))
+        return min(
+            range(len(self._holds)), key=lambda slot: order.index(self._holds[slot] or order[0])
+        )
 
     def _open(self) -> None:
         count = min(SLOTS, len(self.pieces))
@@ -131,11 +135,15 @@ class Ring:
         Layers of one stack are laid out alike, and take the same.
         """
         tensors, places = self.pieces[piece], self._slots[slot]
-        if {name: layout(x) for name, x in places.items()} == {n: layout(x) for n, x in tensors.items()}:
+        if {name: layout(x) for name, x in places.items()} == {
+            n: layout(x) for n, x in tensors.items()
+        }:
             return False
         places.clear()
         for name, x in tensors.items():
-            places[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)
+            places[name] = torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device=self.device
+            )
         return True
 
     def _fill(self, piece: Piece, slot: int) -> None:

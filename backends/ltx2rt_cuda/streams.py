@@ -31,7 +31,9 @@ class Beside(torch.nn.Module):
     until they have met; what `beside` makes is freed behind that, and taken again behind the next parting.
     """
 
-    def __init__(self, own: torch.nn.Module, beside: torch.nn.Module, num_own: int, side: torch.cuda.Stream):
+    def __init__(
+        self, own: torch.nn.Module, beside: torch.nn.Module, num_own: int, side: torch.cuda.Stream
+    ):
         super().__init__()
         self.own, self.beside, self.num_own, self.side = own, beside, num_own, side
 
@@ -78,8 +80,14 @@ def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:
         read = {id(v): v for node in nodes for v in node.inputs}
         for v in made:
             read.pop(id(v), None)
-        left = [v for v in made if id(v) in kept or any(id(n) not in inside for n in readers.get(id(v), ()))]
-        return Graph(graph.name, inputs=_numbered(read.values()), nodes=list(nodes), outputs=_numbered(left))
+        left = [
+            v
+            for v in made
+            if id(v) in kept or any(id(n) not in inside for n in readers.get(id(v), ()))
+        ]
+        return Graph(
+            graph.name, inputs=_numbered(read.values()), nodes=list(nodes), outputs=_numbered(left)
+        )
 
     result: list[Node | tuple[Graph, Graph]] = []
     waiting = graph.nodes
@@ -117,7 +125,9 @@ def _next(nodes: Sequence[Node]) -> tuple[list[Node], list[Part], list[Node]]:
             ready.append(node)
             continue
         part = Part()
-        for other in found:  # in the order in which they were begun, so that they stay in an order that may run
+        for other in (
+            found
+        ):  # in the order in which they were begun, so that they stay in an order that may run
             part.nodes += other.nodes
             part.time_s += other.time_s
         part.add(node)

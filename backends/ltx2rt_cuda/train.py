@@ -40,7 +40,9 @@ class Rematerialised(torch.nn.Module):
 class Trainer:
     """A `ltx2rt.backend.Trainer`."""
 
-    def __init__(self, backend: CudaBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool):
+    def __init__(
+        self, backend: CudaBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool
+    ):
         trainable(graph)
         self.graph, self.backend, self.weights, self.optimiser = graph, backend, weights, optimiser
         self.position = backend.position.on(graph.mesh)
@@ -65,14 +67,22 @@ class Trainer:
             weight_decay=optimiser.weight_decay,
         )
 
-    def accumulate(self, inputs: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, np.ndarray]:
-        operands = [upload(self.graph, n, self._own(n, x), self.program.device) for n, x in self._ordered(inputs)]
+    def accumulate(
+        self, inputs: Mapping[str, Any], weights: Mapping[str, float]
+    ) -> dict[str, np.ndarray]:
+        operands = [
+            upload(self.graph, n, self._own(n, x), self.program.device)
+            for n, x in self._ordered(inputs)
+        ]
         with torch.enable_grad():
             found = self.program.module(*operands, *self.program.arguments(self.weights))
             losses = dict(zip(self.graph.outputs, found, strict=True))
             total = sum(loss.mean() * weights[name] for name, loss in losses.items())
             (total / self.position.size).backward()  # pyright: ignore[reportAttributeAccessIssue]
-        return {name: self.backend.to_host(self._gathered(loss.detach(), {0: "data"})) for name, loss in losses.items()}
+        return {
+            name: self.backend.to_host(self._gathered(loss.detach(), {0: "data"}))
+            for name, loss in losses.items()
+        }
 
     def _ordered(self, inputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return [(name, inputs[name]) for name in self.graph.inputs]
@@ -92,13 +102,19 @@ class Trainer:
         return x
 
     def _summed(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        return torch.ops._c10d_functional.wait_tensor(OPS["all_reduce"](x, group=self.position.groups[axis])[0])
+        return torch.ops._c10d_functional.wait_tensor(
+            OPS["all_reduce"](x, group=self.position.groups[axis])[0]
+        )
 
     @torch.no_grad()
     def update(self, rate: float) -> dict[str, float]:
         names, mesh = list(self.parameters), self.position.mesh
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
-        cuts = {n: {axis for _, axis, _ in layout.splits} for n, (_, layout) in self.layouts.items()}
+        gradients = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()
+        }
+        cuts = {
+            n: {axis for _, axis, _ in layout.splits} for n, (_, layout) in self.layouts.items()
+        }
         for axis in mesh:  # one exchange for each axis
             if whole := [n for n in names if axis not in cuts[n]]:
                 flat = self._summed(torch.cat([gradients[n].flatten() for n in whole]), axis)
@@ -125,11 +141,18 @@ class Trainer:
     @torch.no_grad()
     def state(self) -> dict[str, dict[str, np.ndarray]]:
         def whole(name: str, x: torch.Tensor) -> np.ndarray:
-            return self.backend.to_host(self._gathered(x, {dim: axis for dim, axis, _ in self.layouts[name][1].splits}))
+            return self.backend.to_host(
+                self._gathered(x, {dim: axis for dim, axis, _ in self.layouts[name][1].splits})
+            )
 
-        found = {"parameters": {name: whole(name, p.detach()) for name, p in self.parameters.items()}}
+        found = {
+            "parameters": {name: whole(name, p.detach()) for name, p in self.parameters.items()}
+        }
         for kind in MOMENTS:
-            kept = {name: self.adam.state[p].get(kind, torch.zeros_like(p)) for name, p in self.parameters.items()}
+            kept = {
+                name: self.adam.state[p].get(kind, torch.zeros_like(p))
+                for name, p in self.parameters.items()
+            }
             found[kind] = {name: whole(name, x) for name, x in kept.items()}
         return found
 

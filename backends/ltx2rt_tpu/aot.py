@@ -48,14 +48,20 @@ class AheadCompiler:
 
     def __init__(self, topology: str, mesh: Mapping[str, int], timed: bool = False):
         if find_spec("libtpu") is None:
-            raise InputError("compiling for TPUs needs libtpu, which is not installed; pip install libtpu")
+            raise InputError(
+                "compiling for TPUs needs libtpu, which is not installed; pip install libtpu"
+            )
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.code = Code(kind_of(topology)[0]) if timed else None
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_enable_compilation_cache", False)  # what comes from a cache leaves no HLO
+        jax.config.update(
+            "jax_enable_compilation_cache", False
+        )  # what comes from a cache leaves no HLO
         try:
-            self.devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+            self.devices = topologies.get_topology_desc(
+                platform="tpu", topology_name=topology
+            ).devices
         except jax.errors.JaxRuntimeError as error:
             raise InputError(f"--topology: the compiler refuses {topology!r}: {error}") from error
         self.mesh = mesh
@@ -125,7 +131,9 @@ def assembled(program: Assembled) -> Compiled:
         found = [
             collectives(text) for text in read("after_optimizations") if COLLECTIVE.search(text)
         ]  # loops of others may be of any length
-    weights_bytes = sum(v.type.nbytes for v in (program.graph.inputs | program.graph.params).values())
+    weights_bytes = sum(
+        v.type.nbytes for v in (program.graph.inputs | program.graph.params).values()
+    )
     sizes: dict[int, int] = {}
     peak = 0
     for part, executable, dropped in zip(program.parts, executables, program.dropped, strict=True):

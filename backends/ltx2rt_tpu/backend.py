@@ -124,7 +124,10 @@ class TpuBackend:
         """Of arrays that are tiled as the host's memory cannot be: None."""
         if self.jax_device.device_kind == TILED_KIND:
             return None
-        host = {name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) for name, x in weights.items()}
+        host = {
+            name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+            for name, x in weights.items()
+        }
         jax.block_until_ready(host)  # until then the device's memory is not free
         return {name: (host[name], x.sharding) for name, x in weights.items()}
 
@@ -141,7 +144,9 @@ class TpuBackend:
         if not graph.mesh:
             return self.place
         if math.prod(graph.mesh.values()) != math.prod(self.mesh.values()):
-            raise ValueError(f"{graph.name} is placed on {dict(graph.mesh)}, the backend has {self.mesh}")
+            raise ValueError(
+                f"{graph.name} is placed on {dict(graph.mesh)}, the backend has {self.mesh}"
+            )
         return self._place(graph.mesh)
 
     def _quantise(self, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +154,9 @@ class TpuBackend:
         values, scale = self.quantise(jax.device_put(array, self.jax_device))
         return np.asarray(values), np.asarray(scale)
 
-    def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program | Assembled:
+    def lower(
+        self, graph: Graph, layers: str = "scan", compile: bool = False
+    ) -> Program | Assembled:
         if graph.name in ASSEMBLED:
             return Assembled(graph, self.place_of(graph))
         return Program(graph, self.place_of(graph), layers == "unrolled")
@@ -157,12 +164,16 @@ class TpuBackend:
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         return Loop(graph, self.place_of(graph), layers == "unrolled")
 
-    def trainer(self, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool = True) -> Trainer:
+    def trainer(
+        self, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool = True
+    ) -> Trainer:
         from ltx2rt_tpu.train import Trainer
 
         return Trainer(self, graph, weights, optimiser, remat)
 
-    def compile_ahead(self, programs: Iterable[tuple[Program | Assembled | Loop, bool]]) -> list[Future[None]]:
+    def compile_ahead(
+        self, programs: Iterable[tuple[Program | Assembled | Loop, bool]]
+    ) -> list[Future[None]]:
         return [program.compile_ahead(self.compilers, each) for program, each in programs]
 
     @cached_property
@@ -175,7 +186,9 @@ class TpuBackend:
             return merge(weight, factors, rounded)
         return merged(weight, factors, rounded, self.jax_device)
 
-    def each(self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str) -> Iterator[Any]:
+    def each(
+        self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str
+    ) -> Iterator[Any]:
         """Consecutive calls of one program run together, one on each device."""
         devices = self.place.mesh.size if isinstance(self.place, NamedSharding) else 1
 
@@ -206,8 +219,12 @@ class TpuBackend:
         if self.device_kind == "tpu":
             stats = [device.memory_stats() or {} for device in jax.local_devices(backend="tpu")]
             total = min(found.get("bytes_limit", 0) for found in stats)
-            free = min(found.get("bytes_limit", 0) - found.get("bytes_in_use", 0) for found in stats)
-            return DeviceInfo("tpu", self.jax_device.device_kind, total, free, count, self.num_hosts)
+            free = min(
+                found.get("bytes_limit", 0) - found.get("bytes_in_use", 0) for found in stats
+            )
+            return DeviceInfo(
+                "tpu", self.jax_device.device_kind, total, free, count, self.num_hosts
+            )
         from ltx2rt.placement.devices import host_memory
 
         return DeviceInfo("cpu", "CPU", *host_memory(), count, self.num_hosts)
@@ -215,4 +232,10 @@ class TpuBackend:
     def peak_bytes(self) -> int | None:
         if self.device_kind == "cpu":
             return None
-        return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()) or None
+        return (
+            max(
+                (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+                for device in jax.local_devices()
+            )
+            or None
+        )

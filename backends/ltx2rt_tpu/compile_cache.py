@@ -20,7 +20,8 @@ from ltx2rt_tpu.factory import FACTORY
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 UNREADABLE = re.compile(
-    r"Error reading persistent compilation cache entry for '(?P<module>.+?)': (?P<why>.*)", re.DOTALL
+    r"Error reading persistent compilation cache entry for '(?P<module>.+?)': (?P<why>.*)",
+    re.DOTALL,
 )
 
 
@@ -30,7 +31,9 @@ def keep_compiled(root: Path) -> None:
     folder = root / versions()
     others = sorted(path.name for path in root.glob("ltx2rt-*") if path != folder)
     if others and not folder.exists():
-        note(f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: compiling")
+        note(
+            f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: compiling"
+        )
     try:
         for path in (root, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -38,19 +41,25 @@ def keep_compiled(root: Path) -> None:
     except OSError as error:
         why_not = error.strerror
     if why_not:
-        note(f"cannot keep executables in {folder} ({why_not}), every run will compile; see {VARIABLE}")
+        note(
+            f"cannot keep executables in {folder} ({why_not}), every run will compile; see {VARIABLE}"
+        )
         jax.config.update("jax_compilation_cache_dir", None)  # which JAX has from the same variable
         return
     if not os.access(folder, os.W_OK):
         note(f"{folder} is not writable: what is compiled now is not kept")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # GPUs' alone; it puts the folder into every key
+    jax.config.update(
+        "jax_persistent_cache_enable_xla_caches", ""
+    )  # GPUs' alone; it puts the folder into every key
     show = warnings.showwarning
 
     def mending(message, category, filename, lineno, file=None, line=None):
         if found := UNREADABLE.match(str(message)):
-            note(f"an executable of {found['module']} in {folder} is damaged ({found['why']}): compiling it anew")
+            note(
+                f"an executable of {found['module']} in {folder} is damaged ({found['why']}): compiling it anew"
+            )
             remove_damaged(folder, found["module"])
         else:
             show(message, category, filename, lineno, file, line)
@@ -61,7 +70,9 @@ def keep_compiled(root: Path) -> None:
 
 def versions() -> str:
     """Names the packages that compile, such as ltx2rt-0.1.0_jax-0.10.2_jaxlib-0.10.2."""
-    return "_".join(f"{name}-{version}" for name, version in facts.versions(FACTORY.packages).items())
+    return "_".join(
+        f"{name}-{version}" for name, version in facts.versions(FACTORY.packages).items()
+    )
 
 
 def _open_to_others(path: Path) -> str | None:

@@ -47,8 +47,26 @@ ARGUMENTS = (  # of libtpu, before it is loaded: the final bundles of every inst
 BUNDLES = re.compile(r"\d+-(.+)-\d+-schedule-analysis_final_bundles\.txt")
 OPERATION = re.compile(r"\s*([\w\-]+)\((.*)", re.DOTALL)
 KERNEL = 'custom_call_target="tpu_custom_call"'
-MOVING = {"copy", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "dynamic-update-slice", "reverse"}
-WITH_MOVING = {"parameter", "bitcast", "reshape", "tuple", "get-tuple-element", "constant", "broadcast", "fusion"}
+MOVING = {
+    "copy",
+    "transpose",
+    "slice",
+    "dynamic-slice",
+    "concatenate",
+    "pad",
+    "dynamic-update-slice",
+    "reverse",
+}
+WITH_MOVING = {
+    "parameter",
+    "bitcast",
+    "reshape",
+    "tuple",
+    "get-tuple-element",
+    "constant",
+    "broadcast",
+    "fusion",
+}
 WITH_MOVING |= {"bitcast-convert", "maximum", "select", "compare", "iota", "convert"}
 
 
@@ -82,7 +100,9 @@ def bundles(folder: Path) -> dict[str, int]:
     return found
 
 
-def times(hlo: str, code: Mapping[str, int], kind: DeviceKind, steps: int | None = None) -> dict[str, float]:
+def times(
+    hlo: str, code: Mapping[str, int], kind: DeviceKind, steps: int | None = None
+) -> dict[str, float]:
     """Seconds of one call on one device: by class of instructions; "guessed", by the compiler, of those that have no
     code; "exposed", of exchanges that nothing hides. Their sum is the time of the call.
 
@@ -114,9 +134,14 @@ class _Replay:
         self.cycles: defaultdict[str, float] = defaultdict(float)
         self.exposed_s = 0.0
         self._insides: dict[str, tuple[Set[str], str | None, int]] = {}
-        self._parsed = {name: [self._instruction(line) for line in lines] for name, lines in self.bodies.items()}
+        self._parsed = {
+            name: [self._instruction(line) for line in lines] for name, lines in self.bodies.items()
+        }
         self._alike = {
-            _signature(one): code[one.name] for body in self._parsed.values() for one in body if one.name in code
+            _signature(one): code[one.name]
+            for body in self._parsed.values()
+            for one in body
+            if one.name in code
         }
 
     def run(self, computation: str, times: int) -> float:
@@ -183,8 +208,14 @@ class _Replay:
         alike = [n for name, n in self.code.items() if name.rsplit(".", 1)[0] == stem]
         found = self.code.get(one.name, max(alike, default=None))
         blocks = [re.search(rf"\b{name}\W+(\d+)", one.text) for name in ("block_q", "block_kv")]
-        operands = [dims(sizes) for _, sizes in SHAPE.findall(one.text.split("operand_layout_constraints={", 1)[-1])]
-        q, k = [sizes for sizes in operands if len(sizes) >= 3 and sizes[-1] in (64, 128)][:2] or ([], [])
+        operands = [
+            dims(sizes)
+            for _, sizes in SHAPE.findall(one.text.split("operand_layout_constraints={", 1)[-1])
+        ]
+        q, k = [sizes for sizes in operands if len(sizes) >= 3 and sizes[-1] in (64, 128)][:2] or (
+            [],
+            [],
+        )
         if found is None or None in blocks or not q:
             raise ValueError(f"a kernel of which the code tells nothing: {one.text[:200]}")
         of_q, of_k = (int(block[1]) for block in blocks if block)

@@ -26,7 +26,18 @@ def _tpu(
 ) -> DeviceKind:
     """A row of `KINDS`; size in bytes, rates in FLOP/s and bytes/s."""
     return DeviceKind(
-        name, "tpu", "tpu", profile, size, flops, flops, memory, link, COLLECTIVE_S, found_as, neighbours or {}
+        name,
+        "tpu",
+        "tpu",
+        profile,
+        size,
+        flops,
+        flops,
+        memory,
+        link,
+        COLLECTIVE_S,
+        found_as,
+        neighbours or {},
     )
 
 

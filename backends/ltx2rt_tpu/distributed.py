@@ -25,7 +25,9 @@ from ltx2rt.ranks.environment import interface
 from ltx2rt_tpu.hosts import HOST_VARIABLES, hosts
 
 ARRIVAL_S = 120  # until all processes have started
-HEARTBEAT_S = 60  # a process on another host that is silent for so long is dead; JAX ends the others then
+HEARTBEAT_S = (
+    60  # a process on another host that is silent for so long is dead; JAX ends the others then
+)
 FOREVER_MS = 2**31 - 1
 
 
@@ -123,7 +125,9 @@ def _check(address: str, here: bool) -> None:
     """Raise InputError where JAX would abort the process: no port to listen on here, or nobody who answers there."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
-        raise InputError(f"JAX_COORDINATOR_ADDRESS {address}: expected HOST:PORT, a free port on the host of process 0")
+        raise InputError(
+            f"JAX_COORDINATOR_ADDRESS {address}: expected HOST:PORT, a free port on the host of process 0"
+        )
     deadline = time.monotonic() + ARRIVAL_S
     while True:
         try:
@@ -135,7 +139,9 @@ def _check(address: str, here: bool) -> None:
         except OSError as error:
             if here or time.monotonic() > deadline:
                 what = "cannot listen there" if here else "process 0 does not answer"
-                raise InputError(f"JAX_COORDINATOR_ADDRESS {address}: {what}: {error.strerror or error}") from error
+                raise InputError(
+                    f"JAX_COORDINATOR_ADDRESS {address}: {what}: {error.strerror or error}"
+                ) from error
         time.sleep(0.2)
 
 

@@ -35,7 +35,9 @@ class TpuFactory:
 
         return KINDS
 
-    def as_run(self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False) -> Graph:
+    def as_run(
+        self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False
+    ) -> Graph:
         """Of steps halves of the samples side by side where that is possible, so that exchanges travel unseen; the
         vocoder's activations fused, for XLA fuses the rest itself."""
         from ltx2rt.passes.fuse import fuse, snakes

@@ -12,8 +12,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no program of ours has them
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
+OTHERS = (
+    "collective-broadcast",
+    "ragged-all-to-all",
+    "send",
+    "recv",
+)  # no program of ours has them
+BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+}
 BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
 SHAPE = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 FLAG_BYTES = 4  # what an asynchronous start keeps beside its arrays
@@ -21,8 +36,12 @@ COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 COLLECTIVE = re.compile(rf" ({'|'.join(KINDS + OTHERS)})(-start)?\(")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
 RESULT = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]")
-CONVOLUTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]\S* convolution\(%?([\w.\-]+), %?([\w.\-]+)\)")
-CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+CONVOLUTION = re.compile(
+    r"^(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]\S* convolution\(%?([\w.\-]+), %?([\w.\-]+)\)"
+)
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
 
 
 def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
@@ -69,7 +88,10 @@ def product_flops(line: str, shapes: Mapping[str, list[int]]) -> int:
 def _executed(hlo: str, steps: int | None) -> Iterator[tuple[str, int, Mapping[str, list[int]]]]:
     """Every instruction that runs, how often, and the shapes of its computation's values by name."""
     entry, bodies = computations(hlo)
-    shapes = {name: {m[1]: dims(m[2]) for line in lines if (m := RESULT.match(line))} for name, lines in bodies.items()}
+    shapes = {
+        name: {m[1]: dims(m[2]) for line in lines if (m := RESULT.match(line))}
+        for name, lines in bodies.items()
+    }
 
     def walk(name: str, times: int) -> Iterator[tuple[str, int, Mapping[str, list[int]]]]:
         for line in bodies.get(name, ()):
@@ -79,7 +101,9 @@ def _executed(hlo: str, steps: int | None) -> Iterator[tuple[str, int, Mapping[s
                 if n is None and name == entry:
                     n = steps
                 if n is None:
-                    raise ValueError(f"a loop without a known trip count: {line[:200]} {bodies[parts['condition']]}")
+                    raise ValueError(
+                        f"a loop without a known trip count: {line[:200]} {bodies[parts['condition']]}"
+                    )
                 yield from walk(parts["body"], times * n)
                 continue
             yield line, times, shapes[name]
@@ -100,7 +124,9 @@ def computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
             current = match[2]
             bodies[current] = []
             entry = current if match[1] else entry
-        elif line.startswith("}") and not line.startswith("}}"):  # the latter ends a kernel's metadata
+        elif line.startswith("}") and not line.startswith(
+            "}}"
+        ):  # the latter ends a kernel's metadata
             current = None
         elif current is not None and (INSTRUCTION.match(line) or not bodies[current]):
             bodies[current].append(line.strip())
@@ -116,14 +142,18 @@ def trips(name: str, condition: list[str], line: str) -> int | None:
     with; that of a windowed product counts two of its parts at a time."""
     if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"\}', line):
         return int(known[1])
-    bounds = [int(n) for text in condition for n in re.findall(r"[su]32\[\]\S* constant\((\d+)\)", text)]
+    bounds = [
+        int(n) for text in condition for n in re.findall(r"[su]32\[\]\S* constant\((\d+)\)", text)
+    ]
     return bounds[0] // (2 if "windowed_dot" in name else 1) if len(bounds) == 1 else None
 
 
 def received(kind: str, start: bool, line: str) -> float:
     result = line.split(" = ", 1)[1].split(f" {kind}", 1)[0]
     arrays = SHAPE.findall(result)
-    sizes = [BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays]
+    sizes = [
+        BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays
+    ]
     if start and kind != "all-reduce":  # (operands, results, flags): one result for each operand
         sizes = [size for size in sizes if size > FLAG_BYTES]
         sizes = sizes[len(sizes) // 2 :]
@@ -132,7 +162,9 @@ def received(kind: str, start: bool, line: str) -> float:
         return size
     devices = group(line)
     share = (devices - 1) / devices
-    return {"all-reduce": 2 * size * share, "reduce-scatter": size * (devices - 1)}.get(kind, size * share)
+    return {"all-reduce": 2 * size * share, "reduce-scatter": size * (devices - 1)}.get(
+        kind, size * share
+    )
 
 
 def group(line: str) -> int:
@@ -152,18 +184,28 @@ def _multiply_adds(line: str, out: list[int], x: list[int], kernel: list[int]) -
     """Of a convolution: along each window axis the pairs of an output and a tap that meet a value and no zero."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
     assert labels is not None, line
-    sizes = [dict(zip(names, dims, strict=True)) for names, dims in zip(labels.groups(), (x, kernel, out), strict=True)]
-    window = dict(re.findall(r"(\w+)=(\S+)", (re.search(r"window=\{([^}]*)\}", line) or [""])[0][8:-1]))
+    sizes = [
+        dict(zip(names, dims, strict=True))
+        for names, dims in zip(labels.groups(), (x, kernel, out), strict=True)
+    ]
+    window = dict(
+        re.findall(r"(\w+)=(\S+)", (re.search(r"window=\{([^}]*)\}", line) or [""])[0][8:-1])
+    )
     groups = re.search(r"batch_group_count=(\d+)", line)
     total = sizes[1]["i"] * sizes[1]["o"] * sizes[0]["b"] // (int(groups[1]) if groups else 1)
     for axis, length in sizes[1].items():
         if axis.isdigit():
             n = int(axis)
             stride, apart, spread = (
-                int(window[key].split("x")[n]) if key in window else 1 for key in ("stride", "rhs_dilate", "lhs_dilate")
+                int(window[key].split("x")[n]) if key in window else 1
+                for key in ("stride", "rhs_dilate", "lhs_dilate")
             )
             before = int(window["pad"].split("x")[n].split("_")[0]) if "pad" in window else 0
             last = (sizes[0][axis] - 1) * spread
-            places = (o * stride + tap * apart - before for o in range(sizes[2][axis]) for tap in range(length))
+            places = (
+                o * stride + tap * apart - before
+                for o in range(sizes[2][axis])
+                for tap in range(length)
+            )
             total *= sum(0 <= at <= last and at % spread == 0 for at in places)
     return total

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from ltx2rt.errors import InputError
 
 HOST_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_PROCID")  # of srun
+SLURM_VARIABLES = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_LOCALID",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+)  # of srun
 
 
 def hosts(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -18,7 +24,9 @@ def hosts(environment: Mapping[str, str]) -> tuple[int, int]:
     workers = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
     if given := [name for name in HOST_VARIABLES if name in environment]:
         if missing := [name for name in HOST_VARIABLES if name not in environment]:
-            raise InputError(f"{', '.join(given)} without {', '.join(missing)}; set all three, or none")
+            raise InputError(
+                f"{', '.join(given)} without {', '.join(missing)}; set all three, or none"
+            )
         rank, size = environment["JAX_PROCESS_ID"], environment["JAX_NUM_PROCESSES"]
     elif all(name in environment for name in SLURM_VARIABLES):
         rank, size = environment["SLURM_PROCID"], environment["SLURM_NTASKS"]
@@ -27,5 +35,7 @@ def hosts(environment: Mapping[str, str]) -> tuple[int, int]:
     else:
         return 0, 1
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise InputError(f"process {rank!r} of {size!r}: expected numbers, the first below the second")
+        raise InputError(
+            f"process {rank!r} of {size!r}: expected numbers, the first below the second"
+        )
     return int(rank), int(size)

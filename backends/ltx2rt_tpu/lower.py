@@ -38,32 +38,49 @@ def run(
             result = ops[node.op](*operands, **node.args)
             results = result if isinstance(result, tuple) else (result,)
         for v, x in zip(node.outputs, results, strict=True):
-            assert x.shape == v.type.shape, f"{graph.name}: {node.op} gave {x.shape}, typed {v.type}"
-            assert x.dtype == v.type.dtype, f"{graph.name}: {node.op} gave {x.dtype}, typed {v.type}"
+            assert x.shape == v.type.shape, (
+                f"{graph.name}: {node.op} gave {x.shape}, typed {v.type}"
+            )
+            assert x.dtype == v.type.dtype, (
+                f"{graph.name}: {node.op} gave {x.dtype}, typed {v.type}"
+            )
             env[id(v)] = x
     return [env[id(v)] for v in graph.outputs.values()]
 
 
 def _repeat(
-    node: Node, weights: Mapping[str, Array], operands: list[Array], unrolled: bool, ops: Ops, remat: bool
+    node: Node,
+    weights: Mapping[str, Array],
+    operands: list[Array],
+    unrolled: bool,
+    ops: Ops,
+    remat: bool,
 ) -> list[Array]:
     plan = node.repeat
     initial, invariant, data = plan.divide(operands)
     stacked = {name: weights[name] for name in plan.body.params if "*" in name}
     shared = {name: weights[name] for name in plan.body.all_params() if name not in stacked}
-    part = {name: x for name, x in stacked.items() if len(x) > plan.count}  # read in place: a slice would be a copy
+    part = {
+        name: x for name, x in stacked.items() if len(x) > plan.count
+    }  # read in place: a slice would be a copy
     whole = {name: x for name, x in stacked.items() if name not in part}
 
     layers = jnp.arange(plan.first, plan.stop) if part else None
 
     def body(carry, per_layer):
         data, layer_weights, layer = per_layer
-        layer_weights |= {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in part.items()}
+        layer_weights |= {
+            name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in part.items()
+        }
         results = run(plan.body, shared | layer_weights, [*carry, *invariant, *data], ops=ops)
         return results[: plan.num_carries], results[plan.num_carries :]
 
     unroll = plan.count if unrolled else 1
     carry, outputs = lax.scan(
-        jax.checkpoint(body) if remat else body, initial, (data, whole, layers), length=plan.count, unroll=unroll
+        jax.checkpoint(body) if remat else body,
+        initial,
+        (data, whole, layers),
+        length=plan.count,
+        unroll=unroll,
     )
     return [*carry, *outputs]

@@ -22,7 +22,9 @@ from ltx2rt_tpu.program import Program
 from ltx2rt_tpu.weights import abstract_weights, weight_specs
 
 
-def as_nnx(network: Graph | Program, source: TensorSource | None = None, device: str = "auto") -> NetworkModule:
+def as_nnx(
+    network: Graph | Program, source: TensorSource | None = None, device: str = "auto"
+) -> NetworkModule:
     """A module that computes `network`: a graph on `device` ("auto", "tpu" or "cpu"), or a program of it where it is.
 
     Its parameters are `module.weights`, by the graph's names: the checkpoint's, with `*` for the layer, whose tensors
@@ -62,8 +64,13 @@ class NetworkModule(nnx.Module):
         if isinstance(program.place, NamedSharding):
             mesh, specs = program.place.mesh, weight_specs(program.graph)
             # The arrays lie as they should already, and what has no value yet cannot be moved.
-            metadata = {name: {"out_sharding": specs[name], "mesh": mesh, "eager_sharding": False} for name in weights}
-        self.weights = nnx.Dict({name: nnx.Param(value, **metadata[name]) for name, value in weights.items()})
+            metadata = {
+                name: {"out_sharding": specs[name], "mesh": mesh, "eager_sharding": False}
+                for name in weights
+            }
+        self.weights = nnx.Dict(
+            {name: nnx.Param(value, **metadata[name]) for name, value in weights.items()}
+        )
 
     def __call__(self, **inputs: Any) -> dict[str, Array]:
         """Outputs by name from one array for each of `program.graph.inputs`.
@@ -72,11 +79,18 @@ class NetworkModule(nnx.Module):
         """
         graph = self.program.graph
         if inputs.keys() != graph.inputs.keys():
-            lost, strange = sorted(graph.inputs.keys() - inputs.keys()), sorted(inputs.keys() - graph.inputs.keys())
+            lost, strange = (
+                sorted(graph.inputs.keys() - inputs.keys()),
+                sorted(inputs.keys() - graph.inputs.keys()),
+            )
             raise ValueError(f"{graph.name}: inputs {lost} are missing, {strange} are unknown")
         arrays = {}
         for name, v in graph.inputs.items():
             arrays[name] = jnp.asarray(inputs[name], v.type.dtype)
             if arrays[name].shape != v.type.shape:
-                raise ValueError(f"{graph.name}: input {name} has shape {arrays[name].shape}, expected {v.type}")
-        return self.program.nested({name: self.weights[name].get_value() for name in self.weights}, arrays)
+                raise ValueError(
+                    f"{graph.name}: input {name} has shape {arrays[name].shape}, expected {v.type}"
+                )
+        return self.program.nested(
+            {name: self.weights[name].get_value() for name in self.weights}, arrays
+        )

@@ -74,7 +74,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "at": lambda x, dim, index: lax.index_in_dim(x, index, axis=dim, keepdims=False),
     "concat": lambda *xs, dim: lax.concatenate(xs, dim),
     "stack": lambda *xs, dim: lax.concatenate([lax.expand_dims(x, (dim,)) for x in xs], dim),
-    "expand": lambda x, shape, dim: lax.broadcast_in_dim(x, shape, [i for i in range(len(shape)) if i != dim]),
+    "expand": lambda x, shape, dim: lax.broadcast_in_dim(
+        x, shape, [i for i in range(len(shape)) if i != dim]
+    ),
 }
 
 
@@ -121,7 +123,9 @@ def take(x: Array, index: Array, dim: int, batch_dims: int) -> Array:
 
 
 @op
-def linear(x: Array, weight: Array, bias: Array | None = None, *, num_contracted: int, out_shape) -> Array:
+def linear(
+    x: Array, weight: Array, bias: Array | None = None, *, num_contracted: int, out_shape
+) -> Array:
     lead = x.shape[: x.ndim - num_contracted]
     x = _view(x, (*lead, weight.shape[1]))
     y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=_precision(x))
@@ -138,7 +142,13 @@ def quantise_rows(x: Array) -> tuple[Array, Array]:
 
 @op
 def linear_float8(
-    x: Array, weight: Array, scale: Array, bias: Array | None = None, *, num_contracted: int, out_shape
+    x: Array,
+    weight: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    num_contracted: int,
+    out_shape,
 ) -> Array:
     """e4m3 numbers are bfloat16 numbers: the product is one of bfloat16, summed in float32."""
     lead = x.shape[: x.ndim - num_contracted]
@@ -160,19 +170,25 @@ def _conv_on_tpu(x: Array, weight: Array, bias: Array | None = None, *, stride, 
     if n == 1 and 1 in (*stride, *dilation):
         return biased(_conv_by_taps(x, weight, stride=stride[0], dilation=dilation[0]), bias)
     by_frames = n == 3 and stride[0] == dilation[0] == 1
-    return biased((_conv_by_frames if by_frames else _conv)(x, weight, stride=stride, dilation=dilation), bias)
+    return biased(
+        (_conv_by_frames if by_frames else _conv)(x, weight, stride=stride, dilation=dilation), bias
+    )
 
 
 def biased(y: Array, bias: Array | None) -> Array:
     """y (B, channels, ...) + bias (channels)."""
-    return y if bias is None else lax.add(y, lax.reshape(bias, (1, len(bias), *(1,) * (y.ndim - 2))))
+    return (
+        y if bias is None else lax.add(y, lax.reshape(bias, (1, len(bias), *(1,) * (y.ndim - 2))))
+    )
 
 
 def _conv(x: Array, weight: Array, *, stride, dilation, channels_last=False) -> Array:
     """channels_last: as the fast convolution of a CPU has it; XLA rearranges only outside of loops, and inside of them
     it would take its plain one, ten times slower."""
     pads = [(0, 0)] * len(stride)
-    y = partial(lax.conv_general_dilated, window_strides=stride, padding=pads, rhs_dilation=dilation)
+    y = partial(
+        lax.conv_general_dilated, window_strides=stride, padding=pads, rhs_dilation=dilation
+    )
     y = partial(y, precision=_precision(x))
     if not channels_last:
         return y(x, weight)
@@ -188,13 +204,19 @@ def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
     depth = weight.shape[2]
 
     def frame(i):
-        return _conv(lax.dynamic_slice_in_dim(x, i, depth, axis=2), weight, stride=stride, dilation=dilation)
+        return _conv(
+            lax.dynamic_slice_in_dim(x, i, depth, axis=2), weight, stride=stride, dilation=dilation
+        )
 
-    y = lax.map(frame, jnp.arange(x.shape[2] - depth + 1))  # (frames, B, channels, 1, rows, columns)
+    y = lax.map(
+        frame, jnp.arange(x.shape[2] - depth + 1)
+    )  # (frames, B, channels, 1, rows, columns)
     return jnp.moveaxis(y[:, :, :, 0], 0, 2)
 
 
-@partial(jax.jit, static_argnames=("stride", "dilation"))  # a trace for each shape, not for each of a vocoder's 200
+@partial(
+    jax.jit, static_argnames=("stride", "dilation")
+)  # a trace for each shape, not for each of a vocoder's 200
 def _conv_by_taps(x: Array, weight: Array, *, stride: int = 1, dilation: int = 1) -> Array:
     """The same over time by a loop of matrix products: the TPU compiler takes seconds for every float32 convolution,
     and a minute for the STFT's. The samples of one stride count as channels, the taps with them."""
@@ -217,7 +239,11 @@ def matrix_taps(matrix: Callable, x: Array, start: Callable, taps: int | Array, 
         window = lax.dynamic_slice_in_dim(x, start(tap), time, axis=2, allow_negative_indices=False)
         contract = (((1,), (1,)), ((), ()))
         product = lax.dot_general(
-            matrix(tap), window, contract, precision=_precision(x), preferred_element_type=jnp.float32
+            matrix(tap),
+            window,
+            contract,
+            precision=_precision(x),
+            preferred_element_type=jnp.float32,
         )
         return lax.add(y, product)
 
@@ -238,7 +264,9 @@ def conv_transpose(x: Array, weight: Array, bias: Array | None = None, *, stride
     return biased(_transposed(x, weight, stride=stride), bias)
 
 
-def _conv_transpose_on_tpu(x: Array, weight: Array, bias: Array | None = None, *, stride: int) -> Array:
+def _conv_transpose_on_tpu(
+    x: Array, weight: Array, bias: Array | None = None, *, stride: int
+) -> Array:
     one = weight.shape[:2] == (1, 1) and stride <= weight.shape[2]
     return biased((_transposed_filter if one else _transposed)(x, weight, stride=stride), bias)
 
@@ -246,7 +274,9 @@ def _conv_transpose_on_tpu(x: Array, weight: Array, bias: Array | None = None, *
 def _transposed(x: Array, weight: Array, *, stride: int) -> Array:
     k = weight.shape[2]
     kernel = jnp.flip(weight, 2).transpose(1, 0, 2)
-    return lax.conv_general_dilated(x, kernel, (1,), [(k - 1, k - 1)], lhs_dilation=(stride,), precision=_precision(x))
+    return lax.conv_general_dilated(
+        x, kernel, (1,), [(k - 1, k - 1)], lhs_dilation=(stride,), precision=_precision(x)
+    )
 
 
 LANES = 128  # of a TPU
@@ -276,7 +306,11 @@ def rms_norm(x: Array, weight: Array | None = None, *, dims, weight_view, eps: f
 
 
 def _weighted(y: Array, weight: Array | None, view) -> Array:
-    return y if weight is None else lax.mul(y, _view(lax.convert_element_type(weight, jnp.float32), view))
+    return (
+        y
+        if weight is None
+        else lax.mul(y, _view(lax.convert_element_type(weight, jnp.float32), view))
+    )
 
 
 @op
@@ -296,7 +330,9 @@ def all_gather(x: Array, dim: int, mesh_axis: str, parts: int) -> Array:
 
 
 @op
-def all_to_all(*xs: Array, split: int, concat: int, mesh_axis: str, parts: int) -> tuple[Array, ...]:
+def all_to_all(
+    *xs: Array, split: int, concat: int, mesh_axis: str, parts: int
+) -> tuple[Array, ...]:
     """Operands (B, tokens, heads, head_dim) of one shape travel stacked, in one communication.
 
     The devices' pieces lie along a first axis, heads before tokens in each: of the axes as they are the TPU compiler
@@ -304,7 +340,10 @@ def all_to_all(*xs: Array, split: int, concat: int, mesh_axis: str, parts: int) 
     88 on tpu7x).
     """
     if len({x.shape for x in xs}) > 1:
-        return tuple(all_to_all(x, split=split, concat=concat, mesh_axis=mesh_axis, parts=parts)[0] for x in xs)
+        return tuple(
+            all_to_all(x, split=split, concat=concat, mesh_axis=mesh_axis, parts=parts)[0]
+            for x in xs
+        )
     split, concat = split + 1, concat + 1
     x = jnp.stack(xs)
     x = x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :])
@@ -314,7 +353,9 @@ def all_to_all(*xs: Array, split: int, concat: int, mesh_axis: str, parts: int) 
 
 
 @op
-def attention_part(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
+def attention_part(
+    q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view
+) -> Array:
     b, t, heads, d = q.shape
     scores = _scores(q, k, bias, scale, bias_view)
     log_sum = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
@@ -329,7 +370,9 @@ def _part(y: Array, log_sum: Array, dtype: jnp.dtype) -> Array:
     """y and, behind it, log_sum (B, tokens, heads) in two; by its bits: XLA takes x - bfloat16(x) for zero."""
     bits = lax.bitcast_convert_type(log_sum, jnp.uint32) & jnp.uint32(0xFFFF0000)
     upper = lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.concatenate([y, upper[..., None], (log_sum - upper)[..., None]], axis=-1).astype(dtype)
+    return jnp.concatenate([y, upper[..., None], (log_sum - upper)[..., None]], axis=-1).astype(
+        dtype
+    )
 
 
 @op
@@ -346,7 +389,14 @@ def sum_squares(x: Array, dims) -> Array:
 
 @op
 def rms_scale(
-    x: Array, sum_squares: Array, weight: Array | None = None, *, dims, weight_view, count: int, eps: float
+    x: Array,
+    sum_squares: Array,
+    weight: Array | None = None,
+    *,
+    dims,
+    weight_view,
+    count: int,
+    eps: float,
 ) -> Array:
     mean = lax.div(lax.expand_dims(sum_squares, dims), _like(count, sum_squares))
     scale = lax.rsqrt(lax.add(mean, _like(eps, mean)))
@@ -376,16 +426,22 @@ def _scores(q: Array, k: Array, bias: Array | None, scale: float, bias_view) -> 
     b, t, heads, d = q.shape
     n = k.shape[2]
     q = q.reshape(b, t, n, heads // n, d)
-    scores = jnp.einsum("btngd,bsnd->bngts", q, k, precision=_precision(q), preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "btngd,bsnd->bngts", q, k, precision=_precision(q), preferred_element_type=jnp.float32
+    )
     scores = lax.mul(scores, _like(scale, scores))
     return scores if bias is None else scores + bias.reshape(bias_view)[:, None].astype(jnp.float32)
 
 
-SCORES_BYTES = 2**28  # of weighed attention at once; with the bias of 12288 tokens all would take 19 GB
+SCORES_BYTES = (
+    2**28
+)  # of weighed attention at once; with the bias of 12288 tokens all would take 19 GB
 
 
 @op
-def attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
+def attention(
+    q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view
+) -> Array:
     """With a bias in blocks of queries, of as many as SCORES_BYTES hold but at least one of the kernel's."""
     tokens = q.shape[1]
     room = SCORES_BYTES // (4 * q.shape[0] * q.shape[2] * k.shape[1])
@@ -396,7 +452,9 @@ def attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale:
     view = (*bias_view[:2], size if per_query else 1, bias_view[3])
 
     def attend(number, y):
-        start = jnp.minimum(number * size, tokens - size)  # the last block may repeat queries of the one before
+        start = jnp.minimum(
+            number * size, tokens - size
+        )  # the last block may repeat queries of the one before
         queries = lax.dynamic_slice_in_dim(q, start, size, 1)
         weighed = lax.dynamic_slice_in_dim(bias, start, size, 2) if per_query else bias
         found = _attend(queries, k, v, weighed, scale, view)
@@ -405,7 +463,9 @@ def attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale:
     return lax.fori_loop(0, -(-tokens // size), attend, jnp.zeros_like(q))
 
 
-def _attention_on_tpu(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view) -> Array:
+def _attention_on_tpu(
+    q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view
+) -> Array:
     """By the kernel unless there is a reason why not."""
     if kernel.why_not(q, k, v, bias, scale=scale, bias_view=bias_view):
         return attention(q, k, v, bias, scale=scale, bias_view=bias_view)
@@ -436,7 +496,10 @@ def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: 
 
     Heads come first, and queries and keys of a block are one axis each: a TPU pads the last two axes to whole tiles.
     """
-    plans = [window_blocks(*sizes, NEIGHBOURS) for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)]
+    plans = [
+        window_blocks(*sizes, NEIGHBOURS)
+        for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)
+    ]
     begins, boxes, masks = zip(*plans, strict=True)
     block, box = ([mask.shape[i] for mask in masks] for i in (1, 2))
     counts = [len(begin) for begin in begins]
@@ -446,11 +509,20 @@ def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: 
 
     def attend(number, y):
         place = jnp.unravel_index(number, counts)
-        here, there = ((0, 0, *(x[i] for x, i in zip(start, place, strict=True)), 0) for start in (begins, boxes))
+        here, there = (
+            (0, 0, *(x[i] for x, i in zip(start, place, strict=True)), 0)
+            for start in (begins, boxes)
+        )
         queries = lax.dynamic_slice(q, here, (*lead, *block, dim)).reshape(*lead, -1, dim)
-        keys, values = (lax.dynamic_slice(x, there, (*lead, *box, dim)).reshape(*lead, -1, dim) for x in (k, v))
+        keys, values = (
+            lax.dynamic_slice(x, there, (*lead, *box, dim)).reshape(*lead, -1, dim) for x in (k, v)
+        )
         scores = jnp.einsum(
-            "bnqd,bnkd->bnqk", queries, keys, precision=_precision(q), preferred_element_type=jnp.float32
+            "bnqd,bnkd->bnqk",
+            queries,
+            keys,
+            precision=_precision(q),
+            preferred_element_type=jnp.float32,
         )
         t, r, c = (mask[i] for mask, i in zip(masks, place, strict=True))
         seen = t[:, None, None, :, None, None] & r[:, None, None, :, None] & c[:, None, None, :]
@@ -471,7 +543,9 @@ def axial_rope(x: Array, frequencies, sizes, first) -> Array:
         view = [x.shape[dim] if i == dim else 1 for i in range(x.ndim - 1)]
         cos, sin = (f(angles).reshape(*view, -1) for f in (jnp.cos, jnp.sin))
         a, b = (x[..., start + i : start + size : 2].astype(jnp.float32) for i in (0, 1))
-        parts.append(jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(*x.shape[:-1], size))
+        parts.append(
+            jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(*x.shape[:-1], size)
+        )
         start += size
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
@@ -488,7 +562,10 @@ def snake_beta(x: Array, up: Array, down: Array, alpha: Array, beta: Array, *, e
     one channel leaves a TPU's matrix unit idle and keeps its compiler busy for many seconds."""
     t, taps = x.shape[2], up.shape[-1]
     pad, start, (before, _) = snake_windows(taps)
-    ups, downs = (lax.split(lax.reshape(y, (1, 1, taps)), (1,) * taps, 2) for y in (lax.mul(up, _like(2, up)), down))
+    ups, downs = (
+        lax.split(lax.reshape(y, (1, 1, taps)), (1,) * taps, 2)
+        for y in (lax.mul(up, _like(2, up)), down)
+    )
     rate, share = (lax.expand_dims(lax.exp(y), (0, 2)) for y in (alpha, beta))
     share = lax.add(share, _like(eps, share))
 
@@ -497,7 +574,9 @@ def snake_beta(x: Array, up: Array, down: Array, alpha: Array, beta: Array, *, e
 
     def held(y: Array, first: Array, last: Array) -> Array:
         """y, its ends repeated."""
-        left, right = (lax.broadcast_in_dim(end, (*x.shape[:2], pad), (0, 1, 2)) for end in (first, last))
+        left, right = (
+            lax.broadcast_in_dim(end, (*x.shape[:2], pad), (0, 1, 2)) for end in (first, last)
+        )
         return lax.concatenate([left, y, right], 2)
 
     wide = held(x, window(x, 0, 1), window(x, t - 1, 1))
@@ -508,7 +587,10 @@ def snake_beta(x: Array, up: Array, down: Array, alpha: Array, beta: Array, *, e
         halves.append(lax.add(y, lax.div(lax.square(lax.sin(lax.mul(y, rate))), share)))
     ends = window(halves[0], 0, 1), window(halves[1], t - 1, 1)
     halves = [held(y, *ends) for y in halves]
-    shifted = (lax.mul(window(halves[(k - before) % 2], pad + (k - before) // 2), downs[k]) for k in range(taps))
+    shifted = (
+        lax.mul(window(halves[(k - before) % 2], pad + (k - before) // 2), downs[k])
+        for k in range(taps)
+    )
     return reduce(lax.add, shifted)
 
 
@@ -525,7 +607,10 @@ def _all_reduce_by_pairs(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:
     def swapped(x: Array) -> Array:
         return lax.ppermute(x, mesh_axis, [(0, 1), (1, 0)])
 
-    small, big = ({i: x for i, x in enumerate(xs) if (x.nbytes < LEAST_BYTES) == less} for less in (True, False))
+    small, big = (
+        {i: x for i, x in enumerate(xs) if (x.nbytes < LEAST_BYTES) == less}
+        for less in (True, False)
+    )
     came = {i: swapped(x) for i, x in small.items()}
     if small and big:
         came, big = lax.optimization_barrier((came, big))
@@ -534,7 +619,11 @@ def _all_reduce_by_pairs(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:
 
 
 BY_PAIRS = {"all_reduce": _all_reduce_by_pairs}
-ON_TPU = {"conv": _conv_on_tpu, "conv_transpose": _conv_transpose_on_tpu, "attention": _attention_on_tpu}
+ON_TPU = {
+    "conv": _conv_on_tpu,
+    "conv_transpose": _conv_transpose_on_tpu,
+    "attention": _attention_on_tpu,
+}
 
 # A product would compute the GELU in front of it anew for every tile of its columns: on tpu7x 0.8 ms of a step of 89,
 # by the compiler's code; on v6e the result as a tensor of its own costs as much.

@@ -140,7 +140,9 @@ class Program(Ahead):
         self.graph = FACTORY.as_run(graph, device_kind(place))
         self.place, self.unrolled, self.ops = place, unrolled, ops_for(place)
         options = compiler_options(graph, place)
-        self.nested: Any = jax.jit(self._run)  # for a jit of somebody's own, in which no other may have options
+        self.nested: Any = jax.jit(
+            self._run
+        )  # for a jit of somebody's own, in which no other may have options
         self.function: Any = jax.jit(self._run, compiler_options=options)
         self.shared: Any = jax.jit(self._each, compiler_options=options)
 
@@ -152,13 +154,18 @@ class Program(Ahead):
 
     def lowered(self, each: bool = False) -> Lowered:
         """As it is called, or as `together` calls it."""
-        weights, inputs, place = abstract_weights(self.graph, self.place), self.graph.inputs, self.place
+        weights, inputs, place = (
+            abstract_weights(self.graph, self.place),
+            self.graph.inputs,
+            self.place,
+        )
         if not each or not isinstance(place, NamedSharding):
             return self.function.lower(weights, abstract(inputs, place))
         parts, count = NamedSharding(place.mesh, own(place)), place.mesh.size
         types = {name: v.type for name, v in inputs.items()}
         stacked = {
-            n: ShapeDtypeStruct((count * t.shape[0], *t.shape[1:]), t.dtype, sharding=parts) for n, t in types.items()
+            n: ShapeDtypeStruct((count * t.shape[0], *t.shape[1:]), t.dtype, sharding=parts)
+            for n, t in types.items()
         }
         return self.shared.lower(weights, stacked)
 
@@ -168,20 +175,32 @@ class Program(Ahead):
         lowered.compile()
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
-        return on_mesh(self._local, self.place, weight_specs(self.graph), P(), out=P())(weights, inputs)
+        return on_mesh(self._local, self.place, weight_specs(self.graph), P(), out=P())(
+            weights, inputs
+        )
 
     def _local(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         ordered = [inputs[name] for name in self.graph.inputs]
-        return dict(zip(self.graph.outputs, run(self.graph, weights, ordered, self.unrolled, self.ops), strict=True))
+        return dict(
+            zip(
+                self.graph.outputs,
+                run(self.graph, weights, ordered, self.unrolled, self.ops),
+                strict=True,
+            )
+        )
 
     def _each(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         """The graph on every device, each with inputs of its own, one after the other along the first axis."""
-        return on_mesh(self._local, self.place, P(), own(self.place), out=own(self.place))(weights, inputs)
+        return on_mesh(self._local, self.place, P(), own(self.place), out=own(self.place))(
+            weights, inputs
+        )
 
     def upload(self, name: str, value: Any) -> Array:
         return upload(self.graph, name, value, self.place)
 
-    def together(self, weights: Weights, several: list[Mapping[str, Any]], output: str) -> list[Any]:
+    def together(
+        self, weights: Weights, several: list[Mapping[str, Any]], output: str
+    ) -> list[Any]:
         """`output` for each of several inputs, at most as many as there are devices; weights are whole on each.
 
         Nothing communicates, unless a device is another process's: then the results are gathered.
@@ -228,7 +247,9 @@ class Assembled(Ahead):
         self.parts = parts(self.graph)
         last = {id(v): i for i, part in enumerate(self.parts) for v in part.inputs.values()}
         kept = {id(v) for v in self.graph.outputs.values()}
-        self.dropped: list[list[int]] = [[] for _ in self.parts]  # values that nobody reads after a part
+        self.dropped: list[list[int]] = [
+            [] for _ in self.parts
+        ]  # values that nobody reads after a part
         for key, i in last.items():
             if key not in kept:
                 self.dropped[i].append(key)
@@ -252,7 +273,9 @@ class Assembled(Ahead):
         try:
             with TRACING:
                 started = [
-                    pool.submit(self._lowered(part).compile, compiler_options(part, self.place) | options)
+                    pool.submit(
+                        self._lowered(part).compile, compiler_options(part, self.place) | options
+                    )
                     for part in self.parts
                 ]
             return [one.result() for one in started]
@@ -272,11 +295,15 @@ class Assembled(Ahead):
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
         self.ready()
-        given = {name: upload(self.graph, name, value, self.place) for name, value in inputs.items()}
+        given = {
+            name: upload(self.graph, name, value, self.place) for name, value in inputs.items()
+        }
         given |= weights_on(self.place, self.graph, weights)
         values = self.graph.inputs | self.graph.params
         env = {id(v): given[name].reshape(_flat(v.type.shape)) for name, v in values.items()}
-        for part, executable, dropped in zip(self.parts, self.executables, self.dropped, strict=True):
+        for part, executable, dropped in zip(
+            self.parts, self.executables, self.dropped, strict=True
+        ):
             results = executable(*(env[id(v)] for v in part.inputs.values()))
             env |= {id(v): x for v, x in zip(part.outputs.values(), results, strict=True)}
             for key in dropped:
@@ -298,12 +325,21 @@ class Loop(Ahead):
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
         halved = FACTORY.as_run(graph, device_kind(place), steps=True)
-        self.parts, options, self.ops = taken_apart(halved), compiler_options(graph, place), ops_for(place)
+        self.parts, options, self.ops = (
+            taken_apart(halved),
+            compiler_options(graph, place),
+            ops_for(place),
+        )
         if is_tpu(place) and not waits_for_exchanges(place):
             self.ops = self.ops | ONCE
         if halved is not graph:
-            options, self.ops = options | ASYNC, self.ops | (BY_PAIRS if waits_for_exchanges(place) else {})
-        self.before: Any = jax.jit(self._before, compiler_options=compiler_options(self.parts.before, place))
+            options, self.ops = (
+                options | ASYNC,
+                self.ops | (BY_PAIRS if waits_for_exchanges(place) else {}),
+            )
+        self.before: Any = jax.jit(
+            self._before, compiler_options=compiler_options(self.parts.before, place)
+        )
         self.steps: Any = jax.jit(self._steps, compiler_options=options)
 
     def release(self) -> None:
@@ -322,7 +358,9 @@ class Loop(Ahead):
         body, place = self.parts.body, self.place
         parts = NamedSharding(place.mesh, own(place)) if isinstance(place, NamedSharding) else place
         found = self.before.eval_shape(*self._before_arguments())
-        prepared = {name: ShapeDtypeStruct(x.shape, x.dtype, sharding=parts) for name, x in found.items()}
+        prepared = {
+            name: ShapeDtypeStruct(x.shape, x.dtype, sharding=parts) for name, x in found.items()
+        }
         other = body.inputs.keys() - prepared.keys() - set(self.parts.state)
         constants = {name: v for name, v in self.graph.inputs.items() if name in other}
         bound, state = ShapeDtypeStruct((), "int32"), abstract(body.outputs, place)
@@ -339,10 +377,14 @@ class Loop(Ahead):
         graph = self.parts.before
 
         def local(weights, inputs):
-            results = run(graph, weights, [inputs[name] for name in graph.inputs], self.unrolled, self.ops)
+            results = run(
+                graph, weights, [inputs[name] for name in graph.inputs], self.unrolled, self.ops
+            )
             return {name: x[None] for name, x in zip(graph.outputs, results, strict=True)}
 
-        return on_mesh(local, self.place, weight_specs(graph), P(), out=own(self.place))(weights, inputs)
+        return on_mesh(local, self.place, weight_specs(graph), P(), out=own(self.place))(
+            weights, inputs
+        )
 
     def _steps(self, weights, prepared, constants, outputs, first, last):
         """Steps first..last-1 of one loop; no host callback, for those keep an executable off the disk."""
@@ -350,20 +392,37 @@ class Loop(Ahead):
 
         def local(weights, prepared, constants, outputs, i):
             values = constants | {name: x[0] for name, x in prepared.items()}
-            values = {n: lax.dynamic_index_in_dim(x, i, 0, False) if n in data else x for n, x in values.items()}
+            values = {
+                n: lax.dynamic_index_in_dim(x, i, 0, False) if n in data else x
+                for n, x in values.items()
+            }
             values |= {name: outputs[name] for name in state}
-            results = run(body, weights, [values[name] for name in body.inputs], self.unrolled, self.ops)
+            results = run(
+                body, weights, [values[name] for name in body.inputs], self.unrolled, self.ops
+            )
             return dict(zip(body.outputs, results, strict=True))
 
-        step = on_mesh(local, self.place, weight_specs(body), own(self.place), P(), P(), P(), out=P())
-        return lax.fori_loop(first, last, lambda i, outputs: step(weights, prepared, constants, outputs, i), outputs)
+        step = on_mesh(
+            local, self.place, weight_specs(body), own(self.place), P(), P(), P(), out=P()
+        )
+        return lax.fori_loop(
+            first, last, lambda i, outputs: step(weights, prepared, constants, outputs, i), outputs
+        )
 
-    def __call__(self, weights: Weights, inputs: Mapping[str, Any], num_steps: int) -> Iterator[dict[str, Array]]:
+    def __call__(
+        self, weights: Weights, inputs: Mapping[str, Any], num_steps: int
+    ) -> Iterator[dict[str, Array]]:
         self.ready()
         before, body, state = self.parts.before, self.parts.body, self.parts.state
-        given = {name: upload(self.graph, name, inputs[name], self.place) for name in self.graph.inputs}
-        prepared = self.before(weights_on(self.place, before, weights), {name: given[name] for name in before.inputs})
-        constants = {name: given[name] for name in body.inputs if name not in prepared and name not in state}
+        given = {
+            name: upload(self.graph, name, inputs[name], self.place) for name in self.graph.inputs
+        }
+        prepared = self.before(
+            weights_on(self.place, before, weights), {name: given[name] for name in before.inputs}
+        )
+        constants = {
+            name: given[name] for name in body.inputs if name not in prepared and name not in state
+        }
         outputs = {
             name: given[name]
             if name in state
@@ -374,7 +433,9 @@ class Loop(Ahead):
 
         def started(outputs: dict[str, Array]) -> Iterator[dict[str, Array]]:
             for i in range(num_steps):
-                outputs = self.steps(on_devices, prepared, constants, outputs, np.int32(i), np.int32(i + 1))
+                outputs = self.steps(
+                    on_devices, prepared, constants, outputs, np.int32(i), np.int32(i + 1)
+                )
                 yield outputs
 
         for finished in overlapped(started(outputs), 1):
@@ -383,16 +444,25 @@ class Loop(Ahead):
 
 def abstract(values: Mapping[str, Value], place: Sharding) -> dict[str, ShapeDtypeStruct]:
     """Inputs or outputs, whole on every device."""
-    return {name: ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=place) for name, v in values.items()}
+    return {
+        name: ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=place)
+        for name, v in values.items()
+    }
 
 
 def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:
     """The input `name` of `graph` on all devices, committed; a wrong shape is a ValueError."""
     spec, value = graph.inputs[name].type, np.asarray(value) if np.isscalar(value) else value
     if tuple(value.shape) != spec.shape:
-        raise ValueError(f"{graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}")
+        raise ValueError(
+            f"{graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}"
+        )
     # replicate also commits: jit compiles once more for an argument that is not committed to its device.
-    typed = value.astype(spec.dtype) if isinstance(value, Array) else np.asarray(value, NUMPY_DTYPES[spec.dtype])
+    typed = (
+        value.astype(spec.dtype)
+        if isinstance(value, Array)
+        else np.asarray(value, NUMPY_DTYPES[spec.dtype])
+    )
     return replicate(typed, place)
 
 

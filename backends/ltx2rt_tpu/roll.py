@@ -65,8 +65,13 @@ def _unit(nodes: Sequence[Node]) -> Unit | None:
     x, y = nodes[0].inputs[0], nodes[-1].outputs[0]
     chained = all(b.inputs[0] is a.outputs[0] for a, b in pairwise(nodes[:6]))
     added = nodes[-1].inputs[0] is x and nodes[-1].inputs[1] is nodes[-2].outputs[0]
-    alike = all(node.outputs[0].type == x.type for node in (nodes[0], nodes[2], nodes[3], nodes[5], nodes[6]))
-    even = all(node.args["widths"][2][0] == node.args["widths"][2][1] for node in (nodes[1], nodes[4]))
+    alike = all(
+        node.outputs[0].type == x.type
+        for node in (nodes[0], nodes[2], nodes[3], nodes[5], nodes[6])
+    )
+    even = all(
+        node.args["widths"][2][0] == node.args["widths"][2][1] for node in (nodes[1], nodes[4])
+    )
     return Unit(nodes) if chained and added and alike and even and y.type == x.type else None
 
 
@@ -85,11 +90,15 @@ def _rolled(blocks: Sequence[Sequence[Unit]]) -> list[Node]:
             "dilations": tuple(conv.args["dilation"][0] for _, conv in halves),
         }
         inputs = (same[0][0].x, *(v for several in operands for v in several))
-        found.append(Node("res_blocks", inputs, tuple(block[-1].result for block in same), {}, args))
+        found.append(
+            Node("res_blocks", inputs, tuple(block[-1].result for block in same), {}, args)
+        )
     return found
 
 
-def res_blocks(x: Array, *operands: Array, activation: str, args, blocks: int, dilations: tuple[int, ...]):
+def res_blocks(
+    x: Array, *operands: Array, activation: str, args, blocks: int, dilations: tuple[int, ...]
+):
     """Of every block its result. operands: of every half the activation's, the weight and the bias."""
     halves = len(dilations)
     each = [operands[i :: len(operands) // halves] for i in range(len(operands) // halves)]
@@ -113,7 +122,9 @@ def res_blocks(x: Array, *operands: Array, activation: str, args, blocks: int, d
         def matrix(tap):
             return at(taps, lax.add(first, tap))
 
-        y = matrix_taps(matrix, y, lambda tap: lax.add(start, lax.mul(tap, step)), at(sizes, n), time)
+        y = matrix_taps(
+            matrix, y, lambda tap: lax.add(start, lax.mul(tap, step)), at(sizes, n), time
+        )
         return biased(y, at(bias, n))
 
     def unit(i, y):
@@ -137,7 +148,9 @@ def parts(graph: Graph) -> list[Graph]:
         outputs = {v.name: v for node in nodes for v in node.outputs if id(v) in read}
         read |= {id(v) for v in inputs.values()}
         name = f"{graph.name}_{nodes[0].op}"
-        found.append(replace(graph, name=name, inputs=inputs, params={}, nodes=nodes, outputs=outputs))
+        found.append(
+            replace(graph, name=name, inputs=inputs, params={}, nodes=nodes, outputs=outputs)
+        )
     return found[::-1]
 
 

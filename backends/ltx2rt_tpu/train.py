@@ -35,12 +35,16 @@ if TYPE_CHECKING:
 class Trainer:
     """A `ltx2rt.backend.Trainer`. Parameters of all blocks are one array each, the block its first axis."""
 
-    def __init__(self, backend: TpuBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool):
+    def __init__(
+        self, backend: TpuBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool
+    ):
         trainable(graph)
         self.graph, self.place, self.remat, self.ops = graph, backend.place_of(graph), remat, {}
         self.parameters = {name: x for name, x in weights.items() if MARK in name}
         self.frozen = {name: weights[name] for name in graph.all_params() if MARK not in name}
-        self.counts = {name: count for name, (_, count) in graph.all_params().items() if MARK in name}
+        self.counts = {
+            name: count for name, (_, count) in graph.all_params().items() if MARK in name
+        }
         self.ops, self.optimiser = ops_for(self.place), optimiser
         self.adam = optax.chain(
             optax.scale_by_adam(*optimiser.betas, eps=optimiser.eps),
@@ -62,14 +66,21 @@ class Trainer:
         lead = self.graph.inputs[name].type.axes[:1] == ("B",) and self.mesh.get("data", 1) > 1
         return P("data") if lead else P()
 
-    def _global(self, parameters: Weights, frozen: Weights, inputs: Any, weights: Any) -> tuple[Any, Weights]:
+    def _global(
+        self, parameters: Weights, frozen: Weights, inputs: Any, weights: Any
+    ) -> tuple[Any, Weights]:
         specs = weight_specs(self.graph)
         ours, others = ({name: specs[name] for name in part} for part in (parameters, frozen))
-        fed, losses = {name: self._spec(name) for name in inputs}, P("data") if "data" in self.mesh else P()
+        fed, losses = (
+            {name: self._spec(name) for name in inputs},
+            P("data") if "data" in self.mesh else P(),
+        )
         local = on_mesh(self._local, self.place, ours, others, fed, P(), out=(losses, ours))
         return local(parameters, frozen, inputs, weights)
 
-    def _local(self, parameters: Weights, frozen: Weights, inputs: Any, weights: Any) -> tuple[Any, Weights]:
+    def _local(
+        self, parameters: Weights, frozen: Weights, inputs: Any, weights: Any
+    ) -> tuple[Any, Weights]:
         size = self.place.mesh.size if isinstance(self.place, NamedSharding) else 1
 
         def total(parameters: Weights) -> tuple[Array, dict[str, Array]]:
@@ -87,11 +98,18 @@ class Trainer:
                 gradients[name] = lax.psum(gradient, whole)
         return losses, gradients
 
-    def accumulate(self, inputs: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, np.ndarray]:
-        fed = {n: self._uploaded(n, np.asarray(inputs[n], NUMPY_DTYPES[v.type.dtype])) for n, v in self._inputs()}
+    def accumulate(
+        self, inputs: Mapping[str, Any], weights: Mapping[str, float]
+    ) -> dict[str, np.ndarray]:
+        fed = {
+            n: self._uploaded(n, np.asarray(inputs[n], NUMPY_DTYPES[v.type.dtype]))
+            for n, v in self._inputs()
+        }
         scales = {name: np.float32(weight) for name, weight in weights.items()}
         losses, gradients = self._losses(self.parameters, self.frozen, fed, scales)
-        self.gradients = gradients if self.gradients is None else self._add(self.gradients, gradients)
+        self.gradients = (
+            gradients if self.gradients is None else self._add(self.gradients, gradients)
+        )
         return {name: _whole(loss) for name, loss in losses.items()}
 
     def _inputs(self) -> Any:
@@ -113,7 +131,9 @@ class Trainer:
         steps, after = self.adam.update(clipped, moments, parameters)
         moved = {name: x - rate * steps[name] for name, x in parameters.items()}
         kept, fine = (moved, after), jnp.isfinite(total)
-        chosen = jax.tree.map(lambda new, old: jnp.where(fine, new, old), kept, (parameters, moments))
+        chosen = jax.tree.map(
+            lambda new, old: jnp.where(fine, new, old), kept, (parameters, moments)
+        )
         return *chosen, squares
 
     def update(self, rate: float) -> dict[str, float]:
@@ -130,20 +150,27 @@ class Trainer:
 
     def _blocks(self, arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
         whole = {name: _whole(x) for name, x in arrays.items()}
-        return {numbered(name, i): x[i] for name, x in whole.items() for i in range(self.counts[name])}
+        return {
+            numbered(name, i): x[i] for name, x in whole.items() for i in range(self.counts[name])
+        }
 
     def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:
         def stacked(arrays: Mapping[str, np.ndarray]) -> Weights:
             found = {}
             for name, x in self.parameters.items():
                 array = np.stack([arrays[numbered(name, i)] for i in range(self.counts[name])])
-                found[name] = jax.make_array_from_callback(array.shape, x.sharding, array.__getitem__)
+                found[name] = jax.make_array_from_callback(
+                    array.shape, x.sharding, array.__getitem__
+                )
             return found
 
         self.parameters = stacked(state["parameters"])
         first, second = (stacked(state[kind]) for kind in MOMENTS)
         adam, *rest = self.moments
-        self.moments = (adam._replace(count=jnp.asarray(count, jnp.int32), mu=first, nu=second), *rest)
+        self.moments = (
+            adam._replace(count=jnp.asarray(count, jnp.int32), mu=first, nu=second),
+            *rest,
+        )
 
 
 def _whole(array: Array) -> np.ndarray:

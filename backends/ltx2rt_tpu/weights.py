@@ -26,7 +26,10 @@ from ltx2rt.weights.lora import BF16, F32, Factors, row_chunks
 Weights = dict[str, Array]
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
 TILED_KIND = "TPU7x"
-TILED_ROWS, TILED_COLUMNS = 16, 128  # of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
+TILED_ROWS, TILED_COLUMNS = (
+    16,
+    128,
+)  # of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
 
 
 def weight_specs(graph: Graph) -> dict[str, P]:
@@ -41,7 +44,13 @@ def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLay
     executable would begin with a copy of them all. The compiler fails on fewer rows than a tile has, and takes an
     argument that is cut over devices in the default tiling alone.
     """
-    if device_kind != TILED_KIND or "*" not in name or type.dtype != "bfloat16" or len(type.shape) != 2 or any(spec):
+    if (
+        device_kind != TILED_KIND
+        or "*" not in name
+        or type.dtype != "bfloat16"
+        or len(type.shape) != 2
+        or any(spec)
+    ):
         return None
     if type.shape[0] % TILED_ROWS or type.shape[1] % TILED_COLUMNS:
         return None
@@ -88,12 +97,16 @@ def _renamed(array: Array, sharding: NamedSharding) -> Array:
     if array.sharding == sharding:
         return array
     if not array.sharding.is_equivalent_to(sharding, array.ndim):
-        raise ValueError(f"a weight {array.shape} lies as {array.sharding}, the graph reads it as {sharding}")
+        raise ValueError(
+            f"a weight {array.shape} lies as {array.sharding}, the graph reads it as {sharding}"
+        )
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
-def assemble(shape: tuple[int, ...], place: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Array:
+def assemble(
+    shape: tuple[int, ...], place: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> Array:
     """An array of the slices read(index): each is read once, put on all its devices, and let go before the next."""
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     indices = place.addressable_devices_indices_map(shape)
@@ -108,7 +121,9 @@ def assemble(shape: tuple[int, ...], place: Sharding, read: Callable[[tuple[slic
     return jax.make_array_from_single_device_arrays(shape, place, shards)
 
 
-def stacked(source: EncodedSource, name: str, layout: Layout, type: Type, count: int, place: Sharding) -> Array:
+def stacked(
+    source: EncodedSource, name: str, layout: Layout, type: Type, count: int, place: Sharding
+) -> Array:
     """One parameter on its devices, a `*` one stacked over layers; cast once while it is copied from the file."""
     layers = (count,) if "*" in name else ()
 
@@ -164,7 +179,9 @@ def _cast(out: np.ndarray, array: np.ndarray) -> None:
         out[...] = array
 
 
-def merged(weight: np.ndarray, factors: Sequence[Factors], rounded: bool, device: Any) -> np.ndarray:
+def merged(
+    weight: np.ndarray, factors: Sequence[Factors], rounded: bool, device: Any
+) -> np.ndarray:
     """`weights.lora.merge` on the device, and back."""
     dtype = BF16 if rounded else F32
     result = np.empty(weight.shape, F32 if weight.dtype == F32 else dtype)
@@ -172,7 +189,9 @@ def merged(weight: np.ndarray, factors: Sequence[Factors], rounded: bool, device
     for rows in row_chunks(len(weight)):
         delta = None
         for (up, _, scale), down in zip(factors, downs, strict=True):
-            change = _change(jax.device_put(up[rows], device), down, np.float32(scale), dtype, delta is None)
+            change = _change(
+                jax.device_put(up[rows], device), down, np.float32(scale), dtype, delta is None
+            )
             delta = change if delta is None else _sum(delta, change, dtype)
         result[rows] = _sum(delta, jax.device_put(weight[rows], device), result.dtype)
     return result
@@ -184,7 +203,11 @@ def _change(up: Array, down: Array, scale: Any, dtype: np.dtype, first: bool) ->
     """s * (B @ A) in float32; the first of a weight is Delta itself, scaled before the product."""
     up, down = _floats(up, dtype), _floats(down, dtype)
     product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    return product(_floats(up * scale, dtype), down).astype(dtype) if first else scale * product(up, down)
+    return (
+        product(_floats(up * scale, dtype), down).astype(dtype)
+        if first
+        else scale * product(up, down)
+    )
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -86,14 +86,18 @@ def main(args: argparse.Namespace) -> int:
     own = BatchOptions(**given_flags(args, BatchOptions))
     serve.check_lora_folder(own.lora_folder)
     if (own.server is None) != hasattr(args, "model"):
-        raise InputError("--model: expected either --model, for a model here, or --server, which has one")
+        raise InputError(
+            "--model: expected either --model, for a model here, or --server, which has one"
+        )
     options = None if own.server else checked_options(args)
     try:
         from ltx2rt.serve import batch
         from ltx2rt.serve.admission import Admission
         from ltx2rt.serve.folder import Folder
     except ImportError as error:
-        raise InputError(f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'") from error
+        raise InputError(
+            f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'"
+        ) from error
 
     shard, lines = batch.parse_shard(own.shard), batch.read_lines(args.jobs)
     if not own.output_dir.is_dir():
@@ -104,13 +108,21 @@ def main(args: argparse.Namespace) -> int:
     done = results.done()
     if options is None:
         return on_server(own, lines, shard, results, args.jobs.parent)
-    folder = Folder(own.output_dir / f".{Path(shard.results).stem}", "--output-dir", batch.MIN_FREE_BYTES)
+    folder = Folder(
+        own.output_dir / f".{Path(shard.results).stem}", "--output-dir", batch.MIN_FREE_BYTES
+    )
     try:
         folder.clear()
-        admission = Admission(options, folder.inputs, default=own.pipeline, lora_folder=own.lora_folder)
+        admission = Admission(
+            options, folder.inputs, default=own.pipeline, lora_folder=own.lora_folder
+        )
         check_outputs(outputs, admission.checkpoint.files)
         admitted = batch.admit(lines, admission, folder, args.jobs.parent)
-        jobs = [(line, a) for line, a in admitted if shard.has(line.id) and done.get(line.id) != a.digest][: own.limit]
+        jobs = [
+            (line, a)
+            for line, a in admitted
+            if shard.has(line.id) and done.get(line.id) != a.digest
+        ][: own.limit]
         note(f"{len(lines)} jobs, {len(jobs)} to make here", prefix="")
         if not jobs:
             batch.clean(folder)
@@ -141,7 +153,9 @@ def checked_options(args: argparse.Namespace) -> ModelOptions:
     return options
 
 
-def on_server(own: BatchOptions, lines: list[Line], shard: Shard, results: Results, beside: Path) -> int:
+def on_server(
+    own: BatchOptions, lines: list[Line], shard: Shard, results: Results, beside: Path
+) -> int:
     from ltx2rt.serve import batch, remote
 
     token = next(iter(serve.read_tokens(own.token_file)), None) if own.token_file else None
@@ -149,7 +163,9 @@ def on_server(own: BatchOptions, lines: list[Line], shard: Shard, results: Resul
     done = results.done()
     admitted = remote.admit(server, lines, beside)
     jobs = [
-        (line, given) for line, given in admitted if shard.has(line.id) and done.get(line.id) != batch.digest_of(given)
+        (line, given)
+        for line, given in admitted
+        if shard.has(line.id) and done.get(line.id) != batch.digest_of(given)
     ][: own.limit]
     note(f"{len(lines)} jobs, {len(jobs)} to make", prefix="")
     counts = remote.make(server, jobs, results, own.retries, lambda text: note(text, prefix=""))

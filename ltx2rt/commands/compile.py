@@ -33,7 +33,10 @@ from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.suggest import hint
 
-PARTS = {"denoise-before": "before", "denoise-step": "step"}  # components that are a part of the denoise loop
+PARTS = {
+    "denoise-before": "before",
+    "denoise-step": "step",
+}  # components that are a part of the denoise loop
 COMPILED = (
     "text-encoder", "duration-head", "audio-encoder", "video-encoder", "denoise-before", "denoise-step", "upsampler",
     "temporal-upsampler", "audio-decoder", "vocoder", "video-decoder", "diffusion-features", "diffusion-decoder",
@@ -121,7 +124,9 @@ class Job:
     times: bool = False
 
 
-def plan_job(options: ModelOptions, request: Request, target: Target, preset: str | None = None) -> Job:
+def plan_job(
+    options: ModelOptions, request: Request, target: Target, preset: str | None = None
+) -> Job:
     """Plan the programs to compile, from headers and sizes alone. Raises InputError."""
     check_bounds(target)
     if unknown := [name for name in target.components if name not in COMPILED]:
@@ -129,9 +134,15 @@ def plan_job(options: ModelOptions, request: Request, target: Target, preset: st
         raise InputError(f"--component: unknown {unknown[0]!r}; {known}")
     kind, devices = topology(target.topology)
     given = request
-    if isinstance(request, VideoRequest) and "images" in flagged(type(request)) and not request.images:
+    if (
+        isinstance(request, VideoRequest)
+        and "images" in flagged(type(request))
+        and not request.images
+    ):
         frames = 0, (request.num_frames or DEFAULT_FRAMES) - 1  # the encoder is compiled, too
-        images = tuple(ImageSpec(Path("image"), frame) for frame in frames[: max(request.least_images, 1)])
+        images = tuple(
+            ImageSpec(Path("image"), frame) for frame in frames[: max(request.least_images, 1)]
+        )
         request = replace(request, images=images)
     request.check()
     given.check_files()
@@ -150,7 +161,10 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
     for stage in stages:
         calls = list({call.program: call for call in stage.needs(session.config)}.values())
         if any(call.each for call in calls):
-            largest = max((c for c in calls if c.each), key=lambda c: session.graph(c).outputs["frames"].type.nbytes)
+            largest = max(
+                (c for c in calls if c.each),
+                key=lambda c: session.graph(c).outputs["frames"].type.nbytes,
+            )
             calls = [*(call for call in calls if not call.each), largest]
         number = next((i for i in (1, 2) if stage.name.startswith(f"stage{i}")), None)
         if number is not None and target.stage not in (None, number):
@@ -162,21 +176,31 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
             if call.steps is None:
                 if call.network in asked:
                     part = "each" if call.each else None
-                    yield Cell(call.network, session.graph(call), _size(session, call), number, part=part)
+                    yield Cell(
+                        call.network, session.graph(call), _size(session, call), number, part=part
+                    )
                 continue
             if target.branches:
                 branches = Branches(*(target.branches > i for i in (1, 2, 3)))
                 if branches.isolated and len(call.sizes.streams) == 1:
-                    raise InputError(f"--branches: {target.branches}, but {request.name} has one stream and 3 at most")
+                    raise InputError(
+                        f"--branches: {target.branches}, but {request.name} has one stream and 3 at most"
+                    )
                 call = replace(call, sizes=replace(call.sizes, branches=branches))
             count = len(call.sizes.branches.names)
             assert isinstance(stage, Denoise), "only a denoising stage has steps"
             height, width = stage.geometry.size_px
-            size = f"{width}x{height}x{request.num_frames}" if width else f"{request.num_frames} frames of sound"
+            size = (
+                f"{width}x{height}x{request.num_frames}"
+                if width
+                else f"{request.num_frames} frames of sound"
+            )
             size += f", {count} branch{'es' if count > 1 else ''}"
             for component in PARTS:
                 if component in asked:
-                    yield Cell(component, session.graph(call), size, number, count, PARTS[component])
+                    yield Cell(
+                        component, session.graph(call), size, number, count, PARTS[component]
+                    )
 
 
 def _size(session: Session, call: Call) -> str:
@@ -205,8 +229,14 @@ def compile_job(job: Job) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
     def compile_cell(cell: Cell) -> tuple[Cell, Compiled | DoesNotFit]:
         weights, memory = weight_bytes([cell.graph]), job.kind.memory_bytes
         if weights > memory:
-            return cell, DoesNotFit(f"its weights alone take {weights / 1e9:.1f} GB of {memory / 1e9:.0f} GB")
-        print(f"compiling {cell.name}, {cell.size}, for {job.topology} ...", file=sys.stderr, flush=True)
+            return cell, DoesNotFit(
+                f"its weights alone take {weights / 1e9:.1f} GB of {memory / 1e9:.0f} GB"
+            )
+        print(
+            f"compiling {cell.name}, {cell.size}, for {job.topology} ...",
+            file=sys.stderr,
+            flush=True,
+        )
         try:
             return cell, compiler(cell.graph, cell.part)
         except DoesNotFit as error:
@@ -257,7 +287,8 @@ def row(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> str:
     received, weights, temporaries, outputs = (f"{n / 1e9:.3g} GB" for n in sizes)
     return (
         f"{cell.name:<22} {cell.size:<26} {count:>11} {received:>9} {weights:>9} {temporaries:>11} {outputs:>8} "
-        f"{found.compile_s:>6.0f} s  {'yes' if fits(job, found) else 'NO'}" + in_words(found.times_s)
+        f"{found.compile_s:>6.0f} s  {'yes' if fits(job, found) else 'NO'}"
+        + in_words(found.times_s)
     )
 
 
@@ -265,7 +296,9 @@ def in_words(times_s: Mapping[str, float] | None) -> str:
     """A line of its own, the longest first; nothing where there are none."""
     if not times_s:
         return ""
-    parts = ", ".join(f"{name} {s * 1e3:.1f}" for name, s in sorted(times_s.items(), key=lambda item: -item[1]))
+    parts = ", ".join(
+        f"{name} {s * 1e3:.1f}" for name, s in sorted(times_s.items(), key=lambda item: -item[1])
+    )
     return f"\n  estimated by the compiler's code: {sum(times_s.values()) * 1e3:.1f} ms ({parts})"
 
 

@@ -21,12 +21,17 @@ def main(args: argparse.Namespace) -> None:
         except InputError as error:
             print(f"{name}: not available ({error})")
             continue
-        found, versions = backend.device(), ", ".join(f"{k} {v}" for k, v in backend.versions.items())
+        found, versions = (
+            backend.device(),
+            ", ".join(f"{k} {v}" for k, v in backend.versions.items()),
+        )
         free, total = found.free_bytes / 2**30, found.total_bytes / 2**30
         memory = f"{free:.1f} of {total:.1f} GiB free{' on each' * (found.count > 1 and found.kind != 'cpu')}"
         split = profile_for(get_factory(name).profile_key(found), found.count)
         if backend.is_main:
-            print(f"{name}: {found.count} x {found.name} ({found.kind}), {memory}, {split}, {versions}")
+            print(
+                f"{name}: {found.count} x {found.name} ({found.kind}), {memory}, {split}, {versions}"
+            )
 
 
 def profile_for(kind: str, count: int) -> str:
@@ -35,4 +40,6 @@ def profile_for(kind: str, count: int) -> str:
         profile, mesh = resolve(None, kind, {}, count)
     except InputError as error:
         return str(error)
-    return f"profile {profile.name}" + (f" with --mesh {','.join(f'{a}={n}' for a, n in mesh.items())}" if mesh else "")
+    return f"profile {profile.name}" + (
+        f" with --mesh {','.join(f'{a}={n}' for a, n in mesh.items())}" if mesh else ""
+    )

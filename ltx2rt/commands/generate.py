@@ -57,7 +57,11 @@ XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and 
 
 
 def run(
-    options: ModelOptions, request: Request, files: Files, checkpoint: Checkpoint, unread: Sequence[str] = ()
+    options: ModelOptions,
+    request: Request,
+    files: Files,
+    checkpoint: Checkpoint,
+    unread: Sequence[str] = (),
 ) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError before any weight is
     read. request, checkpoint: as `prepared` gives them; unread: flags that were given for nothing."""
@@ -91,7 +95,9 @@ def run(
             for frames in state.frames:
                 deque(frames, maxlen=0)
         return
-    for output, seed in zip(write_files(session, plan, state, files, report), plan.request.seeds, strict=False):
+    for output, seed in zip(
+        write_files(session, plan, state, files, report), plan.request.seeds, strict=False
+    ):
         print(watch.closing_line(output, seed))
 
 
@@ -103,7 +109,9 @@ def _announce(session: Session, plan: Plan) -> None:
     if backend.num_processes > 1:
         lines[0] += f", {backend.num_processes} processes"
     if options.device == "auto" and backend.device_kind == "cpu":
-        lines.insert(0, f"no {get_factory(options.backend).accelerator} was found: running on the CPU")
+        lines.insert(
+            0, f"no {get_factory(options.backend).accelerator} was found: running on the CPU"
+        )
     for line in (*lines, *plan.merge_lines(), *plan.request.remarks(session.config)):
         note(line, prefix="")
 
@@ -146,7 +154,9 @@ def main(args: argparse.Namespace) -> int | None:
         args.argv = [*args.argv, "--seed", str(request.seed)]
     request.check()
     options = located(options, wanted_by(type(request)))
-    checkpoint, request = prepared(options, request, written)  # torch and jax take seconds to import
+    checkpoint, request = prepared(
+        options, request, written
+    )  # torch and jax take seconds to import
     factory = get_factory(options.backend)
     if to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:
         raise InputError(
@@ -154,7 +164,9 @@ def main(args: argparse.Namespace) -> int | None:
             "them one by --enhanced-prompt"
         )
     if to_enhance(request) and factory.process_per_device and prod(options.mesh.values()) > 1:
-        request = with_enhanced_prompt(request, checkpoint, options)  # once for the ranks that this one starts
+        request = with_enhanced_prompt(
+            request, checkpoint, options
+        )  # once for the ranks that this one starts
         args.argv = [*args.argv, "--enhanced-prompt", str(request.enhanced_prompt)]
     if (status := start_ranks(args, options, written.all(request.seeds))) is not None:
         return status
@@ -168,7 +180,9 @@ def _unread(args: argparse.Namespace, request: Request) -> list[str]:
     own, every = flagged(type(request)), flagged(*pipelines().values())
 
     def readers(name: str) -> str:
-        return " and ".join(kind for kind, pipeline in pipelines().items() if name in flagged(pipeline))
+        return " and ".join(
+            kind for kind, pipeline in pipelines().items() if name in flagged(pipeline)
+        )
 
     given = {name: f for name, f in every.items() if hasattr(args, name) and name not in own}
     return [f"{spelling(f)} (--pipeline {readers(name)} would)" for name, f in given.items()]

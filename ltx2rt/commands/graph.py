@@ -55,8 +55,12 @@ def component_graph(
     clip = replace(clip, num_frames=clip.num_frames or DEFAULT_FRAMES)
     vae, mesh = config.video_vae, mesh or {}
     check_step("--width", clip.width, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
-    check_step("--height", clip.height, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
-    check_step("--num-frames", clip.num_frames, vae.time_factor, 1, "frames", f"{vae.time_factor}*k + 1")
+    check_step(
+        "--height", clip.height, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}"
+    )
+    check_step(
+        "--num-frames", clip.num_frames, vae.time_factor, 1, "frames", f"{vae.time_factor}*k + 1"
+    )
     if name not in NAMES:
         known = f"known: {', '.join(NAMES)}{hint(name, NAMES)}"
         raise InputError(f"no graph is called {name!r}; {known}")
@@ -68,7 +72,11 @@ def component_graph(
     graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)
     placement = Placement(profile_of(profile, DEFAULT_KIND, mesh), mesh, weights_dtype)
     placement = placement.of(branches) if row.branches else placement.text
-    return placement.loop(graph, config.release.steps) if name == LOOP else placement.local(graph, row.rules)
+    return (
+        placement.loop(graph, config.release.steps)
+        if name == LOOP
+        else placement.local(graph, row.rules)
+    )
 
 
 def flags(to: Any) -> None:
@@ -88,4 +96,9 @@ def main(args: argparse.Namespace) -> None:
     clip = OneStage("a graph", **given_flags(args, OneStage))
     config = open_checkpoint(args.model).config if args.model else preset(args.preset).config
     placed = {name: getattr(options, name) for name in PLACED}
-    print(show(component_graph(config, asked.component, clip, asked.branches, **placed), asked.format), end="")
+    print(
+        show(
+            component_graph(config, asked.component, clip, asked.branches, **placed), asked.format
+        ),
+        end="",
+    )

@@ -27,7 +27,10 @@ example:
 def to_text(found: Estimate) -> str:
     clip, session, kind, worst = found.plan.request, found.session, found.kind, peak(found.costs)
     float8 = session.options.weights_dtype == "float8"
-    weights, rates = ", weights in float8" * float8, f", in float8 / {kind.float8_flops_per_s / 1e12:g} T/s" * float8
+    weights, rates = (
+        ", weights in float8" * float8,
+        f", in float8 / {kind.float8_flops_per_s / 1e12:g} T/s" * float8,
+    )
     mesh = session.backend.mesh
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     height, width = clip.size_px
@@ -52,7 +55,8 @@ def to_text(found: Estimate) -> str:
     lines += [
         "",
         f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {kind.memory_bytes / 1e9:.0f} GB"
-        + f", where {kind.reserve_bytes / 1e9:.1f} GB are kept in reserve" * bool(kind.reserve_bytes)
+        + f", where {kind.reserve_bytes / 1e9:.1f} GB are kept in reserve"
+        * bool(kind.reserve_bytes)
         + f"; try {found.advice}" * (not found.fits),
         f"estimated time: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
         f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s)"
@@ -62,9 +66,17 @@ def to_text(found: Estimate) -> str:
     if line := session.memory_line(found.plan.stages):
         lines.insert(-1, line)
     if mesh:
-        links = "the links of its neighbours" if kind.neighbours else f"{kind.link_bytes_per_s / 1e9:g} GB/s"
+        links = (
+            "the links of its neighbours"
+            if kind.neighbours
+            else f"{kind.link_bytes_per_s / 1e9:g} GB/s"
+        )
         hides = any(c.hidden_s(kind) > 1e-6 for c in found.costs)
-        hidden = "less what passes under products of the other half of the tokens" if hides else "none of it hidden"
+        hidden = (
+            "less what passes under products of the other half of the tokens"
+            if hides
+            else "none of it hidden"
+        )
         lines.append(
             f"exchanges: received / {links} and {kind.collective_s * 1e6:g} us each, {hidden}; "
             "an all-reduce of B bytes among n devices receives 2 (n - 1) / n B"
@@ -73,14 +85,24 @@ def to_text(found: Estimate) -> str:
 
 
 def _traffic(collectives: Mapping[str, Traffic]) -> str:
-    return ", ".join(f"{t.count} {name}, {t.bytes / 1e9:.3g} GB" for name, t in collectives.items()) or "none"
+    return (
+        ", ".join(f"{t.count} {name}, {t.bytes / 1e9:.3g} GB" for name, t in collectives.items())
+        or "none"
+    )
 
 
 def flags(to: Any) -> None:
     to.epilog = EXAMPLE
     add_flags(to, Devices)
     parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "loras", "dtype")
-    how = ("memory", "max_memory", "stage_weights", "text_encoder_offload", "video_decoder", "vae_tiling")
+    how = (
+        "memory",
+        "max_memory",
+        "stage_weights",
+        "text_encoder_offload",
+        "video_decoder",
+        "vae_tiling",
+    )
     planned_flags(to, *parts, *how)
     json_flag(to)
     groups(to)["output"].add_argument(

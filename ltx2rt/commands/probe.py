@@ -128,7 +128,9 @@ def run(options: ModelOptions, request: ProbeRequest) -> None:
     check_outputs([("--outputs", request.outputs)], [*options.files, *checkpoint.files, *inputs])
     session = open_session(options, "float32", checkpoint)
     component = components(session.config)[request.component]
-    inputs = {} if request.inputs is None else read_inputs(request.inputs, request.component, component)
+    inputs = (
+        {} if request.inputs is None else read_inputs(request.inputs, request.component, component)
+    )
     outputs = component.run(session, request, inputs)
     if session.backend.is_main:
         write_arrays(request.outputs, outputs)
@@ -146,10 +148,20 @@ def read_inputs(path: Path, name: str, component: Component) -> Arrays:
     known = {**component.inputs, **component.optional}
     found = set(file.names())
     if unknown := sorted(found - known.keys()):
-        raise InputError(f"{path}: probe {name} has no input {', '.join(unknown)}; it reads {', '.join(known)}")
-    absent = component.together if not any(n.startswith(component.together or "\0") for n in found) else None
-    if missing := [n for n in component.inputs if n not in found and not (absent and n.startswith(absent))]:
-        raise InputError(f"{path}: probe {name} misses {', '.join(missing)}; it reads {', '.join(component.inputs)}")
+        raise InputError(
+            f"{path}: probe {name} has no input {', '.join(unknown)}; it reads {', '.join(known)}"
+        )
+    absent = (
+        component.together
+        if not any(n.startswith(component.together or "\0") for n in found)
+        else None
+    )
+    if missing := [
+        n for n in component.inputs if n not in found and not (absent and n.startswith(absent))
+    ]:
+        raise InputError(
+            f"{path}: probe {name} misses {', '.join(missing)}; it reads {', '.join(component.inputs)}"
+        )
     sizes: dict[str, int] = {}
     for tensor, axes in known.items():
         if tensor not in found:
@@ -157,16 +169,22 @@ def read_inputs(path: Path, name: str, component: Component) -> Arrays:
         shape = tuple(file.info(tensor).shape)
         expected = tuple(sizes.get(a, a) if isinstance(a, str) else a for a in axes)
         fits = len(shape) == len(expected)
-        fits = fits and all(isinstance(e, str) or n == e for n, e in zip(shape, expected, strict=True))
+        fits = fits and all(
+            isinstance(e, str) or n == e for n, e in zip(shape, expected, strict=True)
+        )
         if not fits or 0 in shape:
             pairs = zip(axes, expected, strict=True)
-            listed = ", ".join(f"{a}={e}" if isinstance(a, str) and a != e else str(e) for a, e in pairs)
+            listed = ", ".join(
+                f"{a}={e}" if isinstance(a, str) and a != e else str(e) for a, e in pairs
+            )
             raise InputError(f"{path}: {tensor} has shape {list(shape)}, expected [{listed}]")
         sizes |= {a: n for a, n in zip(axes, shape, strict=True) if isinstance(a, str)}
     arrays = {}
     for tensor in found:
         array = file.read(tensor)
-        arrays[tensor] = array.astype(np.int32 if np.issubdtype(array.dtype, np.integer) else np.float32)
+        arrays[tensor] = array.astype(
+            np.int32 if np.issubdtype(array.dtype, np.integer) else np.float32
+        )
         if arrays[tensor].dtype == np.float32 and not np.isfinite(arrays[tensor]).all():
             raise InputError(f"{path}: {tensor} holds values that are not finite")
     return arrays
@@ -176,18 +194,34 @@ def components(config: ModelConfig) -> dict[str, Component]:
     """The table for one model; C, Ca are the widths of the text contexts."""
     t = config.transformer
     video, audio = transformer.streams(t)
-    widths = {s.name: t.caption_channels if t.caption_projection else s.width for s in (video, audio)}
+    widths = {
+        s.name: t.caption_channels if t.caption_projection else s.width for s in (video, audio)
+    }
     latent = {"video": ("T", t.video_channels), "audio": ("Ta", t.audio_channels)}
     vae, sound = config.video_vae, config.audio_vae
     step = {}
     for m, (tokens, channels) in latent.items():
-        step |= {f"{m}_latent": (1, tokens, channels), f"{m}_clean": (1, tokens, channels), f"{m}_mask": (1, tokens, 1)}
-        step |= {f"{m}_positions": (1, 3 if m == "video" else 1, tokens, 2), f"{m}_context": (2, "S", widths[m])}
+        step |= {
+            f"{m}_latent": (1, tokens, channels),
+            f"{m}_clean": (1, tokens, channels),
+            f"{m}_mask": (1, tokens, 1),
+        }
+        step |= {
+            f"{m}_positions": (1, 3 if m == "video" else 1, tokens, 2),
+            f"{m}_context": (2, "S", widths[m]),
+        }
     step |= {"sigmas": (2,), "guidance": (2, 4), "stg_blocks": (t.num_layers,)}
     forward = {}
     for m, (tokens, channels) in latent.items():
-        forward |= {f"{m}_latent": ("B", tokens, channels), f"{m}_timesteps": ("B", tokens, 1), f"{m}_sigma": ("B",)}
-        forward |= {f"{m}_positions": ("B", 3 if m == "video" else 1, tokens, 2), f"{m}_context": ("B", "S", widths[m])}
+        forward |= {
+            f"{m}_latent": ("B", tokens, channels),
+            f"{m}_timesteps": ("B", tokens, 1),
+            f"{m}_sigma": ("B",),
+        }
+        forward |= {
+            f"{m}_positions": ("B", 3 if m == "video" else 1, tokens, 2),
+            f"{m}_context": ("B", "S", widths[m]),
+        }
     keeps = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
     video_latent = ("B", vae.latent_channels, "f", "h", "w")
     return {
@@ -205,15 +239,21 @@ def components(config: ModelConfig) -> dict[str, Component]:
         "text-encoder": Component({"token_ids": ("B", "S"), "mask": ("B", "S")}, _text_encoder),
         "tokenizer": Component({}, _tokenizer),
         "video-decoder": Component({"latent": video_latent}, _network("latent")),
-        "diffusion-decoder": Component({"latent": video_latent, "noise": ("B", 3, "F", "H", "W")}, _diffusion_decoder),
+        "diffusion-decoder": Component(
+            {"latent": video_latent, "noise": ("B", 3, "F", "H", "W")}, _diffusion_decoder
+        ),
         "video-encoder": Component({"frames": ("B", 3, "F", "H", "W")}, _video_encoder),
         "audio-decoder": Component(
             {"latent": ("B", sound.latent_channels, "n", sound.latent_mel_bins)}, _audio_decoder
         ),
-        "audio-encoder": Component({"waveform": ("B", sound.out_channels, "N"), "sample_rate": (1,)}, _audio_encoder),
+        "audio-encoder": Component(
+            {"waveform": ("B", sound.out_channels, "N"), "sample_rate": (1,)}, _audio_encoder
+        ),
         "upsampler": Component({"latent": video_latent}, _network("latent")),
         "schedule": Component({"steps": (1,)}, _schedule),
-        "duration-head": Component({f"{m}_context": ("B", "S", widths[m]) for m in widths}, _duration_head),
+        "duration-head": Component(
+            {f"{m}_context": ("B", "S", widths[m]) for m in widths}, _duration_head
+        ),
     }
 
 
@@ -248,7 +288,9 @@ def _transformer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
         feeds["video_attention_mask"] = x["video_attention_mask"]
     if config.keyframe_vector and "video" in present:
         blank = np.zeros((batch, video_tokens, 1), np.float32)
-        feeds["video_keyframes_mask"] = (x.get("video_keyframes_mask", blank)[:, :, 0] > 0).astype(np.float32)
+        feeds["video_keyframes_mask"] = (x.get("video_keyframes_mask", blank)[:, :, 0] > 0).astype(
+            np.float32
+        )
     structure = transformer.ForwardShape(
         batch=batch,
         video_tokens=video_tokens,
@@ -279,10 +321,16 @@ def _guided_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
     for m in ("video", "audio"):
         contexts = x[f"{m}_context"] if branches.uncond else x[f"{m}_context"][:1]
         feeds |= guided_step.mask_feeds(m, x[f"{m}_mask"][0, :, 0])
-        feeds |= {f"{m}_clean": x[f"{m}_clean"][0], f"{m}_context": contexts, f"{m}_latent": x[f"{m}_latent"]}
+        feeds |= {
+            f"{m}_clean": x[f"{m}_clean"][0],
+            f"{m}_context": contexts,
+            f"{m}_latent": x[f"{m}_latent"],
+        }
     feeds["guidance"] = x["guidance"]
     if config.keyframe_vector:
-        feeds["video_keyframes_mask"] = x.get("video_keyframes_mask", np.zeros_like(x["video_mask"]))[0, :, 0]
+        feeds["video_keyframes_mask"] = x.get(
+            "video_keyframes_mask", np.zeros_like(x["video_mask"])
+        )[0, :, 0]
     structure = guided_step.StepShape(
         branches=branches,
         video_tokens=x["video_latent"].shape[1],
@@ -319,9 +367,15 @@ def _diffusion_decoder(session: Session, request: ProbeRequest, x: Arrays) -> Ar
     shape = diffusion_decoder.whole(config, batch, grid, request.border_mode)
     if x["noise"].shape != (expected := (batch, 3, *shape.pixels(config))):
         found = list(x["noise"].shape)
-        raise InputError(f"{request.inputs}: noise has shape {found}, expected {list(expected)} for this latent")
-    features = audited(session, Call("diffusion-features", x["latent"].shape), {"latent": x["latent"]})
-    frames = audited(session, Call("diffusion-decoder", shape), features | {"noise": x["noise"]})["frames"]
+        raise InputError(
+            f"{request.inputs}: noise has shape {found}, expected {list(expected)} for this latent"
+        )
+    features = audited(
+        session, Call("diffusion-features", x["latent"].shape), {"latent": x["latent"]}
+    )
+    frames = audited(session, Call("diffusion-decoder", shape), features | {"noise": x["noise"]})[
+        "frames"
+    ]
     return {"frames": frames[(slice(None), slice(None), *diffusion_decoder.inside(config, grid))]}
 
 
@@ -342,7 +396,11 @@ def _audio_decoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays
     for network in (call, Call("vocoder", mel)):
         session.weights.audit(network, session.graph(network))
     mel, waveform = decode_sound(session, x["latent"])
-    return {"mel": mel, "waveform": waveform, "sample_rate": np.array([session.config.vocoder.sample_rate], np.int32)}
+    return {
+        "mel": mel,
+        "waveform": waveform,
+        "sample_rate": np.array([session.config.vocoder.sample_rate], np.int32),
+    }
 
 
 def _audio_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:

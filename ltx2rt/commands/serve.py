@@ -163,10 +163,14 @@ def main(args: argparse.Namespace) -> int:
         from ltx2rt.serve.app import Settings
         from ltx2rt.serve.server import Serving, serve
     except ImportError as error:
-        raise InputError(f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'") from error
+        raise InputError(
+            f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'"
+        ) from error
 
     def admission(inputs: Path) -> Admission:
-        found = Admission(options, inputs, default=own.pipeline, lora_folder=own.lora_folder, warm=warm)
+        found = Admission(
+            options, inputs, default=own.pipeline, lora_folder=own.lora_folder, warm=warm
+        )
         found.check_warm()
         return found
 
@@ -178,7 +182,9 @@ def main(args: argparse.Namespace) -> int:
             port=own.port,
             command=[*bridge(own.workers, options), *worker_command(args)],
             settings=settings,
-            environments=device_environments(options, own.replicas) if own.workers == "here" else [{}] * own.replicas,
+            environments=device_environments(options, own.replicas)
+            if own.workers == "here"
+            else [{}] * own.replicas,
             lora_folder=own.lora_folder and own.lora_folder.resolve(),
             max_queue=own.max_queue,
             max_user_queue=own.max_user_queue,
@@ -200,17 +206,26 @@ def bridge(workers: str, options: ModelOptions) -> list[str]:
     if workers == "here":
         return []
     if find_spec("ray") is None:
-        raise InputError("--workers: ray is not installed; install it with: pip install 'ltx2rt[ray]'")
+        raise InputError(
+            "--workers: ray is not installed; install it with: pip install 'ltx2rt[ray]'"
+        )
     factory = get_factory(options.backend)
     each = prod(options.mesh.values()) if factory.process_per_device else 1
-    return [sys.executable, "-m", "ltx2rt.serve.on_ray", str(0 if options.device == "cpu" else each)]
+    return [
+        sys.executable,
+        "-m",
+        "ltx2rt.serve.on_ray",
+        str(0 if options.device == "cpu" else each),
+    ]
 
 
 def require_first(options: ModelOptions) -> None:
     """Raises InputError in a launch of several processes, unless this is the first."""
     rank, size = get_factory(options.backend).rank_and_size(os.environ)
     if rank:
-        raise InputError(f"process {rank} of {size}: the first one serves; start `ltx2rt worker` here, with its flags")
+        raise InputError(
+            f"process {rank} of {size}: the first one serves; start `ltx2rt worker` here, with its flags"
+        )
 
 
 def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, str]]:
@@ -220,9 +235,13 @@ def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, 
     factory = get_factory(options.backend)
     each = prod(options.mesh.values()) if factory.process_per_device else 1
     if factory.rank_and_size(os.environ)[1] > 1:
-        raise InputError(f"--replicas: {replicas}, but all processes of this launch are one replica")
+        raise InputError(
+            f"--replicas: {replicas}, but all processes of this launch are one replica"
+        )
     if replicas * each > (most := factory.most_processes(options.device)):
-        raise InputError(f"--replicas: {replicas} with {each} devices each, but {most} can be had here")
+        raise InputError(
+            f"--replicas: {replicas} with {each} devices each, but {most} can be had here"
+        )
     devices = [factory.one_device(n, os.environ) for n in range(replicas * each)]
     groups = [devices[start : start + each] for start in range(0, len(devices), each)]
     return [{name: ",".join(one[name] for one in group) for name in group[0]} for group in groups]
@@ -231,7 +250,11 @@ def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, 
 def read_tokens(path: Path) -> dict[str, str]:
     """Users by token. Raises InputError."""
     try:
-        lines = [line.split() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+        lines = [
+            line.split()
+            for line in path.read_text().splitlines()
+            if line.strip() and not line.startswith("#")
+        ]
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file: {path} cannot be read ({error})") from None
     tokens: dict[str, str] = {}

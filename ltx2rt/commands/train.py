@@ -60,15 +60,23 @@ def run(args: argparse.Namespace) -> None:
     for group, count in made.groups().items():
         _say(f"trains {group}: {count:,} numbers")
     r, g = made.request, made.geometry
-    size = f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames" if "video" in made.streams else "sound alone"
-    _say(f"{len(made.samples)} samples of {size}, batch {made.batch} x {r.accumulate}, {r.steps} steps")
+    size = (
+        f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames"
+        if "video" in made.streams
+        else "sound alone"
+    )
+    _say(
+        f"{len(made.samples)} samples of {size}, batch {made.batch} x {r.accumulate}, {r.steps} steps"
+    )
     if request.dry_run:
         return
 
     def show(row: dict[str, Any]) -> None:
         if row["step"] % 10 == 0:
             losses = ", ".join(
-                f"{name} {row[f'{name}_loss']:.4f}" for name in made.trained if row.get(f"{name}_loss") is not None
+                f"{name} {row[f'{name}_loss']:.4f}"
+                for name in made.trained
+                if row.get(f"{name}_loss") is not None
             )
             _say(f"step {row['step']}: loss {losses}; {row['seconds']:.2f} s")
 
@@ -77,9 +85,17 @@ def run(args: argparse.Namespace) -> None:
 
 def export_flags(to: Any) -> None:
     to.add_argument(
-        "run", metavar="RUN[:STEP]", help="folder of a run, and a step whose state was kept (default: the last)"
+        "run",
+        metavar="RUN[:STEP]",
+        help="folder of a run, and a step whose state was kept (default: the last)",
     )
-    to.add_argument("--output", type=Path, required=True, metavar="FILE", help="safetensors file to write (required)")
+    to.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="safetensors file to write (required)",
+    )
     to.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -95,10 +111,14 @@ def export(args: argparse.Namespace) -> None:
     folder = Path(match[1])
     kept = {int(path.name): path for path in states(folder)}
     if not kept:
-        raise InputError(f"{folder}: no state of a training run was found; pass the --output of `ltx2rt train run`")
+        raise InputError(
+            f"{folder}: no state of a training run was found; pass the --output of `ltx2rt train run`"
+        )
     step = int(match[2]) if match[2] else max(kept)
     if step not in kept:
-        raise InputError(f"{folder}: no state of step {step} was kept; there are {', '.join(map(str, sorted(kept)))}")
+        raise InputError(
+            f"{folder}: no state of step {step} was kept; there are {', '.join(map(str, sorted(kept)))}"
+        )
     check_outputs([("--output", args.output)], [folder / "state"])
     about, arrays = read_state(kept[step])
     request = about["request"]
@@ -112,7 +132,9 @@ def _options(args: argparse.Namespace) -> ModelOptions:
     options = model_options(args)
     options.check()
     factory = get_factory(options.backend)
-    if factory.process_per_device and (prod(options.mesh.values()) > 1 or factory.rank_and_size(os.environ)[1] > 1):
+    if factory.process_per_device and (
+        prod(options.mesh.values()) > 1 or factory.rank_and_size(os.environ)[1] > 1
+    ):
         raise InputError(
             f"--mesh: `train` runs one process of {factory.name} so far; leave the flag out, or use --backend tpu"
         )

@@ -57,7 +57,12 @@ def make_flags(to: Any) -> None:
 
 
 def make(args: argparse.Namespace) -> None:
-    more = {"seed": args.seed, "dry_run": args.dry_run, "upsampler": args.upsampler, "fp8": args.fp8}
+    more = {
+        "seed": args.seed,
+        "dry_run": args.dry_run,
+        "upsampler": args.upsampler,
+        "fp8": args.fp8,
+    }
     print(make_checkpoint(args.preset, args.layout, args.directory, **more))
 
 
@@ -88,9 +93,13 @@ def fetch_flags(to: Any) -> None:
 def fetch(args: argparse.Namespace) -> None:
     decoder = given_flags(args, ModelOptions).get("video_decoder")
     wanted = (*files_beside(decoder), *wanted_by(pipeline(args.pipeline)))
-    repo = hub.parse_repo(Path(f"{args.repository}@{args.revision}" if args.revision else args.repository))
+    repo = hub.parse_repo(
+        Path(f"{args.repository}@{args.revision}" if args.revision else args.repository)
+    )
     if repo is None:
-        raise InputError(f"{args.repository}: expected ORG/NAME or ORG/NAME/FILE of the hub, not a path")
+        raise InputError(
+            f"{args.repository}: expected ORG/NAME or ORG/NAME/FILE of the hub, not a path"
+        )
     print(hub.fetch(repo, wanted=wanted))
 
 
@@ -136,5 +145,7 @@ def merge_flags(to: Any) -> None:
 def merge(args: argparse.Namespace) -> None:
     specs = [parse_lora(text) for text in args.lora]
     loras = [open_lora(spec.path, spec.strength) for spec in specs]
-    for merge in merge_to_file(open_checkpoint(args.model), loras, args.tensor, args.output, args.dtype):
+    for merge in merge_to_file(
+        open_checkpoint(args.model), loras, args.tensor, args.output, args.dtype
+    ):
         print(merge.line())

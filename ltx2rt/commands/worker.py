@@ -60,7 +60,10 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 def main(args: argparse.Namespace) -> int:
     options, ready = model_options(args), Warm(**given_flags(args, Warm))
     options.check()
-    first, launched = args.crew is None or args.crew.rank == 0, os.environ.get(LAUNCHER) == str(os.getppid())
+    first, launched = (
+        args.crew is None or args.crew.rank == 0,
+        os.environ.get(LAUNCHER) == str(os.getppid()),
+    )
     if args.own_process and (first or launched):  # what a shell has started may outlive it
         die_with_parent()
     checkpoint = opened_checkpoint(options)
@@ -74,12 +77,18 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout = sys.stderr
         keep_compiled(options.backend, compiled_folder(os.environ))
     pipe = Pipe(inbox if first else None, outbox)
-    session = open_session(options, checkpoint=checkpoint, stages=partial(stages_of, options=options, warm=ready.warm))
+    session = open_session(
+        options, checkpoint=checkpoint, stages=partial(stages_of, options=options, warm=ready.warm)
+    )
     return work(session, ready.warm, pipe, args.crew, ready.previews)
 
 
-def stages_of(checkpoint: Checkpoint, options: ModelOptions, warm: Sequence[Shape]) -> Sequence[Stage]:
+def stages_of(
+    checkpoint: Checkpoint, options: ModelOptions, warm: Sequence[Shape]
+) -> Sequence[Stage]:
     """The stages of the first size to be ready for, or the usual ones."""
     if not warm:
         return usual_stages(checkpoint, options)
-    return resolved_stages(checkpoint, options, make_request(warm[0].pipeline, prompt="a clip", seed=0, **warm[0].clip))
+    return resolved_stages(
+        checkpoint, options, make_request(warm[0].pipeline, prompt="a clip", seed=0, **warm[0].clip)
+    )

@@ -37,7 +37,10 @@ def _row_args(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...
     if index is not None:
         if len(x.axes) != 3:
             raise GraphError(f"rows by level: {x} is not (B, tokens, D)")
-        axes, args = (x.axes[0], "levels", x.axes[2]), {"index_view": _view(index, x.axes[:2], "index")}
+        axes, args = (
+            (x.axes[0], "levels", x.axes[2]),
+            {"index_view": _view(index, x.axes[:2], "index")},
+        )
     _same_dtype(x, *rows)
     for row in rows:
         if row.axes[-1:] != x.axes[-1:]:
@@ -69,7 +72,9 @@ def _normed(x, rows, eps):
 
 
 def _numpy_norm_modulate(x, *rows, views, eps, index_view=None):
-    return _one_or_many(_normed(x, rows_per_token(rows, views, index_view, np.take_along_axis), eps))
+    return _one_or_many(
+        _normed(x, rows_per_token(rows, views, index_view, np.take_along_axis), eps)
+    )
 
 
 @op(_numpy_norm_modulate)
@@ -94,7 +99,10 @@ def norm_scale(x: Type, scale: Type, *, eps: float):
 
 def _numpy_residual(x, y, rows, views, index_view, biased):
     """x + y * gate, and the rows behind the gate."""
-    bias, gate, *rows = [*(() if biased else (0,)), *rows_per_token(rows, views, index_view, np.take_along_axis)]
+    bias, gate, *rows = [
+        *(() if biased else (0,)),
+        *rows_per_token(rows, views, index_view, np.take_along_axis),
+    ]
     y = np.pad(y + bias, [(0, x.shape[0] - y.shape[0]), *[(0, 0)] * (x.ndim - 1)])
     return x + y * gate, rows
 
@@ -110,7 +118,11 @@ def _residual_args(op: str, x: Type, y: Type, rows: Sequence[Type], biased: bool
     return len(views) - 1 - biased, args
 
 
-@op(lambda x, y, *rows, views, index_view=None, biased=False: _numpy_residual(x, y, rows, views, index_view, biased)[0])
+@op(
+    lambda x, y, *rows, views, index_view=None, biased=False: _numpy_residual(
+        x, y, rows, views, index_view, biased
+    )[0]
+)
 def gated_residual(x: Type, y: Type, *rows: Type, biased: bool = False):
     """x + y * gate; biased: x + (y + bias) * gate. Samples at the end that y lacks are x's.
 
@@ -124,7 +136,13 @@ def gated_residual(x: Type, y: Type, *rows: Type, biased: bool = False):
 
 def _numpy_residual_norm_modulate(x, y, *rows, views, eps, index_view=None, biased=False):
     x, rows = _numpy_residual(x, y, rows, views, index_view, biased)
-    return [x, *(_normed(x, rows, eps) or [OPS["rms_norm"].numpy(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)])]
+    return [
+        x,
+        *(
+            _normed(x, rows, eps)
+            or [OPS["rms_norm"].numpy(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)]
+        ),
+    ]
 
 
 @op(_numpy_residual_norm_modulate)
@@ -144,7 +162,9 @@ def _numpy_rotated(norm, size, *operands, weight_views, table_views, **args):
     for (x, *others, cos, sin), weight_view, view in zip(
         grouped(operands, size), weight_views, table_views, strict=True
     ):
-        y = OPS[norm].numpy(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, **args)
+        y = OPS[norm].numpy(
+            x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, **args
+        )
         results.append(OPS["rope"].numpy(y, cos, sin, view=view))
     return _one_or_many(tuple(results))
 
@@ -180,21 +200,28 @@ def qk_scale_rope(*operands: Type, count: int, eps: float):
 def _numpy_normed(norm, size, *operands, weight_views, spread=(), **args):
     found = [
         OPS[norm].numpy(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
-        for (x, *others), view in zip(grouped(operands[:-1] if spread else operands, size), weight_views, strict=True)
+        for (x, *others), view in zip(
+            grouped(operands[:-1] if spread else operands, size), weight_views, strict=True
+        )
     ]
     if spread:
         found[1:] = (x[list(spread)] for x in (found[1], operands[-1]))
     return _one_or_many(tuple(found))
 
 
-def _only_normed(norm: str, size: int, operands: Sequence[Type], spread: tuple[int, ...], **attrs: Any):
+def _only_normed(
+    norm: str, size: int, operands: Sequence[Type], spread: tuple[int, ...], **attrs: Any
+):
     if spread:
         *operands, v = operands
         (q, k), args = _only_normed(norm, size, operands, (), **attrs)
         if not (v == k and max(spread) < k.shape[0]):
             raise GraphError(f"{norm}: samples {spread} of {k} and of {v}")
         return (q, *(x.resized(x.axes[0], len(spread)) for x in (k, v))), args | {"spread": spread}
-    rules = [OPS[norm].rule(x, *others, over=x.axes[-2:], **attrs) for x, *others in grouped(operands, size)]
+    rules = [
+        OPS[norm].rule(x, *others, over=x.axes[-2:], **attrs)
+        for x, *others in grouped(operands, size)
+    ]
     views = tuple(args["weight_view"] for _, args in rules)
     return _one_or_many(tuple(operands[::size])), {"weight_views": views, **attrs}
 
@@ -216,7 +243,9 @@ def qk_scale(*operands: Type, count: int, eps: float, spread: tuple[int, ...] = 
 
 
 @op(lambda *operands, **args: OPS["gelu"].numpy(OPS["linear"].numpy(*operands, **args)))
-def linear_gelu(x: Type, weight: Type, bias: Type, *, contract: tuple[str, ...], out: dict[str, int]):
+def linear_gelu(
+    x: Type, weight: Type, bias: Type, *, contract: tuple[str, ...], out: dict[str, int]
+):
     """A linear layer with bias, then GELU."""
     return OPS["linear"].rule(x, weight, bias, contract=contract, out=out)
 
@@ -290,10 +319,18 @@ def _numpy_padded_conv(x, *weights, padding, stride, dilation):
 
 
 @op(_numpy_padded_conv)
-def padded_conv(x: Type, *weights: Type, padding: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]):
+def padded_conv(
+    x: Type,
+    *weights: Type,
+    padding: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+):
     """`conv` with `padding` zeros on either side of each spatial axis."""
     shape = (*x.shape[:2], *(size + 2 * n for size, n in zip(x.shape[2:], padding, strict=True)))
-    result, args = OPS["conv"].rule(Type(x.axes, shape, x.dtype), *weights, stride=stride, dilation=dilation)
+    result, args = OPS["conv"].rule(
+        Type(x.axes, shape, x.dtype), *weights, stride=stride, dilation=dilation
+    )
     return result, args | {"padding": padding}
 
 
@@ -311,8 +348,12 @@ def _numpy_snake_beta(x, up, down, alpha, beta, *, eps):
     b, c, t = x.shape
     pad, start, edges = snake_windows(up.shape[-1])
     y = np.pad(x.reshape(b * c, 1, t), ((0, 0), (0, 0), (pad, pad)), mode="edge")
-    y = 2 * OPS["conv_transpose"].numpy(y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t)
-    y = y + np.square(np.sin(y * np.exp(alpha)[:, None])) / (np.exp(beta)[:, None] + np.float32(eps))
+    y = 2 * OPS["conv_transpose"].numpy(y, up, stride=2)[..., start : start + 2 * t].reshape(
+        b, c, 2 * t
+    )
+    y = y + np.square(np.sin(y * np.exp(alpha)[:, None])) / (
+        np.exp(beta)[:, None] + np.float32(eps)
+    )
     y = np.pad(y.reshape(b * c, 1, 2 * t), ((0, 0), (0, 0), edges), mode="edge")
     return OPS["conv"].numpy(y, down, stride=(2,), dilation=(1,)).reshape(b, c, t)
 
@@ -334,8 +375,12 @@ def apart(node: Node) -> list[Node]:
     if node.op != "together":
         return [node]
     found, inputs, outputs = [], iter(node.inputs), iter(node.outputs)
-    for (name, read, attrs), (_, _, made, args) in zip(node.attrs["parts"], node.args["parts"], strict=True):
-        found.append(Node(name, tuple(islice(inputs, read)), tuple(islice(outputs, made)), attrs, args))
+    for (name, read, attrs), (_, _, made, args) in zip(
+        node.attrs["parts"], node.args["parts"], strict=True
+    ):
+        found.append(
+            Node(name, tuple(islice(inputs, read)), tuple(islice(outputs, made)), attrs, args)
+        )
     return found
 
 

@@ -44,20 +44,30 @@ class Grid:
         return moved.reshape(-1, moved.shape[-1]).tolist()
 
 
-def interpret(graph: Graph, params: Mapping[str, np.ndarray], inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def interpret(
+    graph: Graph, params: Mapping[str, np.ndarray], inputs: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """Outputs of `graph` by name, of the first device. params: the checkpoint's tensors; inputs: shaped as typed."""
     grid = Grid(graph.mesh)
     values = []
     for name, v in graph.inputs.items():
         array = np.asarray(inputs[name]).astype(NUMPY_DTYPES[v.type.dtype])
         if array.shape != v.type.shape:
-            raise ValueError(f"{graph.name}: input {name} has shape {array.shape}, expected {v.type}")
+            raise ValueError(
+                f"{graph.name}: input {name} has shape {array.shape}, expected {v.type}"
+            )
         values.append([array] * len(grid))
-    return {name: found[0] for name, found in zip(graph.outputs, _run(graph, params, values, None, grid), strict=True)}
+    return {
+        name: found[0]
+        for name, found in zip(graph.outputs, _run(graph, params, values, None, grid), strict=True)
+    }
 
 
 def _parameter(
-    params: Mapping[str, np.ndarray], layout: Layout, coordinates: Mapping[str, int], layer: int | None
+    params: Mapping[str, np.ndarray],
+    layout: Layout,
+    coordinates: Mapping[str, int],
+    layer: int | None,
 ) -> np.ndarray:
     """The parameter of the device at `coordinates`."""
     parts = []
@@ -72,27 +82,43 @@ def _parameter(
 
 
 def _run(
-    graph: Graph, params: Mapping[str, np.ndarray], inputs: list[Devices], layer: int | None, grid: Grid
+    graph: Graph,
+    params: Mapping[str, np.ndarray],
+    inputs: list[Devices],
+    layer: int | None,
+    grid: Grid,
 ) -> list[Devices]:
     env = {id(v): devices for v, devices in zip(graph.inputs.values(), inputs, strict=True)}
     layouts = graph.all_layouts()
     for name, v in graph.params.items():
         axes = [axis for _, axis, _ in layouts[name].splits]
         coordinates = [tuple(grid.coordinate(d, axis) for axis in axes) for d in range(len(grid))]
-        found = {c: _parameter(params, layouts[name], dict(zip(axes, c, strict=True)), layer) for c in set(coordinates)}
+        found = {
+            c: _parameter(params, layouts[name], dict(zip(axes, c, strict=True)), layer)
+            for c in set(coordinates)
+        }
         env[id(v)] = [found[c].astype(NUMPY_DTYPES[v.type.dtype]) for c in coordinates]
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]
-        results = _repeat(node, params, operands, grid) if node.op == "repeat" else _apply(node, operands, grid)
+        results = (
+            _repeat(node, params, operands, grid)
+            if node.op == "repeat"
+            else _apply(node, operands, grid)
+        )
         for v, devices in zip(node.outputs, results, strict=True):
             for array in devices:
-                assert array.shape == v.type.shape, f"{graph.name}: {node.op} gave {array.shape}, typed {v.type}"
+                assert array.shape == v.type.shape, (
+                    f"{graph.name}: {node.op} gave {array.shape}, typed {v.type}"
+                )
             env[id(v)] = devices
     return [env[id(v)] for v in graph.outputs.values()]
 
 
 def _apply(node: Node, operands: list[Devices], grid: Grid) -> list[Devices]:
-    wide = [[a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for a in devices] for devices in operands]
+    wide = [
+        [a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for a in devices]
+        for devices in operands
+    ]
     function = OPS[node.op].numpy
     results: list[list[Any]] = [[None] * len(grid) for _ in node.outputs]
     if node.op in GROUP_OPS:
@@ -104,14 +130,20 @@ def _apply(node: Node, operands: list[Devices], grid: Grid) -> list[Devices]:
                     result[device] = array
     else:
         found = [function(*(devices[d] for devices in wide), **node.args) for d in range(len(grid))]
-        results = [list(column) for column in zip(*found, strict=True)] if len(node.outputs) > 1 else [found]
+        results = (
+            [list(column) for column in zip(*found, strict=True)]
+            if len(node.outputs) > 1
+            else [found]
+        )
     return [
         [np.asarray(array).astype(NUMPY_DTYPES[v.type.dtype]) for array in devices]
         for v, devices in zip(node.outputs, results, strict=True)
     ]
 
 
-def _repeat(node: Node, params: Mapping[str, np.ndarray], operands: list[Devices], grid: Grid) -> list[Devices]:
+def _repeat(
+    node: Node, params: Mapping[str, np.ndarray], operands: list[Devices], grid: Grid
+) -> list[Devices]:
     repeat = node.repeat
     carry, invariant, data = repeat.divide(operands)
     stacked: list[list[Devices]] = []
@@ -121,4 +153,7 @@ def _repeat(node: Node, params: Mapping[str, np.ndarray], operands: list[Devices
         carry, outputs = results[: repeat.num_carries], results[repeat.num_carries :]
         stacked.append(outputs)
     columns = zip(*stacked, strict=True)
-    return [*carry, *([np.stack([g[d] for g in column]) for d in range(len(grid))] for column in columns)]
+    return [
+        *carry,
+        *([np.stack([g[d] for g in column]) for d in range(len(grid))] for column in columns),
+    ]

@@ -125,7 +125,9 @@ def replace_repeats(graph: Graph, append: Callable[[Graph, Node], bool]) -> Grap
             result.nodes.append(node)
         elif not append(result, node):
             body = replace_repeats(node.repeat.body, append)
-            result.nodes.append(node if body is node.repeat.body else rewrite(node, lambda _, new=body: new))
+            result.nodes.append(
+                node if body is node.repeat.body else rewrite(node, lambda _, new=body: new)
+            )
     return graph if result.nodes == graph.nodes else result
 
 
@@ -154,7 +156,11 @@ class Repeat:
     def divide(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """carry, invariant, data of `values`, one for each operand of the node or each input of the body."""
         fixed = self.num_carries + self.num_invariants
-        return list(values[: self.num_carries]), list(values[self.num_carries : fixed]), list(values[fixed:])
+        return (
+            list(values[: self.num_carries]),
+            list(values[self.num_carries : fixed]),
+            list(values[fixed:]),
+        )
 
 
 @dataclass(frozen=True)
@@ -184,13 +190,17 @@ class Layout:
         """Concrete names of the tensors that iteration `layer` of a repeat reads."""
         return (numbered(name, self.first + layer) for name, _ in self.parts)
 
-    def pieces(self, coordinates: Mapping[str, int], layer: int) -> Iterator[tuple[str, *tuple[Cut, ...]]]:
+    def pieces(
+        self, coordinates: Mapping[str, int], layer: int
+    ) -> Iterator[tuple[str, *tuple[Cut, ...]]]:
         """What the device at `coordinates` (by mesh axis) reads: concrete tensor names, each with its cuts."""
         for name, (_, shape) in zip(self.names(layer), self.parts, strict=True):
             cuts = []
             for dim, mesh_axis, count in self.splits:
                 size = shape[dim] // count
-                cuts.append((dim, coordinates[mesh_axis] * size, (coordinates[mesh_axis] + 1) * size))
+                cuts.append(
+                    (dim, coordinates[mesh_axis] * size, (coordinates[mesh_axis] + 1) * size)
+                )
             yield name, *cuts
 
 
@@ -240,7 +250,10 @@ class Graph:
 
     def all_layouts(self) -> dict[str, Layout]:
         """The layout of every parameter of `all_params`, under its declared name."""
-        found = {name: self.layouts.get(name, Layout(((name, v.type.shape),))) for name, v in self.params.items()}
+        found = {
+            name: self.layouts.get(name, Layout(((name, v.type.shape),)))
+            for name, v in self.params.items()
+        }
         for repeat in self.repeats:
             found.update(repeat.body.all_layouts())
         return found
@@ -250,6 +263,8 @@ class Graph:
         specs, layouts = {}, self.all_layouts()
         for name, (value, count) in self.all_params().items():
             for i in range(count):
-                for part, (_, shape) in zip(layouts[name].names(i), layouts[name].parts, strict=True):
+                for part, (_, shape) in zip(
+                    layouts[name].names(i), layouts[name].parts, strict=True
+                ):
                     specs[part] = ParamSpec(shape, value.type.dtype)
         return specs

@@ -23,7 +23,9 @@ from ltx2rt.graph.ir import Type
 @dataclass(frozen=True)
 class Op:
     name: str
-    rule: Callable[..., tuple[Type | tuple[Type, ...], dict[str, Any]]]  # a tuple of types: an op with several results
+    rule: Callable[
+        ..., tuple[Type | tuple[Type, ...], dict[str, Any]]
+    ]  # a tuple of types: an op with several results
     numpy: Callable[..., Any]  # an array, or a sequence of them from an op with several results
 
 
@@ -72,7 +74,11 @@ def _without(x: Type, axes: tuple[str, ...]) -> Type:
 def full(*, value: float, dtype: str, **sizes: int):
     """The number `value` everywhere; keyword order is axis order."""
     shape = tuple(sizes.values())
-    return Type(tuple(sizes), shape, dtype), {"value": np.array(value, np.float32), "shape": shape, "dtype": dtype}
+    return Type(tuple(sizes), shape, dtype), {
+        "value": np.array(value, np.float32),
+        "shape": shape,
+        "dtype": dtype,
+    }
 
 
 # --- elementwise ----------------------------------------------------------------------------------------------
@@ -146,7 +152,11 @@ def cast(x: Type, *, dtype: str):
     return replace(x, dtype=dtype), {"dtype": dtype}
 
 
-@op(lambda c, x, y, views: np.where(c.reshape(views[0]) != 0, x.reshape(views[1]), y.reshape(views[2])))
+@op(
+    lambda c, x, y, views: np.where(
+        c.reshape(views[0]) != 0, x.reshape(views[1]), y.reshape(views[2])
+    )
+)
 def select(condition: Type, x: Type, y: Type):
     """x where condition is not zero, else y; axes by name, the widest operand's order."""
     dtype = _same_dtype(x, y)
@@ -229,7 +239,12 @@ def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step:
     stop = n if stop is None else stop
     if not 0 <= start < stop <= n:
         raise GraphError(f"slice {axis} {start}:{stop} of {x}")
-    return x.resized(axis, -(-(stop - start) // step)), {"dim": i, "start": start, "stop": stop, "step": step}
+    return x.resized(axis, -(-(stop - start) // step)), {
+        "dim": i,
+        "start": start,
+        "stop": stop,
+        "step": step,
+    }
 
 
 @op(lambda x, dim, index: x[(slice(None),) * dim + (index,)])
@@ -293,7 +308,9 @@ def pad(x: Type, *, mode: str = "zeros", **widths: tuple[int, int]):
 def _numpy_take(x, index, dim, batch_dims):
     if batch_dims == 0:
         return np.take(x, index, axis=dim)
-    return np.stack([_numpy_take(a, b, dim - 1, batch_dims - 1) for a, b in zip(x, index, strict=True)])
+    return np.stack(
+        [_numpy_take(a, b, dim - 1, batch_dims - 1) for a, b in zip(x, index, strict=True)]
+    )
 
 
 @op(_numpy_take)
@@ -326,12 +343,21 @@ def _numpy_linear(x, weight, bias=None, *, num_contracted, out_shape):
 
 
 @op(_numpy_linear)
-def linear(x: Type, weight: Type, bias: Type | None = None, *, contract: tuple[str, ...], out: dict[str, int]):
+def linear(
+    x: Type,
+    weight: Type,
+    bias: Type | None = None,
+    *,
+    contract: tuple[str, ...],
+    out: dict[str, int],
+):
     """x (..., *contract) times weight (prod out, prod contract), plus bias (prod out) -> (..., *out)."""
     _same_dtype(x, weight, *([bias] if bias else []))
     n = len(contract)
     if not (x.axes[-n:] == tuple(contract) and weight.axes[1] == "*".join(contract)):
-        raise GraphError(f"linear: input ends in {x.axes[-n:]}, weight contracts {tuple(weight.axes[1].split('*'))}")
+        raise GraphError(
+            f"linear: input ends in {x.axes[-n:]}, weight contracts {tuple(weight.axes[1].split('*'))}"
+        )
     if math.prod(x.shape[-n:]) != weight.shape[1]:
         raise GraphError(f"linear: {x} does not fit weight {weight}")
     lead_axes, lead = x.axes[:-n], x.shape[:-n]
@@ -339,14 +365,18 @@ def linear(x: Type, weight: Type, bias: Type | None = None, *, contract: tuple[s
     return result, {"num_contracted": n, "out_shape": tuple(out.values())}
 
 
-FLOAT8_STEP = float(np.float32(1 / 448))  # 448 is the largest e4m3 number; compilers make division a product anyway
+FLOAT8_STEP = float(
+    np.float32(1 / 448)
+)  # 448 is the largest e4m3 number; compilers make division a product anyway
 FLOAT8_TINY = 1e-30  # the largest number of a row is taken to be no smaller
 
 
 def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x [rows, n] as e4m3 [rows, n] times a float32 scale [rows, 1], which takes a row's largest number to 448."""
     x = x.astype(np.float32)
-    scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(FLOAT8_TINY)) * np.float32(FLOAT8_STEP)
+    scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(FLOAT8_TINY)) * np.float32(
+        FLOAT8_STEP
+    )
     return (x / scale).astype(ml_dtypes.float8_e4m3fn), scale
 
 
@@ -361,7 +391,13 @@ def _numpy_linear_float8(x, weight, scale, bias=None, *, num_contracted, out_sha
 
 @op(_numpy_linear_float8)
 def linear_float8(
-    x: Type, weight: Type, scale: Type, bias: Type | None = None, *, contract: tuple[str, ...], out: dict[str, int]
+    x: Type,
+    weight: Type,
+    scale: Type,
+    bias: Type | None = None,
+    *,
+    contract: tuple[str, ...],
+    out: dict[str, int],
 ):
     """`linear` with an e4m3 weight and a float32 scale for each of its rows; x is quantised row by row on the way in.
 
@@ -392,20 +428,33 @@ def _numpy_conv(x, weight, bias=None, *, stride, dilation):
 
 
 @op(_numpy_conv)
-def conv(x: Type, weight: Type, bias: Type | None = None, *, stride: tuple[int, ...], dilation: tuple[int, ...]):
+def conv(
+    x: Type,
+    weight: Type,
+    bias: Type | None = None,
+    *,
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+):
     """Correlation without padding: x (B, channels, *spatial), weight (out, in, *kernel) as torch stores it."""
     _same_dtype(x, weight, *([bias] if bias else []))
     kernel = weight.shape[2:]
     if len(x.axes) != 2 + len(kernel):
-        raise GraphError(f"conv: {x} has {len(x.axes) - 2} spatial axes, weight {weight} has {len(kernel)}")
+        raise GraphError(
+            f"conv: {x} has {len(x.axes) - 2} spatial axes, weight {weight} has {len(kernel)}"
+        )
     if x.shape[1] != weight.shape[1]:
         raise GraphError(f"conv: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[1]}")
     spatial = tuple(
-        (n - (k - 1) * d - 1) // s + 1 for n, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)
+        (n - (k - 1) * d - 1) // s + 1
+        for n, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)
     )
     if min(spatial) <= 0:
         raise GraphError(f"conv: {x} is smaller than the kernel {kernel} dilated by {dilation}")
-    return Type(x.axes, (x.shape[0], weight.shape[0], *spatial), x.dtype), {"stride": stride, "dilation": dilation}
+    return Type(x.axes, (x.shape[0], weight.shape[0], *spatial), x.dtype), {
+        "stride": stride,
+        "dilation": dilation,
+    }
 
 
 def _numpy_conv_transpose(x, weight, bias=None, *, stride):
@@ -413,7 +462,9 @@ def _numpy_conv_transpose(x, weight, bias=None, *, stride):
     k = weight.shape[2]
     y = np.zeros((b, weight.shape[1], (t - 1) * stride + k), x.dtype)
     for j in range(k):
-        y[:, :, j : j + (t - 1) * stride + 1 : stride] += np.einsum("bit,io->bot", x, weight[:, :, j])
+        y[:, :, j : j + (t - 1) * stride + 1 : stride] += np.einsum(
+            "bit,io->bot", x, weight[:, :, j]
+        )
     return y if bias is None else y + bias[:, None]
 
 
@@ -422,7 +473,9 @@ def conv_transpose(x: Type, weight: Type, bias: Type | None = None, *, stride: i
     """1-D transposed convolution, uncropped: x (B, channels, time), weight (in, out, kernel) as torch stores it."""
     _same_dtype(x, weight, *([bias] if bias else []))
     if x.shape[1] != weight.shape[0]:
-        raise GraphError(f"conv_transpose: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[0]}")
+        raise GraphError(
+            f"conv_transpose: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[0]}"
+        )
     length = (x.shape[2] - 1) * stride + weight.shape[2]
     return Type(x.axes, (x.shape[0], weight.shape[1], length), x.dtype), {"stride": stride}
 
@@ -470,7 +523,9 @@ def _numpy_group_norm(x, weight, bias, *, groups, eps):
 def group_norm(x: Type, weight: Type, bias: Type, *, groups: int, eps: float):
     """Statistics per sample and group of channels over all later axes: x (B, channels, *spatial)."""
     if x.shape[1] % groups:
-        raise GraphError(f"group_norm: {x.axes[1]}={x.shape[1]} does not divide into {groups} groups")
+        raise GraphError(
+            f"group_norm: {x.axes[1]}={x.shape[1]} does not divide into {groups} groups"
+        )
     return x, {"groups": groups, "eps": eps}
 
 
@@ -508,7 +563,9 @@ def attention(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: flo
     view = None
     if bias is not None:
         if q.axes[1] == k.axes[1]:
-            raise GraphError(f"attention with bias: {q.axes[1]} names queries and keys; rename the keys")
+            raise GraphError(
+                f"attention with bias: {q.axes[1]} names queries and keys; rename the keys"
+            )
         b, t, s = _view(bias, (q.axes[0], q.axes[1], k.axes[1]), "attention bias")
         if not (b in (1, q.shape[0]) and t in (1, q.shape[1]) and s in (1, k.shape[1])):
             raise GraphError(f"attention: bias {bias}")
@@ -559,12 +616,20 @@ def window_blocks(
 
 
 def _numpy_neighbourhood_attention(q, k, v, *, window, first, scale):
-    starts = [window_starts(*sizes) for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)]
+    starts = [
+        window_starts(*sizes)
+        for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)
+    ]
     columns = starts[2][:, None] + np.arange(window[2])
     y = np.empty_like(q)
     for t, frame in enumerate(starts[0]):
         for r, row in enumerate(starts[1]):
-            box = (slice(None), slice(frame, frame + window[0]), slice(row, row + window[1]), columns)
+            box = (
+                slice(None),
+                slice(frame, frame + window[0]),
+                slice(row, row + window[1]),
+                columns,
+            )
             scores = np.einsum("bwnd,bfrwcnd->bwnfrc", q[:, t, r], k[box]) * np.float32(scale)
             weights = np.exp(scores - scores.max(axis=(3, 4, 5), keepdims=True))
             weights /= weights.sum(axis=(3, 4, 5), keepdims=True)
@@ -574,7 +639,13 @@ def _numpy_neighbourhood_attention(q, k, v, *, window, first, scale):
 
 @op(_numpy_neighbourhood_attention)
 def neighbourhood_attention(
-    q: Type, k: Type, v: Type, *, window: tuple[int, int, int], first: tuple[int, int, int], scale: float
+    q: Type,
+    k: Type,
+    v: Type,
+    *,
+    window: tuple[int, int, int],
+    first: tuple[int, int, int],
+    scale: float,
 ):
     """softmax(q k^T scale) v in which a query sees the window of keys around it, on a grid of three axes.
 
@@ -587,7 +658,9 @@ def neighbourhood_attention(
         raise GraphError(f"neighbourhood_attention: q {q}, k {k}, v {v}")
     if not (q.shape[0] == k.shape[0] and q.shape[4:] == k.shape[4:]):
         raise GraphError(f"neighbourhood_attention: q {q} does not fit k {k}")
-    for axis, n, m, w, f in zip(q.axes[1:4], q.shape[1:4], k.shape[1:4], window, first, strict=True):
+    for axis, n, m, w, f in zip(
+        q.axes[1:4], q.shape[1:4], k.shape[1:4], window, first, strict=True
+    ):
         if w > m:
             raise GraphError(f"neighbourhood_attention: a window of {w} {axis}, but there are {m}")
         if not 0 <= f <= m - n:
@@ -597,7 +670,9 @@ def neighbourhood_attention(
 
 def axial_frequencies(sizes: tuple[int, ...], theta: float) -> np.ndarray:
     """f32[sum of sizes / 2]: theta^(-2j / size) of every part, computed in float64."""
-    return np.concatenate([1.0 / theta ** (np.arange(0, n, 2) / n) for n in sizes]).astype(np.float32)
+    return np.concatenate([1.0 / theta ** (np.arange(0, n, 2) / n) for n in sizes]).astype(
+        np.float32
+    )
 
 
 def _numpy_axial_rope(x, *, sizes, first, frequencies):
@@ -626,13 +701,19 @@ def axial_rope(x: Type, *, sizes: tuple[int, int, int], first: tuple[int, int, i
     fits = sum(sizes) == x.shape[-1] and not any(n % 2 for n in sizes)
     if not fits:
         raise GraphError(f"axial_rope: {x.axes[-1]}={x.shape[-1]} in parts of {tuple(sizes)}")
-    return x, {"sizes": tuple(sizes), "first": tuple(first), "frequencies": axial_frequencies(sizes, theta)}
+    return x, {
+        "sizes": tuple(sizes),
+        "first": tuple(first),
+        "frequencies": axial_frequencies(sizes, theta),
+    }
 
 
 def sinusoid_frequencies(size: int) -> np.ndarray:
     """exp(-ln(10000) i / (size/2)), i = 0..size/2-1, float32: the timestep embedding of diffusion transformers."""
     half = size // 2
-    return np.exp(np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32) / np.float32(half))
+    return np.exp(
+        np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32) / np.float32(half)
+    )
 
 
 def _numpy_sinusoid(t, frequencies):
@@ -645,14 +726,20 @@ def sinusoid(t: Type, *, size: int):
     """[cos(t f), sin(t f)] along a new last axis "frequencies", cosine first."""
     if t.dtype != "float32":
         raise GraphError(f"sinusoid: {t} must be float32")
-    return Type((*t.axes, "frequencies"), (*t.shape, size), t.dtype), {"frequencies": sinusoid_frequencies(size)}
+    return Type((*t.axes, "frequencies"), (*t.shape, size), t.dtype), {
+        "frequencies": sinusoid_frequencies(size)
+    }
 
 
 # --- placement: written by passes, never by model text ------------------------------------------------------------
 # A graph with these runs on every device of a mesh in step. Their numpy definitions take all devices at once: operands
 # and results are lists over the devices of one group, in the order of their coordinate on the mesh axis.
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")  # ops in which devices exchange bytes; no other op does
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+)  # ops in which devices exchange bytes; no other op does
 
 
 def _numpy_shard(group, *, dim, mesh_axis, parts):
@@ -692,7 +779,10 @@ def all_gather(x: Type, *, axis: str, mesh_axis: str, parts: int):
 
 def _numpy_all_to_all(*groups, split, concat, mesh_axis, parts):
     pieces = [[np.split(x, parts, axis=split) for x in group] for group in groups]
-    return [[np.concatenate([sent[i] for sent in group], axis=concat) for i in range(parts)] for group in pieces]
+    return [
+        [np.concatenate([sent[i] for sent in group], axis=concat) for i in range(parts)]
+        for group in pieces
+    ]
 
 
 @op(_numpy_all_to_all)
@@ -704,11 +794,18 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
     results = []
     for x in xs:
         if x.shape[split] % parts:
-            raise GraphError(f"all_to_all: {x.axes[split]}={x.shape[split]} does not divide by {parts}")
+            raise GraphError(
+                f"all_to_all: {x.axes[split]}={x.shape[split]} does not divide by {parts}"
+            )
         sent = x.resized(x.axes[split], x.shape[split] // parts)
         results.append(sent.resized(x.axes[concat], sent.shape[concat] * parts))
     _same_dtype(*xs)
-    return tuple(results), {"split": split, "concat": concat, "mesh_axis": mesh_axis, "parts": parts}
+    return tuple(results), {
+        "split": split,
+        "concat": concat,
+        "mesh_axis": mesh_axis,
+        "parts": parts,
+    }
 
 
 @op(lambda *xs: xs)
@@ -732,12 +829,24 @@ def _numpy_rms_scale(x, sum_squares, weight=None, *, dims, weight_view, count, e
 
 
 @op(_numpy_rms_scale)
-def rms_scale(x: Type, sum_squares: Type, weight: Type | None = None, *, over: tuple[str, ...], count: int, eps: float):
+def rms_scale(
+    x: Type,
+    sum_squares: Type,
+    weight: Type | None = None,
+    *,
+    over: tuple[str, ...],
+    count: int,
+    eps: float,
+):
     """x / sqrt(sum_squares / count + eps), in float32, times this device's part of the norm weight."""
     fits = sum_squares.axes == _without(x, over).axes and sum_squares.dtype == "float32"
     if not fits:
         raise GraphError(f"rms_scale: {sum_squares} does not fit {x}")
-    view = None if weight is None else tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
+    view = (
+        None
+        if weight is None
+        else tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
+    )
     return x, {"dims": _positions(x, over), "weight_view": view, "count": count, "eps": eps}
 
 

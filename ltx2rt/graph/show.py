@@ -40,12 +40,19 @@ def _body(graph: Graph, lines: list[str], indent: str) -> None:
         results = ", ".join(v.name for v in node.outputs)
         if node.op == "repeat":
             body = node.repeat.body
-            carry, invariant, data = node.repeat.divide(list(zip(body.inputs, node.inputs, strict=True)))
+            carry, invariant, data = node.repeat.divide(
+                list(zip(body.inputs, node.inputs, strict=True))
+            )
             start = f" from {node.repeat.first}" if node.repeat.first else ""
             lines.append(f"{indent}{results} = repeat {node.repeat.count}{start}")
             for kind, pairs in (("carry", carry), ("data", data)):
-                lines += [f"{indent}  {kind} {name} = {v.name}: {body.inputs[name].type}" for name, v in pairs]
-            lines.append(f"{indent}  reads " + ", ".join(f"{name} = {v.name}" for name, v in invariant))
+                lines += [
+                    f"{indent}  {kind} {name} = {v.name}: {body.inputs[name].type}"
+                    for name, v in pairs
+                ]
+            lines.append(
+                f"{indent}  reads " + ", ".join(f"{name} = {v.name}" for name, v in invariant)
+            )
             _body(body, lines, indent + "  ")
             for name, v in body.outputs.items():
                 lines.append(f"{indent}  yield {name} = {v.name}: {v.type}")
@@ -95,7 +102,12 @@ def _dot(graph: Graph) -> str:
 
 def _json(graph: Graph) -> str:
     def typed(v) -> dict[str, Any]:
-        return {"name": v.name, "axes": list(v.type.axes), "shape": list(v.type.shape), "dtype": v.type.dtype}
+        return {
+            "name": v.name,
+            "axes": list(v.type.axes),
+            "shape": list(v.type.shape),
+            "dtype": v.type.dtype,
+        }
 
     def nodes(graph: Graph) -> list[dict[str, Any]]:
         found = []
@@ -114,7 +126,9 @@ def _json(graph: Graph) -> str:
                 row |= {"count": node.repeat.count, "body": nodes(node.repeat.body)}
                 row |= {"first": node.repeat.first} if node.repeat.first else {}
             else:
-                row["attrs"] = {k: list(v) if isinstance(v, tuple) else v for k, v in node.attrs.items()}
+                row["attrs"] = {
+                    k: list(v) if isinstance(v, tuple) else v for k, v in node.attrs.items()
+                }
             found.append(row)
         return found
 

@@ -24,7 +24,11 @@ def emit(graph: Graph, op: str, *inputs: Value, **attrs: Any) -> Any:
 
 
 def _record(
-    graph: Graph, op: str, inputs: tuple[Value, ...], attrs: dict[str, Any], value: Callable[[str, Type], Value]
+    graph: Graph,
+    op: str,
+    inputs: tuple[Value, ...],
+    attrs: dict[str, Any],
+    value: Callable[[str, Type], Value],
 ) -> Any:
     types, args = OPS[op].rule(*(v.type for v in inputs), **attrs)
     many = isinstance(types, tuple)
@@ -43,16 +47,32 @@ class Term(Value):
     o: Ops = field(repr=False)
 
     def __add__(self, other: Value | float) -> Term:
-        return self.o.add(self, other) if isinstance(other, Value) else self.o.affine(self, offset=float(other))
+        return (
+            self.o.add(self, other)
+            if isinstance(other, Value)
+            else self.o.affine(self, offset=float(other))
+        )
 
     def __sub__(self, other: Value | float) -> Term:
-        return self.o.sub(self, other) if isinstance(other, Value) else self.o.affine(self, offset=-float(other))
+        return (
+            self.o.sub(self, other)
+            if isinstance(other, Value)
+            else self.o.affine(self, offset=-float(other))
+        )
 
     def __mul__(self, other: Value | float) -> Term:
-        return self.o.mul(self, other) if isinstance(other, Value) else self.o.affine(self, scale=float(other))
+        return (
+            self.o.mul(self, other)
+            if isinstance(other, Value)
+            else self.o.affine(self, scale=float(other))
+        )
 
     def __truediv__(self, other: Value | float) -> Term:
-        return self.o.div(self, other) if isinstance(other, Value) else self.o.affine(self, scale=1 / other)
+        return (
+            self.o.div(self, other)
+            if isinstance(other, Value)
+            else self.o.affine(self, scale=1 / other)
+        )
 
     def __rsub__(self, number: float) -> Term:
         return self.o.affine(self, scale=-1.0, offset=float(number))
@@ -88,7 +108,9 @@ class Ops:
         """Declare a parameter in the checkpoint's shape; keyword order is axis order."""
         return self._param(name, tuple(sizes), tuple(sizes.values()), dtype)
 
-    def _param(self, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str | None = None) -> Term:
+    def _param(
+        self, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str | None = None
+    ) -> Term:
         full, type = self.prefix + name, Type(axes, shape, dtype or self.dtype)
         known = self.graph.params.setdefault(full, self.term(full, type))
         assert isinstance(known, Term), f"{full} was declared by a pass"
@@ -111,7 +133,9 @@ class Ops:
             return _record(self.graph, name, inputs, attrs, self.term)
         except GraphError as error:
             where = ", ".join(v.name for v in inputs)
-            raise GraphError(f"{self.prefix or self.graph.name}: {error} (operands: {where})") from None
+            raise GraphError(
+                f"{self.prefix or self.graph.name}: {error} (operands: {where})"
+            ) from None
 
     def linear(
         self,
@@ -129,7 +153,9 @@ class Ops:
         b = self._param(f"{name}.bias", (out_axis,), (rows,)) if bias else None
         return self._emit("linear", (x, weight, b), {"contract": contract, "out": out})
 
-    def rms_norm(self, x: Term, name: str | None = None, *, over: tuple[str, ...], eps: float) -> Term:
+    def rms_norm(
+        self, x: Term, name: str | None = None, *, over: tuple[str, ...], eps: float
+    ) -> Term:
         """RMSNorm over the named axes; with the weight `name`.weight if a name is given."""
         weight = None
         if name is not None:
@@ -152,13 +178,17 @@ class Ops:
         axes = ("out", "in", *(f"k{i}" for i in range(n)))
         weight = self._param(f"{name}.weight", axes, (out_channels, x.type.shape[1], *kernel))
         b = self._param(f"{name}.bias", ("out",), (out_channels,)) if bias else None
-        return self._emit("conv", (x, weight, b), {"stride": stride or (1,) * n, "dilation": dilation or (1,) * n})
+        return self._emit(
+            "conv", (x, weight, b), {"stride": stride or (1,) * n, "dilation": dilation or (1,) * n}
+        )
 
     def conv_transpose(
         self, x: Term, name: str, out_channels: int, kernel: int, stride: int, bias: bool = True
     ) -> Term:
         """Uncropped 1-D transposed convolution layer `name` of x (B, channels, time)."""
-        weight = self._param(f"{name}.weight", ("in", "out", "k0"), (x.type.shape[1], out_channels, kernel))
+        weight = self._param(
+            f"{name}.weight", ("in", "out", "k0"), (x.type.shape[1], out_channels, kernel)
+        )
         b = self._param(f"{name}.bias", ("out",), (out_channels,)) if bias else None
         return self._emit("conv_transpose", (x, weight, b), {"stride": stride})
 
@@ -197,13 +227,17 @@ class Ops:
                     raise GraphError(f"repeat: {name} is given twice")
                 if kind == "data":
                     if t.axes[0] != "layers" or t.shape[0] != count:
-                        raise GraphError(f"repeat: data {name} is {t}, expected a leading axis layers={count}")
+                        raise GraphError(
+                            f"repeat: data {name} is {t}, expected a leading axis layers={count}"
+                        )
                     t = t.unstacked()
                 inner.inputs[name] = inputs[kind][name] = o.term(name, t)
         new_carry, outputs = body(o, inputs["carry"], inputs["invariant"], inputs["data"])
         for name, value in carry.items():
             if new_carry[name].type != value.type:
-                raise GraphError(f"repeat: carry {name} enters as {value.type} and leaves as {new_carry[name].type}")
+                raise GraphError(
+                    f"repeat: carry {name} enters as {value.type} and leaves as {new_carry[name].type}"
+                )
         inner.outputs = {name: new_carry[name] for name in carry} | outputs
         verify(inner)
         types = {name: value.type for name, value in carry.items()}
@@ -211,11 +245,15 @@ class Ops:
         results = {name: self.term(f"%{next(self.graph.serial)}", t) for name, t in types.items()}
         args = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
         operands = (*carry.values(), *invariant.values(), *data.values())
-        self.graph.nodes.append(Node("repeat", operands, tuple(results.values()), {"count": count}, args))
+        self.graph.nodes.append(
+            Node("repeat", operands, tuple(results.values()), {"count": count}, args)
+        )
         return {n: results[n] for n in carry}, {n: results[n] for n in outputs}
 
 
-def trace(name: str, model: Callable[..., Mapping[str, Value]], dtype: str, *args: Any, **kwargs: Any) -> Graph:
+def trace(
+    name: str, model: Callable[..., Mapping[str, Value]], dtype: str, *args: Any, **kwargs: Any
+) -> Graph:
     """The verified graph of `model(o, *args, **kwargs)`, which declares its inputs and returns its outputs by name."""
     graph = Graph(name)
     graph.outputs = dict(model(Ops(graph, dtype), *args, **kwargs))

@@ -11,7 +11,9 @@ def verify(graph: Graph) -> None:
     """Raise GraphError if `graph` is not legal. A value of an outer graph used inside a repeat body is not."""
     known = {id(v) for v in (*graph.inputs.values(), *graph.params.values())}
     if unmade := [name for name in graph.params if name.startswith("%")]:
-        raise GraphError(f"{graph.name}: {unmade[0]} is declared as a parameter, but is the name of a node's result")
+        raise GraphError(
+            f"{graph.name}: {unmade[0]} is declared as a parameter, but is the name of a node's result"
+        )
     for node in graph.nodes:
         for value in node.inputs:
             if id(value) not in known:
@@ -27,7 +29,9 @@ def verify(graph: Graph) -> None:
             types = types if isinstance(types, tuple) else (types,)
             typed = tuple(v.type for v in node.outputs)
             if types != typed or args.keys() != node.args.keys():
-                raise GraphError(f"{graph.name}: {node.op} is typed {_list(typed)}, its rule says {_list(types)}")
+                raise GraphError(
+                    f"{graph.name}: {node.op} is typed {_list(typed)}, its rule says {_list(types)}"
+                )
             node.mark_typed()
         known.update(id(v) for v in node.outputs)
     for name, value in graph.outputs.items():
@@ -43,9 +47,13 @@ def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
     """Operands fit the body's inputs, results its outputs; data and per-iteration outputs lead with its axis."""
     inputs, outputs = repeat.body.inputs, repeat.body.outputs
     if len(inputs) != len(node.inputs):
-        raise GraphError(f"{where}: repeat passes {len(node.inputs)} operands to {len(inputs)} inputs")
+        raise GraphError(
+            f"{where}: repeat passes {len(node.inputs)} operands to {len(inputs)} inputs"
+        )
     if len(outputs) != len(node.outputs):
-        raise GraphError(f"{where}: repeat has {len(node.outputs)} results of {len(outputs)} outputs")
+        raise GraphError(
+            f"{where}: repeat has {len(node.outputs)} results of {len(outputs)} outputs"
+        )
     for verb, to, values, inner, alike in (
         ("passes", "to", node.inputs, inputs, repeat.num_carries + repeat.num_invariants),
         ("gives", "for", node.outputs, outputs, repeat.num_carries),
@@ -53,4 +61,6 @@ def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
         for i, (value, (name, v)) in enumerate(zip(values, inner.items(), strict=True)):
             expected = v.type if i < alike else v.type.stacked(repeat.axis, repeat.count)
             if value.type != expected:
-                raise GraphError(f"{where}: repeat {verb} {value.name}: {value.type} {to} {name}: {expected}")
+                raise GraphError(
+                    f"{where}: repeat {verb} {value.name}: {value.type} {to} {name}: {expected}"
+                )

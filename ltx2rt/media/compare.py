@@ -20,7 +20,10 @@ RATE = 48000  # Hz; the rate for which BS.1770 tabulates its filters
 PSNR_CAP_DB = 200.0  # identical pictures; one wrong level in a 20 s 4K clip is still below it
 SILENCE_LUFS = -70.0  # BS.1770's absolute gate
 # ITU-R BS.1770-5, annex 1, tables 1 and 2: (b0, b1, b2), (1, a1, a2)
-SHELF = ((1.53512485958697, -2.69169618940638, 1.19839281085285), (1.0, -1.69065929318241, 0.73248077421585))
+SHELF = (
+    (1.53512485958697, -2.69169618940638, 1.19839281085285),
+    (1.0, -1.69065929318241, 0.73248077421585),
+)
 HIGH_PASS = ((1.0, -2.0, 1.0), (1.0, -1.99004745483398, 0.99007225036621))
 MEL_BANDS, MEL_HOP, MEL_WINDOW = 80, RATE // 100, 2048  # mel_l1's: 10 ms, 43 ms
 MEL_FLOOR = 1e-5  # least amplitude: -100 dB below a full-scale sine, where sound is silence
@@ -52,7 +55,9 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
             continue
         if x.shape != y.shape:
             size_x, size_y = (f"{frame.shape[1]}x{frame.shape[0]}" for frame in (x, y))
-            raise InputError(f"compare: {a} is {size_x}, {b} is {size_y}; only clips of one size can be compared")
+            raise InputError(
+                f"compare: {a} is {size_x}, {b} is {size_y}; only clips of one size can be compared"
+            )
         squared += int(((x.astype(np.int32) - y) ** 2).sum())
         samples += x.size
         ssim_sum += ssim(luma(x), luma(y))
@@ -68,8 +73,14 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         **compare_sound(sound_a, sound_b),
         "lufs_a": None if sound_a is None else loudness(sound_a),
         "lufs_b": None if sound_b is None else loudness(sound_b),
-        **{f"duration_video_{name}_s": found.video_s for name, found in zip("ab", lasting, strict=True)},
-        **{f"duration_audio_{name}_s": found.audio_s for name, found in zip("ab", lasting, strict=True)},
+        **{
+            f"duration_video_{name}_s": found.video_s
+            for name, found in zip("ab", lasting, strict=True)
+        },
+        **{
+            f"duration_audio_{name}_s": found.audio_s
+            for name, found in zip("ab", lasting, strict=True)
+        },
         **{f"frames_{name}": count for name, count in zip("ab", counts, strict=True)},
     }
 
@@ -171,7 +182,9 @@ def _mel_bands() -> np.ndarray:
     edges = 700 * (10 ** (mel / 2595) - 1)
     bins = np.arange(MEL_WINDOW // 2 + 1) * RATE / MEL_WINDOW
     low, middle, high = (edges[i : i + MEL_BANDS, None] for i in range(3))
-    bands = np.maximum(0, np.minimum((bins - low) / (middle - low), (high - bins) / (high - middle)))
+    bands = np.maximum(
+        0, np.minimum((bins - low) / (middle - low), (high - bins) / (high - middle))
+    )
     empty = bands.sum(1) == 0
     bands[empty, np.abs(bins - middle[empty]).argmin(1)] = 1
     return bands / bands.sum(1, keepdims=True)
@@ -185,7 +198,9 @@ def onsets(x: np.ndarray) -> np.ndarray:
     level = 10 * np.log10(np.maximum(power, MEL_FLOOR**2))
     rest = round(ONSET_REST_S * RATE / hop)
     before = np.pad(level, (rest, 0), constant_values=20 * math.log10(MEL_FLOOR))
-    loudest = np.lib.stride_tricks.sliding_window_view(before, rest)[:count].max(1) if count else level
+    loudest = (
+        np.lib.stride_tricks.sliding_window_view(before, rest)[:count].max(1) if count else level
+    )
     return np.flatnonzero(level > loudest + ONSET_RISE_DB) * hop / RATE
 
 

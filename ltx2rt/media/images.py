@@ -18,9 +18,24 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 
-ROTATIONS = {3: 180, 6: 270, 8: 90}  # EXIF orientation -> degrees counter-clockwise; mirrored ones stay as they are
+ROTATIONS = {
+    3: 180,
+    6: 270,
+    8: 90,
+}  # EXIF orientation -> degrees counter-clockwise; mirrored ones stay as they are
 EXIF_ORIENTATION = 0x0112
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "PPM", "JPEG2000")  # none that starts a program
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "MPO",
+    "WEBP",
+    "AVIF",
+    "TIFF",
+    "GIF",
+    "BMP",
+    "PPM",
+    "JPEG2000",
+)  # none that starts a program
 MAX_SIDE_PX, MAX_IMAGE_PX = 16384, 100_000_000  # what libx264 takes; 2 GB while it is converted
 STRIP_ROWS = 64
 
@@ -44,7 +59,9 @@ def notes(path: Path) -> list[str]:
         found = []
         if image.has_transparency_data:
             found.append(f"{path}: its alpha channel is dropped, what it hides becomes visible")
-        if getattr(image, "is_animated", False) and image.format != "MPO":  # a photo and its preview
+        if (
+            getattr(image, "is_animated", False) and image.format != "MPO"
+        ):  # a photo and its preview
             found.append(f"{path}: only the first of its {image.n_frames} frames is used")
         return found
 
@@ -81,8 +98,12 @@ def _opened(path: Path) -> Iterator[Any]:
     except ImageCms.PyCMSError as error:
         wrong = f"has an ICC profile that cannot be applied ({error})"
         raise InputError(f"--image: {path} {wrong}; remove it") from error
-    except Exception as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        raise InputError(f"--image: {path} is no readable image ({error}); save it again as PNG or JPEG") from error
+    except (
+        Exception
+    ) as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
+        raise InputError(
+            f"--image: {path} is no readable image ({error}); save it again as PNG or JPEG"
+        ) from error
 
 
 def read_rgb(path: Path) -> np.ndarray:
@@ -99,7 +120,9 @@ def read_rgb(path: Path) -> np.ndarray:
         image = _as(image, mode)
         if profile:
             source = ImageCms.getOpenProfile(io.BytesIO(profile))
-            image = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+            image = ImageCms.profileToProfile(
+                image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
+            )
             assert image is not None, "only an in-place conversion returns None"
         if rotation:
             image = image.rotate(rotation, expand=True)
@@ -132,9 +155,13 @@ def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=1, options={"crf": str(crf), "preset": "veryfast"})
+        stream = container.add_stream(
+            "libx264", rate=1, options={"crf": str(crf), "preset": "veryfast"}
+        )
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels[:height, :width]), format="rgb24")
+        frame = av.VideoFrame.from_ndarray(
+            np.ascontiguousarray(pixels[:height, :width]), format="rgb24"
+        )
         container.mux(stream.encode(frame.reformat(format="yuv420p")))
         container.mux(stream.encode())
     file.seek(0)
@@ -152,7 +179,8 @@ def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     top, bottom, row_weight = _taps(rows, math.ceil(rows * scale), height)
     left, right, column_weight = _taps(columns, math.ceil(columns * scale), width)
     wide = [
-        pixels[i][:, left] * (1 - column_weight)[:, None] + pixels[i][:, right] * column_weight[:, None]
+        pixels[i][:, left] * (1 - column_weight)[:, None]
+        + pixels[i][:, right] * column_weight[:, None]
         for i in (top, bottom)
     ]
     return wide[0] * (1 - row_weight)[:, None, None] + wide[1] * row_weight[:, None, None]
@@ -163,7 +191,9 @@ def _taps(size: int, scaled: int, kept: int) -> tuple[np.ndarray, np.ndarray, np
     first = (scaled - kept) // 2
     ratio = np.float32(size) / np.float32(scaled)
     source = np.maximum(
-        ratio * (np.arange(first, first + kept, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0
+        ratio * (np.arange(first, first + kept, dtype=np.float32) + np.float32(0.5))
+        - np.float32(0.5),
+        0,
     )
     low = np.minimum(source.astype(np.int64), size - 1)
     return low, np.minimum(low + 1, size - 1), source - low.astype(np.float32)

@@ -23,7 +23,21 @@ import numpy as np
 from ltx2rt.atomic_file import replacing
 
 AAC_FRAME = 1024  # samples
-AAC_RATES = (7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)  # ISO 14496-3
+AAC_RATES = (
+    7350,
+    8000,
+    11025,
+    12000,
+    16000,
+    22050,
+    24000,
+    32000,
+    44100,
+    48000,
+    64000,
+    88200,
+    96000,
+)  # ISO 14496-3
 OPUS_RATES = (8000, 12000, 16000, 24000, 48000)  # RFC 6716
 AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000
 MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
@@ -36,7 +50,10 @@ VP9_OPTIONS = {"crf": "20", "b": "0", "deadline": "good", "cpu-used": "5", "row-
 OPUS_BITS_PER_S = 160_000
 # No noise substitution: it turns a difference of 1e-5 between two waveforms into another random noise.
 AAC_OPTIONS = {"aac_pns": "0"}
-BT709, LIMITED_RANGE = 1, 1  # the codes of H.264 annex E (matrix, primaries, transfer) and of FFmpeg's AVCOL_RANGE_MPEG
+BT709, LIMITED_RANGE = (
+    1,
+    1,
+)  # the codes of H.264 annex E (matrix, primaries, transfer) and of FFmpeg's AVCOL_RANGE_MPEG
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,10 @@ class Container:
     def options(self, fps: Fraction, sample_rate: int) -> dict[str, str]:
         if self.format == "webm":
             return {"fflags": "+bitexact"}  # no random identifier
-        return {"movflags": "+faststart", "movie_timescale": str(_movie_timescale(fps, sample_rate))}
+        return {
+            "movflags": "+faststart",
+            "movie_timescale": str(_movie_timescale(fps, sample_rate)),
+        }
 
 
 MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S, AAC_RATES)
@@ -94,7 +114,9 @@ def write_mp4(
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
     kind = container
     with replacing(path) as partial:
-        with av.open(str(partial), "w", format=kind.format, options=kind.options(fps, sample_rate)) as file:
+        with av.open(
+            str(partial), "w", format=kind.format, options=kind.options(fps, sample_rate)
+        ) as file:
             if comment is not None:
                 file.metadata["comment"] = json.dumps(comment, ensure_ascii=False)
             video: Any = file.add_stream(kind.video, rate=fps, options=dict(kind.video_options))
@@ -107,7 +129,9 @@ def write_mp4(
             # both streams exist before the first packet: the header is written then
             audio: Any = None
             if waveform is not None:
-                audio = file.add_stream(kind.audio, rate=sample_rate, layout="stereo", options=dict(kind.audio_options))
+                audio = file.add_stream(
+                    kind.audio, rate=sample_rate, layout="stereo", options=dict(kind.audio_options)
+                )
                 audio.bit_rate = kind.audio_bits_per_s
             _encode_video(file, video, chunks, num_frames)
             if audio is not None and waveform is not None:
@@ -153,7 +177,9 @@ def _frame_to_rgb8(frame: np.ndarray, out: np.ndarray) -> None:
             out[start : start + height, :, channel] = levels[channel, :height]
 
 
-def _encode_video(container: Any, stream: Any, chunks: Iterable[np.ndarray], num_frames: int) -> None:
+def _encode_video(
+    container: Any, stream: Any, chunks: Iterable[np.ndarray], num_frames: int
+) -> None:
     import av
     from av.video.reformatter import ColorRange, Colorspace, Interpolation
 
@@ -214,7 +240,9 @@ def opened(path: Path) -> Iterator[Any]:
         raise OSError("not a file")
     with (
         path.open("rb") as file,
-        av.open(file, options={"protocol_whitelist": "none"}, metadata_errors="replace") as container,
+        av.open(
+            file, options={"protocol_whitelist": "none"}, metadata_errors="replace"
+        ) as container,
     ):
         yield container
 
@@ -246,12 +274,16 @@ def _movie_timescale(fps: Fraction, sample_rate: int) -> int:
     return both if both < 2**31 else fps.numerator
 
 
-def _verify(path: Path, num_frames: int, fps: Fraction, sample_rate: int, has_audio: bool) -> Durations:
+def _verify(
+    path: Path, num_frames: int, fps: Fraction, sample_rate: int, has_audio: bool
+) -> Durations:
     """Reopen the file: the video lasts num_frames / fps, and the sound as long within a frame and an AAC frame."""
     found = durations(path)
     expected_s, frame_s = float(num_frames / fps), float(1 / fps)
     if abs(found.video_s - expected_s) > frame_s / 2:
-        raise RuntimeError(f"{path}: the written video lasts {found.video_s:.4f} s, expected {expected_s:.4f} s")
+        raise RuntimeError(
+            f"{path}: the written video lasts {found.video_s:.4f} s, expected {expected_s:.4f} s"
+        )
     if has_audio:
         slack_s = frame_s + AAC_FRAME / sample_rate
         if found.audio_s is None or abs(found.audio_s - found.video_s) > slack_s:

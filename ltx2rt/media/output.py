@@ -41,7 +41,9 @@ def check_output(path: Path) -> None:
     """Refuse a name of no known form, and frames that would mix with older ones. Raises InputError."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise InputError(f"--output: {path} is not named {', '.join(f'*{s}' for s in SUFFIXES)}; rename it")
+        raise InputError(
+            f"--output: {path} is not named {', '.join(f'*{s}' for s in SUFFIXES)}; rename it"
+        )
     if suffix == ".png" and not (len(NUMBER.findall(path.name)) == path.name.count("%") == 1):
         wrong = "is one name for all frames; number them"
         if "%" in path.name:
@@ -77,13 +79,21 @@ def check_streams(path: Path, has_video: bool, has_sound: bool) -> None:
     """Refuse a sound file for a video, and anything else for sound alone. Raises InputError."""
     wav = path.suffix.lower() == ".wav"
     if not has_video and not has_sound:
-        raise InputError(f"--output: {path}, but this pipeline makes latents alone; give --latents-out instead")
+        raise InputError(
+            f"--output: {path}, but this pipeline makes latents alone; give --latents-out instead"
+        )
     if wav and has_video:
-        raise InputError(f"--output: {path} is a sound file, and this pipeline makes a video; name it *.mp4")
+        raise InputError(
+            f"--output: {path} is a sound file, and this pipeline makes a video; name it *.mp4"
+        )
     if not wav and not has_video:
-        raise InputError(f"--output: {path} is no sound file, and this pipeline makes sound alone; name it *.wav")
+        raise InputError(
+            f"--output: {path} is no sound file, and this pipeline makes sound alone; name it *.wav"
+        )
     if wav and not has_sound:
-        raise InputError(f"--output: {path} is a sound file, and no sound is made; leave out --no-audio")
+        raise InputError(
+            f"--output: {path} is a sound file, and no sound is made; leave out --no-audio"
+        )
 
 
 def write_clip(
@@ -106,9 +116,16 @@ def write_clip(
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
     if container := CONTAINERS.get(suffix):
         if waveform is not None and sample_rate not in container.audio_rates:
-            note(f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to {USUAL_RATE} Hz")
+            note(
+                f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to {USUAL_RATE} Hz"
+            )
             waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
-        clip = {"num_frames": num_frames, "fps": fps, "waveform": waveform, "sample_rate": sample_rate}
+        clip = {
+            "num_frames": num_frames,
+            "fps": fps,
+            "waveform": waveform,
+            "sample_rate": sample_rate,
+        }
         write_mp4(path, chunks, **clip, comment=comment, container=container)
     elif suffix == ".wav":
         if waveform is None:
@@ -170,12 +187,17 @@ def _write_frames(
         info.add_itxt("Comment", json.dumps(comment, ensure_ascii=False))
 
     written, named = 0, list[Path]()
-    with unfinished(path) as folder, ThreadPoolExecutor(PNG_THREADS, thread_name_prefix="png") as pool:
+    with (
+        unfinished(path) as folder,
+        ThreadPoolExecutor(PNG_THREADS, thread_name_prefix="png") as pool,
+    ):
         folder.mkdir()
 
         def write(numbered: tuple[int, np.ndarray]) -> None:
             number, pixels = numbered
-            Image.fromarray(pixels).save(folder / (path.name % number), pnginfo=info, compress_level=PNG_LEVEL)
+            Image.fromarray(pixels).save(
+                folder / (path.name % number), pnginfo=info, compress_level=PNG_LEVEL
+            )
 
         for chunk in chunks:
             rgb = to_rgb8(chunk)

@@ -22,14 +22,23 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import fit_audio, opened, tagged_s
 from ltx2rt.notes import note
 
-LEVELS = {"u8": (128, 2**7), "s16": (0, 2**15), "s32": (0, 2**31), "flt": (0, 1), "dbl": (0, 1)}  # of 0, of 1
+LEVELS = {
+    "u8": (128, 2**7),
+    "s16": (0, 2**15),
+    "s32": (0, 2**31),
+    "flt": (0, 1),
+    "dbl": (0, 1),
+}  # of 0, of 1
 MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
 # How far a sample may be from its time. Containers round times to 1 ms and recorders jitter by a
 # few, a lost packet of AAC or MP3 is 21 ms or more, and 45 ms are noticed (ITU-R BT.1359).
 SYNC_S = 0.02
 COUNTED = ("mov,mp4,m4a,3gp,3g2,mj2", "wav", "flac")  # FFmpeg's readers whose headers count samples
 LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of 8 bits as floats do
-ZERO_CROSSINGS, ROLLOFF = 6, 0.99  # of the low-pass; torchaudio's defaults, which the reference takes
+ZERO_CROSSINGS, ROLLOFF = (
+    6,
+    0.99,
+)  # of the low-pass; torchaudio's defaults, which the reference takes
 
 
 def read_sound(
@@ -65,7 +74,11 @@ def read_sound(
             if not container.streams.audio:
                 raise InputError(f"{path}: holds no sound; pass a file with an audio stream")
             for frame in container.decode(audio=0):
-                this = frame.format.name.removesuffix("p"), frame.layout.nb_channels, frame.sample_rate
+                this = (
+                    frame.format.name.removesuffix("p"),
+                    frame.layout.nb_channels,
+                    frame.sample_rate,
+                )
                 rate = frame.sample_rate
                 if found is None:
                     found, first_s = this, frame.time or 0.0
@@ -74,7 +87,9 @@ def read_sound(
                     skip = skip if on_time else max(skip, 0)
                     end = skip + round(max_duration_s * rate) if max_duration_s is not None else end
                 if this != found:
-                    raise InputError(f"{path}: its sound changes from {found} to {this}; save it again as WAV")
+                    raise InputError(
+                        f"{path}: its sound changes from {found} to {this}; save it again as WAV"
+                    )
                 gap = round(_late_s(path, frame, first_s + position / rate) * rate)
                 if (missing := min(position + gap, end) - max(position, skip)) > 0:
                     lost.append((first_s + max(position, skip) / rate, missing / rate))
@@ -92,7 +107,11 @@ def read_sound(
         start = max(at - skip, 0)
         waveform[:, start : start + samples.shape[1]] = samples
     if not waveform.size:
-        where = f"ends before {start_s:g} s; start earlier" if position else "is empty; pass another file"
+        where = (
+            f"ends before {start_s:g} s; start earlier"
+            if position
+            else "is empty; pass another file"
+        )
         raise InputError(f"{path}: its sound {where}")
     if not np.isfinite(waveform).all():
         raise InputError(f"{path}: its sound holds NaN or infinite samples; save it again")
@@ -142,16 +161,22 @@ def _numbers(frame: Any, start: int, stop: int) -> np.ndarray:
 
 def _check_stream(path: Path, kind: str, channels: int, rate: int) -> None:
     if channels not in (1, 2):
-        raise InputError(f"{path}: its sound has {channels} channels, expected one or two; mix it down to stereo")
+        raise InputError(
+            f"{path}: its sound has {channels} channels, expected one or two; mix it down to stereo"
+        )
     if kind not in LEVELS:
-        raise InputError(f"{path}: its samples are {kind}, known: {', '.join(LEVELS)}; save it again as WAV")
+        raise InputError(
+            f"{path}: its samples are {kind}, known: {', '.join(LEVELS)}; save it again as WAV"
+        )
     check_rate(path, rate)
 
 
 def check_rate(where: Path, rate: int) -> None:
     """Raises InputError."""
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise InputError(f"{where}: a sample rate of {rate} Hz, expected {MIN_RATE} to {MAX_RATE}; resample it")
+        raise InputError(
+            f"{where}: a sample rate of {rate} Hz, expected {MIN_RATE} to {MAX_RATE}; resample it"
+        )
 
 
 def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
@@ -172,22 +197,34 @@ def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
     first = phases * old // new - width  # input of each phase's first tap, from its block's first
     inputs = first[:, None] + np.arange(2 * width + 2)
     t = (inputs / old - phases[:, None] / new) * cutoff
-    taps = np.sinc(t) * np.cos(np.pi * t / (2 * ZERO_CROSSINGS)) ** 2 * (np.abs(t) < ZERO_CROSSINGS) * cutoff / old
-    padded = np.pad(waveform.astype(np.float64), [(0, 0)] * (waveform.ndim - 1) + [(width, width + 1)])
+    taps = (
+        np.sinc(t)
+        * np.cos(np.pi * t / (2 * ZERO_CROSSINGS)) ** 2
+        * (np.abs(t) < ZERO_CROSSINGS)
+        * cutoff
+        / old
+    )
+    padded = np.pad(
+        waveform.astype(np.float64), [(0, 0)] * (waveform.ndim - 1) + [(width, width + 1)]
+    )
     start, out = block * old + first[phase] + width, 0.0
     for tap in range(taps.shape[1]):
         out = out + padded[..., start + tap] * taps[phase, tap]
     return np.asarray(out, np.float32)
 
 
-def write_wav(path: Path, waveform: np.ndarray, sample_rate: int, comment: dict[str, Any] | None = None) -> None:
+def write_wav(
+    path: Path, waveform: np.ndarray, sample_rate: int, comment: dict[str, Any] | None = None
+) -> None:
     """f32[2, N] in [-1, 1], clamped, as 16-bit PCM; the whole file or none. comment: stored as JSON, in the tag ICMT.
 
     Raises ValueError for misshapen or non-finite data.
     """
     waveform = fit_audio(waveform, waveform.shape[-1], Fraction(sample_rate), sample_rate)
     samples = np.rint(waveform.T * np.float32(2**15 - 1)).astype("<i2").tobytes()
-    body = _chunk(b"fmt ", struct.pack("<HHIIHH", 1, 2, sample_rate, 4 * sample_rate, 4, 16))  # PCM, channels, ...
+    body = _chunk(
+        b"fmt ", struct.pack("<HHIIHH", 1, 2, sample_rate, 4 * sample_rate, 4, 16)
+    )  # PCM, channels, ...
     if comment is not None:
         text = json.dumps(comment, ensure_ascii=False).encode() + b"\0"
         body += _chunk(b"LIST", b"INFO" + _chunk(b"ICMT", text))

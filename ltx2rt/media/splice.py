@@ -22,7 +22,9 @@ FADE_FRAMES = 8  # blended at a seam, which hides what a pass through the VAE ch
 CHUNK_FRAMES = 16  # frames of a source at once
 
 
-def splice_frames(chunks: Iterable[np.ndarray], source: Iterable[np.ndarray], made: range) -> Iterator[np.ndarray]:
+def splice_frames(
+    chunks: Iterable[np.ndarray], source: Iterable[np.ndarray], made: range
+) -> Iterator[np.ndarray]:
     """The frames of `made` from the chunks, all others from the source; u8[n, H, W, 3], chunk by chunk.
 
     chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3] of the whole clip; source: u8[H, W, 3] for each of its frames,
@@ -35,14 +37,18 @@ def splice_frames(chunks: Iterable[np.ndarray], source: Iterable[np.ndarray], ma
             kept = next(frames, None)
             if kept is None or kept.shape != pixels.shape:
                 found = "nothing" if kept is None else f"{kept.shape[1]}x{kept.shape[0]}"
-                raise ValueError(f"source: {found} at frame {number}, expected {rgb.shape[2]}x{rgb.shape[1]}")
+                raise ValueError(
+                    f"source: {found} at frame {number}, expected {rgb.shape[2]}x{rgb.shape[1]}"
+                )
             if number not in made:
                 pixels[:] = kept
         first += len(rgb)
         yield rgb
 
 
-def splice_sound(made: np.ndarray, source: np.ndarray, start_s: float, end_s: float, sample_rate: int) -> np.ndarray:
+def splice_sound(
+    made: np.ndarray, source: np.ndarray, start_s: float, end_s: float, sample_rate: int
+) -> np.ndarray:
     """The samples of [start_s, end_s) from `made`, with a short fade at either end, all others from the source.
 
     made f32[2, N]; source f32[2, M] at the same rate, silent after its end. Returns f32[2, N].
@@ -88,7 +94,9 @@ class Seam:
 
     def cuts(self, fps: Fraction, rate: int) -> tuple[int, int, int]:
         """Samples at which the new part starts and stops, and at which the segment ends."""
-        start, stop, end = (round(n / fps * rate) for n in (self.before, self.stop, self.num_frames))
+        start, stop, end = (
+            round(n / fps * rate) for n in (self.before, self.stop, self.num_frames)
+        )
         return start, stop, end
 
 

@@ -54,7 +54,9 @@ def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
             for frame in packet.decode():
                 first = first or frame
                 if (frame.width, frame.height) != (first.width, first.height):
-                    raise InputError(f"{flag}: {path} changes its size at frame {len(times)}; cut it there")
+                    raise InputError(
+                        f"{flag}: {path} changes its size at frame {len(times)}; cut it there"
+                    )
                 times.append(None if frame.pts is None else frame.pts * frame.time_base)
             if most is not None and len(times) >= most:
                 break
@@ -63,7 +65,9 @@ def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
                 raise _truncated(path, flag, len(times))
         fps = stream.average_rate or stream.guessed_rate
         if first is None or not fps:
-            raise InputError(f"{flag}: {path} has no frames, or tells no frame rate; save it again as MP4")
+            raise InputError(
+                f"{flag}: {path} has no frames, or tells no frame rate; save it again as MP4"
+            )
         turns = _quarter_turns(first)
         return VideoInfo(
             width=first.height if turns % 2 else first.width,
@@ -99,7 +103,9 @@ def require_constant_rate(path: Path, flag: str, info: VideoInfo) -> None:
         raise InputError(f"{flag}: {path} has no timestamps; save it again as MP4")
     at = [(time - info.times_s[0]) * info.fps for time in info.times_s]
     gaps = [b - a for a, b in pairwise(at)]
-    if any(abs(x - i) >= Fraction(1, 2) for i, x in enumerate(at)) or any(abs(gap - 1) >= 0.5 for gap in gaps):
+    if any(abs(x - i) >= Fraction(1, 2) for i, x in enumerate(at)) or any(
+        abs(gap - 1) >= 0.5 for gap in gaps
+    ):
         low, high = (float(f(gaps) / info.fps) * 1000 for f in (min, max))
         raise InputError(
             f"{flag}: {path} has a variable frame rate ({float(info.fps):.5g} fps, but frames last {low:.3g} to "
@@ -129,13 +135,17 @@ def _reading(path: Path, flag: str) -> Iterator[tuple[Any, Any]]:
 
     try:
         with opened(path) as container:
-            moving = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+            moving = [
+                s for s in container.streams.video if not s.disposition & Disposition.attached_pic
+            ]
             if not moving:
                 raise InputError(f"{flag}: {path} has no video; expected a file such as *.mp4")
             yield container, moving[0]
     except (FFmpegError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{flag}: {path} is no readable video ({reason}); save it again as MP4") from error
+        raise InputError(
+            f"{flag}: {path} is no readable video ({reason}); save it again as MP4"
+        ) from error
 
 
 def _quarter_turns(frame: Any) -> int:

@@ -33,13 +33,22 @@ def reach(config: AudioVaeConfig) -> tuple[int, int]:
     convolutions of every level, two of a block, in mel frames of that level."""
     rates = [2**level for level in range(len(config.channel_multipliers))]
     blocks = sum(Fraction(4 * (config.num_res_blocks + 1), rate) for rate in rates)
-    single = sum(Fraction(2, rate) for rate in (*rates, rates[-1]))  # conv_in, those after upsampling, conv_out
+    single = sum(
+        Fraction(2, rate) for rate in (*rates, rates[-1])
+    )  # conv_in, those after upsampling, conv_out
     return ceil(8 + blocks + single), 0  # two blocks in the middle
 
 
 def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[str, Term]:
     """Model text of `trace_decoder`."""
-    x = o.input("latent", "float32", B=batch, channels=config.latent_channels, time=latents, mel=config.latent_mel_bins)
+    x = o.input(
+        "latent",
+        "float32",
+        B=batch,
+        channels=config.latent_channels,
+        time=latents,
+        mel=config.latent_mel_bins,
+    )
     mean, std = _statistics(o, config)
     x = o.cast(x * std + mean, dtype=o.dtype)
     net = o.under("audio_vae.decoder")
@@ -83,7 +92,9 @@ def _statistics(o: Ops, config: AudioVaeConfig) -> list[Term]:
     into = {"channels": config.latent_channels, "mel": config.latent_mel_bins}
     size = config.latent_channels * config.latent_mel_bins
     o = o.under("audio_vae.per_channel_statistics")
-    packed = [o.param(name, dtype="float32", packed=size) for name in ("mean-of-means", "std-of-means")]
+    packed = [
+        o.param(name, dtype="float32", packed=size) for name in ("mean-of-means", "std-of-means")
+    ]
     return [o.split(x, axis="packed", into=into) for x in packed]
 
 

@@ -72,7 +72,9 @@ def _trace_upsampler(part: str) -> Callable[[ModelConfig, tuple[int, ...], str],
 def diffusion(c: ModelConfig) -> DiffusionDecoderConfig:
     """Raises InputError if the model has no diffusion decoder."""
     if c.diffusion_decoder is None:
-        raise InputError("the model has no diffusion decoder; pass one of LTX-2.5 that has its file")
+        raise InputError(
+            "the model has no diffusion decoder; pass one of LTX-2.5 that has its file"
+        )
     return c.diffusion_decoder
 
 
@@ -118,7 +120,9 @@ def _train(c: ModelConfig, g: Geometry, branches: int) -> train_step.TrainShape:
     return train_step.TrainShape(1, f.video_tokens, f.audio_tokens, f.text_tokens, f.coordinates)
 
 
-def _streams(sizes: guided_step.StepShape | transformer.ForwardShape | train_step.TrainShape) -> str:
+def _streams(
+    sizes: guided_step.StepShape | transformer.ForwardShape | train_step.TrainShape,
+) -> str:
     return "" if len(sizes.streams) == 2 else sizes.streams[0]
 
 

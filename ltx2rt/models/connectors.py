@@ -28,7 +28,9 @@ def trace(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
     """The graph of `connectors` alone, its states an input hidden_states (B, text, D, states)."""
 
     def model(o: Ops) -> dict[str, Term]:
-        states = o.input("hidden_states", B=batch, text=tokens, D=config.gemma_hidden, states=config.num_states)
+        states = o.input(
+            "hidden_states", B=batch, text=tokens, D=config.gemma_hidden, states=config.num_states
+        )
         return connectors(o, config, states)
 
     return trace_graph("connectors", model, dtype)
@@ -54,7 +56,9 @@ def per_token_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, 
     def project(name: str, width: int) -> Term:
         scaled = unit * math.sqrt(width / config.gemma_hidden)
         name = f"text_embedding_projection.{name}_aggregate_embed"
-        return o.linear(scaled, name, {"D": width}, contract=("D", "states"), bias=config.projection_bias)
+        return o.linear(
+            scaled, name, {"D": width}, contract=("D", "states"), bias=config.projection_bias
+        )
 
     return project("video", config.video.width), project("audio", config.audio.width)
 
@@ -80,7 +84,13 @@ def shared_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, Ter
 
 
 def connector(
-    o: Ops, modality: str, x: Term, order: Term, is_token: Term, config: ConnectorConfig, text: TextConfig
+    o: Ops,
+    modality: str,
+    x: Term,
+    order: Term,
+    is_token: Term,
+    config: ConnectorConfig,
+    text: TextConfig,
 ) -> Term:
     """x (B, text, D) in the tokenizer's order -> the context (B, text, D): tokens first, registers after them."""
     tokens, width = x.type.shape[1:]
@@ -95,16 +105,27 @@ def connector(
 
     o = o.under(f"model.diffusion_model.{modality}_embeddings_connector")
     registers = o.param("learnable_registers", registers=config.num_registers, D=width)
-    copies = o.expand(registers, axis="copies", size=tokens // config.num_registers, before="registers")
-    x = o.select(is_token, o.take(x, order, axis="text"), o.merge(copies, axes=("copies", "registers"), into="text"))
+    copies = o.expand(
+        registers, axis="copies", size=tokens // config.num_registers, before="registers"
+    )
+    x = o.select(
+        is_token,
+        o.take(x, order, axis="text"),
+        o.merge(copies, axes=("copies", "registers"), into="text"),
+    )
 
     def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x, eps = carry["x"], text.norm_eps
         h = o.rms_norm(x, over=("D",), eps=eps)
         heads = (config.num_heads, config.head_dim)
         rope = (invariant["cos"], invariant["sin"])
-        x += attention(o.under("attn1"), h, h, *heads, eps=eps, gated=config.gated_attention, rope=rope)
-        return {"x": x + feed_forward(o.under("ff"), o.rms_norm(x, over=("D",), eps=eps), config.ff_bias)}, {}
+        x += attention(
+            o.under("attn1"), h, h, *heads, eps=eps, gated=config.gated_attention, rope=rope
+        )
+        return {
+            "x": x
+            + feed_forward(o.under("ff"), o.rms_norm(x, over=("D",), eps=eps), config.ff_bias)
+        }, {}
 
     carry, _ = o.repeat(block, config.num_layers, {"x": x}, rope, prefix="transformer_1d_blocks.*.")
     return o.rms_norm(carry["x"], over=("D",), eps=text.norm_eps)
@@ -129,5 +150,7 @@ def feeds(config: TextConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
         for table, values in zip(
             ("cos", "sin"), axis_angles(np.arange(tokens), config.rope_max_pos, grid), strict=True
         ):
-            inputs[f"{modality}_{table}"] = values.reshape(tokens, connector.num_heads, connector.head_dim // 2)
+            inputs[f"{modality}_{table}"] = values.reshape(
+                tokens, connector.num_heads, connector.head_dim // 2
+            )
     return inputs

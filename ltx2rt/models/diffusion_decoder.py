@@ -31,7 +31,9 @@ NORM_EPS, ROPE_THETA = 1e-6, 10000.0
 TIMESTEP = 1.0  # of the only step: pure noise
 NUM_ROWS = 7  # of the modulation: scale, shift and gate of attention and of the MLP, and the context's gate
 MLP_RATIO, MLP_MULTIPLE = 4, 16
-MLP_TOKENS = 2**18  # at once: of a clip of 3 million tokens the MLP's middle would be larger than all else together
+MLP_TOKENS = (
+    2**18
+)  # at once: of a clip of 3 million tokens the MLP's middle would be larger than all else together
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,12 @@ class TileShape:
         time, *space = config.strides[-1]
         frames = self.frames * time - (self.first and time == 2)
         if self.last:  # without what the repeated frames become, but never fewer than a window has
-            frames = max(frames - repeated_frames(config) * config.time_factor, config.windows[-1][0])
-        rows, columns = (n * s * config.patch_size for n, s in zip((self.rows, self.columns), space, strict=True))
+            frames = max(
+                frames - repeated_frames(config) * config.time_factor, config.windows[-1][0]
+            )
+        rows, columns = (
+            n * s * config.patch_size for n, s in zip((self.rows, self.columns), space, strict=True)
+        )
         return frames, rows, columns
 
 
@@ -62,7 +68,9 @@ def repeated_frames(config: DiffusionDecoderConfig) -> int:
     return config.windows[0][0] // 2 * 2
 
 
-def padding(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[tuple[int, int], ...]:
+def padding(
+    config: DiffusionDecoderConfig, grid: tuple[int, int, int]
+) -> tuple[tuple[int, int], ...]:
     """Latents (before, after) the frames, rows and columns of `grid` until every stage has as many tokens as a window.
 
     Frames are added at the end, rows and columns on both sides. Source: the official decoder.
@@ -76,11 +84,20 @@ def padding(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple
     return tuple((b, n - b) for b, n in zip(before, missing, strict=True))
 
 
-def inside(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[slice, slice, slice]:
+def inside(
+    config: DiffusionDecoderConfig, grid: tuple[int, int, int]
+) -> tuple[slice, slice, slice]:
     """Which frames, rows and columns of what is decoded are the latent's own, without its padding."""
-    sizes = (pixel_frames(grid[0], config.time_factor), *(n * config.space_factor for n in grid[1:]))
-    starts = [before * config.space_factor for before, _ in padding(config, grid)]  # no frame comes before
-    frames, rows, columns = (slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
+    sizes = (
+        pixel_frames(grid[0], config.time_factor),
+        *(n * config.space_factor for n in grid[1:]),
+    )
+    starts = [
+        before * config.space_factor for before, _ in padding(config, grid)
+    ]  # no frame comes before
+    frames, rows, columns = (
+        slice(start, start + n) for start, n in zip(starts, sizes, strict=True)
+    )
     return frames, rows, columns
 
 
@@ -139,10 +156,17 @@ def decoder(o: Ops, config: DiffusionDecoderConfig, shape: TileShape) -> dict[st
     last = len(config.strides) - 1
     batch, width = shape.batch, config.channels[-1]
     x = o.input(
-        "features", B=batch, frames=shape.frames, rows=shape.rows, columns=shape.columns, channels=config.channels[last]
+        "features",
+        B=batch,
+        frames=shape.frames,
+        rows=shape.rows,
+        columns=shape.columns,
+        channels=config.channels[last],
     )
     frames, rows, columns = shape.pixels(config)
-    noise = o.input("noise", "float32", B=batch, channels=3, frames=frames, rows=rows, columns=columns)
+    noise = o.input(
+        "noise", "float32", B=batch, channels=3, frames=frames, rows=rows, columns=columns
+    )
     o = o.under("vae.decoder")
     x = upsample(o.under(f"upsamples.{last}"), blocks(o, x, config, last), config, last)
     start = int(shape.first and config.strides[last][0] == 2)
@@ -152,7 +176,9 @@ def decoder(o: Ops, config: DiffusionDecoderConfig, shape: TileShape) -> dict[st
     x = denoise(o, o.linear(x, "conv_in_x_t", {"channels": width}), context, config, shape.border)
     x = o.rms_norm(x, "norm_out", over=("channels",), eps=NORM_EPS)
     x = o.linear(x, "conv_out", {"channels": 3 * config.patch_size**2})
-    return {"frames": unpatchify(o, o.transpose(x, axes=("B", "channels", *GRID)), config.patch_size)}
+    return {
+        "frames": unpatchify(o, o.transpose(x, axes=("B", "channels", *GRID)), config.patch_size)
+    }
 
 
 def upsample(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
@@ -167,7 +193,9 @@ def blocks(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
 
     def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x = carry["x"]
-        x += attention(o.under("attn"), o.rms_norm(x, "norm1", over=("channels",), eps=NORM_EPS), config, stage)
+        x += attention(
+            o.under("attn"), o.rms_norm(x, "norm1", over=("channels",), eps=NORM_EPS), config, stage
+        )
         return {"x": x + mlp(o, o.rms_norm(x, "norm2", over=("channels",), eps=NORM_EPS))}, {}
 
     return o.repeat(block, config.depths[stage], {"x": x}, prefix=f"det_stages.{stage}.*.")[0]["x"]
@@ -178,30 +206,43 @@ def denoise(o: Ops, x: Term, context: Term, config: DiffusionDecoderConfig, bord
     checkpoint's linears contain them."""
     stage, batch, width = len(config.depths) - 1, x.type.size("B"), x.type.size("channels")
     time = o.sinusoid(o.full(TIMESTEP * config.timestep_scale, "float32", B=batch), size=256)
-    time = o.silu(o.linear(o.cast(time, dtype=o.dtype), "t_embedder.mlp.0", {"D": config.timestep_width}))
+    time = o.silu(
+        o.linear(o.cast(time, dtype=o.dtype), "t_embedder.mlp.0", {"D": config.timestep_width})
+    )
     time = o.silu(o.linear(time, "t_embedder.mlp.2", {"D": config.timestep_width}))
     rows = o.linear(time, "shared_adaln.proj", {"rows": NUM_ROWS, "channels": width})
 
     def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x = carry["x"] + o.linear(invariant["context"], "context_proj", {"channels": width})
         shaped = invariant["rows"] + o.param("scale_shift_table", rows=NUM_ROWS, channels=width)
-        scale_msa, shift_msa, scale_mlp, shift_mlp = (o.at(shaped, axis="rows", index=i) for i in (0, 1, 3, 4))
-        h = o.modulate(o.rms_norm(x, "norm1", over=("channels",), eps=NORM_EPS), scale_msa, shift_msa)
+        scale_msa, shift_msa, scale_mlp, shift_mlp = (
+            o.at(shaped, axis="rows", index=i) for i in (0, 1, 3, 4)
+        )
+        h = o.modulate(
+            o.rms_norm(x, "norm1", over=("channels",), eps=NORM_EPS), scale_msa, shift_msa
+        )
         x += attention(o.under("attn"), h, config, stage, border)
-        h = o.modulate(o.rms_norm(x, "norm2", over=("channels",), eps=NORM_EPS), scale_mlp, shift_mlp)
+        h = o.modulate(
+            o.rms_norm(x, "norm2", over=("channels",), eps=NORM_EPS), scale_mlp, shift_mlp
+        )
         return {"x": x + mlp(o, h)}, {}
 
     given = {"context": context, "rows": rows}
     return o.repeat(block, config.depths[stage], {"x": x}, given, prefix="diff_blocks.*.")[0]["x"]
 
 
-def attention(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int, border: str = "plain") -> Term:
+def attention(
+    o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int, border: str = "plain"
+) -> Term:
     """Neighbourhood self-attention with normalised, rotated queries and keys."""
     dim, width, window = config.head_dim, x.type.size("channels"), config.windows[stage]
     beyond = window[2] // 2 if border == "chunked" else 0
     qkv = o.linear(x, "qkv", {"qkv": 3, "heads": width // dim, "head_dim": dim})
     q, k, v = (o.at(qkv, axis="qkv", index=i) for i in range(3))
-    q, k = (o.rms_norm(y, name, over=("head_dim",), eps=NORM_EPS) for y, name in ((q, "q_norm"), (k, "k_norm")))
+    q, k = (
+        o.rms_norm(y, name, over=("head_dim",), eps=NORM_EPS)
+        for y, name in ((q, "q_norm"), (k, "k_norm"))
+    )
     k, v = (o.pad(y, mode="edge", columns=(beyond, beyond)) for y in (k, v)) if beyond else (k, v)
     rope = {"sizes": rope_sizes(dim), "theta": ROPE_THETA}
     q, k = o.axial_rope(q, first=(0, 0, 0), **rope), o.axial_rope(k, first=(0, 0, -beyond), **rope)
@@ -223,7 +264,13 @@ def mlp(o: Ops, x: Term) -> Term:
     at_once = max(1, MLP_TOKENS * width * frames // x.type.num_elements)
     parts = []
     for start in range(0, frames, at_once):
-        y = o.slice(x, axis="frames", start=start, stop=min(start + at_once, frames)) if at_once < frames else x
-        y = o.silu(o.linear(y, "w_gate", {"ff": inner}, bias=False)) * o.linear(y, "w_up", {"ff": inner}, bias=False)
+        y = (
+            o.slice(x, axis="frames", start=start, stop=min(start + at_once, frames))
+            if at_once < frames
+            else x
+        )
+        y = o.silu(o.linear(y, "w_gate", {"ff": inner}, bias=False)) * o.linear(
+            y, "w_up", {"ff": inner}, bias=False
+        )
         parts.append(o.linear(y, "w_down", {"channels": width}, bias=False))
     return o.concat(*parts, axis="frames") if len(parts) > 1 else parts[0]

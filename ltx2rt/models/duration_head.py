@@ -30,7 +30,10 @@ def duration_head(o: Ops, config: DurationHeadConfig, batch: int, tokens: int) -
     }
     o, width = o.under(PREFIX), {"P": config.width}
     x = o.concat(
-        *(o.linear(c, f"{m}_input_proj", width) + o.param(f"{m}_modality_emb", **width) for m, c in contexts.items()),
+        *(
+            o.linear(c, f"{m}_input_proj", width) + o.param(f"{m}_modality_emb", **width)
+            for m, c in contexts.items()
+        ),
         axis="text",
     )
     pooler = o.under("attention_pooler")
@@ -45,7 +48,10 @@ def attend(o: Ops, queries: Term, x: Term, config: DurationHeadConfig) -> Term:
     """Multi-head attention, the three projections rows of one matrix. Returns the queries' type."""
     heads = {"heads": config.num_heads, "head_dim": config.width // config.num_heads}
     rows = {"rows": 3 * config.width}
-    weight, bias = o.param("in_proj_weight", **rows, P=config.width), o.param("in_proj_bias", **rows)
+    weight, bias = (
+        o.param("in_proj_weight", **rows, P=config.width),
+        o.param("in_proj_bias", **rows),
+    )
 
     def project(x: Term) -> list[Term]:
         y = o.emit("linear", x, weight, bias, contract=("P",), out={"parts": 3, **heads})
@@ -57,7 +63,10 @@ def attend(o: Ops, queries: Term, x: Term, config: DurationHeadConfig) -> Term:
 
 
 def frames_of(
-    seconds: float, fps: Fraction, window_s: tuple[float, float] = DEFAULT_WINDOW_S, time_factor: int = 8
+    seconds: float,
+    fps: Fraction,
+    window_s: tuple[float, float] = DEFAULT_WINDOW_S,
+    time_factor: int = 8,
 ) -> int:
     """Frames of a clip that should last `seconds`: rounded, brought into the window, then down to k * time_factor + 1
     (up, where that would leave the window).

@@ -17,7 +17,9 @@ from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 PREFIX = "language_model.model"
-MASKED = -1e30  # added to a score: exp gives 0, and it stays finite in bfloat16, unlike float32's own minimum
+MASKED = (
+    -1e30
+)  # added to a score: exp gives 0, and it stays finite in bfloat16, unlike float32's own minimum
 
 
 def trace(config: GemmaConfig, batch: int, tokens: int, dtype: str) -> Graph:
@@ -35,10 +37,14 @@ def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Term:
     is_sliding = o.input("is_sliding", "int32", layers=config.num_layers)
     kinds = {}
     for kind in ("full", "sliding"):
-        bias = kinds[f"{kind}_bias"] = o.input(f"{kind}_bias", "float32", B=batch, text=tokens, context=tokens)
+        bias = kinds[f"{kind}_bias"] = o.input(
+            f"{kind}_bias", "float32", B=batch, text=tokens, context=tokens
+        )
         kinds[f"{kind}_sees"] = o.cast(o.exp(o.max(bias, over=("context",))), dtype=o.dtype)
         for table in ("cos", "sin"):
-            kinds[f"{kind}_{table}"] = o.input(f"{kind}_{table}", "float32", text=tokens, pairs=config.head_dim // 2)
+            kinds[f"{kind}_{table}"] = o.input(
+                f"{kind}_{table}", "float32", text=tokens, pairs=config.head_dim // 2
+            )
 
     o = o.under(PREFIX)
     embedding = o.param("embed_tokens.weight", vocab=config.vocab_size, D=config.hidden_size)
@@ -50,15 +56,21 @@ def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Term:
             name: o.select(sliding, invariant[f"sliding_{name}"], invariant[f"full_{name}"])
             for name in ("bias", "sees", "cos", "sin")
         }
-        y = attention(o.under("self_attn"), norm(o, x, "input_layernorm", "D", config), here, config)
+        y = attention(
+            o.under("self_attn"), norm(o, x, "input_layernorm", "D", config), here, config
+        )
         h = x + norm(o, y, "post_attention_layernorm", "D", config)
         y = mlp(o.under("mlp"), norm(o, h, "pre_feedforward_layernorm", "D", config), config)
         return {"x": h + norm(o, y, "post_feedforward_layernorm", "D", config)}, {"entering": x}
 
-    carry, stacked = o.repeat(layer, config.num_layers, {"x": x}, kinds, {"is_sliding": is_sliding}, "layers.*.")
+    carry, stacked = o.repeat(
+        layer, config.num_layers, {"x": x}, kinds, {"is_sliding": is_sliding}, "layers.*."
+    )
     last = o.expand(norm(o, carry["x"], "norm", "D", config), axis="layers", size=1, before="B")
     states = o.concat(stacked["entering"], last, axis="layers")
-    return o.rename(o.transpose(states, axes=("B", "text", "D", "layers")), names={"layers": "states"})
+    return o.rename(
+        o.transpose(states, axes=("B", "text", "D", "layers")), names={"layers": "states"}
+    )
 
 
 def norm(o: Ops, x: Term, name: str, axis: str, config: GemmaConfig) -> Term:
@@ -76,7 +88,9 @@ def attention(o: Ops, x: Term, here: dict[str, Term], config: GemmaConfig) -> Te
     k = o.rope(norm(o, k, "k_norm", "head_dim", config), here["cos"], here["sin"])
     k, v = (o.rename(a, names={"text": "context"}) for a in (k, v))
     y = o.attention(q, k, v, here["bias"], scale=config.query_scale) * here["sees"]
-    return o.linear(y, "o_proj", {"D": config.hidden_size}, contract=("heads", "head_dim"), bias=False)
+    return o.linear(
+        y, "o_proj", {"D": config.hidden_size}, contract=("heads", "head_dim"), bias=False
+    )
 
 
 def mlp(o: Ops, x: Term, config: GemmaConfig | Gemma4Config) -> Term:
@@ -99,12 +113,16 @@ def feeds(config: GemmaConfig, token_ids: np.ndarray, mask: np.ndarray) -> dict[
     return {
         **token_feeds(config, token_ids, mask),
         "is_sliding": np.array(config.layer_is_sliding, np.int32),
-        **rope_tables("full", tokens, config.head_dim, config.rope_theta, config.rope_scaling_factor),
+        **rope_tables(
+            "full", tokens, config.head_dim, config.rope_theta, config.rope_scaling_factor
+        ),
         **rope_tables("sliding", tokens, config.head_dim, config.rope_local_theta, 1.0),
     }
 
 
-def token_feeds(config: GemmaConfig | Gemma4Config, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+def token_feeds(
+    config: GemmaConfig | Gemma4Config, token_ids: np.ndarray, mask: np.ndarray
+) -> dict[str, np.ndarray]:
     """token_ids int32 and the attention bias of both kinds of layers, float32 (B, text, context).
 
     Raises InputError for ids outside the vocabulary, a mask that is not of zeros and ones, and a prompt without a
@@ -112,7 +130,9 @@ def token_feeds(config: GemmaConfig | Gemma4Config, token_ids: np.ndarray, mask:
     """
     token_ids, mask = np.asarray(token_ids), np.asarray(mask)
     if token_ids.ndim != 2 or mask.shape != token_ids.shape:
-        raise InputError(f"token_ids {token_ids.shape} and mask {mask.shape}: expected the same [B,S] for both")
+        raise InputError(
+            f"token_ids {token_ids.shape} and mask {mask.shape}: expected the same [B,S] for both"
+        )
     if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
         raise InputError(
             f"token_ids reach from {token_ids.min()} to {token_ids.max()}, the text encoder has {config.vocab_size} "
@@ -132,9 +152,13 @@ def token_feeds(config: GemmaConfig | Gemma4Config, token_ids: np.ndarray, mask:
 def check_mask(mask: np.ndarray) -> None:
     """Raise InputError unless mask (B, text) is of zeros and ones, with a one in every row."""
     if not np.isin(mask, (0, 1)).all():
-        raise InputError(f"mask holds values from {mask.min()} to {mask.max()}, expected 1 (token) and 0 (padding)")
+        raise InputError(
+            f"mask holds values from {mask.min()} to {mask.max()}, expected 1 (token) and 0 (padding)"
+        )
     if not mask.any(axis=1).all():
-        raise InputError(f"mask row {int(np.argmin(mask.any(axis=1)))} has no token; an empty prompt is one BOS token")
+        raise InputError(
+            f"mask row {int(np.argmin(mask.any(axis=1)))} has no token; an empty prompt is one BOS token"
+        )
 
 
 def additive(seen: np.ndarray) -> np.ndarray:
@@ -142,7 +166,9 @@ def additive(seen: np.ndarray) -> np.ndarray:
     return np.where(seen, np.float32(0), np.float32(MASKED))
 
 
-def rope_tables(kind: str, tokens: int, head_dim: int, theta: float, scaling: float) -> dict[str, np.ndarray]:
+def rope_tables(
+    kind: str, tokens: int, head_dim: int, theta: float, scaling: float
+) -> dict[str, np.ndarray]:
     """cos and sin (text, pairs) of position * theta^(-2i/head_dim) / scaling, in the reference's float32 order."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1) / np.float32(theta) ** exponents / np.float32(scaling)

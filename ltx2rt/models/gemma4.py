@@ -18,7 +18,9 @@ from ltx2rt.models.gemma import PREFIX, embedding_scale, mlp, rope_tables, token
 
 def trace(config: Gemma4Config, batch: int, tokens: int, dtype: str) -> Graph:
     """The graph of `gemma4` alone; its only output is hidden_states."""
-    return trace_graph("gemma4", lambda o: {"hidden_states": gemma4(o, config, batch, tokens)}, dtype)
+    return trace_graph(
+        "gemma4", lambda o: {"hidden_states": gemma4(o, config, batch, tokens)}, dtype
+    )
 
 
 def gemma4(o: Ops, config: Gemma4Config, batch: int, tokens: int) -> Term:
@@ -29,10 +31,14 @@ def gemma4(o: Ops, config: Gemma4Config, batch: int, tokens: int) -> Term:
     token_ids = o.input("token_ids", "int32", B=batch, text=tokens)
     kinds = {}
     for kind, head_dim in (("full", config.full_head_dim), ("sliding", config.head_dim)):
-        bias = kinds[f"{kind}_bias"] = o.input(f"{kind}_bias", "float32", B=batch, text=tokens, context=tokens)
+        bias = kinds[f"{kind}_bias"] = o.input(
+            f"{kind}_bias", "float32", B=batch, text=tokens, context=tokens
+        )
         kinds[f"{kind}_sees"] = o.cast(o.exp(o.max(bias, over=("context",))), dtype=o.dtype)
         for table in ("cos", "sin"):
-            kinds[f"{kind}_{table}"] = o.input(f"{kind}_{table}", "float32", text=tokens, pairs=head_dim // 2)
+            kinds[f"{kind}_{table}"] = o.input(
+                f"{kind}_{table}", "float32", text=tokens, pairs=head_dim // 2
+            )
 
     o = o.under(PREFIX)
     embedding = o.param("embed_tokens.weight", vocab=config.vocab_size, D=config.hidden_size)
@@ -48,9 +54,16 @@ def gemma4(o: Ops, config: Gemma4Config, batch: int, tokens: int) -> Term:
 
     carry, stacked = o.repeat(group, config.num_layers // period, {"x": x}, kinds)
     states = o.merge(stacked["entering"], axes=("layers", "places"), into="layers")
-    last = o.expand(o.rms_norm(carry["x"], "norm", over=("D",), eps=config.norm_eps), axis="layers", size=1, before="B")
+    last = o.expand(
+        o.rms_norm(carry["x"], "norm", over=("D",), eps=config.norm_eps),
+        axis="layers",
+        size=1,
+        before="B",
+    )
     states = o.concat(states, last, axis="layers")
-    return o.rename(o.transpose(states, axes=("B", "text", "D", "layers")), names={"layers": "states"})
+    return o.rename(
+        o.transpose(states, axes=("B", "text", "D", "layers")), names={"layers": "states"}
+    )
 
 
 def layer(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4Config) -> Term:
@@ -73,7 +86,10 @@ def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Ge
     """
     kind, over, eps = "sliding" if sliding else "full", ("head_dim",), config.norm_eps
     head_dim = config.head_dim if sliding else config.full_head_dim
-    kv = {"kv_heads": config.num_kv_heads if sliding else config.full_num_kv_heads, "head_dim": head_dim}
+    kv = {
+        "kv_heads": config.num_kv_heads if sliding else config.full_num_kv_heads,
+        "head_dim": head_dim,
+    }
     rope = kinds[f"{kind}_cos"], kinds[f"{kind}_sin"]
     q = o.linear(x, "q_proj", {"heads": config.num_heads, "head_dim": head_dim}, bias=False)
     k = o.linear(x, "k_proj", kv, bias=False)
@@ -82,7 +98,9 @@ def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Ge
     k = o.rope(o.rms_norm(k, "k_norm", over=over, eps=eps), *rope)
     k, v = (o.rename(a, names={"text": "context"}) for a in (k, o.rms_norm(v, over=over, eps=eps)))
     y = o.attention(q, k, v, kinds[f"{kind}_bias"], scale=1.0) * kinds[f"{kind}_sees"]
-    return o.linear(y, "o_proj", {"D": config.hidden_size}, contract=("heads", "head_dim"), bias=False)
+    return o.linear(
+        y, "o_proj", {"D": config.hidden_size}, contract=("heads", "head_dim"), bias=False
+    )
 
 
 def feeds(config: Gemma4Config, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:

@@ -34,7 +34,9 @@ class Geometry:
     mel_sample_rate: int  # Hz
 
     @classmethod
-    def of(cls, config: ModelConfig, width: int, height: int, num_frames: int, fps: Fraction) -> Geometry:
+    def of(
+        cls, config: ModelConfig, width: int, height: int, num_frames: int, fps: Fraction
+    ) -> Geometry:
         """width, height: of this stage in pixels; num_frames: pixel frames. The request has checked divisibility."""
         video, audio = config.video_vae, config.audio_vae
         return cls(
@@ -74,7 +76,12 @@ class Geometry:
 
     def mel_shape(self, audio: AudioVaeConfig) -> tuple[int, ...]:
         """[1, 2, T, 64] of the mel spectrogram that the audio latents decode to."""
-        return (1, audio.out_channels, (self.audio_latents - 1) * self.audio_time_factor + 1, audio.mel_bins)
+        return (
+            1,
+            audio.out_channels,
+            (self.audio_latents - 1) * self.audio_time_factor + 1,
+            audio.mel_bins,
+        )
 
 
 def latent_frames(num_frames: int, time_factor: int) -> int:
@@ -98,7 +105,9 @@ def pack_video(latent: np.ndarray) -> np.ndarray:
 def unpack_video(tokens: np.ndarray, geometry: Geometry) -> np.ndarray:
     """[1, f*h*w, C] -> [1, C, f, h, w]."""
     g = geometry
-    return np.ascontiguousarray(rearrange(tokens, "b (f h w) c -> b c f h w", f=g.frames, h=g.rows, w=g.columns))
+    return np.ascontiguousarray(
+        rearrange(tokens, "b (f h w) c -> b c f h w", f=g.frames, h=g.rows, w=g.columns)
+    )
 
 
 def pack_audio(latent: np.ndarray) -> np.ndarray:
@@ -108,7 +117,9 @@ def pack_audio(latent: np.ndarray) -> np.ndarray:
 
 def unpack_audio(tokens: np.ndarray, geometry: Geometry) -> np.ndarray:
     """[1, n, channels*mel] -> [1, channels, n, mel]."""
-    return np.ascontiguousarray(rearrange(tokens, "b n (c mel) -> b c n mel", c=geometry.audio_channels))
+    return np.ascontiguousarray(
+        rearrange(tokens, "b n (c mel) -> b c n mel", c=geometry.audio_channels)
+    )
 
 
 def video_positions(geometry: Geometry) -> np.ndarray:
@@ -119,7 +130,9 @@ def video_positions(geometry: Geometry) -> np.ndarray:
     g = geometry
     pixel_bounds = _causal(_bounds(g.frames, g.time_factor), g.time_factor)
     return _grid(
-        pixel_bounds / np.float32(float(g.fps)), _bounds(g.rows, g.space_factor), _bounds(g.columns, g.space_factor)
+        pixel_bounds / np.float32(float(g.fps)),
+        _bounds(g.rows, g.space_factor),
+        _bounds(g.columns, g.space_factor),
     )
 
 

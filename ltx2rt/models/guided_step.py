@@ -124,7 +124,11 @@ def _guide(o: Ops, x0: Term, names: tuple[str, ...], scales: list[Term], tokens:
 
 
 def _keeps(
-    o: Ops, config: TransformerConfig, names: tuple[str, ...], scales: dict[str, list[Term]], s: StepShape
+    o: Ops,
+    config: TransformerConfig,
+    names: tuple[str, ...],
+    scales: dict[str, list[Term]],
+    s: StepShape,
 ) -> dict[str, Term]:
     """Keep masks (layers, B): STG's value pass-through in its blocks, cross-attention off in the isolated branch."""
     layers = range(config.num_layers)
@@ -132,14 +136,20 @@ def _keeps(
     def columns(branch: str, blocks: Container[int], inside: Term) -> Term:
         """`inside` in these blocks of a branch, 1 elsewhere."""
         one, ones = o.full(1.0, "float32"), o.full(1.0, "float32", layers=len(layers))
-        own = o.stack(*(inside if layer in blocks else one for layer in layers), axis="layers", dim=0)
+        own = o.stack(
+            *(inside if layer in blocks else one for layer in layers), axis="layers", dim=0
+        )
         keep = o.stack(*(own if name == branch else ones for name in names), axis="branches", dim=1)
-        return o.merge(o.expand(keep, axis="videos", size=s.videos), axes=("branches", "videos"), into="B")
+        return o.merge(
+            o.expand(keep, axis="videos", size=s.videos), axes=("branches", "videos"), into="B"
+        )
 
     keeps, zero = {}, o.full(0.0, "float32")
     if "perturbed" in names:
         for name in scales:
-            active = o.select(scales[name][STG], o.full(1.0, "float32"), zero)  # a stream whose own stg is 0 is not
+            active = o.select(
+                scales[name][STG], o.full(1.0, "float32"), zero
+            )  # a stream whose own stg is 0 is not
             keeps[f"{name}_self_keep"] = columns("perturbed", s.stg_blocks, 1 - active)
     if "isolated" in names and len(s.streams) > 1:
         cross = columns("isolated", layers, zero)
@@ -208,11 +218,20 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
         tables = declare_tables(
             o,
             config,
-            ForwardShape(batch, s.video_tokens, s.audio_tokens, s.text_tokens, s.coordinates, streams=s.streams),
+            ForwardShape(
+                batch,
+                s.video_tokens,
+                s.audio_tokens,
+                s.text_tokens,
+                s.coordinates,
+                streams=s.streams,
+            ),
         )
         bias = None
         if s.masked:
-            weights = o.input("video_attention_mask", "float32", tokens=s.video_tokens, keys=s.video_tokens)
+            weights = o.input(
+                "video_attention_mask", "float32", tokens=s.video_tokens, keys=s.video_tokens
+            )
             bias = mask_bias(o, weights)
         keyframes = declare_keyframes(o, config, s.streams, tokens=s.video_tokens)
         velocity = transformer(
@@ -229,18 +248,26 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
         )  # fmt: skip
         count = COEFFICIENTS[s.sampler]
         row = o.input("coefficients", "float32", terms=count) if count else None
-        coefficients = [o.at(row, axis="terms", index=i) for i in range(count)] if row is not None else []
+        coefficients = (
+            [o.at(row, axis="terms", index=i) for i in range(count)] if row is not None else []
+        )
         latents, x0s = {}, {}
         for stream in made:
             n, tokens = stream.name, stream.tokens
             v = o.split(velocity[n], axis="B", into={"branches": len(names), "videos": s.videos})
             x0 = branched(x[n]) - v * (mask[n] * sigma)
-            x0 = _guide(o, x0, names, scales[n], tokens) if len(names) > 1 else o.at(x0, axis="branches", index=0)
+            x0 = (
+                _guide(o, x0, names, scales[n], tokens)
+                if len(names) > 1
+                else o.at(x0, axis="branches", index=0)
+            )
             x0 = x0 * mask[n] + clean[n] * (1 - mask[n])
             more = [*CARRIED[s.sampler], *(["noise"] if s.sampler in NOISY else [])]
             given = {name: o.input(f"{n}_{name}", "float32", **x[n].type.sizes) for name in more}
             noise = given.pop("noise", None)
-            found = advance(o, s.sampler, x[n], x0, clean[n], mask[n], ends, coefficients, noise, given, n)
+            found = advance(
+                o, s.sampler, x[n], x0, clean[n], mask[n], ends, coefficients, noise, given, n
+            )
             latents |= {f"{n}_{name}": value for name, value in found.items()}
             x0s[f"{n}_x0"] = x0
         return latents | x0s

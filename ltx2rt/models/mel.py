@@ -25,8 +25,12 @@ def log_mel(waveform: np.ndarray, config: AudioVaeConfig) -> np.ndarray:
         raise ValueError(
             f"waveform: {waveform.shape[-1]} samples at {config.sample_rate} Hz, expected more than {half}"
         )
-    padded = np.pad(waveform.astype(np.float64), [(0, 0)] * (waveform.ndim - 1) + [(half, half)], mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW, axis=-1)[..., :: config.mel_hop, :]
+    padded = np.pad(
+        waveform.astype(np.float64), [(0, 0)] * (waveform.ndim - 1) + [(half, half)], mode="reflect"
+    )
+    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW, axis=-1)[
+        ..., :: config.mel_hop, :
+    ]
     magnitudes = np.abs(np.fft.rfft(frames * np.sin(np.pi * np.arange(WINDOW) / WINDOW) ** 2))
     mel = magnitudes @ mel_basis(config.mel_bins, WINDOW, config.sample_rate).T
     return np.log(np.maximum(mel, FLOOR)).astype(np.float32)
@@ -34,7 +38,9 @@ def log_mel(waveform: np.ndarray, config: AudioVaeConfig) -> np.ndarray:
 
 def mel_basis(num_mels: int, size: int, sample_rate: int) -> np.ndarray:
     """Triangles on Slaney's mel scale (linear below 1 kHz), each of area 1, f64[num_mels, size/2 + 1]."""
-    step = np.log(6.4) / 27  # Slaney: 27 logarithmic steps from 1 kHz to 6.4 kHz, 200/3 Hz per mel below
+    step = (
+        np.log(6.4) / 27
+    )  # Slaney: 27 logarithmic steps from 1 kHz to 6.4 kHz, 200/3 Hz per mel below
 
     def to_mel(hz: float) -> float:
         return hz * 3 / 200 if hz < 1000 else 15 + np.log(hz / 1000) / step

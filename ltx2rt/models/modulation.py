@@ -39,10 +39,15 @@ class Modulation:
             rows = o.at(self.rows, axis="levels", index=0) + table
             return [o.at(rows, axis="rows", index=i) for i in range(count)]
         rows = self.rows + table
-        return [o.take(o.at(rows, axis="rows", index=i), self.index, axis="levels") for i in range(count)]
+        return [
+            o.take(o.at(rows, axis="rows", index=i), self.index, axis="levels")
+            for i in range(count)
+        ]
 
 
-def adaln(o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D") -> tuple[Modulation, Term]:
+def adaln(
+    o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D"
+) -> tuple[Modulation, Term]:
     """Sinusoid(256), Linear, SiLU, Linear = embedding ((B,) levels, D); SiLU, Linear = its num_rows modulation rows."""
     e = o.cast(o.sinusoid(levels.values, size=256), dtype=o.dtype)
     e = o.silu(o.linear(e, "emb.timestep_embedder.linear_1", {axis: width}))

@@ -21,14 +21,18 @@ def frequency_grid(dim: int, num_axes: int, theta: float, float64: bool = True) 
     return (np.power(dtype(theta), exponents) * dtype(math.pi) / dtype(2)).astype(np.float32)
 
 
-def axis_angles(coordinates: np.ndarray, max_pos: float, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def axis_angles(
+    coordinates: np.ndarray, max_pos: float, grid: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin of grid * (2 coordinate / max_pos - 1): float32[coordinates, frequencies] each."""
     u = np.asarray(coordinates, np.float32) / np.float32(max_pos) * np.float32(2) - np.float32(1)
     angles = u[:, None] * grid
     return np.cos(angles), np.sin(angles)
 
 
-def coordinate_table(name: str, bounds: np.ndarray, max_pos: float, grid: np.ndarray) -> dict[str, np.ndarray]:
+def coordinate_table(
+    name: str, bounds: np.ndarray, max_pos: float, grid: np.ndarray
+) -> dict[str, np.ndarray]:
     """Graph inputs of one axis: `{name}_cos`, `{name}_sin` [coordinates, frequencies] and `{name}_index` like bounds.
 
     bounds: float32[..., 2], a token's [start, end) on this axis; the angle is taken at the midpoint.
@@ -36,10 +40,16 @@ def coordinate_table(name: str, bounds: np.ndarray, max_pos: float, grid: np.nda
     middle = (bounds[..., 0] + bounds[..., 1]) / np.float32(2)
     unique, index = np.unique(middle, return_inverse=True)
     cos, sin = axis_angles(unique, max_pos, grid)
-    return {f"{name}_cos": cos, f"{name}_sin": sin, f"{name}_index": index.reshape(middle.shape).astype(np.int32)}
+    return {
+        f"{name}_cos": cos,
+        f"{name}_sin": sin,
+        f"{name}_index": index.reshape(middle.shape).astype(np.int32),
+    }
 
 
-def gather_tables(o: Ops, axes: list[dict[str, Term]], heads: int, head_dim: int) -> tuple[Term, Term]:
+def gather_tables(
+    o: Ops, axes: list[dict[str, Term]], heads: int, head_dim: int
+) -> tuple[Term, Term]:
     """cos and sin (..., tokens, heads, pairs) from each axis' {"cos", "sin", "index"}.
 
     Angles lie frequency-major, axis-minor; identity pairs fill the front; heads then own different bands.
@@ -55,6 +65,8 @@ def gather_tables(o: Ops, axes: list[dict[str, Term]], heads: int, head_dim: int
         missing = heads * pairs - x.type.size("frequencies")
         if missing:
             front = {**x.type.sizes, "frequencies": missing}
-            x = o.concat(o.full(1.0 if kind == "cos" else 0.0, x.type.dtype, **front), x, axis="frequencies")
+            x = o.concat(
+                o.full(1.0 if kind == "cos" else 0.0, x.type.dtype, **front), x, axis="frequencies"
+            )
         tables.append(o.split(x, axis="frequencies", into={"heads": heads, "pairs": pairs}))
     return tables[0], tables[1]

@@ -23,12 +23,25 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import Ops, Term
 from ltx2rt.models.step_plan import TERMS, StepPlan
 
-PER_STEP = ("sigmas", "coefficients", "video_noise", "audio_noise")  # inputs of which every evaluation has its own
+PER_STEP = (
+    "sigmas",
+    "coefficients",
+    "video_noise",
+    "audio_noise",
+)  # inputs of which every evaluation has its own
 LAST_SIGMA = 0.0011  # where res2s evaluates in place of 0
 ETA = 0.5  # of the noise that res2s injects
-MIN_REFINED_SIGMA, MAX_REFINED_H = 0.03, 0.5  # where res2s moves the anchor back along its first direction
+MIN_REFINED_SIGMA, MAX_REFINED_H = (
+    0.03,
+    0.5,
+)  # where res2s moves the anchor back along its first direction
 COEFFICIENTS = {"euler": 0, "ancestral": 3, "res2s": 9, "planned": TERMS}
-CARRIED = {"euler": (), "ancestral": (), "res2s": ("anchor", "kept"), "planned": ("kept",)}  # besides the latents
+CARRIED = {
+    "euler": (),
+    "ancestral": (),
+    "res2s": ("anchor", "kept"),
+    "planned": ("kept",),
+}  # besides the latents
 NOISY = ("ancestral", "res2s")
 
 
@@ -67,7 +80,11 @@ class Trajectory:
 def planned(plan: StepPlan, sigmas: np.ndarray) -> Trajectory:
     """The plan's evaluations of the schedule f32[steps + 1], for `plan.sampler`."""
     found = trajectory("euler", plan.levels(sigmas))
-    return found if plan.sampler == "euler" else replace(found, coefficients=plan.coefficients(sigmas).astype("f"))
+    return (
+        found
+        if plan.sampler == "euler"
+        else replace(found, coefficients=plan.coefficients(sigmas).astype("f"))
+    )
 
 
 def trajectory(sampler: str, sigmas: np.ndarray, eta: float = 1.0) -> Trajectory:
@@ -164,7 +181,9 @@ def _res2s(sigmas: np.ndarray) -> Trajectory:
         anchor = (0.0, 1 / (1 - kappa), -kappa / (1 - kappa)) if moved else (1.0, 0.0, 0.0)
         rows.append((s + d * (1 - kappa), 0.0, 0.0, d * kappa, n, 1.0, *anchor))
         s, d, n = _injected(sigma, target)
-        rows.append((0.0, s + d * (1 - h * (b1 + b2)), d * h * b1, d * h * b2, n, 1.0, 0.0, 0.0, 0.0))
+        rows.append(
+            (0.0, s + d * (1 - h * (b1 + b2)), d * h * b1, d * h * b2, n, 1.0, 0.0, 0.0, 0.0)
+        )
         pairs += [(sigma, middle), (middle, target)]
         draws += [Draw("substep", i), Draw("step", i)]
     rows.append((0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))

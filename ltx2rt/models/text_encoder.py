@@ -12,7 +12,9 @@ from ltx2rt.models import connectors, gemma, gemma4
 LanguageModel = GemmaConfig | Gemma4Config
 
 
-def trace(gemma_config: LanguageModel, text_config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
+def trace(
+    gemma_config: LanguageModel, text_config: TextConfig, batch: int, tokens: int, dtype: str
+) -> Graph:
     """Outputs hidden_states (B, text, D, states), video_context and audio_context (B, text, D)."""
 
     def model(o: Ops) -> dict[str, Term]:

@@ -83,7 +83,11 @@ def streams(config: TransformerConfig) -> tuple[Stream, Stream]:
 
 def table_names(streams: Sequence[str]) -> list[str]:
     """The tables of TABLES that attentions within and between these streams read."""
-    return [n for n in TABLES if n.split("_")[0] in streams and (len(streams) > 1 or not n.endswith("cross"))]
+    return [
+        n
+        for n in TABLES
+        if n.split("_")[0] in streams and (len(streams) > 1 or not n.endswith("cross"))
+    ]
 
 
 def position_feeds(
@@ -104,7 +108,9 @@ def position_feeds(
         if audio is not None:
             feeds |= coordinate_table("video_cross", video[..., 0, :, :], cross_max, cross_grid)
     if audio is not None:
-        feeds |= coordinate_table("audio_time", audio[..., 0, :, :], c.audio_rope_max_pos, audio_grid)
+        feeds |= coordinate_table(
+            "audio_time", audio[..., 0, :, :], c.audio_rope_max_pos, audio_grid
+        )
         if video is not None:
             feeds |= coordinate_table("audio_cross", audio[..., 0, :, :], cross_max, cross_grid)
     return feeds
@@ -118,7 +124,9 @@ def level_feeds(name: str, timesteps: np.ndarray) -> dict[str, np.ndarray]:
     """`{name}_levels` [B, K] and, if K > 1, `{name}_level_index` [B, T] from timesteps [B, T]."""
     per_sample = [np.unique(t, return_inverse=True) for t in np.asarray(timesteps, np.float32)]
     count = max(len(values) for values, _ in per_sample)
-    levels = np.stack([np.pad(values, (0, count - len(values)), mode="edge") for values, _ in per_sample])
+    levels = np.stack(
+        [np.pad(values, (0, count - len(values)), mode="edge") for values, _ in per_sample]
+    )
     feeds = {f"{name}_levels": levels}
     if count > 1:
         feeds[f"{name}_level_index"] = np.stack([index for _, index in per_sample]).astype(np.int32)
@@ -127,13 +135,17 @@ def level_feeds(name: str, timesteps: np.ndarray) -> dict[str, np.ndarray]:
 
 def keep_names(streams: Sequence[str]) -> list[str]:
     """The masks that take attention out of layers."""
-    return [f"{name}_self_keep" for name in streams] + (["a2v_keep", "v2a_keep"] if len(streams) > 1 else [])
+    return [f"{name}_self_keep" for name in streams] + (
+        ["a2v_keep", "v2a_keep"] if len(streams) > 1 else []
+    )
 
 
 # --- graph side -------------------------------------------------------------------------------------------------
 
 
-def declare_tables(o: Ops, config: TransformerConfig, s: ForwardShape) -> dict[str, dict[str, Term]]:
+def declare_tables(
+    o: Ops, config: TransformerConfig, s: ForwardShape
+) -> dict[str, dict[str, Term]]:
     """The RoPE inputs: per table that is read its cos and sin (coordinates, frequencies) and index ((B,) tokens)."""
     video, cross = config.width // 6, config.audio_width // 2
     frequencies = (video, video, video, cross, cross, cross)
@@ -143,7 +155,11 @@ def declare_tables(o: Ops, config: TransformerConfig, s: ForwardShape) -> dict[s
         if name not in read:
             continue
         sizes = {"B": s.batch} if s.batched_positions else {}
-        sizes |= {"tokens": s.video_tokens} if name.startswith("video") else {"audio_tokens": s.audio_tokens}
+        sizes |= (
+            {"tokens": s.video_tokens}
+            if name.startswith("video")
+            else {"audio_tokens": s.audio_tokens}
+        )
         tables[name] = {
             "cos": o.input(f"{name}_cos", "float32", coordinates=count, frequencies=n),
             "sin": o.input(f"{name}_sin", "float32", coordinates=count, frequencies=n),
@@ -152,20 +168,36 @@ def declare_tables(o: Ops, config: TransformerConfig, s: ForwardShape) -> dict[s
     return tables
 
 
-def rope_tables(o: Ops, config: TransformerConfig, tables: dict[str, dict[str, Term]]) -> dict[str, Term]:
+def rope_tables(
+    o: Ops, config: TransformerConfig, tables: dict[str, dict[str, Term]]
+) -> dict[str, Term]:
     """cos and sin of the attentions that rotate, as named values."""
     found = {}
     if "video_time" in tables:
-        found["video"] = gather_tables(o, [tables[n] for n in TABLES[:3]], config.num_heads, config.head_dim)
-    for name, table in (("video_cross", "video_cross"), ("audio", "audio_time"), ("audio_cross", "audio_cross")):
+        found["video"] = gather_tables(
+            o, [tables[n] for n in TABLES[:3]], config.num_heads, config.head_dim
+        )
+    for name, table in (
+        ("video_cross", "video_cross"),
+        ("audio", "audio_time"),
+        ("audio_cross", "audio_cross"),
+    ):
         if table in tables:
-            found[name] = gather_tables(o, [tables[table]], config.audio_num_heads, config.audio_head_dim)
-    return {f"{name}_{kind}": x for name, pair in found.items() for kind, x in zip(("cos", "sin"), pair, strict=True)}
+            found[name] = gather_tables(
+                o, [tables[table]], config.audio_num_heads, config.audio_head_dim
+            )
+    return {
+        f"{name}_{kind}": x
+        for name, pair in found.items()
+        for kind, x in zip(("cos", "sin"), pair, strict=True)
+    }
 
 
 def mask_bias(o: Ops, mask: Term) -> Term:
     """Additive bias of a multiplicative attention mask in [0, 1]: its logarithm, -1e30 where it is 0."""
-    return o.select(mask, o.log(o.clamp(mask, low=1e-30)), o.full(-1e30, "float32", **mask.type.sizes))
+    return o.select(
+        mask, o.log(o.clamp(mask, low=1e-30)), o.full(-1e30, "float32", **mask.type.sizes)
+    )
 
 
 class Rows(NamedTuple):
@@ -206,12 +238,21 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
     own = {s.name: _own_rows(o, config, invariant, s) for s in pair}
     for s in pair:
         rows, gate = own[s.name]["self"]
-        h, bias, keep = modulated(norm(s), rows), invariant.get(f"{s.name}_bias"), data.get(f"{s.name}_self_keep")
-        x[s.name] += attend(f"{s.prefix}attn1", h, h, s, rope=rope(s.name), bias=bias, keep=keep) * gate
+        h, bias, keep = (
+            modulated(norm(s), rows),
+            invariant.get(f"{s.name}_bias"),
+            data.get(f"{s.name}_self_keep"),
+        )
+        x[s.name] += (
+            attend(f"{s.prefix}attn1", h, h, s, rope=rope(s.name), bias=bias, keep=keep) * gate
+        )
         h, context = norm(s), invariant[f"{s.name}_context"]
         if config.text_modulation:
             rows, gate = own[s.name]["text"]
-            h, context = modulated(h, rows), modulated(context, _prompt_rows(o, config, invariant, s))
+            h, context = (
+                modulated(h, rows),
+                modulated(context, _prompt_rows(o, config, invariant, s)),
+            )
             x[s.name] += attend(f"{s.prefix}attn2", h, context, s) * gate
         else:
             x[s.name] += attend(f"{s.prefix}attn2", h, context, s)
@@ -220,24 +261,37 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
         normed = {s.name: norm(s) for s in pair}
         cross, gates = _cross_rows(o, invariant, pair)
         deltas = {}
-        for name, s, other in (("audio_to_video_attn", video, audio), ("video_to_audio_attn", audio, video)):
+        for name, s, other in (
+            ("audio_to_video_attn", video, audio),
+            ("video_to_audio_attn", audio, video),
+        ):
             h, context = (modulated(normed[t.name], cross[t.name][name]) for t in (s, other))
             ropes = {"rope": rope(f"{s.name}_cross"), "context_rope": rope(f"{other.name}_cross")}
             deltas[s.name] = attend(name, h, context, audio, **ropes)
         for s, keep in ((video, "a2v_keep"), (audio, "v2a_keep")):
-            y = deltas[s.name] * o.cast(data[keep], dtype=o.dtype) if keep in data else deltas[s.name]
+            y = (
+                deltas[s.name] * o.cast(data[keep], dtype=o.dtype)
+                if keep in data
+                else deltas[s.name]
+            )
             x[s.name] += y * gates[s.name]
     for s in pair:
         rows, gate = own[s.name]["ff"]
-        x[s.name] += feed_forward(o.under(f"{s.prefix}ff"), modulated(norm(s), rows), s.ff_bias) * gate
+        x[s.name] += (
+            feed_forward(o.under(f"{s.prefix}ff"), modulated(norm(s), rows), s.ff_bias) * gate
+        )
     return x, {}
 
 
-def _table(o: Ops, invariant, s: Stream, name: str, table: str, count: int, start: int = 0) -> list[Term]:
+def _table(
+    o: Ops, invariant, s: Stream, name: str, table: str, count: int, start: int = 0
+) -> list[Term]:
     """Rows of the block's `table` of `count` rows, from `start` on, plus the stream's modulation rows `name`."""
     rows = invariant[f"{s.name}_{name}"]
     index = invariant[f"{s.name}_index"] if rows.type.size("levels") > 1 else None
-    return Modulation(rows, index).with_table(o, o.param(table, rows=count, **{s.axis: s.width}), start)
+    return Modulation(rows, index).with_table(
+        o, o.param(table, rows=count, **{s.axis: s.width}), start
+    )
 
 
 def _own_parts(config: TransformerConfig) -> tuple[str, ...]:
@@ -245,17 +299,26 @@ def _own_parts(config: TransformerConfig) -> tuple[str, ...]:
     return ("self", "ff", "text") if config.text_modulation else ("self", "ff")
 
 
-def _own_rows(o: Ops, config: TransformerConfig, invariant, s: Stream) -> dict[str, tuple[Rows, Term]]:
+def _own_rows(
+    o: Ops, config: TransformerConfig, invariant, s: Stream
+) -> dict[str, tuple[Rows, Term]]:
     parts = _own_parts(config)
     rows = iter(_table(o, invariant, s, "mod", f"{s.prefix}scale_shift_table", 3 * len(parts)))
-    return {part: (Rows(shift, scale), gate) for part, shift, scale, gate in zip(parts, rows, rows, rows, strict=True)}
+    return {
+        part: (Rows(shift, scale), gate)
+        for part, shift, scale, gate in zip(parts, rows, rows, rows, strict=True)
+    }
 
 
-def _cross_rows(o: Ops, invariant, pair: list[Stream]) -> tuple[dict[str, dict[str, Rows]], dict[str, Term]]:
+def _cross_rows(
+    o: Ops, invariant, pair: list[Stream]
+) -> tuple[dict[str, dict[str, Rows]], dict[str, Term]]:
     """By stream: its rows in either cross-attention, and its gate. These tables are scale first."""
     rows, gates = {}, {}
     for s in pair:
-        a2v_scale, a2v_shift, v2a_scale, v2a_shift = _table(o, invariant, s, "cross_mod", CROSS_TABLE + s.name, 5)
+        a2v_scale, a2v_shift, v2a_scale, v2a_shift = _table(
+            o, invariant, s, "cross_mod", CROSS_TABLE + s.name, 5
+        )
         a2v, v2a = Rows(a2v_shift, a2v_scale), Rows(v2a_shift, v2a_scale)
         rows[s.name] = {"audio_to_video_attn": a2v, "video_to_audio_attn": v2a}
     for s in pair:
@@ -305,7 +368,9 @@ def transformer(
     gate_factor = config.av_gate_scale / config.timestep_scale
     for s, other in zip(pair, reversed(pair), strict=True):
         p, axis = s.prefix, s.axis
-        x[s.name] = o.linear(o.cast(latents[s.name], dtype=o.dtype), f"{p}patchify_proj", {axis: s.width})
+        x[s.name] = o.linear(
+            o.cast(latents[s.name], dtype=o.dtype), f"{p}patchify_proj", {axis: s.width}
+        )
         if keyframes is not None and s.name == "video":
             vector = o.param("keyframes_abs_pos_embedding", one=1, **{axis: s.width})
             marked = o.expand(o.cast(keyframes, dtype=o.dtype), axis=axis, size=s.width)
@@ -320,14 +385,26 @@ def transformer(
         if len(pair) == 2:
             sources = {"own": own, "other": scalar[other.name]}
             cross, _ = adaln(
-                o.under(f"av_ca_{s.name}_scale_shift_adaln_single"), scaled(sources[cross_rows[0]]), s.width, 4, axis
+                o.under(f"av_ca_{s.name}_scale_shift_adaln_single"),
+                scaled(sources[cross_rows[0]]),
+                s.width,
+                4,
+                axis,
             )
             invariant[f"{s.name}_cross_mod"] = cross.rows
-            gate_name = "av_ca_a2v_gate_adaln_single" if s.name == "video" else "av_ca_v2a_gate_adaln_single"
-            gate, _ = adaln(o.under(gate_name), scaled(sources[cross_rows[1]], gate_factor), s.width, 1, axis)
+            gate_name = (
+                "av_ca_a2v_gate_adaln_single"
+                if s.name == "video"
+                else "av_ca_v2a_gate_adaln_single"
+            )
+            gate, _ = adaln(
+                o.under(gate_name), scaled(sources[cross_rows[1]], gate_factor), s.width, 1, axis
+            )
             invariant[f"{s.name}_gate_mod"] = gate.rows
         if config.text_modulation and config.prompt_adaln:
-            prompt, _ = adaln(o.under(f"{p}prompt_adaln_single"), scaled(scalar[s.name]), s.width, 2, axis)
+            prompt, _ = adaln(
+                o.under(f"{p}prompt_adaln_single"), scaled(scalar[s.name]), s.width, 2, axis
+            )
             invariant[f"{s.name}_prompt_mod"] = prompt.rows
         context = o.cast(contexts[s.name], dtype=o.dtype)
         if config.caption_projection:
@@ -353,7 +430,9 @@ def transformer(
         table = o.param(f"{s.prefix}scale_shift_table", rows=2, **{s.axis: s.width})
         shift, scale = Modulation(rows, levels[s.name].index).with_table(o, table)
         y = o.modulate(o.layer_norm(x[s.name], over=s.axis, eps=1e-6), scale, shift)
-        outputs[s.name] = o.cast(o.linear(y, f"{s.prefix}proj_out", {"C": s.channels}), dtype="float32")
+        outputs[s.name] = o.cast(
+            o.linear(y, f"{s.prefix}proj_out", {"C": s.channels}), dtype="float32"
+        )
     return outputs
 
 
@@ -364,7 +443,9 @@ def declare_levels(o: Ops, name: str, levels: int, **axes: int) -> Levels:
     return Levels(values, o.input(f"{name}_level_index", "int32", **axes) if levels > 1 else None)
 
 
-def declare_keyframes(o: Ops, config: TransformerConfig, streams: Sequence[str], **axes: int) -> Term | None:
+def declare_keyframes(
+    o: Ops, config: TransformerConfig, streams: Sequence[str], **axes: int
+) -> Term | None:
     """Input `video_keyframes_mask` (*axes) if the model has a vector for keyframes, and the clip has video."""
     if not config.keyframe_vector or "video" not in streams:
         return None
@@ -399,7 +480,13 @@ def trace(config: TransformerConfig, s: ForwardShape, dtype: str) -> Graph:
             names = keep_names(s.streams)
             keeps = {n: o.input(n, "float32", layers=config.num_layers, B=s.batch) for n in names}
         if s.masked:
-            mask = o.input("video_attention_mask", "float32", B=s.batch, tokens=s.video_tokens, keys=s.video_tokens)
+            mask = o.input(
+                "video_attention_mask",
+                "float32",
+                B=s.batch,
+                tokens=s.video_tokens,
+                keys=s.video_tokens,
+            )
             bias = mask_bias(o, mask)
         keyframes = declare_keyframes(o, config, s.streams, B=s.batch, tokens=s.video_tokens)
         tables = declare_tables(o, config, s)

@@ -23,22 +23,30 @@ STEPS = ("dt", "dy", "dx")  # positions inside a space-to-depth cell, slowest fi
 Conv = Callable[[Ops, Term, str, int], Term]
 
 
-def trace_decoder(config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str) -> Graph:
+def trace_decoder(
+    config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
+) -> Graph:
     """Input `latent` float32 (B, channels, frames, rows, columns), normalised; output `frames` (B, 3, F, H, W)."""
     return trace_graph("video-decoder", decoder, dtype, config, batch, frames, rows, columns)
 
 
-def trace_encoder(config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str) -> Graph:
+def trace_encoder(
+    config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
+) -> Graph:
     """Sizes in pixels. Input `frames` (B, 3, F, H, W) in [-1, 1]; output `latent` float32, the normalised mean."""
     return trace_graph("video-encoder", encoder, dtype, config, batch, frames, rows, columns)
 
 
-def decoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Term]:
+def decoder(
+    o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int
+) -> dict[str, Term]:
     """Model text of `trace_decoder`; sizes in latents."""
     sizes = {"frames": frames, "rows": rows, "columns": columns}
     x = o.input("latent", "float32", B=batch, channels=config.latent_channels, **sizes)
     x = o.cast(unnormalise(o, x), dtype=o.dtype)
-    conv = functools.partial(padded_conv, padding=config.decoder_padding, causal=config.decoder_causal)
+    conv = functools.partial(
+        padded_conv, padding=config.decoder_padding, causal=config.decoder_causal
+    )
     net = o.under("vae.decoder")
     x = conv(net, x, "conv_in", config.decoder[0].channels)
     for i, stage in enumerate(config.decoder):
@@ -49,10 +57,14 @@ def decoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, 
     return {"frames": unpatchify(o, x, config.patch_size)}
 
 
-def encoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int) -> dict[str, Term]:
+def encoder(
+    o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int
+) -> dict[str, Term]:
     """Model text of `trace_encoder`; sizes in pixels."""
     x = o.input("frames", B=batch, channels=3, frames=frames, rows=rows, columns=columns)
-    conv = functools.partial(padded_conv, padding=config.encoder_padding, causal=config.encoder_causal)
+    conv = functools.partial(
+        padded_conv, padding=config.encoder_padding, causal=config.encoder_causal
+    )
     net = o.under("vae.encoder")
     x = conv(net, patchify(o, x, config.patch_size), "conv_in", config.encoder[0].channels)
     for i, stage in enumerate(config.encoder):
@@ -67,7 +79,10 @@ def encoder(o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, 
 
 def _statistics(o: Ops, channels: int) -> list[Term]:
     o = o.under("vae.per_channel_statistics")
-    return [o.param(name, dtype="float32", channels=channels) for name in ("mean-of-means", "std-of-means")]
+    return [
+        o.param(name, dtype="float32", channels=channels)
+        for name in ("mean-of-means", "std-of-means")
+    ]
 
 
 def unnormalise(o: Ops, x: Term) -> Term:
@@ -82,7 +97,9 @@ def normalise(o: Ops, x: Term) -> Term:
     return (x - mean) / std
 
 
-def padded_conv(o: Ops, x: Term, name: str, out_channels: int, *, padding: str, causal: bool) -> Term:
+def padded_conv(
+    o: Ops, x: Term, name: str, out_channels: int, *, padding: str, causal: bool
+) -> Term:
     """3x3x3 convolution that keeps every size. Time repeats its edge frames, twice before if causal; rows and columns
     follow `padding`."""
     x = o.pad(x, mode="edge", frames=(2, 0) if causal else (1, 1))
@@ -111,7 +128,9 @@ def upsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
 
     A stride of 2 in time maps n frames to 2n - 1: the first output frame is dropped.
     """
-    y = depth_to_space(o, conv(o, x, "conv", stage.out_channels * math.prod(stage.stride)), stage.stride)
+    y = depth_to_space(
+        o, conv(o, x, "conv", stage.out_channels * math.prod(stage.stride)), stage.stride
+    )
     if stage.residual:
         skip = depth_to_space(o, x, stage.stride)
         repeats = stage.out_channels // skip.type.size("channels")
@@ -129,27 +148,44 @@ def downsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
     skip = space_to_depth(o, x, stage.stride)
     group = skip.type.size("channels") // stage.out_channels
     skip = o.mean(
-        o.split(skip, axis="channels", into={"channels": stage.out_channels, "group": group}), over=("group",)
+        o.split(skip, axis="channels", into={"channels": stage.out_channels, "group": group}),
+        over=("group",),
     )
     y = conv(o, x, "conv", stage.out_channels // math.prod(stage.stride))
     return space_to_depth(o, y, stage.stride) + skip
 
 
 def depth_to_space(
-    o: Ops, x: Term, stride: tuple[int, ...], axes: tuple[str, ...] = AXES, steps: tuple[str, ...] = STEPS
+    o: Ops,
+    x: Term,
+    stride: tuple[int, ...],
+    axes: tuple[str, ...] = AXES,
+    steps: tuple[str, ...] = STEPS,
 ) -> Term:
     """Channel index ((c * st + dt) * sh + dy) * sw + dx, with `steps` from slow to fast, into the `axes`."""
     inner = dict(zip(steps, stride, strict=True))
-    x = o.split(x, axis="channels", into={"channels": x.type.size("channels") // math.prod(stride), **inner})
+    x = o.split(
+        x, axis="channels", into={"channels": x.type.size("channels") // math.prod(stride), **inner}
+    )
     pairs = tuple(zip(axes, STEPS[-len(axes) :], strict=True))
-    x = o.transpose(x, axes=(*(a for a in x.type.axes if a not in (*axes, *steps)), *(a for p in pairs for a in p)))
+    x = o.transpose(
+        x,
+        axes=(
+            *(a for a in x.type.axes if a not in (*axes, *steps)),
+            *(a for p in pairs for a in p),
+        ),
+    )
     for axis, step in pairs:
         x = o.merge(x, axes=(axis, step), into=axis)
     return x
 
 
 def space_to_depth(
-    o: Ops, x: Term, stride: tuple[int, ...], axes: tuple[str, ...] = AXES, steps: tuple[str, ...] = STEPS
+    o: Ops,
+    x: Term,
+    stride: tuple[int, ...],
+    axes: tuple[str, ...] = AXES,
+    steps: tuple[str, ...] = STEPS,
 ) -> Term:
     """The inverse of `depth_to_space`."""
     for axis, step in zip(axes, STEPS[-len(axes) :], strict=True):
@@ -157,7 +193,9 @@ def space_to_depth(
         x = o.split(x, axis=axis, into={axis: x.type.size(axis) // n, step: n})
     kept = tuple(a for a in x.type.axes if a not in steps and a not in axes)
     order = kept[: kept.index("channels") + 1]
-    x = o.transpose(x, axes=(*order, *steps, *(a for a in x.type.axes if a not in order and a not in steps)))
+    x = o.transpose(
+        x, axes=(*order, *steps, *(a for a in x.type.axes if a not in order and a not in steps))
+    )
     return o.merge(x, axes=("channels", *steps), into="channels")
 
 

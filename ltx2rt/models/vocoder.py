@@ -21,7 +21,9 @@ from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 LEAKY_SLOPE = 0.1
-FINAL_LEAKY_SLOPE = 0.01  # the activation before conv_post has the framework's default, in every released file
+FINAL_LEAKY_SLOPE = (
+    0.01  # the activation before conv_post has the framework's default, in every released file
+)
 SNAKE_EPS = 1e-9
 FILTER_TAPS = 12  # of both anti-aliasing filters
 LOG_FLOOR = 1e-5
@@ -38,7 +40,10 @@ def feeds(config: VocoderConfig, mel: np.ndarray) -> dict[str, np.ndarray]:
     """The inputs of the graph: `mel` and, with bandwidth extension, the resampler's filter, which no file stores."""
     if config.bandwidth_extension is None:
         return {"mel": mel}
-    return {"mel": mel, "resampler_filter": resampler_filter(config.sample_rate // config.input_sample_rate)}
+    return {
+        "mel": mel,
+        "resampler_filter": resampler_filter(config.sample_rate // config.input_sample_rate),
+    }
 
 
 def resampler_filter(ratio: int) -> np.ndarray:
@@ -48,14 +53,20 @@ def resampler_filter(ratio: int) -> np.ndarray:
     """
     width = math.ceil(RESAMPLER_ZEROS / RESAMPLER_ROLLOFF)
     t = (np.arange(2 * width * ratio + 1) / ratio - width) * RESAMPLER_ROLLOFF
-    window = np.cos(np.clip(t, -RESAMPLER_ZEROS, RESAMPLER_ZEROS) * np.pi / (2 * RESAMPLER_ZEROS)) ** 2
+    window = (
+        np.cos(np.clip(t, -RESAMPLER_ZEROS, RESAMPLER_ZEROS) * np.pi / (2 * RESAMPLER_ZEROS)) ** 2
+    )
     return (np.sinc(t) * window * RESAMPLER_ROLLOFF / ratio).astype(np.float32)[None, None]
 
 
 def frame_samples(config: VocoderConfig) -> int:
     """Samples of the waveform for each mel frame."""
     samples = math.prod(config.generator.upsample_rates)
-    return samples if config.bandwidth_extension is None else samples * config.sample_rate // config.input_sample_rate
+    return (
+        samples
+        if config.bandwidth_extension is None
+        else samples * config.sample_rate // config.input_sample_rate
+    )
 
 
 def reach(config: VocoderConfig) -> tuple[int, int] | None:
@@ -68,7 +79,9 @@ def reach(config: VocoderConfig) -> tuple[int, int] | None:
         samples, hop = math.prod(config.generator.upsample_rates), config.stft_hop
         if samples % hop:
             return None
-        low = [reach * hop for reach in _generator_reach(extension)]  # in samples of the first generator
+        low = [
+            reach * hop for reach in _generator_reach(extension)
+        ]  # in samples of the first generator
         taps = resampler_filter(config.sample_rate // config.input_sample_rate).shape[-1]
         resampler = taps // 2 // (config.sample_rate // config.input_sample_rate)
         before += max(low[0] + config.stft_size - hop, resampler) / samples
@@ -80,7 +93,9 @@ def _generator_reach(config: GeneratorConfig) -> tuple[Fraction, Fraction]:
     """The same of one generator, in its own frames; what is padded at either end counts."""
     snake = FILTER_TAPS // 2 - 1 if config.activation == "snakebeta" else 0
     blocks = zip(config.resblock_kernels, config.resblock_dilations, strict=True)
-    block = max(sum((size - 1) // 2 * (d + 1) + 2 * snake for d in dilations) for size, dilations in blocks)
+    block = max(
+        sum((size - 1) // 2 * (d + 1) + 2 * snake for d in dilations) for size, dilations in blocks
+    )
     before = after = Fraction(3)  # conv_pre
     rate = 1
     for ratio, kernel in zip(config.upsample_rates, config.upsample_kernels, strict=True):
@@ -88,7 +103,9 @@ def _generator_reach(config: GeneratorConfig) -> tuple[Fraction, Fraction]:
         crop = (kernel - ratio) // 2
         before += Fraction(block + kernel - 1 - crop, rate)
         after += Fraction(block + crop, rate)
-    return before + Fraction(snake + 3, rate), after + Fraction(snake + 3, rate)  # act_post and conv_post
+    return before + Fraction(snake + 3, rate), after + Fraction(
+        snake + 3, rate
+    )  # act_post and conv_post
 
 
 def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[str, Term]:
@@ -104,18 +121,32 @@ def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[
 
 def generator(o: Ops, config: GeneratorConfig, mel: Term) -> Term:
     """mel (B, channels, time, mel) to a waveform (B, channels, samples), the product of the rates per frame."""
-    x = o.merge(o.transpose(mel, axes=("B", "channels", "mel", "time")), axes=("channels", "mel"), into="channels")
+    x = o.merge(
+        o.transpose(mel, axes=("B", "channels", "mel", "time")),
+        axes=("channels", "mel"),
+        into="channels",
+    )
     x = same_conv(o, x, "conv_pre", config.hidden_channels, 7)
     snake = config.activation == "snakebeta"
-    for i, (rate, kernel) in enumerate(zip(config.upsample_rates, config.upsample_kernels, strict=True)):
+    for i, (rate, kernel) in enumerate(
+        zip(config.upsample_rates, config.upsample_kernels, strict=True)
+    ):
         if not snake:
             x = o.leaky_relu(x, slope=LEAKY_SLOPE)
         x = o.conv_transpose(x, f"ups.{i}", config.hidden_channels >> (i + 1), kernel, rate)
         crop = (kernel - rate) // 2
         x = o.slice(x, axis="time", start=crop, stop=x.type.size("time") - crop)
         blocks = [
-            res_block(o.under(f"resblocks.{i * len(config.resblock_kernels) + j}"), x, size, dilations, snake)
-            for j, (size, dilations) in enumerate(zip(config.resblock_kernels, config.resblock_dilations, strict=True))
+            res_block(
+                o.under(f"resblocks.{i * len(config.resblock_kernels) + j}"),
+                x,
+                size,
+                dilations,
+                snake,
+            )
+            for j, (size, dilations) in enumerate(
+                zip(config.resblock_kernels, config.resblock_dilations, strict=True)
+            )
         ]
         x = functools.reduce(operator.add, blocks) / len(blocks)
     x = snake_beta(o.under("act_post"), x) if snake else o.leaky_relu(x, slope=FINAL_LEAKY_SLOPE)
@@ -130,7 +161,9 @@ FINAL_ACTIVATIONS: dict[str, Callable[[Ops, Term], Term]] = {
 }
 
 
-def same_conv(o: Ops, x: Term, name: str, out: int, kernel: int, dilation: int = 1, bias: bool = True) -> Term:
+def same_conv(
+    o: Ops, x: Term, name: str, out: int, kernel: int, dilation: int = 1, bias: bool = True
+) -> Term:
     """Convolution over time that keeps the length; zeros outside."""
     pad = (kernel - 1) * dilation // 2
     return o.conv(o.pad(x, time=(pad, pad)), name, out, (kernel,), dilation=(dilation,), bias=bias)
@@ -151,7 +184,10 @@ def res_block(o: Ops, x: Term, kernel: int, dilations: tuple[int, ...], snake: b
 
 def snake_beta(o: Ops, x: Term) -> Term:
     """x + sin(e^alpha x)^2 / e^beta per channel, at twice the rate between two low-pass filters."""
-    taps = [o.param(f"{name}.filter", out=1, one=1, k0=FILTER_TAPS) for name in ("upsample", "downsample.lowpass")]
+    taps = [
+        o.param(f"{name}.filter", out=1, one=1, k0=FILTER_TAPS)
+        for name in ("upsample", "downsample.lowpass")
+    ]
     width = x.type.size("channels")
     alpha, beta = (o.param(f"act.{name}", channels=width) for name in ("alpha", "beta"))
     x = resample_up(o, x, taps[0], 2)
@@ -169,7 +205,9 @@ def resample_up(o: Ops, x: Term, taps: Term, ratio: int) -> Term:
     length = ratio * x.type.size("time")
     y = o.pad(signals(o, x), mode="edge", time=(pad, pad))
     y = o.affine(o.emit("conv_transpose", y, taps, stride=ratio), scale=ratio)
-    return channels(o, o.slice(y, axis="time", start=left, stop=left + length), x.type.size("channels"))
+    return channels(
+        o, o.slice(y, axis="time", start=left, stop=left + length), x.type.size("channels")
+    )
 
 
 def signals(o: Ops, x: Term) -> Term:
@@ -186,7 +224,11 @@ def channels(o: Ops, x: Term, size: int) -> Term:
 
 def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, low: Term) -> Term:
     """low (B, channels, samples) in [-1, 1]; its resampling plus what a second generator adds, clamped."""
-    ratio, size, samples = config.sample_rate // config.input_sample_rate, config.stft_size, low.type.size("time")
+    ratio, size, samples = (
+        config.sample_rate // config.input_sample_rate,
+        config.stft_size,
+        low.type.size("time"),
+    )
     x = o.pad(low, time=(0, -samples % config.stft_hop))
     stft = o.under("vocoder.mel_stft")
     # Causal STFT as a convolution: the first half of the basis is real, the second imaginary.
@@ -194,9 +236,13 @@ def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, 
     basis = stft.param("stft_fn.forward_basis", out=2 * bins, one=1, k0=size)
     spectrum = o.pad(signals(o, x), time=(size - config.stft_hop, 0))
     spectrum = o.emit("conv", spectrum, basis, stride=(config.stft_hop,), dilation=(1,))
-    real, imaginary = (o.slice(spectrum, axis="one", start=i * bins, stop=(i + 1) * bins) for i in (0, 1))
+    real, imaginary = (
+        o.slice(spectrum, axis="one", start=i * bins, stop=(i + 1) * bins) for i in (0, 1)
+    )
     magnitude = o.sqrt(o.square(real) + o.square(imaginary))
-    magnitude = o.rename(o.transpose(magnitude, axes=("signals", "time", "one")), names={"one": "bins"})
+    magnitude = o.rename(
+        o.transpose(magnitude, axes=("signals", "time", "one")), names={"one": "bins"}
+    )
     mel_basis = stft.param("mel_basis", mel=config.stft_mels, bins=bins)
     mel = o.emit("linear", magnitude, mel_basis, contract=("bins",), out={"mel": config.stft_mels})
     mel = o.log(o.clamp(mel, low=LOG_FLOOR))

@@ -31,7 +31,9 @@ class Adapters:
 
 def adapted(graph: Graph, adapters: Adapters) -> Graph:
     """`graph` with the adapters of all targets that are linears of its repeats."""
-    result = replace(graph, nodes=[rewrite(node, lambda body: _body(body, adapters)) for node in graph.nodes])
+    result = replace(
+        graph, nodes=[rewrite(node, lambda body: _body(body, adapters)) for node in graph.nodes]
+    )
     verify(result)
     return result
 
@@ -39,14 +41,23 @@ def adapted(graph: Graph, adapters: Adapters) -> Graph:
 def modules(graph: Graph) -> list[str]:
     """What can be a target: linears of the graph's repeats that have weights of their own, `*` for the block."""
     bodies = [repeat.body for repeat in graph.repeats]
-    weights = [(node.inputs[1].name, body) for body in bodies for node in body.nodes if node.op == "linear"]
-    return [name.removesuffix(".weight") for name, body in weights if "*" in name and name in body.params]
+    weights = [
+        (node.inputs[1].name, body) for body in bodies for node in body.nodes if node.op == "linear"
+    ]
+    return [
+        name.removesuffix(".weight")
+        for name, body in weights
+        if "*" in name and name in body.params
+    ]
 
 
 def tensors(targets: Collection[str], blocks: int) -> list[str]:
     """Names of the parameters of all blocks, in an order that does not depend on that of the targets."""
     return [
-        numbered(f"{name}{MARK}{half}.weight", i) for name in sorted(targets) for i in range(blocks) for half in "AB"
+        numbered(f"{name}{MARK}{half}.weight", i)
+        for name in sorted(targets)
+        for i in range(blocks)
+        for half in "AB"
     ]
 
 
@@ -55,7 +66,10 @@ def _body(body: Graph, adapters: Adapters) -> Graph:
     layouts, env = body.all_layouts(), {}
     for node in body.nodes:
         node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
-        if node.op != "linear" or node.inputs[1].name.removesuffix(".weight") not in adapters.targets:
+        if (
+            node.op != "linear"
+            or node.inputs[1].name.removesuffix(".weight") not in adapters.targets
+        ):
             result.nodes.append(node)
             continue
         y = _beside(result, node, layouts[node.inputs[1].name], adapters)
@@ -78,8 +92,17 @@ def _beside(out: Graph, node: Node, layout: Layout, adapters: Adapters) -> Value
         v = out.parameter(declared, type)
         return v if dtype == "float32" else emit(out, "cast", v, dtype=dtype)
 
-    h = emit(out, "linear", x, half("A", 0, (rank, columns)), contract=node.attrs["contract"], out={"rank": rank})
-    d = emit(out, "linear", h, half("B", 1, (rows, rank)), contract=("rank",), out=node.attrs["out"])
+    h = emit(
+        out,
+        "linear",
+        x,
+        half("A", 0, (rank, columns)),
+        contract=node.attrs["contract"],
+        out={"rank": rank},
+    )
+    d = emit(
+        out, "linear", h, half("B", 1, (rows, rank)), contract=("rank",), out=node.attrs["out"]
+    )
     if not math.isclose(adapters.scale, 1):
         d = emit(out, "affine", d, scale=adapters.scale)
     y = out.fresh(node.outputs[0].type)

@@ -40,7 +40,9 @@ def _schedule(graph: Graph) -> list[Node]:
         merged = together(held)
         ordered += merged
         ready.update(id(v) for node in merged for v in node.outputs)
-        assert held or len(left) < len(waiting), f"{graph.name}: nodes depend on each other in a circle"
+        assert held or len(left) < len(waiting), (
+            f"{graph.name}: nodes depend on each other in a circle"
+        )
         waiting = left
     return ordered
 
@@ -49,7 +51,11 @@ def together(nodes: Sequence[Node]) -> list[Node]:
     """Collectives that leave at once; of all-reduces one for each mesh axis and dtype."""
     groups: dict[tuple, list[Node]] = {}
     for node in nodes:
-        key = (node.attrs["mesh_axis"], node.inputs[0].type.dtype) if node.op == "all_reduce" else (id(node),)
+        key = (
+            (node.attrs["mesh_axis"], node.inputs[0].type.dtype)
+            if node.op == "all_reduce"
+            else (id(node),)
+        )
         groups.setdefault(key, []).append(node)
     return [found[0] if len(found) == 1 else _all_reduce(found) for found in groups.values()]
 
@@ -63,4 +69,6 @@ def apart(node: Node) -> list[Node]:
 def _all_reduce(nodes: Sequence[Node]) -> Node:
     inputs = tuple(v for node in nodes for v in node.inputs)
     _, args = OPS["all_reduce"].rule(*(v.type for v in inputs), **nodes[0].attrs)
-    return replace(nodes[0], inputs=inputs, outputs=tuple(v for node in nodes for v in node.outputs), args=args)
+    return replace(
+        nodes[0], inputs=inputs, outputs=tuple(v for node in nodes for v in node.outputs), args=args
+    )

@@ -23,7 +23,9 @@ def data_parallel(graph: Graph, axis: str, mesh_axis: str, parts: int) -> Graph:
         result.inputs[name] = v
         if axis in v.type.axes:
             result.inputs[name] = Value(name, v.type.resized(axis, v.type.size(axis) * parts))
-            cut[id(v)] = emit(result, "shard", result.inputs[name], axis=axis, mesh_axis=mesh_axis, parts=parts)
+            cut[id(v)] = emit(
+                result, "shard", result.inputs[name], axis=axis, mesh_axis=mesh_axis, parts=parts
+            )
     for node in graph.nodes:
         result.nodes.append(replace(node, inputs=tuple(cut.get(id(v), v) for v in node.inputs)))
     for name, v in graph.outputs.items():

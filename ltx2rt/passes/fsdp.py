@@ -17,7 +17,9 @@ from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
 
-def gather_weights(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False) -> Graph:
+def gather_weights(
+    graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False
+) -> Graph:
     """rules: weight axis -> mesh axis; `mesh` as in `place`. strict: a size that does not divide is an InputError."""
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     rules = {axis: mesh_axis for axis, mesh_axis in rules.items() if mesh_axis in mesh}
@@ -28,8 +30,12 @@ def gather_weights(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, in
     return result
 
 
-def _gathered(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, repeated: bool) -> Graph:
-    result = replace(graph, params=dict(graph.params), nodes=[], layouts=dict(graph.layouts), mesh=mesh)
+def _gathered(
+    graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, repeated: bool
+) -> Graph:
+    result = replace(
+        graph, params=dict(graph.params), nodes=[], layouts=dict(graph.layouts), mesh=mesh
+    )
     layouts = graph.all_layouts()
     elsewhere = {id(v) for node in graph.nodes if node.op != "linear" for v in node.inputs}
     gathered: dict[int, Value] = {}
@@ -40,7 +46,9 @@ def _gathered(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], s
             axis = next((axis for axis in weight.type.axes if axis in rules), None)
             if axis is not None and "*" in weight.name and id(weight) not in elsewhere:
                 if id(weight) not in gathered:
-                    gathered[id(weight)] = _gather(result, weight, layouts[weight.name], axis, rules, mesh, strict)
+                    gathered[id(weight)] = _gather(
+                        result, weight, layouts[weight.name], axis, rules, mesh, strict
+                    )
                 node = replace(node, inputs=(x, gathered[id(weight)], *bias))
         result.nodes.append(node)
     return result
@@ -66,4 +74,6 @@ def _gather(
         return weight
     out.params[weight.name] = Value(weight.name, weight.type.resized(axis, size // parts))
     out.layouts[weight.name] = replace(layout, splits=(*layout.splits, (dim, mesh_axis, parts)))
-    return emit(out, "all_gather", out.params[weight.name], axis=axis, mesh_axis=mesh_axis, parts=parts)
+    return emit(
+        out, "all_gather", out.params[weight.name], axis=axis, mesh_axis=mesh_axis, parts=parts
+    )

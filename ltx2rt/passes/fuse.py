@@ -25,7 +25,9 @@ from ltx2rt.models.vocoder import SNAKE_EPS, snake_beta
 
 def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
     """`graph` with fused ops, bodies of repeats included. matches: those of MATCHES to look for; none: all."""
-    result = replace(graph, nodes=[rewrite(node, lambda body: fuse(body, matches)) for node in graph.nodes])
+    result = replace(
+        graph, nodes=[rewrite(node, lambda body: fuse(body, matches)) for node in graph.nodes]
+    )
     uses = _Uses(result)
     for match in matches or MATCHES:
         for node in list(result.nodes):
@@ -45,7 +47,9 @@ class _Uses:
         self.makers: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
         self.kept = {id(v) for v in graph.outputs.values()}
-        self.order = {id(node): i for i, node in enumerate(graph.nodes)}  # of a reader never less than of a maker
+        self.order = {
+            id(node): i for i, node in enumerate(graph.nodes)
+        }  # of a reader never less than of a maker
         for node in graph.nodes:
             self._add(node)
 
@@ -105,7 +109,9 @@ def _node(op: str, inputs: Sequence[Value], outputs: Sequence[Value], **attrs) -
 # --- what is recognised: each function gets the last node it needs to see, or the one in the middle -----------------
 
 
-def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node], list[Value]] | None:
+def _gated(
+    graph: Graph, uses: _Uses, node: Node
+) -> tuple[list[Node], list[Node], list[Value]] | None:
     """add(x, mul(y, gate)): the nodes that go, those the gate needs, and x, y, the bias if there is one, gate.
 
     mul(mul(y, keep), gate) is y times keep * gate: both are small, and a keep of 0 or 1 makes no rounding. Samples that
@@ -124,7 +130,9 @@ def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node
         y, keep = inner.inputs
         if gate.type.axes == x.type.axes[-1:]:
             size = gate.type.shape[0]
-            wide = graph.fresh(Type((*keep.type.axes, *gate.type.axes), (*keep.type.shape, size), gate.type.dtype))
+            wide = graph.fresh(
+                Type((*keep.type.axes, *gate.type.axes), (*keep.type.shape, size), gate.type.dtype)
+            )
             new.append(_node("expand", (keep,), (wide,), axis=gate.type.axes[0], size=size))
             keep = wide
         if set(keep.type.axes) <= set(gate.type.axes) or keep is not inner.inputs[1]:
@@ -139,7 +147,9 @@ def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node
     if (sum_ := uses.only(y, "add")) is not None and sum_.inputs[0].type == y.type:
         total, row = sum_.inputs
         summed = uses.makers.get(id(total))
-        if (summed is None or summed.op == "all_reduce") and row.type.axes == y.type.axes[-1:]:  # None: `rotate`'s
+        if (summed is None or summed.op == "all_reduce") and row.type.axes == y.type.axes[
+            -1:
+        ]:  # None: `rotate`'s
             gone, y, bias = [*gone, sum_], total, [row]
     return gone, new, [x, y, *bias, gate]
 
@@ -147,7 +157,12 @@ def _gated(graph: Graph, uses: _Uses, node: Node) -> tuple[list[Node], list[Node
 def _pads_samples(node: Node) -> bool:
     """Whether a `pad` adds zeros behind the last sample of (B, tokens, D), and nothing else."""
     (first, *others) = node.args["widths"]
-    return node.args["mode"] == "zeros" and first[0] == 0 and len(others) == 2 and not any(map(any, others))
+    return (
+        node.args["mode"] == "zeros"
+        and first[0] == 0
+        and len(others) == 2
+        and not any(map(any, others))
+    )
 
 
 def _by_level(uses: _Uses, x: Value, rows: Sequence[Value]) -> tuple[list[Node], list[Value]]:
@@ -169,7 +184,10 @@ def _by_level(uses: _Uses, x: Value, rows: Sequence[Value]) -> tuple[list[Node],
     indices = {id(index): index for take in takes.values() for index in take.inputs[1:]}
     if len(indices) != 1 or per_token:
         return [], list(rows)
-    return list(takes.values()), [*(takes[id(v)].inputs[0] if id(v) in takes else v for v in rows), *indices.values()]
+    return list(takes.values()), [
+        *(takes[id(v)].inputs[0] if id(v) in takes else v for v in rows),
+        *indices.values(),
+    ]
 
 
 def _is_row(row: Value, x: Value) -> bool:
@@ -189,7 +207,8 @@ def _norm_modulate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     if not readers and id(normed) not in uses.kept:
         return None
     modulated = id(normed) not in uses.kept and all(
-        n.op == "modulate" and n.inputs[0] is normed and all(_is_row(v, x) for v in n.inputs[1:]) for n in readers
+        n.op == "modulate" and n.inputs[0] is normed and all(_is_row(v, x) for v in n.inputs[1:])
+        for n in readers
     )
     rows = [v for n in readers for v in n.inputs[1:]] if modulated else []
     results = [n.outputs[0] for n in readers] if modulated else [normed]
@@ -199,21 +218,31 @@ def _norm_modulate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     if found is not None:
         more, new, (carried, y, *gate) = found
         takes, rows = _by_level(uses, x, [*gate, *rows])
-        fused = _node("residual_norm_modulate", [carried, y, *rows], [x, *results], eps=eps, **_biased(gate))
+        fused = _node(
+            "residual_norm_modulate", [carried, y, *rows], [x, *results], eps=eps, **_biased(gate)
+        )
         return [*more, *gone, *takes], [*new, fused]
     takes, rows = _by_level(uses, x, rows)
-    return ([*gone, *takes], [_node("norm_modulate", [x, *rows], results, eps=eps)]) if rows else None
+    return (
+        ([*gone, *takes], [_node("norm_modulate", [x, *rows], results, eps=eps)]) if rows else None
+    )
 
 
 def _norm_scale(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     """rms_norm over the last axis with the weight 1 + scale, as Gemma 3 has it."""
-    if node.op != "rms_norm" or len(node.inputs) < 2 or node.attrs["over"] != node.inputs[0].type.axes[-1:]:
+    if (
+        node.op != "rms_norm"
+        or len(node.inputs) < 2
+        or node.attrs["over"] != node.inputs[0].type.axes[-1:]
+    ):
         return None
     x, weight = node.inputs
     plus = uses.only(weight, "affine")
     if plus is None or plus.args != {"scale": 1.0, "offset": 1.0}:
         return None
-    return [plus, node], [_node("norm_scale", [x, *plus.inputs], node.outputs, eps=node.attrs["eps"])]
+    return [plus, node], [
+        _node("norm_scale", [x, *plus.inputs], node.outputs, eps=node.attrs["eps"])
+    ]
 
 
 def _gated_residual(graph: Graph, uses: _Uses, node: Node) -> Found | None:
@@ -222,7 +251,10 @@ def _gated_residual(graph: Graph, uses: _Uses, node: Node) -> Found | None:
         return None
     gone, new, (x, y, *gate) = found
     takes, rows = _by_level(uses, x, gate)
-    return [*gone, *takes], [*new, _node("gated_residual", [x, y, *rows], node.outputs, **_biased(gate))]
+    return [*gone, *takes], [
+        *new,
+        _node("gated_residual", [x, y, *rows], node.outputs, **_biased(gate)),
+    ]
 
 
 def _biased(gate: Sequence[Value]) -> dict[str, bool]:
@@ -236,7 +268,11 @@ def _qk_norm_rope(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     x, *tables = node.inputs
     for op, fused, operands in (("rms_norm", "qk_norm_rope", 2), ("rms_scale", "qk_scale_rope", 3)):
         norm = uses.only(x, op)
-        if norm is not None and len(norm.inputs) == operands and tuple(norm.attrs["over"]) == x.type.axes[-2:]:
+        if (
+            norm is not None
+            and len(norm.inputs) == operands
+            and tuple(norm.attrs["over"]) == x.type.axes[-2:]
+        ):
             attrs = {key: value for key, value in norm.attrs.items() if key != "over"}
             return [norm, node], [_node(fused, [*norm.inputs, *tables], node.outputs, **attrs)]
     return None
@@ -244,7 +280,9 @@ def _qk_norm_rope(graph: Graph, uses: _Uses, node: Node) -> Found | None:
 
 def _qk_norm(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     """rms_norm or rms_scale over all heads, with a weight, where no RoPE follows."""
-    fused, operands = {"rms_norm": ("qk_norm", 2), "rms_scale": ("qk_scale", 3)}.get(node.op, ("", 0))
+    fused, operands = {"rms_norm": ("qk_norm", 2), "rms_scale": ("qk_scale", 3)}.get(
+        node.op, ("", 0)
+    )
     if len(node.inputs) != operands or not fused:
         return None
     x, *_ = node.inputs
@@ -283,7 +321,12 @@ def _qk_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
             maker = uses.makers.get(id(maker.inputs[0]))
         if maker is not None and maker.op in NORMED and len(maker.outputs) == 1:
             found.append(maker)
-    if len(found) != 2 or found[0] is found[1] or found[0].op != found[1].op or found[0].attrs != found[1].attrs:
+    if (
+        len(found) != 2
+        or found[0] is found[1]
+        or found[0].op != found[1].op
+        or found[0].attrs != found[1].attrs
+    ):
         return None
     q, k = found
     if len({x.outputs[0].type.shape[2:] for x in found}) > 1:
@@ -300,12 +343,23 @@ def _spread(graph: Graph, uses: _Uses, node: Node) -> Found | None:
         return None
     (k, where, gone), (v, _, others) = keys, values
     norm = uses.makers.get(id(k))
-    if norm is None or norm.op not in ("qk_norm", "qk_scale") or len(norm.outputs) < 2 or norm.outputs[1] is not k:
+    if (
+        norm is None
+        or norm.op not in ("qk_norm", "qk_scale")
+        or len(norm.outputs) < 2
+        or norm.outputs[1] is not k
+    ):
         return None
-    if v.type != k.type or len(where) > SPREAD or {id(reader) for reader in uses.readers[id(k)]} - set(map(id, gone)):
+    if (
+        v.type != k.type
+        or len(where) > SPREAD
+        or {id(reader) for reader in uses.readers[id(k)]} - set(map(id, gone))
+    ):
         return None
     outputs = (norm.outputs[0], *node.inputs[1:3])
-    return [*gone, *others, norm], [_node(norm.op, [*norm.inputs, v], outputs, **norm.attrs, spread=where)]
+    return [*gone, *others, norm], [
+        _node(norm.op, [*norm.inputs, v], outputs, **norm.attrs, spread=where)
+    ]
 
 
 SPREAD = 8  # samples at most; the kernel is told theirs in 4 bits each
@@ -351,7 +405,11 @@ def _head_gate(graph: Graph, uses: _Uses, node: Node) -> Found | None:
         return None
     y, gate = node.inputs
     doubled = uses.only(gate, "affine")
-    if doubled is None or doubled.args != {"scale": 2.0, "offset": 0.0} or gate.type.axes != y.type.axes[:-1]:
+    if (
+        doubled is None
+        or doubled.args != {"scale": 2.0, "offset": 0.0}
+        or gate.type.axes != y.type.axes[:-1]
+    ):
         return None
     sigmoid = uses.only(doubled.inputs[0], "sigmoid")
     if sigmoid is None or gate.type.shape != y.type.shape[:-1]:
@@ -402,7 +460,9 @@ def _together(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     for other in graph.nodes[graph.nodes.index(node) + 1 :]:
         if other.op in COLLECTIVES:
             return None
-        if JOINED.get(other.op) == JOINED[node.op] and not any(uses.depends(v, own) for v in other.inputs):
+        if JOINED.get(other.op) == JOINED[node.op] and not any(
+            uses.depends(v, own) for v in other.inputs
+        ):
             parts = tuple((n.op, len(n.inputs), n.attrs) for n in (node, other))
             inputs, outputs = (*node.inputs, *other.inputs), (*node.outputs, *other.outputs)
             return [node, other], [_node("together", inputs, outputs, parts=parts)]
@@ -410,7 +470,9 @@ def _together(graph: Graph, uses: _Uses, node: Node) -> Found | None:
 
 
 ROWS = ("modulate", "norm_modulate", "norm_scale", "gated_residual", "residual_norm_modulate")
-JOINED = dict.fromkeys(ROWS, "rows") | {"head_gate": "head_gate"}  # op -> the kernel that does two in one launch
+JOINED = dict.fromkeys(ROWS, "rows") | {
+    "head_gate": "head_gate"
+}  # op -> the kernel that does two in one launch
 
 
 @cache
@@ -429,11 +491,15 @@ def snakes(graph: Graph, uses: _Uses, node: Node) -> Found | None:
         return None
     gone, bound = found
     names = ("upsample.filter", "downsample.lowpass.filter", "act.alpha", "act.beta")
-    operands = [bound[id(v)] for v in (pattern.inputs["x"], *(pattern.params[name] for name in names))]
+    operands = [
+        bound[id(v)] for v in (pattern.inputs["x"], *(pattern.params[name] for name in names))
+    ]
     return gone, [_node("snake_beta", operands, node.outputs, eps=SNAKE_EPS)]
 
 
-def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], dict[int, Value]] | None:
+def _unified(
+    uses: _Uses, pattern: Graph, result: Value
+) -> tuple[list[Node], dict[int, Value]] | None:
     """The nodes that make `result` as `pattern` makes its one output, and the value that each of its values is here.
 
     None if they do not, or if something else reads a value in between.
@@ -450,13 +516,20 @@ def _unified(uses: _Uses, pattern: Graph, result: Value) -> tuple[list[Node], di
         maker, node = makers.get(id(wanted)), uses.makers.get(id(value))
         if maker is None or any(node is n for n in nodes):
             continue
-        if node is None or node.op != maker.op or node.attrs != maker.attrs or len(node.inputs) != len(maker.inputs):
+        if (
+            node is None
+            or node.op != maker.op
+            or node.attrs != maker.attrs
+            or len(node.inputs) != len(maker.inputs)
+        ):
             return None
         nodes.append(node)
         waiting += zip(maker.inputs, node.inputs, strict=True)
     inside = {id(node) for node in nodes}
     between = [v for node in nodes for v in node.outputs if v is not result]
-    if any(id(v) in uses.kept or any(id(n) not in inside for n in uses.readers[id(v)]) for v in between):
+    if any(
+        id(v) in uses.kept or any(id(n) not in inside for n in uses.readers[id(v)]) for v in between
+    ):
         return None
     return nodes, bound
 

@@ -47,7 +47,9 @@ class _Loop:
     out: Graph
     node: Node
     levels: dict[int, int] = field(default_factory=dict)
-    outer: dict[int, Value] = field(default_factory=dict)  # a body's value -> the same value in `out`
+    outer: dict[int, Value] = field(
+        default_factory=dict
+    )  # a body's value -> the same value in `out`
 
     def __post_init__(self):
         self.repeat = self.node.repeat
@@ -57,7 +59,9 @@ class _Loop:
         carry, invariant, data = self.repeat.divide(self.inputs)
         for values, level in ((carry, CARRIED), (invariant, INVARIANT), (data, DATA)):
             self.levels |= {id(v): level for v in values}
-        self.levels |= {id(v): DATA if "*" in name else INVARIANT for name, v in self.body.params.items()}
+        self.levels |= {
+            id(v): DATA if "*" in name else INVARIANT for name, v in self.body.params.items()
+        }
         pairs = list(zip(self.inputs, self.node.inputs, strict=True))
         self.outer = {id(v): value for v, value in pairs[len(carry) :]}
         self.data = {id(v) for v in data}
@@ -124,7 +128,11 @@ class _Loop:
 
         rows: set[int] = set()
         for node in self.body.nodes:
-            if node.op == "linear" and self._level(node.outputs[0]) == DATA and (found := chain(node)) is not None:
+            if (
+                node.op == "linear"
+                and self._level(node.outputs[0]) == DATA
+                and (found := chain(node)) is not None
+            ):
                 rows.update(map(id, found))
         return rows
 
@@ -142,7 +150,9 @@ class _Loop:
     def _move(self, node: Node) -> None:
         """The node as it is, on the values outside."""
         results = tuple(self.out.fresh(v.type) for v in node.outputs)
-        self.out.nodes.append(replace(node, inputs=tuple(map(self._outside, node.inputs)), outputs=results))
+        self.out.nodes.append(
+            replace(node, inputs=tuple(map(self._outside, node.inputs)), outputs=results)
+        )
         self.outer.update(zip(map(id, node.outputs), results, strict=True))
 
     def _batch(self, node: Node) -> None:
@@ -153,7 +163,9 @@ class _Loop:
             if id(v) not in self.data and not (weights and i):
                 before = value.type.axes[0] if value.type.axes else None
                 size = self.repeat.count
-                operands[i] = emit(self.out, "expand", value, axis=self.repeat.axis, size=size, before=before)
+                operands[i] = emit(
+                    self.out, "expand", value, axis=self.repeat.axis, size=size, before=before
+                )
         result = emit(self.out, node.op, *operands, **node.attrs)
         self.outer[id(node.outputs[0])] = result
         self.data.add(id(node.outputs[0]))
@@ -161,7 +173,9 @@ class _Loop:
     def _divide(self, node: Node) -> Node:
         """A repeat within the body loses what does not depend on the outer iteration to a repeat outside."""
         repeat, inner = node.repeat, node.repeat.body
-        carry, invariant, data = repeat.divide(list(zip(inner.inputs, inner.inputs.values(), node.inputs, strict=True)))
+        carry, invariant, data = repeat.divide(
+            list(zip(inner.inputs, inner.inputs.values(), node.inputs, strict=True))
+        )
         levels = {id(v): self._level(operand) for _, v, operand in (*invariant, *data)}
         levels |= {id(v): CARRIED for _, v, _ in carry}
         levels |= {id(v): INVARIANT for v in inner.params.values()}
@@ -186,7 +200,9 @@ class _Loop:
         apart.outputs = {f"once_{i}": v for i, v in enumerate(results)}
         stacked = [v.type.stacked(repeat.axis, repeat.count) for v in results]
         outside = tuple(self.out.fresh(t) for t in stacked)
-        entering = [Value(v.name, v.type) for v in outside]  # the same values on their way through the outer body
+        entering = [
+            Value(v.name, v.type) for v in outside
+        ]  # the same values on their way through the outer body
         self.outer.update(zip(map(id, entering), outside, strict=True))
         operands = tuple(self._outside(operand) for _, _, operand in taken)
         once = {"repeat": Repeat(apart, repeat.count, 0, len(fixed), repeat.axis, repeat.first)}
@@ -196,7 +212,9 @@ class _Loop:
         keep = carry + fixed + [entry for entry in data if id(entry[1]) in wanted]
         entered = _named(results)
         rest = replace(inner, nodes=_reading(left, entered))
-        rest.params = {n: v for n, v in inner.params.items() if id(v) in wanted or id(v) not in read}
+        rest.params = {
+            n: v for n, v in inner.params.items() if id(v) in wanted or id(v) not in read
+        }
         rest.layouts = {n: inner.layouts[n] for n in rest.params if n in inner.layouts}
         rest.inputs = {name: v for name, v, _ in keep} | {v.name: v for v in entered.values()}
         rest.outputs = {n: entered.get(id(v), v) for n, v in inner.outputs.items()}
@@ -208,23 +226,32 @@ class _Loop:
         """The repeat without what left it; what is still read of that enters as an invariant or as data."""
         body, num_carries = self.body, self.repeat.num_carries
         made = {id(v) for node in kept for v in node.outputs}
-        read = {id(v): v for node in kept for v in node.inputs} | {id(v): v for v in body.outputs.values()}
+        read = {id(v): v for node in kept for v in node.inputs} | {
+            id(v): v for v in body.outputs.values()
+        }
         names = {id(v): n for n, v in body.inputs.items()}
         carries = self.inputs[:num_carries]
         entering = [v for v in self.inputs[num_carries:] if id(v) in read]
         params = {id(v) for v in body.params.values()}
-        hoisted = [v for i, v in read.items() if i not in made and i not in names and i not in params]
+        hoisted = [
+            v for i, v in read.items() if i not in made and i not in names and i not in params
+        ]
         invariants = [v for v in entering + hoisted if id(v) not in self.data]
         data = [v for v in entering + hoisted if id(v) in self.data]
         entered = _named(hoisted)
         inner = replace(body, nodes=_reading(kept, entered))
         # What nothing reads stays: every set of weights of a network has the same tensors.
-        inner.params = {n: v for n, v in body.params.items() if id(v) in read or id(v) not in self.outer}
+        inner.params = {
+            n: v for n, v in body.params.items() if id(v) in read or id(v) not in self.outer
+        }
         inner.layouts = {n: body.layouts[n] for n in inner.params if n in body.layouts}
         inside = [entered.get(id(v), v) for v in (*carries, *invariants, *data)]
         inner.inputs = {names.get(id(v), v.name): v for v in inside}
         inner.outputs = {n: entered.get(id(v), v) for n, v in body.outputs.items()}
-        operands = (*self.node.inputs[:num_carries], *(self.outer[id(v)] for v in (*invariants, *data)))
+        operands = (
+            *self.node.inputs[:num_carries],
+            *(self.outer[id(v)] for v in (*invariants, *data)),
+        )
         rest = replace(self.repeat, body=inner, num_invariants=len(invariants))
         self.out.nodes.append(replace(self.node, inputs=operands, args={"repeat": rest}))
 
@@ -235,4 +262,6 @@ def _named(values: list[Value]) -> dict[int, Value]:
 
 
 def _reading(nodes: list[Node], entered: dict[int, Value]) -> list[Node]:
-    return [replace(node, inputs=tuple(entered.get(id(v), v) for v in node.inputs)) for node in nodes]
+    return [
+        replace(node, inputs=tuple(entered.get(id(v), v) for v in node.inputs)) for node in nodes
+    ]

@@ -32,7 +32,10 @@ SAMPLES, TOKENS, HALVES = "B", "tokens", 2
 # multiprocessors without a tile, and there is less to hide an exchange under than more launches cost.
 HALF_ROWS = 1024
 Parts = Sequence[Value]  # of a value: itself, or its halves
-QUERIES = (0, 3)  # operands of an attention that each query has a part of: q, and the bias behind k and v
+QUERIES = (
+    0,
+    3,
+)  # operands of an attention that each query has a part of: q, and the bias behind k and v
 
 
 def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0, tied: int | None = None) -> Graph:
@@ -61,7 +64,11 @@ def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:
     body, outputs = repeat.body, [v.type for v in repeat.body.outputs.values()]
     weights = set(body.params.values())
     carried = {type.size(axis) for type in outputs if axis in type.axes}
-    if any(node.op == "repeat" for node in body.nodes) or len(outputs) != repeat.num_carries or len(carried) != 1:
+    if (
+        any(node.op == "repeat" for node in body.nodes)
+        or len(outputs) != repeat.num_carries
+        or len(carried) != 1
+    ):
         return False
     if axis == SAMPLES:
         made = [v for node in body.nodes for v in node.outputs]
@@ -73,7 +80,13 @@ def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:
     elif any(node.op == "all_gather" and node.inputs[0] in weights for node in body.nodes):
         return False
     (size,) = carried
-    exchanged = [v.type for node in body.nodes if _exchanges(node, axis) for v in node.inputs if axis in v.type.axes]
+    exchanged = [
+        v.type
+        for node in body.nodes
+        if _exchanges(node, axis)
+        for v in node.inputs
+        if axis in v.type.axes
+    ]
     return not size % HALVES and any(HALVES * rows <= _rows(type) for type in exchanged)
 
 
@@ -90,8 +103,12 @@ def _exchanges(node: Node, axis: str) -> bool:
 def _names(attrs: object, axis: str) -> bool:
     """Whether a node's attributes name the axis, other than to put one before it."""
     if isinstance(attrs, dict):
-        return any(_names(x, axis) for key, value in attrs.items() if key != "before" for x in (key, value))
-    return any(_names(x, axis) for x in attrs) if isinstance(attrs, (tuple, list)) else attrs == axis
+        return any(
+            _names(x, axis) for key, value in attrs.items() if key != "before" for x in (key, value)
+        )
+    return (
+        any(_names(x, axis) for x in attrs) if isinstance(attrs, (tuple, list)) else attrs == axis
+    )
 
 
 def _append_halved(result: Graph, node: Node, axis: str, tied: int | None) -> None:
@@ -112,7 +129,9 @@ def _append_halved(result: Graph, node: Node, axis: str, tied: int | None) -> No
     kept = {name: halves.halves(v) for name, v in old.outputs.items()}
     body = halves.body
     body.outputs = {
-        n: part for name, parts in kept.items() for n, part in zip(_numbered(name, parts), parts, strict=True)
+        n: part
+        for name, parts in kept.items()
+        for n, part in zip(_numbered(name, parts), parts, strict=True)
     }
     if axis == TOKENS:
         body.nodes = halves.in_turns()
@@ -139,7 +158,10 @@ def _cut(graph: Graph, v: Value, axis: str, size: int) -> Parts:
     if v.type.sizes.get(axis) != size:
         return [v]
     half = size // HALVES
-    return [emit(graph, "slice", v, axis=axis, start=i * half, stop=(i + 1) * half) for i in range(HALVES)]
+    return [
+        emit(graph, "slice", v, axis=axis, start=i * half, stop=(i + 1) * half)
+        for i in range(HALVES)
+    ]
 
 
 class _Halves:
@@ -148,15 +170,23 @@ class _Halves:
     def __init__(self, old: Graph, axis: str, size: int):
         """size: of what is halved; in front of other devices' tokens the axis may be longer, and stays whole."""
         self.old, self.axis, self.size = old, axis, size
-        self.body = Graph(old.name, params=old.params, layouts=old.layouts, mesh=old.mesh, serial=old.serial)
-        self.parts: dict[int, Parts] = {id(v): [v] for v in old.params.values()}  # of the old body's values
+        self.body = Graph(
+            old.name, params=old.params, layouts=old.layouts, mesh=old.mesh, serial=old.serial
+        )
+        self.parts: dict[int, Parts] = {
+            id(v): [v] for v in old.params.values()
+        }  # of the old body's values
         self.joined: dict[int, Value] = {}
         self.second: set[int] = set()  # nodes of the second half; what is whole goes with the first
 
     def enter(self, name: str, parts: Parts) -> None:
         v = self.old.inputs[name]
         names = _numbered(name, parts)
-        self.parts[id(v)] = [v] if len(parts) == 1 else [Value(n, x.type) for n, x in zip(names, parts, strict=True)]
+        self.parts[id(v)] = (
+            [v]
+            if len(parts) == 1
+            else [Value(n, x.type) for n, x in zip(names, parts, strict=True)]
+        )
         self.body.inputs |= zip(names, self.parts[id(v)], strict=True)
 
     def halves(self, v: Value) -> Parts:
@@ -185,14 +215,21 @@ class _Halves:
             for one in apart(node):  # `in_turns` finds out what leaves together
                 self.add(one)
             return
-        found = [self.halves(v) if self._takes_halves(node, i) else [self.whole(v)] for i, v in enumerate(node.inputs)]
+        found = [
+            self.halves(v) if self._takes_halves(node, i) else [self.whole(v)]
+            for i, v in enumerate(node.inputs)
+        ]
         made = []
         for i in range(max(map(len, found), default=1)):
-            results = emit(self.body, node.op, *(parts[i % len(parts)] for parts in found), **node.attrs)
+            results = emit(
+                self.body, node.op, *(parts[i % len(parts)] for parts in found), **node.attrs
+            )
             made.append(results if isinstance(results, tuple) else (results,))
             if i:
                 self.second.add(id(self.body.nodes[-1]))
-        self.parts |= {id(v): parts for v, parts in zip(node.outputs, zip(*made, strict=True), strict=True)}
+        self.parts |= {
+            id(v): parts for v, parts in zip(node.outputs, zip(*made, strict=True), strict=True)
+        }
 
     def in_turns(self) -> list[Node]:
         """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
@@ -210,14 +247,20 @@ class _Halves:
             leaving: list[Node] = []
             left: list[Node] = []
             for node in waiting:
-                if (id(node) in self.second) != bool(turn) or not all(id(v) in ready for v in node.inputs):
+                if (id(node) in self.second) != bool(turn) or not all(
+                    id(v) in ready for v in node.inputs
+                ):
                     left.append(node)
                 elif node.op == "all_reduce":
                     leaving.append(node)
                 else:
                     ordered.append(node)
                     ready.update(map(id, node.outputs))
-            if stuck < HALVES and not any(map(self._sums_a_half, leaving)) and any(map(self._sums_a_half, left)):
+            if (
+                stuck < HALVES
+                and not any(map(self._sums_a_half, leaving))
+                and any(map(self._sums_a_half, left))
+            ):
                 left, leaving = [*left, *leaving], []
             arriving[turn] = {id(v) for node in leaving for v in node.outputs}
             ordered += together(leaving)
@@ -242,7 +285,9 @@ class _Halves:
         stages: dict[int, int] = {}  # of nodes and values: how many big exchanges lead to them
         received: set[int] = set()
         for node in self.body.nodes:
-            stage = max((stages.get(id(v), 0) + (id(v) in received) for v in node.inputs), default=0)
+            stage = max(
+                (stages.get(id(v), 0) + (id(v) in received) for v in node.inputs), default=0
+            )
             stages |= dict.fromkeys(map(id, (node, *node.outputs)), stage)
             if _exchanges(node, self.axis) and big(node.inputs):
                 received.update(map(id, big(node.outputs)))
@@ -262,5 +307,7 @@ class _Halves:
                 arrived, begun = big(node.outputs), True
             elif node.op == "all_gather" and _exchanges(node, self.axis):
                 gathered += node.outputs
-            self.body.nodes.append(replace(node, inputs=tuple(tied.get(id(v), v) for v in node.inputs)))
+            self.body.nodes.append(
+                replace(node, inputs=tuple(tied.get(id(v), v) for v in node.inputs))
+            )
         self.body.outputs = {name: tied.get(id(v), v) for name, v in self.body.outputs.items()}

@@ -41,7 +41,9 @@ def looped(step: Graph, name: str, count: int, per_step: Sequence[str]) -> Graph
         return type.stacked(STEPS, count)
 
     graph = Graph(name, mesh=step.mesh)
-    graph.inputs = {n: Value(n, stacked(v.type) if n in data else v.type) for n, v in body.inputs.items()}
+    graph.inputs = {
+        n: Value(n, stacked(v.type) if n in data else v.type) for n, v in body.inputs.items()
+    }
     typed = [v.type if n in state else stacked(v.type) for n, v in body.outputs.items()]
     values = tuple(graph.fresh(t) for t in typed)
     args = {"repeat": Repeat(body, count, len(state), len(rest), STEPS)}
@@ -73,7 +75,13 @@ def taken_apart(graph: Graph) -> LoopParts:
         raise GraphError(f"{graph.name}: does not end in a loop over steps")
     names = list(last.repeat.body.inputs)
     computed = {id(v) for node in before for v in node.outputs}
-    first = Graph(f"{graph.name}.before", mesh=graph.mesh, params=graph.params, layouts=graph.layouts, nodes=before)
+    first = Graph(
+        f"{graph.name}.before",
+        mesh=graph.mesh,
+        params=graph.params,
+        layouts=graph.layouts,
+        nodes=before,
+    )
     first.outputs = {n: v for n, v in zip(names, last.inputs, strict=True) if id(v) in computed}
     read = {id(v) for node in before for v in node.inputs}
     first.inputs = {n: v for n, v in graph.inputs.items() if id(v) in read}

@@ -26,7 +26,9 @@ def pack(graph: Graph) -> Graph:
     later = {id(node) for nodes in groups for node in nodes[1:]}
     packed = {id(v) for nodes in groups for node in nodes for v in node.inputs[1:]}
     result.params = {name: v for name, v in graph.params.items() if id(v) not in packed}
-    result.layouts = {name: layout for name, layout in graph.layouts.items() if name in result.params}
+    result.layouts = {
+        name: layout for name, layout in graph.layouts.items() if name in result.params
+    }
     env: dict[int, Value] = {}
     for node in graph.nodes:
         if id(node) in later:
@@ -35,7 +37,9 @@ def pack(graph: Graph) -> Graph:
             _emit(result, first[id(node)], env, layouts)
             continue
         inputs = tuple(env.get(id(v), v) for v in node.inputs)
-        result.nodes.append(rewrite(node if inputs == node.inputs else replace(node, inputs=inputs), pack))
+        result.nodes.append(
+            rewrite(node if inputs == node.inputs else replace(node, inputs=inputs), pack)
+        )
     result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
     verify(result)
     return result
@@ -46,7 +50,9 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
     readers = Counter(id(v) for node in graph.nodes for v in node.inputs)
     found: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
-        if node.op not in ("linear", "linear_float8") or any(readers[id(v)] > 1 for v in node.inputs[1:]):
+        if node.op not in ("linear", "linear_float8") or any(
+            readers[id(v)] > 1 for v in node.inputs[1:]
+        ):
             continue
         x, weight, *others = node.inputs
         if weight.name not in layouts or MARK in weight.name:
@@ -54,7 +60,15 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
         splits = layouts[weight.name].splits
         if any(dim != 0 for dim, _, _ in splits):
             continue  # contracted slices: partial sums, each with its own communication
-        key = (id(x), node.op, node.attrs["contract"], splits, weight.type.dtype, len(others), "*" in weight.name)
+        key = (
+            id(x),
+            node.op,
+            node.attrs["contract"],
+            splits,
+            weight.type.dtype,
+            len(others),
+            "*" in weight.name,
+        )
         found.setdefault(key, []).append(node)
     return [nodes for nodes in found.values() if len(nodes) > 1]
 
@@ -71,9 +85,18 @@ def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[st
         out.layouts[name] = replace(layouts[values[0].name], parts=parts)
         params.append(out.parameter(name, values[0].type.replaced(0, 1, {"packed": rows})))
     sizes = [math.prod(node.attrs["out"].values()) for node in nodes]
-    y = emit(out, nodes[0].op, x, *params, contract=nodes[0].attrs["contract"], out={"packed": sum(sizes)})
+    y = emit(
+        out,
+        nodes[0].op,
+        x,
+        *params,
+        contract=nodes[0].attrs["contract"],
+        out={"packed": sum(sizes)},
+    )
     start = 0
     for node, size in zip(nodes, sizes, strict=True):
         piece = emit(out, "slice", y, axis="packed", start=start, stop=start + size)
-        env[id(node.outputs[0])] = emit(out, "split", piece, axis="packed", into=dict(node.attrs["out"]))
+        env[id(node.outputs[0])] = emit(
+            out, "split", piece, axis="packed", into=dict(node.attrs["out"])
+        )
         start += size

@@ -50,7 +50,9 @@ def shared_key_head(axis: str, size: int) -> bool:
     return axis == "kv_heads" and size == 1
 
 
-def place(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False) -> Graph:
+def place(
+    graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False
+) -> Graph:
     """rules: axis -> mesh axis; the order of `mesh` is that of the devices, the last axis fastest. A graph in which no
     rule meets an axis of several devices is returned as it is.
 
@@ -69,17 +71,36 @@ def place(graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], stric
 
 
 class _Placer:
-    def __init__(self, out: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, outermost: bool):
-        self.out, self.rules, self.mesh, self.strict, self.outermost = out, rules, mesh, strict, outermost
+    def __init__(
+        self,
+        out: Graph,
+        rules: Mapping[str, str],
+        mesh: Mapping[str, int],
+        strict: bool,
+        outermost: bool,
+    ):
+        self.out, self.rules, self.mesh, self.strict, self.outermost = (
+            out,
+            rules,
+            mesh,
+            strict,
+            outermost,
+        )
         self.blocked: set[str] = set()
-        self.lengths: dict[str, int] = {}  # by token axis that is padded: its size without the padding
-        self.padding: dict[str, Value] = {}  # by the same (keys): 0, and MASKED where tokens are padding
+        self.lengths: dict[
+            str, int
+        ] = {}  # by token axis that is padded: its size without the padding
+        self.padding: dict[
+            str, Value
+        ] = {}  # by the same (keys): 0, and MASKED where tokens are padding
 
     def nodes(self, graph: Graph, env: dict[int, Placed]) -> None:
         """Rewrite the nodes of one graph in order; `env` maps its values to placed ones."""
         self.blocked = self._undividable(graph)
         for name, v in graph.params.items():
-            env[id(v)] = Placed(Value(name, v.type))  # declared in the result when a node decides its layout
+            env[id(v)] = Placed(
+                Value(name, v.type)
+            )  # declared in the result when a node decides its layout
         for node in graph.nodes:
             operands = [env[id(v)] for v in node.inputs]
             results = HANDLERS.get(node.op, _Placer._other)(self, node, operands)
@@ -111,7 +132,12 @@ class _Placer:
 
     def divides(self, axis: str, size: int) -> bool:
         """Whether the rules split a weight's axis of this size here."""
-        return axis not in MOVED and self._parts(axis) > 1 and axis not in self.blocked and not size % self._parts(axis)
+        return (
+            axis not in MOVED
+            and self._parts(axis) > 1
+            and axis not in self.blocked
+            and not size % self._parts(axis)
+        )
 
     # --- moving between layouts ---------------------------------------------------------------------------------
 
@@ -120,7 +146,9 @@ class _Placer:
         for axis in placed.splits:
             if axis not in MOVED:
                 v = placed.value
-                raise GraphError(f"{self.out.name}: {v.name}: {v.type} is split over {axis} where it must be whole")
+                raise GraphError(
+                    f"{self.out.name}: {v.name}: {v.type} is split over {axis} where it must be whole"
+                )
             placed = self.gathered(placed, axis)
         return self._declared(placed)
 
@@ -128,7 +156,14 @@ class _Placer:
         """`placed` with the split `axis` whole on every device."""
         splits = dict(placed.splits)
         mesh_axis = splits.pop(axis)
-        value = emit(self.out, "all_gather", placed.value, axis=axis, mesh_axis=mesh_axis, parts=self.mesh[mesh_axis])
+        value = emit(
+            self.out,
+            "all_gather",
+            placed.value,
+            axis=axis,
+            mesh_axis=mesh_axis,
+            parts=self.mesh[mesh_axis],
+        )
         return Placed(value, splits)
 
     def cut(self, placed: Placed, axis: str, mesh_axis: str | None = None) -> Placed:
@@ -172,14 +207,18 @@ class _Placer:
         contracted = [axis for axis in contract if axis in x.splits]
         if contracted:
             if contracted != [contract[0]]:
-                raise GraphError(f"{weight.value.name}: contracts {contract}, split over {contracted}, not the first")
+                raise GraphError(
+                    f"{weight.value.name}: contracts {contract}, split over {contracted}, not the first"
+                )
             mesh_axis = x.splits[contract[0]]
             w = self._param(weight.value, 1, self.mesh[mesh_axis], mesh_axis)
             partial = emit(self.out, "linear", x.value, w, contract=contract, out=out)
             (y,) = emit(self.out, "all_reduce", partial, mesh_axis=mesh_axis)
             if bias:
                 if len(out) > 1:
-                    raise GraphError(f"{weight.value.name}: a row-parallel linear with a bias over {tuple(out)}")
+                    raise GraphError(
+                        f"{weight.value.name}: a row-parallel linear with a bias over {tuple(out)}"
+                    )
                 y = emit(self.out, "add", y, self._declared(bias[0]))
             return [Placed(y, kept)]
         if self.divides(first, out[first]):
@@ -192,7 +231,9 @@ class _Placer:
         y = Placed(emit(self.out, "linear", self._declared(x), *params, **node.attrs), kept)
         narrows = math.prod(out.values()) <= weight.value.type.shape[1]
         # Tokens and samples come together where the network is narrow, at its output projection.
-        return [Placed(self.whole(y)) if self.outermost and narrows and kept.keys() & set(MOVED) else y]
+        return [
+            Placed(self.whole(y)) if self.outermost and narrows and kept.keys() & set(MOVED) else y
+        ]
 
     def _rms_norm(self, node: Node, operands: list[Placed]) -> list[Placed]:
         x, *weight = operands
@@ -207,7 +248,12 @@ class _Placer:
         local = emit(self.out, "sum_squares", x.value, over=over)
         (total,) = emit(self.out, "all_reduce", local, mesh_axis=mesh_axis)
         w = [self._param(p.value, 0, parts, mesh_axis) for p in weight]
-        return [Placed(emit(self.out, "rms_scale", x.value, total, *w, over=over, count=count, eps=eps), x.splits)]
+        return [
+            Placed(
+                emit(self.out, "rms_scale", x.value, total, *w, over=over, count=count, eps=eps),
+                x.splits,
+            )
+        ]
 
     def _pointwise(self, node: Node, operands: list[Placed]) -> list[Placed]:
         splits = {axis: mesh_axis for p in operands for axis, mesh_axis in p.splits.items()}
@@ -219,7 +265,11 @@ class _Placer:
     def _rename(self, node: Node, operands: list[Placed]) -> list[Placed]:
         (x,), names = operands, node.attrs["names"]
         value = emit(self.out, "rename", self._declared(x), names=names)
-        return [Placed(value, {names.get(axis, axis): mesh_axis for axis, mesh_axis in x.splits.items()})]
+        return [
+            Placed(
+                value, {names.get(axis, axis): mesh_axis for axis, mesh_axis in x.splits.items()}
+            )
+        ]
 
     def _attention(self, node: Node, operands: list[Placed]) -> list[Placed]:
         """Heads: every device attends with its own. Tokens: split keys are traded for heads or attended to in parts."""
@@ -242,9 +292,19 @@ class _Placer:
             return [Placed(emit(self.out, "attention", *inputs, **node.attrs), q.splits)]
         tokens = queries if keys == "keys" else keys  # a bias renames its keys
         if queries not in q.splits:
-            return [Placed(self._shared(node, q, k, v, bias, mesh_axis, self.padding.get(tokens)), q.splits)]
-        parts, num_queries, num_keys = self.mesh[mesh_axis], q.value.type.shape[1], k.value.type.shape[1]
-        if parts * num_keys < num_queries + num_keys:  # all k and v are fewer bytes than a share of q, k, v and result
+            return [
+                Placed(
+                    self._shared(node, q, k, v, bias, mesh_axis, self.padding.get(tokens)), q.splits
+                )
+            ]
+        parts, num_queries, num_keys = (
+            self.mesh[mesh_axis],
+            q.value.type.shape[1],
+            k.value.type.shape[1],
+        )
+        if (
+            parts * num_keys < num_queries + num_keys
+        ):  # all k and v are fewer bytes than a share of q, k, v and result
             there = [self._declared(q), *(self.gathered(p, keys).value for p in (k, v))]
             return [Placed(self._attend(node, there, bias, tokens), q.splits)]
         return [Placed(self._traded(node, q, k, v, bias, mesh_axis, tokens), q.splits)]
@@ -254,14 +314,24 @@ class _Placer:
         q, *kv = operands
         axis, size = q.type.axes[1], q.type.shape[1]
         if tokens in self.lengths:
-            kv = [emit(self.out, "slice", x, axis=x.type.axes[1], stop=self.lengths[tokens]) for x in kv]
+            kv = [
+                emit(self.out, "slice", x, axis=x.type.axes[1], stop=self.lengths[tokens])
+                for x in kv
+            ]
             q = emit(self.out, "slice", q, axis=axis, stop=self.lengths[tokens]) if bias else q
         y = emit(self.out, "attention", q, *kv, *(self._declared(b) for b in bias), **node.attrs)
         missing = size - y.type.size(axis)
         return emit(self.out, "pad", y, **{axis: (0, missing)}) if missing else y
 
     def _traded(
-        self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str, tokens: str
+        self,
+        node: Node,
+        q: Placed,
+        k: Placed,
+        v: Placed,
+        bias: list[Placed],
+        mesh_axis: str,
+        tokens: str,
     ) -> Value:
         """Queries and keys are split: every device gets all tokens of a share of its heads, and gives them back."""
         parts = self.mesh[mesh_axis]
@@ -279,16 +349,29 @@ class _Placer:
         return y
 
     def _shared(
-        self, node: Node, q: Placed, k: Placed, v: Placed, bias: list[Placed], mesh_axis: str, padding: Value | None
+        self,
+        node: Node,
+        q: Placed,
+        k: Placed,
+        v: Placed,
+        bias: list[Placed],
+        mesh_axis: str,
+        padding: Value | None,
     ) -> Value:
         """Only the keys are split: every device attends to its own, and the results are weighed together."""
         if bias:
-            raise GraphError(f"{self.out.name}: attention with a bias of whole queries to split keys")
+            raise GraphError(
+                f"{self.out.name}: attention with a bias of whole queries to split keys"
+            )
         parts = self.mesh[mesh_axis]
         operands = [self._declared(p) for p in (q, k, v)]
         if padding is not None:
-            operands[1:] = (emit(self.out, "rename", x, names={x.type.axes[1]: "keys"}) for x in operands[1:])
-            operands.append(emit(self.out, "shard", padding, axis="keys", mesh_axis=mesh_axis, parts=parts))
+            operands[1:] = (
+                emit(self.out, "rename", x, names={x.type.axes[1]: "keys"}) for x in operands[1:]
+            )
+            operands.append(
+                emit(self.out, "shard", padding, axis="keys", mesh_axis=mesh_axis, parts=parts)
+            )
         y = emit(self.out, "attention_part", *operands, **node.attrs)
         y = emit(self.out, "expand", y, axis="parts", size=1, before=y.type.axes[0])
         y = emit(self.out, "all_gather", y, axis="parts", mesh_axis=mesh_axis, parts=parts)
@@ -307,7 +390,9 @@ class _Placer:
                 operands = [self.gathered(p, axis) if axis in p.splits else p for p in operands]
         splits = {axis: mesh_axis for p in operands for axis, mesh_axis in p.splits.items()}
         if splits.keys() & named:
-            raise GraphError(f"{self.out.name}: {node.op} ({dict(node.attrs)}) of a value split over {set(splits)}")
+            raise GraphError(
+                f"{self.out.name}: {node.op} ({dict(node.attrs)}) of a value split over {set(splits)}"
+            )
         inputs = [self._declared(p) for p in operands]
         return [Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)]
 
@@ -321,11 +406,17 @@ class _Placer:
         for i, v in enumerate(repeat.body.inputs.values()):
             for axis, size in v.type.sizes.items():
                 # Self-attention's bias stays whole: where it is added, a device has the queries of all tokens.
-                moves = axis in MOVED and self._parts(axis) > 1 and (axis == BATCH or "keys" not in v.type.axes)
+                moves = (
+                    axis in MOVED
+                    and self._parts(axis) > 1
+                    and (axis == BATCH or "keys" not in v.type.axes)
+                )
                 if moves or (i >= repeat.num_carries and inner.divides(axis, size)):
                     lengths |= {axis: size} if moves and axis in TOKENS else {}
                     entering[i] = self.cut(entering[i], axis)
-        carry, invariant, data = repeat.divide(list(zip(repeat.body.inputs.items(), entering, strict=True)))
+        carry, invariant, data = repeat.divide(
+            list(zip(repeat.body.inputs.items(), entering, strict=True))
+        )
         env, inputs = {}, []
 
         def enter(name: str, v: Value, placed: Placed, type: Type) -> None:
@@ -338,7 +429,10 @@ class _Placer:
         for axis, size in lengths.items():
             if size % self._parts(axis):
                 inputs.append(self._padding_mask(axis, size))
-                inner.lengths[axis], inner.padding[axis] = size, Value(f"{axis}_padding", inputs[-1].type)
+                inner.lengths[axis], inner.padding[axis] = (
+                    size,
+                    Value(f"{axis}_padding", inputs[-1].type),
+                )
                 body.inputs[f"{axis}_padding"] = inner.padding[axis]
         for (name, v), placed in data:
             enter(name, v, placed, placed.value.type.unstacked())
@@ -355,8 +449,14 @@ class _Placer:
             else:
                 body.outputs[name] = inner.whole(result)
                 results.append(Placed(self.out.fresh(node.outputs[i].type)))
-        args = {"repeat": replace(repeat, body=body, num_invariants=repeat.num_invariants + len(inner.padding))}
-        self.out.nodes.append(Node("repeat", tuple(inputs), tuple(p.value for p in results), node.attrs, args))
+        args = {
+            "repeat": replace(
+                repeat, body=body, num_invariants=repeat.num_invariants + len(inner.padding)
+            )
+        }
+        self.out.nodes.append(
+            Node("repeat", tuple(inputs), tuple(p.value for p in results), node.attrs, args)
+        )
         return [self._unpadded(p, v.type) for p, v in zip(results, node.outputs, strict=True)]
 
     def _unpadded(self, placed: Placed, type: Type) -> Placed:

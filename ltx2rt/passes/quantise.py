@@ -47,7 +47,9 @@ def quantise(graph: Graph) -> Graph:
 def trainable(graph: Graph) -> None:
     """Raise GraphError if the graph is quantised: its parameters are not the checkpoint's and have no gradient."""
     if any(layout.encoding for layout in graph.all_layouts().values()):
-        raise GraphError(f"{graph.name}: its weights are in float8; pass the graph before quantisation")
+        raise GraphError(
+            f"{graph.name}: its weights are in float8; pass the graph before quantisation"
+        )
 
 
 def _blocks(out: Graph, node: Node) -> list[Value]:
@@ -62,7 +64,9 @@ def _blocks(out: Graph, node: Node) -> list[Value]:
     carry, invariant, data = repeat.divide(node.inputs)
     first = iteration(repeat, out, [*carry, *invariant], data, 0)
     rows = [emit(out, "slice", v, axis=axis, start=1, stop=count - 1) for v in data]
-    types = [v.type for v in first[:carries]] + [v.type.stacked(axis, count - 2) for v in first[carries:]]
+    types = [v.type for v in first[:carries]] + [
+        v.type.stacked(axis, count - 2) for v in first[carries:]
+    ]
     middle = tuple(out.fresh(t) for t in types)
     rest = {"repeat": replace(repeat, body=_float8(repeat.body), count=count - 2)}
     operands = (*first[:carries], *invariant, *rows)
@@ -70,7 +74,9 @@ def _blocks(out: Graph, node: Node) -> list[Value]:
     last = iteration(repeat, out, [*middle[:carries], *invariant], data, count - 1)
 
     def stacked(v: Value) -> Value:
-        return emit(out, "expand", v, axis=axis, size=1, before=v.type.axes[0] if v.type.axes else None)
+        return emit(
+            out, "expand", v, axis=axis, size=1, before=v.type.axes[0] if v.type.axes else None
+        )
 
     columns = list(zip(first, middle, last, strict=True))[carries:]
     joined = [emit(out, "concat", stacked(a), b, stacked(c), axis=axis) for a, b, c in columns]
@@ -97,7 +103,11 @@ def _float8(body: Graph) -> Graph:
         return env.get(id(v), v)
 
     for node in body.nodes:
-        if node.op == "linear" and tuple(node.attrs["out"]) != GATE and readers[id(node.inputs[1])] == 1:
+        if (
+            node.op == "linear"
+            and tuple(node.attrs["out"]) != GATE
+            and readers[id(node.inputs[1])] == 1
+        ):
             x, weight, *bias = node.inputs
             values = declare(weight, replace(weight.type, dtype="float8_e4m3fn"), encoding="float8")
             rows = Type((weight.type.axes[0], "scales"), (weight.type.shape[0], 1), "float32")

@@ -30,7 +30,9 @@ class _Sum:
     nodes: Sequence[Node]
     carried: Sequence[Value]
 
-    def again(self, graph: Graph, values: Sequence[Value], result: Value, fixed: Callable[[Value], Value]) -> None:
+    def again(
+        self, graph: Graph, values: Sequence[Value], result: Value, fixed: Callable[[Value], Value]
+    ) -> None:
         """Append the nodes, of `values` and of what `fixed` says of an invariant; the last one makes `result`."""
         known = dict(zip(map(id, self.carried), values, strict=True))
         for node in self.nodes:
@@ -98,7 +100,9 @@ def _append_rotated(result: Graph, node: Node) -> bool:
     operands: list[Value] = []
     results: list[Value] = []
     behind: list[tuple[_Sum, list[Value], Value]] = []
-    for ((name, v), operand), left, made in zip(carry, old.outputs.values(), node.outputs, strict=True):
+    for ((name, v), operand), left, made in zip(
+        carry, old.outputs.values(), node.outputs, strict=True
+    ):
         one = sums.get(name)
         if one is None:
             body.inputs[name], body.outputs[name] = v, left

@@ -28,14 +28,27 @@ from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
 BATCH = "B"
-TRACKED = ("layers", "contexts", "branches", "videos", BATCH)  # axes along which entries are known to be equal
-HEAVY = {"linear", "linear_float8", "attention", "attention_part"}  # ops that are worth a repeat of their own
+TRACKED = (
+    "layers",
+    "contexts",
+    "branches",
+    "videos",
+    BATCH,
+)  # axes along which entries are known to be equal
+HEAVY = {
+    "linear",
+    "linear_float8",
+    "attention",
+    "attention_part",
+}  # ops that are worth a repeat of their own
 # Operands, by op, that mean the same for all of the batch if they lack its axis.
 BROADCAST = {
     **dict.fromkeys(("add", "sub", "mul", "div"), (0, 1)), "select": (0, 1, 2), "modulate": (1, 2), "rope": (1, 2),
     "attention": (3,), "attention_part": (3,),
 }  # fmt: skip
-Pattern = tuple[Any, ...]  # a label for each entry of a value, equal for equal entries: a number, ("=", x) for all x
+Pattern = tuple[
+    Any, ...
+]  # a label for each entry of a value, equal for equal entries: a number, ("=", x) for all x
 
 
 def share(graph: Graph) -> Graph:
@@ -112,7 +125,10 @@ class _Analysis:
         for i, v in enumerate(graph.inputs.values()):
             shape = tuple(_tracked(v.type).values())
             labels = range(math.prod(shape)) if patterns is None else patterns[i]
-            found = [self._constant(x[1]) if isinstance(x, tuple) else self._number(id(v), x) for x in labels]
+            found = [
+                self._constant(x[1]) if isinstance(x, tuple) else self._number(id(v), x)
+                for x in labels
+            ]
             self.numbers[id(v)] = np.array(found).reshape(shape)
         self.numbers |= {id(v): np.array(self._number(id(v))) for v in graph.params.values()}
         for node in graph.nodes:
@@ -161,7 +177,9 @@ class _Analysis:
         named = node.op == "full" or bool(_named(node) & set(TRACKED))
         for i, v in enumerate(node.outputs):
             axes = _tracked(v.type)
-            operands = node.inputs[i : i + 1] if len(node.outputs) > 1 else node.inputs  # several: collectives
+            operands = (
+                node.inputs[i : i + 1] if len(node.outputs) > 1 else node.inputs
+            )  # several: collectives
             views = [view for u in operands if (view := self._view(u, axes)) is not None]
             if named or len(views) < len(operands):
                 found = self._moved(node, axes)
@@ -179,7 +197,9 @@ class _Analysis:
         own, order = _tracked(v.type), iter(axes.items())
         if not all(item in order for item in own.items()):
             return None
-        return np.broadcast_to(self.numbers[id(v)].reshape([own.get(a, 1) for a in axes]), tuple(axes.values()))
+        return np.broadcast_to(
+            self.numbers[id(v)].reshape([own.get(a, 1) for a in axes]), tuple(axes.values())
+        )
 
     def _entry(self, node: Node, i: int, operands: tuple[int, ...]) -> int:
         """The number of an entry of result i, from those of the operands' entries."""
@@ -207,7 +227,9 @@ class _Analysis:
             case "expand":
                 return np.broadcast_to(np.expand_dims(given[0], dim), shape)
             case "slice":
-                return given[0].take(range(node.args["start"], node.args["stop"], node.args["step"]), dim)
+                return given[0].take(
+                    range(node.args["start"], node.args["stop"], node.args["step"]), dim
+                )
             case "at":
                 return given[0].take(node.args["index"], dim)
             case "concat":
@@ -219,7 +241,9 @@ class _Analysis:
     def _fresh(self, node: Node, i: int) -> np.ndarray:
         """Numbers of a result of which no two entries are known to be equal."""
         shape = tuple(_tracked(node.outputs[i].type).values())
-        return np.array([self._number(id(node), i, "entry", n) for n in range(math.prod(shape))]).reshape(shape)
+        return np.array(
+            [self._number(id(node), i, "entry", n) for n in range(math.prod(shape))]
+        ).reshape(shape)
 
     def _shorten(self, node: Node) -> None:
         """Find that the node's result is one of its operands, or begins as its first and ends in zeros."""
@@ -251,20 +275,29 @@ class _Analysis:
                 made[patterns] = _Analysis(repeat.body, patterns)
             return made[patterns]
 
-        runs: list[tuple[int, Sequence[np.ndarray], Hashable]] = []  # first iteration, its carries, its signature
+        runs: list[
+            tuple[int, Sequence[np.ndarray], Hashable]
+        ] = []  # first iteration, its carries, its signature
         carry = [self._renumbered((id(node), j), x) for j, x in enumerate(carry)]
         for i in range(repeat.count):
             while True:  # until what enters is told apart wherever what leaves is
                 found = body(carry, (n[i] for n in data))
                 results = (found.numbers[id(v)] for v in repeat.body.outputs.values())
-                finer = [self._renumbered(id(node), x, y) for x, y in zip(carry, results, strict=True)]
-                if all(len(np.unique(x)) == len(np.unique(y)) for x, y in zip(carry, finer, strict=True)):
+                finer = [
+                    self._renumbered(id(node), x, y) for x, y in zip(carry, results, strict=True)
+                ]
+                if all(
+                    len(np.unique(x)) == len(np.unique(y))
+                    for x, y in zip(carry, finer, strict=True)
+                ):
                     break
                 carry = finer
             signature = found._signature(repeat.num_carries)
             if not runs or runs[-1][2] != signature:
                 runs.append((i, carry, signature))
-        self.numbers |= {id(v): self._renumbered(id(v), x) for v, x in zip(node.outputs, carry, strict=True)}
+        self.numbers |= {
+            id(v): self._renumbered(id(v), x) for v, x in zip(node.outputs, carry, strict=True)
+        }
         stops = [*(first for first, *_ in runs[1:]), repeat.count]
         self.segments[id(node)] = [
             _Segment(first, stop - first, body(entering, (self._over(n[first:stop]) for n in data)))
@@ -280,13 +313,16 @@ class _Analysis:
         order: dict[int, int] = {}
         constants = self.constants
         return tuple(
-            ("=", constants[n]) if n in constants else order.setdefault(n, len(order)) for n in numbers.ravel().tolist()
+            ("=", constants[n]) if n in constants else order.setdefault(n, len(order))
+            for n in numbers.ravel().tolist()
         )
 
     def _over(self, numbers: np.ndarray) -> np.ndarray:
         """Numbers (iterations, ...) as those of all iterations together (...)."""
         columns = numbers.reshape(len(numbers), -1).T.tolist()
-        found = [column[0] if len(set(column)) == 1 else self._number(*column) for column in columns]
+        found = [
+            column[0] if len(set(column)) == 1 else self._number(*column) for column in columns
+        ]
         return np.array(found).reshape(numbers.shape[1:])
 
     def _signature(self, num_carries: int) -> Hashable:
@@ -318,7 +354,10 @@ class _Analysis:
 
     def _computed(self) -> dict[int, set[int]]:
         """What is light is computed wherever its operands are, so that it reads them as they lie."""
-        found = {id(v): set(range(_size(v))) for v in (*self.graph.inputs.values(), *self.graph.params.values())}
+        found = {
+            id(v): set(range(_size(v)))
+            for v in (*self.graph.inputs.values(), *self.graph.params.values())
+        }
         for node in self.graph.nodes:
             operands = [found[id(v)] for v in node.inputs if BATCH in v.type.axes]
             for v in node.outputs:
@@ -364,7 +403,9 @@ class _Writer:
             padded = emit(self.out, "pad", self.read(node.inputs[0], kept), mode="zeros", **zeros)
             self.held[id(result)] = padded, found.where(result)
         elif id(node) in found.by_entry:
-            entries = [found.leaders(v) for v in node.outputs] * (len(node.inputs) // len(node.outputs))
+            entries = [found.leaders(v) for v in node.outputs] * (
+                len(node.inputs) // len(node.outputs)
+            )
             bare = self._bare(node, entries[0])
             operands = [self.read(v, entries[i], i in bare) for i, v in enumerate(node.inputs)]
             self._emit(node, operands, map(found.where, node.outputs))
@@ -389,7 +430,11 @@ class _Writer:
         leaders = [self.found.leader(v) for v in node.inputs]
         may = [i for i in BROADCAST.get(node.op, ()) if i < len(leaders) and leaders[i]]
         found = {i for i in may if len({leaders[i][b] for b in entries}) == 1}
-        whole = [i for i, v in enumerate(node.inputs) if len(v.type.axes) == len(node.outputs[0].type.axes)]
+        whole = [
+            i
+            for i, v in enumerate(node.inputs)
+            if len(v.type.axes) == len(node.outputs[0].type.axes)
+        ]
         return found - set(whole[:1]) if found.issuperset(whole) else found
 
     def read(self, v: Value, entries: Sequence[int] = (), bare: bool = False) -> Value:
@@ -397,7 +442,9 @@ class _Writer:
         if id(v) in self.same:
             return self.read(self.same[id(v)], entries, bare)
         if BATCH not in v.type.axes:
-            return self.held[id(v)][0] if id(v) in self.held else v  # an input or a parameter is the same value
+            return (
+                self.held[id(v)][0] if id(v) in self.held else v
+            )  # an input or a parameter is the same value
         leader = self.found.leader(v)
         wanted = tuple(leader[b] for b in (entries[:1] if bare else entries))
         if id(v) not in self.held and self.found.is_body:
@@ -419,16 +466,26 @@ class _Writer:
             before = after[0] if after else None
             one = self._gather(value, where, True)
             return emit(self.out, "expand", one, axis=BATCH, size=len(where), before=before)
-        runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(where), lambda pair: pair[1] - pair[0])]
-        parts = [emit(self.out, "slice", value, axis=BATCH, start=run[0], stop=run[-1] + 1) for run in runs]
+        runs = [
+            [n for _, n in run]
+            for _, run in itertools.groupby(enumerate(where), lambda pair: pair[1] - pair[0])
+        ]
+        parts = [
+            emit(self.out, "slice", value, axis=BATCH, start=run[0], stop=run[-1] + 1)
+            for run in runs
+        ]
         return parts[0] if len(parts) == 1 else emit(self.out, "concat", *parts, axis=BATCH)
 
     def _segment(self, node: Node, segment: _Segment, sources: Sequence[Value]) -> None:
         """One of the repeats that `node` becomes; what it carries are `sources`."""
         repeat, found = node.repeat, segment.found
-        body = replace(repeat.body, inputs={}, nodes=[], params=dict(repeat.body.params), outputs={})
+        body = replace(
+            repeat.body, inputs={}, nodes=[], params=dict(repeat.body.params), outputs={}
+        )
         writer = _Writer(body, found)
-        carry, invariant, data = repeat.divide(list(zip(repeat.body.inputs.values(), node.inputs, strict=True)))
+        carry, invariant, data = repeat.divide(
+            list(zip(repeat.body.inputs.values(), node.inputs, strict=True))
+        )
         operands: list[Value] = []
         num_invariants = 0
 
@@ -449,18 +506,31 @@ class _Writer:
         used = {id(v) for inside in body.nodes for v in inside.inputs} | {id(v) for v in results}
         for group in (invariant, data):
             for v, source in group:
-                entered = [(own, *key[1:]) for key, own in writer.entered.items() if key[0] == id(v)]
+                entered = [
+                    (own, *key[1:]) for key, own in writer.entered.items() if key[0] == id(v)
+                ]
                 for own, entries, bare in entered or [(v, (), False)] * (id(v) in used):
                     value = self.read(source, entries, bare)
                     if group is data and segment.count < repeat.count:
                         stop = segment.first + segment.count
-                        value = emit(self.out, "slice", value, axis=repeat.axis, start=segment.first, stop=stop)
+                        value = emit(
+                            self.out,
+                            "slice",
+                            value,
+                            axis=repeat.axis,
+                            start=segment.first,
+                            stop=stop,
+                        )
                     enter(own, value)
             num_invariants += len(operands) * (group is invariant)
         first = repeat.first + segment.first
-        plan = Repeat(body, segment.count, len(carry), num_invariants - len(carry), repeat.axis, first)
+        plan = Repeat(
+            body, segment.count, len(carry), num_invariants - len(carry), repeat.axis, first
+        )
         made = tuple(self.out.fresh(v.type) for v in results)
-        self.out.nodes.append(Node("repeat", tuple(operands), made, {"count": plan.count}, {"repeat": plan}))
+        self.out.nodes.append(
+            Node("repeat", tuple(operands), made, {"count": plan.count}, {"repeat": plan})
+        )
         for v, value, (own, _) in zip(node.outputs, made, carry, strict=True):
             self.held[id(v)] = value, found.where(own)
 

@@ -30,7 +30,9 @@ def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> No
         env[id(v)] = out.params.setdefault(concrete, Value(concrete, v.type))
         if name in graph.layouts:
             layout = graph.layouts[name]
-            parts = tuple(zip(layout.names(layer), (shape for _, shape in layout.parts), strict=True))
+            parts = tuple(
+                zip(layout.names(layer), (shape for _, shape in layout.parts), strict=True)
+            )
             out.layouts[concrete] = replace(layout, parts=parts, first=0)
     for node in graph.nodes:
         inputs = tuple(env[id(v)] for v in node.inputs)
@@ -46,12 +48,17 @@ def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> No
             results = iteration(repeat, out, [*carry, *invariant], data, i)
             carry = results[: repeat.num_carries]
             stacked.append(results[repeat.num_carries :])
-        columns = [emit(out, "stack", *column, axis=repeat.axis, dim=0) for column in zip(*stacked, strict=True)]
+        columns = [
+            emit(out, "stack", *column, axis=repeat.axis, dim=0)
+            for column in zip(*stacked, strict=True)
+        ]
         for v, value in zip(node.outputs, [*carry, *columns], strict=True):
             env[id(v)] = value
 
 
-def iteration(repeat: Repeat, out: Graph, fixed: Sequence[Value], data: Sequence[Value], i: int) -> list[Value]:
+def iteration(
+    repeat: Repeat, out: Graph, fixed: Sequence[Value], data: Sequence[Value], i: int
+) -> list[Value]:
     """Append iteration i to `out`; returns its results. fixed: carries and invariants; data: of all iterations."""
     rows = [emit(out, "at", v, axis=repeat.axis, index=i) for v in data]
     env = dict(zip(map(id, repeat.body.inputs.values()), [*fixed, *rows], strict=True))

@@ -66,7 +66,9 @@ class AudioToVideo(Guided):
     def check(self) -> None:
         super().check()
         if self.audio_path is None:
-            raise InputError("--audio-path: the a2v pipeline makes a clip for a sound, none was given")
+            raise InputError(
+                "--audio-path: the a2v pipeline makes a clip for a sound, none was given"
+            )
 
     def check_files(self) -> None:
         super().check_files()
@@ -83,17 +85,39 @@ class AudioToVideo(Guided):
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in the order given, the distilled one last."""
-        assert self.steps and self.stg_blocks is not None and loras.distilled, "the request is not resolved"
+        assert self.steps and self.stg_blocks is not None and loras.distilled, (
+            "the request is not resolved"
+        )
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        cut = {"start_s": self.audio_start_time, "max_duration_s": self.audio_max_duration, "fit": self.audio_fit}
-        guided = {"guidance": self.guidance, "plan": self.plan, "stg_blocks": self.stg_blocks, "frozen": ("audio",)}
+        cut = {
+            "start_s": self.audio_start_time,
+            "max_duration_s": self.audio_max_duration,
+            "fit": self.audio_fit,
+        }
+        guided = {
+            "guidance": self.guidance,
+            "plan": self.plan,
+            "stg_blocks": self.stg_blocks,
+            "frozen": ("audio",),
+        }
         fine = {"guidance": NEUTRAL, "frozen": ("audio",)}
         return [
-            SourceSound(self.source_path, full, num_videos=self.num_videos, sound=self.audio, **cut),
+            SourceSound(
+                self.source_path, full, num_videos=self.num_videos, sound=self.audio, **cut
+            ),
             Text(self.prompts),
-            *self.denoise("stage1", half, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided),
+            *self.denoise(
+                "stage1", half, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided
+            ),
             Upsample(half, self.num_videos, self.factor(model)),
-            *self.denoise("stage2", full, options, STAGE2_SIGMAS, (*loras.of("stage2"), loras.distilled), **fine),
+            *self.denoise(
+                "stage2",
+                full,
+                options,
+                STAGE2_SIGMAS,
+                (*loras.of("stage2"), loras.distilled),
+                **fine,
+            ),
             Frames(full, tiling(full, model, options.vae_tiling), self.num_videos),
         ]
 

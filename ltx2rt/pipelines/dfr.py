@@ -37,7 +37,9 @@ SEGMENTS = (32, 24)  # pixel frames; of two that continue a clip alike the first
 ROUND_SIGMAS = DISTILLED_SIGMAS[4:]
 ROUND_ETA = 0.5
 ANCHOR_STRENGTH = 0.95
-MAX_POSITION_FPS = Fraction(60)  # rate at which a round's frames are placed in time, at most; more is out of training
+MAX_POSITION_FPS = Fraction(
+    60
+)  # rate at which a round's frames are placed in time, at most; more is out of training
 MAX_ROUNDS = 2
 
 
@@ -63,7 +65,10 @@ class Window(NamedTuple):
         ends = [frame for frame in range(self.start, self.stop + 1, segment) if frame]
         anchors = [Anchor(frame - self.start, geometry, frame, ANCHOR_STRENGTH) for frame in ends]
         middles = range(self.start + segment // 2, self.stop, segment)
-        slots = [(frame - self.start, geometry, latents, frame // geometry.time_factor) for frame in middles]
+        slots = [
+            (frame - self.start, geometry, latents, frame // geometry.time_factor)
+            for frame in middles
+        ]
         return [*anchors, *(SeededSlot(*slot) for slot in slots)]
 
 
@@ -98,12 +103,18 @@ class DFR(VideoRequest):
         rounds = self.temporal_upsample_rounds
         if self.clip_fps > MAX_FPS:
             found = f"{float(self.fps):g} fps become {float(self.clip_fps):g}"
-            raise InputError(f"--temporal-upsample-rounds: {rounds}, {found}, expected at most {MAX_FPS}")
+            raise InputError(
+                f"--temporal-upsample-rounds: {rounds}, {found}, expected at most {MAX_FPS}"
+            )
         if self.num_videos > 1:
-            raise InputError(f"--num-videos: {self.num_videos}, but dfr makes one; run once for each seed")
+            raise InputError(
+                f"--num-videos: {self.num_videos}, but dfr makes one; run once for each seed"
+            )
         if self.num_generated_keyframes:
             found = self.num_generated_keyframes
-            raise InputError(f"--num-generated-keyframes: {found}, but dfr places its keyframes itself; leave it out")
+            raise InputError(
+                f"--num-generated-keyframes: {found}, but dfr places its keyframes itself; leave it out"
+            )
 
     @classmethod
     def check_model(cls, model: ModelConfig) -> None:
@@ -115,7 +126,9 @@ class DFR(VideoRequest):
     def resolved(self: Any, model: ModelConfig) -> Any:
         full = super().resolved(model)
         if full.num_frames == 1:
-            raise InputError(f"--num-frames: 1, expected {model.video_vae.time_factor + 1} or more (dfr)")
+            raise InputError(
+                f"--num-frames: 1, expected {model.video_vae.time_factor + 1} or more (dfr)"
+            )
         return full
 
     @property
@@ -143,7 +156,9 @@ class DFR(VideoRequest):
         first, second = ((*others.of(stage), *extra) for stage in ("stage1", "stage2"))
         keyframes = range(segment, frames, segment)
 
-        def steps(kind: Callable[..., Stage], name: str, *how: Any, given: Any, **more: Any) -> list[Stage]:
+        def steps(
+            kind: Callable[..., Stage], name: str, *how: Any, given: Any, **more: Any
+        ) -> list[Stage]:
             more |= {"given": tuple(given), "rule": options.cross_timestep_rule}
             return [Given(name, more["given"]), kind(name, *how, self.noise, NEUTRAL, **more)]
 
@@ -153,7 +168,9 @@ class DFR(VideoRequest):
         given = [*beside(full), *self.seen(detailing, half, model)]
         made = [
             *self.text,
-            *steps(Denoise, "stage1", half, DISTILLED_SIGMAS, first, given=beside(half), sound=True),
+            *steps(
+                Denoise, "stage1", half, DISTILLED_SIGMAS, first, given=beside(half), sound=True
+            ),
             Upsample(half, self.num_videos, self.factor(model), len(keyframes)),
             *steps(Denoise, "stage2", full, STAGE2_SIGMAS, (*second, *detailing), given=given),
         ]
@@ -163,7 +180,9 @@ class DFR(VideoRequest):
             frames, full = 2 * frames - 1, replace(full, frames=2 * full.frames - 1, fps=fps)
             made.append(doubled)
             for i, window in enumerate(windows(frames, 2 * segment, 2**number)):
-                own = replace(full, frames=latent_frames(window.stop - window.start + 1, full.time_factor))
+                own = replace(
+                    full, frames=latent_frames(window.stop - window.start + 1, full.time_factor)
+                )
                 guides = self.guides(own, window.start, 2**number)
                 made += steps(
                     Refine, f"round{number}_tile{i}", own, ROUND_SIGMAS, second,
@@ -173,12 +192,16 @@ class DFR(VideoRequest):
                 )  # fmt: skip
         return [*made, *self.decoded(full, model, options), Cut(self.clip_frames, self.clip_fps)]
 
-    def seen(self, loras: tuple[LoraSpec, ...], half: Geometry, model: ModelConfig) -> list[Conditioning]:
+    def seen(
+        self, loras: tuple[LoraSpec, ...], half: Geometry, model: ModelConfig
+    ) -> list[Conditioning]:
         """What IC-LoRAs are to see in stage 2. Raises InputError if stage 1's clip is not what they are made for."""
         if not loras:
             return []
         space, time = reference_factors(lora.path for lora in loras)
-        if (space, time) != (self.factor(model), 1) or any(lora.stage == "stage1" for lora in loras):
+        if (space, time) != (self.factor(model), 1) or any(
+            lora.stage == "stage1" for lora in loras
+        ):
             raise InputError(
                 f"--lora: {loras[0].path} is for references of 1/{space} the size and 1/{time} the frames; dfr has "
                 "stage 1's clip for stage 2, of half the size and all frames"
@@ -190,7 +213,9 @@ class DFR(VideoRequest):
         many frames for one of the request's."""
         last = pixel_frames(geometry.frames, geometry.time_factor) - 1
         here = [replace(spec, frame=spec.frame * times - start) for spec in self.images]
-        return [Image(spec, geometry, self.image_crf or 0) for spec in here if 0 <= spec.frame <= last]
+        return [
+            Image(spec, geometry, self.image_crf or 0) for spec in here if 0 <= spec.frame <= last
+        ]
 
 
 PIPELINE = DFR

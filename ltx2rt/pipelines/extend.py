@@ -153,7 +153,9 @@ class Extend(GivenClip):
             other = read_clip(self.join, "--join", model)
             facts = [f"{i.width}x{i.height} at {float(i.fps):g} fps" for i in (other, info)]
             if (other.width, other.height, other.fps) != (info.width, info.height, info.fps):
-                raise InputError(f"--join: {self.join} is {facts[0]}, expected {facts[1]} as {self.source_path} is")
+                raise InputError(
+                    f"--join: {self.join} is {facts[0]}, expected {facts[1]} as {self.source_path} is"
+                )
         self = replace(self, info=info, other=other, new_frames=new)
         for clip in self.clips:
             if clip and clip.info.num_frames < self.overlap:
@@ -190,12 +192,19 @@ class Extend(GivenClip):
         heard = [clip if clip and clip.info.has_sound else None for clip in (before, after)]
         until, since = Fraction(seam.before) / self.fps, Fraction(seam.stop) / self.fps
         mask = kept_sound(full, until if heard[0] else Fraction(0), since if heard[1] else None)
-        sides = (before.path, before.info.num_frames) if before else None, after.path if after else None
-        given = ends(full, *sides, self.overlap, seam.stop, self.overlap_strength, options.vae_tiling, model)
+        sides = (
+            (before.path, before.info.num_frames) if before else None,
+            after.path if after else None,
+        )
+        given = ends(
+            full, *sides, self.overlap, seam.stop, self.overlap_strength, options.vae_tiling, model
+        )
         return [
             *([OverlapSound(full, seam, *heard)] if any(heard) else []),
             *self.text,
-            *self.denoise_once(full, options, loras, tuple(given), masks={"audio": mask} if any(heard) else {}),
+            *self.denoise_once(
+                full, options, loras, tuple(given), masks={"audio": mask} if any(heard) else {}
+            ),
             *self.decoded(full, model, options),
             Join(replace(seam, after=0) if self.loop else seam, *self.written, self.fps),
         ]

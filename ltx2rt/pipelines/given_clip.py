@@ -30,7 +30,9 @@ def of_the_file(name: str) -> dict[str, Any]:
 
     def refuse(_: Any) -> Any:
         spelled = f"--{name.replace('_', '-')}"
-        raise InputError(f"{spelled}: the file of {FLAG} decides size, length and rate; leave it out")
+        raise InputError(
+            f"{spelled}: the file of {FLAG} decides size, length and rate; leave it out"
+        )
 
     return {"help": SUPPRESS, "parse": refuse}
 
@@ -92,7 +94,9 @@ class GivenClip(Guided):
     def check(self) -> None:
         super().check()
         if self.video_path is None:
-            raise InputError(f"{FLAG}: none, but the {self.name} pipeline starts from a clip; pass one")
+            raise InputError(
+                f"{FLAG}: none, but the {self.name} pipeline starts from a clip; pass one"
+            )
         if not self.guided:
             for name in GUIDANCE:
                 if getattr(self, name) != self.__dataclass_fields__[name].default:
@@ -120,7 +124,12 @@ class GivenClip(Guided):
         sigmas = shifted_sigmas(self.steps) if guided and self.steps else DISTILLED_SIGMAS
         merged = (*loras.of("stage1"), *([loras.distilled] if loras.distilled else []))
         plan = self.plan if guided else None
-        how = {"plan": plan, "guidance": self.guidance, "stg_blocks": self.stg_blocks or (), "sound": True}
+        how = {
+            "plan": plan,
+            "guidance": self.guidance,
+            "stg_blocks": self.stg_blocks or (),
+            "sound": True,
+        }
         return self.denoise("stage1", full, options, sigmas, merged, given, **how, **kept)
 
 

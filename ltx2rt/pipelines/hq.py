@@ -55,11 +55,23 @@ class HQ(TwoStage):
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """The schedule of stage 1 is shifted by its own tokens; user LoRAs come before the distilled one."""
-        assert self.steps and self.stg_blocks is not None and loras.distilled, "the request is not resolved"
+        assert self.steps and self.stg_blocks is not None and loras.distilled, (
+            "the request is not resolved"
+        )
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        first = (*loras.of("stage1"), replace(loras.distilled, strength=self.distilled_lora_strength_stage_1))
-        second = (*loras.of("stage2"), replace(loras.distilled, strength=self.distilled_lora_strength_stage_2))
-        guided = {"guidance": self.guidance, "stg_blocks": self.stg_blocks, "sound": self.audio_from == "stage1"}
+        first = (
+            *loras.of("stage1"),
+            replace(loras.distilled, strength=self.distilled_lora_strength_stage_1),
+        )
+        second = (
+            *loras.of("stage2"),
+            replace(loras.distilled, strength=self.distilled_lora_strength_stage_2),
+        )
+        guided = {
+            "guidance": self.guidance,
+            "stg_blocks": self.stg_blocks,
+            "sound": self.audio_from == "stage1",
+        }
         fine = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
         sigmas = shifted_sigmas(self.steps, half.num_video_tokens)
         return [

@@ -35,7 +35,9 @@ def parse_video(text: str | tuple | Path | VideoSpec) -> VideoSpec:
     if isinstance(text, VideoSpec):
         return text
     if not isinstance(text, str):
-        return VideoSpec(*from_tuple(text if isinstance(text, (tuple, list)) else (text,), Path, as_number))
+        return VideoSpec(
+            *from_tuple(text if isinstance(text, (tuple, list)) else (text,), Path, as_number)
+        )
     head, _, last = text.rpartition(":")
     strength = parse_number(last) if head else None
     return VideoSpec(Path(text)) if strength is None else VideoSpec(Path(head), strength)
@@ -88,12 +90,18 @@ class ICLora(VideoRequest):
     def check(self) -> None:
         super().check()
         if not self.video_conditioning:
-            raise InputError(f"{FLAG}: the {self.name} pipeline follows reference videos, none was given")
+            raise InputError(
+                f"{FLAG}: the {self.name} pipeline follows reference videos, none was given"
+            )
         for reference in self.video_conditioning:
             if not 0 <= reference.strength <= 1:
-                raise InputError(f"{FLAG}: strength {reference.strength:g} of {reference.path}, expected 0 to 1")
+                raise InputError(
+                    f"{FLAG}: strength {reference.strength:g} of {reference.path}, expected 0 to 1"
+                )
         if self.skip_stage_2 and self.audio_from == "stage2":
-            raise InputError("--audio-from: stage2, which --skip-stage-2 leaves out; leave out one of both")
+            raise InputError(
+                "--audio-from: stage2, which --skip-stage-2 leaves out; leave out one of both"
+            )
 
     def check_files(self) -> None:
         super().check_files()
@@ -105,10 +113,14 @@ class ICLora(VideoRequest):
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)
         if not options.loras:
-            raise InputError(f"--lora: the {self.name} pipeline needs the LoRA that its references are for")
+            raise InputError(
+                f"--lora: the {self.name} pipeline needs the LoRA that its references are for"
+            )
         for lora in options.loras:
             if lora.stage == "stage2":
-                raise InputError(f"--lora: {lora.path} is for stage 2, where the {self.name} pipeline merges none")
+                raise InputError(
+                    f"--lora: {lora.path} is for stage 2, where the {self.name} pipeline merges none"
+                )
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         return replace(super().resolved(model), audio_from=self.audio_from or self.last_stage)
@@ -141,10 +153,18 @@ class ICLora(VideoRequest):
             check_step(side, value, unit, 0, "px", rule)
         found = []
         for number, spec in enumerate(self.video_conditioning):
-            count = usable_frames(video_info(spec.path, FLAG, self.num_frames).num_frames, clip.time_factor, stride)
-            size = (latent_frames(count, clip.time_factor), clip.rows // downscale, clip.columns // downscale)
+            count = usable_frames(
+                video_info(spec.path, FLAG, self.num_frames).num_frames, clip.time_factor, stride
+            )
+            size = (
+                latent_frames(count, clip.time_factor),
+                clip.rows // downscale,
+                clip.columns // downscale,
+            )
             own = replace(clip, frames=size[0], rows=size[1], columns=size[2])
-            source = SourceVideo(spec.path, own, plan_encoder_tiles("off", size, model.video_vae), FLAG, stride)
+            source = SourceVideo(
+                spec.path, own, plan_encoder_tiles("off", size, model.video_vae), FLAG, stride
+            )
             attention, mask = self.conditioning_attention_strength, self.conditioning_attention_mask
             found.append(Reference(source, clip, number, spec.strength, downscale, attention, mask))
         return found
@@ -156,7 +176,9 @@ class ICLora(VideoRequest):
         first = {"guidance": NEUTRAL, "sound": self.audio_from == "stage1"}
         second = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
         given = self.references(model, half, loras)
-        stage1 = self.denoise("stage1", half, options, DISTILLED_SIGMAS, (*loras.user, *extra), given, **first)
+        stage1 = self.denoise(
+            "stage1", half, options, DISTILLED_SIGMAS, (*loras.user, *extra), given, **first
+        )
         if self.skip_stage_2:
             return [*self.text, *stage1, *self.decoded(half, model, options)]
         return [

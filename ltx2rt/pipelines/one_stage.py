@@ -28,10 +28,17 @@ class OneStage(Guided):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         assert self.steps and self.stg_blocks is not None, "the request is not resolved"
         full = self.geometry(model)
-        guided = {"guidance": self.guidance, "plan": self.plan, "stg_blocks": self.stg_blocks, "sound": True}
+        guided = {
+            "guidance": self.guidance,
+            "plan": self.plan,
+            "stg_blocks": self.stg_blocks,
+            "sound": True,
+        }
         return [
             *self.text,
-            *self.denoise("stage1", full, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided),
+            *self.denoise(
+                "stage1", full, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided
+            ),
             *self.decoded(full, model, options),
         ]
 

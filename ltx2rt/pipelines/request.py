@@ -68,11 +68,15 @@ def parse_fps(text: str | float | Fraction) -> Fraction:
             raise ValueError
         fps = Fraction(ntsc[text] * 1000, 1001) if text in ntsc else Fraction(text)
     except (ValueError, ZeroDivisionError):
-        raise InputError(f"--fps: {text[:80]!r} is no number; give one such as 24, 23.976 or 30000/1001") from None
+        raise InputError(
+            f"--fps: {text[:80]!r} is no number; give one such as 24, 23.976 or 30000/1001"
+        ) from None
     if fps <= 0:
         raise InputError(f"--fps: {text[:80]}, expected {MIN_FPS} to {MAX_FPS}")
     if max(fps.numerator, fps.denominator) >= MAX_FPS_TERM:
-        raise InputError(f"--fps: {text[:80]} has too many digits for a container; write a fraction such as 24000/1001")
+        raise InputError(
+            f"--fps: {text[:80]} has too many digits for a container; write a fraction such as 24000/1001"
+        )
     return fps
 
 
@@ -84,10 +88,14 @@ def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
         if len(text) < 2:
             raise ValueError
         return ImageSpec(*from_tuple(text, Path, index, as_number))
-    match = re.fullmatch(r"(?P<path>.+?):(?P<frame>[+-]?\d{1,18})(:(?P<strength>[^:]+))?", text, re.DOTALL)
+    match = re.fullmatch(
+        r"(?P<path>.+?):(?P<frame>[+-]?\d{1,18})(:(?P<strength>[^:]+))?", text, re.DOTALL
+    )
     strength = parse_number(match["strength"] or "1") if match else None
     if match is None or strength is None:
-        raise InputError(f"--image: {text!r}, expected FILE:FRAME or FILE:FRAME:STRENGTH, such as cat.png:0:0.8")
+        raise InputError(
+            f"--image: {text!r}, expected FILE:FRAME or FILE:FRAME:STRENGTH, such as cat.png:0:0.8"
+        )
     return ImageSpec(Path(match["path"]), int(match["frame"]), strength)
 
 
@@ -98,7 +106,9 @@ def parse_blocks(text: str | Sequence[int]) -> tuple[int, ...]:
             return tuple(index(part) for part in text)
         return tuple(int(part) for part in text.split(",") if part.strip())
     except (TypeError, ValueError):
-        raise InputError(f"--stg-blocks: {str(text)[:80]!r}, expected block numbers such as 28 or 14,19") from None
+        raise InputError(
+            f"--stg-blocks: {str(text)[:80]!r}, expected block numbers such as 28 or 14,19"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -217,7 +227,9 @@ class Request:
             if isinstance(value, float) and not abs(value) < 1e6:
                 raise InputError(f"{spelling(f)}: {value:g}, expected a finite number below 1e6")
             if isinstance(value, str) and value != value.encode(errors="ignore").decode():
-                raise InputError(f"{spelling(f)}: holds characters that are no text (lone surrogates); type it again")
+                raise InputError(
+                    f"{spelling(f)}: holds characters that are no text (lone surrogates); type it again"
+                )
 
     def check_files(self) -> None:
         """Refuse named files that are not there. Raises InputError."""
@@ -227,12 +239,18 @@ class Request:
     def check_options(self, options: ModelOptions) -> None:
         """Refuse model flags that do not go with this clip. Raises InputError."""
         if self.num_videos % (data := options.mesh.get("data", 1)):
-            raise InputError(f"--num-videos: {self.num_videos} do not divide over data={data}; choose a multiple of it")
+            raise InputError(
+                f"--num-videos: {self.num_videos} do not divide over data={data}; choose a multiple of it"
+            )
         if self.distilled == "needed" and options.distilled_lora == NO_LORA:
-            raise InputError(f"--distilled-lora: none, but the {self.name} pipeline's second stage needs one")
+            raise InputError(
+                f"--distilled-lora: none, but the {self.name} pipeline's second stage needs one"
+            )
         for lora in options.loras:
             if lora.stage == "stage2" and self.num_stages == 1:
-                raise InputError(f"--lora: {lora.path} is for stage 2, and the {self.name} pipeline has none")
+                raise InputError(
+                    f"--lora: {lora.path} is for stage 2, and the {self.name} pipeline has none"
+                )
 
     @classmethod
     def check_model(cls, model: ModelConfig) -> None:
@@ -292,7 +310,10 @@ class Request:
     @property
     def text(self) -> list[Stage]:
         """What reads the prompts, and chooses the clip's length where the model is to."""
-        return [Text(self.prompts), *([Duration(self.auto_duration, self.fps)] if self.auto_duration else [])]
+        return [
+            Text(self.prompts),
+            *([Duration(self.auto_duration, self.fps)] if self.auto_duration else []),
+        ]
 
     @property
     def noise(self) -> Noise:
@@ -324,7 +345,9 @@ class Request:
 
     def settings(self, path: Any = str) -> dict[str, Any]:
         """Every setting as JSON-able values: what the MP4's metadata and the report carry."""
-        return {"pipeline": self.name} | {f.name: plain(getattr(self, f.name), path) for f in fields(self)}
+        return {"pipeline": self.name} | {
+            f.name: plain(getattr(self, f.name), path) for f in fields(self)
+        }
 
 
 @dataclass(frozen=True)
@@ -376,7 +399,9 @@ class VideoRequest(Request):
             )
         for image in self.images:
             if not 0 <= image.strength <= 1:
-                raise InputError(f"--image: strength {image.strength} of {image.path}, expected 0 to 1")
+                raise InputError(
+                    f"--image: strength {image.strength} of {image.path}, expected 0 to 1"
+                )
         frames = [image.frame for image in self.images]
         if twice := [frame for frame in frames if frames.count(frame) > 1]:
             raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
@@ -387,21 +412,28 @@ class VideoRequest(Request):
             existing_file("--image", image.path)
 
     def resolved(self: Any, model: ModelConfig) -> Any:
-        unit, step = model.video_vae.space_factor * self.factor(model).numerator, model.video_vae.time_factor
+        unit, step = (
+            model.video_vae.space_factor * self.factor(model).numerator,
+            model.video_vae.time_factor,
+        )
         for side, value in (("--width", self.width), ("--height", self.height)):
             check_step(side, value, unit, 0, "px", f"divisible by {unit} ({self.name})")
         full = super().resolved(model)
         for image in self.images:
             if not 0 <= image.frame < full.num_frames:
                 last = full.num_frames - 1
-                raise InputError(f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}")
+                raise InputError(
+                    f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}"
+                )
         if self.num_generated_keyframes and not model.transformer.keyframe_vector:
             raise InputError(
                 f"--num-generated-keyframes: {self.num_generated_keyframes}, but LTX-{model.release.name} has no "
                 "vector for keyframes; leave it out, or pass a model of LTX-2.5"
             )
         check_step("--num-frames", full.num_frames, step, 1, "frames", f"{step}*k + 1")
-        return replace(full, image_crf=model.image_crf if self.image_crf is None else self.image_crf)
+        return replace(
+            full, image_crf=model.image_crf if self.image_crf is None else self.image_crf
+        )
 
     @property
     def files(self) -> list[Path]:
@@ -418,7 +450,9 @@ class VideoRequest(Request):
     def factor(self, model: ModelConfig) -> Fraction:
         """By how much the clip is wider and higher than its first stage: what the spatial upsampler multiplies by."""
         found = model.upsampler
-        return found.scale if self.scale > 1 and found and not found.temporal else Fraction(self.scale)
+        return (
+            found.scale if self.scale > 1 and found and not found.temporal else Fraction(self.scale)
+        )
 
     def geometry(self, model: ModelConfig, scale: Fraction | int = 1) -> Geometry:
         """The latent grid of the clip at 1/scale of its width and height."""
@@ -430,11 +464,21 @@ class VideoRequest(Request):
         given: Sequence[Conditioning] = (), **more: Any,
     ) -> list[Stage]:  # fmt: skip
         """One denoising stage, after the encoding of the images at its size, and of what else is given, if any."""
-        images = [Image(spec, geometry, self.image_crf or 0, self.append_images) for spec in self.images]
-        slots = slot_frames(self.num_frames, self.num_generated_keyframes) if name == "stage1" else ()
-        given, rule = (*images, *(Slot(frame, geometry) for frame in slots), *given), options.cross_timestep_rule
+        images = [
+            Image(spec, geometry, self.image_crf or 0, self.append_images) for spec in self.images
+        ]
+        slots = (
+            slot_frames(self.num_frames, self.num_generated_keyframes) if name == "stage1" else ()
+        )
+        given, rule = (
+            (*images, *(Slot(frame, geometry) for frame in slots), *given),
+            options.cross_timestep_rule,
+        )
         before: list[Stage] = [Given(name, given)] if given else []
-        return [*before, Denoise(name, geometry, sigmas, loras, self.noise, given=given, rule=rule, **more)]
+        return [
+            *before,
+            Denoise(name, geometry, sigmas, loras, self.noise, given=given, rule=rule, **more),
+        ]
 
     def decoded(self, geometry: Geometry, model: ModelConfig, options: ModelOptions) -> list[Stage]:
         """What makes the clip of the last latents, and of the sound that a stage kept."""
@@ -568,10 +612,14 @@ class Guided(VideoRequest):
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         full = super().resolved(model)
-        negative = model.release.negative_prompt if self.negative_prompt is None else self.negative_prompt
+        negative = (
+            model.release.negative_prompt if self.negative_prompt is None else self.negative_prompt
+        )
         steps = self.steps or self.default_steps(model)
         blocks = stg_blocks(model, self.stg_blocks, bool(self.video_stg or self.audio_stg))
-        return step_plans.resolved(replace(full, negative_prompt=negative, steps=steps, stg_blocks=blocks))
+        return step_plans.resolved(
+            replace(full, negative_prompt=negative, steps=steps, stg_blocks=blocks)
+        )
 
     def default_steps(self, model: ModelConfig) -> int:
         return model.release.steps
@@ -583,10 +631,14 @@ def stg_blocks(model: ModelConfig, given: tuple[int, ...] | None, used: bool) ->
     if given is None:
         return model.release.stg_blocks(num_layers)
     if given == () and used:
-        raise InputError("--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0")
+        raise InputError(
+            "--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0"
+        )
     for block in given:
         if not 0 <= block < num_layers:
-            raise InputError(f"--stg-blocks: block {block}, but the model has blocks 0 to {num_layers - 1}")
+            raise InputError(
+                f"--stg-blocks: block {block}, but the model has blocks 0 to {num_layers - 1}"
+            )
     return given
 
 
@@ -604,7 +656,9 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
     raise InputError(f"{name}: {value}, expected {rule}; the nearest are {nearest} {unit}")
 
 
-def distilled_lora(request: Request | type[Request], options: ModelOptions, found: Any) -> LoraSpec | None:
+def distilled_lora(
+    request: Request | type[Request], options: ModelOptions, found: Any
+) -> LoraSpec | None:
     """The distilled LoRA of a run whose options are checked. found: gives the one beside the checkpoint, or raises
     InputError.
 

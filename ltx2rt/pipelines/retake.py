@@ -69,7 +69,9 @@ class Retake(GivenClip):
 
     @property
     def region_s(self) -> tuple[float, float]:
-        assert self.start_time is not None and self.end_time is not None, "the request is not checked"
+        assert self.start_time is not None and self.end_time is not None, (
+            "the request is not checked"
+        )
         return self.start_time, self.end_time
 
     # --- checks -------------------------------------------------------------------------------------------------
@@ -78,23 +80,36 @@ class Retake(GivenClip):
         super().check()
         if self.start_time is None or self.end_time is None:
             missing = "--start-time" if self.start_time is None else "--end-time"
-            raise InputError(f"{missing}: none, expected the seconds between which the clip is made anew")
+            raise InputError(
+                f"{missing}: none, expected the seconds between which the clip is made anew"
+            )
         if self.start_time >= self.end_time:
-            raise InputError(f"--end-time: {self.end_time:g}, expected more than --start-time {self.start_time:g}")
+            raise InputError(
+                f"--end-time: {self.end_time:g}, expected more than --start-time {self.start_time:g}"
+            )
         if self.keep == "video" and not self.audio:
-            raise InputError("--no-audio: with --keep video nothing would be made anew; leave one out")
+            raise InputError(
+                "--no-audio: with --keep video nothing would be made anew; leave one out"
+            )
 
     def resolved(self, model: ModelConfig) -> Any:
         """Reads the file whole, once."""
         self.check()
         info = self.info or self._read(model)
-        sizes = {"width": info.width, "height": info.height, "num_frames": info.num_frames, "fps": info.fps}
+        sizes = {
+            "width": info.width,
+            "height": info.height,
+            "num_frames": info.num_frames,
+            "fps": info.fps,
+        }
         self = replace(self, info=info, **sizes)
         full = self.with_defaults(model)
         for m, mask in full.masks(full.geometry(model)).items():
             if not mask.any():
                 where = f"--start-time: {self.start_time:g} s"
-                raise InputError(f"{where} is after the last {m} token of {self.video_path}; start earlier")
+                raise InputError(
+                    f"{where} is after the last {m} token of {self.video_path}; start earlier"
+                )
         return full
 
     def _read(self, model: ModelConfig) -> VideoInfo:
@@ -108,9 +123,13 @@ class Retake(GivenClip):
             )
         length_s, end_s = float(info.num_frames / info.fps), max(self.region_s)
         if end_s >= length_s + 1 / info.fps:  # the end may be rounded up
-            raise InputError(f"--end-time: {end_s:g} s, but {path} ends at {length_s:.4f} s; end there")
+            raise InputError(
+                f"--end-time: {end_s:g} s, but {path} ends at {length_s:.4f} s; end there"
+            )
         if self.keep == "audio" and not info.has_sound:
-            raise InputError(f"--keep: audio, but {path} has no sound; leave it out, and sound is made")
+            raise InputError(
+                f"--keep: audio, but {path} has no sound; leave it out, and sound is made"
+            )
         return info
 
     # --- what is made -------------------------------------------------------------------------------------------
@@ -146,9 +165,15 @@ class Retake(GivenClip):
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         frames, (start, end) = self.made(self.geometry(model))
-        parts = [f"frames {frames.start} to {frames.stop - 1} of {self.num_frames}"] if frames else []
+        parts = (
+            [f"frames {frames.start} to {frames.stop - 1} of {self.num_frames}"] if frames else []
+        )
         parts += [f"sound from {start:.2f} to {end:.2f} s"] if end else []
-        parts += ["all of the sound, as the file has none"] if self.audio and not self.source.has_sound else []
+        parts += (
+            ["all of the sound, as the file has none"]
+            if self.audio and not self.source.has_sound
+            else []
+        )
         yield f"made anew: {', '.join(parts)}"
         if not self.keep_source:
             yield "what is kept passes the VAEs, too, and changes a little; --keep-source copies the file's own"
@@ -158,9 +183,18 @@ class Retake(GivenClip):
         shape = (full.frames, full.rows, full.columns)
         times = self.source.times_s
         assert times, "a file without timestamps is refused"
-        video = SourceVideo(self.source_path, full, plan_encoder_tiles(options.vae_tiling, shape, model.video_vae))
+        video = SourceVideo(
+            self.source_path, full, plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
+        )
         sound = (
-            SourceSound(self.source_path, full, float(times[0]), fit="zeros", sound=False, record="source.audio")
+            SourceSound(
+                self.source_path,
+                full,
+                float(times[0]),
+                fit="zeros",
+                sound=False,
+                record="source.audio",
+            )
             if self.source.has_sound
             else None
         )

@@ -16,7 +16,12 @@ from ltx2rt.session.options import existing_file
 from ltx2rt.stages.schedule import shifted_sigmas
 
 FORMAT = 1  # version of a file of plans
-PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = ("step_plan", "skip_step", "video_skip_step", "audio_skip_step")
+PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = (
+    "step_plan",
+    "skip_step",
+    "video_skip_step",
+    "audio_skip_step",
+)
 # Half and a third of 30 steps, found on examples/tiny-trained by first-order costs; scaled to other numbers.
 NAMED = {
     "fast": (0, 5, 9, 12, 15, 18, 20, 22, 23, 24, 25, 26, 27, 28, 29),
@@ -117,19 +122,30 @@ def read(given: PlanFile, steps: int) -> StepPlan:
     flag, path = "--step-plan", given.path
     try:
         found = json.loads(path.read_text())
-        form, theirs, sigmas, plans = (found[name] for name in ("format", "steps", "sigmas", "plans"))
-        made = {int(p["evaluations"]): StepPlan.of([int(i) for i in p["evaluate"]], int(p["order"])) for p in plans}
+        form, theirs, sigmas, plans = (
+            found[name] for name in ("format", "steps", "sigmas", "plans")
+        )
+        made = {
+            int(p["evaluations"]): StepPlan.of([int(i) for i in p["evaluate"]], int(p["order"]))
+            for p in plans
+        }
         table = np.array(sigmas, np.float32)
     except OSError as error:
         raise InputError(f"{flag}: {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, UnicodeDecodeError):
         raise InputError(f"{flag}: {path} is no file of plans; docs/pipelines.md has one") from None
     if form != FORMAT:
-        raise InputError(f"{flag}: {path} has format {form}, expected {FORMAT}; write it anew as in docs/pipelines.md")
+        raise InputError(
+            f"{flag}: {path} has format {form}, expected {FORMAT}; write it anew as in docs/pipelines.md"
+        )
     if theirs != steps or not np.array_equal(table, shifted_sigmas(steps)):
-        raise InputError(f"{flag}: {path} is for {theirs} steps, the clip has {steps}; pass --steps {theirs}")
+        raise InputError(
+            f"{flag}: {path} is for {theirs} steps, the clip has {steps}; pass --steps {theirs}"
+        )
     wanted = given.evaluations if given.evaluations is not None else next(iter(made), None)
     if wanted not in made:
-        raise InputError(f"{flag}: {path} has plans of {', '.join(map(str, made)) or 'no'} evaluations, not {wanted}")
+        raise InputError(
+            f"{flag}: {path} has plans of {', '.join(map(str, made)) or 'no'} evaluations, not {wanted}"
+        )
     made[wanted].check(steps, flag, table)
     return made[wanted]

@@ -55,7 +55,9 @@ class TextToAudio(Request):
 
     @property
     def guidance(self) -> np.ndarray:
-        return np.array([[1, 0, 1, 0], [self.audio_cfg, self.audio_stg, 1, self.audio_rescale]], np.float32)
+        return np.array(
+            [[1, 0, 1, 0], [self.audio_cfg, self.audio_stg, 1, self.audio_rescale]], np.float32
+        )
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -85,7 +87,9 @@ class TextToAudio(Request):
         return step_plans.resolved(
             replace(
                 full,
-                negative_prompt=model.release.negative_prompt if self.negative_prompt is None else self.negative_prompt,
+                negative_prompt=model.release.negative_prompt
+                if self.negative_prompt is None
+                else self.negative_prompt,
                 steps=self.steps or model.release.steps,
                 stg_blocks=stg_blocks(model, self.stg_blocks, bool(self.audio_stg)),
             )

@@ -32,7 +32,9 @@ class TwoStage(Guided):
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in the order given, the distilled one last."""
-        assert self.steps and self.stg_blocks is not None and loras.distilled, "the request is not resolved"
+        assert self.steps and self.stg_blocks is not None and loras.distilled, (
+            "the request is not resolved"
+        )
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         guided = {
             "guidance": self.guidance,
@@ -43,9 +45,18 @@ class TwoStage(Guided):
         fine = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
         return [
             *self.text,
-            *self.denoise("stage1", half, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided),
+            *self.denoise(
+                "stage1", half, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided
+            ),
             Upsample(half, self.num_videos, self.factor(model)),
-            *self.denoise("stage2", full, options, STAGE2_SIGMAS, (*loras.of("stage2"), loras.distilled), **fine),
+            *self.denoise(
+                "stage2",
+                full,
+                options,
+                STAGE2_SIGMAS,
+                (*loras.of("stage2"), loras.distilled),
+                **fine,
+            ),
             *self.decoded(full, model, options),
         ]
 

@@ -10,7 +10,15 @@ from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.graph.ops import COLLECTIVES
 
 LINEARS = ("linear", "linear_gelu")
-VIEWS = {"split", "merge", "rename", "slice", "at", "expand", "transpose"}  # ops that usually move nothing
+VIEWS = {
+    "split",
+    "merge",
+    "rename",
+    "slice",
+    "at",
+    "expand",
+    "transpose",
+}  # ops that usually move nothing
 
 # Bytes that a device receives per byte it hands in, among n. An all-reduce is a reduce-scatter and an all-gather, in
 # each of which a device receives n - 1 slices of n.
@@ -30,7 +38,11 @@ class Traffic:
     received_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.count + other.count, self.bytes + other.bytes, self.received_bytes + other.received_bytes)
+        return Traffic(
+            self.count + other.count,
+            self.bytes + other.bytes,
+            self.received_bytes + other.received_bytes,
+        )
 
     def __mul__(self, times: int) -> Traffic:
         return Traffic(self.count * times, self.bytes * times, self.received_bytes * times)

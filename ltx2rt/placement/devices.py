@@ -140,7 +140,11 @@ def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind |
     return min(found, key=lambda kind: abs(kind.memory_bytes - total_bytes), default=None)
 
 
-GENERATIONS = {"v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}  # libtpu's name -> kind, devices per chip
+GENERATIONS = {
+    "v5p": ("v5p", 1),
+    "v6e": ("v6e", 1),
+    "tpu7x": ("v7x", 2),
+}  # libtpu's name -> kind, devices per chip
 
 
 def topology(name: str) -> tuple[DeviceKind, int]:
@@ -148,7 +152,9 @@ def topology(name: str) -> tuple[DeviceKind, int]:
     generation, _, chips = name.partition(":")
     if generation not in GENERATIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
         known = ", ".join(GENERATIONS)
-        raise InputError(f"--topology: {name!r}, expected GENERATION:CHIPS of {known}, such as v6e:2x4 or tpu7x:2x2x1")
+        raise InputError(
+            f"--topology: {name!r}, expected GENERATION:CHIPS of {known}, such as v6e:2x4 or tpu7x:2x2x1"
+        )
     kind, cores = GENERATIONS[generation]
     return device_kinds()[kind], cores * math.prod(map(int, chips.split("x")))
 
@@ -157,7 +163,12 @@ def topology(name: str) -> tuple[DeviceKind, int]:
 # part of that are files that go when memory is wanted.
 CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
 )
 
 
@@ -167,7 +178,9 @@ def host_memory() -> tuple[int, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
     with suppress(FileNotFoundError), open("/proc/meminfo") as file:
-        free = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")), free)
+        free = next(
+            (int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")), free
+        )
     for folder, limit_file, used_file, files in CGROUPS:
         with suppress(OSError, ValueError):  # no such file, or "max"
             limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))

@@ -90,22 +90,30 @@ def _shared(graph: Graph, on: Placement, network: str, steps: int | None) -> Gra
 # Each takes a graph, the placement, the network, and the number of steps if the graph becomes their loop.
 PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     # From here on shapes are those of one device, and every communication is a node.
-    lambda g, on, net, steps: place(g, on.rules(net, weights=False), on.mesh, net in on.profile.strict),
+    lambda g, on, net, steps: place(
+        g, on.rules(net, weights=False), on.mesh, net in on.profile.strict
+    ),
     # After place: the scales are those of the rows that a device holds.
     _quantised,
     # After place: adapters are cut as the linears beside them; before pack, which joins those.
-    lambda g, on, net, steps: adapted(g, on.adapters) if on.adapters and net == "transformer" else g,
+    lambda g, on, net, steps: (
+        adapted(g, on.adapters) if on.adapters and net == "transformer" else g
+    ),
     # After place, so that every part of a divided stack of blocks keeps its tokens cut; after quantise, which wants the
     # stack whole; before the loop and hoist, for which the parts are stacks like any other.
     _shared,
     # After place, which knows the videos of one device only; before the loop, whose state is that of all.
-    lambda g, on, net, steps: data_parallel(g, "videos", "data", on.mesh.get("data", 1)) if steps else g,
+    lambda g, on, net, steps: (
+        data_parallel(g, "videos", "data", on.mesh.get("data", 1)) if steps else g
+    ),
     lambda g, on, net, steps: looped(g, "denoise", step_slots(steps), PER_STEP) if steps else g,
     # Before pack: a linear that leaves the loop must not take along those that stay.
     lambda g, on, net, steps: hoist(g) if steps else g,
     lambda g, on, net, steps: pack(g),
     lambda g, on, net, steps: coalesce(g),
     # After pack: weights are joined before they are cut, so there are as few gathers as matrix products.
-    lambda g, on, net, steps: gather_weights(g, on.rules(net, weights=True), on.mesh, net in on.profile.strict),
+    lambda g, on, net, steps: gather_weights(
+        g, on.rules(net, weights=True), on.mesh, net in on.profile.strict
+    ),
     # Then `rotate`, `interleave` and `fuse`, in a backend: it alone knows its streams and kernels.
 )

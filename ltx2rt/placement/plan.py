@@ -80,7 +80,12 @@ class StageCost:
         factory, whole = get_factory(kind.backend), Timeline(kind)
         for graph, times in self.calls:
             whole.then(factory.cost(graph, kind, self.float8), times)
-        whole.beside("memory", "weights", self.read_bytes / kind.memory_bytes_per_s, whole.clock_s - whole.waited_s)
+        whole.beside(
+            "memory",
+            "weights",
+            self.read_bytes / kind.memory_bytes_per_s,
+            whole.clock_s - whole.waited_s,
+        )
         whole.beside("host link", "weights from the host", self.copy_s(kind), whole.clock_s)
         return whole
 
@@ -90,7 +95,11 @@ class StageCost:
 
     def waits_s(self, kind: DeviceKind) -> float:
         """What one step waits for weights from the host, beyond its work."""
-        return self.time_s(kind) - replace(self, streamed_bytes=0).time_s(kind) if self.streamed_bytes else 0.0
+        return (
+            self.time_s(kind) - replace(self, streamed_bytes=0).time_s(kind)
+            if self.streamed_bytes
+            else 0.0
+        )
 
     def copy_s(self, kind: DeviceKind) -> float:
         """How long the link to the host's memory takes for what one step streams."""

@@ -37,7 +37,9 @@ class Profile:
     rules: Mapping[str, Rules]
     mesh: Mapping[str, int] = field(default_factory=dict)
     strict: frozenset[str] = frozenset({"transformer"})
-    audio: Literal["replicated", "split"] = "replicated"  # few tokens: to split them communicates more than it saves
+    audio: Literal["replicated", "split"] = (
+        "replicated"  # few tokens: to split them communicates more than it saves
+    )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -62,9 +64,13 @@ PROFILES = {
     for profile in (
         Profile("single", {}),
         Profile("hopper", SPLIT, {"tensor": -1}),
-        Profile("trillium", SPLIT, {"sequence": -1, "tensor": 2}),  # two halves of the weights fit v6e's 32 GB
+        Profile(
+            "trillium", SPLIT, {"sequence": -1, "tensor": 2}
+        ),  # two halves of the weights fit v6e's 32 GB
         Profile("ironwood", SPLIT, {"sequence": -1}),  # v5p and v7x hold the weights whole
-        Profile("trillium-2d", SPLIT | {"transformer": HEADS_AND_FF | EMBED}, {"fsdp": -1, "tensor": 4}),
+        Profile(
+            "trillium-2d", SPLIT | {"transformer": HEADS_AND_FF | EMBED}, {"fsdp": -1, "tensor": 4}
+        ),
         Profile("ironwood-1d", SPLIT | {"transformer": HEADS_AND_FF}, {"tensor": -1}),
         Profile("cpu", SPLIT, {"tensor": -1}),
     )
@@ -110,7 +116,9 @@ def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
     if devices == 1 or not profile.mesh:
         return {}
     if devices % fixed:
-        meant = ",".join(f"{axis}={'N' if size == -1 else size}" for axis, size in profile.mesh.items())
+        meant = ",".join(
+            f"{axis}={'N' if size == -1 else size}" for axis, size in profile.mesh.items()
+        )
         raise InputError(
             f"profile {profile.name} is meant for {meant}, not for {devices} devices; say which with --mesh"
         )
@@ -126,24 +134,37 @@ def resolve(
     Raises InputError as `profile_of` and `default_mesh` do, and for a mesh of another number of devices.
     """
     profile = profile_of(name, device_kind, mesh or {"data": devices})
-    found = {axis: size for axis, size in mesh.items() if size > 1} or default_mesh(profile, devices)
+    found = {axis: size for axis, size in mesh.items() if size > 1} or default_mesh(
+        profile, devices
+    )
     if (count := math.prod(found.values())) == devices:
         return profile, found
     if mesh:
-        raise InputError(f"--mesh: {dict(mesh)} is of {count} devices, there are {devices}; make the two agree")
+        raise InputError(
+            f"--mesh: {dict(mesh)} is of {count} devices, there are {devices}; make the two agree"
+        )
     raise InputError(
         f"profile {profile.name} has no mesh of {devices} devices; give a --mesh of all of them, or another --profile"
     )
 
 
-def undivided(graph: Graph, rules: Rules, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
+def undivided(
+    graph: Graph, rules: Rules, mesh: Mapping[str, int]
+) -> Iterator[tuple[str, str, int]]:
     """(part, axis, size) wherever a rule would split an axis of a linear of the unplaced `graph`, but cannot."""
     found = {}
     for node in graph.nodes:
         if node.op == "repeat":
             yield from undivided(node.repeat.body, rules, mesh)
-        elif node.op in ("linear", "split"):  # a packed linear's axes are those of the split after it
+        elif node.op in (
+            "linear",
+            "split",
+        ):  # a packed linear's axes are those of the split after it
             sizes = node.attrs["out" if node.op == "linear" else "into"]
-            found |= {a: n for a, n in sizes.items() if n % mesh.get(rules.get(a, ""), 1) and not shared_key_head(a, n)}
+            found |= {
+                a: n
+                for a, n in sizes.items()
+                if n % mesh.get(rules.get(a, ""), 1) and not shared_key_head(a, n)
+            }
     for axis, size in found.items():
         yield graph.name, axis, size

@@ -28,7 +28,9 @@ def stack_of(name: str) -> str:
 def pieces(graph: Graph) -> dict[Piece, int]:
     """Bytes of every piece of a placed graph on one device, in the order in which a run reads them."""
     found: dict[Piece, int] = {}
-    params = {name: param for name, param in graph.all_params().items() if moves(name, param[0].type)}
+    params = {
+        name: param for name, param in graph.all_params().items() if moves(name, param[0].type)
+    }
     for stack in dict.fromkeys(map(stack_of, params)):
         own = [param for name, param in params.items() if stack_of(name) == stack]
         for layer in range(max(count for _, count in own)):
@@ -44,7 +46,9 @@ def streamed(sizes: Mapping[Piece, int], number: int) -> frozenset[Piece]:
     found = list(sizes)
     inner = found[1:-1] if number <= len(found) - 2 else found
     count = len(inner)
-    return frozenset(p for i, p in enumerate(inner) if (i + 1) * number // count > i * number // count)
+    return frozenset(
+        p for i, p in enumerate(inner) if (i + 1) * number // count > i * number // count
+    )
 
 
 def saved_bytes(sizes: Mapping[Piece, int], number: int) -> int:

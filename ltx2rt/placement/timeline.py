@@ -56,7 +56,9 @@ class Timeline:
     travelled_s: float = 0.0
     waited_s: float = 0.0
     events: list[Event | Repeated] = field(default_factory=list)
-    arrivals: dict[int, float] = field(default_factory=dict)  # when values are there that nothing has read yet
+    arrivals: dict[int, float] = field(
+        default_factory=dict
+    )  # when values are there that nothing has read yet
 
     def of(self, graph: Graph) -> Timeline:
         """Run the graph until all that was sent has arrived."""
@@ -99,7 +101,9 @@ class Timeline:
         time_s = self.kind.exchange_s(node.op, devices, 1, received)
         start_s = max(self.link_s, self.clock_s)
         track = f"link {node.attrs['mesh_axis']}"
-        self.events.append(Event(track, "exchange", node.op, start_s, time_s, received_bytes=received))
+        self.events.append(
+            Event(track, "exchange", node.op, start_s, time_s, received_bytes=received)
+        )
         self.travelled_s += time_s
         self.link_s = start_s + time_s
         for v in node.outputs:
@@ -111,7 +115,10 @@ class Timeline:
         """The first iteration, and the second as often as there are others: it waits for what the one before sent."""
         repeat, carries = node.repeat, node.repeat.num_carries
         made = [id(v) for v in repeat.body.outputs.values()]
-        entering, leaving = [id(v) for v in repeat.body.inputs.values()], [id(v) for v in node.outputs]
+        entering, leaving = (
+            [id(v) for v in repeat.body.inputs.values()],
+            [id(v) for v in node.outputs],
+        )
         for first, count in ((True, 1), (False, repeat.count - 1))[: repeat.count]:
             if not first:
                 self.move(made[:carries], entering[:carries])
@@ -137,7 +144,11 @@ class Timeline:
 
     def move(self, values: Sequence[int], to: Sequence[int]) -> None:
         """What is on its way has another name from here on."""
-        self.arrivals |= {new: self.arrivals.pop(v) for v, new in zip(values, to, strict=True) if v in self.arrivals}
+        self.arrivals |= {
+            new: self.arrivals.pop(v)
+            for v, new in zip(values, to, strict=True)
+            if v in self.arrivals
+        }
 
     def then(self, other: Timeline, times: int) -> None:
         """Append another timeline, which runs `times` times behind this one."""

@@ -56,10 +56,16 @@ class Crew:
         self._store, self._watched = connect(), connect()
         self._processes: dict[int, int] = {}  # pidfd -> rank; -1 is the launcher
         self._main_pid: int | None = None
-        self._over, self._ending, self._speaking = threading.Event(), threading.Lock(), threading.Lock()
+        self._over, self._ending, self._speaking = (
+            threading.Event(),
+            threading.Lock(),
+            threading.Lock(),
+        )
         self._wake, woken = os.pipe()
         os.set_blocking(woken, False)
-        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)  # written even while the main thread is in C++
+        signal.set_wakeup_fd(
+            woken, warn_on_full_buffer=False
+        )  # written even while the main thread is in C++
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as `nohup` has it
         for number in (signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])):
             signal.signal(number, lambda *_: None)
@@ -89,7 +95,11 @@ class Crew:
         """Raise InputError on every rank if one rank's facts are not rank 0's. topic: of this comparison, used once."""
         main, *others = self._gather(topic, dict(facts))
         for other, theirs in enumerate(others, 1):
-            if unlike := [name for name in sorted(main.keys() | theirs.keys()) if main.get(name) != theirs.get(name)]:
+            if unlike := [
+                name
+                for name in sorted(main.keys() | theirs.keys())
+                if main.get(name) != theirs.get(name)
+            ]:
                 name, more = unlike[0], f" (and {', '.join(unlike[1:])})" if unlike[1:] else ""
                 raise InputError(
                     f"ranks 0 and {other} have different {topic}: {name}{more} is {main.get(name)} on rank 0, "
@@ -136,8 +146,12 @@ class Crew:
     def fail(self, message: str, status: int, bad_input: bool = False) -> NoReturn:
         """End every rank because of an exception on this one, unless another rank's end is what caused it."""
         if not bad_input:
-            time.sleep(EXPLAIN_S)  # the watching thread ends this process first if it finds the cause
-        self.end(f"{message} (rank {self.rank})" if bad_input else f"rank {self.rank}: {message}", status)
+            time.sleep(
+                EXPLAIN_S
+            )  # the watching thread ends this process first if it finds the cause
+        self.end(
+            f"{message} (rank {self.rank})" if bad_input else f"rank {self.rank}: {message}", status
+        )
 
     def end(self, message: str, status: int, by_signal: bool = False) -> NoReturn:
         """Leave at once, from any thread, with a line on stderr if this rank is the first to end.
@@ -156,7 +170,9 @@ class Crew:
             os._exit(status)
 
     def _say(self, message: str, below: str = "") -> None:
-        if self._speaking.acquire(blocking=False):  # once: two threads may find what ends this process
+        if self._speaking.acquire(
+            blocking=False
+        ):  # once: two threads may find what ends this process
             print(f"{below}ltx2rt: error: {message}", file=sys.stderr, flush=True)
 
     def _remove_partials(self) -> None:
@@ -165,7 +181,9 @@ class Crew:
 
     def _lowest(self) -> bool:
         """Whether no rank below this one lives here."""
-        return all(rank > self.rank for fd, rank in self._processes.items() if rank >= 0 and not _ended(fd))
+        return all(
+            rank > self.rank for fd, rank in self._processes.items() if rank >= 0 and not _ended(fd)
+        )
 
     def _claim(self, status: int) -> tuple[bool, int]:
         """Whether no rank ended before this one, and the exit status of the first that did."""
@@ -176,7 +194,9 @@ class Crew:
             return self._lowest(), status
         if found == mine:
             return True, status
-        theirs = found.rpartition(" ")[2]  # no failure is 0, and this rank was not ended by that signal
+        theirs = found.rpartition(" ")[
+            2
+        ]  # no failure is 0, and this rank was not ended by that signal
         return False, int(theirs) if theirs.isdecimal() and 0 < int(theirs) < SIGNALLED else FAILED
 
     def _outlive(self) -> None:
@@ -210,7 +230,9 @@ class Crew:
             if self._wake in ready:
                 number = os.read(self._wake, 1)[0]
                 self.end(
-                    f"rank {self.rank} was ended by {signal.Signals(number).name}", SIGNALLED + number, by_signal=True
+                    f"rank {self.rank} was ended by {signal.Signals(number).name}",
+                    SIGNALLED + number,
+                    by_signal=True,
                 )
             if self._over.is_set() or (ready and self._finished()):
                 return

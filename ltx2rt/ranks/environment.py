@@ -10,8 +10,12 @@ from ipaddress import ip_address
 
 from ltx2rt.errors import InputError
 
-LAUNCHER = "LTX2RT_LAUNCHER"  # pid of the `start` that launched this rank: it reports what no rank can
-TOKEN = "LTX2RT_TOKEN"  # of that launch, drawn: who does not know it finds nothing of it in the store
+LAUNCHER = (
+    "LTX2RT_LAUNCHER"  # pid of the `start` that launched this rank: it reports what no rank can
+)
+TOKEN = (
+    "LTX2RT_TOKEN"  # of that launch, drawn: who does not know it finds nothing of it in the store
+)
 STORE = "LTX2RT_STORE"  # of rank 0: the descriptor of the socket on which its store listens
 SLEEPING = ("OMP_WAIT_POLICY", "PASSIVE")  # idle threads of OpenMP sleep instead of spinning
 FAILED, SIGNALLED = 1, 128  # exit statuses; a signal's is 128 + its number
@@ -28,18 +32,31 @@ def rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
     size = number(environment, "WORLD_SIZE", 1, default="1")
     if size == 1:
         return 0, 1
-    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]:
-        raise InputError(f"WORLD_SIZE is {size} without {', '.join(missing)}; start ranks by torchrun or --num-gpus")
+    if missing := [
+        name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment
+    ]:
+        raise InputError(
+            f"WORLD_SIZE is {size} without {', '.join(missing)}; start ranks by torchrun or --num-gpus"
+        )
     number(environment, "MASTER_PORT", 1, 2**16)
     return number(environment, "RANK", 0, size), size
 
 
 def number(
-    environment: Mapping[str, str], name: str, least: int, limit: int | None = None, default: str | None = None
+    environment: Mapping[str, str],
+    name: str,
+    least: int,
+    limit: int | None = None,
+    default: str | None = None,
 ) -> int:
     """The variable as a number from `least` to below `limit`. Raises InputError if it is none."""
     text = environment.get(name, default) or ""
-    if not (text.isdecimal() and len(text) < 10 and least <= int(text) and (limit is None or int(text) < limit)):
+    if not (
+        text.isdecimal()
+        and len(text) < 10
+        and least <= int(text)
+        and (limit is None or int(text) < limit)
+    ):
         below = "" if limit is None else f" below {limit}"
         raise InputError(f"{name} is {text!r}, expected a number from {least}{below}")
     return int(text)
@@ -53,7 +70,10 @@ def interface(host: str) -> str:
             probe.bind((address, 0))
     except OSError:
         return ""
-    private = ip_address(str(address).partition("%")[0]).is_loopback and host not in (address, "localhost")
+    private = ip_address(str(address).partition("%")[0]).is_loopback and host not in (
+        address,
+        "localhost",
+    )
     return "" if private else str(address)
 
 

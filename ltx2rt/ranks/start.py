@@ -15,15 +15,28 @@ from pathlib import Path
 
 from ltx2rt.atomic_file import remove_partial
 from ltx2rt.errors import InputError
-from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED, SLEEPING, STORE, TOKEN
+from ltx2rt.ranks.environment import (
+    FAILED,
+    GRACE_S,
+    LAUNCHER,
+    POLL_S,
+    SIGNALLED,
+    SLEEPING,
+    STORE,
+    TOKEN,
+)
 
 
-def start(argv: Sequence[str], count: int, outputs: Sequence[Path], most: int, fed: bool = False) -> int:
+def start(
+    argv: Sequence[str], count: int, outputs: Sequence[Path], most: int, fed: bool = False
+) -> int:
     """Run `ltx2rt argv` as `count` ranks on this host and return the exit status; no process and no part of `outputs`
     is left behind, however it ends. fed: rank 0 reads this process's stdin. InputError if more than `most` are asked
     for, as many as can work here."""
     if count > most:
-        raise InputError(f"{count} processes are asked for, this host has devices for {most}; ask for at most {most}")
+        raise InputError(
+            f"{count} processes are asked for, this host has devices for {most}; ask for at most {most}"
+        )
     ranks: list[subprocess.Popen] = []
     try:
         _spawn(argv, count, ranks, fed)
@@ -31,10 +44,17 @@ def start(argv: Sequence[str], count: int, outputs: Sequence[Path], most: int, f
             if all(r.poll() == 0 for r in ranks):
                 return 0
             time.sleep(POLL_S / 4)
-        signals = {i: -code if code < 0 else code - SIGNALLED for i, code in ended.items() if not 0 < code < SIGNALLED}
+        signals = {
+            i: -code if code < 0 else code - SIGNALLED
+            for i, code in ended.items()
+            if not 0 < code < SIGNALLED
+        }
         for rank, number in list(signals.items())[:1]:
             name = signal.Signals(number).name
-            print(f"\nltx2rt: error: rank {rank} was ended by {name}: killed, or out of memory", file=sys.stderr)
+            print(
+                f"\nltx2rt: error: rank {rank} was ended by {name}: killed, or out of memory",
+                file=sys.stderr,
+            )
             return FAILED
         _wait(ranks, GRACE_S)
         return next(iter(ended.values()))
@@ -50,16 +70,24 @@ def start(argv: Sequence[str], count: int, outputs: Sequence[Path], most: int, f
 def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen], fed: bool) -> None:
     """Append the started ranks to `ranks`. Rank 0 gets the socket that its store listens on, on this host alone."""
     # one process of torchrun may start ranks too; torchrun's store is not theirs
-    shared = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    shared = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
+    }
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
-    shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that goes down with its rank is no news
+    shared.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # a store that goes down with its rank is no news
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     shared.setdefault(*SLEEPING)  # the ranks share the cores
     with socket.create_server(("127.0.0.1", 0)) as store:
         address, port = store.getsockname()
         shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), TOKEN: secrets.token_hex(16)}
         for rank in range(count):
-            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE: str(store.fileno()) if rank == 0 else ""}
+            env = shared | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                STORE: str(store.fileno()) if rank == 0 else "",
+            }
             # a session of its own: Ctrl-C reaches the launcher alone, which then ends the ranks
             ranks.append(
                 subprocess.Popen(

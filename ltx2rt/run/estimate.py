@@ -67,7 +67,9 @@ class Estimate:
 
 
 @contextmanager
-def datasheet_checkpoint(options: ModelOptions, preset: str | None) -> Iterator[tuple[ModelOptions, Checkpoint]]:
+def datasheet_checkpoint(
+    options: ModelOptions, preset: str | None
+) -> Iterator[tuple[ModelOptions, Checkpoint]]:
     """The options and their checkpoint; of a preset an empty one, which lives as long as the body."""
     with tempfile.TemporaryDirectory(prefix="ltx2rt-plan-") as folder:
         if preset is not None:
@@ -76,7 +78,9 @@ def datasheet_checkpoint(options: ModelOptions, preset: str | None) -> Iterator[
         yield options, opened_checkpoint(options)
 
 
-def on_datasheet(options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int) -> Session:
+def on_datasheet(
+    options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int
+) -> Session:
     """A session that can plan but not run. Raises InputError for unknown profiles and a mesh of another size."""
     profile, mesh = resolve(options.profile, kind.name, options.mesh, devices)
     options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
@@ -84,7 +88,9 @@ def on_datasheet(options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind
 
 
 @contextmanager
-def datasheet_session(options: ModelOptions, preset: str | None, kind: DeviceKind, devices: int) -> Iterator[Session]:
+def datasheet_session(
+    options: ModelOptions, preset: str | None, kind: DeviceKind, devices: int
+) -> Iterator[Session]:
     """As `on_datasheet`, of a checkpoint or a preset."""
     with datasheet_checkpoint(options, preset) as (options, checkpoint):
         yield on_datasheet(options, checkpoint, kind, devices)
@@ -100,7 +106,9 @@ def chosen(
     return choose(checkpoint, options, kind, devices, stages(checkpoint))
 
 
-def estimate(options: ModelOptions, request: Request, devices: Devices, preset: str | None = None) -> Estimate:
+def estimate(
+    options: ModelOptions, request: Request, devices: Devices, preset: str | None = None
+) -> Estimate:
     """Raises InputError for what `generate` refuses, unknown devices and profiles, and a mesh of another size."""
     kind = device_kind(devices.device_kind)
     check_bounds(devices)
@@ -130,7 +138,9 @@ def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
     options = replace(session.options, profile="single", mesh={})
     single = Session(session.checkpoint, DatasheetBackend(kind, {}), options, session.dtype)
     every = [replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)]
-    calls = {c.row.rules: c for c in sorted(every, key=lambda c: not c.row.partial(c.sizes))}  # whole networks win
+    calls = {
+        c.row.rules: c for c in sorted(every, key=lambda c: not c.row.partial(c.sizes))
+    }  # whole networks win
     for network in ("text-encoder", "transformer"):
         graph, whole = session.graph(calls[network]), single.graph(calls[network])
         rules = session.placement.profile.rules.get(network, {})
@@ -191,7 +201,9 @@ def to_json(found: Estimate) -> dict[str, Any]:
                 "waits_s": c.waits_s(found.kind),
                 "activation_bytes": c.activation_bytes,
                 "flops": c.flops,
-                "collectives": {name: {"count": t.count, "bytes": t.bytes} for name, t in c.collectives.items()},
+                "collectives": {
+                    name: {"count": t.count, "bytes": t.bytes} for name, t in c.collectives.items()
+                },
                 "exchange_s": c.exchange_s(found.kind),
                 "time_s": c.time_s(found.kind),
             }

@@ -69,7 +69,9 @@ class Files:
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
         if self.output is None and self.latents_out is None:
-            raise InputError("--output: there is none; name the clip's file, or give --latents-out alone")
+            raise InputError(
+                "--output: there is none; name the clip's file, or give --latents-out alone"
+            )
         clips, named = video_files(self.output, seeds), self._named(seeds)
         for clip in clips:
             check_output(clip)
@@ -95,7 +97,11 @@ def video_files(output: Path | None, seeds: Sequence[int]) -> list[Path]:
     """`output` itself, or with the seed in its name if there are several videos."""
     if output is None:
         return []
-    return [output.with_stem(f"{output.stem}-{seed}") for seed in seeds] if len(seeds) > 1 else [output]
+    return (
+        [output.with_stem(f"{output.stem}-{seed}") for seed in seeds]
+        if len(seeds) > 1
+        else [output]
+    )
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

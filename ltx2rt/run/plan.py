@@ -56,7 +56,10 @@ class Plan:
         """One for each LoRA of each stage, with its role."""
         distilled = self.loras.distilled and str(self.loras.distilled.path)
         for stage, merges in self.merges.items():
-            yield from (merge.line(stage, "distilled" if merge.file == distilled else "") for merge in merges)
+            yield from (
+                merge.line(stage, "distilled" if merge.file == distilled else "")
+                for merge in merges
+            )
         if self.request.distilled in ("optional", "default") and not distilled:
             yield f"{self.request.name}: on the weights as they are, with no distilled LoRA"
 
@@ -99,7 +102,9 @@ def _planned(lora: LoraSpec) -> LoraSpec:
     return lora
 
 
-def resolved_stages(checkpoint: Checkpoint, options: ModelOptions, request: Request) -> tuple[Stage, ...]:
+def resolved_stages(
+    checkpoint: Checkpoint, options: ModelOptions, request: Request
+) -> tuple[Stage, ...]:
     return resolved(checkpoint, options, request)[2]
 
 
@@ -117,7 +122,9 @@ def make_plan(session: Session, request: Request) -> Plan:
     for stage in stages:
         stage.check(session)
     merges = session.audit(stages)
-    _check_noise(request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()])
+    _check_noise(
+        request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()]
+    )
     return Plan(request, stages, loras, merges)
 
 
@@ -129,7 +136,9 @@ def make_enhanced_plan(session: Session, request: Request) -> Plan:
     return plan if enhanced is plan.request else make_plan(session, enhanced)
 
 
-def with_enhanced_prompt(request: Request, checkpoint: Checkpoint, options: ModelOptions) -> Request:
+def with_enhanced_prompt(
+    request: Request, checkpoint: Checkpoint, options: ModelOptions
+) -> Request:
     """The request with its `enhanced_prompt`, if it asks for one and has none yet. Its seed is known."""
     if not to_enhance(request):
         return request
@@ -137,7 +146,9 @@ def with_enhanced_prompt(request: Request, checkpoint: Checkpoint, options: Mode
     assert seed is not None, "the request is not resolved"
     note("Gemma 3 writes the prompt out ...", prefix="")
     on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
-    text = enhance(checkpoint, request.prompt, request.first_image, seed, options.dtype or "auto", on_gpu)
+    text = enhance(
+        checkpoint, request.prompt, request.first_image, seed, options.dtype or "auto", on_gpu
+    )
     note(f"enhanced prompt: {text}", prefix="")
     return replace(request, enhanced_prompt=text)
 
@@ -149,7 +160,9 @@ def to_enhance(request: Request) -> bool:
 def check_enhancing(request: Request, checkpoint: Checkpoint) -> None:
     """Raises InputError, from headers alone."""
     if request.enhance_seed is not None and not 0 <= request.enhance_seed < 2**63:
-        raise InputError(f"--enhance-seed: {request.enhance_seed}, expected 0 or more and below 2^63")
+        raise InputError(
+            f"--enhance-seed: {request.enhance_seed}, expected 0 or more and below 2^63"
+        )
     if to_enhance(request):
         check_enhancer(checkpoint, request.first_image)
 
@@ -162,14 +175,22 @@ def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) ->
     names = {stream: noise_name(file, stream) for stream in expected}
     for stream, shape in expected.items():
         if (name := names[stream]) is None:
-            raise InputError(f"--noise-in: {path} has no tensor {stream}; it must hold {', '.join(expected)}")
+            raise InputError(
+                f"--noise-in: {path} has no tensor {stream}; it must hold {', '.join(expected)}"
+            )
         info = file.info(name)
         if tuple(info.shape) != shape or info.dtype not in STORED:
             raise InputError(
                 f"--noise-in: {name} in {path} is {info.dtype} {list(info.shape)}, expected float32 {list(shape)}"
             )
-    if extra := sorted(n for n in file.names() if n not in names.values() and not RECORDED.fullmatch(n)):
-        raise InputError(f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read")
+    if extra := sorted(
+        n for n in file.names() if n not in names.values() and not RECORDED.fullmatch(n)
+    ):
+        raise InputError(
+            f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read"
+        )
     for name in filter(None, names.values()):
         if not np.isfinite(file.read(name).astype(np.float32)).all():
-            raise InputError(f"--noise-in: {name} in {path} holds NaN or infinite values; expected N(0, 1)")
+            raise InputError(
+                f"--noise-in: {name} in {path} holds NaN or infinite values; expected N(0, 1)"
+            )

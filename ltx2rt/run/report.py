@@ -18,7 +18,9 @@ from ltx2rt.version import VERSION
 from ltx2rt.weights.files import digest
 
 
-def report_of(session: Session, plan: Plan, watch: Stopwatch, programs_built: int, loaded_bytes: int) -> dict[str, Any]:
+def report_of(
+    session: Session, plan: Plan, watch: Stopwatch, programs_built: int, loaded_bytes: int
+) -> dict[str, Any]:
     """The dict of `--report`, once the frames are taken."""
     return watch.report(
         seed=plan.request.seed,
@@ -34,7 +36,12 @@ def report_of(session: Session, plan: Plan, watch: Stopwatch, programs_built: in
 
 
 def versions(backend: Backend) -> dict[str, str]:
-    return {"ltx2rt": VERSION, "python": sys.version.split()[0], "numpy": np.__version__, **backend.versions}
+    return {
+        "ltx2rt": VERSION,
+        "python": sys.version.split()[0],
+        "numpy": np.__version__,
+        **backend.versions,
+    }
 
 
 def named(path: Path) -> dict[str, str]:
@@ -45,7 +52,11 @@ def named(path: Path) -> dict[str, str]:
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
     """The clip's metadata: prompt, seed, model, versions and every setting; files by name alone."""
     checkpoint = session.checkpoint
-    model = {**named(checkpoint.path), "layout": checkpoint.layout, "generation": checkpoint.config.release.name}
+    model = {
+        **named(checkpoint.path),
+        "layout": checkpoint.layout,
+        "generation": checkpoint.config.release.name,
+    }
     options = plain(session.asked, named)
     return {
         "prompt": request.prompt,

@@ -19,7 +19,9 @@ from ltx2rt.stages.stage import LENGTH, State
 
 def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> None:
     """The stages in order. The frames are made when they are taken from `state.frames`."""
-    session.weights.loading = lambda network: watch.apart("load", f"loading the weights of {network}")
+    session.weights.loading = lambda network: watch.apart(
+        "load", f"loading the weights of {network}"
+    )
     session.building = watch.building
     with session.compiling_ahead(plan.stages):
         for stage in plan.stages:
@@ -42,8 +44,12 @@ def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
     if session.backend.is_main:
         fps = plan.request.fps
         clip_s = float(state.num_frames / fps)
-        note(f"the prompt asks for {state.seconds:.2f} s: {state.num_frames} frames, {clip_s:.2f} s")
-    return make_plan(session, replace(plan.request, num_frames=state.num_frames, auto_duration=None))
+        note(
+            f"the prompt asks for {state.seconds:.2f} s: {state.num_frames} frames, {clip_s:.2f} s"
+        )
+    return make_plan(
+        session, replace(plan.request, num_frames=state.num_frames, auto_duration=None)
+    )
 
 
 def warm_up(session: Session, plan: Plan) -> None:
@@ -71,7 +77,11 @@ def produce(
 
     report() is the dict of `--report`, once the frames are taken.
     """
-    work = {c.name: float(c.steps * c.flops) for c in session.costs(plan.stages)} if on_progress else {}
+    work = (
+        {c.name: float(c.steps * c.flops) for c in session.costs(plan.stages)}
+        if on_progress
+        else {}
+    )
     built, loaded = session.backend.num_built, session.weights.loaded_bytes
     watch = Stopwatch(
         stream,
@@ -90,7 +100,13 @@ def produce(
     run_stages(session, plan, watch, state)
 
     def report() -> dict[str, Any]:
-        return report_of(session, plan, watch, session.backend.num_built - built, session.weights.loaded_bytes - loaded)
+        return report_of(
+            session,
+            plan,
+            watch,
+            session.backend.num_built - built,
+            session.weights.loaded_bytes - loaded,
+        )
 
     return state, watch, report
 

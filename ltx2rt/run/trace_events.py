@@ -23,16 +23,28 @@ def write_trace(found: Estimate, path: Path) -> None:
     """Write one step of every stage. Raises OSError if the file cannot be written."""
     stages = enumerate(found.costs, 1)
     events = [event for number, c in stages for event in stage_events(c, found.kind, number)]
-    facts = {"devices": f"{found.devices} x {found.kind.name}", "mesh": dict(found.session.backend.mesh)}
+    facts = {
+        "devices": f"{found.devices} x {found.kind.name}",
+        "mesh": dict(found.session.backend.mesh),
+    }
     with replacing(path) as partial:
-        partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}))
+        partial.write_text(
+            json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts})
+        )
 
 
 def stage_events(stage: StageCost, kind: DeviceKind, process: int) -> Iterator[dict[str, Any]]:
     """One step of a stage: a slice of its whole length, and within it all that happens on the device and its links."""
     timeline = stage.timeline(kind)
     threads: dict[str, int] = {}
-    step = Event(DEVICE, "step", f"{stage.name}, one of {stage.steps} steps", 0.0, timeline.clock_s, stage.flops)
+    step = Event(
+        DEVICE,
+        "step",
+        f"{stage.name}, one of {stage.steps} steps",
+        0.0,
+        timeline.clock_s,
+        stage.flops,
+    )
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": stage.name}}
     for event in (step, *timeline.flat()):
         if event.track not in threads:

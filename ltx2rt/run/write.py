@@ -39,7 +39,9 @@ def write_files(
         for i, output in enumerate(outputs):
             waveform = None if state.waveforms is None else state.waveforms[i]
             rate = sample_rate(session, state)
-            made = save(session, plan.request, i, output, next(videos), waveform, rate, files.metadata)
+            made = save(
+                session, plan.request, i, output, next(videos), waveform, rate, files.metadata
+            )
             undo.callback(remove_made, made)
         if files.latents_out:
             write_arrays(files.latents_out, state.record)
@@ -53,15 +55,26 @@ def write_files(
 def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     """Bytes that the run's large files take at most."""
     request = plan.request
-    pixels, seconds = prod(request.size_px) * request.clip_frames, float(request.clip_frames / request.clip_fps)
+    pixels, seconds = (
+        prod(request.size_px) * request.clip_frames,
+        float(request.clip_frames / request.clip_fps),
+    )
     frames = files.output is not None and files.output.suffix.lower() == ".png"
     per_pixel = PNG_BYTES_PER_PIXEL if frames else BYTES_PER_PIXEL
     samples = 2 * seconds * session.config.vocoder.sample_rate
     clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
-    if files.latents_out:  # noise, start, result and what is made of it, each step's latents and x0; samplers' noise
-        draws = [(s.steps(), name, shape) for s in plan.stages for name, shape in s.draws(session.config).items()]
-        copies = [(4 + 2 * steps if name.count(".") == 1 else 1, shape) for steps, name, shape in draws]
+    if (
+        files.latents_out
+    ):  # noise, start, result and what is made of it, each step's latents and x0; samplers' noise
+        draws = [
+            (s.steps(), name, shape)
+            for s in plan.stages
+            for name, shape in s.draws(session.config).items()
+        ]
+        copies = [
+            (4 + 2 * steps if name.count(".") == 1 else 1, shape) for steps, name, shape in draws
+        ]
         latents = sum(prod(shape) * count for count, shape in copies)
         sizes[files.latents_out] = int(4 * (latents + request.num_videos * samples)) + 2**16
     return sizes

@@ -44,8 +44,24 @@ from ltx2rt.session.session import Session
 OFFERED = (int, float, str, bool, parse_fps, parse_blocks)  # parsers of flags that name no file
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 MAX_VIDEOS = 8  # of one request
-UPLOADS = {"audio_path": SOUND, "video_path": VIDEO, "video_conditioning": VIDEO, "conditioning_attention_mask": VIDEO}
-OURS = ("model", "pipeline", "size", "seconds", "n", "images", "loras", "priority", "metadata", "user")
+UPLOADS = {
+    "audio_path": SOUND,
+    "video_path": VIDEO,
+    "video_conditioning": VIDEO,
+    "conditioning_attention_mask": VIDEO,
+}
+OURS = (
+    "model",
+    "pipeline",
+    "size",
+    "seconds",
+    "n",
+    "images",
+    "loras",
+    "priority",
+    "metadata",
+    "user",
+)
 MAX_DIGITS, MAX_USER = 40, 512  # characters: of a number, of a user's name
 NOT_HERE = {"num_videos", "enhance_prompt", "enhance_seed", "enhanced_prompt"}
 MAX_SHAPES = 256  # whose plans are remembered
@@ -103,7 +119,9 @@ class Admission:
         self.served = served()
         if default not in self.served:
             raise InputError(f"--pipeline: {default!r}, expected one of {', '.join(self.served)}")
-        self.possible = {name: type_ for name, type_ in self.served.items() if self._possible(type_)}
+        self.possible = {
+            name: type_ for name, type_ in self.served.items() if self._possible(type_)
+        }
         kind = "cpu" if options.device == "cpu" else "unknown"
         self._session: Any = None
         self._work: OrderedDict[str, float] = OrderedDict()  # TFLOP by all that decides it
@@ -118,7 +136,9 @@ class Admission:
                 return
             before.info = info  # of the same kind: graphs and costs hold, room may have changed
         else:
-            self._session = Session(self.checkpoint, Elsewhere(self.options, info, mesh), self.options)
+            self._session = Session(
+                self.checkpoint, Elsewhere(self.options, info, mesh), self.options
+            )
         self._work.clear()
 
     def check_warm(self) -> None:
@@ -137,27 +157,48 @@ class Admission:
         name = self._text(given, "pipeline", self.default)
         if name not in self.served:
             raise Refusal(
-                400, "invalid_value", f"pipeline: {name[:80]!r}, expected one of {', '.join(self.served)}", "pipeline"
+                400,
+                "invalid_value",
+                f"pipeline: {name[:80]!r}, expected one of {', '.join(self.served)}",
+                "pipeline",
             )
         clip_fields, taken = offered(self.served[name]), uploads(self.served[name])
         for field in given:
             if field not in clip_fields and field not in OURS and field not in taken:
                 raise unknown(field, [*clip_fields, *OURS, *taken])
         if self._text(given, "model", self.model) != self.model:
-            raise Refusal(400, "invalid_value", f"model: {given['model'][:80]!r}, expected {self.model!r}", "model")
+            raise Refusal(
+                400,
+                "invalid_value",
+                f"model: {given['model'][:80]!r}, expected {self.model!r}",
+                "model",
+            )
         _check_metadata(given.get("metadata", {}))
         if len(self._text(given, "user", "")) > MAX_USER:
-            raise Refusal(400, "invalid_value", f"user: expected at most {MAX_USER} characters", "user")
+            raise Refusal(
+                400, "invalid_value", f"user: expected at most {MAX_USER} characters", "user"
+            )
         try:
-            clip = {field: value(clip_fields[field], given[field]) for field in clip_fields if field in given}
+            clip = {
+                field: value(clip_fields[field], given[field])
+                for field in clip_fields
+                if field in given
+            }
             if "prompt" not in clip:
                 raise InputError("--prompt: there is none; say what the clip shows")
             if "num_frames" in clip_fields:
                 clip = {"num_frames": DEFAULT_FRAMES} | self._size(given, clip) | clip
             elif clash := sorted(given.keys() & {"size", "seconds"}):
                 raise InputError(f"--{clash[0]}: {name} keeps those of its video; leave it out")
-            images, loras = self._images(given.get("images", ())), self._loras(given.get("loras", ()))
-            files = {field: self._files(field, given[field], taken[field]) for field in taken if field in given}
+            images, loras = (
+                self._images(given.get("images", ())),
+                self._loras(given.get("loras", ())),
+            )
+            files = {
+                field: self._files(field, given[field], taken[field])
+                for field in taken
+                if field in given
+            }
             return self._planned(name, dict(given), clip, images, loras, files, self._number(given))
         except InputError as error:
             raise of_input(InputError(self._without_folders(str(error)))) from error
@@ -174,17 +215,28 @@ class Admission:
             raise InputError(f"--image: the {name} pipeline takes none")
         request = make_request(name, **clip, **more, **as_given(files, self.inputs), num_videos=n)
         if isinstance(getattr(request, "step_plan", None), PlanFile):
-            raise InputError("--step-plan: expected fast, faster or a list of steps; a file cannot be sent")
+            raise InputError(
+                "--step-plan: expected fast, faster or a list of steps; a file cannot be sent"
+            )
         request.check_options(self._session.options)
         request = request.resolved(self.checkpoint.config)
         texts = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
-        shape = repr((replace(request, seed=0, **texts), [(lora, lora.path.stat().st_mtime_ns) for lora in specs]))
-        if images or files or shape not in self._work:  # what is planned once holds for every prompt and seed
+        shape = repr(
+            (
+                replace(request, seed=0, **texts),
+                [(lora, lora.path.stat().st_mtime_ns) for lora in specs],
+            )
+        )
+        if (
+            images or files or shape not in self._work
+        ):  # what is planned once holds for every prompt and seed
             plan = make_plan(self._session, request)
             self._session.require_memory(plan.stages)
             while len(self._work) >= MAX_SHAPES:
                 self._work.popitem(last=False)
-            self._work[shape] = sum(cost.steps * cost.flops for cost in self._session.costs(plan.stages)) / 1e12
+            self._work[shape] = (
+                sum(cost.steps * cost.flops for cost in self._session.costs(plan.stages)) / 1e12
+            )
         work = self._work[shape]
         resolved = {f: plain(getattr(request, f)) for f in offered(type(request))}
         height, width = request.size_px
@@ -197,7 +249,12 @@ class Admission:
 
     def _without_folders(self, message: str) -> str:
         """Sentences name files; where they lie is nobody's business, and what they are named here."""
-        for folder in (self.inputs, self.lora_folder, self.options.model, self.options.model.parent):
+        for folder in (
+            self.inputs,
+            self.lora_folder,
+            self.options.model,
+            self.options.model.parent,
+        ):
             if folder is not None and str(folder) not in (".", "/"):
                 message = message.replace(f"{folder}/", "")
         return KEPT.sub("the file", message)
@@ -214,9 +271,19 @@ class Admission:
         if "size" in given:
             match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", self._text(given, "size", ""))
             if match is None:
-                raise Refusal(400, "invalid_value", f"size: {given['size'][:80]!r}, expected WIDTHxHEIGHT", "size")
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    f"size: {given['size'][:80]!r}, expected WIDTHxHEIGHT",
+                    "size",
+                )
             if "width" in clip or "height" in clip:
-                raise Refusal(400, "invalid_value", "size says what width and height say; give one of them", "size")
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    "size says what width and height say; give one of them",
+                    "size",
+                )
             found = {"width": int(match[1]), "height": int(match[2])}
         if "seconds" in given and "num_frames" not in clip:
             seconds = number(given["seconds"])
@@ -232,11 +299,25 @@ class Admission:
         images = []
         for item in _items("images", given, MAX_IMAGES, ("file_id", "frame", "strength")):
             file = item.get("file_id")
-            if not isinstance(file, str) or not SHA.fullmatch(file) or not (self.inputs / file).is_file():
-                raise Refusal(400, "invalid_value", "images: file_id names no image that was sent here", "images")
+            if (
+                not isinstance(file, str)
+                or not SHA.fullmatch(file)
+                or not (self.inputs / file).is_file()
+            ):
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    "images: file_id names no image that was sent here",
+                    "images",
+                )
             frame, strength = number(item.get("frame", 0)), number(item.get("strength", 1.0))
             if frame is None or frame != int(frame) or strength is None:
-                raise Refusal(400, "invalid_value", "images: frame is a whole number, strength a number", "images")
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    "images: frame is a whole number, strength a number",
+                    "images",
+                )
             images.append([file, int(frame), strength])
         return images
 
@@ -244,10 +325,17 @@ class Admission:
         """[name among the inputs] of each, of a field for several with its strength."""
         several = field == "video_conditioning"
         files = []
-        for item in _items(field, given, MAX_IMAGES if several else 1, ("file_id", *(["strength"] * several))):
+        for item in _items(
+            field, given, MAX_IMAGES if several else 1, ("file_id", *(["strength"] * several))
+        ):
             file, strength = f"{item.get('file_id')}", number(item.get("strength", 1.0))
             if not SHA.fullmatch(file) or not (self.inputs / (file + SUFFIX[kind])).is_file():
-                raise Refusal(400, "invalid_value", f"{field}: file_id names no {kind} that was sent here", field)
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    f"{field}: file_id names no {kind} that was sent here",
+                    field,
+                )
             if strength is None:
                 raise Refusal(400, "invalid_value", f"{field}: strength is a number", field)
             files.append([file + SUFFIX[kind], *([strength] if several else [])])
@@ -257,7 +345,9 @@ class Admission:
         """Of videos: where a mesh shares them out, as many as it has places, unless the request says."""
         n = number(given.get("n", self.options.mesh.get("data", 1)))
         if n is None or n not in range(1, MAX_VIDEOS + 1):
-            raise Refusal(400, "invalid_value", f"n: {str(given['n'])[:80]}, expected 1 to {MAX_VIDEOS}", "n")
+            raise Refusal(
+                400, "invalid_value", f"n: {str(given['n'])[:80]}, expected 1 to {MAX_VIDEOS}", "n"
+            )
         return int(n)
 
     def lora_files(self) -> dict[str, str]:
@@ -269,7 +359,11 @@ class Admission:
         """[file, strength, stage] of each."""
         known, loras = self.lora_files(), []
         for item in _items("loras", given, MAX_LORAS, ("name", "strength", "stage")):
-            strength, stage, name = number(item.get("strength", 1.0)), item.get("stage"), str(item.get("name"))
+            strength, stage, name = (
+                number(item.get("strength", 1.0)),
+                item.get("stage"),
+                str(item.get("name")),
+            )
             if name not in known:
                 text = f"loras: no LoRA is named {name[:80]!r}; known: {', '.join(known) or 'none'}"
                 raise Refusal(400, "invalid_value", text, "loras")
@@ -336,8 +430,14 @@ def uploads(type_: type[Request]) -> dict[str, str]:
 
 def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
     """The files of a job, which lie in the folder, as keywords of its pipeline."""
-    found = {field: [(str(folder / file), *rest) for file, *rest in several] for field, several in files.items()}
-    return {field: several if field == "video_conditioning" else several[0][0] for field, several in found.items()}
+    found = {
+        field: [(str(folder / file), *rest) for file, *rest in several]
+        for field, several in files.items()
+    }
+    return {
+        field: several if field == "video_conditioning" else several[0][0]
+        for field, several in found.items()
+    }
 
 
 @cache
@@ -346,7 +446,9 @@ def offered(type_: type[Request]) -> dict[str, Field]:
     writes prompts out has no place beside the one that is held."""
     found = {f.name: (f, f.metadata["flag"]) for f in fields(type_) if "flag" in f.metadata}
     return {
-        name: f for name, (f, how) in found.items() if how.parse in OFFERED and not how.repeat and name not in NOT_HERE
+        name: f
+        for name, (f, how) in found.items()
+        if how.parse in OFFERED and not how.repeat and name not in NOT_HERE
     }
 
 
@@ -360,7 +462,11 @@ def value(f: Field, given: Any) -> Any:
     plain_types = (str, int, float, list) if parse is parse_blocks else (str, int, float)
     if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
-    if isinstance(given, bool) or not isinstance(given, plain_types) or len(str(given)) > MAX_PROMPT:
+    if (
+        isinstance(given, bool)
+        or not isinstance(given, plain_types)
+        or len(str(given)) > MAX_PROMPT
+    ):
         raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
     if parse is int and not re.fullmatch(r"-?[0-9]{1,20}(\.0)?", str(given).strip()):
         raise InputError(f"{name}: {str(given)[:80]}, expected a whole number of at most 20 digits")
@@ -375,7 +481,13 @@ def value(f: Field, given: Any) -> Any:
 def schema(f: Field) -> dict[str, Any]:
     """As JSON schema has it."""
     how = f.metadata["flag"]
-    types = {int: "integer", float: "number", bool: "boolean", parse_fps: "number", parse_blocks: "array"}
+    types = {
+        int: "integer",
+        float: "number",
+        bool: "boolean",
+        parse_fps: "number",
+        parse_blocks: "array",
+    }
     negated = how.name is not None and how.name.startswith("--no-")
     found = {"type": types.get(how.parse, "string"), "description": "" if negated else how.help}
     if how.choices:
@@ -398,7 +510,12 @@ def number(given: Any) -> float | None:
 
 def _items(name: str, given: Any, most: int, known: Sequence[str]) -> list[dict[str, Any]]:
     if not isinstance(given, (list, tuple)) or not all(isinstance(item, dict) for item in given):
-        raise Refusal(400, "invalid_value", f"{name}: expected a list of objects with {', '.join(known)}", name)
+        raise Refusal(
+            400,
+            "invalid_value",
+            f"{name}: expected a list of objects with {', '.join(known)}",
+            name,
+        )
     if len(given) > most:
         raise Refusal(400, "invalid_value", f"{name}: {len(given)}, expected at most {most}", name)
     for key in (key for item in given for key in item if key not in known):

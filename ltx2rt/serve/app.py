@@ -25,7 +25,13 @@ from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
 from ltx2rt.backend import DeviceInfo
@@ -65,7 +71,15 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-OPEN = ("/healthz", "/readyz", "/login", "/", "/index.html", "/page.js", "/page.css")  # to everybody
+OPEN = (
+    "/healthz",
+    "/readyz",
+    "/login",
+    "/",
+    "/index.html",
+    "/page.js",
+    "/page.css",
+)  # to everybody
 COOKIE = "ltx2rt_token"
 NOT_HERE = "extending, editing and characters are not supported here; send a new prompt with images instead"
 
@@ -100,13 +114,20 @@ class Opened(FileResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def ranged(message: Any) -> None:
             if message["type"] == "http.response.start" and (status := message["status"]) >= 400:
-                raise Refusal(status, "invalid_value", "range: expected bytes=FIRST-LAST within the file", "range")
+                raise Refusal(
+                    status,
+                    "invalid_value",
+                    "range: expected bytes=FIRST-LAST within the file",
+                    "range",
+                )
             await send(message)
 
         with self._file:
             if self._known(Headers(scope=scope)):
                 self.background = None
-                kept = {name: self.headers[name] for name in ("etag", "last-modified", "cache-control")}
+                kept = {
+                    name: self.headers[name] for name in ("etag", "last-modified", "cache-control")
+                }
                 await Response(None, 304, kept)(scope, receive, send)
             else:
                 await super().__call__(scope, receive, ranged)
@@ -131,13 +152,21 @@ class App:
         metrics: Metrics,
     ):
         self.settings, self.admission, self.store, self.folder = settings, admission, store, folder
-        self.board, self.supervisor, self.metrics, self.queue = board, supervisor, metrics, store.queue
+        self.board, self.supervisor, self.metrics, self.queue = (
+            board,
+            supervisor,
+            metrics,
+            store.queue,
+        )
         self.closing = False
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
             ("POST", "/v1/videos", self.create),
             ("GET", "/v1/videos", self.list),
-            *(("POST", f"/v1/videos/{name}", self.not_here) for name in ("edits", "extensions", "characters")),
+            *(
+                ("POST", f"/v1/videos/{name}", self.not_here)
+                for name in ("edits", "extensions", "characters")
+            ),
             ("GET", "/v1/videos/characters/{id}", self.not_here),
             ("GET", "/v1/videos/{id}", self.retrieve),
             ("DELETE", "/v1/videos/{id}", self.delete),
@@ -188,7 +217,9 @@ class App:
 
         async def reading() -> Any:
             message = await receive()
-            scope["state"]["read"] = message["type"] != "http.request" or not message.get("more_body", False)
+            scope["state"]["read"] = message["type"] != "http.request" or not message.get(
+                "more_body", False
+            )
             return message
 
         scope["state"] = {"read": False}
@@ -196,34 +227,52 @@ class App:
         try:
             scope["state"]["user"] = self._user(request)
         except Refusal as refusal:
-            await (await self._with_body_read(request, self._refusal(refusal)))(scope, reading, answered)
+            await (await self._with_body_read(request, self._refusal(refusal)))(
+                scope, reading, answered
+            )
         else:
             try:
                 await self.starlette(scope, reading, answered)
             except Exception as error:  # starlette has answered 500
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 self.board.log(
-                    "error", error=f"{type(error).__name__}: {error}"[:500], at=f"{frame.name}:{frame.lineno}"
+                    "error",
+                    error=f"{type(error).__name__}: {error}"[:500],
+                    at=f"{frame.name}:{frame.lineno}",
                 )
         route = getattr(scope.get("route"), "path", "other")
         self.metrics.requests.labels(route, code).inc()
         if route not in ("/healthz", "/readyz", "/metrics"):
             took_ms = round(1000 * (time.monotonic() - start), 1)
-            self.board.log("http", method=scope["method"], path=scope["path"][:100], code=code, ms=took_ms)
+            self.board.log(
+                "http", method=scope["method"], path=scope["path"][:100], code=code, ms=took_ms
+            )
 
     def _user(self, request: Request) -> str:
         """Raises Refusal."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if not self.settings.tokens and not is_local(host):
-            raise Refusal(403, "bad_host", f"host: {host[:80]!r}, expected localhost; give the server a token file")
-        if request.method not in ("GET", "HEAD") and origin is not None and origin.partition("://")[2] != host:
-            raise Refusal(403, "bad_origin", f"origin: {origin[:80]!r}, expected this server's own pages")
+            raise Refusal(
+                403,
+                "bad_host",
+                f"host: {host[:80]!r}, expected localhost; give the server a token file",
+            )
+        if (
+            request.method not in ("GET", "HEAD")
+            and origin is not None
+            and origin.partition("://")[2] != host
+        ):
+            raise Refusal(
+                403, "bad_origin", f"origin: {origin[:80]!r}, expected this server's own pages"
+            )
         if not self.settings.tokens:
             return LOCAL
         if request.url.path in OPEN:
             return ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        user = self._user_of(token.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, ""))
+        user = self._user_of(
+            token.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
+        )
         if user is None:
             raise Refusal(401, "bad_token", "no known token; send `Authorization: Bearer TOKEN`")
         return user
@@ -249,13 +298,19 @@ class App:
         headers = getattr(error, "headers", None) or {}  # starlette says Allow
         if isinstance(error, HTTPException):
             codes = {404: "not_found", 405: "method_not_allowed"}
-            error = Refusal(error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail))
+            error = Refusal(
+                error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail)
+            )
         elif isinstance(error, (sqlite3.OperationalError, OSError)):
             self.board.log("disk_error", error=str(error))
             database = isinstance(error, sqlite3.Error)
             full = "readonly" not in str(error) if database else error.errno in NO_SPACE
-            code, said = ("disk_full", "its disk is full") if full else ("unavailable", "its log says why")
-            error = Refusal(503, code, f"the server cannot do this now; {said}", retry_after_s=RETRY_S)
+            code, said = (
+                ("disk_full", "its disk is full") if full else ("unavailable", "its log says why")
+            )
+            error = Refusal(
+                503, code, f"the server cannot do this now; {said}", retry_after_s=RETRY_S
+            )
         elif isinstance(error, Gone):
             error = Refusal(400, "gone", "the client has left")
         elif not isinstance(error, Refusal):
@@ -269,7 +324,9 @@ class App:
         size, end = 0, time.monotonic() + UNREAD_S
         while not request.state.read and size < UNREAD_BYTES:
             try:
-                message = await asyncio.wait_for(request.receive(), max(0.0, end - time.monotonic()))
+                message = await asyncio.wait_for(
+                    request.receive(), max(0.0, end - time.monotonic())
+                )
             except TimeoutError:
                 break
             size += len(message.get("body", b""))
@@ -288,7 +345,9 @@ class App:
     async def _video(self, job: Job) -> dict[str, Any]:
         position = await self.store(self.queue.ahead, job) if job.status == QUEUED else None
         live, preview = self.board.live.get(job.id), self.board.previews.get(job.id)
-        return as_video(job, self.admission.model, self.settings.keep_s, live, preview and preview[0], position)
+        return as_video(
+            job, self.admission.model, self.settings.keep_s, live, preview and preview[0], position
+        )
 
     def _answer(self, video: dict[str, Any], status: int = 200) -> Response:
         wait_ms = POLL_MS.get(video["status"])
@@ -312,18 +371,28 @@ class App:
         given = await fields_of(request, self.settings.max_upload_bytes)
         if unknown := sorted(given.keys() - {"prompt"}):
             raise Refusal(
-                400, "unknown_field", f"{unknown[0][:80]!r}: a remix changes the prompt alone", unknown[0][:80]
+                400,
+                "unknown_field",
+                f"{unknown[0][:80]!r}: a remix changes the prompt alone",
+                unknown[0][:80],
             )
         settings = {**job.given, "seed": job.job["clip"].get("seed"), "prompt": given.get("prompt")}
         return await self._add(request, settings, remixed_from=job.id)
 
-    async def _add(self, request: Request, given: dict[str, Any], remixed_from: str | None = None) -> Response:
+    async def _add(
+        self, request: Request, given: dict[str, Any], remixed_from: str | None = None
+    ) -> Response:
         user, key = request.state.user, request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 255:
             raise Refusal(400, "invalid_value", "Idempotency-Key: expected 1 to 255 characters")
         admitted = await self._admitted(given)
-        retried = request.headers.get("x-stainless-retry-count", "0") != "0"  # the answer may have been lost
-        if retried and (known := await self.store(self.queue.repeated, user, admitted.digest)) is not None:
+        retried = (
+            request.headers.get("x-stainless-retry-count", "0") != "0"
+        )  # the answer may have been lost
+        if (
+            retried
+            and (known := await self.store(self.queue.repeated, user, admitted.digest)) is not None
+        ):
             return self._answer(await self._video(known))
         self._require_accepting()  # planning takes time
         try:
@@ -338,7 +407,10 @@ class App:
             raise Refusal(409, "conflict", str(error)) from None
         if job.status == QUEUED:  # else it was sent before
             self.board.tell(
-                "queued", job.id, user, **({"prompt": given.get("prompt")} if self.settings.log_prompts else {})
+                "queued",
+                job.id,
+                user,
+                **({"prompt": given.get("prompt")} if self.settings.log_prompts else {}),
             )
             self.supervisor.woken()
         return self._answer(await self._video(job))
@@ -347,7 +419,9 @@ class App:
         """Raises Refusal."""
         priority = number(given.get("priority", 0))
         if priority is None or priority not in range(MAX_PRIORITY + 1):
-            raise Refusal(400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority")
+            raise Refusal(
+                400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority"
+            )
         return await asyncio.get_running_loop().run_in_executor(self._planner, self._admit, given)
 
     def _admit(self, given: dict[str, Any]) -> Admitted:
@@ -360,20 +434,37 @@ class App:
     def _require_accepting(self) -> None:
         if self.supervisor.draining:
             raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
-        problem = ("disk_full", "the disk is full") if self.folder.full() else self.supervisor.problem
+        problem = (
+            ("disk_full", "the disk is full") if self.folder.full() else self.supervisor.problem
+        )
         if problem is not None:
             raise Refusal(503, *problem, retry_after_s=RETRY_S)
 
     async def list(self, request: Request) -> Response:
         asked = request.query_params
-        limit, order, status = asked.get("limit", "20"), asked.get("order", "desc"), asked.get("status")
+        limit, order, status = (
+            asked.get("limit", "20"),
+            asked.get("order", "desc"),
+            asked.get("status"),
+        )
         if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= 100:
-            raise Refusal(400, "invalid_value", f"limit: {limit[:80]!r}, expected 1 to 100", "limit")
+            raise Refusal(
+                400, "invalid_value", f"limit: {limit[:80]!r}, expected 1 to 100", "limit"
+            )
         if order not in ("asc", "desc"):
-            raise Refusal(400, "invalid_value", f"order: {order[:80]!r}, expected asc or desc", "order")
+            raise Refusal(
+                400, "invalid_value", f"order: {order[:80]!r}, expected asc or desc", "order"
+            )
         if status not in (None, QUEUED, RUNNING, COMPLETED, FAILED):
-            raise Refusal(400, "invalid_value", f"status: {status[:80]!r}, expected one of OpenAI's four", "status")
-        statuses = STATUSES if status is None else (FAILED, CANCELLED) if status == FAILED else (status,)
+            raise Refusal(
+                400,
+                "invalid_value",
+                f"status: {status[:80]!r}, expected one of OpenAI's four",
+                "status",
+            )
+        statuses = (
+            STATUSES if status is None else (FAILED, CANCELLED) if status == FAILED else (status,)
+        )
         try:
             jobs, more = await self.store(
                 self.queue.page, request.state.user, after=asked.get("after") or None, limit=int(limit),
@@ -383,7 +474,9 @@ class App:
             raise Refusal(400, "invalid_value", "after: no such video", "after") from None
         data = [await self._video(job) for job in jobs]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return Json({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more})
+        return Json(
+            {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
+        )
 
     async def retrieve(self, request: Request) -> Response:
         return self._answer(await self._video(await self._job(request)))
@@ -413,7 +506,10 @@ class App:
             while not job.over:
                 if time.monotonic() > end:
                     raise Refusal(
-                        409, "conflict", "the video is still being cancelled; ask again", retry_after_s=RETRY_S
+                        409,
+                        "conflict",
+                        "the video is still being cancelled; ask again",
+                        retry_after_s=RETRY_S,
                     )
                 await watcher.take(1.0)
                 job = await self._job(request)
@@ -429,27 +525,41 @@ class App:
             raise Refusal(400, "invalid_value", text, "variant")
         if variant == "preview":
             if (shown := self.board.previews.get(job.id)) is None:
-                raise Refusal(404, "not_found", "there is no preview; listen to /v1/events?previews=1 while it runs")
-            return Response(shown[1], media_type="image/jpeg", headers={"cache-control": "no-store"})
+                raise Refusal(
+                    404,
+                    "not_found",
+                    "there is no preview; listen to /v1/events?previews=1 while it runs",
+                )
+            return Response(
+                shown[1], media_type="image/jpeg", headers={"cache-control": "no-store"}
+            )
         if job.status != COMPLETED or job.result is None:
-            raise Refusal(409, "not_ready", f"the video is {job.status}; ask again when it is completed")
+            raise Refusal(
+                409, "not_ready", f"the video is {job.status}; ask again when it is completed"
+            )
         if variant == "report":
             return Json(job.result.get("report", {}))
         number, n = request.query_params.get("video", "0"), job.job.get("n", 1)
         if number not in map(str, range(n)):
-            raise Refusal(400, "invalid_value", f"video: {number[:80]!r}, expected 0 to {n - 1}", "video")
+            raise Refusal(
+                400, "invalid_value", f"video: {number[:80]!r}, expected 0 to {n - 1}", "video"
+            )
         try:
             if variant == "thumbnail":
                 return Opened(self.folder.outputs / (job.stem + THUMBNAIL), media_type="image/webp")
             noted = None
             if request.method == "GET" and "fetched" not in job.result:
-                noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=int(time.time()))
+                noted = BackgroundTask(
+                    self.store.insist, self.queue.note, job.id, fetched=int(time.time())
+                )
             return Opened(
                 self.folder.outputs / clip_names(job.stem, n)[int(number)], media_type="video/mp4", background=noted,
                 filename=job.id + (f"-{number}" if number != "0" else "") + ".mp4", content_disposition_type="inline",
             )  # fmt: skip
         except FileNotFoundError:
-            raise Refusal(410, "expired", "the file was deleted after its time; send the request again") from None
+            raise Refusal(
+                410, "expired", "the file was deleted after its time; send the request again"
+            ) from None
 
     async def not_here(self, request: Request) -> Response:
         raise Refusal(501, "not_supported", NOT_HERE)
@@ -470,7 +580,9 @@ class App:
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
 
-    async def _stream(self, me: str, only: Job | None, previews: bool, after: str | None) -> AsyncIterator[str]:
+    async def _stream(
+        self, me: str, only: Job | None, previews: bool, after: str | None
+    ) -> AsyncIterator[str]:
         """Of each job only its latest event is sent, with the id of the latest of all."""
 
         def wants(id: str, user: str) -> bool:
@@ -507,7 +619,12 @@ class App:
 
     async def one_model(self, request: Request) -> Response:
         if (id := request.path_params["id"]) != self.admission.model:
-            raise Refusal(404, "not_found", f"no model is named {id[:80]!r}; here is {self.admission.model!r}", "model")
+            raise Refusal(
+                404,
+                "not_found",
+                f"no model is named {id[:80]!r}; here is {self.admission.model!r}",
+                "model",
+            )
         return Json(self._model())
 
     async def loras(self, request: Request) -> Response:
@@ -519,7 +636,9 @@ class App:
 
     async def status(self, request: Request) -> Response:
         counts, now = await self.store(self.queue.counts), time.monotonic()
-        replicas = [{"state": r.state, "for_s": round(now - r.since, 1)} for r in self.supervisor.replicas]
+        replicas = [
+            {"state": r.state, "for_s": round(now - r.since, 1)} for r in self.supervisor.replicas
+        ]
         return Json({
             "replicas": replicas, "jobs": counts, "draining": self.supervisor.draining,
             "disk_free_bytes": self.folder.free_bytes(),
@@ -543,7 +662,9 @@ class App:
         for replica in self.supervisor.replicas:
             self.metrics.up.labels(replica.number).set(replica.state in ("idle", "busy"))
             if replica.process is not None:
-                self.metrics.rss.labels(f"replica {replica.number}").set(rss_bytes(replica.process.pid))
+                self.metrics.rss.labels(f"replica {replica.number}").set(
+                    rss_bytes(replica.process.pid)
+                )
         self.metrics.rss.labels("server").set(rss_bytes("self"))
         self.metrics.disk.labels("clips").set(await asyncio.to_thread(self.folder.used_bytes))
         self.metrics.disk.labels("free").set(self.folder.free_bytes())
@@ -561,7 +682,9 @@ class App:
         if name not in files:
             raise Refusal(404, "not_found", "nothing is here")
         path = files[name]
-        return FileResponse(path, media_type=PAGE_TYPES[path.suffix], headers={"cache-control": "no-cache"})
+        return FileResponse(
+            path, media_type=PAGE_TYPES[path.suffix], headers={"cache-control": "no-cache"}
+        )
 
     async def login(self, request: Request) -> Response:
         """A token as a cookie, for the page: neither <video> nor EventSource can send a header."""

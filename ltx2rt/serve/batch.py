@@ -58,7 +58,9 @@ class Shard:
 
     @property
     def results(self) -> str:
-        return "results.jsonl" if self.count == 1 else f"results.{self.number}-of-{self.count}.jsonl"
+        return (
+            "results.jsonl" if self.count == 1 else f"results.{self.number}-of-{self.count}.jsonl"
+        )
 
 
 def parse_shard(text: str | Shard) -> Shard:
@@ -117,7 +119,9 @@ def seeded(line: Line, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **({"seed": int(drawn[:8], 16)} if given.get("seed") is None else {})}
 
 
-def admit(lines: Iterable[Line], admission: Admission, folder: Folder, beside: Path) -> list[tuple[Line, Admitted]]:
+def admit(
+    lines: Iterable[Line], admission: Admission, folder: Folder, beside: Path
+) -> list[tuple[Line, Admitted]]:
     """Check every line as a server checks its requests. beside: where paths of files begin. Raises InputError."""
 
     def keep(path: str, kind: str) -> dict[str, str]:
@@ -159,7 +163,9 @@ def clashes(jobs: Iterable[tuple[Line, int, int]]) -> list[str]:
     return wrong
 
 
-def with_files(given: Mapping[str, Any], kept: Callable[[str, str], dict[str, Any]]) -> dict[str, Any]:
+def with_files(
+    given: Mapping[str, Any], kept: Callable[[str, str], dict[str, Any]]
+) -> dict[str, Any]:
     """The fields of a line with what `kept(path, kind)` gives in place of every path. Raises InputError."""
     found = dict(given)
     for name, kind in ({"images": IMAGE} | UPLOADS).items():
@@ -204,14 +210,17 @@ class Results:
 
     def __init__(self, output: Path, shard: Shard):
         self.output, self.path = output, output / shard.results
-        self._told = [line for file in sorted(output.glob("results*.jsonl")) for line in _lines(file)]
+        self._told = [
+            line for file in sorted(output.glob("results*.jsonl")) for line in _lines(file)
+        ]
 
     def done(self) -> dict[str, str]:
         """Digests of the completed jobs by id, as all result files of the folder tell, whose clips are there."""
         return {
             told["id"]: told["digest"]
             for told in self._told
-            if told.get("status") == COMPLETED and all((self.output / name).exists() for name in told["files"])
+            if told.get("status") == COMPLETED
+            and all((self.output / name).exists() for name in told["files"])
         }
 
     def failures(self, id: str, digest: str) -> int:
@@ -221,12 +230,21 @@ class Results:
     @staticmethod
     def names(id: str, seed: int, count: int) -> list[str]:
         """Of a job's clips, as `generate` names them."""
-        return [f"{id}.mp4"] if count <= 1 else [f"{id}-{seed + number}.mp4" for number in range(count)]
+        return (
+            [f"{id}.mp4"]
+            if count <= 1
+            else [f"{id}-{seed + number}.mp4" for number in range(count)]
+        )
 
     def keep(self, id: str, status: str, digest: str, files: Sequence[str], **facts: Any) -> None:
         """Enter what became of a job, whose clips have their names."""
         sync(self.output)
-        result = {"id": id, "status": status, "digest": digest, "files": list(files) if status == COMPLETED else []}
+        result = {
+            "id": id,
+            "status": status,
+            "digest": digest,
+            "files": list(files) if status == COMPLETED else [],
+        }
         with self.path.open("a") as file:
             if file.tell() and not self._ends_a_line():
                 file.write("\n")
@@ -261,9 +279,19 @@ def in_order(jobs: Sequence[tuple[Line, Admitted]]) -> list[tuple[Line, Admitted
 
     def shape(entry: tuple[Line, Admitted]) -> str:
         clip = entry[1].job["clip"]
-        return json.dumps([entry[1].loras, entry[1].job["pipeline"], *map(clip.get, ("width", "height", "num_frames"))])
+        return json.dumps(
+            [
+                entry[1].loras,
+                entry[1].job["pipeline"],
+                *map(clip.get, ("width", "height", "num_frames")),
+            ]
+        )
 
-    return [job for start in range(0, len(jobs), WINDOW) for job in sorted(jobs[start : start + WINDOW], key=shape)]
+    return [
+        job
+        for start in range(0, len(jobs), WINDOW)
+        for job in sorted(jobs[start : start + WINDOW], key=shape)
+    ]
 
 
 class Batch:
@@ -294,7 +322,11 @@ class Batch:
             replicas = asyncio.create_task(self.supervisor.run())
             try:
                 while ids and not stopped.is_set() and not replicas.done():
-                    for id in [id for id, kind in (await news.take(0.2)).items() if kind in ("completed", "failed")]:
+                    for id in [
+                        id
+                        for id, kind in (await news.take(0.2)).items()
+                        if kind in ("completed", "failed")
+                    ]:
                         job = await self.store(self.store.queue.get, id)
                         if id not in ids or job is None:
                             continue
@@ -305,7 +337,9 @@ class Batch:
                         self._keep(line, admitted, job)
                         counts[job.status] = counts.get(job.status, 0) + 1
                         each_s = (time.monotonic() - start) / sum(counts.values())
-                        self.say(f"{line.id}: {job.status}, {len(ids)} left, about {each_s * len(ids):.0f} s")
+                        self.say(
+                            f"{line.id}: {job.status}, {len(ids)} left, about {each_s * len(ids):.0f} s"
+                        )
             finally:
                 await self.supervisor.stop(0)
                 ended = await asyncio.gather(replicas, return_exceptions=True)
@@ -321,7 +355,9 @@ class Batch:
 
     async def _add(self, admitted: Admitted) -> str:
         queue, given, job = self.store.queue, admitted.given, admitted.job
-        made = await self.store(queue.add, "", admitted.digest, given, job, work=admitted.work, loras=admitted.loras)
+        made = await self.store(
+            queue.add, "", admitted.digest, given, job, work=admitted.work, loras=admitted.loras
+        )
         self.supervisor.woken()
         return made.id
 

@@ -16,7 +16,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 REMEMBERED = 10_000  # jobs whose latest event a reader that comes back is told
-Progress = Mapping[str, Any]  # stage, step, of, fraction, eta_s: `session.stopwatch.Progress` as JSON has it
+Progress = Mapping[
+    str, Any
+]  # stage, step, of, fraction, eta_s: `session.stopwatch.Progress` as JSON has it
 
 
 def log(event: str, **facts: Any) -> None:
@@ -33,7 +35,12 @@ class Watcher:
     """
 
     def __init__(self, wants: Callable[[str, str], bool], previews: bool = False):
-        self.wants, self.previews, self.news, self._some = wants, previews, dict[str, str](), asyncio.Event()
+        self.wants, self.previews, self.news, self._some = (
+            wants,
+            previews,
+            dict[str, str](),
+            asyncio.Event(),
+        )
 
     def put(self, id: str, kind: str) -> None:
         self.news[id] = kind
@@ -55,7 +62,9 @@ class Board:
 
     def __init__(self, log: Callable[..., None] = log):
         self.run = f"{time.time_ns():x}"  # begins the ids of this board's events
-        self._latest: OrderedDict[str, tuple[int, str, str]] = OrderedDict()  # number, user, kind by job
+        self._latest: OrderedDict[str, tuple[int, str, str]] = (
+            OrderedDict()
+        )  # number, user, kind by job
         self._number = 0  # of the latest event
         self.live: dict[str, Progress] = {}
         self.previews: dict[str, tuple[int, bytes]] = {}
@@ -63,7 +72,9 @@ class Board:
         self.log = log
 
     @contextmanager
-    def watch(self, wants: Callable[[str, str], bool], previews: bool = False, after: str | None = None):
+    def watch(
+        self, wants: Callable[[str, str], bool], previews: bool = False, after: str | None = None
+    ):
         """wants(job, user): whether the reader is told of it. after: the id of the latest event that it had; what
         happened since is told first."""
         watcher = Watcher(wants, previews)
@@ -95,7 +106,9 @@ class Board:
             if watcher.previews and watcher.wants(id, user):
                 watcher.put(id, "preview")
 
-    def tell(self, kind: str, id: str, user: str, progress: Progress | None = None, **facts: Any) -> None:
+    def tell(
+        self, kind: str, id: str, user: str, progress: Progress | None = None, **facts: Any
+    ) -> None:
         """kind: queued, started, stage, step, cancelling, completed, failed, deleted."""
         if progress is not None:
             self.live[id] = progress

@@ -47,7 +47,9 @@ class Folder:
     def __init__(self, root: Path, flag: str = "--data", min_free_bytes: int = MIN_FREE_BYTES):
         self.root, self.inputs, self.outputs = root, root / "in", root / "out"
         self.flag, self.min_free_bytes = flag, min_free_bytes
-        self._since: dict[str, float] = {}  # when an input was sent or found, by the monotonic clock
+        self._since: dict[
+            str, float
+        ] = {}  # when an input was sent or found, by the monotonic clock
         self._inputs_lock = Lock()
         try:
             for folder in (self.inputs, self.outputs):
@@ -55,9 +57,13 @@ class Folder:
             self._lock = (root / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"{flag}: {root} is in use by another server; name another folder") from None
+            raise InputError(
+                f"{flag}: {root} is in use by another server; name another folder"
+            ) from None
         except OSError as error:
-            raise InputError(f"{flag}: {root} cannot be written ({error.strerror}); name another folder") from None
+            raise InputError(
+                f"{flag}: {root} cannot be written ({error.strerror}); name another folder"
+            ) from None
 
     def close(self) -> None:
         self._lock.close()
@@ -71,7 +77,9 @@ class Folder:
         if self.queue.exists() and self.queue.stat().st_size:
             return
         found = [path.name for path, _ in (*_own(self.outputs, OUTPUT), *_own(self.inputs, INPUT))]
-        found += [path.name for path in self.root.glob(self.queue.name + "-*") if path.stat().st_size]
+        found += [
+            path.name for path in self.root.glob(self.queue.name + "-*") if path.stat().st_size
+        ]
         if found:
             raise InputError(
                 f"{self.flag}: {self.root} holds {len(found)} files of a server, such as {found[0]}, but "

@@ -34,7 +34,10 @@ class Gone(Exception):
 
 
 async def fields_of(
-    request: Request, max_bytes: int, folder: Folder | None = None, uploads: Mapping[str, str] = MappingProxyType({})
+    request: Request,
+    max_bytes: int,
+    folder: Folder | None = None,
+    uploads: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The fields of a body; the files that it holds are kept, and stand where they are named by their `file_id`.
 
@@ -50,19 +53,27 @@ async def fields_of(
     else:
         text = f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json"
         raise Refusal(415, "bad_content_type", text)
-    return {**given, **files} if folder is None else await _with_files(given, files, folder, uploads)
+    return (
+        {**given, **files} if folder is None else await _with_files(given, files, folder, uploads)
+    )
 
 
 async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
     size, start, more = 0, time.monotonic(), True
-    too_large = Refusal(413, "payload_too_large", f"the body is longer than {max_bytes} bytes; send less")
-    if (length := request.headers.get("content-length", "0")).isdecimal() and int(length) > max_bytes:
+    too_large = Refusal(
+        413, "payload_too_large", f"the body is longer than {max_bytes} bytes; send less"
+    )
+    if (length := request.headers.get("content-length", "0")).isdecimal() and int(
+        length
+    ) > max_bytes:
         raise too_large
     while more:
         try:
             message = await asyncio.wait_for(request.receive(), SLOW_S)
         except TimeoutError:
-            raise Refusal(408, "too_slow", f"nothing arrived for {SLOW_S} s; send it again") from None
+            raise Refusal(
+                408, "too_slow", f"nothing arrived for {SLOW_S} s; send it again"
+            ) from None
         if message["type"] == "http.disconnect":
             raise Gone
         chunk, more = message.get("body", b""), message.get("more_body", False)
@@ -70,7 +81,9 @@ async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
         if size > max_bytes:
             raise too_large
         if spent_s > SLOW_S and size < spent_s * SLOWEST_BYTES_PER_S:
-            raise Refusal(408, "too_slow", f"{size} bytes in {spent_s:.0f} s; send it again, faster")
+            raise Refusal(
+                408, "too_slow", f"{size} bytes in {spent_s:.0f} s; send it again, faster"
+            )
         yield chunk
 
 
@@ -142,7 +155,9 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
             raise ValueError("it has too many parts")
         return json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, "invalid_value", f"{name or 'body'}: no JSON ({str(error)[:120]})", name) from None
+        raise Refusal(
+            400, "invalid_value", f"{name or 'body'}: no JSON ({str(error)[:120]})", name
+        ) from None
 
 
 async def _with_files(
@@ -194,9 +209,13 @@ def _bytes_of(item: dict[str, Any], name: str, kind: str, files: dict[str, bytes
     text = url if isinstance(url, str) else ""
     match = re.match(r"data:[\w.+-]{1,40}/[\w.+-]{1,40};base64,", text)
     if match is None:
-        raise Refusal(400, "invalid_value", f"{name}: only data: URLs in base64 are read; send the file", name)
+        raise Refusal(
+            400, "invalid_value", f"{name}: only data: URLs in base64 are read; send the file", name
+        )
     if len(text) > 2 * MAX_BYTES[kind]:
-        raise Refusal(413, "payload_too_large", f"{name}: longer than {MAX_BYTES[kind]} bytes", name)
+        raise Refusal(
+            413, "payload_too_large", f"{name}: longer than {MAX_BYTES[kind]} bytes", name
+        )
     try:
         return base64.b64decode(text[match.end() :], validate=True)
     except (binascii.Error, ValueError):

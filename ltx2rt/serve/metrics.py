@@ -20,11 +20,21 @@ class Metrics:
         self.sizes, self.registry = sizes, CollectorRegistry()
         of: dict[str, Any] = {"registry": self.registry}
         self.jobs = Gauge("ltx2rt_jobs", "jobs by status", ["status"], **of)
-        self.waited = Histogram("ltx2rt_queue_wait_seconds", "from arrival to start", buckets=SECONDS, **of)
-        self.took = Histogram("ltx2rt_job_seconds", "of a completed run", ["pipeline", "size"], buckets=SECONDS, **of)
-        self.stage = Histogram("ltx2rt_stage_seconds", "of a stage", ["stage"], buckets=SECONDS, **of)
-        self.step = Histogram("ltx2rt_step_seconds", "between two steps", ["stage"], buckets=SECONDS, **of)
-        self.cancel = Histogram("ltx2rt_cancel_seconds", "from the wish to the end", buckets=SECONDS, **of)
+        self.waited = Histogram(
+            "ltx2rt_queue_wait_seconds", "from arrival to start", buckets=SECONDS, **of
+        )
+        self.took = Histogram(
+            "ltx2rt_job_seconds", "of a completed run", ["pipeline", "size"], buckets=SECONDS, **of
+        )
+        self.stage = Histogram(
+            "ltx2rt_stage_seconds", "of a stage", ["stage"], buckets=SECONDS, **of
+        )
+        self.step = Histogram(
+            "ltx2rt_step_seconds", "between two steps", ["stage"], buckets=SECONDS, **of
+        )
+        self.cancel = Histogram(
+            "ltx2rt_cancel_seconds", "from the wish to the end", buckets=SECONDS, **of
+        )
         self.retries = Counter("ltx2rt_retries_total", "jobs queued again", ["why"], **of)
         self.up = Gauge("ltx2rt_replica_up", "1 when it takes jobs", ["replica"], **of)
         self.restarts = Counter("ltx2rt_replica_restarts_total", "of all replicas", **of)
@@ -40,10 +50,14 @@ class Metrics:
         if job.cancel is not None and status == "cancelled":
             self.cancel.observe(max(0.0, now - job.cancel))
         report = (result or {}).get("report", {})
-        size = "{width}x{height}x{num_frames}".format(**{"width": 0, "height": 0, "num_frames": 0, **job.job["clip"]})
+        size = "{width}x{height}x{num_frames}".format(
+            **{"width": 0, "height": 0, "num_frames": 0, **job.job["clip"]}
+        )
         size = size if size in self.sizes else "other"
         if status == "completed":
-            self.took.labels(job.job["pipeline"], size).observe(max(0.0, now - (job.started or now)))
+            self.took.labels(job.job["pipeline"], size).observe(
+                max(0.0, now - (job.started or now))
+            )
         for stage in report.get("stages", ()):
             self.stage.labels(stage["name"].split(" ")[0]).observe(stage["time_s"])
         self.compiled.labels(size).inc(report.get("programs_built", 0))

@@ -24,25 +24,46 @@ def openapi(admission: Admission) -> dict[str, Any]:
             "loras": objects,
             "metadata": {"type": "object"},
             "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
-            "n": {"type": "integer", "minimum": 1, "maximum": MAX_VIDEOS, "default": limits["videos"]["multiple_of"]},
+            "n": {
+                "type": "integer",
+                "minimum": 1,
+                "maximum": MAX_VIDEOS,
+                "default": limits["videos"]["multiple_of"],
+            },
         }
         | {
-            name: {"type": "string", "description": f"a {kind}: a file of the form with this name, or a data: URL"}
+            name: {
+                "type": "string",
+                "description": f"a {kind}: a file of the form with this name, or a data: URL",
+            }
             for name, kind in UPLOADS.items()
         }
     )
     properties |= ours | {"prompt": {"type": "string", "maxLength": MAX_PROMPT}}
-    body = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
+    body = {
+        "type": "object",
+        "required": ["prompt"],
+        "properties": properties,
+        "additionalProperties": False,
+    }
     file = {"input_reference": {"type": "string", "format": "binary"}}
     form = {**body, "properties": properties | file}
     content = {"application/json": {"schema": body}, "multipart/form-data": {"schema": form}}
-    id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": JOB_ID.pattern}}
+    id = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "pattern": JOB_ID.pattern},
+    }
     answers = {"200": {"description": "done"}, "4XX": {"description": "an error object"}}
 
     def at(**methods: Mapping[str, Any]) -> dict[str, Any]:
         return {method: {"responses": answers, **more} for method, more in methods.items()}
 
-    one, remix = {"parameters": [id]}, {"type": "object", "properties": {"prompt": {"type": "string"}}}
+    one, remix = (
+        {"parameters": [id]},
+        {"type": "object", "properties": {"prompt": {"type": "string"}}},
+    )
     return {
         "openapi": "3.1.0",
         "info": {"title": "ltx2rt", "version": "1"},

@@ -32,11 +32,17 @@ def fitted(session: Session) -> np.ndarray:
     rows, colours = [], []
     for seed in range(PICTURES):
         picture = smooth(seed, GRID * factor)
-        latent = session.backend.to_host(session.run(call, {"frames": picture[None, :, None]})["latent"])[0, :, 0]
+        latent = session.backend.to_host(
+            session.run(call, {"frames": picture[None, :, None]})["latent"]
+        )[0, :, 0]
         rows.append(latent.reshape(len(latent), -1).T)
-        colours.append(picture.reshape(3, GRID, factor, GRID, factor).mean(axis=(2, 4)).reshape(3, -1).T)
+        colours.append(
+            picture.reshape(3, GRID, factor, GRID, factor).mean(axis=(2, 4)).reshape(3, -1).T
+        )
     session.weights.free(call.weights)
-    x = np.concatenate([np.concatenate(rows), np.ones((PICTURES * GRID**2, 1))], axis=1).astype(np.float64)
+    x = np.concatenate([np.concatenate(rows), np.ones((PICTURES * GRID**2, 1))], axis=1).astype(
+        np.float64
+    )
     ridge = RIDGE * len(x) * np.mean(x[:, :-1] ** 2) * np.eye(x.shape[1])
     ridge[-1, -1] = 0
     return np.linalg.solve(x.T @ x + ridge, x.T @ np.concatenate(colours)).astype(np.float32)
@@ -46,7 +52,9 @@ def smooth(seed: int, side: int) -> np.ndarray:
     """Random colours that blend into each other, f32[3, side, side] in [-1, 1]."""
     patches = np.random.default_rng(seed).integers(0, 256, (PATCHES, PATCHES, 3), np.uint8)
     picture = Image.fromarray(patches).resize((side, side), Image.Resampling.BICUBIC)
-    return np.ascontiguousarray(np.asarray(picture, np.float32).transpose(2, 0, 1) / np.float32(127.5) - 1)
+    return np.ascontiguousarray(
+        np.asarray(picture, np.float32).transpose(2, 0, 1) / np.float32(127.5) - 1
+    )
 
 
 def picture_of(latents: np.ndarray, projection: np.ndarray) -> bytes:
@@ -55,7 +63,9 @@ def picture_of(latents: np.ndarray, projection: np.ndarray) -> bytes:
     rgb = middle @ projection[:-1] + projection[-1]
     image = Image.fromarray(np.clip((rgb + 1) * 127.5, 0, 255).astype(np.uint8))
     scale = SIZE_PX / max(image.size)
-    image = image.resize([max(1, round(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
+    image = image.resize(
+        [max(1, round(side * scale)) for side in image.size], Image.Resampling.BICUBIC
+    )
     file = io.BytesIO()
     image.save(file, "JPEG", quality=80)
     return file.getvalue()

@@ -26,9 +26,18 @@ from typing import Any
 
 from ltx2rt.errors import InputError
 
-QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED = "queued", "in_progress", "completed", "failed", "cancelled"
+QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED = (
+    "queued",
+    "in_progress",
+    "completed",
+    "failed",
+    "cancelled",
+)
 STATUSES = (QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED)
-MAX_DEATHS, MAX_ATTEMPTS = 3, 10  # of replicas under one job; of runs, those counted that a dying server ended
+MAX_DEATHS, MAX_ATTEMPTS = (
+    3,
+    10,
+)  # of replicas under one job; of runs, those counted that a dying server ended
 LAST = 10**12  # added to the place of a job that goes after the others
 MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
 RETRY_S = 60  # for so long a client's retry with the same body is the same job
@@ -135,21 +144,30 @@ class Queue:
 
     def __init__(self, path: Path | str, most: int = 1000, most_of_user: int = 100):
         self.most, self.most_of_user = most, most_of_user
-        self._served: dict[str, float] = {}  # work given to each user; who comes back begins at the clock
+        self._served: dict[
+            str, float
+        ] = {}  # work given to each user; who comes back begins at the clock
         self._waited: set[str] = set()  # users who had jobs in the queue at the latest claim
         self._clock = 0.0
         self._opened = time.monotonic()
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.row_factory = sqlite3.Row
-            found = self._db.execute("PRAGMA application_id").fetchone()[0], self._pragma("user_version")
+            found = (
+                self._db.execute("PRAGMA application_id").fetchone()[0],
+                self._pragma("user_version"),
+            )
             if found[0] == APPLICATION and found[1] > VERSION:
                 raise InputError(
                     f"--data: {path} is the queue of a newer ltx2rt (version {found[1]}, this one reads "
                     f"{VERSION}); start that one, or name another folder"
                 )
-            if found not in ((0, 0), (APPLICATION, VERSION)) or (found == (0, 0) and self._tables()):
-                raise InputError(f"--data: {path} is another program's database; name another folder")
+            if found not in ((0, 0), (APPLICATION, VERSION)) or (
+                found == (0, 0) and self._tables()
+            ):
+                raise InputError(
+                    f"--data: {path} is another program's database; name another folder"
+                )
             if (state := self._pragma("quick_check(1)")) != "ok":
                 raise sqlite3.DatabaseError(str(state).splitlines()[-1])
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -169,7 +187,9 @@ class Queue:
 
     def _upgrade(self) -> None:
         """Give a file of an earlier ltx2rt what it lacks, and make rows whose JSON is damaged failed jobs."""
-        if "end_uptime_s" not in {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}:
+        if "end_uptime_s" not in {
+            row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")
+        }:
             self._db.execute("ALTER TABLE jobs ADD COLUMN start_uptime_s REAL")
             self._db.execute("ALTER TABLE jobs ADD COLUMN end_uptime_s REAL")
             self._db.execute("UPDATE jobs SET end_uptime_s=0 WHERE finished IS NOT NULL")
@@ -217,7 +237,7 @@ class Queue:
     def _jobs(self, where: str, *values: Any) -> list[Job]:
         rows = self._db.execute(f"SELECT {COLUMNS} FROM jobs WHERE {where}", values)
         return [
-            Job(**{name: json.loads(row[name]) if name in JSON and row[name] else row[name] for name in row.keys()})  # noqa: SIM118
+            Job(**{n: json.loads(x) if n in JSON and x else x for n, x in dict(row).items()})
             for row in rows
         ]
 
@@ -244,10 +264,17 @@ class Queue:
                 return self._same(known, digest)
             for code, most, count in (
                 ("queue_full", self.most, self._videos("status=?", QUEUED)),
-                ("user_queue_full", self.most_of_user, self._videos("status=? AND user=?", QUEUED, user)),
+                (
+                    "user_queue_full",
+                    self.most_of_user,
+                    self._videos("status=? AND user=?", QUEUED, user),
+                ),
             ):
                 if count + job.get("n", 1) > most:
-                    raise QueueFull(code, f"{count} videos wait, at most {most} may; try again when some are done")
+                    raise QueueFull(
+                        code,
+                        f"{count} videos wait, at most {most} may; try again when some are done",
+                    )
             latest = db.execute("SELECT id FROM jobs ORDER BY seq DESC LIMIT 1").fetchone()
             made = id or new_id(latest[0] if latest else "")
             row = {
@@ -269,7 +296,12 @@ class Queue:
 
     def repeated(self, user: str, digest: str) -> Job | None:
         """The latest job with this digest that the user has sent within RETRY_S."""
-        found = self._jobs("user=? AND digest=? AND created>? ORDER BY seq DESC", user, digest, time.time() - RETRY_S)
+        found = self._jobs(
+            "user=? AND digest=? AND created>? ORDER BY seq DESC",
+            user,
+            digest,
+            time.time() - RETRY_S,
+        )
         return found[0] if found else None
 
     def get(self, id: str) -> Job | None:
@@ -315,14 +347,20 @@ class Queue:
                 "UPDATE jobs SET status=?, cancel=?, finished=?, end_uptime_s=?, error=? WHERE id=? AND status=?",
                 (CANCELLED, now, now, self._keep_uptime(db), error, id, QUEUED),
             )
-            db.execute("UPDATE jobs SET cancel=? WHERE id=? AND status=? AND cancel IS NULL", (now, id, RUNNING))
+            db.execute(
+                "UPDATE jobs SET cancel=? WHERE id=? AND status=? AND cancel IS NULL",
+                (now, id, RUNNING),
+            )
         return self.get(id)
 
     def delete(self, id: str) -> bool:
         """Forget a job that is over."""
         with self._write() as db:
             return (
-                db.execute("DELETE FROM jobs WHERE id=? AND status NOT IN (?, ?)", (id, QUEUED, RUNNING)).rowcount == 1
+                db.execute(
+                    "DELETE FROM jobs WHERE id=? AND status NOT IN (?, ?)", (id, QUEUED, RUNNING)
+                ).rowcount
+                == 1
             )
 
     # --- replicas -----------------------------------------------------------------------------------------------
@@ -332,12 +370,16 @@ class Queue:
         priority, then the oldest, those last that two replicas died under; one whose LoRAs are `loaded` goes first,
         MAX_SAME_SET times. Priorities of different users are never compared."""
         with self._write() as db:
-            waiting = {row[0] for row in db.execute("SELECT DISTINCT user FROM jobs WHERE status=?", (QUEUED,))}
+            waiting = {
+                row[0]
+                for row in db.execute("SELECT DISTINCT user FROM jobs WHERE status=?", (QUEUED,))
+            }
             for user in waiting - self._waited:
                 self._served[user] = max(self._served.get(user, 0.0), self._clock)
             self._waited = waiting
             rows = db.execute(
-                "SELECT user, MIN(seq + (deaths>1) * ?) FROM jobs WHERE status=? GROUP BY user", (LAST, QUEUED)
+                "SELECT user, MIN(seq + (deaths>1) * ?) FROM jobs WHERE status=? GROUP BY user",
+                (LAST, QUEUED),
             ).fetchall()
             if not rows:
                 return None
@@ -345,7 +387,9 @@ class Queue:
             first = "status=? AND user=? ORDER BY deaths>1, priority DESC, seq LIMIT 1"
             (job,) = self._jobs(first, QUEUED, user)
             if loaded is not None and in_a_row < MAX_SAME_SET and job.loras != loaded:
-                same = "status=? AND user=? AND priority=? AND loras=? ORDER BY deaths>1, seq LIMIT 1"
+                same = (
+                    "status=? AND user=? AND priority=? AND loras=? ORDER BY deaths>1, seq LIMIT 1"
+                )
                 job = next(iter(self._jobs(same, QUEUED, user, job.priority, loaded)), job)
             db.execute(
                 "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=?, start_uptime_s=? "
@@ -366,13 +410,21 @@ class Queue:
                 "UPDATE jobs SET status=?, finished=?, end_uptime_s=?, error=?, result=? "
                 "WHERE id=? AND status=? AND epoch=?",
                 (
-                    *(status, time.time(), self._keep_uptime(db), json.dumps(error), json.dumps(result)),
+                    *(
+                        status,
+                        time.time(),
+                        self._keep_uptime(db),
+                        json.dumps(error),
+                        json.dumps(result),
+                    ),
                     *(id, RUNNING, epoch),
                 ),
             )
             return moved.rowcount == 1
 
-    def give_back(self, id: str, epoch: int, error: Mapping[str, str] | None = None, blamed: bool = True) -> Job | None:
+    def give_back(
+        self, id: str, epoch: int, error: Mapping[str, str] | None = None, blamed: bool = True
+    ) -> Job | None:
         """The run of this epoch has ended without a result: queued again in its old place, cancelled if that was asked,
         failed after too many. error: why, if that is known; blamed: whether the job may have caused it."""
         with self._write() as db:
@@ -384,7 +436,10 @@ class Queue:
             if job.cancel is not None:
                 status, said = CANCELLED, failure("cancelled", "cancelled while it ran")
             elif deaths >= MAX_DEATHS or job.attempts >= MAX_ATTEMPTS:
-                status, said = FAILED, error or failure("worker_died", f"ended {job.attempts} times without a result")
+                status, said = (
+                    FAILED,
+                    error or failure("worker_died", f"ended {job.attempts} times without a result"),
+                )
             if status != QUEUED:
                 finished, ended = time.time(), self._keep_uptime(db)
             db.execute(
@@ -413,7 +468,8 @@ class Queue:
         """Completed jobs that still have a file, the oldest first, those that were fetched before the others."""
         fetched = "json_extract(result, '$.fetched') IS NULL"
         return self._jobs(
-            f"status=? AND json_extract(result, '$.file') IS NOT NULL ORDER BY {fetched}, finished", COMPLETED
+            f"status=? AND json_extract(result, '$.file') IS NOT NULL ORDER BY {fetched}, finished",
+            COMPLETED,
         )
 
     def note(self, id: str, **facts: Any) -> None:

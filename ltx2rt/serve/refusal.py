@@ -14,7 +14,12 @@ class Refusal(Exception):
     """param: the field that is to blame; retry_after_s: when to try again."""
 
     def __init__(
-        self, status: int, code: str, message: str, param: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
     ):
         super().__init__(message)
         self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
@@ -22,7 +27,9 @@ class Refusal(Exception):
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 def of_input(error: InputError) -> Refusal:
@@ -37,4 +44,6 @@ def of_input(error: InputError) -> Refusal:
 def unknown(name: str, known: list[str]) -> Refusal:
     near = nearest(name, known)
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(known))}"
-    return Refusal(400, "unknown_field", f"{name[:80]!r} is no field of this request; {hint}", name[:80])
+    return Refusal(
+        400, "unknown_field", f"{name[:80]!r} is no field of this request; {hint}", name[:80]
+    )

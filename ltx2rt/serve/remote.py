@@ -32,7 +32,10 @@ from ltx2rt.serve.queue import COMPLETED, FAILED, failure
 from ltx2rt.serve.upload import MAX_BYTES
 
 IN_FLIGHT, POLL_S, AGAIN_S, TIMEOUT_S = 32, 1.0, 5.0, 120.0
-ABSENT_S, SILENT_S = 15.0, 600.0  # how long a server may not answer: from the start on, and once it has
+ABSENT_S, SILENT_S = (
+    15.0,
+    600.0,
+)  # how long a server may not answer: from the start on, and once it has
 CHUNK_BYTES = 2**20
 
 
@@ -45,9 +48,13 @@ class Server:
         if not url.startswith(("http://", "https://")):
             raise InputError(f"--server: {url[:80]!r}, expected http://HOST:PORT")
         self.url = url.rstrip("/")
-        self.headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+        self.headers = {"content-type": "application/json"} | (
+            {"authorization": f"Bearer {token}"} if token else {}
+        )
 
-    def ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> dict[str, Any]:
+    def ask(
+        self, method: str, path: str, body: Any = None, key: str | None = None
+    ) -> dict[str, Any]:
         with self._open(method, path, body, key) as answer:
             return json.loads(answer.read())
 
@@ -67,7 +74,9 @@ class Server:
         deadline, told = time.monotonic() + self.patience_s, False
         while True:
             try:
-                answer = urlopen(Request(self.url + path, data, headers, method=method), timeout=TIMEOUT_S)
+                answer = urlopen(
+                    Request(self.url + path, data, headers, method=method), timeout=TIMEOUT_S
+                )
                 self.patience_s = SILENT_S
                 return answer
             except HTTPError as error:
@@ -79,7 +88,9 @@ class Server:
                 deadline = time.monotonic() + SILENT_S  # it lives
             except (URLError, OSError) as error:
                 if time.monotonic() > deadline:
-                    raise InputError(f"--server: {self.url} does not answer ({error}); start it, or wait") from None
+                    raise InputError(
+                        f"--server: {self.url} does not answer ({error}); start it, or wait"
+                    ) from None
                 if not told:
                     note(f"{self.url} does not answer; trying for {self.patience_s:.0f} s")
                 told = True
@@ -119,7 +130,9 @@ def make(
     say: Callable[[str], None],
 ) -> dict[str, int]:  # fmt: skip
     """How many jobs ended with each status; clips and results are where a batch without a server puts them."""
-    waiting = [(line, given, results.failures(line.id, digest_of(given)), retries) for line, given in jobs]
+    waiting = [
+        (line, given, results.failures(line.id, digest_of(given)), retries) for line, given in jobs
+    ]
     running: dict[str, tuple[Line, dict[str, Any], int, int]] = {}
     counts: dict[str, int] = {}
     while waiting or running:
@@ -142,7 +155,9 @@ def make(
     return counts
 
 
-def _keep(server: Server, line: Line, given: Mapping[str, Any], video: dict[str, Any], results: Results) -> str:
+def _keep(
+    server: Server, line: Line, given: Mapping[str, Any], video: dict[str, Any], results: Results
+) -> str:
     status, error, x = video["status"], video["error"], video["x"]
     urls = x["urls"].get("videos", [])
     names = results.names(line.id, x["seed"], len(urls))

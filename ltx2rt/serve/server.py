@@ -104,7 +104,9 @@ def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
 def check_address(host: str, has_tokens: bool) -> None:
     """Raises InputError."""
     if not has_tokens and not is_local(f"[{host}]" if ":" in host else host):
-        raise InputError(f"--host: {host} can be reached by others; give --token-file, or leave --host out")
+        raise InputError(
+            f"--host: {host} can be reached by others; give --token-file, or leave --host out"
+        )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -115,7 +117,9 @@ def bind(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except (OSError, OverflowError) as error:
-        raise InputError(f"--port: {host}:{port} cannot be listened on ({error}); choose another") from None
+        raise InputError(
+            f"--port: {host}:{port} cannot be listened on ({error}); choose another"
+        ) from None
 
 
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:

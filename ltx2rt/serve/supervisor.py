@@ -34,7 +34,9 @@ FIRST_STEP = 10  # times the step time-out: what may compile or load
 MAX_BACK_OFF_S, RETRY_S = 60, 2
 MAX_LINE_BYTES = 2**24
 LAST_WORDS_S = 2
-STORAGE_WAITS = 30  # back-offs after a run that could not write its files though the folder can be written
+STORAGE_WAITS = (
+    30  # back-offs after a run that could not write its files though the folder can be written
+)
 
 
 class Store:
@@ -45,7 +47,9 @@ class Store:
 
     def __call__(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
         """The call is made even if its caller goes away."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
+        return asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: call(*args, **kwargs)
+        )
 
     async def insist(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """The same, again and again while the disk is full."""
@@ -84,7 +88,11 @@ class Replica:
 
     @property
     def job(self) -> Job | None:
-        return self.claim.result() if self.claim and self.claim.done() and not self.claim.cancelled() else None
+        return (
+            self.claim.result()
+            if self.claim and self.claim.done() and not self.claim.cancelled()
+            else None
+        )
 
 
 class Supervisor:
@@ -104,11 +112,19 @@ class Supervisor:
         step_timeout_s: float = 120.0,
         back_off_s: float = 1.0,
     ):
-        self.command, self.store, self.folder, self.board, self.metrics = command, store, folder, board, metrics
+        self.command, self.store, self.folder, self.board, self.metrics = (
+            command,
+            store,
+            folder,
+            board,
+            metrics,
+        )
         self.environments, self.lora_folder = environments, lora_folder
         self.step_timeout_s, self.back_off_s = step_timeout_s, back_off_s
         self.replicas = [Replica(n) for n in range(len(environments))]
-        self.device: tuple[dict[str, Any], dict[str, int]] | None = None  # and mesh, once a replica is ready
+        self.device: tuple[dict[str, Any], dict[str, int]] | None = (
+            None  # and mesh, once a replica is ready
+        )
         self.problem: tuple[str, str] | None = None  # why no job is started: `Folder.problem`
         self.draining = self._ended_once = False
         self._drained = math.inf
@@ -117,7 +133,9 @@ class Supervisor:
 
     @property
     def ready(self) -> bool:
-        return not self.draining and any(replica.state in ("idle", "busy") for replica in self.replicas)
+        return not self.draining and any(
+            replica.state in ("idle", "busy") for replica in self.replicas
+        )
 
     async def run(self) -> None:
         """Keep the replicas alive until `stop`. Raises InputError if a worker refuses what it was started with."""
@@ -135,7 +153,9 @@ class Supervisor:
         self.draining = True
         self.woken()
         self._drained = min(self._drained, time.monotonic() + drain_s)
-        while time.monotonic() < self._drained and any(replica.state == "busy" for replica in self.replicas):
+        while time.monotonic() < self._drained and any(
+            replica.state == "busy" for replica in self.replicas
+        ):
             await asyncio.sleep(0.05)
         await self._end()
 
@@ -177,7 +197,12 @@ class Supervisor:
             replica.become("starting")
             replica.heard, replica.lost, replica.loaded = time.monotonic(), None, None
             replica.process = process = await asyncio.create_subprocess_exec(
-                *self.command, stdin=-1, stdout=-1, env=environment, start_new_session=True, limit=MAX_LINE_BYTES
+                *self.command,
+                stdin=-1,
+                stdout=-1,
+                env=environment,
+                start_new_session=True,
+                limit=MAX_LINE_BYTES,
             )
             was_ready = asyncio.Event()
             talk = [
@@ -191,21 +216,31 @@ class Supervisor:
                 await self._bury(replica, process, talk)
             for task in talk:
                 if not task.cancelled() and (error := task.exception()) is not None:
-                    self.board.log("replica_error", replica=replica.number, error=f"{type(error).__name__}: {error}")
+                    self.board.log(
+                        "replica_error",
+                        replica=replica.number,
+                        error=f"{type(error).__name__}: {error}",
+                    )
             if process.returncode == BAD_INPUT and not was_ready.is_set() and replica.restarts == 0:
                 raise InputError("the worker refused what it was started with, as it says above")
             wait_s = self.back_off_s if was_ready.is_set() else min(MAX_BACK_OFF_S, 2 * wait_s)
             replica.restarts += 1
             self.metrics.restarts.inc()
-            self.board.log("replica_down", replica=replica.number, status=process.returncode, again_in_s=wait_s)
+            self.board.log(
+                "replica_down", replica=replica.number, status=process.returncode, again_in_s=wait_s
+            )
             await asyncio.sleep(wait_s)
 
-    async def _bury(self, replica: Replica, process: asyncio.subprocess.Process, talk: list[asyncio.Task]) -> None:
+    async def _bury(
+        self, replica: Replica, process: asyncio.subprocess.Process, talk: list[asyncio.Task]
+    ) -> None:
         """End a replica's process and give its job back."""
         replica.become("down")
         for task in talk:
             task.cancel()
-        if talk[0].done() and not talk[0].cancelled():  # it has closed its pipe: let it say how it ends
+        if (
+            talk[0].done() and not talk[0].cancelled()
+        ):  # it has closed its pipe: let it say how it ends
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), LAST_WORDS_S)
         with contextlib.suppress(ProcessLookupError):
@@ -218,12 +253,18 @@ class Supervisor:
         died = failure("worker_died", f"the process that ran it ended ({ending(status)})")
         blame = None if self.draining else replica.lost or died
         if (result := self.folder.published(job)) is not None:  # it died after the file was whole
-            await self.store.insist(self.store.queue.finish, job.id, job.epoch, COMPLETED, result=result)
+            await self.store.insist(
+                self.store.queue.finish, job.id, job.epoch, COMPLETED, result=result
+            )
         await self._give_back(job, blame)
 
-    async def _give_back(self, job: Job, blame: Mapping[str, str] | None, blamed: bool = True) -> None:
+    async def _give_back(
+        self, job: Job, blame: Mapping[str, str] | None, blamed: bool = True
+    ) -> None:
         """Queue a job again whose run has ended without a result, or let it fail. blamed: as the queue has it."""
-        after = await self.store.insist(self.store.queue.give_back, job.id, job.epoch, blame, blamed)
+        after = await self.store.insist(
+            self.store.queue.give_back, job.id, job.epoch, blame, blamed
+        )
         if after is None:
             return
         if after.status == QUEUED:
@@ -244,7 +285,9 @@ class Supervisor:
                 continue
             await asyncio.sleep(replica.pause_s)
             replica.pause_s = 0.0
-            replica.claim = asyncio.ensure_future(self.store.insist(queue.claim, replica.loaded, replica.in_a_row))
+            replica.claim = asyncio.ensure_future(
+                self.store.insist(queue.claim, replica.loaded, replica.in_a_row)
+            )
             job = await asyncio.shield(replica.claim)
             if job is None:
                 replica.claim = None
@@ -254,12 +297,16 @@ class Supervisor:
             replica.loaded, replica.step, replica.heard = job.loras, 0, time.monotonic()
             replica.become("busy")
             self.metrics.waited.observe(max(0.0, time.time() - job.created))
-            self.board.tell("started", job.id, job.user, replica=replica.number, attempt=job.attempts)
+            self.board.tell(
+                "started", job.id, job.user, replica=replica.number, attempt=job.attempts
+            )
             replica.free.clear()
             if self.board.previewed(job.id, job.user):
                 self._send(replica, do="watch", id=job.id)
             self._send(replica, do="run", **self._message(job))
-            if (now := await self.store(queue.get, job.id)) and now.cancel is not None:  # since it was claimed
+            if (
+                now := await self.store(queue.get, job.id)
+            ) and now.cancel is not None:  # since it was claimed
                 self.cancel(job.id)
             await replica.free.wait()
         await asyncio.Event().wait()  # until the others end
@@ -274,7 +321,9 @@ class Supervisor:
 
     def _message(self, job: Job) -> dict[str, Any]:
         """The message that starts a job in a worker, with names as paths."""
-        loras = [[str((self.lora_folder or Path()) / name), *rest] for name, *rest in job.job["loras"]]
+        loras = [
+            [str((self.lora_folder or Path()) / name), *rest] for name, *rest in job.job["loras"]
+        ]
         images = [[str(self.folder.inputs / name), *rest] for name, *rest in job.job["images"]]
         stem = str(self.folder.outputs.resolve() / job.stem)
         files = as_given(job.job.get("files", {}), self.folder.inputs.resolve())
@@ -285,7 +334,9 @@ class Supervisor:
         if replica.process is not None and replica.process.stdin is not None:
             replica.process.stdin.write(json.dumps(message).encode() + b"\n")
 
-    async def _listen(self, replica: Replica, process: asyncio.subprocess.Process, was_ready: asyncio.Event) -> None:
+    async def _listen(
+        self, replica: Replica, process: asyncio.subprocess.Process, was_ready: asyncio.Event
+    ) -> None:
         assert process.stdout is not None
         async for line in process.stdout:
             message, replica.heard = json.loads(line), time.monotonic()
@@ -293,19 +344,29 @@ class Supervisor:
             if event == "ready":
                 self.device = message["device"], message["mesh"]
                 self.board.log(
-                    "replica_ready", replica=replica.number, after_s=round(time.monotonic() - replica.since, 1)
+                    "replica_ready",
+                    replica=replica.number,
+                    after_s=round(time.monotonic() - replica.since, 1),
                 )
                 replica.become("idle")
                 was_ready.set()
             elif job is None or (message.pop("id"), message.pop("epoch")) != (job.id, job.epoch):
-                self.board.log("replica_error", replica=replica.number, error=f"{event} of no job that it runs")
+                self.board.log(
+                    "replica_error", replica=replica.number, error=f"{event} of no job that it runs"
+                )
             elif event == "preview":
                 self.board.show(job.id, job.user, message["number"], b64decode(message["jpeg"]))
             elif event == "progress":
                 kind = "stage" if message["step"] == 0 else "step"
                 replica.step = message["step"]
-                if kind == "step" and (known := self.board.live.get(job.id)) and known["stage"] == message["stage"]:
-                    self.metrics.step.labels(stage_label(message["stage"])).observe(replica.heard - known["at"])
+                if (
+                    kind == "step"
+                    and (known := self.board.live.get(job.id))
+                    and known["stage"] == message["stage"]
+                ):
+                    self.metrics.step.labels(stage_label(message["stage"])).observe(
+                        replica.heard - known["at"]
+                    )
                 facts = {"stage": message["stage"]} if kind == "stage" else {}
                 self.board.tell(kind, job.id, job.user, {**message, "at": replica.heard}, **facts)
             else:
@@ -323,7 +384,9 @@ class Supervisor:
             self.board.log("storage", job=job.id, message=error["message"])
             await self._give_back(job, error, blamed=False)
             replica.pause_s = STORAGE_WAITS * self.back_off_s
-        elif await self.store.insist(self.store.queue.finish, job.id, job.epoch, status, error=error, result=result):
+        elif await self.store.insist(
+            self.store.queue.finish, job.id, job.epoch, status, error=error, result=result
+        ):
             self._over(job, status, error, result)
         elif event == "done":
             with contextlib.suppress(OSError):  # else the next start removes it
@@ -333,7 +396,9 @@ class Supervisor:
             replica.become("idle")
             replica.free.set()
 
-    def _over(self, job: Job, status: str, error: Mapping[str, str] | None, result: Mapping | None = None) -> None:
+    def _over(
+        self, job: Job, status: str, error: Mapping[str, str] | None, result: Mapping | None = None
+    ) -> None:
         self.metrics.over(job, status, result)
         facts: dict[str, Any] = {"code": error["code"]} if error else {}
         self.board.tell("completed" if status == COMPLETED else "failed", job.id, job.user, **facts)

@@ -24,10 +24,21 @@ MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
 MAX_S, MAX_FRAMES, MAX_STREAMS = 60, 2000, 8  # of sound and video; the models make at most 20 s
 MEMORY_BYTES, TIME_S = {IMAGE: 2**30, SOUND: 2**31, VIDEO: 2**31}, {IMAGE: 20, SOUND: 60, VIDEO: 60}
 IMAGES = ("PNG", "JPEG", "WEBP")
-MEDIA = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg")  # as FFmpeg calls its readers
+MEDIA = (
+    "mov,mp4,m4a,3gp,3g2,mj2",
+    "matroska,webm",
+    "wav",
+    "flac",
+    "mp3",
+    "ogg",
+)  # as FFmpeg calls its readers
 STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
 AT_ONCE = 4  # are decoded; more wait
-SUFFIX = {IMAGE: "", SOUND: ".media", VIDEO: ".media"}  # what is kept as one kind cannot be named as another
+SUFFIX = {
+    IMAGE: "",
+    SOUND: ".media",
+    VIDEO: ".media",
+}  # what is kept as one kind cannot be named as another
 NOT_STORED = 3  # exit status: there is no room for the file, whatever it holds
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads take address space, which is limited
 _places = asyncio.Semaphore(AT_ONCE)
@@ -36,9 +47,13 @@ _places = asyncio.Semaphore(AT_ONCE)
 async def check_upload(data: bytes, field: str, kind: str) -> None:
     """Raises Refusal."""
     if len(data) > (most := MAX_BYTES[kind]):
-        raise Refusal(413, "payload_too_large", f"{field}: {len(data)} bytes, expected at most {most}", field)
+        raise Refusal(
+            413, "payload_too_large", f"{field}: {len(data)} bytes, expected at most {most}", field
+        )
     if kind == IMAGE and not data.startswith(STARTS):
-        raise Refusal(400, "bad_image", f"{field}: no {', '.join(IMAGES)} file; save it as one of them", field)
+        raise Refusal(
+            400, "bad_image", f"{field}: no {', '.join(IMAGES)} file; save it as one of them", field
+        )
     async with _places:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "ltx2rt.serve.upload", kind,
@@ -65,13 +80,17 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES[kind], MEMORY_BYTES[kind]))
     resource.setrlimit(resource.RLIMIT_CPU, (TIME_S[kind], TIME_S[kind]))
     try:
-        with TemporaryFile() as file:  # without a name, so that a process that is killed leaves none
+        with (
+            TemporaryFile() as file
+        ):  # without a name, so that a process that is killed leaves none
             shutil.copyfileobj(sys.stdin.buffer, file)
             file.flush()
             path = Path(f"/dev/fd/{file.fileno()}")
             read_image(path) if kind == IMAGE else read_media(kind, path)
     except Exception as error:
-        print(f"{getattr(error, 'strerror', None) or error}"[:200])  # FFmpeg's begin with a number, and name the file
+        print(
+            f"{getattr(error, 'strerror', None) or error}"[:200]
+        )  # FFmpeg's begin with a number, and name the file
         full = isinstance(error, OSError) and error.errno in NO_SPACE
         return NOT_STORED if full else 1
     return 0

@@ -14,12 +14,27 @@ from ltx2rt.serve.queue import CANCELLED, COMPLETED, FAILED, RUNNING, Job
 
 
 def as_video(
-    job: Job, model: str, keep_s: float, live: Progress | None, preview: int | None, position: int | None
+    job: Job,
+    model: str,
+    keep_s: float,
+    live: Progress | None,
+    preview: int | None,
+    position: int | None,
 ) -> dict[str, Any]:
     """live: of one that runs; preview: the number of its latest picture; position: how many wait before it."""
     clip, result = job.job["clip"], job.result or {}
-    made, report, n = job.status == COMPLETED and result.get("file"), result.get("report", {}), job.job.get("n", 1)
-    progress = 100 if job.status == COMPLETED else min(99, max(1, int(99 * live["fraction"]))) if live else 0
+    made, report, n = (
+        job.status == COMPLETED and result.get("file"),
+        result.get("report", {}),
+        job.job.get("n", 1),
+    )
+    progress = (
+        100
+        if job.status == COMPLETED
+        else min(99, max(1, int(99 * live["fraction"])))
+        if live
+        else 0
+    )
     running = live if job.status == RUNNING and live else {}
     content = f"/v1/videos/{job.id}/content"
     urls = {
@@ -63,13 +78,25 @@ def as_video(
 
 def settings(job: Job) -> dict[str, Any]:
     """The fields of a request that gets the same video."""
-    images = [{"file_id": file, "frame": frame, "strength": strength} for file, frame, strength in job.job["images"]]
+    images = [
+        {"file_id": file, "frame": frame, "strength": strength}
+        for file, frame, strength in job.job["images"]
+    ]
     loras = [
-        {"name": Path(file).stem, "strength": strength, "stage": stage} for file, strength, stage in job.job["loras"]
+        {"name": Path(file).stem, "strength": strength, "stage": stage}
+        for file, strength, stage in job.job["loras"]
     ]
     files = {
-        field: [{"file_id": name.split(".")[0]} | ({"strength": rest[0]} if rest else {}) for name, *rest in kept]
+        field: [
+            {"file_id": name.split(".")[0]} | ({"strength": rest[0]} if rest else {})
+            for name, *rest in kept
+        ]
         for field, kept in job.job.get("files", {}).items()
     }
-    own = {"pipeline": job.job["pipeline"], "n": job.job.get("n", 1), "images": images, "loras": loras}
+    own = {
+        "pipeline": job.job["pipeline"],
+        "n": job.job.get("n", 1),
+        "images": images,
+        "loras": loras,
+    }
     return {**own, **job.job["clip"], **files}

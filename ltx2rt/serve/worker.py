@@ -79,7 +79,13 @@ class Pipe:
             self.outbox.flush()
 
 
-def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None = None, previews: bool = False) -> int:
+def work(
+    session: Session,
+    warm: Sequence[Shape],
+    pipe: Pipe,
+    crew: Crew | None = None,
+    previews: bool = False,
+) -> int:
     """Run jobs for ever; returns the exit status after a failure that only a new process mends. crew: of several
     ranks."""
     first = crew is None or crew.rank == 0
@@ -106,7 +112,9 @@ def work(session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None 
         alone = ("out_of_memory", STORAGE)  # what one rank meets while the others wait for it
         lost = facts.get("code") == "internal" or (crew is not None and facts.get("code") in alone)
         if first or lost:
-            pipe.tell(event, id=job["id"], epoch=job["epoch"], **facts, **({"ends": True} if lost else {}))
+            pipe.tell(
+                event, id=job["id"], epoch=job["epoch"], **facts, **({"ends": True} if lost else {})
+            )
         if lost and crew is not None:
             crew.fail(facts["message"], FAILED)
         if lost:
@@ -138,7 +146,12 @@ def attempt(
 
     def look(latents: Callable[[], np.ndarray]) -> None:
         number = next(steps)
-        if pipe is not None and projection is not None and job["id"] in pipe.watched and number % PREVIEW_STEPS == 0:
+        if (
+            pipe is not None
+            and projection is not None
+            and job["id"] in pipe.watched
+            and number % PREVIEW_STEPS == 0
+        ):
             picture = picture_of(latents()[0], projection)
             pipe.tell("preview", **named, number=number, jpeg=b64encode(picture).decode())
 
@@ -153,17 +166,24 @@ def attempt(
         code = "too_large_for_memory" if str(error).startswith("no room") else "input_changed"
         return "failed", {"code": code, "message": FOLDERS.sub("", str(error))}
     except Exception as error:
-        if isinstance(error, OSError) and (reason := writing_problem(Path(job["stem"]).parent, error)):
+        if isinstance(error, OSError) and (
+            reason := writing_problem(Path(job["stem"]).parent, error)
+        ):
             return "failed", {"code": STORAGE, "message": f"the clip cannot be written: {reason}"}
         print(f"ltx2rt: {job['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = "out_of_memory" if ran_out_of_memory(error) else "internal"
-        return "failed", {"code": code, "message": FOLDERS.sub("", f"{type(error).__name__}: {error}"[:500])}
+        return "failed", {
+            "code": code,
+            "message": FOLDERS.sub("", f"{type(error).__name__}: {error}"[:500]),
+        }
 
 
 def ran_out_of_memory(error: Exception) -> bool:
     """As torch and XLA say it."""
     text = f"{type(error).__name__} {error}".lower()
-    return isinstance(error, MemoryError) or any(words in text for words in ("out of memory", "resource_exhausted"))
+    return isinstance(error, MemoryError) or any(
+        words in text for words in ("out of memory", "resource_exhausted")
+    )
 
 
 def run(
@@ -197,9 +217,18 @@ def run(
     def told() -> dict[str, Any]:
         """The report with the names of files alone: clients read it."""
         full, settings = report(), comment(session, plan.request, 0)["settings"]
-        return full | {"settings": settings, "lora": [{**one, "file": Path(one["file"]).name} for one in full["lora"]]}
+        return full | {
+            "settings": settings,
+            "lora": [{**one, "file": Path(one["file"]).name} for one in full["lora"]],
+        }
 
-    return publish(Path(job["stem"]), write, lambda path: thumbnail(first[0], path), told, plan.request.num_videos)
+    return publish(
+        Path(job["stem"]),
+        write,
+        lambda path: thumbnail(first[0], path),
+        told,
+        plan.request.num_videos,
+    )
 
 
 def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Plan:
@@ -227,7 +256,9 @@ def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -
     except InputError as error:
         refused = error
     if session.backend.agree(refused is not None) or plan is None:
-        raise refused or InputError("another rank refuses it, where a file is missing or there is no room")
+        raise refused or InputError(
+            "another rank refuses it, where a file is missing or there is no room"
+        )
     return plan
 
 

@@ -28,7 +28,9 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Needing, Session
 from ltx2rt.weights.checkpoint import Checkpoint
 
-MARGIN = 0.03  # two estimates that are closer say nothing: the mesh that the profile is meant for stays
+MARGIN = (
+    0.03  # two estimates that are closer say nothing: the mesh that the profile is meant for stays
+)
 
 
 class DatasheetBackend:
@@ -40,11 +42,15 @@ class DatasheetBackend:
         self.kind, self.mesh = kind, mesh
         self.name, self.device_kind = kind.backend, kind.framework_kind
         self.is_main, self.versions, self.num_built = True, {}, 0
-        self.num_processes = math.prod(mesh.values()) if get_factory(kind.backend).process_per_device else 1
+        self.num_processes = (
+            math.prod(mesh.values()) if get_factory(kind.backend).process_per_device else 1
+        )
 
     def device(self) -> DeviceInfo:
         size = int(self.kind.memory_bytes)
-        return DeviceInfo(self.device_kind, self.kind.name, size, size, reserve_bytes=self.kind.reserve_bytes)
+        return DeviceInfo(
+            self.device_kind, self.kind.name, size, size, reserve_bytes=self.kind.reserve_bytes
+        )
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("a device that is not here runs nothing")
@@ -82,17 +88,25 @@ class Choice:
             said += "; no other takes as little memory"
         else:
             said += f"; the next best, --mesh {self.runner_up}, {self.runner_up.time_s:.3g} s"
-        return said + (f"; {self.roomier}, {self.roomier.time_s:.3g} s, has no room" if self.roomier else "")
+        return said + (
+            f"; {self.roomier}, {self.roomier.time_s:.3g} s, has no room" if self.roomier else ""
+        )
 
 
 def choose(
-    checkpoint: Checkpoint, options: ModelOptions, kind: DeviceKind, devices: int, stages: Sequence[Needing]
+    checkpoint: Checkpoint,
+    options: ModelOptions,
+    kind: DeviceKind,
+    devices: int,
+    stages: Sequence[Needing],
 ) -> Choice | None:
     """The mesh of a run of these stages; None if nothing of it is split. Where none fits, the one of the least weights.
 
     Raises InputError if none splits it, in the words of the profile's own mesh.
     """
-    budget = int(min(kind.memory_bytes, (options.max_memory or math.inf) * 1e9)) - kind.reserve_bytes
+    budget = (
+        int(min(kind.memory_bytes, (options.max_memory or math.inf) * 1e9)) - kind.reserve_bytes
+    )
     estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), options), kind)
     ranked, tried = arrangements(estimator, devices, stages), None
     left = ranked
@@ -104,37 +118,58 @@ def choose(
         lighter = [one for one in left if one.read_bytes < best.read_bytes]
         if peak(session.costs(stages)).peak_bytes <= budget or not lighter:
             others = (one for one in left[1:] if one.read_bytes <= best.read_bytes)
-            return Choice(best, next(others, None), ranked[0] if tried else None, session, estimator)
+            return Choice(
+                best, next(others, None), ranked[0] if tried else None, session, estimator
+            )
         left, tried = lighter, session
     return None
 
 
-def arrangements(estimator: Estimator, devices: int, stages: Sequence[Needing]) -> list[Arrangement]:
+def arrangements(
+    estimator: Estimator, devices: int, stages: Sequence[Needing]
+) -> list[Arrangement]:
     """Every way to split the steps of these stages over the devices, the fastest first. Raises as `choose` does."""
     config, kind = estimator.session.config, estimator.kind
-    calls = {stage.name: call for stage in stages for call in stage.needs(config) if call.steps is not None}
+    calls = {
+        stage.name: call
+        for stage in stages
+        for call in stage.needs(config)
+        if call.steps is not None
+    }
     if not calls:
         return []
     profile = PROFILES[kind.profile]
     meant, estimated, reason = default_mesh(profile, devices), [], None
     for mesh in _meshes(devices, max(map(_branches, calls.values()))):
         try:
-            steps = {name: estimator.step(call, Placement(profile, mesh)) for name, call in calls.items()}
+            steps = {
+                name: estimator.step(call, Placement(profile, mesh)) for name, call in calls.items()
+            }
         except InputError as error:
             reason = error if mesh == meant else reason
             continue
         time_s = sum(calls[name].steps * step.time_s(kind) for name, step in steps.items())  # type: ignore[operator]
-        estimated.append(Arrangement(mesh, time_s, max(s.read_bytes for s in steps.values()), steps))
+        estimated.append(
+            Arrangement(mesh, time_s, max(s.read_bytes for s in steps.values()), steps)
+        )
     if not estimated and reason:
         raise reason
-    return sorted(estimated, key=lambda one: (one.time_s * (1 - MARGIN * (one.mesh == meant)), str(one)))
+    return sorted(
+        estimated, key=lambda one: (one.time_s * (1 - MARGIN * (one.mesh == meant)), str(one))
+    )
 
 
 def _meshes(devices: int, branches: int) -> Iterator[dict[str, int]]:
     """All that `guidance`, `sequence` and `tensor` can be: `data` is several requests in one, `fsdp` saves memory."""
     for guidance in (n for n in range(1, branches + 1) if devices % n == branches % n == 0):
-        for tensor in (n for n in range(1, devices // guidance + 1) if devices // guidance % n == 0):
-            mesh = {"guidance": guidance, "sequence": devices // guidance // tensor, "tensor": tensor}
+        for tensor in (
+            n for n in range(1, devices // guidance + 1) if devices // guidance % n == 0
+        ):
+            mesh = {
+                "guidance": guidance,
+                "sequence": devices // guidance // tensor,
+                "tensor": tensor,
+            }
             yield canonical({axis: size for axis, size in mesh.items() if size > 1})
 
 
@@ -159,7 +194,9 @@ class Estimator:
             placed = coalesce(place(graph, on.rules("transformer", weights=False), on.mesh, strict))
             found = cost(Work(call.network, ((self.session.as_run(placed, steps=True), 1),), {}))
             if self.session.options.weights_dtype == "float8":  # of almost all linears
-                linear = sum(node_flops(node) * times for node, times in placed.walk() if node.op in LINEARS)
+                linear = sum(
+                    node_flops(node) * times for node, times in placed.walk() if node.op in LINEARS
+                )
                 found = replace(found, float8_flops=linear, float8=True)
             self._costs[key] = found
         return self._costs[key]
@@ -171,5 +208,7 @@ class Estimator:
         elif key not in self._graphs:
             session, row = self.session, call.row
             with session.checkpoint.tracing():
-                self._graphs[key] = row.trace(session.config, call.sizes, row.dtype or session.dtype)
+                self._graphs[key] = row.trace(
+                    session.config, call.sizes, row.dtype or session.dtype
+                )
         return self._graphs[key]

@@ -9,7 +9,9 @@ from ltx2rt.models.catalog import Network, network
 from ltx2rt.passes.loop import step_slots
 from ltx2rt.session.options import LoraSpec
 
-WeightsKey = tuple[str, tuple[LoraSpec, ...]]  # a network's name (and its part), and what is merged into it
+WeightsKey = tuple[
+    str, tuple[LoraSpec, ...]
+]  # a network's name (and its part), and what is merged into it
 
 
 def network_of(key: WeightsKey) -> str:

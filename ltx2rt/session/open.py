@@ -46,14 +46,20 @@ def open_session(
     return session
 
 
-def _chosen(options: ModelOptions, checkpoint: Checkpoint, backend: Backend, stages: StagesOf) -> Choice | None:
+def _chosen(
+    options: ModelOptions, checkpoint: Checkpoint, backend: Backend, stages: StagesOf
+) -> Choice | None:
     """The mesh of a run on all devices of the backend, where no flag says which and links are known: of devices of one
     kind, GPUs of one host. All processes must ask, and get the same answer."""
     device, devices = backend.device(), prod(backend.mesh.values())
     named = options.profile or (options.mesh and options.num_gpus is None)
     if named or devices == 1 or device.kind == "cpu":
         return None
-    found = known_kind(device.kind, device.name, device.total_bytes) if devices <= device.count else None
+    found = (
+        known_kind(device.kind, device.name, device.total_bytes)
+        if devices <= device.count
+        else None
+    )
     here = [kind for kind in (None, *device_kinds().values()) if backend.agree(kind is found)]
     if len(here) > 1 or not here[0]:
         return None
@@ -107,9 +113,15 @@ def open_backend(options: ModelOptions) -> Backend:
     """
     backend = get_backend(options.backend, options.device, options.mesh)
     factory = get_factory(backend.name)
-    alone = backend.device_kind == "cpu" and factory.process_per_device and backend.num_processes == 1
-    if alone and "ACCELERATE_MIXED_PRECISION" in os.environ:  # as accelerate sets it for all that it starts
-        note("accelerate started one process, as it does on a CPU; for several use torchrun or --num-gpus N")
+    alone = (
+        backend.device_kind == "cpu" and factory.process_per_device and backend.num_processes == 1
+    )
+    if (
+        alone and "ACCELERATE_MIXED_PRECISION" in os.environ
+    ):  # as accelerate sets it for all that it starts
+        note(
+            "accelerate started one process, as it does on a CPU; for several use torchrun or --num-gpus N"
+        )
     if not options.mesh:
         mesh = mesh_of_all(options.backend, backend.device(), options.profile)
         return get_backend(options.backend, options.device, mesh) if mesh else backend

@@ -90,7 +90,9 @@ def parse_lora(text: str | tuple | Path, name: str = "--lora") -> LoraSpec:
     if strength is not None:
         path = head
     elif stage:
-        raise InputError(f"{name}: {text!r} names a stage but no strength; write FILE:STRENGTH:{stage}")
+        raise InputError(
+            f"{name}: {text!r} names a stage but no strength; write FILE:STRENGTH:{stage}"
+        )
     elif head and not Path(text).exists() and Path(head.rpartition(":")[0] or head).is_file():
         raise InputError(f"{name}: {last!r} in {text!r}, expected FILE[:STRENGTH[:stage1|stage2]]")
     if strength is not None and not math.isfinite(strength):
@@ -110,9 +112,17 @@ def parse_mesh(text: str | Mapping[str, int]) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for item in text.split(","):
         axis, _, size = item.partition("=")
-        if axis not in MESH_AXES or not size.isdecimal() or len(size) > 9 or int(size) < 1 or axis in mesh:
+        if (
+            axis not in MESH_AXES
+            or not size.isdecimal()
+            or len(size) > 9
+            or int(size) < 1
+            or axis in mesh
+        ):
             known = ", ".join(MESH_AXES)
-            raise InputError(f"--mesh: {text[:80]!r}, expected AXIS=N with an axis of {known}, such as tensor=2")
+            raise InputError(
+                f"--mesh: {text[:80]!r}, expected AXIS=N with an axis of {known}, such as tensor=2"
+            )
         mesh[axis] = int(size)
     return canonical(mesh)
 
@@ -321,13 +331,17 @@ class ModelOptions:
         if self.mesh and self.tp_size:
             raise InputError("--mesh and --tp-size say the same; give one of them")
         if launched > 1 and self.num_gpus not in (None, launched):
-            raise InputError(f"--num-gpus: {self.num_gpus}, but {launched} processes were launched; leave the flag out")
+            raise InputError(
+                f"--num-gpus: {self.num_gpus}, but {launched} processes were launched; leave the flag out"
+            )
         mesh = dict(self.mesh) or ({"tensor": self.tp_size} if self.tp_size else {})
         devices = self.num_gpus or launched
         if not mesh and devices > 1:
             mesh = {"tensor": devices}
         if devices > 1 and (size := math.prod(mesh.values())) != devices:
-            raise InputError(f"mesh {mesh} is of {size} devices, {devices} are asked for; make the two agree")
+            raise InputError(
+                f"mesh {mesh} is of {size} devices, {devices} are asked for; make the two agree"
+            )
         return mesh
 
     def check(self) -> None:
@@ -335,7 +349,9 @@ class ModelOptions:
         check_bounds(self)
         existing("--model", self.model)
         if snapshots := sorted(self.model.glob("snapshots/*")):
-            raise InputError(f"--model: {self.model} is a cache of the hub; pass its snapshot, such as {snapshots[-1]}")
+            raise InputError(
+                f"--model: {self.model} is a cache of the hub; pass its snapshot, such as {snapshots[-1]}"
+            )
         for option, path in self.parts.items():
             check = existing if FILES[option].either else existing_file
             check(FILES[option].flag, path)
@@ -344,7 +360,9 @@ class ModelOptions:
         if self.distilled_lora and self.distilled_lora != NO_LORA:
             existing_file("--distilled-lora", self.distilled_lora.path)
             if self.distilled_lora.stage:
-                raise InputError("--distilled-lora: the pipeline decides its stage; write FILE or FILE:STRENGTH")
+                raise InputError(
+                    "--distilled-lora: the pipeline decides its stage; write FILE or FILE:STRENGTH"
+                )
         for lora in self.loras:
             existing_file("--lora", lora.path)
         if self.weights_dtype and self.dtype == "float32":
@@ -360,7 +378,9 @@ class ModelOptions:
     @property
     def files(self) -> list[Path]:
         """The files and folders that it names."""
-        loras = [lora.path for lora in (*self.loras, self.distilled_lora) if lora and lora != NO_LORA]
+        loras = [
+            lora.path for lora in (*self.loras, self.distilled_lora) if lora and lora != NO_LORA
+        ]
         return [self.model, *self.parts.values(), *loras]
 
 
@@ -376,7 +396,9 @@ def existing(name: str, path: Path) -> None:
 def existing_file(name: str, path: Path) -> None:
     existing(name, path)
     if not path.is_file():
-        raise InputError(f"{name}: {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file")
+        raise InputError(
+            f"{name}: {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file"
+        )
 
 
 def plain(value: Any, path: Callable[[Path], Any] = str) -> Any:

@@ -56,17 +56,27 @@ class Session:
     """dtype: of everything but networks with one of their own, and but the weights that the option `weights_dtype` puts
     in float8."""
 
-    def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str | None = None):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        backend: Backend,
+        options: ModelOptions,
+        dtype: str | None = None,
+    ):
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
         self.factory = get_factory(backend.name)
         self.asked = options  # before `require_memory` changes how weights are kept
         self.config = checkpoint.config
-        self.dtype = dtype or options.compute_dtype("float32" if backend.device_kind == "cpu" else "bfloat16")
+        self.dtype = dtype or options.compute_dtype(
+            "float32" if backend.device_kind == "cpu" else "bfloat16"
+        )
         kind = self.factory.profile_key(backend.device())
         profile = profile_of(options.profile, kind, backend.mesh)
         self.placement = Placement(profile, backend.mesh, options.weights_dtype)
         self.weights = WeightStore(checkpoint, backend, options, self.dtype)
-        self.building: Callable[[str], None] = lambda network: None  # told of every program that is made
+        self.building: Callable[[str], None] = lambda network: (
+            None
+        )  # told of every program that is made
         self._graphs: OrderedDict[tuple[str, Any, int | None], Graph] = OrderedDict()
         self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program | Loop] = OrderedDict()
@@ -78,7 +88,9 @@ class Session:
         if planned.backend.mesh == self.backend.mesh:
             self._graphs, self._costs = planned._graphs, planned._costs
         else:
-            alike = {key: graph for key, graph in planned._graphs.items() if not network(key[0]).branches}
+            alike = {
+                key: graph for key, graph in planned._graphs.items() if not network(key[0]).branches
+            }
             self._graphs.update(alike)
 
     def use_loras(self, loras: Sequence[LoraSpec]) -> None:
@@ -116,13 +128,19 @@ class Session:
             self.building(call.network)
             return lower(self.graph(call), self.options.layers, self.options.compile)
 
-        return _kept(self._programs, call.program, make, MAX_PROGRAMS, lambda program: program.release())
+        return _kept(
+            self._programs, call.program, make, MAX_PROGRAMS, lambda program: program.release()
+        )
 
     @contextmanager
     def compiling_ahead(self, stages: Sequence[Needing]) -> Iterator[None]:
         """Programs that the stages call are compiled while earlier ones run; no more are begun after an exception."""
-        calls = {(call.program, call.each): call for stage in stages for call in stage.needs(self.config)}
-        started = self.backend.compile_ahead((self.program(call), call.each) for call in calls.values())
+        calls = {
+            (call.program, call.each): call for stage in stages for call in stage.needs(self.config)
+        }
+        started = self.backend.compile_ahead(
+            (self.program(call), call.each) for call in calls.values()
+        )
         try:
             yield
         except BaseException:
@@ -142,10 +160,16 @@ class Session:
     def each(self, calls: Iterable[tuple[Call, Mapping[str, Any]]], output: str) -> Iterator[Any]:
         """`output` of every call in order, on a device; all devices share the calls. On a process that is not the main
         one, None for each."""
-        return self.backend.each(((self.program(call), self.load(call), feeds) for call, feeds in calls), output)
+        return self.backend.each(
+            ((self.program(call), self.load(call), feeds) for call, feeds in calls), output
+        )
 
     def denoise(
-        self, call: Call, feeds: Mapping[str, Any], per_step: Mapping[str, np.ndarray], num_steps: int | None = None
+        self,
+        call: Call,
+        feeds: Mapping[str, Any],
+        per_step: Mapping[str, np.ndarray],
+        num_steps: int | None = None,
     ) -> Iterator[dict[str, Any]]:
         """The step's outputs (videos, tokens, C) as device arrays after every step that the device has finished.
 
@@ -156,7 +180,8 @@ class Session:
         loop, weights = self.program(call), self.load(call)
         slots = loop.graph.inputs["sigmas"].type.shape[0]
         filled = {
-            n: np.pad(x, ((0, slots - steps), *[(0, 0)] * (x.ndim - 1)), mode="edge") for n, x in per_step.items()
+            n: np.pad(x, ((0, slots - steps), *[(0, 0)] * (x.ndim - 1)), mode="edge")
+            for n, x in per_step.items()
         }
         return loop(weights, {**feeds, **filled}, min(steps, num_steps or steps))
 
@@ -170,7 +195,9 @@ class Session:
 
     def _left(self, stage: Needing) -> list[WeightsKey]:
         offload = self.options.text_encoder_offload
-        encoder = [c.weights for c in stage.needs(self.config) if offload and c.network == "text-encoder"]
+        encoder = [
+            c.weights for c in stage.needs(self.config) if offload and c.network == "text-encoder"
+        ]
         return list(dict.fromkeys([*encoder, *self.weights.residence.leave.get(stage.name, ())]))
 
     def close(self) -> None:
@@ -198,7 +225,10 @@ class Session:
         return found
 
     def costs(
-        self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None, recorded_bytes: int = 0
+        self,
+        stages: Sequence[Needing],
+        held: Mapping[WeightsKey, int] | None = None,
+        recorded_bytes: int = 0,
     ) -> list[StageCost]:
         """What each stage that calls networks costs the busiest device. held: sets of weights that are there before,
         with their bytes; recorded_bytes: what recorded steps keep there, which is not counted."""
@@ -206,14 +236,18 @@ class Session:
         for stage in stages:
             if not (calls := list(stage.needs(self.config))):
                 continue
-            spread = [call for call in calls if call.each]  # as if one device had the largest, and no fewer than others
+            spread = [
+                call for call in calls if call.each
+            ]  # as if one device had the largest, and no fewer than others
             spread.sort(key=lambda c: -sum(v.type.nbytes for v in self.graph(c).outputs.values()))
             calls = [c for c in calls if not c.each] + spread[:: prod(self.backend.mesh.values())]
             for call in calls:
                 self._hold(here, call)
             copied = sum(self._streamed_bytes(call) * call.times for call in calls)
             key = (stage.name, tuple((call.program, call.times, call.steps) for call in calls))
-            made = _kept(self._costs, key, lambda s=stage, c=calls: self._cost(s.name, c), 2 * MAX_PROGRAMS)
+            made = _kept(
+                self._costs, key, lambda s=stage, c=calls: self._cost(s.name, c), 2 * MAX_PROGRAMS
+            )
             found.append(replace(made, weights_bytes=sum(here.values()), streamed_bytes=copied))
             for left in self._left(stage):
                 here.pop(left, None)
@@ -236,7 +270,9 @@ class Session:
         siblings = [key for key in siblings if self.weights.comparable(key, call.weights)]
         changed = [self.weights.changed(call, key[1]) for key in siblings]
         shared = min(changed, key=len) if changed else None
-        here[call.weights] = weight_bytes([graph]) if shared is None else touched_bytes(graph, shared)
+        here[call.weights] = (
+            weight_bytes([graph]) if shared is None else touched_bytes(graph, shared)
+        )
 
     def _streamed_bytes(self, call: Call) -> int:
         """Bytes that one run of the call, or one of its steps, copies to the device."""
@@ -245,10 +281,17 @@ class Session:
         return sum(sizes[piece] for piece in streamed(sizes, number))
 
     def _cost(self, name: str, calls: Sequence[Call]) -> StageCost:
-        loops = [taken_apart(self.as_run(self.graph(c), steps=True)) for c in calls if c.steps is not None]
+        loops = [
+            taken_apart(self.as_run(self.graph(c), steps=True))
+            for c in calls
+            if c.steps is not None
+        ]
         runs: dict[Hashable, tuple[Graph, int]] = {}
         for call in calls:
-            graph, times = self.as_run(self.graph(call)) if call.steps is None else loops[0].body, call.times
+            graph, times = (
+                self.as_run(self.graph(call)) if call.steps is None else loops[0].body,
+                call.times,
+            )
             runs[call.program] = (graph, runs.get(call.program, (graph, 0))[1] + times)
         steps = max((call.steps or 1 for call in calls), default=1)
         return cost(Work(name, tuple(runs.values()), {}, steps, loops[0].before if loops else None))
@@ -271,7 +314,9 @@ class Session:
             tried["worst"], tried["budget"], tried["held"] = self._tried(way, stages, warm)
             full = tried["worst"].peak_bytes > tried["budget"]
             several = self.backend.num_processes > 1 and self.backend.runs
-            return not (self.backend.agree(full) if several else full)  # all processes keep weights alike
+            return not (
+                self.backend.agree(full) if several else full
+            )  # all processes keep weights alike
 
         if not self._choose(stages, fits):
             raise self._no_room(stages, warm, tried["worst"], tried["budget"])
@@ -316,7 +361,9 @@ class Session:
             sizes = pieces(self.graph(networks[name]))
             moved = streamed(sizes, number)
             size = sum(sizes[piece] for piece in moved) / 1e9
-            said.append(f"{len(moved)} of {len(sizes)} layers of the {name} ({size:.3g} GB) come from host memory")
+            said.append(
+                f"{len(moved)} of {len(sizes)} layers of the {name} ({size:.3g} GB) come from host memory"
+            )
         return "memory: " + "; ".join(said) if said else ""
 
     def _keep(self, way: Way) -> None:
@@ -326,8 +373,14 @@ class Session:
     def _require_host_room(self, stages: Sequence[Needing]) -> None:
         """Refuse a run whose streamed weights have no room in the host's memory. Raises InputError."""
         calls = {call.weights: call for stage in stages for call in stage.needs(self.config)}
-        new = [c for key, c in calls.items() if key not in self.weights.held and key not in self.weights.parked]
-        needed = max((self._streamed_bytes(call) for call in new), default=0) * prod(self.backend.mesh.values())
+        new = [
+            c
+            for key, c in calls.items()
+            if key not in self.weights.held and key not in self.weights.parked
+        ]
+        needed = max((self._streamed_bytes(call) for call in new), default=0) * prod(
+            self.backend.mesh.values()
+        )
         needed //= self.backend.device().hosts
         free = host_memory()[1]
         if needed > free:
@@ -347,7 +400,9 @@ class Session:
             return
         calls = [(stage.name, call) for stage in stages for call in stage.needs(self.config)]
         last = {call.weights: name for name, call in calls}
-        leave = {name: tuple(key for key in last if last[key] == name) for name in set(last.values())}
+        leave = {
+            name: tuple(key for key in last if last[key] == name) for name in set(last.values())
+        }
         yield replace(self.asked, text_encoder_offload=True), Residence()
         tight = replace(self.asked, text_encoder_offload=True, stage_weights="reload")
         yield tight, Residence(leave=leave)
@@ -377,7 +432,9 @@ class Session:
             worst, budget = self._worst(stages, held, warm)
         return worst, budget, held
 
-    def _worst(self, stages: Sequence[Needing], held: Mapping[WeightsKey, int], warm: bool) -> tuple[StageCost, int]:
+    def _worst(
+        self, stages: Sequence[Needing], held: Mapping[WeightsKey, int], warm: bool
+    ) -> tuple[StageCost, int]:
         """The stage that needs the most memory, with the sets `held` there, and what there is for it."""
         device = self.backend.device()
         budget = device.free_bytes + self.weights.held_bytes
@@ -402,7 +459,10 @@ class Session:
         return found
 
     def warm_costs(
-        self, stages: Sequence[Needing], held: Mapping[WeightsKey, int] | None = None, recorded_bytes: int = 0
+        self,
+        stages: Sequence[Needing],
+        held: Mapping[WeightsKey, int] | None = None,
+        recorded_bytes: int = 0,
     ) -> list[StageCost]:
         """Of a second run in a row: what the first has left on the device is there from the start on."""
         after = dict(held or {})
@@ -413,7 +473,9 @@ class Session:
                 after.pop(left, None)
         return self.costs(stages, after, recorded_bytes)
 
-    def advice(self, stages: Sequence[Needing], budget: int, worst: StageCost, warm: bool = False) -> str:
+    def advice(
+        self, stages: Sequence[Needing], budget: int, worst: StageCost, warm: bool = False
+    ) -> str:
         """Advice where a run needs more than `budget` bytes; flags are named if they make it fit.
 
         worst: the stage that needs the most.
@@ -426,15 +488,23 @@ class Session:
             tries += [("--memory auto", {"memory": "auto"})]
         if self.asked.weights_dtype != "float8":
             tries += [("--weights-dtype float8", {"weights_dtype": "float8"})]
-        advice = ["more devices"] if worst.name == "text" else ["more devices", "fewer frames or a smaller size"]
+        advice = (
+            ["more devices"]
+            if worst.name == "text"
+            else ["more devices", "fewer frames or a smaller size"]
+        )
         for words, changed in tries:
-            smaller = Session(self.checkpoint, self.backend, replace(self.asked, **changed), self.dtype)
+            smaller = Session(
+                self.checkpoint, self.backend, replace(self.asked, **changed), self.dtype
+            )
             if smaller.fit(stages, budget, warm):
                 advice.insert(0, words)
                 break
         return " or ".join(advice)
 
-    def _no_room(self, stages: Sequence[Needing], warm: bool, worst: StageCost, budget: int) -> InputError:
+    def _no_room(
+        self, stages: Sequence[Needing], warm: bool, worst: StageCost, budget: int
+    ) -> InputError:
         return InputError(
             f"no room on {self.backend.device().name}: {worst.name} needs {worst.peak_bytes / 1e9:.3g} GB "
             f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} activations), "

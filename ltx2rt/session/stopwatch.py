@@ -66,7 +66,12 @@ class Stopwatch:
         look: Callable[[Callable[[], Any]], None] = lambda latents: None,
     ):
         self.stream, self.clock, self.synchronize = stream, clock, synchronize
-        self.observer, self.cancelled, self.agree, self.work = observer, cancelled, agree, dict(work or {})
+        self.observer, self.cancelled, self.agree, self.work = (
+            observer,
+            cancelled,
+            agree,
+            dict(work or {}),
+        )
         self.look = look
         self._bars = stream is not None and stream.isatty()
         self.verbose = verbose
@@ -126,7 +131,9 @@ class Stopwatch:
             self.say(f"{text}: {spent_s:.2f} s")
 
     @contextmanager
-    def stage(self, name: str, steps: int = 0, unit: str = "steps") -> Iterator[Callable[..., None]]:
+    def stage(
+        self, name: str, steps: int = 0, unit: str = "steps"
+    ) -> Iterator[Callable[..., None]]:
         """Time the body as stage `name` of so many `steps`, or another unit; yields the function to call after each, or
         after several with their number."""
         stage = StageTime(name)
@@ -134,7 +141,10 @@ class Stopwatch:
         self.synchronize()
         begin = last = self._charged()
         count = 0
-        with self._under_way(f"{name}: {steps} {unit}" if steps else name), self._bar(name, steps, unit) as update:
+        with (
+            self._under_way(f"{name}: {steps} {unit}" if steps else name),
+            self._bar(name, steps, unit) as update,
+        ):
 
             def step(more: int = 1) -> None:
                 nonlocal last, count
@@ -159,7 +169,9 @@ class Stopwatch:
         from tqdm import tqdm
 
         shown = "{desc}: {n_fmt} of {total_fmt} {unit} |{bar}| {elapsed} < {remaining}"
-        with tqdm(total=steps, desc=name, unit=unit, bar_format=shown, file=self.stream, leave=False) as bar:
+        with tqdm(
+            total=steps, desc=name, unit=unit, bar_format=shown, file=self.stream, leave=False
+        ) as bar:
             yield bar.update
 
     def _tell(self, stage: StageTime, count: int, steps: int) -> None:
@@ -184,7 +196,9 @@ class Stopwatch:
     def report(self, **facts: Any) -> dict[str, Any]:
         """What `--report` holds: stage times, warm-up and load apart, and the given facts."""
         return {
-            "stages": [{"name": s.name, "time_s": s.time_s, "steps_s": s.steps_s} for s in self.stages],
+            "stages": [
+                {"name": s.name, "time_s": s.time_s, "steps_s": s.steps_s} for s in self.stages
+            ],
             "warmup_s": self.apart_s.get("warmup", 0.0),
             "load_s": self.apart_s.get("load", 0.0),
             "total_s": self.total_s,

@@ -102,7 +102,12 @@ class WeightStore:
     tensors. again: whether what is loaded will be, another time, as after a warm-up; else it shows when it is."""
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
-        self.checkpoint, self.backend, self.options, self.dtype = checkpoint, backend, options, dtype
+        self.checkpoint, self.backend, self.options, self.dtype = (
+            checkpoint,
+            backend,
+            options,
+            dtype,
+        )
         self.loading: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.loaded_bytes = 0
         self.again = False
@@ -111,7 +116,9 @@ class WeightStore:
         self.parked: dict[WeightsKey, Any] = {}  # in the host's memory
         self._parked_as: dict[WeightsKey, frozenset[Piece]] = {}  # what of each was streamed
         self._loads = 0
-        self._loaded_at: dict[WeightsKey, tuple[int, int]] = {}  # of how many loads which was the one before, the last
+        self._loaded_at: dict[
+            WeightsKey, tuple[int, int]
+        ] = {}  # of how many loads which was the one before, the last
         self._parks = True  # until the backend cannot
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
@@ -126,10 +133,16 @@ class WeightStore:
         opened = [open_lora(lora.path, lora.strength) for lora in loras]
         for spec, lora in zip(loras, opened, strict=True):
             if isinstance(spec, PlannedLora) and spec.file != lora.file.identity:
-                raise InputError(f"{spec.path}: another file than when the run was planned; start it again")
+                raise InputError(
+                    f"{spec.path}: another file than when the run was planned; start it again"
+                )
             check_lora(lora, self.checkpoint.config.version)
         return MergedSource(
-            source, opened, self.dtype, self.backend.merge, allow_partial=self.options.lora_allow_partial
+            source,
+            opened,
+            self.dtype,
+            self.backend.merge,
+            allow_partial=self.options.lora_allow_partial,
         )
 
     def audit(self, call: Call, graph: Graph) -> list[Merge]:
@@ -166,7 +179,9 @@ class WeightStore:
             del self.parked[key]
         kept = self.parked.get(key)
         if streamed and kept is None:
-            self._make_host_room(sum(size for piece, size in pieces(graph).items() if piece in streamed))
+            self._make_host_room(
+                sum(size for piece, size in pieces(graph).items() if piece in streamed)
+            )
         if self.options.stage_weights == "reload":
             if kept and siblings:
                 self._park(siblings[0])
@@ -178,7 +193,9 @@ class WeightStore:
         if kept and base is None:
             return Held(self.backend.unpark(kept, left), graph, False, streamed)
         source = Counted(self.source(call, call.loras))
-        more = {"streamed": streamed} if streamed else {}  # a backend that does not stream is never asked to
+        more = (
+            {"streamed": streamed} if streamed else {}
+        )  # a backend that does not stream is never asked to
         weights = self.backend.load([graph], source, base, changed, **more)
         check_opened()
         self.loaded_bytes += source.bytes
@@ -205,7 +222,11 @@ class WeightStore:
     def comparable(self, theirs: WeightsKey, ours: WeightsKey) -> bool:
         """Whether a set can share tensors with another: it holds theirs, and what was merged can still be read."""
         try:
-            same = all(identity(lora.path) == lora.file for lora in theirs[1] if isinstance(lora, PlannedLora))
+            same = all(
+                identity(lora.path) == lora.file
+                for lora in theirs[1]
+                if isinstance(lora, PlannedLora)
+            )
         except OSError:
             return False
         is_streamed = theirs in self.held and self.held[theirs].streamed
@@ -233,7 +254,11 @@ class WeightStore:
         if key in self.parked or held.shares or not (self._parks and (self.again or before)):
             return
         stale = [other for other in self.parked if self._loaded_at[other][1] < before]
-        size = sum(held.tensors().values()) * prod(self.backend.mesh.values()) // self.backend.device().hosts
+        size = (
+            sum(held.tensors().values())
+            * prod(self.backend.mesh.values())
+            // self.backend.device().hosts
+        )
         while not has_room(self.backend.device_kind, size):
             if not stale:
                 return
@@ -244,7 +269,9 @@ class WeightStore:
         if kept is not None:
             self.parked[key], self._parked_as[key] = kept, held.streamed
             if self.backend.is_main:
-                note(f"the host keeps the weights of {key[0]} in its memory, {size / 1e9:.3g} GB, for the next request")
+                note(
+                    f"the host keeps the weights of {key[0]} in its memory, {size / 1e9:.3g} GB, for the next request"
+                )
 
     @property
     def held_bytes(self) -> int:

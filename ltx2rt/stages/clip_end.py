@@ -33,7 +33,9 @@ class ClipFrames(SourceVideo):
     copies: int = 0
 
     def pictures(self) -> Iterator[np.ndarray]:
-        last = self.first + pixel_frames(self.geometry.frames, self.geometry.time_factor) - self.copies
+        last = (
+            self.first + pixel_frames(self.geometry.frames, self.geometry.time_factor) - self.copies
+        )
         frames = islice(read_frames(self.path, self.flag, last), self.first, None)
         start = next(frames)
         return chain(repeat(start, self.copies + 1), frames)

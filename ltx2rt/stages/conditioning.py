@@ -112,20 +112,26 @@ class Image:
         height, width = self.geometry.size_px
         frames = load_conditioning_image(self.spec.path, width, height, self.crf)
         (call,) = self.needs(session.config)
-        return self._tokens(session.backend.to_host(session.run(call, {"frames": frames})["latent"]))
+        return self._tokens(
+            session.backend.to_host(session.run(call, {"frames": frames})["latent"])
+        )
 
     def _tokens(self, latent: np.ndarray) -> Tokens:
         return image_tokens(self.geometry, latent, self.spec.frame, self.spec.strength, self.append)
 
 
-def image_tokens(geometry: Geometry, latent: np.ndarray, frame: int, strength: float, append: bool = False) -> Tokens:
+def image_tokens(
+    geometry: Geometry, latent: np.ndarray, frame: int, strength: float, append: bool = False
+) -> Tokens:
     """latent: [1, C, 1, h, w], normalised. strength: 1 keeps the image exactly, 0 ignores it. At frame 0 it takes the
     place of the first latent frame, unless `append`. ValueError if the shape is not the geometry's."""
     expected = (1, geometry.video_channels, 1, geometry.rows, geometry.columns)
     if latent.shape != expected:
         raise ValueError(f"image latent: shape {list(latent.shape)}, expected {list(expected)}")
     positions = keyframe_positions(geometry, frame) if frame or append else None
-    return Tokens(pack_video(latent.astype(np.float32)), np.float32(1) - np.float32(strength), positions)
+    return Tokens(
+        pack_video(latent.astype(np.float32)), np.float32(1) - np.float32(strength), positions
+    )
 
 
 @dataclass(frozen=True)
@@ -225,9 +231,13 @@ class Reference:
         info = video_info(path, self.source.flag, self.num_frames)
         found = []
         if used < self.num_frames:
-            found.append(f"{path}: {used} frames are read; the other {self.num_frames - used} have no reference")
+            found.append(
+                f"{path}: {used} frames are read; the other {self.num_frames - used} have no reference"
+            )
         if info.fps != self.clip.fps:
-            found.append(f"{path}: has {float(info.fps):g} fps, its frames are taken one by one as if it had {fps:g}")
+            found.append(
+                f"{path}: has {float(info.fps):g} fps, its frames are taken one by one as if it had {fps:g}"
+            )
         return found
 
     def blank(self) -> Tokens:
@@ -243,14 +253,18 @@ class Reference:
 
     def _tokens(self, latent: np.ndarray, weights: np.ndarray | None) -> Tokens:
         positions = reference_positions(self.source.geometry, self.downscale, self.source.stride)
-        return Tokens(pack_video(latent), np.float32(1) - np.float32(self.strength), positions, weights)
+        return Tokens(
+            pack_video(latent), np.float32(1) - np.float32(self.strength), positions, weights
+        )
 
     def _weights(self) -> np.ndarray | None:
         """f32[T], what `ModalityState.attention` reads; None: all ones."""
         g, scale = self.source.geometry, np.float32(self.attention)
         if self.mask is not None:
             grid = (g.frames, g.rows, g.columns)
-            seen = read_mask(self.mask, "--conditioning-attention-mask", self.num_frames, self.clip.size_px, grid)
+            seen = read_mask(
+                self.mask, "--conditioning-attention-mask", self.num_frames, self.clip.size_px, grid
+            )
             return seen.ravel() * scale
         return np.full(g.num_video_tokens, scale) if self.attention < 1 else None
 
@@ -280,7 +294,9 @@ class Remade:
         return self._tokens(state.latents[self.latents])
 
     def _tokens(self, latent: np.ndarray) -> Tokens:
-        return Tokens(pack_video(latent), np.float32(0), reference_positions(self.geometry, self.downscale))
+        return Tokens(
+            pack_video(latent), np.float32(0), reference_positions(self.geometry, self.downscale)
+        )
 
 
 def slot_frames(num_frames: int, count: int) -> tuple[int, ...]:
@@ -334,14 +350,18 @@ class ModalityState:
         """[1, T, C], appended tokens included: the shape of one video's noise."""
         return self.clean.shape
 
-    def initial(self, noise: np.ndarray, noise_scale: float, start: np.ndarray | None = None) -> np.ndarray:
+    def initial(
+        self, noise: np.ndarray, noise_scale: float, start: np.ndarray | None = None
+    ) -> np.ndarray:
         """The latents at the first sigma: (1-m)*clean + m*((1-nu)*start + nu*noise), f32[videos, T, C].
 
         noise: f32[videos, T, C]. start: f32[videos, targets, C], zeros if None; appended tokens that have no start of
         their own start from zero, whatever their clean latents are.
         """
         if noise.shape[1:] != self.shape[1:]:
-            raise ValueError(f"noise: shape {list(noise.shape)}, expected [videos, {self.shape[1]}, {self.shape[2]}]")
+            raise ValueError(
+                f"noise: shape {list(noise.shape)}, expected [videos, {self.shape[1]}, {self.shape[2]}]"
+            )
         nu = np.float32(noise_scale)
         full = np.zeros(noise.shape, np.float32)
         if start is not None:
@@ -366,7 +386,9 @@ def video_state(
     mask: f32[targets] and source: [1, C, f, h, w] where the clip is partly given, else all of it is generated.
     """
     targets = geometry.num_video_tokens
-    clean, masks = _target(targets, geometry.video_channels, mask, None if source is None else pack_video(source))
+    clean, masks = _target(
+        targets, geometry.video_channels, mask, None if source is None else pack_video(source)
+    )
     positions, keyframes = [video_positions(geometry)], [np.zeros(targets, np.float32)]
     keyframes[0][: targets // geometry.frames] = 1
     weights, slots, starts, end = [], {}, {}, targets
@@ -388,10 +410,14 @@ def video_state(
             starts[end] = item.start
         end += count
     together = np.concatenate(clean, 1), np.concatenate(masks, 1), np.concatenate(positions, 1)
-    return ModalityState(*together, targets, np.concatenate(keyframes), tuple(weights), slots, starts)
+    return ModalityState(
+        *together, targets, np.concatenate(keyframes), tuple(weights), slots, starts
+    )
 
 
-def audio_state(geometry: Geometry, mask: np.ndarray | None = None, source: np.ndarray | None = None) -> ModalityState:
+def audio_state(
+    geometry: Geometry, mask: np.ndarray | None = None, source: np.ndarray | None = None
+) -> ModalityState:
     """mask: f32[targets] and source: [1, 8, n, 16] where the sound is partly given, else all of it is generated."""
     targets, channels = geometry.audio_latents, geometry.audio_channels * geometry.audio_mel
     clean, masks = _target(targets, channels, mask, None if source is None else pack_audio(source))
@@ -402,7 +428,15 @@ def _target(
     count: int, channels: int, mask: np.ndarray | None, source: np.ndarray | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Clean latents and mask of the target tokens, in lists that conditionings are appended to."""
-    clean = np.zeros((1, count, channels), np.float32) if source is None else source.astype(np.float32)
+    clean = (
+        np.zeros((1, count, channels), np.float32) if source is None else source.astype(np.float32)
+    )
     if clean.shape != (1, count, channels):
-        raise ValueError(f"source latents: {list(clean.shape)} tokens, expected {[1, count, channels]}")
-    return [clean], [np.ones((1, count, 1), np.float32) if mask is None else mask.astype(np.float32).reshape(1, -1, 1)]
+        raise ValueError(
+            f"source latents: {list(clean.shape)} tokens, expected {[1, count, channels]}"
+        )
+    return [clean], [
+        np.ones((1, count, 1), np.float32)
+        if mask is None
+        else mask.astype(np.float32).reshape(1, -1, 1)
+    ]

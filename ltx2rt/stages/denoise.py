@@ -122,7 +122,9 @@ class Denoise(Stage):
     def made(self) -> tuple[str, ...]:
         return tuple(m for m in self.streams if m not in self.frozen)
 
-    def _states(self, given: Sequence[Tokens], source: Mapping[str, np.ndarray]) -> dict[str, ModalityState]:
+    def _states(
+        self, given: Sequence[Tokens], source: Mapping[str, np.ndarray]
+    ) -> dict[str, ModalityState]:
         of = {
             "video": lambda *kept: video_state(self.geometry, given, *kept),
             "audio": lambda *kept: audio_state(self.geometry, *kept),
@@ -143,7 +145,9 @@ class Denoise(Stage):
         self, model: ModelConfig, states: Mapping[str, ModalityState]
     ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
         """What shapes its guided step, and the feeds that positions, masks and clean latents decide."""
-        shape, feeds = step_shape(model, states, self.branches, self.num_videos, self.rule, self.frozen)
+        shape, feeds = step_shape(
+            model, states, self.branches, self.num_videos, self.rule, self.frozen
+        )
         blocks = tuple(sorted(set(self.stg_blocks))) if self.branches.perturbed else ()
         return replace(shape, sampler=self.stepping, stg_blocks=blocks), feeds
 
@@ -163,7 +167,9 @@ class Denoise(Stage):
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         latents = {"video": state.video, "audio": state.audio}
         kept = {m: state.source.get(m, latents[m]) for m in (*self.frozen, *self.masks)}
-        states = self._states(state.given.get(self.name, []), {m: x for m, x in kept.items() if x is not None})
+        states = self._states(
+            state.given.get(self.name, []), {m: x for m, x in kept.items() if x is not None}
+        )
         (call,) = self.needs(session.config)
         shape, feeds = self.shape(session.config, states)
         if shape.masked:
@@ -189,21 +195,31 @@ class Denoise(Stage):
             for last in session.denoise(call, feeds, per_step, state.max_steps):
                 if state.keep:
                     for m in self.made:
-                        trail.setdefault(f"{m}.steps", []).append(session.backend.to_host(last[f"{m}_latent"]))
-                        trail.setdefault(f"{m}.x0", []).append(session.backend.to_host(last[f"{m}_x0"]))
+                        trail.setdefault(f"{m}.steps", []).append(
+                            session.backend.to_host(last[f"{m}_latent"])
+                        )
+                        trail.setdefault(f"{m}.x0", []).append(
+                            session.backend.to_host(last[f"{m}_x0"])
+                        )
                 done()
                 if "video" in self.made:
-                    watch.look(lambda x=last: self._video(states, session.backend.to_host(x["video_x0"])))
+                    watch.look(
+                        lambda x=last: self._video(states, session.backend.to_host(x["video_x0"]))
+                    )
                 watch.check()
             found = {m: session.backend.to_host(last[f"{m}_latent"]) for m in self.made}
         found |= {m: np.repeat(states[m].clean, self.num_videos, axis=0) for m in self.frozen}
         if "video" in found:
             frame = replace(self.geometry, frames=1)
             slots = states["video"].slots.items()
-            state.keyframes = {i: unpack_video(found["video"][:, where], frame) for i, where in slots}
+            state.keyframes = {
+                i: unpack_video(found["video"][:, where], frame) for i, where in slots
+            }
         found = {m: states[m].clear(x) for m, x in found.items()}
         finite(self.name, **{f"{m}_latents": x for m, x in found.items()})
-        for name, values in self._recorded(trail):  # [steps,T,C] of one video, [videos,steps,T,C] of several
+        for name, values in self._recorded(
+            trail
+        ):  # [steps,T,C] of one video, [videos,steps,T,C] of several
             steps = np.stack(values, axis=1)
             state.put(f"{self.name}.{name}", steps if self.num_videos > 1 else steps[0])
         if "video" in found:
@@ -230,8 +246,13 @@ class Denoise(Stage):
         for m in self.made:
             tokens = self.blank[m].shape[1:]
             noise = np.zeros((len(plan), self.num_videos, *tokens), np.float32)
-            read = {s: self.noise.draw(f"{self.name}.{m}.{s}", (n, *tokens)) for s, n in plan.streams.items()}
-            drawn = {s: x.reshape(self.num_videos, -1, *tokens) for s, x in read.items()}  # a file's may lack videos
+            read = {
+                s: self.noise.draw(f"{self.name}.{m}.{s}", (n, *tokens))
+                for s, n in plan.streams.items()
+            }
+            drawn = {
+                s: x.reshape(self.num_videos, -1, *tokens) for s, x in read.items()
+            }  # a file's may lack videos
             for i, draw in enumerate(plan.draws):
                 if draw is not None:
                     noise[i] = drawn[draw.name][:, draw.row]
@@ -242,16 +263,24 @@ class Denoise(Stage):
                 state.put(f"{self.name}.{m}.{stream}", values if self.num_videos > 1 else values[0])
         return found
 
-    def _recorded(self, trail: Mapping[str, list[np.ndarray]]) -> Iterator[tuple[str, list[np.ndarray]]]:
+    def _recorded(
+        self, trail: Mapping[str, list[np.ndarray]]
+    ) -> Iterator[tuple[str, list[np.ndarray]]]:
         """What `--latents-out` is to hold of all evaluations, by name."""
         for name, values in trail.items():
             if self.sampler != "res2s":
                 yield name, values
                 continue
-            m, kind = name.split(".")  # a step's two points; what is evaluated at the end is the stage's result
+            m, kind = name.split(
+                "."
+            )  # a step's two points; what is evaluated at the end is the stage's result
             middle = {"steps": "mid", "x0": "x0_mid"}[kind]
             odd, even = values[1::2], values[: len(values) // 2 * 2 : 2]
-            yield from ((name, odd), (f"{m}.mid", even)) if kind == "steps" else ((name, even), (f"{m}.{middle}", odd))
+            yield from (
+                ((name, odd), (f"{m}.mid", even))
+                if kind == "steps"
+                else ((name, even), (f"{m}.{middle}", odd))
+            )
 
 
 def standardised(noise: np.ndarray) -> np.ndarray:
@@ -273,7 +302,9 @@ def step_shape(
     Not among these is `video_attention_mask`, which is large and is no part of a plan.
     """
     video, audio = states.get("video"), states.get("audio")
-    feeds = transformer.position_feeds(model.transformer, *(x.positions if x else None for x in (video, audio)))
+    feeds = transformer.position_feeds(
+        model.transformer, *(x.positions if x else None for x in (video, audio))
+    )
     for name, state in states.items():
         feeds[f"{name}_clean"] = state.clean[0]
         if name not in frozen:

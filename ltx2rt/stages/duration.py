@@ -29,7 +29,11 @@ class Duration(Stage):
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         (call,) = self.needs(session.config)
         with watch.stage(self.name):
-            found = session.run(call, {f"{m}_context": context[:1] for m, context in state.contexts.items()})
+            found = session.run(
+                call, {f"{m}_context": context[:1] for m, context in state.contexts.items()}
+            )
             state.seconds = float(session.backend.to_host(found["seconds"])[0])
         low, high = self.window_s
-        state.num_frames = frames_of(state.seconds, self.fps, (low, high), session.config.video_vae.time_factor)
+        state.num_frames = frames_of(
+            state.seconds, self.fps, (low, high), session.config.video_vae.time_factor
+        )

@@ -40,25 +40,39 @@ PLAIN = str.maketrans(  # quotes, dashes, space, prime, minus
 
 def check(checkpoint: Checkpoint, image: Path | None = None) -> None:
     """Refuse what `enhance` cannot do, which takes it for granted; from headers alone. Raises InputError."""
-    if missing := [name for name in ("torch", "transformers", "accelerate") if find_spec(name) is None]:
-        raise InputError(f"--enhance-prompt: needs {' and '.join(missing)}; install ltx2rt[enhance]")
+    if missing := [
+        name for name in ("torch", "transformers", "accelerate") if find_spec(name) is None
+    ]:
+        raise InputError(
+            f"--enhance-prompt: needs {' and '.join(missing)}; install ltx2rt[enhance]"
+        )
     source = checkpoint.source("gemma")
-    kind = read_json(source.where / "config.json").get("model_type", None) if source.where.is_dir() else None
+    kind = (
+        read_json(source.where / "config.json").get("model_type", None)
+        if source.where.is_dir()
+        else None
+    )
     if kind not in ("gemma3", "gemma3_text"):
         raise InputError(
             f"--enhance-prompt: {source.where} is no Gemma 3 folder, and no other text encoder writes prompts "
             "(LTX-2.5's has no language head); write the prompt out yourself"
         )
     if any(isinstance(source.info(name), Packed) for name in source.names()):
-        raise InputError(f"--enhance-prompt: the Gemma in {source.where} is quantised; pass a bfloat16 one")
-    if image and (kind == "gemma3_text" or not any("vision_tower." in name for name in source.names())):
+        raise InputError(
+            f"--enhance-prompt: the Gemma in {source.where} is quantised; pass a bfloat16 one"
+        )
+    if image and (
+        kind == "gemma3_text" or not any("vision_tower." in name for name in source.names())
+    ):
         raise InputError(
             f"--enhance-prompt: the Gemma in {source.where} sees no images; pass a folder with the vision tower by "
             "--text-encoder, or leave --image out"
         )
 
 
-def enhance(checkpoint: Checkpoint, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool) -> str:
+def enhance(
+    checkpoint: Checkpoint, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool
+) -> str:
     """The prompt that Gemma makes of this one, and of the picture that the clip begins with if there is one.
 
     dtype: "auto" for the one that is stored. Raises InputError for a file that does not load, or if nothing is written.
@@ -74,21 +88,33 @@ def enhance(checkpoint: Checkpoint, prompt: str, image: Path | None, seed: int, 
     return text
 
 
-def _written(checkpoint: Checkpoint, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool) -> str:
+def _written(
+    checkpoint: Checkpoint, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool
+) -> str:
     from tokenizers import Tokenizer
     from transformers import GenerationConfig
 
     tokenizer = Tokenizer.from_file(str(checkpoint.require_tokenizer()))
     model = load(checkpoint.source("gemma").where, dtype, on_gpu)
     config = model.config
-    inputs = feeds(tokenizer, config, prompt, None if image is None else read_rgb(image)).to(model.device)
+    inputs = feeds(tokenizer, config, prompt, None if image is None else read_rgb(image)).to(
+        model.device
+    )
     if image:
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    stop = config.eos_token_id if config.eos_token_id is not None else config.get_text_config().eos_token_id
+    stop = (
+        config.eos_token_id
+        if config.eos_token_id is not None
+        else config.get_text_config().eos_token_id
+    )
     # Not the folder's own, which samples in another way.
-    model.generation_config = GenerationConfig(max_new_tokens=MAX_TOKENS, eos_token_id=stop, pad_token_id=0)
+    model.generation_config = GenerationConfig(
+        max_new_tokens=MAX_TOKENS, eos_token_id=stop, pad_token_id=0
+    )
     tokens = model.generate(**inputs, logits_processor=[Sampled(seed)])
-    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :].tolist(), skip_special_tokens=True)
+    return tokenizer.decode(
+        tokens[0, inputs["input_ids"].shape[1] :].tolist(), skip_special_tokens=True
+    )
 
 
 def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
@@ -97,10 +123,16 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
 
     transformers.logging.disable_progress_bar()
     text_only = read_json(folder / "config.json").get("model_type", None) == "gemma3_text"
-    type_: Any = transformers.Gemma3ForCausalLM if text_only else transformers.Gemma3ForConditionalGeneration
+    type_: Any = (
+        transformers.Gemma3ForCausalLM if text_only else transformers.Gemma3ForConditionalGeneration
+    )
     more: dict[str, Any] = {"device_map": "auto"} if on_gpu else {}
-    model, found = type_.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True, **more)
-    if missing := sorted(name for name in found["missing_keys"] if "vision" not in name and "multi_modal" not in name):
+    model, found = type_.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True, **more
+    )
+    if missing := sorted(
+        name for name in found["missing_keys"] if "vision" not in name and "multi_modal" not in name
+    ):
         raise InputError(
             f"{folder}: {len(missing)} tensors of Gemma 3 are missing, first {missing[0]}; download it again"
         )
@@ -124,8 +156,13 @@ def feeds(tokenizer: Any, config: Any, prompt: str, pixels: np.ndarray | None) -
     if pixels is not None:
         seen = np.array(arrays["input_ids"]) == config.image_token_id
         if seen.sum() != config.mm_tokens_per_image:
-            raise InputError("--prompt: holds Gemma's token for pictures, <image_soft_token>; leave it out")
-        arrays |= {"token_type_ids": seen.astype(np.int64), "pixel_values": picture_feed(pixels, config)}
+            raise InputError(
+                "--prompt: holds Gemma's token for pictures, <image_soft_token>; leave it out"
+            )
+        arrays |= {
+            "token_type_ids": seen.astype(np.int64),
+            "pixel_values": picture_feed(pixels, config),
+        }
     return BatchFeature(arrays, tensor_type="pt")
 
 

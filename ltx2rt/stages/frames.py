@@ -21,7 +21,14 @@ from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.denoise import Noise, noise_name
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.stage import FRAMES, Stage, State, finite, videos_of
-from ltx2rt.stages.tiling import Span, Tiling, blend_tiles, plan_feature_tiles, plan_tiles, tile_latents
+from ltx2rt.stages.tiling import (
+    Span,
+    Tiling,
+    blend_tiles,
+    plan_feature_tiles,
+    plan_tiles,
+    tile_latents,
+)
 from ltx2rt.weights.files import TensorFile
 
 DECODERS = ("conv", "diffusion")
@@ -40,7 +47,10 @@ def video_decoder(model: ModelConfig, asked: str | None) -> str:
 
     Raises InputError if what is asked for was not found.
     """
-    found = {"conv": bool(model.video_vae.decoder), "diffusion": model.diffusion_decoder is not None}
+    found = {
+        "conv": bool(model.video_vae.decoder),
+        "diffusion": model.diffusion_decoder is not None,
+    }
     if asked is None:
         return "conv" if found["conv"] or not found["diffusion"] else "diffusion"
     if not found[asked]:
@@ -50,15 +60,21 @@ def video_decoder(model: ModelConfig, asked: str | None) -> str:
     return asked
 
 
-def decoding(decoder: str, geometry: Geometry, model: ModelConfig, mode: str, noise: Noise) -> Frames:
+def decoding(
+    decoder: str, geometry: Geometry, model: ModelConfig, mode: str, noise: Noise
+) -> Frames:
     """The stage that makes a clip's frames. decoder: one of DECODERS; mode: of tiling, "auto" or "off".
 
     Raises InputError if the model has no such decoder.
     """
     if decoder == "conv":
         return Frames(geometry, tiling(geometry, model, mode), len(noise.seeds))
-    cells = diffusion_decoder.cells(diffusion(model), (geometry.frames, geometry.rows, geometry.columns))
-    return DiffusionFrames(geometry, plan_feature_tiles(mode, cells, diffusion(model)), len(noise.seeds), noise=noise)
+    cells = diffusion_decoder.cells(
+        diffusion(model), (geometry.frames, geometry.rows, geometry.columns)
+    )
+    return DiffusionFrames(
+        geometry, plan_feature_tiles(mode, cells, diffusion(model)), len(noise.seeds), noise=noise
+    )
 
 
 @dataclass(frozen=True)
@@ -95,9 +111,13 @@ class Frames(Stage):
         """The frames of a video out of those of its tiles."""
         return chunks
 
-    def _frames(self, session: Session, latents: np.ndarray, watch: Stopwatch) -> Iterator[Iterator[np.ndarray]]:
+    def _frames(
+        self, session: Session, latents: np.ndarray, watch: Stopwatch
+    ) -> Iterator[Iterator[np.ndarray]]:
         backend, videos = session.backend, videos_of(latents)
-        calls = itertools.chain.from_iterable(self._calls(session, i, video) for i, video in enumerate(videos))
+        calls = itertools.chain.from_iterable(
+            self._calls(session, i, video) for i, video in enumerate(videos)
+        )
         decoded = session.each(map(watch.checked, calls), "frames")
         num_frames = pixel_frames(self.geometry.frames, session.config.video_vae.time_factor)
         if not backend.is_main:
@@ -108,7 +128,9 @@ class Frames(Stage):
         def chunks(video: int) -> Iterator[np.ndarray]:
             name = self.name if len(videos) == 1 else f"{self.name} {video + 1}"
             with watch.stage(name, num_frames, "frames") as done:
-                for chunk in self._clip(session.config, blend_tiles(decoded, self.tiling, backend.to_host)):
+                for chunk in self._clip(
+                    session.config, blend_tiles(decoded, self.tiling, backend.to_host)
+                ):
                     done(chunk.shape[1])
                     yield chunk
 
@@ -134,8 +156,12 @@ class DiffusionFrames(Frames):
         config = diffusion(model)
         for _ in range(self.num_videos):
             yield Call("diffusion-features", self.geometry.video_shape)
-            for frames, rows, columns in itertools.product(self.tiling.frames, self.tiling.rows, self.tiling.columns):
-                yield Call("diffusion-decoder", self._shape(config, frames, rows, columns), each=True)
+            for frames, rows, columns in itertools.product(
+                self.tiling.frames, self.tiling.rows, self.tiling.columns
+            ):
+                yield Call(
+                    "diffusion-decoder", self._shape(config, frames, rows, columns), each=True
+                )
 
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {STREAM: (self.num_videos, 3, *self._pixels(diffusion(model)))}
@@ -151,7 +177,9 @@ class DiffusionFrames(Frames):
         """Frames, rows and columns that all tiles make, before what was padded is cut off."""
         return diffusion_decoder.whole(config, 1, self.grid).pixels(config)
 
-    def _shape(self, config: DiffusionDecoderConfig, frames: Span, rows: Span, columns: Span) -> TileShape:
+    def _shape(
+        self, config: DiffusionDecoderConfig, frames: Span, rows: Span, columns: Span
+    ) -> TileShape:
         shape = diffusion_decoder.whole(config, 1, self.grid, self.border)
         first, last = frames is self.tiling.frames[0], frames is self.tiling.frames[-1]
         return replace(
@@ -185,11 +213,17 @@ class DiffusionFrames(Frames):
         if self.noise.file is not None:
             file = TensorFile(self.noise.file)
             name = noise_name(file, STREAM)
-            assert name is not None, f"{self.noise.file} has no {STREAM}, which the plan was to find out"
-            return file.read(name, (0, number, number + 1), (2, frames.start, frames.stop)).astype(np.float32)
+            assert name is not None, (
+                f"{self.noise.file} has no {STREAM}, which the plan was to find out"
+            )
+            return file.read(name, (0, number, number + 1), (2, frames.start, frames.stop)).astype(
+                np.float32
+            )
         seed = self.noise.seeds[number]
         with ThreadPoolExecutor(DRAWING_THREADS, thread_name_prefix="noise") as pool:
-            drawn = pool.map(lambda i: standard_normal(seed, f"{STREAM}.{i}", (3, height, width)), frames)
+            drawn = pool.map(
+                lambda i: standard_normal(seed, f"{STREAM}.{i}", (3, height, width)), frames
+            )
             return np.stack(list(drawn), axis=1)[None]
 
     def _clip(self, model: ModelConfig, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:

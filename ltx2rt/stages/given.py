@@ -39,4 +39,6 @@ class Given(Stage):
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         encodes = any(True for _ in self.needs(session.config))
         with watch.stage(self.name) if encodes else nullcontext():
-            state.given[self.stage] = [conditioning.encode(session, state, watch) for conditioning in self.given]
+            state.given[self.stage] = [
+                conditioning.encode(session, state, watch) for conditioning in self.given
+            ]

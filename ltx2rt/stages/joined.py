@@ -137,10 +137,16 @@ class Join(Stage):
             made = np.pad(made, ((0, 0), (0, 0), (0, max(end - made.shape[2], 0))))[..., :end]
             none = np.zeros((2, 0), np.float32)
             sides = [clip.sound(rate) if clip else none for clip in (self.before, self.after)]
-            state.waveforms = np.stack([join_sound(one, sides[0], sides[1], start, stop, rate) for one in made])
+            state.waveforms = np.stack(
+                [join_sound(one, sides[0], sides[1], start, stop, rate) for one in made]
+            )
             state.sample_rate = rate
         state.put("waveform", state.waveforms if len(made) > 1 else state.waveforms[0])
 
     def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        before = (self.before.frames(), self.before.info.num_frames) if self.before else (iter(()), 0)
-        return join_frames(chunks, before, self.after.frames() if self.after else iter(()), self.seam)
+        before = (
+            (self.before.frames(), self.before.info.num_frames) if self.before else (iter(()), 0)
+        )
+        return join_frames(
+            chunks, before, self.after.frames() if self.after else iter(()), self.seam
+        )

@@ -31,7 +31,9 @@ class Refine(Denoise):
         before, known, first = state.video, state.keyframes, self.start // self.geometry.time_factor
         state.video = state.latents[self.source][:, :, first : first + self.geometry.frames]
         super().run(session, state, watch)
-        state.keyframes = {self.start + frame: latent for frame, latent in state.keyframes.items()} | known
+        state.keyframes = {
+            self.start + frame: latent for frame, latent in state.keyframes.items()
+        } | known
         if self.lead:
             assert before is not None and state.video is not None
             state.video = np.concatenate([before, state.video[:, :, self.lead :]], axis=2)
@@ -51,8 +53,12 @@ class Cut(Stage):
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         state.frames = map(self._frames, state.frames)
         if state.waveforms is not None and state.sample_rate is not None:
-            state.waveforms = state.waveforms[..., : round(self.num_frames / self.fps * state.sample_rate)]
-            state.put("waveform", state.waveforms if len(state.waveforms) > 1 else state.waveforms[0])
+            state.waveforms = state.waveforms[
+                ..., : round(self.num_frames / self.fps * state.sample_rate)
+            ]
+            state.put(
+                "waveform", state.waveforms if len(state.waveforms) > 1 else state.waveforms[0]
+            )
 
     def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         left = self.num_frames

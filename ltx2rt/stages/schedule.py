@@ -14,8 +14,12 @@ BASE_TOKENS, MAX_TOKENS = 1024, 4096  # the token counts that the two shifts bel
 BASE_SHIFT, MAX_SHIFT = 0.95, 2.05
 TERMINAL_SIGMA = 0.1  # the last non-zero level
 
-DISTILLED_SIGMAS = np.array([1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0], np.float32)
-STAGE2_SIGMAS = np.array([0.909375, 0.725, 0.421875, 0.0], np.float32)  # the tail of the distilled table
+DISTILLED_SIGMAS = np.array(
+    [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0], np.float32
+)
+STAGE2_SIGMAS = np.array(
+    [0.909375, 0.725, 0.421875, 0.0], np.float32
+)  # the tail of the distilled table
 DISTILLED_SIGMAS.flags.writeable = STAGE2_SIGMAS.flags.writeable = False
 
 

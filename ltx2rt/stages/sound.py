@@ -31,7 +31,11 @@ class Sound(Stage):
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         mel = self.geometry.mel_shape(model.audio_vae)
         for network, shape, chunks in (
-            ("audio-decoder", self.geometry.audio_shape, latent_chunks(model, self.geometry.audio_latents)),
+            (
+                "audio-decoder",
+                self.geometry.audio_shape,
+                latent_chunks(model, self.geometry.audio_latents),
+            ),
             ("vocoder", mel, mel_chunks(model, mel[2])),
         ):
             yield Call(network, chunks.shape(shape), times=len(chunks.parts) * self.num_videos)
@@ -49,7 +53,9 @@ class Sound(Stage):
                 done()
                 watch.check()
 
-            state.waveforms = np.concatenate([decode_sound(session, x, finished)[1] for x in videos_of(state.sound)])
+            state.waveforms = np.concatenate(
+                [decode_sound(session, x, finished)[1] for x in videos_of(state.sound)]
+            )
         state.sample_rate = session.config.vocoder.sample_rate
         finite(self.name, waveforms=state.waveforms)
         state.put("waveform", state.waveforms if self.num_videos > 1 else state.waveforms[0])
@@ -78,7 +84,9 @@ def decode_sound(
 
     factor = config.audio_vae.time_factor
     mel = latent_chunks(config, latent.shape[2]).run(latent, to_mel, factor, early=factor - 1)
-    return mel, mel_chunks(config, mel.shape[2]).run(mel, to_waveform, vocoder.frame_samples(config.vocoder))
+    return mel, mel_chunks(config, mel.shape[2]).run(
+        mel, to_waveform, vocoder.frame_samples(config.vocoder)
+    )
 
 
 @dataclass(frozen=True)
@@ -103,15 +111,25 @@ class Chunks:
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         return (*whole[:2], self.size, *whole[3:])
 
-    def run(self, x: np.ndarray, network: Callable[[np.ndarray], np.ndarray], factor: int, early: int = 0):
+    def run(
+        self,
+        x: np.ndarray,
+        network: Callable[[np.ndarray], np.ndarray],
+        factor: int,
+        early: int = 0,
+    ):
         """What `network` makes of x. Position i becomes [factor i, factor (i + 1)) - early, those below 0 left out."""
         pieces = []
         for chunk in self.parts:
             start, stop = max(chunk.start, 0), min(chunk.start + self.size, x.shape[2])
             beyond = (start - chunk.start, chunk.start + self.size - stop)
-            part = np.pad(x[:, :, start:stop], [(0, 0), (0, 0), beyond] + [(0, 0)] * (x.ndim - 3), mode="edge")
+            part = np.pad(
+                x[:, :, start:stop], [(0, 0), (0, 0), beyond] + [(0, 0)] * (x.ndim - 3), mode="edge"
+            )
             first, last = max(0, factor * chunk.first - early), factor * chunk.stop - early
-            pieces.append(network(part)[:, :, first - factor * chunk.start : last - factor * chunk.start])
+            pieces.append(
+                network(part)[:, :, first - factor * chunk.start : last - factor * chunk.start]
+            )
         return np.concatenate(pieces, axis=2)
 
 

@@ -85,7 +85,10 @@ class SourceSound(Stage):
         if len(waveform) == 1:
             said.append(f"{self.path}: its one channel is played left and right")
         if self.padding:
-            length_s, needed_s = waveform.shape[1] / rate, self.needed / self.geometry.mel_sample_rate
+            length_s, needed_s = (
+                waveform.shape[1] / rate,
+                self.needed / self.geometry.mel_sample_rate,
+            )
             lasts = f"{self.path}: its sound lasts {length_s:.4f} s"
             if self.fit == "error":
                 raise InputError(
@@ -101,7 +104,9 @@ class SourceSound(Stage):
         (call,) = self.needs(session.config)
         with watch.stage(self.name):
             waveform, rate = self.read
-            waveform = np.pad(np.broadcast_to(waveform, (2, waveform.shape[1])), ((0, 0), (0, self.padding)))[None]
+            waveform = np.pad(
+                np.broadcast_to(waveform, (2, waveform.shape[1])), ((0, 0), (0, self.padding))
+            )[None]
             latent = encode_sound(session, call, waveform, rate)
         finite(self.name, latents=latent)
         state.source["audio"] = latent

@@ -42,7 +42,9 @@ class SourceVideo(Stage):
     @property
     def num_frames(self) -> int:
         """Of the file, up to the last one that is encoded."""
-        return span_frames(pixel_frames(self.geometry.frames, self.geometry.time_factor), self.stride)
+        return span_frames(
+            pixel_frames(self.geometry.frames, self.geometry.time_factor), self.stride
+        )
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         """One call for each shape of a tile."""
@@ -88,11 +90,15 @@ class SourceVideo(Stage):
             held, first = np.concatenate([kept, np.stack(list(new), 1)], 1), start
             for r, c in itertools.product(self.tiling.rows, self.tiling.columns):
                 watch.check()
-                rows, columns = (slice(s.start * g.space_factor, s.stop * g.space_factor) for s in (r, c))
+                rows, columns = (
+                    slice(s.start * g.space_factor, s.stop * g.space_factor) for s in (r, c)
+                )
                 tile = np.ascontiguousarray(held[None, :, :, rows, columns])
                 latent = session.run(Call("video-encoder", tile.shape), {"frames": tile})["latent"]
                 weights = t.weights[:, None, None] * r.weights[:, None] * c.weights
-                latents[:, :, t.positions, r.positions, c.positions] += session.backend.to_host(latent) * weights
+                latents[:, :, t.positions, r.positions, c.positions] += (
+                    session.backend.to_host(latent) * weights
+                )
         return latents
 
 

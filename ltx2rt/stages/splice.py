@@ -42,7 +42,9 @@ class Splice(Stage):
             made = resample(state.waveforms, state.sample_rate, rate)
             size = round(self.sound.clip_s * rate)
             made = np.pad(made, ((0, 0), (0, 0), (0, max(size - made.shape[2], 0))))[..., :size]
-            state.waveforms = np.stack([splice_sound(one, source, *self.seconds, rate) for one in made])
+            state.waveforms = np.stack(
+                [splice_sound(one, source, *self.seconds, rate) for one in made]
+            )
             state.sample_rate = rate
         state.put("waveform", state.waveforms if len(made) > 1 else state.waveforms[0])
 

@@ -59,7 +59,9 @@ class Stage(Protocol):
     """A frozen description. Implementations derive from it for the defaults of the last three methods."""
 
     name: str  # what reports and progress call it
-    makes: str | None = None  # FRAMES, SOUND or LENGTH: what is read of the state when the run is over
+    makes: str | None = (
+        None  # FRAMES, SOUND or LENGTH: what is read of the state when the run is over
+    )
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         """The networks that it calls, in order, from headers alone."""

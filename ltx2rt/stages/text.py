@@ -32,7 +32,9 @@ class Text(Stage):
         if session.config.gemma is not None:
             check_vocabulary(tokenizer, session.config.gemma.vocab_size)
         for name, prompt in zip(PROMPTS[: len(self.prompts)], self.prompts, strict=True):
-            if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS and session.backend.is_main:
+            if (
+                count := count_tokens(tokenizer, prompt)
+            ) > PROMPT_TOKENS and session.backend.is_main:
                 note(f"the {name} has {count} tokens, the model reads the first {PROMPT_TOKENS}")
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:

@@ -28,7 +28,11 @@ from ltx2rt.config import DiffusionDecoderConfig, VideoVaeConfig
 from ltx2rt.errors import InputError
 
 # The official automatic layout.
-TILE_PX, MIN_TILE_PX, OVERLAP_PX = 768, 96, 64  # the long side; the short one follows the aspect ratio
+TILE_PX, MIN_TILE_PX, OVERLAP_PX = (
+    768,
+    96,
+    64,
+)  # the long side; the short one follows the aspect ratio
 TILE_FRAMES, OVERLAP_FRAMES = 80, 24
 # Of the diffusion decoder's features: a clip of 121 frames at 768x512 is one tile of 375 000 cells and needs 20 GB.
 TILE_CELLS = 400_000
@@ -42,7 +46,9 @@ class Span:
     start: int
     stop: int
     first: int
-    weights: np.ndarray  # f32[positions]; over all spans of the axis they sum to 1 at every position
+    weights: (
+        np.ndarray
+    )  # f32[positions]; over all spans of the axis they sum to 1 at every position
 
     @property
     def end(self) -> int:
@@ -107,10 +113,14 @@ def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
     """[start, stop) of tiles of `size` latents that share `overlap` with the next; the last ends at `length`."""
     if length <= size:
         return [(0, length)]
-    return [(start, min(start + size, length)) for start in range(0, length - overlap, size - overlap)]
+    return [
+        (start, min(start + size, length)) for start in range(0, length - overlap, size - overlap)
+    ]
 
 
-def plan_feature_tiles(mode: str, cells: tuple[int, int, int], config: DiffusionDecoderConfig) -> Tiling:
+def plan_feature_tiles(
+    mode: str, cells: tuple[int, int, int], config: DiffusionDecoderConfig
+) -> Tiling:
     """The tiles of the diffusion decoder's features of (frames, rows, columns). mode: "auto", or "off" for one tile.
 
     Tiles overlap by as much as either of the last two stages sees in all its blocks. Of the layouts of at most
@@ -121,15 +131,23 @@ def plan_feature_tiles(mode: str, cells: tuple[int, int, int], config: Diffusion
         raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
     time, *space = config.strides[-1]
     reach = [
-        [depth * (window[i] // 2) for depth, window in zip(config.depths[-2:], config.windows[-2:], strict=True)]
+        [
+            depth * (window[i] // 2)
+            for depth, window in zip(config.depths[-2:], config.windows[-2:], strict=True)
+        ]
         for i in range(3)
     ]
-    overlap = [max(fourth, -(-fifth // s)) for (fourth, fifth), s in zip(reach, config.strides[-1], strict=True)]
+    overlap = [
+        max(fourth, -(-fifth // s))
+        for (fourth, fifth), s in zip(reach, config.strides[-1], strict=True)
+    ]
 
     def splits(n: int, shared: int) -> list[tuple[int, int]]:
         """(size of a tile, cells of all tiles) in one tile, two, three, ... of more than twice the overlap."""
         sizes = [-(-(n + (count - 1) * shared) // count) for count in range(1, n + 1)]
-        return [(size, n + i * shared) for i, size in enumerate(sizes) if i == 0 or size > 2 * shared]
+        return [
+            (size, n + i * shared) for i, size in enumerate(sizes) if i == 0 or size > 2 * shared
+        ]
 
     def tile_and_work(layout: tuple[tuple[int, int], ...]) -> tuple[int, int]:
         tile, work = (math.prod(column) for column in zip(*layout, strict=True))
@@ -137,7 +155,9 @@ def plan_feature_tiles(mode: str, cells: tuple[int, int, int], config: Diffusion
 
     sizes = list(cells)
     if mode == "auto":
-        layouts = itertools.product(*(splits(n, shared) for n, shared in zip(cells, overlap, strict=True)))
+        layouts = itertools.product(
+            *(splits(n, shared) for n, shared in zip(cells, overlap, strict=True))
+        )
         sizes = [size for size, _ in min(layouts, key=tile_and_work)]
     pixels = [n * config.patch_size for n in space]
     return Tiling(
@@ -147,7 +167,9 @@ def plan_feature_tiles(mode: str, cells: tuple[int, int, int], config: Diffusion
     )
 
 
-def space_spans(length: int, size: int, overlap: int, factor: int, early: int = 0) -> tuple[Span, ...]:
+def space_spans(
+    length: int, size: int, overlap: int, factor: int, early: int = 0
+) -> tuple[Span, ...]:
     """Latent i covers positions [factor i, factor (i + 1)); weights rise and fall over the overlap, never to 0.
 
     early: all positions are so many less, and those below 0 left out.
@@ -187,7 +209,10 @@ def _normalised(spans: list[Span]) -> tuple[Span, ...]:
     for s in spans:
         total[s.positions] += s.weights
     total = np.maximum(total, 1e-8)
-    return tuple(Span(s.start, s.stop, s.first, (s.weights / total[s.positions]).astype(np.float32)) for s in spans)
+    return tuple(
+        Span(s.start, s.stop, s.first, (s.weights / total[s.positions]).astype(np.float32))
+        for s in spans
+    )
 
 
 def tile_latents(latent: np.ndarray, tiling: Tiling) -> Iterator[np.ndarray]:
@@ -206,7 +231,10 @@ def blend_tiles(
     """
     height, width = tiling.rows[-1].end, tiling.columns[-1].end
     ends = [*(t.first for t in tiling.frames[1:]), tiling.frames[-1].end]
-    done, waiting = 0, np.zeros((3, 0, height, width), np.float32)  # frames [done, done + n), partly summed
+    done, waiting = (
+        0,
+        np.zeros((3, 0, height, width), np.float32),
+    )  # frames [done, done + n), partly summed
     with ThreadPoolExecutor(BLEND_THREADS, thread_name_prefix="blend") as pool:
         for t, end in zip(tiling.frames, ends, strict=True):
             frames = np.zeros((3, t.end - done, height, width), np.float32)
@@ -216,13 +244,18 @@ def blend_tiles(
                 expected = (1, 3, len(t.weights), len(r.weights), len(c.weights))
                 if tile.shape != expected:
                     raise ValueError(f"a decoded tile has shape {tile.shape}, expected {expected}")
-                weights, place = r.weights[:, None] * c.weights, frames[:, t.first - done :, r.positions, c.positions]
+                weights, place = (
+                    r.weights[:, None] * c.weights,
+                    frames[:, t.first - done :, r.positions, c.positions],
+                )
                 add = partial(_add_weighted, weights=weights)
                 list(pool.map(add, place.swapaxes(0, 1), tile[0].swapaxes(0, 1), t.weights))
             yield frames[:, : end - done]
             done, waiting = end, frames[:, end - done :]
 
 
-def _add_weighted(place: np.ndarray, frame: np.ndarray, weight: np.float32, *, weights: np.ndarray) -> None:
+def _add_weighted(
+    place: np.ndarray, frame: np.ndarray, weight: np.float32, *, weights: np.ndarray
+) -> None:
     """place[3, h, w] += frame x weight x weights[h, w]; a frame at a time, no temporary is as large as a tile."""
     place += frame * (weight * weights)

@@ -21,14 +21,18 @@ if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Asset
 
 
-@lru_cache(maxsize=1)  # Gemma's is tens of megabytes of JSON; a warm-up and the run behind it read it once
+@lru_cache(
+    maxsize=1
+)  # Gemma's is tens of megabytes of JSON; a warm-up and the run behind it read it once
 def _tokenizer(path: Path | Asset) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception for every fault of the file
-        raise InputError(f"{path}: not a readable tokenizer.json ({error}); restore the Gemma folder") from error
+        raise InputError(
+            f"{path}: not a readable tokenizer.json ({error}); restore the Gemma folder"
+        ) from error
 
 
 def tokenize(
@@ -42,9 +46,13 @@ def tokenize(
     """
     tokenizer = _tokenizer(tokenizer_json)
     bos_id = tokenizer.token_to_id("<bos>")
-    pad_id = next((i for t in ("<pad>", "<eos>") if (i := tokenizer.token_to_id(t)) is not None), None)
+    pad_id = next(
+        (i for t in ("<pad>", "<eos>") if (i := tokenizer.token_to_id(t)) is not None), None
+    )
     if bos_id is None or pad_id is None:
-        raise InputError(f"{tokenizer_json}: has no <bos> or no <pad>, so it is not Gemma's; restore the Gemma folder")
+        raise InputError(
+            f"{tokenizer_json}: has no <bos> or no <pad>, so it is not Gemma's; restore the Gemma folder"
+        )
     tokenizer.no_padding()
     tokenizer.no_truncation()
     ids = np.full((len(prompts), length), pad_id, np.int32)

@@ -38,7 +38,11 @@ class Upsample(Stage):
             )
         yield Call(self.network, self.geometry.video_shape, self.num_videos)
         if self.keyframes:
-            yield Call(self.network, replace(self.geometry, frames=self.keyframes).video_shape, self.num_videos)
+            yield Call(
+                self.network,
+                replace(self.geometry, frames=self.keyframes).video_shape,
+                self.num_videos,
+            )
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         assert state.video is not None, "nothing was denoised"
@@ -46,14 +50,21 @@ class Upsample(Stage):
             state.video = self._upsampled(session, state.video)
             if self.keyframes:
                 frames = sorted(state.keyframes)
-                found = self._upsampled(session, np.concatenate([state.keyframes[i] for i in frames], axis=2))
-                state.keyframes = dict(zip(frames, np.split(found, len(frames), axis=2), strict=True))
+                found = self._upsampled(
+                    session, np.concatenate([state.keyframes[i] for i in frames], axis=2)
+                )
+                state.keyframes = dict(
+                    zip(frames, np.split(found, len(frames), axis=2), strict=True)
+                )
                 state.put("upsampled_keyframes", found)
         state.put("upsampled", state.video)
 
     def _upsampled(self, session: Session, latents: np.ndarray) -> np.ndarray:
         """latents: [videos, C, f, h, w]."""
-        made = [session.run(Call(self.network, x.shape), {"latent": x})["latent"] for x in videos_of(latents)]
+        made = [
+            session.run(Call(self.network, x.shape), {"latent": x})["latent"]
+            for x in videos_of(latents)
+        ]
         return np.concatenate([session.backend.to_host(x) for x in made])
 
 

@@ -53,10 +53,11 @@ def parse_bucket(text: str) -> Bucket:
         raise InputError(f"--buckets: {text[:80]!r}, expected WxHxF, such as 768x512x49")
     width, height, frames = map(int, parts)
     if width % 32 or height % 32 or not width or not height or frames % 8 != 1:
-        near = (
-            f"{max(32, round(width / 32) * 32)}x{max(32, round(height / 32) * 32)}x{max(0, (frames - 1) // 8) * 8 + 1}"
+        sides = (max(32, round(side / 32) * 32) for side in (width, height))
+        near = "x".join(map(str, (*sides, max(0, (frames - 1) // 8) * 8 + 1)))
+        raise InputError(
+            f"--buckets: {text}, sides are multiples of 32 and frames 8 k + 1; the nearest is {near}"
         )
-        raise InputError(f"--buckets: {text}, sides are multiples of 32 and frames 8 k + 1; the nearest is {near}")
     return Bucket(width, height, frames)
 
 
@@ -77,10 +78,18 @@ def read_clips(path: Path) -> list[Clip]:
     """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order. Raises InputError for files that do
     not exist, and for captions that are missing or empty."""
     if not path.exists():
-        raise InputError(f"{path} does not exist; pass a folder of clips, or a CSV, JSON or JSONL file")
-    clips = _folder(path) if path.is_dir() else [_row(path, i, row) for i, row in enumerate(_rows(path), 1)]
+        raise InputError(
+            f"{path} does not exist; pass a folder of clips, or a CSV, JSON or JSONL file"
+        )
+    clips = (
+        _folder(path)
+        if path.is_dir()
+        else [_row(path, i, row) for i, row in enumerate(_rows(path), 1)]
+    )
     if not clips:
-        raise InputError(f"{path}: no clips were found; expected files of {' '.join(VIDEOS + SOUNDS)}")
+        raise InputError(
+            f"{path}: no clips were found; expected files of {' '.join(VIDEOS + SOUNDS)}"
+        )
     if silent := [clip.name for clip in clips if not clip.caption.strip()]:
         raise InputError(
             f"{path}: {len(silent)} of {len(clips)} captions are missing or empty, such as that of {silent[0]}; write "
@@ -103,7 +112,14 @@ def _folder(path: Path) -> list[Clip]:
         beside = next((p for p in map(file.with_suffix, SOUNDS) if p.exists()), None)
         text = file.with_suffix(".txt")
         caption = _text(text).strip() if text.exists() else ""
-        clips.append(Clip(str(file.relative_to(path)), caption, None if sound else file, file if sound else beside))
+        clips.append(
+            Clip(
+                str(file.relative_to(path)),
+                caption,
+                None if sound else file,
+                file if sound else beside,
+            )
+        )
     return clips
 
 
@@ -119,21 +135,34 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
     try:
         if suffix == ".csv":
             return list(csv.DictReader(text.splitlines()))
-        found = json.loads(text) if suffix == ".json" else [json.loads(x) for x in text.splitlines() if x.strip()]
+        found = (
+            json.loads(text)
+            if suffix == ".json"
+            else [json.loads(x) for x in text.splitlines() if x.strip()]
+        )
     except (json.JSONDecodeError, csv.Error) as error:
-        raise InputError(f"{path} cannot be read: {error}; expected a CSV, JSON or JSONL table of clips") from None
+        raise InputError(
+            f"{path} cannot be read: {error}; expected a CSV, JSON or JSONL table of clips"
+        ) from None
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise InputError(f"{path}: expected a list of objects with the keys video and caption")
     return found
 
 
 def _row(path: Path, number: int, row: Mapping[str, Any]) -> Clip:
-    got = {kind: next((str(row[n]) for n in names if row.get(n)), None) for kind, names in COLUMNS.items()}
+    got = {
+        kind: next((str(row[n]) for n in names if row.get(n)), None)
+        for kind, names in COLUMNS.items()
+    }
     if not got["video"] and not got["audio"]:
-        raise InputError(f"{path}: row {number} names no clip; expected a column {' or '.join(COLUMNS['video'])}")
+        raise InputError(
+            f"{path}: row {number} names no clip; expected a column {' or '.join(COLUMNS['video'])}"
+        )
     files = {}
     for kind in ("video", "audio"):
         files[kind] = path.parent / name if (name := got[kind]) else None
         if files[kind] is not None and not files[kind].is_file():
             raise InputError(f"{path}: row {number}: {files[kind]} does not exist; check the path")
-    return Clip(got["video"] or got["audio"] or "", got["caption"] or "", files["video"], files["audio"])
+    return Clip(
+        got["video"] or got["audio"] or "", got["caption"] or "", files["video"], files["audio"]
+    )

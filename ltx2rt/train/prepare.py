@@ -52,7 +52,9 @@ class PrepareRequest:
         Path,
         group="training",
     )
-    output: Path = flag(MISSING, "folder for the cache, new or its own", Path, group="output", metavar="CACHE")
+    output: Path = flag(
+        MISSING, "folder for the cache, new or its own", Path, group="output", metavar="CACHE"
+    )
     buckets: tuple[Bucket, ...] = flag(
         (Bucket(768, 512, 49),),
         "sizes that clips are cut to, in pixels and frames (default: 768x512x49)",
@@ -67,7 +69,9 @@ class PrepareRequest:
         group="training",
         choices=("auto", "none", "required"),
     )
-    trigger: str | None = flag(None, "word to put before every caption", group="training", metavar="WORD")
+    trigger: str | None = flag(
+        None, "word to put before every caption", group="training", metavar="WORD"
+    )
 
 
 @dataclass(frozen=True)
@@ -93,13 +97,19 @@ class Job:
     sound: Path | None
 
     def geometry(self, session: Session) -> Geometry:
-        return Geometry.of(session.config, self.bucket.width, self.bucket.height, self.bucket.frames, self.fps)
+        return Geometry.of(
+            session.config, self.bucket.width, self.bucket.height, self.bucket.frames, self.fps
+        )
 
 
 def model_digest(checkpoint: Checkpoint) -> str:
     """What tells the parts of a model that encode from another's."""
     read = ("transformer", "text", "gemma", "video_vae", "audio_vae")
-    return _digest(sorted({digest(checkpoint.sources[part].where) for part in read if part in checkpoint.sources}))
+    return _digest(
+        sorted(
+            {digest(checkpoint.sources[part].where) for part in read if part in checkpoint.sources}
+        )
+    )
 
 
 def _digest(*what: Any) -> str:
@@ -109,13 +119,21 @@ def _digest(*what: Any) -> str:
 def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None]) -> list[Sample]:
     """Fill the cache and return its samples. Raises InputError for a fault of any clip before one is encoded."""
     jobs = [_job(clip, request) for clip in read_clips(request.data)]
-    if request.audio == "required" and (silent := [job.clip.name for job in jobs if job.sound is None]):
-        raise InputError(f"--audio required: {len(silent)} clips have no sound, such as {silent[0]}; leave them out")
-    captions = {job.clip.name: " ".join(filter(None, (request.trigger, job.clip.caption))) for job in jobs}
+    if request.audio == "required" and (
+        silent := [job.clip.name for job in jobs if job.sound is None]
+    ):
+        raise InputError(
+            f"--audio required: {len(silent)} clips have no sound, such as {silent[0]}; leave them out"
+        )
+    captions = {
+        job.clip.name: " ".join(filter(None, (request.trigger, job.clip.caption))) for job in jobs
+    }
     tokenizer = session.checkpoint.require_tokenizer()
     for name, caption in captions.items():
         if (count := count_tokens(tokenizer, caption)) > PROMPT_TOKENS:
-            raise InputError(f"{name}: its caption has {count} tokens, the model reads {PROMPT_TOKENS}; shorten it")
+            raise InputError(
+                f"{name}: its caption has {count} tokens, the model reads {PROMPT_TOKENS}; shorten it"
+            )
     for folder in (SAMPLES, CONTEXTS):
         _own_folder(request.output).joinpath(folder).mkdir(parents=True, exist_ok=True)
     base, watch = model_digest(session.checkpoint), Stopwatch()
@@ -128,16 +146,32 @@ def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None
             made[kind] += 1
 
     for caption, key in sorted(contexts.items()):
-        fill(context_path(request.output, key), lambda c=caption: _context(session, c, watch), "captions")
+        fill(
+            context_path(request.output, key),
+            lambda c=caption: _context(session, c, watch),
+            "captions",
+        )
     samples = []
     for number, job in enumerate(jobs, 1):
         files = [path for path in (job.clip.video, job.sound) if path]
-        states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        states = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files
+        ]
         key = _digest("sample", states, str(job.bucket), str(job.fps), job.sound is not None, base)
         fill(sample_path(request.output, key), lambda j=job: _latents(session, j, watch), "clips")
         caption = captions[job.clip.name]
         streams = ("video",) * (job.clip.video is not None) + ("audio",) * (job.sound is not None)
-        samples.append(Sample(job.clip.name, caption, str(job.bucket), str(job.fps), streams, key, contexts[caption]))
+        samples.append(
+            Sample(
+                job.clip.name,
+                caption,
+                str(job.bucket),
+                str(job.fps),
+                streams,
+                key,
+                contexts[caption],
+            )
+        )
         if number % 10 == 0:
             say(f"{number} of {len(jobs)} clips")
     lines = [json.dumps({"model": base, "captions": len(contexts), "empty": contexts[""]})]
@@ -159,7 +193,9 @@ def _own_folder(path: Path) -> Path:
         raise InputError(f"--output: {path} is a file, expected a folder; choose another name")
     names = {p.name for p in path.iterdir()} if path.exists() else set()
     if names and not names & {MANIFEST, SAMPLES}:
-        raise InputError(f"--output: {path} holds other files, expected a new folder or a cache; choose another name")
+        raise InputError(
+            f"--output: {path} holds other files, expected a new folder or a cache; choose another name"
+        )
     return path
 
 
@@ -177,7 +213,9 @@ def _job(clip: Clip, request: PrepareRequest) -> Job:
             f"{clip.name}: {info.num_frames} frames, the shortest bucket has {rest}; leave the clip out, or add a "
             f"bucket of at most {frames} frames to --buckets"
         )
-    sound = None if request.audio == "none" else clip.audio or (clip.video if info.has_sound else None)
+    sound = (
+        None if request.audio == "none" else clip.audio or (clip.video if info.has_sound else None)
+    )
     return Job(clip, bucket, info.fps, sound)
 
 
@@ -193,7 +231,9 @@ def _latents(session: Session, job: Job, watch: Stopwatch) -> dict[str, np.ndarr
     if job.clip.video is not None:
         grid = (geometry.frames, geometry.rows, geometry.columns)
         tiling = plan_encoder_tiles(session.options.vae_tiling, grid, session.config.video_vae)
-        found["video"] = SourceVideo(job.clip.video, geometry, tiling, job.clip.name).encode(session, watch)[0]
+        found["video"] = SourceVideo(job.clip.video, geometry, tiling, job.clip.name).encode(
+            session, watch
+        )[0]
     if job.sound is not None:
         state = State()
         SourceSound(job.sound, geometry, fit="pad", sound=False).run(session, state, watch)
@@ -213,10 +253,14 @@ def read_manifest(cache: Path, base: str) -> list[Sample]:
     """The samples of a cache that the model with the digest `base` made. Raises InputError."""
     path = cache / MANIFEST
     if not path.is_file():
-        raise InputError(f"--data: {cache} is no finished cache; make it with `ltx2rt train prepare`")
+        raise InputError(
+            f"--data: {cache} is no finished cache; make it with `ltx2rt train prepare`"
+        )
     head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     if head["model"] != base:
-        raise InputError(f"--data: {cache} was made with another model; run `ltx2rt train prepare` with this one")
+        raise InputError(
+            f"--data: {cache} was made with another model; run `ltx2rt train prepare` with this one"
+        )
     return [Sample(**row | {"streams": tuple(row["streams"])}) for row in rows]
 
 

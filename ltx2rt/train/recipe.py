@@ -16,14 +16,24 @@ from ltx2rt.errors import InputError
 from ltx2rt.stages.noise import standard_normal, uniform
 from ltx2rt.suggest import hint
 
-MU_TOKENS, MU = (1024, 4096), (0.95, 2.05)  # tokens, and the mean of the noise levels' logits there; a straight line
-TAILS = -2.5758, 3.0902  # standard deviations of z that become the levels 0 and 1: the 0.5 % and 99.9 % quantiles
+MU_TOKENS, MU = (
+    (1024, 4096),
+    (0.95, 2.05),
+)  # tokens, and the mean of the noise levels' logits there; a straight line
+TAILS = (
+    -2.5758,
+    3.0902,
+)  # standard deviations of z that become the levels 0 and 1: the 0.5 % and 99.9 % quantiles
 LEAST = 1e-3  # noise level; smaller ones are mirrored at it
 PLAIN = 0.1  # share of levels that are uniform
 
 GROUPS: Mapping[str, tuple[str, ...]] = {  # modules of a block by group
-    "video-attn": tuple(f"attn{i}.{part}" for i in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")),
-    "audio-attn": tuple(f"audio_attn{i}.{part}" for i in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")),
+    "video-attn": tuple(
+        f"attn{i}.{part}" for i in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")
+    ),
+    "audio-attn": tuple(
+        f"audio_attn{i}.{part}" for i in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")
+    ),
     "cross": tuple(
         f"{way}_attn.{part}"
         for way in ("audio_to_video", "video_to_audio")
@@ -32,7 +42,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {  # modules of a block by group
     "video-ff": ("ff.net.0.proj", "ff.net.2"),
     "audio-ff": ("audio_ff.net.0.proj", "audio_ff.net.2"),
 }
-STREAM_OF = {"video-attn": "video", "video-ff": "video", "audio-attn": "audio", "audio-ff": "audio", "cross": "cross"}
+STREAM_OF = {
+    "video-attn": "video",
+    "video-ff": "video",
+    "audio-attn": "audio",
+    "audio-ff": "audio",
+    "cross": "cross",
+}
 
 
 @dataclass(frozen=True)
@@ -65,10 +81,14 @@ def targeted(words: Sequence[str], known: Collection[str]) -> list[str]:
     found: list[str] = []
     for word in words:
         if word not in GROUPS:
-            raise InputError(f"--targets: {word!r}, expected some of {', '.join(GROUPS)}{hint(word, GROUPS)}")
+            raise InputError(
+                f"--targets: {word!r}, expected some of {', '.join(GROUPS)}{hint(word, GROUPS)}"
+            )
         own = [name for name in known if name.partition(".*.")[2] in GROUPS[word]]
         if not own:
-            raise InputError(f"--targets: {word} is not part of this training; leave it out, or choose another --mode")
+            raise InputError(
+                f"--targets: {word} is not part of this training; leave it out, or choose another --mode"
+            )
         found += own
     return found
 
@@ -102,7 +122,11 @@ def rate(base: float, step: int, steps: int, schedule: str, warmup: int) -> floa
     """The rate of step `step` of `steps`: from 0 in `warmup` steps, then `constant`, `linear` down to a tenth, or
     `cosine` to zero."""
     part = step / max(1, steps)
-    shape = {"constant": 1.0, "linear": 1 - 0.9 * part, "cosine": 0.5 + 0.5 * math.cos(math.pi * part)}[schedule]
+    shape = {
+        "constant": 1.0,
+        "linear": 1 - 0.9 * part,
+        "cosine": 0.5 + 0.5 * math.cos(math.pi * part),
+    }[schedule]
     return base * shape * min(1.0, (step + 1) / (warmup + 1))
 
 

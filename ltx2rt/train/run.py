@@ -27,7 +27,13 @@ from ltx2rt.flags import flag
 from ltx2rt.graph.ir import Cut, Graph
 from ltx2rt.models import train_step, transformer
 from ltx2rt.models.catalog import PROMPT_TOKENS
-from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.models.geometry import (
+    Geometry,
+    audio_positions,
+    pack_audio,
+    pack_video,
+    video_positions,
+)
 from ltx2rt.passes.adapters import MARK, Adapters, modules
 from ltx2rt.session.session import Session
 from ltx2rt.stages.noise import standard_normal, uniform
@@ -57,16 +63,27 @@ from ltx2rt.weights.audit import audit
 from ltx2rt.weights.files import cut
 
 NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
-FREE = ("output", "steps", "save_every", "keep")  # what another value of changes no step, but for a schedule's end
+FREE = (
+    "output",
+    "steps",
+    "save_every",
+    "keep",
+)  # what another value of changes no step, but for a schedule's end
 
 
 @dataclass(frozen=True)
 class TrainRequest:
     """A training run. None: the mode's own."""
 
-    data: Path = flag(MISSING, "cache that `train prepare` made", Path, group="training", metavar="CACHE")
+    data: Path = flag(
+        MISSING, "cache that `train prepare` made", Path, group="training", metavar="CACHE"
+    )
     output: Path = flag(
-        MISSING, "folder for the run; the same command again continues it", Path, group="output", metavar="RUN"
+        MISSING,
+        "folder for the run; the same command again continues it",
+        Path,
+        group="output",
+        metavar="RUN",
     )
     mode: str = flag(
         "i2v",
@@ -83,9 +100,16 @@ class TrainRequest:
         repeat=True,
     )
     rank: int = flag(32, "rank of the LoRA", int, group="training", least=1, most=1024)
-    alpha: float | None = flag(None, "scale times rank (default: --rank)", float, group="training", above=0, most=1e4)
+    alpha: float | None = flag(
+        None, "scale times rank (default: --rank)", float, group="training", above=0, most=1e4
+    )
     lr: float | None = flag(
-        None, "rate of AdamW (default: 1e-4, for t2a 2e-4)", float, group="training", above=0, most=1
+        None,
+        "rate of AdamW (default: 1e-4, for t2a 2e-4)",
+        float,
+        group="training",
+        above=0,
+        most=1,
     )
     schedule: str = flag(
         "linear",
@@ -95,12 +119,23 @@ class TrainRequest:
     )
     warmup: int = flag(0, "steps in which the rate rises from zero", int, group="training", least=0)
     steps: int | None = flag(
-        None, "steps of the optimiser (default: 2000, for t2a 3000)", int, group="training", least=1, most=10**6
+        None,
+        "steps of the optimiser (default: 2000, for t2a 3000)",
+        int,
+        group="training",
+        least=1,
+        most=10**6,
     )
-    batch: int = flag(1, "samples of each device of the mesh axis data", int, group="training", least=1, most=1024)
+    batch: int = flag(
+        1, "samples of each device of the mesh axis data", int, group="training", least=1, most=1024
+    )
     accumulate: int = flag(1, "batches of one step", int, group="training", least=1, most=1024)
-    weight_decay: float = flag(0.01, "weight decay of AdamW", float, group="training", least=0, most=1)
-    max_grad_norm: float = flag(1.0, "norm that gradients are scaled down to", float, group="training", above=0)
+    weight_decay: float = flag(
+        0.01, "weight decay of AdamW", float, group="training", least=0, most=1
+    )
+    max_grad_norm: float = flag(
+        1.0, "norm that gradients are scaled down to", float, group="training", above=0
+    )
     first_frame: float | None = flag(
         None, "share of the clips whose first frame is given (default: by --mode)", float, group="training", least=0,
         most=1,
@@ -114,7 +149,12 @@ class TrainRequest:
     video_loss: float = flag(1.0, "weight of the picture's loss", float, group="training", least=0)
     audio_loss: float = flag(1.0, "weight of the sound's loss", float, group="training", least=0)
     caption_dropout: float = flag(
-        0.0, "share of the captions replaced by the empty one", float, group="training", least=0, most=1
+        0.0,
+        "share of the captions replaced by the empty one",
+        float,
+        group="training",
+        least=0,
+        most=1,
     )
     remat: str = flag(
         "block",
@@ -122,9 +162,18 @@ class TrainRequest:
         group="training",
         choices=("block", "none"),
     )
-    save_every: int = flag(250, "steps between two LoRAs and states", int, group="training", least=1)
+    save_every: int = flag(
+        250, "steps between two LoRAs and states", int, group="training", least=1
+    )
     keep: int = flag(2, "number of states to keep", int, group="training", least=1)
-    seed: int = flag(42, "seed of noise, order and initial values", int, group="training", least=0, most=2**64 - 1)
+    seed: int = flag(
+        42,
+        "seed of noise, order and initial values",
+        int,
+        group="training",
+        least=0,
+        most=2**64 - 1,
+    )
     dry_run: bool = flag(False, "print groups and sizes, and train nothing", group="training")
 
 
@@ -141,7 +190,9 @@ class WithAdapters:
         return self.arrays[name] if name in self.arrays else self.source.info(name)
 
     def read(self, name: str, *cuts: Cut) -> Any:
-        return cut(self.arrays[name], *cuts) if name in self.arrays else self.source.read(name, *cuts)
+        return (
+            cut(self.arrays[name], *cuts) if name in self.arrays else self.source.read(name, *cuts)
+        )
 
 
 class Run:
@@ -159,11 +210,17 @@ class Run:
             first_frame=mode.first_frame if request.first_frame is None else request.first_frame,
         )
         if session.options.weights_dtype:
-            raise InputError("--weights-dtype: float8 weights have no gradient yet; leave the flag out")
+            raise InputError(
+                "--weights-dtype: float8 weights have no gradient yet; leave the flag out"
+            )
         if session.options.loras:
-            raise InputError("--lora: a LoRA beside the one that is trained is not taken yet; leave the flag out")
+            raise InputError(
+                "--lora: a LoRA beside the one that is trained is not taken yet; leave the flag out"
+            )
         if session.backend.mesh.get("guidance", 1) > 1:
-            raise InputError("--mesh: a training step has no guidance branches; use data, tensor, sequence or fsdp")
+            raise InputError(
+                "--mesh: a training step has no guidance branches; use data, tensor, sequence or fsdp"
+            )
         if "distilled" in session.checkpoint.path.name:
             raise InputError(
                 f"--model: {session.checkpoint.path.name} is distilled; train on the model it was made from"
@@ -172,7 +229,9 @@ class Run:
         self.samples = self._usable(read_manifest(r.data, self.base))
         self.batch = r.batch * session.backend.mesh.get("data", 1)
         if len(self.samples) < self.batch:
-            raise InputError(f"--batch: {self.batch} samples at once, the cache has {len(self.samples)}; lower it")
+            raise InputError(
+                f"--batch: {self.batch} samples at once, the cache has {len(self.samples)}; lower it"
+            )
         self.empty = json.loads((r.data / "manifest.jsonl").read_text().splitlines()[0])["empty"]
 
     def _usable(self, samples: list[Sample]) -> list[Sample]:
@@ -196,7 +255,9 @@ class Run:
         if "video" in self.streams:
             needed = [s for s in needed if "video" in s.streams]
             if not needed:
-                raise InputError(f"--data: no clip has a picture, --mode {r.mode} needs it; use --mode t2a")
+                raise InputError(
+                    f"--data: no clip has a picture, --mode {r.mode} needs it; use --mode t2a"
+                )
         return needed
 
     @cached_property
@@ -216,7 +277,9 @@ class Run:
     def adapters(self) -> Adapters:
         r = self.request
         assert r.alpha is not None
-        return Adapters(frozenset(targeted(r.targets, modules(self.plain))), r.rank, r.alpha / r.rank)
+        return Adapters(
+            frozenset(targeted(r.targets, modules(self.plain))), r.rank, r.alpha / r.rank
+        )
 
     @cached_property
     def plain(self) -> Graph:
@@ -236,11 +299,15 @@ class Run:
 
     @cached_property
     def graph(self) -> Graph:
-        return replace(self.session.placement, adapters=self.adapters).local(self.plain, "transformer")
+        return replace(self.session.placement, adapters=self.adapters).local(
+            self.plain, "transformer"
+        )
 
     @cached_property
     def initial(self) -> dict[str, np.ndarray]:
-        shapes = {name: spec.shape for name, spec in self.graph.parameters().items() if MARK in name}
+        shapes = {
+            name: spec.shape for name, spec in self.graph.parameters().items() if MARK in name
+        }
         return {name: initial(name, shape, self.request.seed) for name, shape in shapes.items()}
 
     def trainer(self) -> Trainer:
@@ -267,9 +334,14 @@ class Run:
         found = []
         for i in range(start, start + self.batch):
             epoch, place = divmod(i, len(self.samples))
-            order = np.argsort(uniform(self.request.seed, f"train.order.{epoch}", len(self.samples)), kind="stable")
+            order = np.argsort(
+                uniform(self.request.seed, f"train.order.{epoch}", len(self.samples)), kind="stable"
+            )
             found.append(
-                (self.samples[order[place]], f"train.{step}.{i - step * self.request.accumulate * self.batch}")
+                (
+                    self.samples[order[place]],
+                    f"train.{step}.{i - step * self.request.accumulate * self.batch}",
+                )
             )
         return found
 
@@ -288,10 +360,16 @@ class Run:
         given = uniform(r.seed, f"{stream}.first_frame", 1)[0] < r.first_frame
         level = 0.0
         for name in self.streams:
-            pack, tokens = (pack_video, g.num_video_tokens) if name == "video" else (pack_audio, g.audio_latents)
+            pack, tokens = (
+                (pack_video, g.num_video_tokens)
+                if name == "video"
+                else (pack_audio, g.audio_latents)
+            )
             channels = self.plain.inputs[f"{name}_clean"].type.size("C")
             there = name in latents
-            clean = pack(latents[name][None])[0] if there else np.zeros((tokens, channels), np.float32)
+            clean = (
+                pack(latents[name][None])[0] if there else np.zeros((tokens, channels), np.float32)
+            )
             noised = np.full(tokens, int(there and name in self.trained), np.int32)
             if name == "video" and given:
                 noised[: g.rows * g.columns] = 0
@@ -302,7 +380,9 @@ class Run:
             found[f"{name}_noise"] = standard_normal(r.seed, own, clean.shape)
             found[f"{name}_noised"] = noised
             found[f"{name}_sigma"] = np.float32(level if noised.any() else 0)
-            found[f"{name}_context"] = contexts[f"{name}"] if name in contexts else contexts[f"{name}_context"]
+            found[f"{name}_context"] = (
+                contexts[f"{name}"] if name in contexts else contexts[f"{name}_context"]
+            )
         if "video_keyframes_mask" in self.plain.inputs:
             found["video_keyframes_mask"] = np.zeros(g.num_video_tokens, np.float32)
         return found
@@ -314,15 +394,26 @@ class Run:
         """What a state carries, and a run that continues must agree with."""
         r = {name: str(x) if isinstance(x, Path) else x for name, x in asdict(self.request).items()}
         data = [(s.sample, s.context) for s in self.samples]
-        return {"base": self.base, "data": str(hash_of(data)), "dtype": self.session.dtype, "request": r}
+        return {
+            "base": self.base,
+            "data": str(hash_of(data)),
+            "dtype": self.session.dtype,
+            "request": r,
+        }
 
     def check_resumed(self, about: Mapping[str, Any]) -> None:
         """Raises InputError where the state is of another model, other data or another configuration."""
         path = self.request.output
         if about["base"] != self.base:
-            raise InputError(f"--output: {path} trains a LoRA of another model; pass that --model, or another --output")
+            raise InputError(
+                f"--output: {path} trains a LoRA of another model; pass that --model, or another --output"
+            )
         ours, theirs = json.loads(json.dumps(self.about["request"])), about["request"]
-        changed = [name for name in ours if name not in (*FREE, "data", "dry_run") and ours[name] != theirs.get(name)]
+        changed = [
+            name
+            for name in ours
+            if name not in (*FREE, "data", "dry_run") and ours[name] != theirs.get(name)
+        ]
         if changed:
             name = changed[0]
             raise InputError(
@@ -330,9 +421,15 @@ class Run:
                 "flags to continue it, or another --output"
             )
         if about["data"] != self.about["data"] or about["dtype"] != self.about["dtype"]:
-            raise InputError(f"--data: {path} was begun with other clips or --dtype; give another --output")
+            raise InputError(
+                f"--data: {path} was begun with other clips or --dtype; give another --output"
+            )
 
-    def train(self, say: Callable[[str], None], on_step: Callable[[dict[str, Any]], None] = lambda row: None) -> Path:
+    def train(
+        self,
+        say: Callable[[str], None],
+        on_step: Callable[[dict[str, Any]], None] = lambda row: None,
+    ) -> Path:
         """Train to the last step, and return the LoRA's file. Raises InputError, and NotWritten if a disk is full."""
         with locked(self.request.output) if self.session.backend.is_main else nullcontext():
             return self._train(say, on_step)
@@ -365,10 +462,17 @@ class Run:
                 broken = 0 if fine else broken + 1
                 row = {"step": step, "lr": now, **_summary(losses, levels), "grad_norm": total}
                 row |= {f"grad_norm_{group}": math.sqrt(x) for group, x in norms.items()}
-                row |= {"clipped": total > r.max_grad_norm, "samples": names, "seconds": time.perf_counter() - began}
+                row |= {
+                    "clipped": total > r.max_grad_norm,
+                    "samples": names,
+                    "seconds": time.perf_counter() - began,
+                }
                 row["update_seconds"] = time.perf_counter() - waited
                 if not fine:
-                    row = {name: x if not isinstance(x, float) or math.isfinite(x) else None for name, x in row.items()}
+                    row = {
+                        name: x if not isinstance(x, float) or math.isfinite(x) else None
+                        for name, x in row.items()
+                    }
                 rows.append(row)
                 if main:
                     metrics.write(json.dumps(row) + "\n")
@@ -397,12 +501,16 @@ class Run:
             drawn = self.drawn(step, part)
             names += [sample.name for sample, _ in drawn]
             feeds = self.feeds(drawn)
-            found = trainer.accumulate(feeds, {n: w / self.request.accumulate for n, w in weights.items()})
+            found = trainer.accumulate(
+                feeds, {n: w / self.request.accumulate for n, w in weights.items()}
+            )
             for name in self.trained:
                 there = feeds[f"{name}_noised"].any(1)
                 losses[name].append(found[f"{name}_loss"][there])
                 levels[name].append(feeds[f"{name}_sigma"][there])
-        joined, sigmas = ({n: np.concatenate(x) for n, x in each.items()} for each in (losses, levels))
+        joined, sigmas = (
+            {n: np.concatenate(x) for n, x in each.items()} for each in (losses, levels)
+        )
         return joined, sigmas, names
 
     def _require_gradients(
@@ -410,7 +518,9 @@ class Run:
     ) -> None:
         """Raise InputError if a group has had no gradient for long, although its stream had data."""
         for group, norm in norms.items():
-            had = STREAM_OF[group] == "cross" or (STREAM_OF[group] in losses and losses[STREAM_OF[group]].size)
+            had = STREAM_OF[group] == "cross" or (
+                STREAM_OF[group] in losses and losses[STREAM_OF[group]].size
+            )
             silent[group] = silent[group] + 1 if norm == 0 and had else 0
             if silent[group] == NO_GRADIENT:
                 raise InputError(
@@ -449,13 +559,19 @@ def _by_group(squares: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _summary(losses: Mapping[str, np.ndarray], levels: Mapping[str, np.ndarray]) -> dict[str, float | None]:
+def _summary(
+    losses: Mapping[str, np.ndarray], levels: Mapping[str, np.ndarray]
+) -> dict[str, float | None]:
     """Mean losses by stream, each also by quarter of the noise level."""
     found: dict[str, float | None] = {}
     for name, loss in losses.items():
         found[f"{name}_loss"] = float(loss.mean()) if loss.size else None
         quarters = np.minimum((levels[name] * 4).astype(int), 3)
-        found |= {f"{name}_loss_q{q}": float(loss[quarters == q].mean()) for q in range(4) if (quarters == q).any()}
+        found |= {
+            f"{name}_loss_q{q}": float(loss[quarters == q].mean())
+            for q in range(4)
+            if (quarters == q).any()
+        }
     return found
 
 
@@ -479,8 +595,12 @@ def start(session: Session, request: TrainRequest) -> Run:
     if not request.dry_run and session.backend.is_main:
         request.output.mkdir(parents=True, exist_ok=True)
         strange = [
-            p.name for p in request.output.iterdir() if not p.name.startswith(("lora-", "state", ".", "loss", METRICS))
+            p.name
+            for p in request.output.iterdir()
+            if not p.name.startswith(("lora-", "state", ".", "loss", METRICS))
         ]
         if strange and not states(request.output):
-            raise InputError(f"--output: {request.output} holds other files, such as {strange[0]}; choose a new folder")
+            raise InputError(
+                f"--output: {request.output} holds other files, such as {strange[0]}; choose a new folder"
+            )
     return run

@@ -31,14 +31,17 @@ def states(run: Path) -> list[Path]:
     return sorted(p for p in (run / STATES).glob("[0-9]*") if (p / "state.json").is_file())
 
 
-def write_state(run: Path, step: int, arrays: Mapping[str, Arrays], about: Mapping[str, Any], keep: int) -> None:
+def write_state(
+    run: Path, step: int, arrays: Mapping[str, Arrays], about: Mapping[str, Any], keep: int
+) -> None:
     """Raises NotWritten if the disk is full; earlier states are whole."""
     folder, partial = run / STATES / f"{step:06d}", run / STATES / f".{step:06d}.partial"
     try:
         partial.mkdir(parents=True, exist_ok=True)
         for kind, tensors in arrays.items():
             write_arrays(
-                partial / f"{kind}.safetensors", {name: np.asarray(x, np.float32) for name, x in tensors.items()}
+                partial / f"{kind}.safetensors",
+                {name: np.asarray(x, np.float32) for name, x in tensors.items()},
             )
         (partial / "state.json").write_text(json.dumps(dict(about) | {"step": step}, indent=1))
         for file in partial.iterdir():
@@ -49,7 +52,11 @@ def write_state(run: Path, step: int, arrays: Mapping[str, Arrays], about: Mappi
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         kept = states(run)
-        last = f"the state of step {int(kept[-1].name)} is whole" if kept else "nothing is lost but this run"
+        last = (
+            f"the state of step {int(kept[-1].name)} is whole"
+            if kept
+            else "nothing is lost but this run"
+        )
         why = f"{error.strerror}; {last}: make room and give the same command"
         raise NotWritten(error.errno, why, str(folder)) from error
     for old in states(run)[:-keep]:
@@ -66,11 +73,15 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.nda
     return about, arrays
 
 
-def write_lora(path: Path, parameters: Arrays, scale: float, about: Mapping[str, Any], dtype: str = "bfloat16") -> None:
+def write_lora(
+    path: Path, parameters: Arrays, scale: float, about: Mapping[str, Any], dtype: str = "bfloat16"
+) -> None:
     """The official keys, `diffusion_model.<module>.lora_A.weight`; alpha / rank is part of B, and no key says alpha."""
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     arrays = {
-        name.removeprefix("model."): (x * np.float32(scale) if ".lora_B." in name else x).astype(kind)
+        name.removeprefix("model."): (x * np.float32(scale) if ".lora_B." in name else x).astype(
+            kind
+        )
         for name, x in parameters.items()
     }
     write_arrays(path, arrays, {"format": "pt", "ltx2rt": json.dumps(dict(about))})
@@ -103,7 +114,9 @@ def locked(run: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        raise InputError(f"--output: another process trains in {run}; wait for it, or choose another name") from None
+        raise InputError(
+            f"--output: another process trains in {run}; wait for it, or choose another name"
+        ) from None
     try:
         yield
     finally:
@@ -123,14 +136,20 @@ def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         ]
     most = max((y for points in curves.values() for _, y in points), default=1.0) or 1.0
     last = max((x for points in curves.values() for x, _ in points), default=1) or 1
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
+    ]
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
     for row, (name, points) in enumerate((n, p) for n, p in curves.items() if p):
         line = " ".join(f"{40 + 590 * x / last:.1f},{300 - 280 * y / most:.1f}" for x, y in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[name]}"/>')
         label = f"{name.replace('_', ' ')} {points[-1][1]:.3f}"
-        parts.append(f'<text x="440" y="{30 + 16 * row}" font-size="12" fill="{colours[name]}">{label}</text>')
-    parts.append(f'<text x="4" y="24" font-size="12">{most:.2f}</text><text x="560" y="316" font-size="12">')
+        parts.append(
+            f'<text x="440" y="{30 + 16 * row}" font-size="12" fill="{colours[name]}">{label}</text>'
+        )
+    parts.append(
+        f'<text x="4" y="24" font-size="12">{most:.2f}</text><text x="560" y="316" font-size="12">'
+    )
     parts.append(f"step {last}</text></svg>")
     with replacing(path) as partial:
         partial.write_text("".join(parts))

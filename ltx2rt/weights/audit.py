@@ -21,9 +21,11 @@ KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
     r"(?:language_model\.)?lm_head\..*",
 ]
 _KNOWN_UNUSED = re.compile("|".join(f"(?:{pattern})" for pattern in KNOWN_UNUSED))
-_HALVES = re.compile(  # networks in one file, each used without the others; the diffusion decoder is two
-    r"(?:audio_)?vae\.(?:per_channel_statistics|encoder|decoder)\."
-    r"(?:(?:conv_in(?!\.conv)|(?:det_stages|upsamples)\.[0-2])\.)?"
+_HALVES = (
+    re.compile(  # networks in one file, each used without the others; the diffusion decoder is two
+        r"(?:audio_)?vae\.(?:per_channel_statistics|encoder|decoder)\."
+        r"(?:(?:conv_in(?!\.conv)|(?:det_stages|upsamples)\.[0-2])\.)?"
+    )
 )
 
 
@@ -32,7 +34,9 @@ class Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def audit(parameters: Mapping[str, Shaped], source: TensorSource, where: str | Path, partial: bool = False) -> None:
+def audit(
+    parameters: Mapping[str, Shaped], source: TensorSource, where: str | Path, partial: bool = False
+) -> None:
     """Every parameter has exactly one tensor of its shape; every tensor is a parameter or known to be unused.
 
     Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to is not looked at. partial: the
@@ -44,7 +48,8 @@ def audit(parameters: Mapping[str, Shaped], source: TensorSource, where: str | P
     unexpected = [
         name
         for name in sorted(names - parameters.keys())
-        if not _KNOWN_UNUSED.fullmatch(name) and not ((match := _HALVES.match(name)) and match[0] not in halves)
+        if not _KNOWN_UNUSED.fullmatch(name)
+        and not ((match := _HALVES.match(name)) and match[0] not in halves)
     ]
     misshapen = [
         f"{name} is {list(source.info(name).shape)}, expected {list(spec.shape)}"
@@ -53,13 +58,23 @@ def audit(parameters: Mapping[str, Shaped], source: TensorSource, where: str | P
     ]
     problems = []
     if missing:
-        near = sorted({match for name in missing[:20] for match in difflib.get_close_matches(name, unexpected, 1)})
+        near = sorted(
+            {
+                match
+                for name in missing[:20]
+                for match in difflib.get_close_matches(name, unexpected, 1)
+            }
+        )
         hint = f" (nearest in the file: {collapse(near)})" if near else ""
         problems.append(f"{len(missing)} parameters have no tensor: {collapse(missing)}{hint}")
     if misshapen:
         more = f" and {len(misshapen) - 4} more" if len(misshapen) > 4 else ""
-        problems.append(f"{len(misshapen)} tensors have another shape: {'; '.join(misshapen[:4])}{more}")
+        problems.append(
+            f"{len(misshapen)} tensors have another shape: {'; '.join(misshapen[:4])}{more}"
+        )
     if unexpected and not partial:
         problems.append(f"{len(unexpected)} tensors are used by no network: {collapse(unexpected)}")
     if problems:
-        raise InputError(f"{where}: {'; '.join(problems)}; pass the checkpoint that its config describes")
+        raise InputError(
+            f"{where}: {'; '.join(problems)}; pass the checkpoint that its config describes"
+        )

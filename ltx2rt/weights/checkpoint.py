@@ -62,7 +62,9 @@ from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_to
 ENCODED = [np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, np.uint8)]
 COMPONENTS = names_of(lambda part: part.source)
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
-BLOCK_MATRIX = re.compile(r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$")
+BLOCK_MATRIX = re.compile(
+    r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$"
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,12 @@ class Checkpoint:
     def files(self) -> list[Path]:
         """The files and folders that were found, those beside the one that was named included."""
         tokenizer = [self.tokenizer] if isinstance(self.tokenizer, Path) else []
-        return [self.path, *tokenizer, *self.loras_found, *(source.where for source in self.sources.values())]
+        return [
+            self.path,
+            *tokenizer,
+            *self.loras_found,
+            *(source.where for source in self.sources.values()),
+        ]
 
     def source(self, component: str) -> RenamedSource:
         """Raises InputError if the component was not found, naming its flag and what else is missing."""
@@ -93,7 +100,9 @@ class Checkpoint:
         raise self._absent(component)
 
     def _absent(self, part: str) -> InputError:
-        return absent(part, self.path, self.unreadable, [each for each in self.missing() if each != part])
+        return absent(
+            part, self.path, self.unreadable, [each for each in self.missing() if each != part]
+        )
 
     def missing(self) -> list[str]:
         """Parts that a generation has and some pipelines need, and that were not found."""
@@ -107,7 +116,9 @@ class Checkpoint:
         tenth of the width (384 and 450 of 4096). Raises InputError listing the candidates if not exactly one fits.
         """
         source = self.source("transformer")
-        matrices = {n for n in source.names() if BLOCK_MATRIX.search(n) and len(source.info(n).shape) == 2}
+        matrices = {
+            n for n in source.names() if BLOCK_MATRIX.search(n) and len(source.info(n).shape) == 2
+        }
 
         def fits(path: Path) -> bool:
             try:
@@ -115,7 +126,9 @@ class Checkpoint:
             except InputError:  # such as one of int8, which may lie there for others
                 return False
             ranks = [lora.file.info(pair.down).shape[0] for pair in lora.pairs.values()]
-            return matrices <= lora.pairs.keys() and 16 * max(ranks) >= self.config.transformer.width
+            return (
+                matrices <= lora.pairs.keys() and 16 * max(ranks) >= self.config.transformer.width
+            )
 
         def of_another_release(path: Path) -> bool:
             return stated(TensorFile(path).metadata) not in ("", self.config.release.name)
@@ -152,7 +165,9 @@ class Checkpoint:
         except InputError:
             raise
         except (GraphError, ArithmeticError, IndexError, MemoryError, ValueError) as error:
-            raise InputError(f"{self.path}: its config contradicts itself: {error}; pass another checkpoint") from error
+            raise InputError(
+                f"{self.path}: its config contradicts itself: {error}; pass another checkpoint"
+            ) from error
 
     def require_tokenizer(self) -> Path | Asset:
         if self.tokenizer is None:
@@ -190,7 +205,11 @@ def open_checkpoint(
     path, main, parts, index = find(Path(model), given, config_from)
 
     def pick(part: str) -> Path | None:
-        return Path(chosen) if (chosen := given[PARTS[part].option]) else only(part, listed(parts.files[part], index))
+        return (
+            Path(chosen)
+            if (chosen := given[PARTS[part].option])
+            else only(part, listed(parts.files[part], index))
+        )
 
     gemma_path = pick("gemma")
     upsampler_paths = {part: pick(part) for part in ("upsampler", "temporal_upsampler")}
@@ -213,23 +232,35 @@ def open_checkpoint(
         main = dequantised(main)
         layout = "official"
         own = official_sources(main).keys()
-        files = {part: pick(part) for part in ("audio_vae", "duration_head") if part not in own or given[part]}
+        files = {
+            part: pick(part)
+            for part in ("audio_vae", "duration_head")
+            if part not in own or given[part]
+        }
         files |= video_files(video_vae, parts, own)
         config, components = open_official(main, files, gemma_path, gemma_config, parts)
     else:
         layout = "diffusers"
         if config_from:
             raise InputError(f"--config-from: {path} has its own config; leave the flag out")
-        if named := [PARTS[part].flag for part in ("video_vae", "audio_vae", "duration_head") if given[part]]:
-            raise InputError(f"{named[0]}: {path} is a diffusers folder, which has its own; leave the flag out")
-        folders = {part: only(part, listed(found, index)) for part, found in parts.diffusers.items()}
+        if named := [
+            PARTS[part].flag for part in ("video_vae", "audio_vae", "duration_head") if given[part]
+        ]:
+            raise InputError(
+                f"{named[0]}: {path} is a diffusers folder, which has its own; leave the flag out"
+            )
+        folders = {
+            part: only(part, listed(found, index)) for part, found in parts.diffusers.items()
+        }
         config, components = open_diffusers(path, folders, gemma_config, parts.unreadable)
     sources |= components
     configs.check_connectors(config.text, config.transformer, str(sources["text"].where))
     if gemma_config is not None:
         configs.check_gemma(gemma_config, config.text, str(gemma_path))
     if config.duration_head is not None:
-        configs.check_duration_head(config.duration_head, config.text, str(sources["duration_head"].where))
+        configs.check_duration_head(
+            config.duration_head, config.text, str(sources["duration_head"].where)
+        )
     config = replace(config, **upsamplers)
     for part, found in upsamplers.items():
         _check_upsampler(found, upsampler_paths[part], config, PARTS[part].flag)
@@ -238,10 +269,14 @@ def open_checkpoint(
         _refuse_encoded(source)
     tokenizer, found_ = find_tokenizer(gemma_path, parts.tokenizer), tuple(parts.tokenizer)
     unreadable = tuple(parts.unreadable)
-    return Checkpoint(path, layout, config, sources, tokenizer, tuple(parts.files["lora"]), unreadable, found_)
+    return Checkpoint(
+        path, layout, config, sources, tokenizer, tuple(parts.files["lora"]), unreadable, found_
+    )
 
 
-def _check_upsampler(found: UpsamplerConfig, path: Path | None, config: ModelConfig, flag: str) -> None:
+def _check_upsampler(
+    found: UpsamplerConfig, path: Path | None, config: ModelConfig, flag: str
+) -> None:
     """Raises InputError for an upsampler of another release, or of other latents."""
     check_release(path, config.version, flag)
     if found.in_channels != config.video_vae.latent_channels:
@@ -281,9 +316,13 @@ def check_release(path: Path | None, version: tuple[int, ...], flag: str) -> Non
 def official_metadata(file: TensorFile | TensorFolder) -> Keys:
     """Its config's sections; those that are null, as the files of LTX-2.5 have them, are absent."""
     if "config" not in file.metadata:
-        raise InputError(f"{file.path}: its metadata has no `config`; pass the original file, not a re-saved one")
+        raise InputError(
+            f"{file.path}: its metadata has no `config`; pass the original file, not a re-saved one"
+        )
     found = parse_json(file.metadata["config"], f"{file.path}: config")
-    return Keys({name: section for name, section in found.data.items() if section is not None}, found.where)
+    return Keys(
+        {name: section for name, section in found.data.items() if section is not None}, found.where
+    )
 
 
 def open_official(
@@ -309,7 +348,11 @@ def open_official(
     if missing := [part for part in ("video_vae", "audio_vae", "vocoder") if part not in sources]:
         if {"audio_vae", "vocoder"} <= {*missing}:  # one file has both
             missing.remove("vocoder")
-        more = {"gemma": gemma_path, "upsampler": found.files["upsampler"], "lora": found.files["lora"]}
+        more = {
+            "gemma": gemma_path,
+            "upsampler": found.files["upsampler"],
+            "lora": found.files["lora"],
+        }
         also = [part for part, there in more.items() if not there]
         raise absent(missing, main.path, found.unreadable, also)
 
@@ -319,7 +362,10 @@ def open_official(
     version = version_tuple(main.metadata.get("model_version"))
     if gemma_path is not None:
         check_gemma_version(main, version, gemma_keys(gemma_path), gemma_path)
-    transformer, audio = section("transformer", ""), configs.official_audio_vae(section("audio_vae", "audio_vae"))
+    transformer, audio = (
+        section("transformer", ""),
+        configs.official_audio_vae(section("audio_vae", "audio_vae")),
+    )
     network = configs.official_transformer(transformer)
     text = _with_connectors(main, sources.get("text"), found.files["text"], network)
     sources["text"], width = _text_source(main, text, gemma_path)
@@ -347,14 +393,18 @@ def open_official(
     if "duration_head" in sources:
         head = keys["duration_head"]
         head = head.inner("duration_head") if "duration_head" in head else Keys({}, head.where)
-        config = replace(config, duration_head=_duration_head(head, sources["duration_head"], "official"))
+        config = replace(
+            config, duration_head=_duration_head(head, sources["duration_head"], "official")
+        )
     return config, sources
 
 
 def _duration_head(keys: Keys, source: RenamedSource, layout: str) -> DurationHeadConfig:
     names = [f"duration_head.{m}_input_proj.weight" for m in ("video", "audio")]
     if missing := [name for name in names if name not in set(source.names())]:
-        raise InputError(f"{source.where}: no {missing[0]}; pass a complete duration head with --duration-head")
+        raise InputError(
+            f"{source.where}: no {missing[0]}; pass a complete duration head with --duration-head"
+        )
     return configs.duration_head(keys, layout, *(source.info(name).shape[-1] for name in names))
 
 
@@ -406,7 +456,11 @@ def _text_source(
         )
 
     def projections(source: TensorSource) -> list[str]:
-        return [name for name in source.names() if re.match(rf"{TEXT_PROJECTION}.*aggregate_embed\.weight$", name)]
+        return [
+            name
+            for name in source.names()
+            if re.match(rf"{TEXT_PROJECTION}.*aggregate_embed\.weight$", name)
+        ]
 
     if not projections(text):
         tensors = open_tensors(gemma_path) if gemma_path is not None else None
@@ -423,19 +477,27 @@ def _text_source(
                 f"{gemma_path}: a Gemma without LTX-2.5's text projection ({TEXT_PROJECTION}*aggregate_embed), which "
                 f"{main.path} has not either; pass the release's own text-encoder file with --text-encoder"
             )
-        projection = renamed(tensors, gemma_path, lambda name: name if name.startswith(TEXT_PROJECTION) else None)
+        projection = renamed(
+            tensors, gemma_path, lambda name: name if name.startswith(TEXT_PROJECTION) else None
+        )
         text = text.joined(projection, projection.names())
     widths = {text.info(name).shape[-1] for name in projections(text)}
     if len(widths) != 1:
-        raise InputError(f"{text.where}: the text projections take different widths: {sorted(widths)}")
+        raise InputError(
+            f"{text.where}: the text projections take different widths: {sorted(widths)}"
+        )
     return text, widths.pop()
 
 
-def check_gemma_version(main: TensorFile | TensorFolder, version: tuple[int, ...], gemma: Keys, where: Path) -> None:
+def check_gemma_version(
+    main: TensorFile | TensorFolder, version: tuple[int, ...], gemma: Keys, where: Path
+) -> None:
     """Raises InputError if, as far as both say, the transformer was trained with another text encoder."""
     found, release = gemma.get("gemma_version", None), f"LTX-{'.'.join(map(str, version)) or '2'}"
     if "gemma_source_checkpoint" in main.metadata:
-        source = parse_json(main.metadata["gemma_source_checkpoint"], f"{main.path}: gemma_source_checkpoint")
+        source = parse_json(
+            main.metadata["gemma_source_checkpoint"], f"{main.path}: gemma_source_checkpoint"
+        )
         if (wanted := source.need("gemma_version")) != found:
             raise InputError(
                 f"{where}: gemma_version {found!r}, the transformer was trained with {wanted!r}; pass the text encoder "
@@ -462,7 +524,9 @@ def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource
     for name in file.names():
         homes.setdefault(component_of(name), {})[name] = (file, name)
     if stray := homes.pop(None, None):
-        raise InputError(f"{file.path}: {len(stray)} tensors belong to no component: {collapse(stray)}")
+        raise InputError(
+            f"{file.path}: {len(stray)} tensors belong to no component: {collapse(stray)}"
+        )
     return {str(component): RenamedSource(file.path, home) for component, home in homes.items()}
 
 
@@ -483,14 +547,20 @@ def open_upsampler(path: Path, flag: str = "--upsampler") -> tuple[UpsamplerConf
     """An official upsampler file, or a diffusers folder, of any kind. flag: that names it."""
     if path.is_dir():
         if folder_kind(path) not in UPSAMPLERS:
-            raise InputError(f"{path}: no latent upsampler folder; pass one, or a file, with {flag}")
+            raise InputError(
+                f"{path}: no latent upsampler folder; pass one, or a file, with {flag}"
+            )
         tensors, keys = open_tensors(path), read_json(path / "config.json")
     else:
         tensors = TensorFile(path)
         if file_kind(tensors) not in UPSAMPLERS:
-            raise InputError(f"{path}: no latent upsampler ({contents(tensors)}); pass one with {flag}")
+            raise InputError(
+                f"{path}: no latent upsampler ({contents(tensors)}); pass one with {flag}"
+            )
         if "config" not in tensors.metadata:
-            raise InputError(f"{path}: its metadata has no `config`; pass the original file, not a re-saved one")
+            raise InputError(
+                f"{path}: its metadata has no `config`; pass the original file, not a re-saved one"
+            )
         keys = parse_json(tensors.metadata["config"], f"{path}: config")
     rational = "upsampler.conv.weight" in set(tensors.names())
     return configs.upsampler(keys, rational), renamed(tensors, path, lambda name: name)
@@ -529,7 +599,9 @@ def open_diffusers(
         source = renamed(tensors, folder, lambda name, c=component: to_official(c, name, stages))
         sources[component] = _joined_rows(component, source)
     if "diffusion_decoder" in folders:
-        config = replace(config, diffusion_decoder=configs.diffusers_diffusion_decoder(keys("diffusion_decoder")))
+        config = replace(
+            config, diffusion_decoder=configs.diffusers_diffusion_decoder(keys("diffusion_decoder"))
+        )
     if "duration_head" in folders:
         head = _duration_head(keys("duration_head"), sources["duration_head"], "diffusers")
         config = replace(config, duration_head=head)
@@ -541,4 +613,6 @@ def _joined_rows(component: str, source: RenamedSource) -> RenamedSource:
     joined, names = fused_of(component, source.names()), set(source.names())
     if missing := [part for parts in joined.values() for part in parts if part not in names]:
         raise InputError(f"{source.where}: no {missing[0]}; pass a complete folder")
-    return renamed(JoinedRows(source, joined), source.where, lambda name: name) if joined else source
+    return (
+        renamed(JoinedRows(source, joined), source.where, lambda name: name) if joined else source
+    )

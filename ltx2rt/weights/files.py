@@ -52,13 +52,18 @@ DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = [dtype for name, dtype in DTYPES.items() if name.startswith(("F", "BF"))]
 INFINITY = {  # the bits of the least non-finite value, above zero and below; float8_e4m3fn has NaN alone
-    dtype: tuple(int(x) for x in np.array([np.inf, -np.inf], np.float32).astype(dtype).view(f"u{dtype.itemsize}"))
+    dtype: tuple(
+        int(x)
+        for x in np.array([np.inf, -np.inf], np.float32).astype(dtype).view(f"u{dtype.itemsize}")
+    )
     for dtype in FLOATS
 }
 BARE_TRANSFORMER = "audio_patchify_proj.weight"
 CACHED_BYTES = 2**20
 WEIGHTS = (".safetensors", ".gguf")  # suffixes of files that are looked into
-SHARD_INDEX = ".safetensors.index.json"  # how the name of a file ends that lists the shards beside it
+SHARD_INDEX = (
+    ".safetensors.index.json"  # how the name of a file ends that lists the shards beside it
+)
 NOT_FINITE = "NaN or infinite values; download the file again"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS, MAX_NAME = 64, 1000  # numpy's limit; names are shown in messages
@@ -135,7 +140,9 @@ class TensorFile:
         """Raises InputError for what the safetensors package refuses, for a git-lfs pointer, a FIFO, a folder."""
         self.path = Path(path)
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO must not wait
+            self._file = os.open(
+                path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            )  # opening a FIFO must not wait
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot read: {getattr(error, 'strerror', error)}") from error
         weakref.finalize(self, os.close, self._file)
@@ -156,14 +163,18 @@ class TensorFile:
         if BARE_TRANSFORMER in tensors:
             names = official_names(tensors)
             if len(set(names.values())) < len(names):
-                raise InputError(f"{self.path}: names with and without prefix clash; pass another file")
+                raise InputError(
+                    f"{self.path}: names with and without prefix clash; pass another file"
+                )
             tensors = {names[name]: each for name, each in tensors.items()}
         return metadata, tensors
 
     def check(self) -> None:
         """Raises InputError if the file has changed since it was opened."""
         if identity(self._file) != self.identity:
-            raise InputError(f"{self.path}: changed since it was opened; start again when it is complete")
+            raise InputError(
+                f"{self.path}: changed since it was opened; start again when it is complete"
+            )
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
@@ -181,7 +192,10 @@ class TensorFile:
         self.check()
         if 0 in info.shape:
             return cut(np.empty(info.shape, info.dtype), *cuts)
-        array = cut(np.frombuffer(self._map, info.dtype, math.prod(info.shape), begin).reshape(info.shape), *cuts)
+        array = cut(
+            np.frombuffer(self._map, info.dtype, math.prod(info.shape), begin).reshape(info.shape),
+            *cuts,
+        )
         if not finite(array):
             raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
         self.requested_bytes += array.nbytes
@@ -202,7 +216,9 @@ def finite(array: np.ndarray) -> bool:
     if array.dtype not in INFINITY or array.size == 0:
         return True
     (above, below), bits = INFINITY[array.dtype], np.atleast_1d(array).view(f"u{array.itemsize}")
-    step = max(1, CACHED_BYTES * len(bits) // bits.nbytes)  # rows at once, so that later passes find them cached
+    step = max(
+        1, CACHED_BYTES * len(bits) // bits.nbytes
+    )  # rows at once, so that later passes find them cached
 
     def passes(part: np.ndarray) -> bool:
         if array.itemsize > 1 and int(np.bitwise_or.reduce(part, axis=None)) & above != above:
@@ -265,7 +281,9 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
         return _open_shards(path, path) if path.name.endswith(SHARD_INDEX) else open_file(path)
     indices = sorted(index for index in path.glob(f"*{SHARD_INDEX}") if index.is_file())
     if len(indices) > 1:
-        raise InputError(f"{path}: {len(indices)} shard indices ({', '.join(i.name for i in indices)}), expected one")
+        raise InputError(
+            f"{path}: {len(indices)} shard indices ({', '.join(i.name for i in indices)}), expected one"
+        )
     if indices:
         return _open_shards(path, indices[0])
     files = sorted(path.glob("*.safetensors"))
@@ -278,7 +296,10 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
 def read_index(index: Path) -> dict[str, Path]:
     """The shard of each tensor. Raises InputError for what is no shard index."""
     try:
-        return {name: index.parent / shard for name, shard in json.loads(index.read_text())["weight_map"].items()}
+        return {
+            name: index.parent / shard
+            for name, shard in json.loads(index.read_text())["weight_map"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{index}: not a shard index: {error}") from error
 
@@ -287,16 +308,22 @@ def _open_shards(path: Path, index: Path) -> TensorFolder:
     home = read_index(index)
     folder = TensorFolder(path, [TensorFile(shard) for shard in sorted(set(home.values()))])
     if missing := sorted(home.keys() - set(folder.names())):
-        raise InputError(f"{index}: {len(missing)} tensors of the index are in no shard, first {missing[0]}")
+        raise InputError(
+            f"{index}: {len(missing)} tensors of the index are in no shard, first {missing[0]}"
+        )
     return folder
 
 
 def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
     """(metadata, name -> (info, first byte)) of an open file, as the safetensors package reads it."""
     if (start := os.pread(file, 24, 0)).startswith(b"version https://git-lfs"):
-        raise InputError(f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in its repository")
+        raise InputError(
+            f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in its repository"
+        )
     try:
-        with safe_open(f"/dev/fd/{file}", "np") as parsed:  # the same file, whatever has the path's name by now
+        with safe_open(
+            f"/dev/fd/{file}", "np"
+        ) as parsed:  # the same file, whatever has the path's name by now
             metadata = parsed.metadata() or {}
             slices = [(name, parsed.get_slice(name)) for name in parsed.offset_keys()]
             header = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
@@ -310,12 +337,18 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
     tensors, end = {}, 8 + int.from_bytes(start[:8], "little")
     for name, dtype, shape in header:
         if not name.isprintable() or len(name) > MAX_NAME:
-            raise InputError(f"{path}: a tensor's name is not printable or longer than {MAX_NAME}: {name[:40]!r}")
+            raise InputError(
+                f"{path}: a tensor's name is not printable or longer than {MAX_NAME}: {name[:40]!r}"
+            )
         if dtype not in DTYPES:
-            raise InputError(f"{path}: tensor {name}: unknown dtype {dtype}, known are {', '.join(DTYPES)}")
+            raise InputError(
+                f"{path}: tensor {name}: unknown dtype {dtype}, known are {', '.join(DTYPES)}"
+            )
         info = TensorInfo(shape, DTYPES[dtype])
         if len(shape) > MAX_DIMS or math.prod(filter(None, shape)) * info.dtype.itemsize >= 2**63:
-            raise InputError(f"{path}: tensor {name}: no array has {len(shape)} dimensions of such sizes")
+            raise InputError(
+                f"{path}: tensor {name}: no array has {len(shape)} dimensions of such sizes"
+            )
         tensors[name] = info, end
         end += info.nbytes
     return metadata, tensors
@@ -337,11 +370,15 @@ def digest(path: str | os.PathLike[str]) -> str:
     path = Path(path)
     if path.is_dir():
         inner = sorted(p for p in path.rglob("*") if p.suffix in WEIGHTS and p.is_file())
-        return sha256("".join(f"{file.relative_to(path)} {digest(file)}\n" for file in inner).encode()).hexdigest()[:12]
+        return sha256(
+            "".join(f"{file.relative_to(path)} {digest(file)}\n" for file in inner).encode()
+        ).hexdigest()[:12]
     with path.open("rb") as file:
         start, size = file.read(8), os.fstat(file.fileno()).st_size
         header = int.from_bytes(start, "little") if path.suffix == ".safetensors" else 2**20 - 8
-        return sha256(f"{size} ".encode() + start + file.read(min(header, MAX_HEADER_BYTES))).hexdigest()[:12]
+        return sha256(
+            f"{size} ".encode() + start + file.read(min(header, MAX_HEADER_BYTES))
+        ).hexdigest()[:12]
 
 
 def write_tensors(
@@ -362,7 +399,11 @@ def write_tensors(
     for name in order:
         info = tensors[name]
         offsets = [end, end := end + info.nbytes]
-        header[name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
+        header[name] = {
+            "dtype": DTYPE_NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": offsets,
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with replacing(path) as partial, partial.open("wb") as file:
@@ -373,12 +414,16 @@ def write_tensors(
         for name in order:
             array = produce(name)
             if array.shape != tensors[name].shape or array.dtype != tensors[name].dtype:
-                raise ValueError(f"{name}: got {array.dtype}{array.shape}, declared {tensors[name]}")
+                raise ValueError(
+                    f"{name}: got {array.dtype}{array.shape}, declared {tensors[name]}"
+                )
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def write_arrays(
-    path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write arrays that are in memory already."""
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}

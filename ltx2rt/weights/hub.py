@@ -21,12 +21,21 @@ from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.part_table import names_of
-from ltx2rt.weights.parts import INDEX, file_kind, folder_kind, listed, model_index, refuse_ambiguous
+from ltx2rt.weights.parts import (
+    INDEX,
+    file_kind,
+    folder_kind,
+    listed,
+    model_index,
+    refuse_ambiguous,
+)
 
 _NAME = re.compile(
     r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)(?:/(?P<file>[\w./-]+\.safetensors|model_index\.json))?(?:@(?P<revision>[\w./-]+))?"
 )
-FOLDERS = names_of(lambda part: part.source and part.every and not part.either)  # those of every diffusers checkpoint
+FOLDERS = names_of(
+    lambda part: part.source and part.every and not part.either
+)  # those of every diffusers checkpoint
 DECODERS = names_of(lambda part: part.decoder)  # each with an encoder of its own
 TEXTS = (".json", ".model", ".jinja")
 
@@ -62,7 +71,9 @@ def parse_repo(path: Path) -> Repo | None:
 
 
 @cache
-def fetch(repo: Repo, part: str = "main", wanted: tuple[str, ...] = (), offline: bool = False) -> Path:
+def fetch(
+    repo: Repo, part: str = "main", wanted: tuple[str, ...] = (), offline: bool = False
+) -> Path:
     """Download what is not in the cache yet; the file or folder to open.
 
     part: "main" for a checkpoint and what belongs to it, "gemma" for a repository that is a Gemma folder, anything else
@@ -80,18 +91,24 @@ def fetch(repo: Repo, part: str = "main", wanted: tuple[str, ...] = (), offline:
         if offline or constants.HF_HUB_OFFLINE:
             return _cached(repo, Path(constants.HF_HUB_CACHE))
         if repo.file and part != "main":
-            return Path(huggingface_hub.hf_hub_download(repo.name, repo.file, revision=repo.revision))
+            return Path(
+                huggingface_hub.hf_hub_download(repo.name, repo.file, revision=repo.revision)
+            )
         info = huggingface_hub.model_info(repo.name, revision=repo.revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     if part == "gemma":
-        return _download(repo, sizes, [n for n in sizes if "/" not in n and n.endswith((".safetensors", *TEXTS))])
+        return _download(
+            repo, sizes, [n for n in sizes if "/" not in n and n.endswith((".safetensors", *TEXTS))]
+        )
     if part != "main":
         raise InputError(f"{repo.name}: name one file of it, such as {repo.name}/FILE.safetensors")
     names, main = _needed(repo, sizes, wanted, info.sha or repo.revision)
     return _download(repo, sizes, names) / main
 
 
-def _needed(repo: Repo, sizes: dict[str, int], wanted: Collection[str], commit: str) -> tuple[list[str], str]:
+def _needed(
+    repo: Repo, sizes: dict[str, int], wanted: Collection[str], commit: str
+) -> tuple[list[str], str]:
     """Names of the files that a checkpoint needs, and which of them to open. Raises InputError."""
     folders = _folders(repo, sizes)
     headers = _headers(repo, sizes, commit, "transformer" in folders)
@@ -101,17 +118,29 @@ def _needed(repo: Repo, sizes: dict[str, int], wanted: Collection[str], commit: 
     mains = [*files.get("main", []), *([INDEX] if "transformer" in folders else [])]
     if repo.file:
         if repo.file not in (*mains, INDEX) or repo.file not in sizes:
-            raise InputError(f"{repo.name}: {repo.file} is no checkpoint in it; found: {', '.join(mains) or 'none'}")
+            raise InputError(
+                f"{repo.name}: {repo.file} is no checkpoint in it; found: {', '.join(mains) or 'none'}"
+            )
         mains = [repo.file]
     if not mains:
-        raise InputError(f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, as --model")
+        raise InputError(
+            f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, as --model"
+        )
     own = headers[mains[0]].names() if mains != [INDEX] and len(mains) == 1 else ()
     layouts = (folders, files) if mains == [INDEX] else (files, folders)
-    found = _chosen({*wanted, *(FOLDERS if mains == [INDEX] else ())} - {component_of(n) for n in own}, *layouts)
+    found = _chosen(
+        {*wanted, *(FOLDERS if mains == [INDEX] else ())} - {component_of(n) for n in own}, *layouts
+    )
     places = {"main": mains, **found}
-    refuse_ambiguous(**{part: [f"{repo.name}/{name}" for name in names] for part, names in places.items()})
+    refuse_ambiguous(
+        **{part: [f"{repo.name}/{name}" for name in names] for part, names in places.items()}
+    )
     starts = [name for names in places.values() for name in names]
-    starts += [name.removesuffix("tokenizer.json") for name in sizes if re.fullmatch(r"[^/]+/tokenizer\.json", name)]
+    starts += [
+        name.removesuffix("tokenizer.json")
+        for name in sizes
+        if re.fullmatch(r"[^/]+/tokenizer\.json", name)
+    ]
     return [name for name in sizes if name.startswith(tuple(starts))], mains[0]
 
 
@@ -124,16 +153,22 @@ def _folders(repo: Repo, sizes: dict[str, int]) -> dict[str, list[str]]:
     for folder in sorted({Path(name).parent for name in configs} - {Path()}):
         folders.setdefault(folder_kind(snapshot / folder) or "", []).append(folder)
     index = model_index(snapshot)
-    return {part: [f"{folder}/" for folder in listed(found, index)] for part, found in folders.items()}
+    return {
+        part: [f"{folder}/" for folder in listed(found, index)] for part, found in folders.items()
+    }
 
 
-def _headers(repo: Repo, sizes: dict[str, int], commit: str, diffusers: bool) -> dict[str, RemoteFile]:
+def _headers(
+    repo: Repo, sizes: dict[str, int], commit: str, diffusers: bool
+) -> dict[str, RemoteFile]:
     """Headers of the repository's own files; where those have no checkpoint, of its folders without a config, too, as
     LTX-2.5 is released. diffusers: it has a transformer's folder."""
 
     def at(depth: int) -> dict[str, RemoteFile]:
         plain = (name for name in sizes if f"{Path(name).parent}/config.json" not in sizes)
-        chosen = [name for name in plain if name.endswith(".safetensors") and name.count("/") == depth]
+        chosen = [
+            name for name in plain if name.endswith(".safetensors") and name.count("/") == depth
+        ]
         return {name: _header(repo, name, commit) for name in chosen}
 
     found = at(0)
@@ -141,21 +176,30 @@ def _headers(repo: Repo, sizes: dict[str, int], commit: str, diffusers: bool) ->
     return found if complete and "/" not in (repo.file or "") else found | at(1)
 
 
-def _chosen(wanted: set[Any], first: dict[str, list[str]], second: dict[str, list[str]]) -> dict[str, list[str]]:
+def _chosen(
+    wanted: set[Any], first: dict[str, list[str]], second: dict[str, list[str]]
+) -> dict[str, list[str]]:
     """Files or folders of the parts that are wanted. first, second: those of the checkpoint's layout, and of the other,
     which some parts may be taken from. Of the two video decoders the other is taken if there is but that."""
     video = wanted.intersection(DECODERS)
     if video and not any(part in first for part in video):
         wanted = wanted | {part for part in DECODERS if part in first}
     either = {*names_of(lambda part: part.either), "lora"}
-    return {part: first.get(part) or (second.get(part, []) if part in either else []) for part in sorted(wanted)}
+    return {
+        part: first.get(part) or (second.get(part, []) if part in either else [])
+        for part in sorted(wanted)
+    }
 
 
 def _header(repo: Repo, name: str, commit: str) -> RemoteFile:
     import huggingface_hub
 
     with _hub(repo):
-        return RemoteFile(huggingface_hub.parse_safetensors_file_metadata(repo.name, name, revision=commit).tensors)
+        return RemoteFile(
+            huggingface_hub.parse_safetensors_file_metadata(
+                repo.name, name, revision=commit
+            ).tensors
+        )
 
 
 def _download(repo: Repo, sizes: dict[str, int], names: list[str]) -> Path:
@@ -163,9 +207,14 @@ def _download(repo: Repo, sizes: dict[str, int], names: list[str]) -> Path:
     import huggingface_hub
 
     if total := sum(sizes.get(name, 0) for name in names):
-        note(f"{repo.name}: {len(names)} files, {total / 1e9:.3g} GB, those in the cache included", prefix="")
+        note(
+            f"{repo.name}: {len(names)} files, {total / 1e9:.3g} GB, those in the cache included",
+            prefix="",
+        )
     with _hub(repo):
-        folder = huggingface_hub.snapshot_download(repo.name, revision=repo.revision, allow_patterns=names)
+        folder = huggingface_hub.snapshot_download(
+            repo.name, revision=repo.revision, allow_patterns=names
+        )
     return Path(folder)
 
 
@@ -204,7 +253,9 @@ def _hub(repo: Repo) -> Iterator[None]:
         elif "RevisionNotFoundError" in kinds:
             said = f"has no revision {repo.revision} on the hub; choose with @REVISION"
         elif "RepositoryNotFoundError" in kinds:
-            said = f"is neither a path nor a repository of the hub (if it is a private one, {login})"
+            said = (
+                f"is neither a path nor a repository of the hub (if it is a private one, {login})"
+            )
         elif "EntryNotFoundError" in kinds:
             said = f"has no file {repo.file} at {repo.revision} on the hub; check the name"
         elif status in (401, 403):

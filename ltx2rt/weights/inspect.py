@@ -103,7 +103,13 @@ def _row(kind: str, path: Path) -> dict[str, Any]:
         with suppress(InputError):
             family = _upsampler(path)["family"] or ""
     total = sum(sizes.values())
-    return {"path": str(path), "kind": PARTS[kind].word, "family": family, "types": mix(sizes), "bytes": total}
+    return {
+        "path": str(path),
+        "kind": PARTS[kind].word,
+        "family": family,
+        "types": mix(sizes),
+        "bytes": total,
+    }
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -123,9 +129,13 @@ def _checkpoint(path: Path) -> dict[str, Any]:
             "problems": [str(error)],
         }
     expected = (part for part in PARTS.values() if part.source and part.every)
-    missing = [f"{part.word} ({part.flag})" for part in expected if part.name not in checkpoint.sources]
+    missing = [
+        f"{part.word} ({part.flag})" for part in expected if part.name not in checkpoint.sources
+    ]
     if "lora" in checkpoint.missing():
-        missing.append(f"{word_of('lora')} ({PARTS['lora'].flag}), unless the checkpoint is a distilled one")
+        missing.append(
+            f"{word_of('lora')} ({PARTS['lora'].flag}), unless the checkpoint is a distilled one"
+        )
     if checkpoint.tokenizer is None:
         missing.append("tokenizer.json (--text-encoder)")
     return {
@@ -134,7 +144,11 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "family": f"LTX-{checkpoint.config.release.name}",
         "version": ".".join(map(str, checkpoint.config.version)) or None,
         "sizes": _sizes(checkpoint.config),
-        "components": {name: _tensors(checkpoint.sources[name]) for name in COMPONENTS if name in checkpoint.sources},
+        "components": {
+            name: _tensors(checkpoint.sources[name])
+            for name in COMPONENTS
+            if name in checkpoint.sources
+        },
         "loras": [str(lora) for lora in checkpoint.loras_found],
         "missing": missing,
         "problems": [*checkpoint.unreadable, *_audits(checkpoint)],
@@ -173,9 +187,13 @@ def _audits(checkpoint: Checkpoint) -> list[str]:
         return [str(error)]
     for component, shapes in found.items():
         if component in checkpoint.sources:
-            parameters = {name: TensorInfo(shape, np.dtype(np.float32)) for name, shape in shapes.items()}
+            parameters = {
+                name: TensorInfo(shape, np.dtype(np.float32)) for name, shape in shapes.items()
+            }
             try:
-                audit(parameters, checkpoint.sources[component], checkpoint.sources[component].where)
+                audit(
+                    parameters, checkpoint.sources[component], checkpoint.sources[component].where
+                )
             except InputError as error:
                 problems.append(str(error))
     return problems
@@ -201,7 +219,11 @@ def _gemma(path: Path) -> dict[str, Any]:
     return {
         "kind": "Gemma folder" if path.is_dir() else PARTS["gemma"].word,
         "family": config.family,
-        "sizes": {"hidden": config.hidden_size, "layers": config.num_layers, "vocabulary": config.vocab_size},
+        "sizes": {
+            "hidden": config.hidden_size,
+            "layers": config.num_layers,
+            "vocabulary": config.vocab_size,
+        },
         "components": {"gemma": _tensors(source)} | _beside(path),
         "missing": [] if has_tokenizer(path) else ["tokenizer.json"],
     }
@@ -213,7 +235,8 @@ def _beside(path: Path) -> dict[str, Any]:
         return {}
     parts = {"text": TEXT_PROJECTION, "assets": ASSETS}
     found = {
-        part: renamed(file, path, lambda n, p=prefix: n if n.startswith(p) else None) for part, prefix in parts.items()
+        part: renamed(file, path, lambda n, p=prefix: n if n.startswith(p) else None)
+        for part, prefix in parts.items()
     }
     return {part: _tensors(source) for part, source in found.items()}
 
@@ -225,7 +248,9 @@ def _part(path: Path) -> dict[str, Any]:
     file = open_file(path)
     kind = str(file_kind(file))
     version = file.metadata.get("model_version")
-    found = {component: _tensors(source) for component, source in component_sources(kind, file).items()}
+    found = {
+        component: _tensors(source) for component, source in component_sources(kind, file).items()
+    }
     return {"kind": PARTS[kind].word, "version": version, "components": found}
 
 
@@ -271,13 +296,17 @@ def _tensors(source: TensorSource) -> dict[str, Any]:
 
 
 def format_inspection(found: dict[str, Any]) -> str:
-    head = " ".join(str(found[key]) for key in ("family", "version", "layout", "kind") if found.get(key))
+    head = " ".join(
+        str(found[key]) for key in ("family", "version", "layout", "kind") if found.get(key)
+    )
     lines = [f"{found['path']}: {head}"]
     if sizes := found.get("sizes"):
         lines.append("  " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
     if "modules" in found:
         ranks = ", ".join(f"{count} of rank {rank}" for rank, count in found["ranks"].items())
-        lines.append(f"  {found['modules']} modules: {ranks}; {len(found['skipped'])} of the text projection")
+        lines.append(
+            f"  {found['modules']} modules: {ranks}; {len(found['skipped'])} of the text projection"
+        )
     for row in found.get("parts", []):
         size = gigabytes(row["bytes"]) if "bytes" in row else None
         facts = [row["kind"], row.get("family"), row.get("types"), size]
@@ -288,7 +317,9 @@ def format_inspection(found: dict[str, Any]) -> str:
             f"{count} {dtype}" + (f" ({sizes[dtype] / 1e9:.3g} GB)" if mixed else "")
             for dtype, count in part["dtypes"].items()
         )
-        lines.append(f"  {name or 'tensors':<12}{part['tensors']:>6} tensors {part['bytes'] / 1e9:>9.3f} GB  {dtypes}")
+        lines.append(
+            f"  {name or 'tensors':<12}{part['tensors']:>6} tensors {part['bytes'] / 1e9:>9.3f} GB  {dtypes}"
+        )
     shown = {row["path"] for row in found.get("parts", [])}
     lines += [f"  LoRA: {path}" for path in found.get("loras", []) if path not in shown]
     lines += [f"  missing: {part}" for part in found["missing"]]

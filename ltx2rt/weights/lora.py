@@ -27,17 +27,28 @@ from ltx2rt.weights.quantised import Float8, stored_float8
 if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Checkpoint
 
-Factors = tuple[np.ndarray, np.ndarray, float]  # of one Delta W: up[out, rank], down[rank, in], scale
-Merging = Callable[[np.ndarray, Sequence[Factors], bool], Any]  # as `merge`; where its result lies is its own
+Factors = tuple[
+    np.ndarray, np.ndarray, float
+]  # of one Delta W: up[out, rank], down[rank, in], scale
+Merging = Callable[
+    [np.ndarray, Sequence[Factors], bool], Any
+]  # as `merge`; where its result lies is its own
 MAX_SCALE = 1000.0  # beyond any use; float32 overflows far above it
 NUM_CHUNKS = 16  # of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
 STORED = (BF16, F32, np.dtype(np.float16), np.dtype(np.float64))
-FACTORS = ("reference_downscale_factor", "reference_temporal_scale_factor")  # in the header of an IC-LoRA
-_KEY = re.compile(r"(?P<module>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight")
+FACTORS = (
+    "reference_downscale_factor",
+    "reference_temporal_scale_factor",
+)  # in the header of an IC-LoRA
+_KEY = re.compile(
+    r"(?P<module>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight"
+)
 _TRANSFORMER = re.compile(r"^(?:model\.)?(?:diffusion_model|transformer)\.")
-_TEXT_PROJECTION = re.compile(r"^(?:model\.)?(?:text_embedding_projection\.|connectors\.(?:\w+_)?text_proj_in$)")
+_TEXT_PROJECTION = re.compile(
+    r"^(?:model\.)?(?:text_embedding_projection\.|connectors\.(?:\w+_)?text_proj_in$)"
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,9 @@ class Lora:
     strength: float
     file: TensorFile
     pairs: dict[str, Pair]  # by the official name of the weight
-    skipped: tuple[str, ...]  # modules of the text projection, which the official code does not merge either
+    skipped: tuple[
+        str, ...
+    ]  # modules of the text projection, which the official code does not merge either
     unknown: tuple[str, ...]  # keys that are no LoRA pair
 
 
@@ -88,7 +101,9 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
         if match := _KEY.fullmatch(key):
             side = down if match["down"] else up
             if match["module"] in side:
-                raise InputError(f"{path}: {side[match['module']]} and {key} are the same half of one module")
+                raise InputError(
+                    f"{path}: {side[match['module']]} and {key} are the same half of one module"
+                )
             side[match["module"]] = key
         elif key.endswith(".alpha"):
             alpha[key.removesuffix(".alpha")] = key
@@ -99,7 +114,9 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
             f"{path}: no LoRA: none of its {len(list(file.names()))} keys ends in lora_A.weight or lora_down.weight"
         )
     if halves := sorted(down.keys() ^ up.keys()):
-        raise InputError(f"{path}: {len(halves)} modules have only one half of their pair: {collapse(halves)}")
+        raise InputError(
+            f"{path}: {len(halves)} modules have only one half of their pair: {collapse(halves)}"
+        )
     unknown += [alpha[module] for module in sorted(alpha.keys() - down.keys())]
     pairs: dict[str, Pair] = {}
     skipped = []
@@ -115,7 +132,9 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
                 f"{path}: scaled by {scale:g} at {module}, expected at most {MAX_SCALE:g}; lower its strength"
             )
         if target in pairs:
-            raise InputError(f"{path}: {pairs[target].down} and {down[module]} both belong to {target}")
+            raise InputError(
+                f"{path}: {pairs[target].down} and {down[module]} both belong to {target}"
+            )
         pairs[target] = Pair(down[module], up[module], scale)
     return Lora(Path(path), strength, file, pairs, tuple(skipped), tuple(unknown))
 
@@ -129,10 +148,14 @@ def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
     for path, key in product(paths, FACTORS):
         text = TensorFile(path).metadata.get(key, "1")
         if not re.fullmatch(r"[1-9]\d{0,2}", text):
-            raise InputError(f"{path}: its {key} is {text[:80]!r}, expected a whole number from 1 to 999")
+            raise InputError(
+                f"{path}: its {key} is {text[:80]!r}, expected a whole number from 1 to 999"
+            )
         if int(text) > 1 and found.setdefault(key, (int(text), path))[0] != int(text):
             first, other = found[key]
-            raise InputError(f"--lora: {key} is {first} in {other} and {text} in {path}; give LoRAs that agree")
+            raise InputError(
+                f"--lora: {key} is {first} in {other} and {text} in {path}; give LoRAs that agree"
+            )
     space, time = (found.get(key, (1, None))[0] for key in FACTORS)
     return space, time
 
@@ -142,23 +165,31 @@ def check_lora(lora: Lora, version: tuple[int, ...]) -> None:
     own = version_tuple(lora.file.metadata.get("model_version"))
     if own and version and not of_version(own).goes_with(of_version(version)):
         words = [".".join(map(str, found)) for found in (own, version)]
-        raise InputError(f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of its release")
+        raise InputError(
+            f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of its release"
+        )
 
 
 def _rank(file: TensorFile, down: str, up: str) -> int:
     a, b = file.info(down).shape, file.info(up).shape
     for key in (down, up):
         if file.info(key).dtype not in STORED:
-            raise InputError(f"{file.path}: {key} is {file.info(key).dtype}, expected {', '.join(map(str, STORED))}")
+            raise InputError(
+                f"{file.path}: {key} is {file.info(key).dtype}, expected {', '.join(map(str, STORED))}"
+            )
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
-        raise InputError(f"{file.path}: {down} {list(a)} and {up} {list(b)} are no pair [rank, in], [out, rank]")
+        raise InputError(
+            f"{file.path}: {down} {list(a)} and {up} {list(b)} are no pair [rank, in], [out, rank]"
+        )
     return a[0]
 
 
 def _alpha(file: TensorFile, key: str) -> float:
     value = file.read(key).astype(np.float32)
     if value.size != 1 or not np.isfinite(value).all():
-        raise InputError(f"{file.path}: {key} has shape {list(value.shape)}, expected one finite number")
+        raise InputError(
+            f"{file.path}: {key} has shape {list(value.shape)}, expected one finite number"
+        )
     return float(value.reshape(()))
 
 
@@ -169,7 +200,10 @@ def merge(weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.n
     Delta = bf16(Delta + s*(B @ A)), and W' = bf16(Delta + W), which stays float32 if W is (it was dequantised, and its
     reader rounds). Otherwise float32 throughout.
     """
-    wide = [(_floats(up, rounded), _floats(down, rounded), np.float32(scale)) for up, down, scale in factors]
+    wide = [
+        (_floats(up, rounded), _floats(down, rounded), np.float32(scale))
+        for up, down, scale in factors
+    ]
     merged = np.empty(weight.shape, F32 if weight.dtype == F32 or not rounded else BF16)
     for rows in row_chunks(len(weight)):
         delta = None  # f32, holding bf16 values where rounded
@@ -215,7 +249,9 @@ class MergedSource:
             raise ValueError(f"merged weights are bfloat16 or float32, not {self._dtype}")
         self._merge = merge
         files = [lora.path.resolve() for lora in loras]
-        if twice := [str(lora.path) for lora, file in zip(loras, files, strict=True) if files.count(file) > 1]:
+        if twice := [
+            str(lora.path) for lora, file in zip(loras, files, strict=True) if files.count(file) > 1
+        ]:
             raise InputError(
                 f"{twice[-1]}: the same LoRA twice ({' and '.join(twice)}); give it once, with its strength"
             )
@@ -247,7 +283,9 @@ class MergedSource:
         for name in matched:
             if lora.pairs[name].scale != 0:
                 self._pairs.setdefault(name, []).append((lora, lora.pairs[name]))
-        return Merge(str(lora.path), lora.strength, len(matched), len(lora.pairs), len(lora.skipped))
+        return Merge(
+            str(lora.path), lora.strength, len(matched), len(lora.pairs), len(lora.skipped)
+        )
 
     def names(self) -> Iterable[str]:
         return self._source.names()
@@ -258,7 +296,11 @@ class MergedSource:
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
-        return TensorInfo(info.shape, F32 if info.dtype == F32 else self._dtype) if name in self._pairs else info
+        return (
+            TensorInfo(info.shape, F32 if info.dtype == F32 else self._dtype)
+            if name in self._pairs
+            else info
+        )
 
     def float8(self, name: str, *cuts: Cut) -> Float8 | None:
         """As it is stored, or merged and to be quantised anew: None for what is not stored in float8."""
@@ -282,7 +324,11 @@ class MergedSource:
 
 
 def merge_to_file(
-    checkpoint: Checkpoint, loras: Sequence[Lora], tensor_names: Sequence[str], output: str | Path, dtype: str
+    checkpoint: Checkpoint,
+    loras: Sequence[Lora],
+    tensor_names: Sequence[str],
+    output: str | Path,
+    dtype: str,
 ) -> list[Merge]:
     """Write the named tensors, merged, under their official names as `dtype`; returns what was merged."""
     check_outputs([("--output", Path(output))], [*checkpoint.files, *(lora.path for lora in loras)])
@@ -300,6 +346,10 @@ def merge_to_file(
         return source
 
     sources = {name: home(name) for name in tensor_names}
-    infos = {name: TensorInfo(source.info(name).shape, DTYPES[dtype]) for name, source in sources.items()}
-    write_tensors(output, infos, lambda name: sources[name].read(name).astype(DTYPES[dtype], copy=False))
+    infos = {
+        name: TensorInfo(source.info(name).shape, DTYPES[dtype]) for name, source in sources.items()
+    }
+    write_tensors(
+        output, infos, lambda name: sources[name].read(name).astype(DTYPES[dtype], copy=False)
+    )
     return merged.merges

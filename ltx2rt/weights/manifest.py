@@ -41,14 +41,20 @@ def networks(config: ModelConfig) -> Shapes:
             audio_vae.trace_decoder(c.audio_vae, 1, 2, "float32"),
         ],
         "vocoder": [vocoder.trace(c.vocoder, 1, 5, "float32")],
-        "duration_head": [duration_head.trace(c.duration_head, 1, 2, "float32")] if c.duration_head else [],
+        "duration_head": [duration_head.trace(c.duration_head, 1, 2, "float32")]
+        if c.duration_head
+        else [],
         "upsampler": [upsampler.trace(c.upsampler, 1, 1, 2, 2, "float32")] if c.upsampler else [],
         "temporal_upsampler": (
-            [upsampler.trace(c.temporal_upsampler, 1, 1, 2, 2, "float32")] if c.temporal_upsampler else []
+            [upsampler.trace(c.temporal_upsampler, 1, 1, 2, 2, "float32")]
+            if c.temporal_upsampler
+            else []
         ),
     }
     return {
-        component: {name: spec.shape for graph in traced for name, spec in graph.parameters().items()}
+        component: {
+            name: spec.shape for graph in traced for name, spec in graph.parameters().items()
+        }
         for component, traced in graphs.items()
         if traced
     }

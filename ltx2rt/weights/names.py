@@ -52,7 +52,11 @@ def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> 
     """num_encoder_stages: entries of the video VAE's encoder list, needed for that component only."""
     name = _rename(official.removeprefix(PARTS[component].prefix), PARTS[component].renames)
     if component == "video_vae":
-        name = re.sub(r"^(en|de)coder\.(down|up)_blocks\.(\d+)\.", lambda m: _stage(m, num_encoder_stages), name)
+        name = re.sub(
+            r"^(en|de)coder\.(down|up)_blocks\.(\d+)\.",
+            lambda m: _stage(m, num_encoder_stages),
+            name,
+        )
     return name
 
 
@@ -95,7 +99,11 @@ def to_official(component: str, diffusers: str, num_encoder_stages: int = 0) -> 
 
         def stage(match: re.Match[str]) -> str:
             if match["mid"]:
-                return f"encoder.down_blocks.{deepest}." if match["mid"] == "en" else "decoder.up_blocks.0."
+                return (
+                    f"encoder.down_blocks.{deepest}."
+                    if match["mid"] == "en"
+                    else "decoder.up_blocks.0."
+                )
             if match["down"]:
                 return f"encoder.down_blocks.{2 * int(match['down']) + bool(match['downsampler'])}."
             return f"decoder.up_blocks.{2 * int(match['up']) + 2 - bool(match['upsampler'])}."
@@ -147,5 +155,10 @@ def component_of(name: str) -> str | None:
 def collapse(names: Iterable[str], limit: int = 8) -> str:
     """Names with layer numbers as `*`, each once."""
     patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
-    listed = [pattern + (f" ({count})" if count > 1 else "") for pattern, count in list(patterns.items())[:limit]]
-    return ", ".join(listed) + (f" and {len(patterns) - limit} more kinds" if len(patterns) > limit else "")
+    listed = [
+        pattern + (f" ({count})" if count > 1 else "")
+        for pattern, count in list(patterns.items())[:limit]
+    ]
+    return ", ".join(listed) + (
+        f" and {len(patterns) - limit} more kinds" if len(patterns) > limit else ""
+    )

@@ -67,7 +67,9 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
     path = path.parent if path.name == INDEX else path
     main = mains[0] if mains and not isinstance(mains[0], Path) else None
     kept = [each for each in parts.files["upsampler"] if each.is_dir() == (main is None)]
-    parts.files["upsampler"] = kept or parts.files["upsampler"]  # each layout has its own, or takes the other's
+    parts.files["upsampler"] = (
+        kept or parts.files["upsampler"]
+    )  # each layout has its own, or takes the other's
     sought = ["gemma", "upsampler"]
     if len(mains) > 1 and tree:
         said = ", ".join(f"{file.path} ({words(file)})" for file in mains)
@@ -105,11 +107,16 @@ def _look_into(path: Path, tree: Path | None) -> tuple[list[Any], Parts]:
     """The main files in a folder, or its index of a diffusers model; and the parts near it."""
     if tree:
         parts, whole = scan_quietly(entries(tree)), Path(os.path.abspath(path))
-        return [f for f in parts.files["main"] if whole in Path(os.path.abspath(f.path)).parents], parts
+        return [
+            f for f in parts.files["main"] if whole in Path(os.path.abspath(f.path)).parents
+        ], parts
     parts = scan(path)
     if not parts.files["main"] and "transformer" not in parts.diffusers:
         parts = scan(path, deep=True)
-    return [*parts.files["main"], *([path / INDEX] if "transformer" in parts.diffusers else [])], parts
+    return [
+        *parts.files["main"],
+        *([path / INDEX] if "transformer" in parts.diffusers else []),
+    ], parts
 
 
 def _given(part: str, given: Given) -> bool:
@@ -135,7 +142,11 @@ def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None
     """
     folder = main.path.parent
     alone = not any(component_of(name) == "video_vae" for name in main.names())
-    if not alone or given["video_vae"] or any(parts.files[n] for n in names_of(lambda part: part.decoder)):
+    if (
+        not alone
+        or given["video_vae"]
+        or any(parts.files[n] for n in names_of(lambda part: part.decoder))
+    ):
         return
     beside = [each for each in inside(folder.parent) if each != folder]
     plain = [each for each in beside if each.is_dir() and not (each / "config.json").exists()]

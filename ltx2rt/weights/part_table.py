@@ -14,12 +14,19 @@ from typing import Any
 
 from ltx2rt.weights.configs import Keys, upsampler_kind
 
-CONNECTORS = ("model.diffusion_model.video_embeddings_connector.", "model.diffusion_model.audio_embeddings_connector.")
+CONNECTORS = (
+    "model.diffusion_model.video_embeddings_connector.",
+    "model.diffusion_model.audio_embeddings_connector.",
+)
 TEXT_PROJECTION = "text_embedding_projection."
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
 LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight$|\.alpha$")
 GEMMA_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
-GEMMA_KEYS = ("layers.0.post_feedforward_layernorm.weight", "layers.0.self_attn.q_norm.weight", "norm.weight")
+GEMMA_KEYS = (
+    "layers.0.post_feedforward_layernorm.weight",
+    "layers.0.self_attn.q_norm.weight",
+    "norm.weight",
+)
 GEMMA_GGUF = "gemma3"  # the architecture that a GGUF file of the text encoder names
 JOINT = b"audio_to_video_attn"  # a layer that only transformers with sound have, and LoRAs that change all of one
 STATISTICS = {
@@ -84,7 +91,9 @@ def _of_class(*classes: str) -> Callable[[Keys], bool]:
 
 
 def _is_gemma(header: Header) -> bool:
-    whole = any(all(prefix + key in header.names for key in GEMMA_KEYS) for prefix in GEMMA_PREFIXES)
+    whole = any(
+        all(prefix + key in header.names for key in GEMMA_KEYS) for prefix in GEMMA_PREFIXES
+    )
     return whole or header.architecture == GEMMA_GGUF
 
 
@@ -94,7 +103,11 @@ def _is_upsampler(dims: int, ratio: int) -> Callable[[Header], bool]:
     def told(header: Header) -> bool:
         if not {"initial_conv.weight", "final_conv.weight"} <= header.names:
             return False
-        shapes = [header.shape(n) for n in ("upsampler.0.weight", "upsampler.conv.weight") if n in header.names]
+        shapes = [
+            header.shape(n)
+            for n in ("upsampler.0.weight", "upsampler.conv.weight")
+            if n in header.names
+        ]
         return any(len(s) == dims and s[1] and s[0] // s[1] == ratio for s in shapes)
 
     return told
@@ -105,7 +118,9 @@ def _upsampler(name: str, word: str, dims: int, ratio: int, **more: Any) -> Part
         return _of_class("LTX2LatentUpsamplerModel")(keys) and upsampler_kind(keys) == name
 
     mark = b"initial_conv.weight"
-    return Part(name, word, header=_is_upsampler(dims, ratio), config=config, mark=mark, either=True, **more)
+    return Part(
+        name, word, header=_is_upsampler(dims, ratio), config=config, mark=mark, either=True, **more
+    )
 
 
 PARTS = {

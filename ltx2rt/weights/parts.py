@@ -106,7 +106,11 @@ def scan(folder: Path, deep: bool = False) -> Parts:
     sub-folders without one, as LTX-2.5 is released."""
     inner = []
     if deep:
-        folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and not (path / "config.json").exists()]
+        folders = [
+            path
+            for path in sorted(folder.iterdir())
+            if path.is_dir() and not (path / "config.json").exists()
+        ]
         inner = [file for one in folders for file in comfy.inside(one) if file.suffix in WEIGHTS]
     return examine([*sorted(folder.iterdir()), *inner])
 
@@ -117,7 +121,9 @@ def scan_quietly(paths: Iterable[Path]) -> Parts:
     parts = examine(chosen)
     parts.files["main"] = [file for file in parts.files["main"] if _joint(file)]
     parts.files["lora"] = [path for path in parts.files["lora"] if _joint(open_file(path))]
-    parts.tokenizer += [path for path in chosen if path.name == "tokenizer.json" and path not in parts.tokenizer]
+    parts.tokenizer += [
+        path for path in chosen if path.name == "tokenizer.json" and path not in parts.tokenizer
+    ]
     parts.tokenizer = [path for path in parts.tokenizer if comfy.is_gemma_tokenizer(path)]
     parts.diffusers = {}
     files = tuple(f"{path}:" for path in chosen if path.suffix in WEIGHTS)
@@ -148,7 +154,9 @@ def examine(paths: Iterable[Path]) -> Parts:
         try:
             if path.is_dir():
                 kind = folder_kind(path)
-                if kind and not any(path.glob("*.safetensors*")):  # as a download of other parts leaves it
+                if kind and not any(
+                    path.glob("*.safetensors*")
+                ):  # as a download of other parts leaves it
                     parts.unreadable.append(f"{path}: a config without weights")
                 elif kind and PARTS[kind].either:
                     parts.files[kind].append(path)
@@ -204,7 +212,9 @@ def listed(found: list[Path], index: frozenset[str]) -> list[Path]:
     return named if len(found) > 1 and named else found
 
 
-def video_files(chosen: str | Path | None, parts: Parts, own: Container[str]) -> dict[str, Path | None]:
+def video_files(
+    chosen: str | Path | None, parts: Parts, own: Container[str]
+) -> dict[str, Path | None]:
     """The files with either decoder: the one that was chosen, of whichever kind, or what was found of each that the
     main file has not of its own."""
     kinds = names_of(lambda part: part.decoder)

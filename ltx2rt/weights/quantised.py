@@ -30,11 +30,20 @@ from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSou
 
 E4M3, F32 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float32)
 SCALES = ("weight_scale", "scale_weight")
-COMPANIONS = (*SCALES, "weight_scale_2", "input_scale", "scale_input", "comfy_quant", "torchao_nvfp4")
+COMPANIONS = (
+    *SCALES,
+    "weight_scale_2",
+    "input_scale",
+    "scale_input",
+    "comfy_quant",
+    "torchao_nvfp4",
+)
 MARK = "scaled_fp8"
 BLOCK = 16  # inputs that share a scale in nvfp4
 HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
-Float8 = tuple[Any, Any]  # e4m3 [rows, n] and its scale f32[rows, 1]; or numbers [rows, n] and None: to be quantised
+Float8 = tuple[
+    Any, Any
+]  # e4m3 [rows, n] and its scale f32[rows, 1]; or numbers [rows, n] and None: to be quantised
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,9 @@ class Dequantised:
         self.file, self.path, self.metadata = file, file.path, file.metadata
         names = set(file.names())
         self._packed = {name: packed for name in names if (packed := _packed(file, name, names))}
-        self._hidden = {name[: -len("weight")] + companion for name in self._packed for companion in COMPANIONS}
+        self._hidden = {
+            name[: -len("weight")] + companion for name in self._packed for companion in COMPANIONS
+        }
         if self._packed:
             self._hidden |= {name for name in names if name.rpartition(".")[2] == MARK}
 
@@ -113,20 +124,31 @@ def _packed(file: TensorFile | TensorFolder, name: str, names: set[str]) -> Pack
     if not name.endswith(".weight") or not scale or len(file.info(name).shape) != 2:
         return None
     (rows, columns), dtype = file.info(name).shape, file.info(name).dtype
-    size = sum(file.info(stem + part).nbytes for part in ("weight", *COMPANIONS) if stem + part in names)
+    size = sum(
+        file.info(stem + part).nbytes for part in ("weight", *COMPANIONS) if stem + part in names
+    )
     if dtype == np.uint8 and f"{stem}weight_scale_2" in names and scale == f"{stem}weight_scale":
         shape = (rows, 2 * columns)
         expected = -(-rows // 128) * 128 * -(-shape[1] // BLOCK // 4) * 4
         _expect(file, f"{stem}weight_scale", prod(file.info(f"{stem}weight_scale").shape) == expected,
                 f"{expected} scales, for each {BLOCK} inputs in tiles of 128x4")  # fmt: skip
-        _expect(file, f"{stem}weight_scale_2", prod(file.info(f"{stem}weight_scale_2").shape) == 1, "one number")
+        _expect(
+            file,
+            f"{stem}weight_scale_2",
+            prod(file.info(f"{stem}weight_scale_2").shape) == 1,
+            "one number",
+        )
         _expect(file, name, shape[1] % BLOCK == 0, f"a multiple of {BLOCK // 2} bytes in each row")
         return Packed(shape, F32, "nvfp4", size, BLOCK)
     if dtype not in (E4M3, np.int8):
         return None
     fits = file.info(scale).shape in ((), (1,), (rows, 1))
     _expect(file, scale, fits, f"one number or [{rows}, 1]")
-    group = _rotation(file, f"{stem}comfy_quant") if f"{stem}comfy_quant" in names and dtype == np.int8 else 1
+    group = (
+        _rotation(file, f"{stem}comfy_quant")
+        if f"{stem}comfy_quant" in names and dtype == np.int8
+        else 1
+    )
     _expect(file, name, columns % group == 0, f"rows of groups of {group}")
     return Packed((rows, columns), F32, "float8" if dtype == E4M3 else "int8", size, group, scale)
 
@@ -137,9 +159,16 @@ def _rotation(file: TensorFile | TensorFolder, name: str) -> int:
         said = json.loads(file.read(name).tobytes())
         group = said["convrot_groupsize"] if said.get("convrot") else 1
     except (ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{file.path}: {name} is no JSON of this format ({error}); download the file again") from None
+        raise InputError(
+            f"{file.path}: {name} is no JSON of this format ({error}); download the file again"
+        ) from None
     known = said.get("format") == "int8_tensorwise" and group in (4**power for power in range(7))
-    _expect(file, name, known, f'"int8_tensorwise" in groups of a power of 4, it says {json.dumps(said)[:120]}')
+    _expect(
+        file,
+        name,
+        known,
+        f'"int8_tensorwise" in groups of a power of 4, it says {json.dumps(said)[:120]}',
+    )
     return group
 
 
@@ -163,7 +192,9 @@ def _scale(file: TensorSource, stored: str, num_rows: int, cuts: Iterable[Cut]) 
     return scale[rows.start : rows.stop]
 
 
-def _scaled(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: tuple[int, int]) -> np.ndarray:
+def _scaled(
+    file: TensorSource, name: str, packed: Packed, rows: Cut, columns: tuple[int, int]
+) -> np.ndarray:
     """Integers are rotated before they are scaled: their sums are exact, so that one rounding is all."""
     values = file.read(name, rows, (1, *columns))
     float8 = packed.format == "float8"
@@ -174,15 +205,23 @@ def _scaled(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: t
     return array
 
 
-def _nvfp4(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: tuple[int, int]) -> np.ndarray:
+def _nvfp4(
+    file: TensorSource, name: str, packed: Packed, rows: Cut, columns: tuple[int, int]
+) -> np.ndarray:
     start, stop = columns
     halves = file.read(name, rows, (1, start // 2, stop // 2))
     array = np.empty((*halves.shape, 2), np.float32)
     array[..., 0], array[..., 1] = e2m1_numbers()[halves >> 4], e2m1_numbers()[halves & 15]
-    scales = swizzled(file.read(f"{name}_scale").view(E4M3), packed.shape[0], packed.shape[1] // BLOCK)
-    scales = e4m3_numbers()[scales[rows[1] : rows[2], start // BLOCK : stop // BLOCK].view(np.uint8)]
+    scales = swizzled(
+        file.read(f"{name}_scale").view(E4M3), packed.shape[0], packed.shape[1] // BLOCK
+    )
+    scales = e4m3_numbers()[
+        scales[rows[1] : rows[2], start // BLOCK : stop // BLOCK].view(np.uint8)
+    ]
     array = array.reshape(len(halves), -1, BLOCK) * scales[:, :, None]  # exact: 2 bits by 4
-    return (array * file.read(f"{name}_scale_2").astype(np.float32).reshape(())).reshape(len(halves), -1)
+    return (array * file.read(f"{name}_scale_2").astype(np.float32).reshape(())).reshape(
+        len(halves), -1
+    )
 
 
 def swizzled(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:

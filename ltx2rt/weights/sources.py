@@ -52,7 +52,9 @@ class JoinedRows:
         if name not in self._joined:
             return self._source.info(name)
         first, *more = (self._source.info(part) for part in self._joined[name])
-        return TensorInfo((first.shape[0] + sum(i.shape[0] for i in more), *first.shape[1:]), first.dtype)
+        return TensorInfo(
+            (first.shape[0] + sum(i.shape[0] for i in more), *first.shape[1:]), first.dtype
+        )
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         if name not in self._joined:
@@ -60,7 +62,9 @@ class JoinedRows:
         return cut(np.concatenate([self._source.read(part) for part in self._joined[name]]), *cuts)
 
 
-def renamed(tensors: TensorSource, where: Path, canonical: Callable[[str], str | None]) -> RenamedSource:
+def renamed(
+    tensors: TensorSource, where: Path, canonical: Callable[[str], str | None]
+) -> RenamedSource:
     """canonical: a tensor's name, None leaves it out. Raises InputError for two of one name."""
     home: dict[str, tuple[TensorSource, str]] = {}
     tensors = dequantised(tensors)

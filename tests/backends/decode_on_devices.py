@@ -26,8 +26,13 @@ def main() -> None:
     graph = video_vae.trace_decoder(preset("tiny-2.3").config.video_vae, 1, 2, 3, 2, "float32")
     assert not any(node.op in COLLECTIVES for node, _ in graph.walk())
     source = ArraySource(random_params(graph))
-    latents = np.random.default_rng(0).standard_normal((DEVICES, *graph.inputs["latent"].type.shape), np.float32)
-    one, several = get_backend("tpu", "cpu"), get_backend("tpu", "cpu", {"sequence": 2, "tensor": 2})
+    latents = np.random.default_rng(0).standard_normal(
+        (DEVICES, *graph.inputs["latent"].type.shape), np.float32
+    )
+    one, several = (
+        get_backend("tpu", "cpu"),
+        get_backend("tpu", "cpu", {"sequence": 2, "tensor": 2}),
+    )
     program, weights = one.lower(graph), one.load([graph], source)
     alone = [one.to_host(program(weights, {"latent": x})["frames"]) for x in latents]
     spread, held = several.lower(graph), several.load([graph], source)
@@ -41,12 +46,20 @@ def main() -> None:
         distances[count] = max(relative_l2(a, b) for a, b in zip(frames, alone, strict=False))
     compiled_by_calls = several.num_built - ahead
     taken: list[int] = []
-    results = several.each(((spread, held, {"latent": latents[taken.append(i) or 0]}) for i in range(20)), "frames")
+    results = several.each(
+        ((spread, held, {"latent": latents[taken.append(i) or 0]}) for i in range(20)), "frames"
+    )
     next(results)
     results.close()
-    whole = {"latent": jax.device_put(np.concatenate(latents), NamedSharding(spread.place.mesh, own(spread.place)))}
+    whole = {
+        "latent": jax.device_put(
+            np.concatenate(latents), NamedSharding(spread.place.mesh, own(spread.place))
+        )
+    }
     compiled = spread.shared.lower(held, whole).compile()
-    first = program.function.lower(weights, {"latent": program.upload("latent", latents[0])}).compile()
+    first = program.function.lower(
+        weights, {"latent": program.upload("latent", latents[0])}
+    ).compile()
     (shardings, _), _ = compiled.input_shardings
     facts = {
         "distances": distances,

@@ -29,7 +29,11 @@ from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2
 
-TWO_BRANCHES = {f"{m}_{name}": value for m in ("video", "audio") for name, value in (("stg", 0), ("modality", 1))}
+TWO_BRANCHES = {
+    f"{m}_{name}": value
+    for m in ("video", "audio")
+    for name, value in (("stg", 0), ("modality", 1))
+}
 
 
 def latents(model: Path) -> dict[str, np.ndarray]:
@@ -60,7 +64,11 @@ def main(model: Path) -> None:
     whole, before = latents(model), dict(traced)
     traced.clear()
     program.is_tpu = program.waits_for_exchanges = lambda place: True
-    program.ASYNC, ops.LEAST_BYTES, factory.LEAST_BYTES = {}, 0, 2**10  # its name is one of libtpu's
+    program.ASYNC, ops.LEAST_BYTES, factory.LEAST_BYTES = (
+        {},
+        0,
+        2**10,
+    )  # its name is one of libtpu's
     halves = latents(model)
     distances = {key: relative_l2(halves[key], value) for key, value in whole.items()}
     print(json.dumps({"distances": distances, "before": before, "after": dict(traced)}))
@@ -77,9 +85,14 @@ def exchanges() -> dict[str, bool]:
 
             def run(table, mesh=mesh, xs=xs):
                 def local(*own):
-                    return tuple(y[None] for y in table["all_reduce"](*(x[0] for x in own), mesh_axis="parts"))
+                    return tuple(
+                        y[None]
+                        for y in table["all_reduce"](*(x[0] for x in own), mesh_axis="parts")
+                    )
 
-                spread = jax.shard_map(local, mesh=mesh, in_specs=P("parts"), out_specs=P("parts"), check_vma=False)
+                spread = jax.shard_map(
+                    local, mesh=mesh, in_specs=P("parts"), out_specs=P("parts"), check_vma=False
+                )
                 return jax.jit(spread)(*xs)
 
             pairs = zip(run(ops.OPS), run(ops.BY_PAIRS), strict=True)

@@ -24,7 +24,9 @@ GUIDANCE = np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]], np.float32)
 SIGMAS = np.array([1, 0.9, 0.65, 0.3, 0], np.float32)
 
 
-def job(seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2) -> dict[str, dict[str, np.ndarray]]:
+def job(
+    seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2
+) -> dict[str, dict[str, np.ndarray]]:
     """constants and state of a denoise loop of `rows` times 3 video tokens, the first two held at 0.3."""
     rng = np.random.default_rng(seed)
     video = np.stack([np.indices((1, rows, 3), np.float32).reshape(3, -1) * 32] * 2, axis=-1)
@@ -34,7 +36,10 @@ def job(seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2) -> dict[str, 
     constants |= guided_step.mask_feeds("audio", np.ones(AUDIO_TOKENS))
     constants |= {"guidance": guidance}
     state = {}
-    for name, tokens, channels, width in (("video", 3 * rows, 4, 24), ("audio", AUDIO_TOKENS, 8, 12)):
+    for name, tokens, channels, width in (
+        ("video", 3 * rows, 4, 24),
+        ("audio", AUDIO_TOKENS, 8, 12),
+    ):
         state[f"{name}_latent"] = rng.standard_normal((1, tokens, channels), np.float32)
         constants[f"{name}_clean"] = rng.standard_normal((tokens, channels), np.float32)
         constants[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
@@ -44,7 +49,9 @@ def job(seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2) -> dict[str, 
 def step_graph(rows: int = 2, dtype: str = "float32"):
     counts = transformer.coordinate_counts(job(0, rows=rows)["constants"])
     branches = guided_step.Branches.of(GUIDANCE)
-    structure = guided_step.StepShape(branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2, stg_blocks=(0,))
+    structure = guided_step.StepShape(
+        branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2, stg_blocks=(0,)
+    )
     return guided_step.trace(CONFIG, structure, dtype)
 
 
@@ -62,7 +69,9 @@ def fresh(name: str, seed: int = 0, device: str = "cpu", dtype: str = "float32",
 shared = functools.cache(fresh)
 
 
-def denoise(handle, sigmas: np.ndarray, constants: dict, state: dict) -> list[dict[str, np.ndarray]]:
+def denoise(
+    handle, sigmas: np.ndarray, constants: dict, state: dict
+) -> list[dict[str, np.ndarray]]:
     backend, steps = handle[0], run(handle, sigmas, constants, state)
     return [{name: backend.to_host(x) for name, x in outputs.items()} for outputs in steps]
 

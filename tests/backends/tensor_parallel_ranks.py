@@ -74,7 +74,11 @@ RUNS = {
         ),
         *(Run(name, halved=True) for name in NAMES if not name.startswith("text")),
     ],
-    "tpu": [Run("guided-2.3"), Run("text-2.0"), Run("text-2.5")],  # JAX takes seconds to compile one
+    "tpu": [
+        Run("guided-2.3"),
+        Run("text-2.0"),
+        Run("text-2.5"),
+    ],  # JAX takes seconds to compile one
 }
 
 
@@ -87,7 +91,10 @@ def write_inputs(folder: Path) -> None:
     for name in NAMES:
         write_arrays(folder / f"params-{name}.safetensors", case(name).params)
     for generation in ("2.0", "2.3"):
-        write_arrays(folder / f"lora-{generation}.safetensors", lora_arrays(case(f"guided-{generation}").params))
+        write_arrays(
+            folder / f"lora-{generation}.safetensors",
+            lora_arrays(case(f"guided-{generation}").params),
+        )
     specs = big_graph().parameters()
     infos = {name: TensorInfo(spec.shape, DTYPES["BF16"]) for name, spec in specs.items()}
     blocks = {name: np.ones(info.shape, info.dtype) for name, info in infos.items()}
@@ -99,7 +106,9 @@ def source_of(run: Run, folder: Path, merge):
     source = ArraySource(case(run.name, run.dtype).params)
     if not run.lora:
         return source
-    return MergedSource(source, [open_lora(folder / f"lora-{run.name[-3:]}.safetensors")], run.dtype, merge)
+    return MergedSource(
+        source, [open_lora(folder / f"lora-{run.name[-3:]}.safetensors")], run.dtype, merge
+    )
 
 
 def run_all(kind: str, devices: int, folder: Path) -> dict:
@@ -191,14 +200,18 @@ def shared_calls(devices: int) -> dict[str, Any]:
         deque(backend.each(calls(until=4), "y"), maxlen=0)
     except InterruptedError:
         found.append(len(taken) - found[0])
-    values = [None if y is None else float(backend.to_host(y)[0]) for y in backend.each(calls(), "y")]
+    values = [
+        None if y is None else float(backend.to_host(y)[0]) for y in backend.each(calls(), "y")
+    ]
     return {"taken": found, "values": values}
 
 
 def big_graph(dtype: str = "bfloat16") -> Graph:
     """LTX-2.3's transformer at its real depth and 3/32 of its width: 360 MB, whose largest tensor is a real share."""
     config = replace(preset("ltx-2.3").config.transformer, num_heads=3, audio_num_heads=3)
-    return transformer.trace(config, transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype)
+    return transformer.trace(
+        config, transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype
+    )
 
 
 def anonymous_bytes() -> int:
@@ -214,7 +227,9 @@ def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> 
     backend.merge(square, [(square, square, 1.0)], False)  # starts the framework's own threads
     source = TensorFile(folder / "big.safetensors")
     if lora:
-        source = MergedSource(source, [open_lora(folder / "big-lora.safetensors")], "bfloat16", backend.merge)
+        source = MergedSource(
+            source, [open_lora(folder / "big-lora.safetensors")], "bfloat16", backend.merge
+        )
     gc.collect()
     before, samples, done = anonymous_bytes(), [], threading.Event()
 
@@ -237,12 +252,24 @@ def rank_main(devices: int, rank: int, port: int, folder: Path, measure: str | N
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(devices), "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(devices),
+        "MASTER_PORT": str(port),
+    }
     if measure:
-        name, found = f"big-{measure}", measured_load("cuda", {"tensor": devices}, folder, measure == "lora")
+        name, found = (
+            f"big-{measure}",
+            measured_load("cuda", {"tensor": devices}, folder, measure == "lora"),
+        )
     else:
         name, executed = f"cuda-{devices}", run_all("cuda", devices, folder)
-        found = {"executed": executed, "requested": requested_bytes(devices, folder), "agreed": agreed(devices)}
+        found = {
+            "executed": executed,
+            "requested": requested_bytes(devices, folder),
+            "agreed": agreed(devices),
+        }
         found["shared"] = shared_calls(devices)
     (folder / f"{name}-rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -16,7 +16,9 @@ from ltx2rt.weights.random.presets import preset
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed; pip install libtpu"),
+    pytest.mark.skipif(
+        find_spec("libtpu") is None, reason="libtpu is not installed; pip install libtpu"
+    ),
 ]
 CLIP = {"width": 256, "height": 256, "num_frames": 9}
 
@@ -28,7 +30,9 @@ def planned(graph: Graph) -> tuple[dict[str, int], int]:
     return counts, sum(t.received_bytes for t in found.values())
 
 
-def denoise(name: str, branches: int, profile: str, mesh: dict[str, int], num_layers: int = 2) -> Graph:
+def denoise(
+    name: str, branches: int, profile: str, mesh: dict[str, int], num_layers: int = 2
+) -> Graph:
     """The denoise loop at full width and reduced depth."""
     config = preset(name).config
     config = replace(config, transformer=replace(config.transformer, num_layers=num_layers))
@@ -44,14 +48,23 @@ def denoise(name: str, branches: int, profile: str, mesh: dict[str, int], num_la
         ("ltx-2.0", 2, "trillium-2d", {"fsdp": 2, "tensor": 4}),
         ("ltx-2.3", 4, "trillium", {"guidance": 2, "sequence": 2, "tensor": 2}),
     ],
-    ids=lambda value: ",".join(f"{a}={n}" for a, n in value.items()) if isinstance(value, dict) else str(value),
+    ids=lambda value: (
+        ",".join(f"{a}={n}" for a, n in value.items()) if isinstance(value, dict) else str(value)
+    ),
 )
 def test_a_compiled_step_communicates_its_plan(name, branches, profile, mesh):
     graph = denoise(name, branches, profile, mesh)
     compile_ = get_ahead_compiler("tpu", "v6e:2x4", mesh)
     whole, halves = taken_apart(graph), taken_apart(interleave(graph))
-    for part, placed, apart in (("before", whole.before, halves.before), ("step", whole.body, halves.body)):
-        found, (fewest, _), (counts, received) = compile_(graph, part), planned(placed), planned(apart)
+    for part, placed, apart in (
+        ("before", whole.before, halves.before),
+        ("step", whole.body, halves.body),
+    ):
+        found, (fewest, _), (counts, received) = (
+            compile_(graph, part),
+            planned(placed),
+            planned(apart),
+        )
         # XLA joins sums of both halves that are ready together.
         sums = {name: found.collectives.pop(name, 0) for name in ("all-reduce",) if name in counts}
         assert all(fewest[name] <= n <= counts.pop(name) for name, n in sums.items()), (part, sums)
@@ -63,7 +76,9 @@ def test_a_compiled_step_communicates_its_plan(name, branches, profile, mesh):
 
 def decoder(name: str, **clip: int) -> tuple[Graph, Compiled]:
     mesh = {"tensor": 2, "sequence": 4}
-    graph = component_graph(preset(name).config, "video-decoder", OneStage("", **clip), profile="trillium", mesh=mesh)
+    graph = component_graph(
+        preset(name).config, "video-decoder", OneStage("", **clip), profile="trillium", mesh=mesh
+    )
     return graph, get_ahead_compiler("tpu", "v6e:2x4", mesh)(graph, "each")
 
 

@@ -11,7 +11,9 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: nothing to compile with"),
+    pytest.mark.skipif(
+        find_spec("libtpu") is None, reason="libtpu is not installed: nothing to compile with"
+    ),
 ]
 
 COMPILE = """
@@ -101,8 +103,12 @@ print(json.dumps([sum(found.values()), planned.time_s(kind), found["exposed"], p
         XLA_FLAGS=f"--xla_dump_to={tmp_path}",
     )
     (text,) = (path.read_text() for path in tmp_path.glob("*jit__run*after_optimizations.txt"))
-    kernels = [line.split(" custom-call(")[0] for line in text.splitlines() if "tpu_custom_call" in line]
+    kernels = [
+        line.split(" custom-call(")[0] for line in text.splitlines() if "tpu_custom_call" in line
+    ]
     # (B heads, tokens, head_dim): 2 x 4 heads with all 1536 tokens, 2 x 16 heads with a quarter of them
-    assert len(kernels) == 2 and "bf16[8,1536,128]" in kernels[0] and "bf16[32,384,128]" in kernels[1], kernels
+    assert (
+        len(kernels) == 2 and "bf16[8,1536,128]" in kernels[0] and "bf16[32,384,128]" in kernels[1]
+    ), kernels
     assert bound_s <= seconds <= APART * bound_s, (seconds, bound_s)
     assert exposed_s == pytest.approx(planned_s, rel=0.02)

@@ -66,7 +66,10 @@ def test_every_class_has_its_bundles_and_what_is_waited_for_is_exposed():
         "kernels": 500 * 8 * 2 * 2,
         "guessed": 1234,
     }
-    permuted, reduced = 18e6 / 90e9 + 2e-6, 9e6 / 90e9 + 2e-6  # of bytes that arrive over one link of a pair
+    permuted, reduced = (
+        18e6 / 90e9 + 2e-6,
+        9e6 / 90e9 + 2e-6,
+    )  # of bytes that arrive over one link of a pair
     hidden = 40000 * 50 / CLOCK
     assert hidden > permuted and found["exposed"] == pytest.approx(10 * reduced)
     quick = times(HLO, CODE | {"copy.1": 40}, V6E)
@@ -87,7 +90,9 @@ def test_what_the_code_does_not_tell_is_not_guessed():
 
 
 def test_bundles_are_read_by_instruction(tmp_path):
-    report = "Schedule analysis:\n\ttotal scheduled bundles:    51\n\tempty scheduled bundles:    0\n"
+    report = (
+        "Schedule analysis:\n\ttotal scheduled bundles:    51\n\tempty scheduled bundles:    0\n"
+    )
     (tmp_path / "1795-fusion.496-00-schedule-analysis_final_bundles.txt").write_text(report)
     (tmp_path / "1795-fusion.496-01-final_bundles.txt").write_text("0x0 nop")
     assert bundles(tmp_path) == {"fusion.496": 51}

@@ -48,14 +48,20 @@ def test_nested_loops_multiply():
 %few (p: s32[]) -> pred[] {
   ROOT %lt = pred[] compare(%i, %n), direction=LT
 }
-""" + entry('  %w = (s32[]) while(%i), condition=%few, body=%inner, backend_config={"known_trip_count":{"n":"3"}}')
+""" + entry(
+        '  %w = (s32[]) while(%i), condition=%few, body=%inner, backend_config={"known_trip_count":{"n":"3"}}'
+    )
     assert collectives(outer)[0] == {"all-reduce": 3 * 48, "all-gather": 3}
 
 
 @pytest.mark.parametrize(
     "line,kind,received",
     [
-        ("%r = f32[8]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, to_apply=%s", "reduce-scatter", 32 * 3),
+        (
+            "%r = f32[8]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, to_apply=%s",
+            "reduce-scatter",
+            32 * 3,
+        ),
         ("%r = bf16[4,8]{1,0} all-to-all(%p), replica_groups=[1,4]<=[4]", "all-to-all", 64 * 3 / 4),
         (
             "%r = ((f32[2], bf16[4]), (f32[8], bf16[16])) all-gather-start(%p, %q), replica_groups=[1,4]<=[4]",
@@ -111,7 +117,11 @@ def test_what_cannot_be_told_is_not_guessed():
 )  # fmt: skip
 def test_convolutions_are_counted_without_their_zeros(shapes, line, multiply_adds):
     x, kernel = shapes
-    body = f"  %x = f32[{x}]{{1,0}} parameter(0)", f"  %k = f32[{kernel}]{{1,0}} parameter(1)", f"  %r = {line}"
+    body = (
+        f"  %x = f32[{x}]{{1,0}} parameter(0)",
+        f"  %k = f32[{kernel}]{{1,0}} parameter(1)",
+        f"  %r = {line}",
+    )
     assert flops(entry(*body)) == 2 * multiply_adds
 
 

@@ -40,8 +40,14 @@ def test_what_is_parked_comes_back_as_it_was(weights, monkeypatch):
     kept = host.parked(weights)
     same(kept, weights)
     assert all(x.data_ptr() % 4 == 0 for x in kept.values())
-    slabs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept.values() if x.numel()}
-    assert sorted(slabs.values()) == [2**14, 300 * 100 * 4], "one slab, and one of its own for what is larger"
+    slabs = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in kept.values()
+        if x.numel()
+    }
+    assert sorted(slabs.values()) == [2**14, 300 * 100 * 4], (
+        "one slab, and one of its own for what is larger"
+    )
     expected = {name: x.clone() for name, x in weights.items()}
     for x in weights.values():
         x.zero_()
@@ -72,7 +78,9 @@ def test_jax_keeps_arrays_in_pinned_memory_and_brings_them_back():
     assert not left and list(found) == list(weights)
     for name, x in weights.items():
         assert found[name].sharding == x.sharding and found[name].dtype == x.dtype
-        np.testing.assert_array_equal(np.asarray(found[name], np.float32), np.asarray(x, np.float32))
+        np.testing.assert_array_equal(
+            np.asarray(found[name], np.float32), np.asarray(x, np.float32)
+        )
 
 
 ALONE = """
@@ -102,7 +110,13 @@ print(first * page / size / 4, again * page / size / 4, (kept - resident()) * pa
 @pytest.mark.parametrize("decided", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
 def test_a_cpu_reuses_what_it_frees_until_somebody_asks_what_is_free(decided):
     """In a process of its own: what others have left in the heap decides where a tensor lies."""
-    result = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=os.environ | decided)
+    result = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=os.environ | decided
+    )
     first, again, given_back = map(float, result.stdout.split())
     assert first > 0.9
-    assert (again > 0.9, given_back < 0.1) == (True, True) if decided else (again < 0.1, given_back > 0.9)
+    assert (
+        (again > 0.9, given_back < 0.1) == (True, True)
+        if decided
+        else (again < 0.1, given_back > 0.9)
+    )

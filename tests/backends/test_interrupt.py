@@ -9,17 +9,42 @@ import time
 import pytest
 
 
-@pytest.mark.parametrize("number,status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+@pytest.mark.parametrize(
+    "number,status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+)
 def test_an_interrupted_compiler_ends_the_process_with_its_status_and_leaves_no_file(
     tiny, tmp_path, tmp_path_factory, number, status
 ):
     """It ended by SIGSEGV: threads of the compiler outlived what they compile for."""
-    words = ["generate", "--backend", "tpu", "--device", "cpu", "--model", tiny("tiny-2.3", "official")]
-    words += ["--prompt", "x", "--width", 64, "--height", 64, "--num-frames", 9, "--output", tmp_path / "clip.mp4"]
-    heard = [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]  # background jobs ignore them
+    words = [
+        "generate",
+        "--backend",
+        "tpu",
+        "--device",
+        "cpu",
+        "--model",
+        tiny("tiny-2.3", "official"),
+    ]
+    words += [
+        "--prompt",
+        "x",
+        "--width",
+        64,
+        "--height",
+        64,
+        "--num-frames",
+        9,
+        "--output",
+        tmp_path / "clip.mp4",
+    ]
+    heard = [
+        signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)
+    ]  # background jobs ignore them
     command = [sys.executable, "-m", "ltx2rt", *map(str, words)]
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("empty"))}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     for n, handler in zip((signal.SIGINT, signal.SIGHUP), heard, strict=True):
         signal.signal(n, handler)
     assert process.stderr is not None

@@ -43,7 +43,9 @@ def network(name: str) -> Case:
     if name == "transformer":
         one = case("forward-2.3")
         keep = np.eye(2, dtype=np.float32)  # every layer's attention counts in one sample
-        return replace(one, inputs=one.inputs | {k: keep for k in one.inputs if k.endswith("_keep")})
+        return replace(
+            one, inputs=one.inputs | {k: keep for k in one.inputs if k.endswith("_keep")}
+        )
     graph = video_vae.trace_decoder(preset("tiny-2.3").config.video_vae, 1, 2, 2, 2, "float32")
     latent = np.random.default_rng(0).standard_normal(graph.inputs["latent"].type.shape, np.float32)
     return Case(name, graph, random_params(graph), {"latent": latent})
@@ -56,7 +58,10 @@ NETWORKS = ("transformer", "video-decoder")
 def probes(name: str) -> dict[str, np.ndarray]:
     """Random weights of a loss that is linear in the outputs, so that every output's gradient counts."""
     rng = np.random.default_rng(5)
-    return {k: rng.standard_normal(v.type.shape, np.float32) for k, v in network(name).graph.outputs.items()}
+    return {
+        k: rng.standard_normal(v.type.shape, np.float32)
+        for k, v in network(name).graph.outputs.items()
+    }
 
 
 @cache
@@ -99,7 +104,9 @@ def jax_results(module, name: str) -> tuple[dict[str, np.ndarray], dict[str, np.
 def test_module_gives_what_the_program_gives(kind, name):
     one, backend = network(name), get_backend(kind, "cpu")
     plain = {"fused": False} if kind == "cuda" else {}  # what is fused adds up in another order
-    expected = backend.lower(one.graph, **plain)(backend.load([one.graph], ArraySource(one.params)), one.inputs)
+    expected = backend.lower(one.graph, **plain)(
+        backend.load([one.graph], ArraySource(one.params)), one.inputs
+    )
     module = torch_module(name) if kind == "cuda" else jax_module(name)
     outputs = module(**one.inputs)
     assert outputs.keys() == expected.keys()
@@ -110,7 +117,10 @@ def test_module_gives_what_the_program_gives(kind, name):
 
 def test_module_of_a_program_is_that_of_its_graph():
     one = network("transformer")
-    for backend, make in ((get_backend("cuda", "cpu"), as_module), (TpuBackend("cpu"), partial(as_nnx, device="cpu"))):
+    for backend, make in (
+        (get_backend("cuda", "cpu"), as_module),
+        (TpuBackend("cpu"), partial(as_nnx, device="cpu")),
+    ):
         program = backend.lower(one.graph)
         module = make(program, ArraySource(one.params))
         graph = module.graph if make is as_module else module.program.graph
@@ -132,17 +142,24 @@ def test_parameters_have_the_checkpoints_names(tiny, generation):
         assert np.array_equal(tensor.float().numpy(), stored.astype(np.float32)), name
     weights = as_nnx(graph, source, "cpu").weights
     expanded = {
-        name.replace("*", str(i)) for name, (_, n) in graph.all_params().items() for i in range(n) if name in weights
+        name.replace("*", str(i))
+        for name, (_, n) in graph.all_params().items()
+        for i in range(n)
+        if name in weights
     }
     assert expanded == state.keys() and set(weights) == graph.all_params().keys()
 
 
-@pytest.mark.parametrize("name", ["transformer", pytest.param("video-decoder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["transformer", pytest.param("video-decoder", marks=pytest.mark.slow)]
+)
 def test_gradients_reach_every_parameter_alike_in_both(name):
     """JAX's under `nnx.jit`, beside the outputs."""
     outputs, theirs = jax_results(jax_module(name), name)
     for key, value in jax_module(name)(**network(name).inputs).items():
-        assert relative_l2(outputs[key], value) <= 1e-5  # XLA fuses otherwise where a gradient is computed too
+        assert (
+            relative_l2(outputs[key], value) <= 1e-5
+        )  # XLA fuses otherwise where a gradient is computed too
     ours = torch_gradients(name)
     assert ours.keys() == theirs.keys() == network(name).graph.parameters().keys()
     for key, gradient in ours.items():
@@ -203,9 +220,14 @@ class Lora(torch.nn.Module):
 
 def test_lora_trains_through_a_parametrized_weight():
     module = copy.deepcopy(torch_module("transformer")).requires_grad_(False)
-    inputs, before = network("transformer").inputs, torch_module("transformer")(**network("transformer").inputs)
+    inputs, before = (
+        network("transformer").inputs,
+        torch_module("transformer")(**network("transformer").inputs),
+    )
     linear = module.get_submodule("model.diffusion_model.transformer_blocks.1.attn1.to_q")
-    torch.nn.utils.parametrize.register_parametrization(linear, "weight", Lora(linear.weight.shape, 2))
+    torch.nn.utils.parametrize.register_parametrization(
+        linear, "weight", Lora(linear.weight.shape, 2)
+    )
     assert torch.equal(module(**inputs)["video_velocity"], before["video_velocity"].detach())
     trained = [p for p in module.parameters() if p.requires_grad]
     assert len(trained) == 2
@@ -239,7 +261,11 @@ def test_module_without_weights_takes_them_later(name):
     arrays = TpuBackend("cpu").load([one.graph], ArraySource(one.params))
     for key, array in arrays.items():
         promised = flax_module.weights[key].get_value()
-        assert (promised.shape, promised.dtype, promised.sharding) == (array.shape, array.dtype, array.sharding)
+        assert (promised.shape, promised.dtype, promised.sharding) == (
+            array.shape,
+            array.dtype,
+            array.sharding,
+        )
     nnx.update(flax_module.weights, arrays)
     for key in one.graph.outputs:
         assert torch.equal(module(**one.inputs)[key], torch_module(name)(**one.inputs)[key])
@@ -264,13 +290,18 @@ def test_packed_graph_keeps_the_checkpoints_names_in_torch():
     module = as_module(packed, ArraySource(one.params))
     assert module.state_dict().keys() == one.graph.parameters().keys()
     for key, value in torch_module("transformer")(**one.inputs).items():
-        assert relative_l2(module(**one.inputs)[key].detach(), value.detach()) <= 1e-5  # another order of summation
+        assert (
+            relative_l2(module(**one.inputs)[key].detach(), value.detach()) <= 1e-5
+        )  # another order of summation
 
 
 @pytest.mark.slow
 def test_gradients_reach_chosen_parameters_and_inputs():
     """As a trainer of some of the weights, or of what makes the latents, asks for them."""
-    one, chosen = network("transformer"), "model.diffusion_model.transformer_blocks.*.attn1.to_q.weight"
+    one, chosen = (
+        network("transformer"),
+        "model.diffusion_model.transformer_blocks.*.attn1.to_q.weight",
+    )
     latent = torch.from_numpy(one.inputs["video_latent"]).requires_grad_()
     outputs = torch_module("transformer")(**one.inputs | {"video_latent": latent})
     ours = torch.autograd.grad(outputs["audio_velocity"].sum(), latent)[0].numpy()
@@ -283,7 +314,9 @@ def test_gradients_reach_chosen_parameters_and_inputs():
         module = nnx.merge(definition, trained, rest)
         return module(**one.inputs | {"video_latent": latent})["audio_velocity"].sum()
 
-    gradients, theirs = jax.grad(value, argnums=(0, 1))(trained, jnp.asarray(one.inputs["video_latent"]))
+    gradients, theirs = jax.grad(value, argnums=(0, 1))(
+        trained, jnp.asarray(one.inputs["video_latent"])
+    )
     assert relative_l2(theirs, ours) <= CLOSE
     ((path, gradient),) = nnx.to_flat_state(gradients)
     assert path == ("weights", chosen) and gradient.get_value().any()
@@ -293,13 +326,18 @@ def test_gradients_reach_chosen_parameters_and_inputs():
 def test_bad_inputs_and_weights_are_refused_by_name(make):
     one = network("video-decoder")
     module = make(one.graph, ArraySource(one.params))
-    with pytest.raises(ValueError, match=r"inputs \['latent'\] are missing, \['latents'\] are unknown"):
+    with pytest.raises(
+        ValueError, match=r"inputs \['latent'\] are missing, \['latents'\] are unknown"
+    ):
         module(latents=one.inputs["latent"])
     with pytest.raises(ValueError, match=r"input latent has shape \(2, 2\), expected f32"):
         module(latent=np.ones((2, 2), np.float32))
     lost, *_ = one.params
     with pytest.raises(InputError, match="1 parameters have no tensor"):
-        make(one.graph, ArraySource({name: array for name, array in one.params.items() if name != lost}))
+        make(
+            one.graph,
+            ArraySource({name: array for name, array in one.params.items() if name != lost}),
+        )
 
 
 def test_torch_module_of_a_placed_graph_is_refused():
@@ -312,16 +350,23 @@ def test_torch_module_of_a_placed_graph_is_refused():
 
 def run_on_mesh(folder: Path) -> None:
     one, source = network("transformer"), ArraySource(network("transformer").params)
-    graph = place(one.graph, PROFILES["hopper"].rules["transformer"], MESH)  # not packed: the checkpoint's parameters
+    graph = place(
+        one.graph, PROFILES["hopper"].rules["transformer"], MESH
+    )  # not packed: the checkpoint's parameters
     module = as_nnx(graph, source, "cpu")
-    packed = as_nnx(Placement(PROFILES["hopper"], MESH).local(one.graph, "transformer"), source, "cpu")
+    packed = as_nnx(
+        Placement(PROFILES["hopper"], MESH).local(one.graph, "transformer"), source, "cpu"
+    )
     state = nnx.state(module.weights)
     laid = {
         "specs": {k: tuple(v.get_value()) for k, v in nnx.get_partition_spec(state).items()},
         "arrays": {k: tuple(v.get_value().sharding.spec) for k, v in state.items()},
         "devices": [len(v.get_value().sharding.device_set) for v in state.values()],
         "expected": {k: tuple(v) for k, v in weight_specs(graph).items()},
-        "packed": {k: tuple(v.get_value()) for k, v in nnx.get_partition_spec(nnx.state(packed.weights)).items()},
+        "packed": {
+            k: tuple(v.get_value())
+            for k, v in nnx.get_partition_spec(nnx.state(packed.weights)).items()
+        },
         "expected packed": {k: tuple(v) for k, v in weight_specs(packed.program.graph).items()},
     }
     (folder / "laid.json").write_text(json.dumps(laid))
@@ -337,7 +382,13 @@ def on_mesh(tmp_path_factory) -> Path:
         "XLA_FLAGS": xla_flags(4),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
     }
-    ran = subprocess.run([sys.executable, __file__, str(folder)], env=env, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     return folder
 
@@ -347,7 +398,9 @@ def test_sharding_metadata_is_the_graphs(on_mesh):
     laid = json.loads((on_mesh / "laid.json").read_text())
     assert laid["specs"] == laid["arrays"] == laid["expected"]
     assert set(laid["devices"]) == {4}
-    assert sum(spec != [] for spec in laid["specs"].values()) >= 40, "most weights of a block are split"
+    assert sum(spec != [] for spec in laid["specs"].values()) >= 40, (
+        "most weights of a block are split"
+    )
     assert laid["packed"] == laid["expected packed"] and any("|" in name for name in laid["packed"])
 
 
@@ -355,7 +408,9 @@ def test_sharding_metadata_is_the_graphs(on_mesh):
 def test_module_and_gradients_on_a_mesh_equal_those_on_one_device(on_mesh):
     expected = jax_module("transformer")(**network("transformer").inputs)
     outputs, gradients = np.load(on_mesh / "outputs.npz"), np.load(on_mesh / "gradients.npz")
-    assert max(relative_l2(outputs[key], expected[key]) for key in expected) <= 1e-5  # the contract's bound
+    assert (
+        max(relative_l2(outputs[key], expected[key]) for key in expected) <= 1e-5
+    )  # the contract's bound
     ours = torch_gradients("transformer")
     assert set(gradients) == ours.keys()
     assert max(relative_l2(gradients[key], ours[key]) for key in ours) <= CLOSE

@@ -178,8 +178,12 @@ def ahead():
     backend.compilers.shutdown()
 
 
-@pytest.mark.parametrize("kind,count,reshapes", [("loop", 2, 0), ("plain", 1, 0), ("assembled", 1, 2)])
-def test_what_is_compiled_ahead_is_not_compiled_by_its_call(ahead, xla_compilations, kind, count, reshapes):
+@pytest.mark.parametrize(
+    "kind,count,reshapes", [("loop", 2, 0), ("plain", 1, 0), ("assembled", 1, 2)]
+)
+def test_what_is_compiled_ahead_is_not_compiled_by_its_call(
+    ahead, xla_compilations, kind, count, reshapes
+):
     """reshapes: those around executables, which XLA compiles one by one."""
     backend, calls = ahead
     program, call = calls[kind]
@@ -250,7 +254,9 @@ def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
         return lambda *args: runs.append(1) or module(*args)
 
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting, fullgraph=True))
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend=counting, fullgraph=True)
+    )
     handle = fresh("cuda", compile=True)
     monkeypatch.undo()
     for seed in (10, 11):
@@ -264,7 +270,9 @@ def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
     assert len(runs) == LAYERS * 5
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own import of inductor
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method:DeprecationWarning"
+)  # torch's own import of inductor
 def test_inductor_runs_a_compiled_block():
     def block(o, carry, invariant, data):
         x = o.add(carry["x"], o.linear(o.gelu(carry["x"]), "proj", {"D": 8}))
@@ -272,11 +280,16 @@ def test_inductor_runs_a_compiled_block():
 
     def model(o):
         x, gain = o.input("x", tokens=5, D=8), o.input("gain", layers=LAYERS)
-        return {"y": o.repeat(block, LAYERS, {"x": x}, data={"gain": gain}, prefix="layers.*.")[0]["x"]}
+        return {
+            "y": o.repeat(block, LAYERS, {"x": x}, data={"gain": gain}, prefix="layers.*.")[0]["x"]
+        }
 
     graph = trace("stack", model, "float32")
     params, rng = random_params(graph), np.random.default_rng(0)
-    inputs = {"x": rng.standard_normal((5, 8), np.float32), "gain": np.array([0.5, 1, 2], np.float32)}
+    inputs = {
+        "x": rng.standard_normal((5, 8), np.float32),
+        "gain": np.array([0.5, 1, 2], np.float32),
+    }
     backend = get_backend("cuda", "cpu")
     program = backend.lower(graph, compile=True)
     y = backend.to_host(program(backend.load([graph], ArraySource(params)), inputs)["y"])
@@ -291,10 +304,14 @@ def test_inductor_runs_a_compiled_block():
         (ON_CPU | {"xla_cpu_of_another_version": True}, "", {}),
     ],
 )
-def test_programs_on_a_cpu_take_the_options_that_nobody_gave_and_xla_knows(monkeypatch, known, flags, left):
+def test_programs_on_a_cpu_take_the_options_that_nobody_gave_and_xla_knows(
+    monkeypatch, known, flags, left
+):
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(ltx2rt_tpu.program, "ON_CPU", known)
-    monkeypatch.setattr(ltx2rt_tpu.program, "_options_on_cpu", ltx2rt_tpu.program._options_on_cpu.__wrapped__)
+    monkeypatch.setattr(
+        ltx2rt_tpu.program, "_options_on_cpu", ltx2rt_tpu.program._options_on_cpu.__wrapped__
+    )
     assert ltx2rt_tpu.program.compiler_options(products(10**6), here()) == left
 
 
@@ -304,12 +321,19 @@ def here() -> jax.sharding.SingleDeviceSharding:
 
 def products(rows: int):
     """2e6 FLOP for each row."""
-    return trace("products", lambda o: {"y": o.linear(o.input("x", rows=rows, D=1000), "w", {"D": 1000})}, "float32")
+    return trace(
+        "products",
+        lambda o: {"y": o.linear(o.input("x", rows=rows, D=1000), "w", {"D": 1000})},
+        "float32",
+    )
 
 
 def test_little_work_is_compiled_quickly(monkeypatch):
     monkeypatch.setattr(ltx2rt_tpu.program, "_options_on_cpu", lambda: ON_CPU)
-    levels = [ltx2rt_tpu.program.compiler_options(products(rows), here())[LEVEL] for rows in (10**4, 10**5)]
+    levels = [
+        ltx2rt_tpu.program.compiler_options(products(rows), here())[LEVEL]
+        for rows in (10**4, 10**5)
+    ]
     assert levels == [0, 1]
 
 
@@ -318,7 +342,9 @@ def test_unrolled_layers_agree_with_the_loop_over_layers(name):
     work = job(13)
     unrolled = denoise(fresh(name, layers="unrolled"), SIGMAS[:2], **work)
     for key, value in denoise(shared(name), SIGMAS[:2], **work)[0].items():
-        assert relative_l2(unrolled[0][key], value) <= 1e-5, key  # XLA fuses across layers once they are written out
+        assert relative_l2(unrolled[0][key], value) <= 1e-5, (
+            key
+        )  # XLA fuses across layers once they are written out
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -341,7 +367,9 @@ def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
     assert_bitwise(together[1], denoise(fresh(name, seed=1), SIGMAS[1:], **second))
 
 
-@pytest.mark.parametrize("platform,kind", [("tpu", "TPU v6 lite"), ("tpu", "TPU7x"), ("cpu", "cpu")])
+@pytest.mark.parametrize(
+    "platform,kind", [("tpu", "TPU v6 lite"), ("tpu", "TPU7x"), ("cpu", "cpu")]
+)
 def test_a_tpu_runs_its_own_form_of_an_op(platform, kind):
     """In every kind of program; decided by the devices for which it is lowered."""
     place = SimpleNamespace(device_set=[SimpleNamespace(platform=platform, device_kind=kind)])
@@ -350,13 +378,18 @@ def test_a_tpu_runs_its_own_form_of_an_op(platform, kind):
     programs += [ltx2rt_tpu.program.Program(graph, place, False), Assembled(graph, place)]
     for program in programs:
         for name, function in ON_TPU.items():
-            assert program.ops[name] is (function if platform == "tpu" else OPS[name]), (program, name)
+            assert program.ops[name] is (function if platform == "tpu" else OPS[name]), (
+                program,
+                name,
+            )
 
 
 def on_devices(*words) -> dict:
     script = Path(__file__).with_name("halves_on_devices.py")
     env = os.environ | {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run([sys.executable, script, *map(str, words)], env=env, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, script, *map(str, words)], env=env, capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -378,12 +411,16 @@ def test_jax_denoises_in_halves_as_it_does_whole(tiny):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_calls_stopped_by_their_reader_leave_one_under_way(name):
     backend, taken = get_backend(name, "cpu"), []
-    program = backend.lower(trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32"))
+    program = backend.lower(
+        trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
+    )
     for stop in (1, 3):
         taken.clear()
         inputs = ({"x": np.array([taken.append(x) or x], np.float32)} for x in range(10))
         results = backend.each(((program, {}, one) for one in inputs), "y")
-        assert [float(backend.to_host(next(results))[0]) for _ in range(stop)] == [2 * x for x in range(stop)]
+        assert [float(backend.to_host(next(results))[0]) for _ in range(stop)] == [
+            2 * x for x in range(stop)
+        ]
         results.close()
         assert len(taken) == stop + 1
 
@@ -391,7 +428,11 @@ def test_calls_stopped_by_their_reader_leave_one_under_way(name):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_loading_shares_no_memory_with_its_source(name):
     """A source may be a file map that is closed, or an array that its owner changes."""
-    graph = trace("scale", lambda o: {"y": o.mul(o.input("x", D=4096), o.param("gain.weight", D=4096))}, "float32")
+    graph = trace(
+        "scale",
+        lambda o: {"y": o.mul(o.input("x", D=4096), o.param("gain.weight", D=4096))},
+        "float32",
+    )
     gain = np.ones(4096, np.float32)
     backend = get_backend(name, "cpu")
     weights = backend.load([graph], ArraySource({"gain.weight": gain}))
@@ -405,7 +446,9 @@ def test_misshapen_input_is_refused_by_name(name):
     _, loop, weights = shared(name)
     work = job(16)
     inputs = work["constants"] | work["state"] | {"sigmas": SIGMAS[:3]}
-    with pytest.raises(ValueError, match=r"denoise: input sigmas has shape \(3,\), expected f32\[steps=8, ends=2\]"):
+    with pytest.raises(
+        ValueError, match=r"denoise: input sigmas has shape \(3,\), expected f32\[steps=8, ends=2\]"
+    ):
         next(loop(weights, inputs, 2))
 
 
@@ -417,7 +460,11 @@ def test_abstract_weights_are_the_loaded_ones():
     assert abstract.keys() == weights.keys()
     for name, array in weights.items():
         expected = abstract[name]
-        assert (array.shape, array.dtype, array.sharding) == (expected.shape, expected.dtype, expected.sharding), name
+        assert (array.shape, array.dtype, array.sharding) == (
+            expected.shape,
+            expected.dtype,
+            expected.sharding,
+        ), name
 
 
 def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
@@ -426,7 +473,9 @@ def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
     from ltx2rt_tpu.weights import weight_layout
 
     shapes = ((64, 256), (6, 256), (64,))
-    matrix, table, norm = (Type(("out", "in")[-len(shape) :], shape, "bfloat16") for shape in shapes)
+    matrix, table, norm = (
+        Type(("out", "in")[-len(shape) :], shape, "bfloat16") for shape in shapes
+    )
     assert weight_layout("blocks.*.to_q.weight", matrix, P(), "TPU7x").tiling == ((16, 128), (2, 1))
     for name, type, spec, kind in (
         ("blocks.*.to_q.weight", matrix, P(), "TPU v6 lite"),

@@ -15,10 +15,16 @@ from ltx2rt.testing import ArraySource, random_params, relative_l2
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own import of inductor
-@pytest.mark.filterwarnings("ignore:TensorFloat32")  # inductor's, of a float32 product: it is off because it rounds
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method:DeprecationWarning"
+)  # torch's own import of inductor
+@pytest.mark.filterwarnings(
+    "ignore:TensorFloat32"
+)  # inductor's, of a float32 product: it is off because it rounds
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("dtype,close", [("float32", 1e-6), ("bfloat16", 2**-8)])  # other workspaces
+@pytest.mark.parametrize(
+    "dtype,close", [("float32", 1e-6), ("bfloat16", 2**-8)]
+)  # other workspaces
 def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, close, compile):
     """Loops of two sizes in turn, each recorded once; each job changes everything that is not its structure. The oracle
     launches each step."""
@@ -42,9 +48,13 @@ def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, clo
             expected = denoise((backend, eager[rows], chosen), sigmas, **work)
             for i, (found, wanted) in enumerate(zip(steps, expected, strict=True)):
                 for key in wanted:
-                    assert relative_l2(found[key], wanted[key]) <= close, f"job {seed}, {rows} rows, step {i}, {key}"
+                    assert relative_l2(found[key], wanted[key]) <= close, (
+                        f"job {seed}, {rows} rows, step {i}, {key}"
+                    )
             first.setdefault(rows, loop.captured)
-            assert (loop.captured is first[rows]) == (seed < 22), "recorded anew when, and only when, the weights moved"
+            assert (loop.captured is first[rows]) == (seed < 22), (
+                "recorded anew when, and only when, the weights moved"
+            )
     assert all(loop.captured is None for loop in eager.values())
     first.clear()
     for loop in loops.values():
@@ -93,13 +103,17 @@ print(total.sum().item())
 
 
 def test_a_recorded_collective_is_replayed_and_lets_its_process_end():
-    ran = subprocess.run([sys.executable, "-c", COLLECTIVE], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, "-c", COLLECTIVE], capture_output=True, text=True, timeout=120
+    )
     assert ran.returncode == 0 and float(ran.stdout) == 3000, ran.stderr
 
 
 def test_a_result_reaches_the_host_while_the_next_call_runs():
     backend = get_backend("cuda", "cuda")
-    program = backend.lower(trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32"))
+    program = backend.lower(
+        trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
+    )
 
     def slow(weights, inputs):
         if inputs["x"] == 2:

@@ -79,10 +79,14 @@ class Races(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, here = kwargs or {}, self.stream
         result, work = func(*args, **kwargs), here.work()
-        self.overlapped += any(not here.has_seen((other, other.done)) for other in {*self.owner.values()} - {here})
+        self.overlapped += any(
+            not here.has_seen((other, other.done)) for other in {*self.owner.values()} - {here}
+        )
         infos = [a.alias_info for a in func._schema.arguments]
         operands = [
-            (x, bool(info and info.is_write)) for arg, info in zip(args, infos, strict=False) for x in tensors(arg)
+            (x, bool(info and info.is_write))
+            for arg, info in zip(args, infos, strict=False)
+            for x in tensors(arg)
         ]
         for x, writes in [*operands, *((x, True) for x in tensors(kwargs.get("out")))]:
             if (key := storage(x)) in self.owner:
@@ -94,8 +98,15 @@ class Races(TorchDispatchMode):
         for x in tensors(result):
             key = storage(x)
             if key not in self.owner and key not in read:
-                self.owner[key], self.wrote[key], self.uses[key], self.tensors[key] = here, work, [work], 0
-                self.given_back[here] = [use for use in self.given_back.get(here, []) if not here.has_seen(use)]
+                self.owner[key], self.wrote[key], self.uses[key], self.tensors[key] = (
+                    here,
+                    work,
+                    [work],
+                    0,
+                )
+                self.given_back[here] = [
+                    use for use in self.given_back.get(here, []) if not here.has_seen(use)
+                ]
                 self.found += [f"{func} takes"] if self.given_back[here] else []
             if key in self.owner:
                 self.tensors[key] += 1
@@ -134,7 +145,9 @@ def operands(one, graph) -> list:
     return [*uploaded, *program.arguments(backend.load([graph], ArraySource(one.params)))]
 
 
-@pytest.mark.parametrize("name,short_s", [*((name, 0.0) for name in NAMES), ("guided-2.3", streams.SHORT_S)])
+@pytest.mark.parametrize(
+    "name,short_s", [*((name, 0.0) for name in NAMES), ("guided-2.3", streams.SHORT_S)]
+)
 def test_two_streams_have_the_bits_of_one_and_race_for_nothing(monkeypatch, name, short_s):
     """Down to one node a part, and as for a step of full size."""
     monkeypatch.setattr(streams, "SHORT_S", short_s)
@@ -187,7 +200,9 @@ def test_a_recording_begins_on_a_stream_on_which_nothing_runs(monkeypatch):
     pool.id, pool.graphs = (0, 0), weakref.WeakSet()
     pool.start, pool.stream = Stream(), Stream()
     with watched(monkeypatch) as races:
-        monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream, capture_error_mode: races.on(stream))
+        monkeypatch.setattr(
+            torch.cuda, "graph", lambda graph, pool, stream, capture_error_mode: races.on(stream)
+        )
         for fails in (False, True):
             with suppress(ZeroDivisionError), pool.recording(Stream()):
                 torch.ones(3)
@@ -225,7 +240,11 @@ def test_a_block_of_full_size_has_sound_beside_video(stage):
         pairs = [part for part in in_parts(repeat.body) if isinstance(part, tuple)]
         beside = [node for _, part in pairs for node in part.nodes]
         big = [node for part, _ in pairs for node in part.nodes]
-        sound = [n for n in repeat.body.nodes if n.op in LARGE and "audio_tokens" in n.outputs[0].type.axes]
+        sound = [
+            n
+            for n in repeat.body.nodes
+            if n.op in LARGE and "audio_tokens" in n.outputs[0].type.axes
+        ]
         assert {id(n) for n in sound} <= {id(n) for n in beside}
         assert all("tokens" in n.outputs[0].type.axes for n in big if n.op in LARGE)
         assert len(pairs) <= 10
@@ -234,11 +253,17 @@ def test_a_block_of_full_size_has_sound_beside_video(stage):
 def test_exchanges_over_two_mesh_axes_are_never_under_way_at_once():
     """NCCL wants an order among its communicators. What travels over the same axis goes on doing so."""
     one = case("guided-2.3")
-    placed = Placement(PROFILES["hopper"], {"sequence": 2, "tensor": 2}).local(one.graph, one.network)
+    placed = Placement(PROFILES["hopper"], {"sequence": 2, "tensor": 2}).local(
+        one.graph, one.network
+    )
     graph = fuse(in_token_halves(placed, rows=0))
-    position = Position(graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh})
+    position = Position(
+        graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh}
+    )
     (block,) = (
-        m.block for m in lower(graph, torch.device("cpu"), position=position).modules() if isinstance(m, Repeat)
+        m.block
+        for m in lower(graph, torch.device("cpu"), position=position).modules()
+        if isinstance(m, Repeat)
     )
     names = {OPS[op]: op for op in COLLECTIVES}
     nodes = list(block.graph.nodes)

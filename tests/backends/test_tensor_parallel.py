@@ -37,10 +37,14 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def run_fleet(kind: str, folder: Path, **environment: str) -> Path:
-    path = os.pathsep.join((str(HERE.parent), *sys.path))  # the code that is tested here, wherever it lies
+    path = os.pathsep.join(
+        (str(HERE.parent), *sys.path)
+    )  # the code that is tested here, wherever it lies
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, str(HERE / "tensor_parallel_ranks.py"), kind, str(folder)]
-    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         _, errors = process.communicate(timeout=240)
     except BaseException:
@@ -80,12 +84,17 @@ def saved(folder: Path, kind: str, devices: int, run: Run) -> dict[str, np.ndarr
 
 
 def did(folder: Path, devices: int) -> list[dict]:
-    return [json.loads((folder / f"cuda-{devices}-rank{rank}.json").read_text()) for rank in range(devices)]
+    return [
+        json.loads((folder / f"cuda-{devices}-rank{rank}.json").read_text())
+        for rank in range(devices)
+    ]
 
 
 def runs(kind: str, *dtypes: str) -> list:
     """(run, devices) of each test."""
-    pairs = [(run, devices) for devices in RANKS for run in runs_on(kind, devices) if run.dtype in dtypes]
+    pairs = [
+        (run, devices) for devices in RANKS for run in runs_on(kind, devices) if run.dtype in dtypes
+    ]
     return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
 
 
@@ -95,7 +104,9 @@ def test_torch_ranks_equal_one_device(torch_ranks, run, devices):
     actual, expected = saved(torch_ranks, "cuda", devices, run), alone(run, torch_ranks)
     assert max(distance(actual, expected).values()) <= CLOSE
     if run.lora:
-        assert min(distance(actual, alone(Run(run.name), torch_ranks)).values()) > 0.1, "the LoRA changes nothing"
+        assert min(distance(actual, alone(Run(run.name), torch_ranks)).values()) > 0.1, (
+            "the LoRA changes nothing"
+        )
 
 
 def test_torch_ranks_in_bfloat16_err_as_one_device_does(torch_ranks):
@@ -119,7 +130,10 @@ def test_torch_ranks_in_bfloat16_err_as_one_device_does(torch_ranks):
 
 @pytest.mark.parametrize(("run", "devices"), runs("tpu", "float32"))
 def test_jax_devices_under_shard_map_equal_one_device(jax_devices, run, devices):
-    assert max(distance(saved(jax_devices, "tpu", devices, run), alone(run, jax_devices)).values()) <= CLOSE
+    assert (
+        max(distance(saved(jax_devices, "tpu", devices, run), alone(run, jax_devices)).values())
+        <= CLOSE
+    )
 
 
 @pytest.mark.parametrize(("run", "devices"), runs("cuda", "float32", "bfloat16"))
@@ -137,7 +151,9 @@ def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, ru
 @pytest.mark.parametrize(("run", "devices"), runs("tpu", "float32"))
 def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, run, devices):
     """JAX makes one psum of each operand; which of them leave together is up to XLA. A scan's body is there once."""
-    nodes = [node for node, _ in case(run.name, run.dtype).on(devices).walk() if node.op == "all_reduce"]
+    nodes = [
+        node for node, _ in case(run.name, run.dtype).on(devices).walk() if node.op == "all_reduce"
+    ]
     traced = json.loads((jax_devices / f"tpu-{devices}.json").read_text())[str(run)]
     assert nodes and traced == {"psum": sum(len(node.inputs) for node in nodes)}
 
@@ -147,7 +163,8 @@ def test_ranks_execute_4_large_and_3_small_all_reduces_a_block(torch_ranks, gene
     for rank in did(torch_ranks, RANKS[0]):
         executed = rank["executed"][str(Run(f"guided-{generation}", "bfloat16"))]
         counts = {
-            word: sum(n for op, n in executed.items() if word in op) for word in ("reduce", "bfloat16", "float32")
+            word: sum(n for op, n in executed.items() if word in op)
+            for word in ("reduce", "bfloat16", "float32")
         }
         assert counts == {"reduce": 7 * LAYERS, "bfloat16": 4 * LAYERS, "float32": 3 * LAYERS}
         assert all(op.startswith("all_reduce") for op in executed), "no gather"
@@ -168,7 +185,9 @@ def test_ranks_request_their_slices_once_and_whole_tensors_each(torch_ranks, nam
         else:
             whole += array.nbytes
     assert split > whole
-    assert [rank["requested"][name] for rank in did(torch_ranks, devices)] == [split // devices + whole] * devices
+    assert [rank["requested"][name] for rank in did(torch_ranks, devices)] == [
+        split // devices + whole
+    ] * devices
 
 
 @pytest.mark.parametrize("devices", RANKS)

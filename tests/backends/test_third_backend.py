@@ -95,11 +95,18 @@ def test_plan_knows_its_devices_and_chooses_their_mesh(loom, command):
     flags = ("plan", "--preset", "tiny-2.3", "--device-kind", "loom", "--devices", 4)
     status, out, err = command(*flags)
     assert (status, err) == (0, "")
-    assert "on 4 x loom-64gb (" in out and "denoising takes an estimated" in out and "the next best, --mesh" in out
+    assert (
+        "on 4 x loom-64gb (" in out
+        and "denoising takes an estimated" in out
+        and "the next best, --mesh" in out
+    )
     assert "exchanges: received / 1 GB/s and 1000 us each" in out
     status, out, _ = command(*flags, "--json")
     stages = {stage["name"]: stage for stage in json.loads(out)["stages"]}
-    assert stages["stage1"]["exchange_s"] > 0 and stages["stage1"]["time_s"] > stages["stage1"]["flops"] / 1e12
+    assert (
+        stages["stage1"]["exchange_s"] > 0
+        and stages["stage1"]["time_s"] > stages["stage1"]["flops"] / 1e12
+    )
     status, _, err = command(*flags[:4], "nothing")
     assert status == 2 and "loom-64gb" in err and "h100-80gb" in err
 
@@ -114,7 +121,9 @@ def test_it_runs_what_it_plans(loom):
     assert ops[0] == ops[1] != ops[2]
     found = program(backend.load([one.graph], ArraySource(one.params)), one.inputs)
     for name, expected in interpret(one.graph, one.params, one.inputs).items():
-        assert relative_l2(np.asarray(found[name], np.float64), expected) < 1e-5, name  # roundings of float32
+        assert relative_l2(np.asarray(found[name], np.float64), expected) < 1e-5, (
+            name
+        )  # roundings of float32
 
 
 def test_a_backend_reports_its_devices_by_its_own_word(loom):

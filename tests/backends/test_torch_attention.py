@@ -33,7 +33,9 @@ def test_attention_is_the_op_tables(run, masked, kv_heads):
     if mask is not None:
         mask[..., ::4] = -1e30  # what the logarithm of a weight of 0 is
     bias = [] if mask is None else [mask.numpy()]
-    expected = OPS["attention"].numpy(*(x.numpy() for x in (q, k, v)), *bias, scale=0.3, bias_view=(2, 1, 7, 9))
+    expected = OPS["attention"].numpy(
+        *(x.numpy() for x in (q, k, v)), *bias, scale=0.3, bias_view=(2, 1, 7, 9)
+    )
     assert relative_l2(run(q, k, v, mask, 0.3), expected) <= 1e-6  # float32, sums of nine
 
 
@@ -50,7 +52,11 @@ def test_cudnn_comes_first_only_where_it_surely_has_a_plan():
     heads, mask = [torch.empty(1, 7, 2, dim) for dim in (64, 128, 256)], torch.zeros(1, 1, 7, 9)
     found = [preference(q, m)[0] for m in (None, mask) for q in heads]
     assert found == ["cudnn", "cudnn", "flash2"] * 2
-    assert all(preference(q, m)[-3:] == ["flash2", "efficient", "math"] for q in heads for m in (None, mask))
+    assert all(
+        preference(q, m)[-3:] == ["flash2", "efficient", "math"]
+        for q in heads
+        for m in (None, mask)
+    )
     assert why_not_cudnn(heads[2], None) == "heads of 256, all its releases have plans up to 128"
 
 
@@ -72,7 +78,9 @@ def test_operands_that_cudnn_refused_with_a_mask_go_to_the_next_kernel(monkeypat
         preferred_attention(q, k, v, mask, 0.3)
     words[0] = "cuDNN: no valid execution plan"
     for _ in range(2):
-        assert torch.equal(preferred_attention(q, k, v, mask, 0.3), torch_attention(q, k, v, mask, 0.3))
+        assert torch.equal(
+            preferred_attention(q, k, v, mask, 0.3), torch_attention(q, k, v, mask, 0.3)
+        )
     assert asked == ["cudnn", "cudnn", "flash2", "flash2"]
 
 
@@ -97,10 +105,16 @@ def test_cudnn_of_wrong_results_is_not_asked(monkeypatch):
 )
 def test_only_operands_off_the_grid_of_a_load_are_copied(row, start, copied, dtype):
     row, start = (n * 2 // dtype.itemsize for n in (row, start))  # the same bytes in both dtypes
-    x = torch.randn(2, 9, row).to(dtype)[..., start : start + 64 * 2 // dtype.itemsize].unflatten(2, (4, -1))
+    x = (
+        torch.randn(2, 9, row)
+        .to(dtype)[..., start : start + 64 * 2 // dtype.itemsize]
+        .unflatten(2, (4, -1))
+    )
     y = aligned(x)
     assert torch.equal(x, y) and (y is not x) == copied
-    assert y.data_ptr() % LOAD_BYTES == 0 and all(n * y.element_size() % LOAD_BYTES == 0 for n in y.stride()[:-1])
+    assert y.data_ptr() % LOAD_BYTES == 0 and all(
+        n * y.element_size() % LOAD_BYTES == 0 for n in y.stride()[:-1]
+    )
 
 
 def test_heads_that_no_copy_aligns_stay_as_they_are():

@@ -28,12 +28,16 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 
 @cache
 def once(kind: str, generation: str, remat: bool = True) -> dict[str, np.ndarray]:
-    return trained(trainer(get_backend(kind, "cpu", {}), generation, {}, remat), step(generation)[1])
+    return trained(
+        trainer(get_backend(kind, "cpu", {}), generation, {}, remat), step(generation)[1]
+    )
 
 
 def gradients(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Losses and norms, and the first moments, which after one step are a tenth of the gradients."""
-    return {name: x for name, x in found.items() if " " not in name or name.startswith(f"{MOMENTS[0]} ")}
+    return {
+        name: x for name, x in found.items() if " " not in name or name.startswith(f"{MOMENTS[0]} ")
+    }
 
 
 @pytest.mark.parametrize("generation", CONFIGS)
@@ -53,8 +57,12 @@ def test_gradients_are_the_slopes_of_the_interpreter():
     length = np.sqrt(sum(float((x**2).sum()) for x in slopes.values()))
 
     def loss(move: float) -> float:
-        moved = params | {name: params[name] + np.float32(move / length) * x for name, x in slopes.items()}
-        return sum(float(x.mean()) * WEIGHTS[name] for name, x in interpret(graph, moved, inputs).items())
+        moved = params | {
+            name: params[name] + np.float32(move / length) * x for name, x in slopes.items()
+        }
+        return sum(
+            float(x.mean()) * WEIGHTS[name] for name, x in interpret(graph, moved, inputs).items()
+        )
 
     found = (loss(0.01) - loss(-0.01)) / 0.02
     assert found == pytest.approx(length, rel=1e-3)
@@ -83,7 +91,9 @@ def ranks(tmp_path_factory) -> Path:
 def test_a_mesh_is_one_device(kind, mesh, ranks):
     found = gradients(dict(np.load(ranks / f"{kind}-{label(mesh)}.npz")))
     expected = gradients(once("cuda", "2.3"))
-    assert {name: d for name, x in expected.items() if (d := distance(found[name], x)) > CLOSE} == {}
+    assert {
+        name: d for name, x in expected.items() if (d := distance(found[name], x)) > CLOSE
+    } == {}
 
 
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
@@ -100,7 +110,10 @@ def test_a_restored_trainer_goes_on_bit_for_bit(kind):
 
 
 def test_optimisers_agree_over_fifty_steps():
-    found = [trained(trainer(get_backend(kind, "cpu", {}), "2.3", {}), step("2.3")[1], 50) for kind in ("cuda", "tpu")]
+    found = [
+        trained(trainer(get_backend(kind, "cpu", {}), "2.3", {}), step("2.3")[1], 50)
+        for kind in ("cuda", "tpu")
+    ]
     inputs = step("2.3")[1]
     losses = []
     for kind, x in zip(("cuda", "tpu"), found, strict=True):
@@ -116,4 +129,6 @@ def test_optimisers_agree_over_fifty_steps():
     for name, loss in losses[0].items():
         assert loss.mean() < 0.8 * once("cuda", "2.3")[name].mean()
         started = once("cuda", "2.3")[name].max()
-        np.testing.assert_allclose(losses[1][name], loss, atol=1e-4 * started)  # rounding, through fifty steps of Adam
+        np.testing.assert_allclose(
+            losses[1][name], loss, atol=1e-4 * started
+        )  # rounding, through fifty steps of Adam

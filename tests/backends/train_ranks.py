@@ -52,10 +52,17 @@ def main(kind: str, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         size = prod(mesh.values())
-        here = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        here = {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, __file__, kind, str(folder), str(number)]
         ranks = [
-            subprocess.Popen(command, env=os.environ | here | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            subprocess.Popen(
+                command, env=os.environ | here | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
             for rank in range(size)
         ]
         if any([rank.wait() for rank in ranks]):

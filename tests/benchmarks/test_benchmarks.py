@@ -16,7 +16,17 @@ import pytest
 import torch
 from ltx2rt_kernels.choose import FOLDERS
 
-from benchmarks import cold_start, collectives, end_to_end, kernels, load, measure, peer, random_weights, step
+from benchmarks import (
+    cold_start,
+    collectives,
+    end_to_end,
+    kernels,
+    load,
+    measure,
+    peer,
+    random_weights,
+    step,
+)
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.models import video_vae
@@ -27,14 +37,23 @@ from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.testing import ArraySource, random_params
 
 ON_GPU = Path(end_to_end.__file__).with_name("on_gpu.sh")
-SMALL = {"--preset": "tiny-2.3", "--device": "cpu", "--width": 64, "--height": 64, "--num-frames": 9, "--steps": 1}
+SMALL = {
+    "--preset": "tiny-2.3",
+    "--device": "cpu",
+    "--width": 64,
+    "--height": 64,
+    "--num-frames": 9,
+    "--steps": 1,
+}
 TINY_CLIP = [str(word) for pair in SMALL.items() for word in pair] + ["--repeats", "2"]
 FLOAT8 = ["--weights-dtype", "float8"]
 TINY_REQUEST = TwoStage("a fox", width=64, height=64, num_frames=9, steps=1, seed=0)
 
 
 def test_step_is_compared_with_diffusers_on_the_same_weights(tmp_path, capsys):
-    facts = step.main(["--tiny", "--rounds", "2", "--backends", "cuda", "--output", str(tmp_path / "step.json")])
+    facts = step.main(
+        ["--tiny", "--rounds", "2", "--backends", "cuda", "--output", str(tmp_path / "step.json")]
+    )
     assert facts["relative_l2"]["cuda"] < 1e-5
     written = json.loads((tmp_path / "step.json").read_text())
     assert {"date", "device", "versions", "commit", "floor_s", "shape", "dtype"} <= written.keys()
@@ -52,17 +71,44 @@ def test_implementations_that_disagree_are_not_compared(monkeypatch):
 @pytest.mark.slow
 def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
     """All four branches, guidance and Euler; then the one branch of stage 2: the same latents after three steps."""
-    flags = ["--guided", "--tiny", "--rounds", "1", "--threads", "1", "--output", str(tmp_path / "g.json")]
+    flags = [
+        "--guided",
+        "--tiny",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+        "--output",
+        str(tmp_path / "g.json"),
+    ]
     facts = step.main(flags)
-    assert {name: len(stage["branches"]) for name, stage in facts["stages"].items()} == {"stage1": 4, "stage2": 1}
+    assert {name: len(stage["branches"]) for name, stage in facts["stages"].items()} == {
+        "stage1": 4,
+        "stage2": 1,
+    }
     for stage in facts["stages"].values():
         assert stage["relative_l2"].keys() == {"cuda", "tpu"} and stage["steps"] == 3
         assert max(stage["relative_l2"].values()) <= 1e-4
         assert stage["floor_s"] == pytest.approx(stage["flops"] / facts["matmul_flops_per_s"])
-        assert stage["share_of_matmul"]["cuda"] == pytest.approx(stage["floor_s"] / stage["seconds"]["cuda"].median)
-        assert stage["launches"]["cuda"] > 0 and {"GEMM", "attention"} <= stage["kernels"]["diffusers"].keys()
+        assert stage["share_of_matmul"]["cuda"] == pytest.approx(
+            stage["floor_s"] / stage["seconds"]["cuda"].median
+        )
+        assert (
+            stage["launches"]["cuda"] > 0
+            and {"GEMM", "attention"} <= stage["kernels"]["diffusers"].keys()
+        )
     written = json.loads((tmp_path / "g.json").read_text())
-    assert {"benchmark", "date", "commit", "device", "preset", "clip", "dtype", "compile", "stages"} <= written.keys()
+    assert {
+        "benchmark",
+        "date",
+        "commit",
+        "device",
+        "preset",
+        "clip",
+        "dtype",
+        "compile",
+        "stages",
+    } <= written.keys()
     assert "x diffusers" in capsys.readouterr().out
 
 
@@ -86,11 +132,19 @@ def test_float8_weights_race_against_the_tensors_that_they_are_quantised_from():
     facts, plain = step.main([*flags, "--weights-dtype", "float8"]), step.main(flags)
     assert (facts["dtype"], facts["weights_dtype"]) == ("bfloat16", "float8")
     for name, stage in facts["stages"].items():
-        distance, without = (found["stages"][name]["relative_l2"]["cuda"] for found in (facts, plain))
+        distance, without = (
+            found["stages"][name]["relative_l2"]["cuda"] for found in (facts, plain)
+        )
         assert distance > 1.5 * without  # ours lost bits, theirs did not
-        assert stage["relative_l2"][step.ONE_STREAM] == distance  # the same weights, on a CPU the same program
+        assert (
+            stage["relative_l2"][step.ONE_STREAM] == distance
+        )  # the same weights, on a CPU the same program
         # The first and last block stand alone, and branches that part inside a block share the rest of it only there.
-        assert 0.95 * plain["stages"][name]["flops"] <= stage["flops"] <= plain["stages"][name]["flops"]
+        assert (
+            0.95 * plain["stages"][name]["flops"]
+            <= stage["flops"]
+            <= plain["stages"][name]["flops"]
+        )
 
 
 def test_both_hold_the_same_tensors():
@@ -101,7 +155,10 @@ def test_both_hold_the_same_tensors():
     (packed,) = (x for name, x in weights.items() if name.endswith("weight"))
     found = dict(peer.checkpoint_tensors(graph, weights))
     assert found.keys() == graph.parameters().keys()
-    assert found["b.weight"].data_ptr() == packed[3:].data_ptr() and found["b.weight"].shape == (5, 4)
+    assert found["b.weight"].data_ptr() == packed[3:].data_ptr() and found["b.weight"].shape == (
+        5,
+        4,
+    )
 
 
 def two_linears(o):
@@ -120,15 +177,33 @@ def test_load_is_measured_in_fresh_processes(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is emptied by posix_fadvise")
 def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
-    flags = ["--device", "cpu", "--width", "128", "--height", "64", "--num-frames", "9", "--rounds", "1"]
+    flags = [
+        "--device",
+        "cpu",
+        "--width",
+        "128",
+        "--height",
+        "64",
+        "--num-frames",
+        "9",
+        "--rounds",
+        "1",
+    ]
     facts = cold_start.main([*flags, *FLOAT8, "--output", str(tmp_path / "c.json")])
     assert facts["dtype"] == "bfloat16"
-    assert facts["seconds"]["lower"].median > 0 == facts["seconds"]["record"].median  # a CPU records nothing
+    assert (
+        facts["seconds"]["lower"].median > 0 == facts["seconds"]["record"].median
+    )  # a CPU records nothing
     assert tuple(facts["seconds"]) == cold_start.PHASES
-    whole, phases = facts["first_step_after_s"].median, sum(spread.median for spread in facts["seconds"].values())
+    whole, phases = (
+        facts["first_step_after_s"].median,
+        sum(spread.median for spread in facts["seconds"].values()),
+    )
     assert phases <= whole * 1.01  # they follow each other; two clocks measure them
     files = facts["loaded_bytes"] / facts["plain_bytes_per_s"].median
-    assert facts["load_ratio_to_plain"].median == pytest.approx(facts["seconds"]["load"].median / files)
+    assert facts["load_ratio_to_plain"].median == pytest.approx(
+        facts["seconds"]["load"].median / files
+    )
     assert json.loads((tmp_path / "c.json").read_text())["cache"] == "cold"
     assert "x a plain read" in capsys.readouterr().out
 
@@ -152,7 +227,10 @@ def test_a_cold_start_that_fails_says_why(tmp_path):
 
 
 def test_ratios_are_taken_round_by_round():
-    seconds = {"ours": [1.0, 30.0], "theirs": [2.0, 60.0]}  # a machine that slowed down changes no ratio
+    seconds = {
+        "ours": [1.0, 30.0],
+        "theirs": [2.0, 60.0],
+    }  # a machine that slowed down changes no ratio
     assert measure.ratios(seconds, "ours", "theirs") == measure.Spread.of([0.5, 0.5])
 
 
@@ -161,19 +239,42 @@ def test_collectives_are_counted_against_the_floor(tmp_path, capsys):
     for found in facts["stages"].values():
         assert {name: found[name] for name in collectives.FLOOR} == collectives.FLOOR
         assert found["count"] == {"all_reduce": 48 * 7}
-        assert found["received_bytes"]["all_reduce"] == pytest.approx(1.5 * found["bytes"]["all_reduce"])
+        assert found["received_bytes"]["all_reduce"] == pytest.approx(
+            1.5 * found["bytes"]["all_reduce"]
+        )
     assert json.loads((tmp_path / "c.json").read_text())["stages"] == facts["stages"]
     assert "all-gathers" in capsys.readouterr().out
 
 
-TINY_SIZE = ["--preset", "tiny-2.3", "--device", "cpu", "--width", "64", "--height", "64", "--num-frames", "9"]
+TINY_SIZE = [
+    "--preset",
+    "tiny-2.3",
+    "--device",
+    "cpu",
+    "--width",
+    "64",
+    "--height",
+    "64",
+    "--num-frames",
+    "9",
+]
 
 
 def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     """On a CPU plain ops stand in for the kernels, which the result says."""
     written = tmp_path / "k.json"
     facts = kernels.main(
-        [*TINY_SIZE, "--rounds", "1", "--contestants", "kernel", "eager", *FLOAT8, "--output", str(written)]
+        [
+            *TINY_SIZE,
+            "--rounds",
+            "1",
+            "--contestants",
+            "kernel",
+            "eager",
+            *FLOAT8,
+            "--output",
+            str(written),
+        ]
     )
     elsewhere = {
         "sum_squares",
@@ -182,19 +283,29 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
         "neighbourhood_attention",
     }  # on several devices; in LTX-2.5
     assert {case["op"] for case in facts["cases"]} == set(FOLDERS) - elsewhere
-    assert {case["why_not"] for case in facts["cases"]} == {"the operands are on cpu, the kernel runs on cuda"}
+    assert {case["why_not"] for case in facts["cases"]} == {
+        "the operands are on cpu, the kernel runs on cuda"
+    }
     assert facts["total_us"].keys() == {"text", "stage1", "stage2", "decode", "audio"}
-    floor = sum(case["floor_us"] * case["calls"]["decode"] for case in facts["cases"] if "decode" in case["calls"])
+    floor = sum(
+        case["floor_us"] * case["calls"]["decode"]
+        for case in facts["cases"]
+        if "decode" in case["calls"]
+    )
     assert facts["total_us"]["decode"]["floor"] == pytest.approx(floor)
     first = json.loads(written.read_text())["cases"][0]
-    assert first["floor_us"] == pytest.approx(first["minimum_bytes"] / facts["copy_bytes_per_s"] * 1e6)
+    assert first["floor_us"] == pytest.approx(
+        first["minimum_bytes"] / facts["copy_bytes_per_s"] * 1e6
+    )
     assert first["us"]["eager"].keys() == {"median", "low", "high", "min", "max"}
     assert "plain ops stand in for kernels" in capsys.readouterr().out
 
 
 def test_operands_are_raced_as_they_lie_in_the_runtime():
     """q and k as slices of packed rows, the keys' heads beside them; the decoder's videos channels last."""
-    found = kernels.cases(kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=1, parts=("stage2", "decode")), FOLDERS)
+    found = kernels.cases(
+        kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=1, parts=("stage2", "decode")), FOLDERS
+    )
     for case in found:
         drawn = kernels.operands(case, torch.device("cpu"), torch.Generator())
         assert [tuple(x.shape) for x in drawn] == [v.type.shape for v in case.node.inputs]
@@ -216,11 +327,15 @@ def test_a_race_that_is_cut_off_leaves_the_cases_it_had(tmp_path, monkeypatch):
 
     monkeypatch.setattr(kernels, "contest", second_fails)
     with pytest.raises(KeyboardInterrupt):
-        kernels.main([*TINY_SIZE, "--rounds", "1", "--contestants", "kernel", "--output", str(written)])
+        kernels.main(
+            [*TINY_SIZE, "--rounds", "1", "--contestants", "kernel", "--output", str(written)]
+        )
     assert len(json.loads(written.read_text())["cases"]) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own import of inductor
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method:DeprecationWarning"
+)  # torch's own import of inductor
 @pytest.mark.slow
 def test_plain_ops_are_raced_compiled_too():
     facts = kernels.main([*TINY_SIZE, "--rounds", "1", "--ops", "pixel_norm_silu"])
@@ -230,38 +345,53 @@ def test_plain_ops_are_raced_compiled_too():
 def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
     """Of an image's two timesteps: some rows per sample, some per token."""
     found = kernels.cases(
-        kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2, weights_dtype="float8"), list(FOLDERS)
+        kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2, weights_dtype="float8"),
+        list(FOLDERS),
     )
     for case in found:
-        read = case.node.inputs[:3] if case.node.op.startswith("head_gate") else case.node.inputs  # v instead of y
+        read = (
+            case.node.inputs[:3] if case.node.op.startswith("head_gate") else case.node.inputs
+        )  # v instead of y
         expected = sum(v.type.nbytes for v in (*read, *case.node.outputs))
         assert case.bytes.minimum == expected, case
-    one_step = {op: sum(c.calls.get("stage1", 0) for c in found if c.node.op == op) for op in FOLDERS}
+    one_step = {
+        op: sum(c.calls.get("stage1", 0) for c in found if c.node.op == op) for op in FOLDERS
+    }
     # Six attentions in each of three blocks; in one of them branches part between two gates and what they gate.
     assert one_step["head_gate"] + one_step["head_gate_rows"] == 6 * 3 - 2
 
 
 def test_a_whole_request_is_timed_by_phase(tmp_path, capsys):
     kept, written = tmp_path / "kept.npz", tmp_path / "e.json"
-    facts = end_to_end.main([*TINY_CLIP, "--save", str(kept), "--output", str(written), "--profile-kernels"])
-    assert {"request", "stage1", "stage1 step", "stage2", "stage2 step", "decode"} <= facts["seconds"].keys()
+    facts = end_to_end.main(
+        [*TINY_CLIP, "--save", str(kept), "--output", str(written), "--profile-kernels"]
+    )
+    assert {"request", "stage1", "stage1 step", "stage2", "stage2 step", "decode"} <= facts[
+        "seconds"
+    ].keys()
     assert all(len(row["runs"]) == 2 for row in facts["seconds"].values())
     assert facts["steps"] == [1, 3]
     assert facts["repeats"] == [{"psnr_db": 200.0, "ssim": pytest.approx(1), "audio_corr": 1.0}]
     assert json.loads(written.read_text())["kernels"] == facts["kernels"]
     groups = facts["kernels"]["stage1"]
     assert {"GEMM", "attention", "pointwise"} <= groups.keys()
-    assert {"GEMM", "attention"} <= facts["kernels"]["text"].keys()  # the last run encodes its prompts, too
+    assert {"GEMM", "attention"} <= facts["kernels"][
+        "text"
+    ].keys()  # the last run encodes its prompts, too
     assert sum(row["share"] for row in groups.values()) == pytest.approx(1)
     frames = np.load(kept)["frames"]
-    assert frames.shape == (9, 64, 64, 3) and frames.std() > 10  # a picture, not a constant and not NaN
+    assert (
+        frames.shape == (9, 64, 64, 3) and frames.std() > 10
+    )  # a picture, not a constant and not NaN
     assert "per step" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_drawing_an_offloaded_encoder_is_no_kernel_of_its_stage():
     flags = [*TINY_CLIP, "--repeats", "1", "--pipeline", "one-stage", "--profile-kernels"]
-    resident, offloaded = (end_to_end.main([*flags, *more])["kernels"] for more in ([], ["--text-encoder-offload"]))
+    resident, offloaded = (
+        end_to_end.main([*flags, *more])["kernels"] for more in ([], ["--text-encoder-offload"])
+    )
     assert offloaded["text"]["pointwise"]["launches"] == resident["text"]["pointwise"]["launches"]
 
 
@@ -283,7 +413,12 @@ def test_the_peer_holds_no_copy_of_our_weights():
         held = peer.Peer(session, make_plan(session, TINY_REQUEST))
     sets = [kept.weights for kept in session.weights.held.values()]
     ours = {x.untyped_storage().data_ptr() for weights in sets for x in weights.values()}
-    for part in (held.pipe.transformer, held.pipe.text_encoder, held.pipe.connectors, held.pipe.vae):
+    for part in (
+        held.pipe.transformer,
+        held.pipe.text_encoder,
+        held.pipe.connectors,
+        held.pipe.vae,
+    ):
         assert {x.untyped_storage().data_ptr() for x in part.parameters()} <= ours
 
 
@@ -294,12 +429,24 @@ def test_the_peer_holds_no_copy_of_our_weights():
         ("ncclDevKernel_AllGather_RING_LL(...)", "all-gather"),
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "GEMM"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>", "GEMM"),
+        (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
+            "GEMM",
+        ),
         ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128", "attention"),
+        (
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>",
+            "attention",
+        ),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128",
+            "attention",
+        ),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(...)", "attention"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "pointwise"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+            "pointwise",
+        ),
         ("triton_poi_fused_add_mul_0", "pointwise"),
         ("Memcpy DtoH (Device -> Pinned)", "transfer"),
     ],
@@ -324,8 +471,14 @@ def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
     done = on_gpu(tmp_path, "stages", *TINY_CLIP, GPU_GB="80")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "stages.json").read_text())
-    assert found["stage_weights"] == "reload" and found["text_encoder_offload"], "what fits into 80 GB"
-    assert found["commit"] == "abc1234" and found["preset"] == "tiny-2.3" and "refinement" in done.stdout
+    assert found["stage_weights"] == "reload" and found["text_encoder_offload"], (
+        "what fits into 80 GB"
+    )
+    assert (
+        found["commit"] == "abc1234"
+        and found["preset"] == "tiny-2.3"
+        and "refinement" in done.stdout
+    )
     unknown = on_gpu(tmp_path, "nonsense")
     assert unknown.returncode == 2 and "known: env tests" in unknown.stderr
 
@@ -334,16 +487,30 @@ def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
 @pytest.mark.slow
 def test_on_gpu_all_makes_three_calls_and_each_goes_on_after_a_part_that_fails(tmp_path):
     shrunk = "race --device cpu --shrink 64 --rounds 1"
-    done = on_gpu(tmp_path, "all", PARTS=f"bad 30 nonsense\nrace 60 {shrunk}\nslow 10 {shrunk} --rounds 100000")
+    done = on_gpu(
+        tmp_path,
+        "all",
+        PARTS=f"bad 30 nonsense\nrace 60 {shrunk}\nslow 10 {shrunk} --rounds 100000",
+    )
     assert done.returncode == 1 and "calls with a part that failed: 1 2 3\n" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-1.tgz", "call-2.tgz", "call-3.tgz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "call-1.tgz",
+        "call-2.tgz",
+        "call-3.tgz",
+    ]
     assert "== bad: status 2" in done.stdout and "== race: status 0" in done.stdout
     assert "== slow: status 124" in done.stdout
     with tarfile.open(tmp_path / "call-2.tgz") as archive:
         names = {name for name in archive.getnames() if name.endswith((".json", "log", "summary"))}
         race = json.load(archive.extractfile("./race/race.json"))
     assert names == {"./summary", "./bad/log", "./race/log", "./race/race.json", "./slow/log"}
-    assert {row["name"].split()[0] for row in race["rows"]} >= {"flash2", "efficient", "math", "bfloat16", "float8"}
+    assert {row["name"].split()[0] for row in race["rows"]} >= {
+        "flash2",
+        "efficient",
+        "math",
+        "bfloat16",
+        "float8",
+    }
     assert any("error" not in row for row in race["rows"])
     assert on_gpu(tmp_path, "all", PARTS=f"race 60 {shrunk}").returncode == 0
     late = on_gpu(tmp_path, "all", PARTS="race 60 race", CALL_S="20")
@@ -355,7 +522,9 @@ def test_on_gpu_all_makes_three_calls_and_each_goes_on_after_a_part_that_fails(t
 def test_on_gpu_tests_that_are_cut_off_leave_their_results(tmp_path):
     """Deaf to interrupts, as a job in the background is."""
     endless = tmp_path / "test_endless.py"
-    endless.write_text("import time\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): time.sleep(600)\n")
+    endless.write_text(
+        "import time\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): time.sleep(600)\n"
+    )
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     done = on_gpu(tmp_path, "tests", str(endless), LIMIT_S="10")
     signal.signal(signal.SIGINT, handler)
@@ -366,8 +535,15 @@ def test_on_gpu_tests_that_are_cut_off_leave_their_results(tmp_path):
 
 
 def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    env = {"PYTHON": sys.executable, "OUT": str(out), "COMMIT": "abc1234", "OMP_NUM_THREADS": "1"} | settings
-    return subprocess.run([ON_GPU, *arguments], env=os.environ | env, capture_output=True, text=True)
+    env = {
+        "PYTHON": sys.executable,
+        "OUT": str(out),
+        "COMMIT": "abc1234",
+        "OMP_NUM_THREADS": "1",
+    } | settings
+    return subprocess.run(
+        [ON_GPU, *arguments], env=os.environ | env, capture_output=True, text=True
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
@@ -377,7 +553,11 @@ def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedP
         pytest.param(
             "kernels",
             " ".join([*TINY_SIZE, "--rounds 1 --contestants kernel"]),
-            {"kernels.json": "kernels", "kernels-image.json": "kernels", "kernels-float8.json": "kernels"},
+            {
+                "kernels.json": "kernels",
+                "kernels-image.json": "kernels",
+                "kernels-float8.json": "kernels",
+            },
             marks=pytest.mark.slow,
         ),
         (
@@ -386,7 +566,10 @@ def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedP
             {"cold-start.json": "cold_start"},
         ),
         pytest.param(
-            "peer", " ".join([*TINY_CLIP, "--repeats 1"]), {"peer.json": "end_to_end"}, marks=pytest.mark.slow
+            "peer",
+            " ".join([*TINY_CLIP, "--repeats 1"]),
+            {"peer.json": "end_to_end"},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "memory",
@@ -399,7 +582,9 @@ def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedP
 def test_on_gpu_part_leaves_the_figures_of_its_benchmark(part, flags, files, tmp_path):
     done = on_gpu(tmp_path, part, *flags.split())
     assert done.returncode == 0, done.stderr
-    assert {path.name: json.loads(path.read_text())["benchmark"] for path in tmp_path.iterdir()} == files
+    assert {
+        path.name: json.loads(path.read_text())["benchmark"] for path in tmp_path.iterdir()
+    } == files
 
 
 def test_on_gpu_names_the_parts_that_it_has():
@@ -417,7 +602,9 @@ def test_on_gpu_names_the_parts_that_it_has():
 def test_ranks_hold_slices_of_one_random_tensor(large, monkeypatch):
     monkeypatch.setattr(random_weights, "LARGE", large)
     backend = random_weights.RandomBackend("cpu")
-    whole, part = (backend._draw("a.weight", (6, 8), cuts, torch.float32) for cuts in ((), [(1, 4, 8)]))
+    whole, part = (
+        backend._draw("a.weight", (6, 8), cuts, torch.float32) for cuts in ((), [(1, 4, 8)])
+    )
     assert torch.equal(whole[:, 4:], part) and part.is_contiguous()
     assert whole.std() == pytest.approx(8**-0.5, rel=0.5)
     assert not torch.equal(whole, backend._draw("b.weight", (6, 8), (), torch.float32))

@@ -10,7 +10,12 @@ from benchmarks import launches
 from ltx2rt.placement.plan import Work, cost
 
 RECORDED = json.loads((Path(launches.__file__).parent / "results" / "launches.json").read_text())
-FAST = ("", None, "text"), ("", None, "stage1"), ("tensor=4", None, "stage2"), ("", "float8", "stage2")
+FAST = (
+    ("", None, "text"),
+    ("", None, "stage1"),
+    ("tensor=4", None, "stage2"),
+    ("", "float8", "stage2"),
+)
 # A step by what is launched, in its order, and by `plan`, a bound from below, which leaves out what is no product and
 # no exchange: 1.06 to 1.12 in these cases.
 APART = 1.15
@@ -20,17 +25,25 @@ PADDED = 0.02  # packed rows are multiples of 64: 0.8 % on four devices, 1.8 % o
 
 def case(step):
     name = step["mesh"], step["weights_dtype"], step["stage"]
-    return pytest.param(step, id=" ".join(filter(None, name)), marks=() if name in FAST else pytest.mark.slow)
+    return pytest.param(
+        step, id=" ".join(filter(None, name)), marks=() if name in FAST else pytest.mark.slow
+    )
 
 
 @pytest.mark.parametrize("step", [case(step) for step in RECORDED["steps"]])
 def test_a_recorded_step_launches_and_moves_what_the_table_says(step):
     """Where it is meant to change: python -m benchmarks.launches --output benchmarks/results/launches.json"""
     mesh, dtype, stage = step["mesh"], step["weights_dtype"], step["stage"]
-    graph = launches.step_graphs(RECORDED["preset"], tuple(RECORDED["clip"]), mesh, dtype, (stage,))[stage]
+    graph = launches.step_graphs(
+        RECORDED["preset"], tuple(RECORDED["clip"]), mesh, dtype, (stage,)
+    )[stage]
     found = launches.count(graph, steps=stage != "text")
-    assert found.facts() == {key: value for key, value in step.items() if key not in ("mesh", "weights_dtype", "stage")}
-    if dtype is None and stage != "text":  # 1.3 for the text encoder, most of whose bytes are plain ops
+    assert found.facts() == {
+        key: value for key, value in step.items() if key not in ("mesh", "weights_dtype", "stage")
+    }
+    if (
+        dtype is None and stage != "text"
+    ):  # 1.3 for the text encoder, most of whose bytes are plain ops
         planned = cost(Work(stage, ((FACTORY.as_run(graph, "cuda", steps=True), 1),), {}))
         assert found.flops.total() == pytest.approx(planned.flops, rel=PADDED)
         planned_s = planned.time_s(launches.H200)

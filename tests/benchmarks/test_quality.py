@@ -43,13 +43,17 @@ def test_every_drawn_clip_is_recognised_and_is_no_other(number):
     shape, colour, motion = EVERY[(number + 31) % len(EVERY)]  # another one in each of the three
     other = Clip(shape, colour, motion, "dark" if clip.background == "grey" else "grey")
     wrong = marks(other, frames, sound, RATE)
-    assert [wrong[name] for name in ("colour", "shape", "motion", "background", "pitch")] == [0.0] * 5
+    assert [wrong[name] for name in ("colour", "shape", "motion", "background", "pitch")] == [
+        0.0
+    ] * 5
 
 
 @pytest.mark.parametrize("number", [i for i, names in enumerate(EVERY) if names[2] == "bounces"])
 def test_bounces_and_clicks_are_found_when_they_happen(number):
     clip = drawn(number)
-    hits = clip.hits()[(clip.hits() > 0.05) & (clip.hits() < 0.95)]  # a turn needs a frame on either side
+    hits = clip.hits()[
+        (clip.hits() > 0.05) & (clip.hits() < 0.95)
+    ]  # a turn needs a frame on either side
     heard = hear(clip.sound(), RATE)
     for found in (see(pictures(clip)).bounces_s, heard.clicks_s):
         assert lags_s(hits, found) == pytest.approx(0, abs=0.003)
@@ -61,7 +65,10 @@ def test_bounces_and_clicks_are_found_when_they_happen(number):
 
 def test_noise_shows_nothing():
     rng = np.random.default_rng(0)
-    noise, hiss = rng.integers(110, 140, (25, 128, 128, 3), np.uint8), rng.normal(0, 0.1, (2, RATE)).astype(np.float32)
+    noise, hiss = (
+        rng.integers(110, 140, (25, 128, 128, 3), np.uint8),
+        rng.normal(0, 0.1, (2, RATE)).astype(np.float32),
+    )
     seen = see(noise)
     assert (seen.colour, seen.shape, seen.motion) == (None, None, None) and not len(seen.bounces_s)
     assert len(hear(hiss, RATE).clicks_s) == 0
@@ -84,12 +91,18 @@ def test_the_table_of_the_document_is_that_of_the_results():
     assert quality.table(rows) in (ROOT / "docs" / "quality.md").read_text()
 
 
-@pytest.mark.parametrize("name", [name for name, row in quality.ROWS.items() if row.ranks == row.devices == 1])
+@pytest.mark.parametrize(
+    "name", [name for name, row in quality.ROWS.items() if row.ranks == row.devices == 1]
+)
 def test_every_row_is_a_run_that_the_program_takes(name, tiny, tmp_path):
     row, model = quality.ROWS[name], tiny("tiny-2.3", "official")
     options = quality.options(row, model) | {"device": "cpu", "backend": "cuda"}
     with ltx2rt.open(model, **options) as session:
-        clip = {"pipeline": FIRST, "seed": 1, **quality.keywords(row, quality.asked(1), tmp_path / "1")}
+        clip = {
+            "pipeline": FIRST,
+            "seed": 1,
+            **quality.keywords(row, quality.asked(1), tmp_path / "1"),
+        }
         request = make_request(clip.pop("pipeline"), **clip)
         assert make_plan(session.resident, request).stages
 
@@ -114,21 +127,37 @@ def test_a_row_is_marked_and_compared(tmp_path, monkeypatch):
 
     monkeypatch.setattr(quality.ltx2rt, "open", Drawn)
     reference, other = (
-        quality.summary(quality.run_row(name, tmp_path, 4, tmp_path)) for name in (quality.REFERENCE, "JAX")
+        quality.summary(quality.run_row(name, tmp_path, 4, tmp_path))
+        for name in (quality.REFERENCE, "JAX")
     )
     assert reference["clips"] == 4 and reference["repeats"] is True and "psnr_db" not in reference
-    assert reference["colour"] == reference["shape"] == reference["motion"] == reference["pitch"] == [1.0, 1.0]
-    assert (other["psnr_db"], other["lowest_psnr_db"], other["audio_corr"]) == (200, pytest.approx(48.1, abs=0.1), 1)
+    assert (
+        reference["colour"]
+        == reference["shape"]
+        == reference["motion"]
+        == reference["pitch"]
+        == [1.0, 1.0]
+    )
+    assert (other["psnr_db"], other["lowest_psnr_db"], other["audio_corr"]) == (
+        200,
+        pytest.approx(48.1, abs=0.1),
+        1,
+    )
     assert "| PyTorch | 4 | 100 / 100 |" in quality.table({"PyTorch": reference})
 
 
 def test_a_sheet_shows_both_clips(tmp_path):
     clip = drawn(0)
-    clips = {name: quality.GIVEN["clip"](clip, tmp_path / name)["video_path"] for name in ("PyTorch", "JAX")}
+    clips = {
+        name: quality.GIVEN["clip"](clip, tmp_path / name)["video_path"]
+        for name in ("PyTorch", "JAX")
+    }
     contact_sheet.draw(tmp_path / "sheet.png", clip.prompt, clips)
     sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
     cell, step = contact_sheet.CELL_PX, contact_sheet.CELL_PX + contact_sheet.GAP_PX
-    first, second, apart = (sheet[contact_sheet.TOP_PX + i * step :][:cell, contact_sheet.LEFT_PX :] for i in range(3))
+    first, second, apart = (
+        sheet[contact_sheet.TOP_PX + i * step :][:cell, contact_sheet.LEFT_PX :] for i in range(3)
+    )
     assert abs(first - second).max() == 0 and np.ptp(first) > 150 and apart[:, :cell].max() == 0
     assert (tmp_path / "sheet.png").stat().st_size < 300_000
 

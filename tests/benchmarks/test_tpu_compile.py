@@ -17,12 +17,29 @@ from ltx2rt.weights.random.presets import preset
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(c, marks=[pytest.mark.slow] * (c.topology != "v6e:2x4"), id=f"{c.name}-{c.topology}") for c in CELLS],
+    [
+        pytest.param(
+            c, marks=[pytest.mark.slow] * (c.topology != "v6e:2x4"), id=f"{c.name}-{c.topology}"
+        )
+        for c in CELLS
+    ],
 )
 def test_a_cell_is_one_program(cell, monkeypatch):
     jobs = []
     monkeypatch.setattr(compile, "compile_job", lambda job: jobs.append(job) or ())
-    assert cli.main(["compile", "--topology", cell.topology, "--mesh", MESHES[cell.topology], *cell.flags.split()]) == 0
+    assert (
+        cli.main(
+            [
+                "compile",
+                "--topology",
+                cell.topology,
+                "--mesh",
+                MESHES[cell.topology],
+                *cell.flags.split(),
+            ]
+        )
+        == 0
+    )
     ((program,),) = (job.cells for job in jobs)
     if cell.name in ("step-2.0", "step-2.3"):
         assert program.graph.inputs["video_latent"].type.sizes["tokens"] == 6144
@@ -32,7 +49,9 @@ def test_a_cell_is_one_program(cell, monkeypatch):
         assert program.graph.outputs["frames"].type.shape == (1, 3, 121, 512, 768)
 
 
-@pytest.mark.parametrize("name", ["video-encoder", "video-decoder", "upsampler", "audio-decoder", "vocoder"])
+@pytest.mark.parametrize(
+    "name", ["video-encoder", "video-decoder", "upsampler", "audio-decoder", "vocoder"]
+)
 def test_what_2_5_shares_with_2_3_is_compiled_once(name):
     graphs = []
     for generation in ("ltx-2.3", "ltx-2.5"):
@@ -48,29 +67,53 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cell", [c for c in CELLS if c.target.executed is not None], ids=lambda cell: f"{cell.name}-{cell.topology}"
+    "cell",
+    [c for c in CELLS if c.target.executed is not None],
+    ids=lambda cell: f"{cell.name}-{cell.topology}",
 )
 def test_a_full_size_program_reaches_its_targets(cell):
     """Those of counts and bytes: how long the compiler takes depends on the machine."""
     row = compile_cell(cell)
     found = figures(row)
-    assert row["fits"] and found.executed <= cell.target.executed and found.received_bytes <= cell.target.received_bytes
+    assert (
+        row["fits"]
+        and found.executed <= cell.target.executed
+        and found.received_bytes <= cell.target.received_bytes
+    )
     assert cell.target.memory_bytes is None or found.memory_bytes <= cell.target.memory_bytes
 
 
 @needs_libtpu
 @pytest.mark.slow
 def test_the_table_is_printed_and_recorded(tmp_path, capsys, monkeypatch):
-    flags = "--preset tiny-2.3 --width 64 --height 64 --num-frames 9 --component denoise-step --stage 2"
+    flags = (
+        "--preset tiny-2.3 --width 64 --height 64 --num-frames 9 --component denoise-step --stage 2"
+    )
     monkeypatch.setattr(tpu_compile, "MESHES", {"v6e:2x2": "tensor=2,sequence=2"})
-    monkeypatch.setattr(tpu_compile, "CELLS", (tpu_compile.Cell("tiny", "v6e:2x2", flags, tpu_compile.STEP),))
+    monkeypatch.setattr(
+        tpu_compile, "CELLS", (tpu_compile.Cell("tiny", "v6e:2x2", flags, tpu_compile.STEP),)
+    )
     output = tmp_path / "c.json"
     output.write_text(
-        json.dumps({"rows": [{"cell": "tiny", "topology": "other"}, {"cell": "tiny", "topology": "v6e:2x2"}]})
+        json.dumps(
+            {
+                "rows": [
+                    {"cell": "tiny", "topology": "other"},
+                    {"cell": "tiny", "topology": "v6e:2x2"},
+                ]
+            }
+        )
     )
     facts = tpu_compile.main(["--output", str(output)])
     kept, row = facts["rows"]
-    assert kept == {"cell": "tiny", "topology": "other"} and json.loads(output.read_text())["rows"] == facts["rows"]
-    assert row["collectives"]["all-to-all"] > 0 and row["versions"]["libtpu"] and "--json" in row["command"]
+    assert (
+        kept == {"cell": "tiny", "topology": "other"}
+        and json.loads(output.read_text())["rows"] == facts["rows"]
+    )
+    assert (
+        row["collectives"]["all-to-all"] > 0
+        and row["versions"]["libtpu"]
+        and "--json" in row["command"]
+    )
     out = capsys.readouterr().out
     assert "compiled, not run" in out and "target, at most" in out

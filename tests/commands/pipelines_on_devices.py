@@ -27,25 +27,40 @@ def clips(folder: Path) -> dict[str, dict]:
     size = {"width": 64, "height": 64, "num_frames": 25, "image_crf": 0}
     images = ImageSpec(folder / "first.png", 0, 0.8), ImageSpec(folder / "later.png", 9)
     film = folder / "film.mp4"
-    references = {"video_conditioning": (VideoSpec(film, 0.9),), "conditioning_attention_strength": 0.6}
+    references = {
+        "video_conditioning": (VideoSpec(film, 0.9),),
+        "conditioning_attention_strength": 0.6,
+    }
     return {
         "hq": size | {"steps": 2, "images": images},
         "keyframes": size | {"steps": 2, "images": images},
         "a2v": size | {"steps": 2, "audio_path": film, "audio_fit": "pad"},
-        "retake": {"steps": 2, "video_path": film, "start_time": 0.3, "end_time": 0.5, "guided": True},
+        "retake": {
+            "steps": 2,
+            "video_path": film,
+            "start_time": 0.3,
+            "end_time": 0.5,
+            "guided": True,
+        },
         "ic-lora": size | references,
         "t2a": {"steps": 2, "num_frames": 25},
     }
 
 
-def records(backend: str, model: Path, mesh: str, profile: str, folder: Path, names: tuple[str, ...]) -> dict | None:
+def records(
+    backend: str, model: Path, mesh: str, profile: str, folder: Path, names: tuple[str, ...]
+) -> dict | None:
     """pipeline/name -> what the pipeline records; None in all processes but the main one. mesh, profile: "" for one
     device."""
     (lora,) = (LoraSpec(path) for path in model.glob("*distilled-lora.safetensors"))
     where = {"mesh": parse_mesh(mesh) if mesh else {}, "profile": profile or None}
     session, found = open_session(ModelOptions(backend, model, device="cpu", **where)), {}
     for name in names:
-        merged = {"loras": (lora,), "distilled_lora": NO_LORA} if name == "ic-lora" else {"distilled_lora": lora}
+        merged = (
+            {"loras": (lora,), "distilled_lora": NO_LORA}
+            if name == "ic-lora"
+            else {"distilled_lora": lora}
+        )
         session.options = replace(session.options, **{"loras": ()} | merged)
         plan = make_plan(session, pipeline(name)("a red fox", seed=3, **clips(folder)[name]))
         stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound)))

@@ -11,7 +11,9 @@ from ltx2rt.weights.random.make import make_checkpoint
 # Contract: 1e-3 at every step, video and audio apart. Reached: latents 2e-6, waveforms 8e-6 (float32 rounding).
 CLOSE = 1e-3
 SCALES = {"cfg": (2.5, 5), "stg": (0.8, 1.3), "modality": (2, 2.6), "rescale": (0.6, 0.4)}
-GUIDANCE = [word for name, (v, a) in SCALES.items() for word in (f"--video-{name}", v, f"--audio-{name}", a)]
+GUIDANCE = [
+    word for name, (v, a) in SCALES.items() for word in (f"--video-{name}", v, f"--audio-{name}", a)
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,9 @@ def user_lora(tmp_path_factory):
 def assert_agree(cuda, tpu, stages: int) -> None:
     assert cuda.status == tpu.status == 0, cuda.stderr + tpu.stderr
     assert cuda.latents.keys() == tpu.latents.keys()
-    assert {f"stage{i + 1}.{m}.steps" for i in range(stages) for m in ("video", "audio")} <= cuda.latents.keys()
+    assert {
+        f"stage{i + 1}.{m}.steps" for i in range(stages) for m in ("video", "audio")
+    } <= cuda.latents.keys()
     for name, a in cuda.latents.items():
         b = tpu.latents[name]
         if name.endswith(".noise"):
@@ -52,18 +56,29 @@ def test_two_stage_with_images_and_loras(tiny, generate_on_both, images, user_lo
     targets, kept = 3 * 2 * 3, 2 * 3
     assert cuda.latents["stage1.video.steps"].shape == (3, targets + kept, 128)
     for run in (cuda, tpu):
-        lines = [line.partition(": merged 130/130")[0] for line in run.stderr.splitlines() if ": merged " in line]
+        lines = [
+            line.partition(": merged 130/130")[0]
+            for line in run.stderr.splitlines()
+            if ": merged " in line
+        ]
         assert lines == ["stage1", "stage2", "stage2, distilled"]
         assert [lora["matched"] for lora in run.report["lora"]] == [130, 130]
         steps = {stage["name"]: len(stage["steps_s"]) for stage in run.report["stages"]}
-        assert (steps["stage1"], steps["stage2"], steps["stage1 images"], steps["stage2 images"]) == (3, 3, 0, 0)
+        assert (
+            steps["stage1"],
+            steps["stage2"],
+            steps["stage1 images"],
+            steps["stage2 images"],
+        ) == (3, 3, 0, 0)
     status, out, _ = command("compare", cuda.clip, tpu.clip, "--json")
     measured = json.loads(out)
     assert status == 0
     # The pixels differ by 1e-6, hence 8-bit values by one level in 5 of 100000. On frames of noise x264 turns that into
     # 33 to 48 dB between two clips (measured over random flips of one level), while other frames give 16 dB.
     # AAC's quantisation flips as well: 0.9991 to 1 over five pairs of waveforms 1e-5 apart; other sounds are near 0.
-    assert measured["psnr_db"] >= 30 and measured["ssim"] >= 0.98 and measured["audio_corr"] >= 0.999
+    assert (
+        measured["psnr_db"] >= 30 and measured["ssim"] >= 0.98 and measured["audio_corr"] >= 0.999
+    )
     assert measured["duration_video_a_s"] == measured["duration_video_b_s"]
 
 
@@ -71,7 +86,16 @@ def test_two_stage_with_images_and_loras(tiny, generate_on_both, images, user_lo
 def test_distilled_after_a_warm_up(tiny, generate_on_both, user_lora):
     """The warm-up has run both stages, so stage 1 meets weights that stage 2, without the LoRA, has shared."""
     lora = f"{user_lora('2.0')}:0.5:stage1"
-    flags = ("--pipeline", "distilled", "--warmup", "--seed", 4, "--lora", lora, "--lora-allow-partial")
+    flags = (
+        "--pipeline",
+        "distilled",
+        "--warmup",
+        "--seed",
+        4,
+        "--lora",
+        lora,
+        "--lora-allow-partial",
+    )
     flags += ("--distilled-lora", "none")
     cuda, tpu = generate_on_both(tiny("tiny-2.0", "official"), *flags)
     assert_agree(cuda, tpu, stages=2)

@@ -34,9 +34,19 @@ def refused(model, tmp_path, monkeypatch, capsys):
     def run(*flags, backend="cuda", output=None):
         before = sorted(tmp_path.iterdir())
         output = output or tmp_path / "out.mp4"
-        fixed = {"--backend": backend, "--model": model, "--prompt": "a cat", "--output": output, "--device": "cpu"}
+        fixed = {
+            "--backend": backend,
+            "--model": model,
+            "--prompt": "a cat",
+            "--output": output,
+            "--device": "cpu",
+        }
         fixed |= {"--width": 128, "--height": 64, "--num-frames": 9, "--steps": 2, "--seed": 1}
-        words = ["generate", *(str(word) for pair in fixed.items() for word in pair), *map(str, flags)]
+        words = [
+            "generate",
+            *(str(word) for pair in fixed.items() for word in pair),
+            *map(str, flags),
+        ]
         with monkeypatch.context() as patch:
             patch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
             try:
@@ -44,7 +54,11 @@ def refused(model, tmp_path, monkeypatch, capsys):
             except SystemExit as end:  # argparse
                 assert end.code == 2
         captured = capsys.readouterr()
-        assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("ltx2rt: error: ")
+        assert (
+            captured.out == ""
+            and captured.err.count("\n") == 1
+            and captured.err.startswith("ltx2rt: error: ")
+        )
         assert sorted(tmp_path.iterdir()) == before
         return captured.err
 
@@ -64,7 +78,10 @@ def test_sizes_rates_and_counts(refused):
         (("--steps", 0), "--steps: 0"),
         (("--seed", -1), "--seed: -1"),
         (("--stg-blocks", 3), "block 3, but the model has blocks 0 to 2"),
-        (("--weights-dtype", "float8", "--dtype", "float32"), "float8 weights go with --dtype bfloat16"),
+        (
+            ("--weights-dtype", "float8", "--dtype", "float32"),
+            "float8 weights go with --dtype bfloat16",
+        ),
         (("--audio-from", "stage2", "--pipeline", "one-stage"), "--audio-from"),
     ):
         assert message in refused(*flags)
@@ -105,15 +122,25 @@ def test_sizes_rates_and_counts(refused):
 def test_flags_of_one_pipeline(refused, model, tmp_path, flags, message):
     picture = tmp_path / "a.png"
     Image.new("RGB", (40, 40)).save(picture)
-    files = {"picture": picture, "folder": tmp_path, "lora": model / "tiny-2.3-distilled-lora.safetensors"}
+    files = {
+        "picture": picture,
+        "folder": tmp_path,
+        "lora": model / "tiny-2.3-distilled-lora.safetensors",
+    }
     assert message in refused("--pipeline", *flags.format(**files).split())
 
 
 def test_durations_that_are_none(refused):
     """Python's callers and a command without --num-frames meet the same checks."""
-    for duration, message in ((0, "expected at least 0.04"), (float("nan"), "--duration: nan"), (1e5, "limit is 20 s")):
+    for duration, message in (
+        (0, "expected at least 0.04"),
+        (float("nan"), "--duration: nan"),
+        (1e5, "limit is 20 s"),
+    ):
         with pytest.raises(InputError) as error:
-            make_request("t2a", prompt="rain", duration=duration).resolved(preset("tiny-2.3").config)
+            make_request("t2a", prompt="rain", duration=duration).resolved(
+                preset("tiny-2.3").config
+            )
         assert message in str(error.value)
 
 
@@ -134,7 +161,11 @@ def test_files_that_are_no_checkpoint(refused, model, tmp_path):
         ("cut.safetensors", data[: len(data) // 2], "truncated"),
         ("head.safetensors", data[:100], "truncated"),
         ("empty.safetensors", b"", "not a safetensors file"),
-        ("pointer.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs pointer"),
+        (
+            "pointer.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "git-lfs pointer",
+        ),
     ):
         (tmp_path / name).write_bytes(content)
         assert message in refused("--model", tmp_path / name, "--text-encoder", model / "gemma-3")
@@ -167,9 +198,18 @@ def test_a_tokenizer_of_another_model_is_refused_before_weights(refused, model, 
 def test_what_cannot_be_enhanced(refused, monkeypatch):
     assert "--enhance-seed: -1" in refused("--enhance-seed", -1)
     with monkeypatch.context() as patch:
-        patch.setattr("ltx2rt.stages.enhance.find_spec", lambda name: None if name == "accelerate" else name)
-        assert "--enhance-prompt: needs accelerate; install ltx2rt[enhance]" in refused("--enhance-prompt")
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        patch.setattr(
+            "ltx2rt.stages.enhance.find_spec", lambda name: None if name == "accelerate" else name
+        )
+        assert "--enhance-prompt: needs accelerate; install ltx2rt[enhance]" in refused(
+            "--enhance-prompt"
+        )
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }.items():
         monkeypatch.setenv(name, str(value))
     # Joining the other rank comes first: what this one would say is asked for without it.
     monkeypatch.setattr("ltx2rt.cli._join", lambda args: None)
@@ -211,7 +251,10 @@ def test_images_and_noise_that_cannot_be_used(refused, tmp_path):
     assert "stage1.video" in refused("--noise-in", tmp_path / "n.safetensors")
     one = ("--pipeline", "one-stage", "--noise-in", tmp_path / "n.safetensors")
     shapes = {"stage1.video": (1, 2 * 2 * 4, 128), "stage1.audio": (1, 9, 128)}
-    for dtype, more, message in ((np.int8, {}, "is int8"), (np.float32, {"odd": np.zeros(3)}, "holds odd, which")):
+    for dtype, more, message in (
+        (np.int8, {}, "is int8"),
+        (np.float32, {"odd": np.zeros(3)}, "holds odd, which"),
+    ):
         noise = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         write_arrays(tmp_path / "n.safetensors", noise | more)
         assert message in refused(*one)
@@ -236,7 +279,9 @@ def test_no_output_is_an_input_or_another_output(refused, model, tmp_path):
     assert "same file as the input" in refused(*one, "--latents-out", lora)
     assert "--report" in refused(*one, "--report", model / "gemma-3" / "tokenizer.json")
     assert "same file as --output" in refused("--report", tmp_path / "." / "o.mp4", output=clip)
-    assert "same file as --latents-out" in refused("--report", tmp_path / "a", "--latents-out", tmp_path / "a")
+    assert "same file as --latents-out" in refused(
+        "--report", tmp_path / "a", "--latents-out", tmp_path / "a"
+    )
     several = ("--num-videos", 2, "--report", tmp_path / "o-2.mp4")
     assert "same file as --output" in refused(*several, output=clip)
     assert main_file(model).read_bytes() == before
@@ -270,8 +315,23 @@ def test_outputs_that_cannot_be_written(refused, tmp_path, monkeypatch):
 def test_sizes_are_refused_before_a_framework_is_imported(model, tmp_path):
     code = "import sys; from ltx2rt.cli import main; print(main(sys.argv[1:]), {'torch', 'jax'} & set(sys.modules))"
     for backend in ("cuda", "tpu"):
-        words = ["generate", "--backend", backend, "--model", model, "--prompt", "x", "--output", tmp_path / "o.mp4"]
-        for flags in (["--width", 100], ["--num-frames", 16], ["--stg-blocks", 9], ["--report", model / "r.json"]):
+        words = [
+            "generate",
+            "--backend",
+            backend,
+            "--model",
+            model,
+            "--prompt",
+            "x",
+            "--output",
+            tmp_path / "o.mp4",
+        ]
+        for flags in (
+            ["--width", 100],
+            ["--num-frames", 16],
+            ["--stg-blocks", 9],
+            ["--report", model / "r.json"],
+        ):
             argv = [sys.executable, "-c", code, *map(str, [*words, *flags])]
             ran = subprocess.run(argv, capture_output=True, text=True)
             assert ran.stdout == "2 set()\n" and str(flags[0]) in ran.stderr
@@ -280,10 +340,27 @@ def test_sizes_are_refused_before_a_framework_is_imported(model, tmp_path):
 def test_probe_and_merge_replace_no_input(model, tmp_path, command):
     inputs = tmp_path / "in.safetensors"
     write_arrays(inputs, {"steps": np.array([3], np.int32)})
-    probe = ["probe", "--backend", "cuda", "--model", model, "--component", "schedule", "--inputs", inputs]
-    lora, name = model / "tiny-2.3-distilled-lora.safetensors", "model.diffusion_model.patchify_proj.weight"
+    probe = [
+        "probe",
+        "--backend",
+        "cuda",
+        "--model",
+        model,
+        "--component",
+        "schedule",
+        "--inputs",
+        inputs,
+    ]
+    lora, name = (
+        model / "tiny-2.3-distilled-lora.safetensors",
+        "model.diffusion_model.patchify_proj.weight",
+    )
     merge = ["weights", "merge", "--model", main_file(model), "--lora", lora, "--tensor", name]
-    for words in ([*probe, "--outputs", inputs], [*probe, "--outputs", main_file(model)], [*merge, "--output", lora]):
+    for words in (
+        [*probe, "--outputs", inputs],
+        [*probe, "--outputs", main_file(model)],
+        [*merge, "--output", lora],
+    ):
         before = Path(words[-1]).read_bytes()
         status, out, err = command(*words)
         assert (status, out, err.count("\n")) == (2, "", 1) and "same file as the input" in err
@@ -291,11 +368,12 @@ def test_probe_and_merge_replace_no_input(model, tmp_path, command):
 
 
 def test_names_and_caches_of_the_hub(refused, tmp_path):
-    absent = (
-        r"Lightricks/LTX-2.3: neither a path nor in the hub's cache .*offline; run `ltx2rt weights fetch Lightricks"
-    )
+    absent = r"Lightricks/LTX-2.3: neither a path nor in the hub's cache .*"
+    absent += "offline; run `ltx2rt weights fetch Lightricks"
     assert re.search(absent, refused("--model", "Lightricks/LTX-2.3", "--offline"))
-    assert re.search("no/lora: neither a path", refused("--lora", "no/lora/style.safetensors:0.5", "--offline"))
+    assert re.search(
+        "no/lora: neither a path", refused("--lora", "no/lora/style.safetensors:0.5", "--offline")
+    )
     snapshot = tmp_path / "models--X--Y" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     assert f"pass its snapshot, such as {snapshot}" in refused("--model", tmp_path / "models--X--Y")
@@ -310,5 +388,6 @@ def test_a_lora_of_a_stage_that_is_none(refused, model):
 def test_accelerate_with_one_process_says_so(tiny, generate, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert (
-        "accelerate started one process" in generate("cuda", tiny("tiny-2.3", "official"), "--max-memory", 0.01).stderr
+        "accelerate started one process"
+        in generate("cuda", tiny("tiny-2.3", "official"), "--max-memory", 0.01).stderr
     )

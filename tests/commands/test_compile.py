@@ -17,13 +17,21 @@ from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
 from ltx2rt.session.options import ModelOptions
 
-TINY = {"--topology": "v6e:2x2", "--preset": "tiny-2.3", "--width": 64, "--height": 64, "--num-frames": 9}
+TINY = {
+    "--topology": "v6e:2x2",
+    "--preset": "tiny-2.3",
+    "--width": 64,
+    "--height": 64,
+    "--num-frames": 9,
+}
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
 def flags(**changes: object) -> list[object]:
     return [
-        word for pair in (TINY | {f"--{k.replace('_', '-')}": v for k, v in changes.items()}).items() for word in pair
+        word
+        for pair in (TINY | {f"--{k.replace('_', '-')}": v for k, v in changes.items()}).items()
+        for word in pair
     ]
 
 
@@ -32,7 +40,12 @@ def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Job:
     clip = {n: settings.pop(n) for n in ("width", "height", "num_frames") if n in settings}
     model = settings.pop("model", None)
     options = ModelOptions("", model or Path(), dtype="bfloat16", **settings)
-    return plan_job(options, TwoStage("a clip", seed=0, **clip), Target(topology, **target), None if model else name)
+    return plan_job(
+        options,
+        TwoStage("a clip", seed=0, **clip),
+        Target(topology, **target),
+        None if model else name,
+    )
 
 
 def test_a_run_is_compiled_as_generate_would_run_it():
@@ -44,7 +57,10 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     assert first.graph.inputs["video_latent"].type.sizes["tokens"] == 1536
     assert second.graph.inputs["video_latent"].type.sizes["tokens"] == 6144
     assert (first.part, second.part) == ("step", "step")
-    assert second.graph.inputs["sigmas"].type.sizes == {"steps": 8, "ends": 2}  # room for its 3 steps
+    assert second.graph.inputs["sigmas"].type.sizes == {
+        "steps": 8,
+        "ends": 2,
+    }  # room for its 3 steps
     graphs = {cell.component: cell.graph for cell in job.cells}
     assert graphs["text-encoder"].inputs["token_ids"].type.shape == (2, 1024)
     images = [cell for cell in job.cells if cell.component == "video-encoder"]
@@ -76,7 +92,15 @@ PIPELINES = {  # flags, in which FILM is a clip and LORA a LoRA, and what is com
         ("audio-encoder", *BEGIN, *DECODED),
     ),
     "ic-lora": (
-        ("--video-conditioning", "FILM", "--lora", "LORA", "--conditioning-attention-strength", 0.5, "--skip-stage-2"),
+        (
+            "--video-conditioning",
+            "FILM",
+            "--lora",
+            "LORA",
+            "--conditioning-attention-strength",
+            0.5,
+            "--skip-stage-2",
+        ),
         (*BEGIN, *DECODED),
     ),
     "t2a": (("--duration", 1), ("text-encoder", *BEGIN[2:], *DECODED[:2])),
@@ -88,11 +112,18 @@ def words(tiny, film):
     """words(pipeline) -> the words of `ltx2rt compile`; a retake has its file's size, sound none."""
 
     def of(name: str) -> list[str]:
-        files = {"FILM": film, "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors"}
+        files = {
+            "FILM": film,
+            "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors",
+        }
         unsized, sides = ("retake", "extend", "t2a"), ("--width", "--height", "--num-frames")
         size = {} if name in unsized else {f: TINY[f] for f in sides}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
-        fixed = {"--topology": "v6e:2x2", "--model": tiny("tiny-2.3", "official"), "--pipeline": name} | size
+        fixed = {
+            "--topology": "v6e:2x2",
+            "--model": tiny("tiny-2.3", "official"),
+            "--pipeline": name,
+        } | size
         return [*map(str, ("compile", *(word for pair in fixed.items() for word in pair), *given))]
 
     return of
@@ -105,7 +136,9 @@ def test_every_pipeline_is_compiled(name, words):
     assert tuple(dict.fromkeys(cell.component for cell in job.cells)) == PIPELINES[name][1]
     inputs = {n for cell in job.cells if cell.part == "step" for n in cell.graph.inputs}
     assert ("video_attention_mask" in inputs) == (name == "ic-lora")
-    assert ("video_latent" in inputs) == (name != "t2a") and ("audio_latent" in inputs) == (name != "a2v")
+    assert ("video_latent" in inputs) == (name != "t2a") and ("audio_latent" in inputs) == (
+        name != "a2v"
+    )
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
     unguided = {key: {1} for key in ("distilled", "extend", "ic-lora")}
     expected = unguided | {"retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}
@@ -121,13 +154,17 @@ def test_a_checkpoint_is_planned_from_its_headers(tiny):
     settings = {"width": 64, "height": 64, "num_frames": 9, "mesh": {"tensor": 2, "sequence": 2}}
     found = plan("v6e:2x2", model=tiny("tiny-2.0", "official"), **settings)
     expected = plan("v6e:2x2", "tiny-2.0", **settings)
-    assert [show(c.graph, "text") for c in found.cells] == [show(c.graph, "text") for c in expected.cells]
+    assert [show(c.graph, "text") for c in found.cells] == [
+        show(c.graph, "text") for c in expected.cells
+    ]
 
 
 def test_float8_is_of_the_denoise_loop_alone():
     tiny = {"name": "tiny-2.3", "width": 64, "height": 64, "num_frames": 9}
     for cell in plan("v6e:1x1", weights_dtype="float8", **tiny).cells:
-        assert ("linear_float8" in show(cell.graph, "text")) == (cell.branches is not None), cell.name
+        assert ("linear_float8" in show(cell.graph, "text")) == (cell.branches is not None), (
+            cell.name
+        )
 
 
 def test_flags_narrow_what_is_compiled():
@@ -169,7 +206,10 @@ def test_a_topology_says_its_devices(topology, kind, mesh):
         ({"pipeline": "ic-lora"}, ["--video-conditioning", "none was given"]),
         ({"pipeline": "ic-lora", "video-conditioning": "gone.mp4"}, ["gone.mp4 does not exist"]),
         ({"pipeline": "retake"}, [": the file of --video-path decides size"]),
-        ({"pipeline": "ic-lora", "video-conditioning": __file__}, ["--lora: the ic-lora pipeline needs"]),
+        (
+            {"pipeline": "ic-lora", "video-conditioning": __file__},
+            ["--lora: the ic-lora pipeline needs"],
+        ),
         ({"pipeline": "keyframes", "image": "gone.png:0"}, ["--image: 1 given", "at least 2"]),
         ({"pipeline": "hq", "image": "gone.png:0"}, ["gone.png does not exist"]),
         ({"stage": 3}, ["--stage"]),
@@ -204,15 +244,27 @@ def run(*words: object, **environment: str) -> subprocess.CompletedProcess:
 @needs_libtpu
 @pytest.mark.slow
 def test_compiled_figures_and_dumps(tmp_path):
-    words = ["compile", *flags(mesh="tensor=2,sequence=2"), "--component", "denoise-step", "upsampler"]
+    words = [
+        "compile",
+        *flags(mesh="tensor=2,sequence=2"),
+        "--component",
+        "denoise-step",
+        "upsampler",
+    ]
     ran = run(*words, "--json", XLA_FLAGS=f"--xla_dump_to={tmp_path}")
     assert ran.returncode == 0, ran.stderr
     first, second, upsampler = json.loads(ran.stdout)
     assert [first["stage"], second["stage"], upsampler["stage"]] == [1, 2, None]
     for found in (first, second, upsampler):
-        assert found["topology"] == "v6e:2x2" and found["mesh"] == {"tensor": 2, "sequence": 2} and found["fits"]
+        assert (
+            found["topology"] == "v6e:2x2"
+            and found["mesh"] == {"tensor": 2, "sequence": 2}
+            and found["fits"]
+        )
         assert found["compile_s"] > 0 and found["weights_bytes"] > 0
-    assert first["collectives"].keys() >= {"all-reduce", "all-to-all"} and first["received_bytes"] > 0
+    assert (
+        first["collectives"].keys() >= {"all-reduce", "all-to-all"} and first["received_bytes"] > 0
+    )
     assert upsampler["collectives"] == {} and upsampler["received_bytes"] == 0
     assert len(list(Path(tmp_path).glob("*.after_optimizations.txt"))) == 3  # the user's own dumps
     table = run(*words, "--stage", 1)
@@ -234,17 +286,33 @@ def test_the_compiler_takes_every_pipeline(name, words):
 @pytest.mark.slow
 def test_what_does_not_fit_is_said_and_the_rest_is_compiled():
     small = flags(topology="v6e:1x1", preset="ltx-2.3", component="denoise-step", stage=2)
-    (refused,) = json.loads(run("compile", *small, "--json").stdout)  # 38 GB for 32, before anything is compiled
-    assert refused["fits"] is False and refused["compile_s"] is None and "weights alone" in refused["why_not"]
-    wide = flags(topology="v6e:1x1", width=65536, height=65536, num_frames=121, component="upsampler")
+    (refused,) = json.loads(
+        run("compile", *small, "--json").stdout
+    )  # 38 GB for 32, before anything is compiled
+    assert (
+        refused["fits"] is False
+        and refused["compile_s"] is None
+        and "weights alone" in refused["why_not"]
+    )
+    wide = flags(
+        topology="v6e:1x1", width=65536, height=65536, num_frames=121, component="upsampler"
+    )
     ran = run("compile", *wide, "text-encoder", "--json")
     found = {row["component"]: row for row in json.loads(ran.stdout)}
-    assert ran.returncode == 0 and found["text-encoder"]["fits"] and found["text-encoder"]["compile_s"] > 0
-    assert not found["upsampler"]["fits"] and "exceeds available HBM" in found["upsampler"]["why_not"]
+    assert (
+        ran.returncode == 0
+        and found["text-encoder"]["fits"]
+        and found["text-encoder"]["compile_s"] > 0
+    )
+    assert (
+        not found["upsampler"]["fits"] and "exceeds available HBM" in found["upsampler"]["why_not"]
+    )
 
 
 @needs_libtpu
 @pytest.mark.slow
 def test_a_topology_that_does_not_exist_is_the_compilers_word():
-    ran = run("compile", *flags(topology="v6e:2x3", mesh="tensor=2,sequence=3", component="upsampler"))
+    ran = run(
+        "compile", *flags(topology="v6e:2x3", mesh="tensor=2,sequence=3", component="upsampler")
+    )
     assert ran.returncode == 2 and ran.stdout == "" and "refuses 'v6e:2x3'" in ran.stderr

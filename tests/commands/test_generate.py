@@ -20,7 +20,10 @@ from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.random.make import make_checkpoint
 
-LATENT = {"stage1": (3, 1, 2), "stage2": (3, 2, 4)}  # frames, rows and columns of 17 frames at 128 x 64 pixels
+LATENT = {
+    "stage1": (3, 1, 2),
+    "stage2": (3, 2, 4),
+}  # frames, rows and columns of 17 frames at 128 x 64 pixels
 AUDIO = 9  # round(17 / 48 s * 25)
 
 
@@ -75,7 +78,10 @@ def streams(path):
 
 
 def test_latents_have_the_names_and_shapes_of_the_contract(base):
-    expected = {"upsampled": (1, 128, *LATENT["stage2"]), "video_latent": (1, 128, *LATENT["stage2"])}
+    expected = {
+        "upsampled": (1, 128, *LATENT["stage2"]),
+        "video_latent": (1, 128, *LATENT["stage2"]),
+    }
     expected |= {"audio_latent": (1, 8, AUDIO, 16)}
     for name, grid in LATENT.items():
         for modality, tokens in (("video", int(np.prod(grid))), ("audio", AUDIO)):
@@ -96,9 +102,13 @@ def test_stages_are_joined_as_they_should_be(base):
     np.testing.assert_array_equal(x["stage1.video.start"], x["stage1.video.noise"])
     nu = np.float32(0.909375)
     upsampled = x["upsampled"].reshape(1, 128, -1).swapaxes(1, 2)
-    np.testing.assert_array_equal(x["stage2.video.start"], (1 - nu) * upsampled + nu * x["stage2.video.noise"])
+    np.testing.assert_array_equal(
+        x["stage2.video.start"], (1 - nu) * upsampled + nu * x["stage2.video.noise"]
+    )
     sound = x["stage1.audio.steps"][-1:]
-    np.testing.assert_array_equal(x["stage2.audio.start"], (1 - nu) * sound + nu * x["stage2.audio.noise"])
+    np.testing.assert_array_equal(
+        x["stage2.audio.start"], (1 - nu) * sound + nu * x["stage2.audio.noise"]
+    )
     # The last sigma is 0: what remains is x0, but for the rounding of x + (x - x0) / s * (0 - s).
     assert relative_l2(x["stage2.video.x0"][-1], x["stage2.video.steps"][-1]) < 1e-6
 
@@ -114,25 +124,53 @@ def test_sound_is_that_of_the_first_stage_unless_the_second_is_asked_for(base, r
 
 
 def test_report_and_messages(base, model):
-    keys = {"seed", "stages", "warmup_s", "load_s", "peak_bytes", "versions", "device", "mesh", "lora"}
+    keys = {
+        "seed",
+        "stages",
+        "warmup_s",
+        "load_s",
+        "peak_bytes",
+        "versions",
+        "device",
+        "mesh",
+        "lora",
+    }
     assert keys <= base.report.keys() and base.report["seed"] == 7
-    steps = {s["name"]: len(s["steps_s"]) for s in base.report["stages"] if s["name"].startswith("stage")}
+    steps = {
+        s["name"]: len(s["steps_s"]) for s in base.report["stages"] if s["name"].startswith("stage")
+    }
     assert steps == {"stage1": 3, "stage2": 3}
-    assert all(s["time_s"] >= sum(s["steps_s"]) > 0 or not s["steps_s"] for s in base.report["stages"])
+    assert all(
+        s["time_s"] >= sum(s["steps_s"]) > 0 or not s["steps_s"] for s in base.report["stages"]
+    )
     lora = str(model / "tiny-2.3-distilled-lora.safetensors")
     assert base.report["lora"] == [{"file": lora, "matched": 130, "total": 130}]
     assert "stage2, distilled: merged 130/130 modules" in base.stderr and "seed 7" in base.stderr
-    assert str(base.clip) in base.stdout and "seed 7" in base.stdout and base.stdout.count("\n") == 1
+    assert (
+        str(base.clip) in base.stdout and "seed 7" in base.stdout and base.stdout.count("\n") == 1
+    )
 
 
 def test_clip_carries_its_settings(base):
     comment = json.loads(streams(base.clip)[3])
     assert comment["prompt"] == "a robot dancing" and comment["seed"] == 7
-    assert comment["model"]["generation"] == "2.3" and {"ltx2rt", "torch"} <= comment["versions"].keys()
+    assert (
+        comment["model"]["generation"] == "2.3"
+        and {"ltx2rt", "torch"} <= comment["versions"].keys()
+    )
     settings = comment["settings"]
     assert (settings["width"], settings["height"], settings["num_frames"]) == (128, 64, 17)
-    assert [settings[f"video_{name}"] for name in ("cfg", "stg", "modality", "rescale")] == [3.0, 1.0, 3.0, 0.7]
-    assert settings["stg_blocks"] == [1] and settings["pipeline"] == "two-stage" and settings["steps"] == 3
+    assert [settings[f"video_{name}"] for name in ("cfg", "stg", "modality", "rescale")] == [
+        3.0,
+        1.0,
+        3.0,
+        0.7,
+    ]
+    assert (
+        settings["stg_blocks"] == [1]
+        and settings["pipeline"] == "two-stage"
+        and settings["steps"] == 3
+    )
 
 
 def test_no_metadata_and_no_audio_leave_both_out(run, base):
@@ -148,14 +186,22 @@ def test_frames_and_sound_of_their_own_files(run, base, tmp_path):
 
     found = run("--output", tmp_path / "fox-%05d.png", sound=True)
     assert "fox-%05d.png: " in found.stdout and not found.clip.exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [*(f"fox-{i:05}.png" for i in range(17)), "fox.wav"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *(f"fox-{i:05}.png" for i in range(17)),
+        "fox.wav",
+    ]
     frames = np.stack([np.asarray(Image.open(tmp_path / f"fox-{i:05}.png")) for i in range(17)])
     write_mp4(tmp_path / "again.mp4", [frames], num_frames=17, fps=Fraction(48))
-    assert compare(base.clip, tmp_path / "again.mp4")["identical"]  # the frames of the clip, before its encoder
+    assert compare(base.clip, tmp_path / "again.mp4")[
+        "identical"
+    ]  # the frames of the clip, before its encoder
     assert json.loads(Image.open(tmp_path / "fox-00000.png").text["Comment"])["seed"] == 7
     with av.open(str(tmp_path / "fox.wav")) as container:
         stream = container.streams.audio[0]
-        assert (stream.rate, stream.duration) == (48000, 17 * 1000) and "comment" in container.metadata
+        assert (stream.rate, stream.duration) == (
+            48000,
+            17 * 1000,
+        ) and "comment" in container.metadata
 
 
 def test_a_run_that_fails_in_the_end_removes_only_its_own(generate, model, tmp_path, monkeypatch):
@@ -170,10 +216,36 @@ def test_a_run_that_fails_in_the_end_removes_only_its_own(generate, model, tmp_p
 
 
 def test_latents_alone_are_made_without_decoding(base, command, model, tmp_path, images):
-    words = ["generate", "--backend", "cuda", "--device", "cpu", "--model", model, "--prompt", "a robot dancing"]
-    size = ["--width", 128, "--height", 64, "--num-frames", 17, "--fps", 48, "--steps", 3, "--image-crf", 0]
+    words = [
+        "generate",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        model,
+        "--prompt",
+        "a robot dancing",
+    ]
+    size = [
+        "--width",
+        128,
+        "--height",
+        64,
+        "--num-frames",
+        17,
+        "--fps",
+        48,
+        "--steps",
+        3,
+        "--image-crf",
+        0,
+    ]
     status, _, err = command(*words, *size, "--seed", 7)
-    assert status == 2 and "--output: there is none; name the clip's file, or give --latents-out alone" in err
+    assert (
+        status == 2
+        and "--output: there is none; name the clip's file, or give --latents-out alone" in err
+    )
     latents, report = tmp_path / "latents.safetensors", tmp_path / "report.json"
     more = ["--seed", 7, "--no-audio", "--latents-out", latents, "--report", report]
     status, out, err = command(*words, *size, *more)
@@ -194,7 +266,9 @@ def test_ntsc_rate_is_exact_and_sound_lasts_as_long(run):
 
 def test_same_seed_same_run_whatever_ran_before(base, run):
     other = run("--seed", 8, "--prompt", "a red fox walks", "--video-cfg", 2)
-    assert relative_l2(other.latents["stage1.video.steps"], base.latents["stage1.video.steps"]) > 0.1
+    assert (
+        relative_l2(other.latents["stage1.video.steps"], base.latents["stage1.video.steps"]) > 0.1
+    )
     assert_bitwise(run(), base)
 
 
@@ -221,14 +295,20 @@ def test_seed_decides_the_noise_and_a_missing_one_is_drawn_and_reported(base, ge
     assert first.report["seed"] != second.report["seed"]
     assert f"seed {first.report['seed']}" in first.stdout
     noise = first.latents["stage1.video.noise"]
-    np.testing.assert_array_equal(noise, standard_normal(first.report["seed"], "stage1.video", noise.shape))
+    np.testing.assert_array_equal(
+        noise, standard_normal(first.report["seed"], "stage1.video", noise.shape)
+    )
 
 
 def test_recorded_noise_reproduces_the_run(base, run, tmp_path):
     from safetensors.numpy import save_file
 
     """By the names of its streams, or as `--latents-out` wrote it, with everything else."""
-    noise = {name.removesuffix(".noise"): x for name, x in base.latents.items() if name.endswith(".noise")}
+    noise = {
+        name.removesuffix(".noise"): x
+        for name, x in base.latents.items()
+        if name.endswith(".noise")
+    }
     save_file(noise, tmp_path / "noise.safetensors")
     for file in (tmp_path / "noise.safetensors", base.latents_file):
         assert_bitwise(run("--seed", 99, "--noise-in", file), base)
@@ -254,7 +334,9 @@ def test_flags_that_only_say_how_change_no_bit(flags, base, run):
 def test_a_warm_up_runs_the_programs_of_the_run_itself(run, monkeypatch):
     """Nine steps take a loop with more room than one step would."""
     lowered, lower_loop = [], CudaBackend.lower_loop
-    monkeypatch.setattr(CudaBackend, "lower_loop", lambda *args: lowered.append(args[1]) or lower_loop(*args))
+    monkeypatch.setattr(
+        CudaBackend, "lower_loop", lambda *args: lowered.append(args[1]) or lower_loop(*args)
+    )
     run("--warmup", "--steps", 9)
     assert [graph.inputs["sigmas"].type.shape for graph in lowered] == [(16, 2), (8, 2)]
 
@@ -263,7 +345,15 @@ def test_a_warm_up_runs_the_programs_of_the_run_itself(run, monkeypatch):
 def test_float8_weights_make_almost_the_same_clip(generation, generate, tiny, command):
     """One block of three is quantised. `compare` puts a number on it; the bound is a step of e4m3, 2^-4."""
     runs = [
-        generate("cuda", tiny(f"tiny-{generation}", "official"), "--seed", 7, "--no-audio", "--weights-dtype", dtype)
+        generate(
+            "cuda",
+            tiny(f"tiny-{generation}", "official"),
+            "--seed",
+            7,
+            "--no-audio",
+            "--weights-dtype",
+            dtype,
+        )
         for dtype in ("bfloat16", "float8")
     ]
     assert [found.status for found in runs] == [0, 0]
@@ -284,15 +374,21 @@ def test_unrolled_layers_agree(base, run):
 def test_a_lora_for_one_stage_leaves_the_other_alone(weights, base, run, user_lora):
     late = run("--lora", f"{user_lora}:0.5:stage2", "--stage-weights", weights)
     assert_bitwise(late, base, stage(base, "stage1"))
-    assert relative_l2(late.latents["stage2.video.steps"], base.latents["stage2.video.steps"]) > 1e-3
+    assert (
+        relative_l2(late.latents["stage2.video.steps"], base.latents["stage2.video.steps"]) > 1e-3
+    )
     assert late.stderr.count("merged 130/130 modules") == 2
     early = run("--lora", f"{user_lora}:0.5:stage1", "--stage-weights", weights)
-    assert relative_l2(early.latents["stage1.video.steps"], base.latents["stage1.video.steps"]) > 1e-3
+    assert (
+        relative_l2(early.latents["stage1.video.steps"], base.latents["stage1.video.steps"]) > 1e-3
+    )
 
 
 def test_reloaded_weights_equal_resident_ones(run, user_lora):
     flags = ("--lora", f"{user_lora}:0.5", "--pipeline", "two-stage", "--num-frames", 9)
-    assert_bitwise(run(*flags, "--stage-weights", "reload"), run(*flags, "--stage-weights", "resident"))
+    assert_bitwise(
+        run(*flags, "--stage-weights", "reload"), run(*flags, "--stage-weights", "resident")
+    )
 
 
 def test_an_image_at_full_strength_stays_exactly(run, images):
@@ -303,13 +399,24 @@ def test_an_image_at_full_strength_stays_exactly(run, images):
         start, steps = x[f"{name}.video.start"], x[f"{name}.video.steps"]
         assert steps.shape[1] == (frames + 1) * space  # one frame of tokens appended
         for latent in steps:
-            np.testing.assert_allclose(latent[:space], start[0, :space], atol=1e-6)  # x + (x - x) / s * ds
+            np.testing.assert_allclose(
+                latent[:space], start[0, :space], atol=1e-6
+            )  # x + (x - x) / s * ds
         assert relative_l2(steps[-1][-space:], start[0, -space:]) > 1e-2
     assert x["video_latent"].shape == (1, 128, *LATENT["stage2"])
 
 
 def test_cross_timestep_rules_differ_with_an_image_and_the_default_is_c(run, images):
-    flags = ("--pipeline", "one-stage", "--num-frames", 9, "--steps", 2, "--image", f"{images[0]}:0:0.5")
+    flags = (
+        "--pipeline",
+        "one-stage",
+        "--num-frames",
+        9,
+        "--steps",
+        2,
+        "--image",
+        f"{images[0]}:0:0.5",
+    )
     found = {rule: run(*flags, "--cross-timestep-rule", rule) for rule in "ABC"}
     for one, other in ("AB", "BC", "AC"):
         a, b = (found[rule].latents["stage1.video.steps"] for rule in (one, other))
@@ -326,7 +433,18 @@ def test_a_neutral_branch_is_not_run(run, monkeypatch):
         return original(self, call, *args)
 
     monkeypatch.setattr(Session, "denoise", counted)
-    run("--pipeline", "one-stage", "--num-frames", 9, "--steps", 1, "--video-stg", 0, "--audio-stg", 0)
+    run(
+        "--pipeline",
+        "one-stage",
+        "--num-frames",
+        9,
+        "--steps",
+        1,
+        "--video-stg",
+        0,
+        "--audio-stg",
+        0,
+    )
     assert batches and set(batches) == {("cond", "uncond", "isolated")}
 
 
@@ -338,16 +456,22 @@ def test_a_neutral_branch_is_not_run(run, monkeypatch):
         ((decode.Frames, "_calls"), SystemExit(143), 143),
     ],
 )
-def test_a_run_that_fails_midway_leaves_no_file(where, raised, status, generate, model, monkeypatch):
+def test_a_run_that_fails_midway_leaves_no_file(
+    where, raised, status, generate, model, monkeypatch
+):
     def fail(*_, **__):
         raise raised
 
     monkeypatch.setattr(*where, fail)
-    found = generate("cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage")
+    found = generate(
+        "cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage"
+    )
     assert found.status == status and found.stdout == ""
     assert list(found.folder.iterdir()) == [] and "Traceback" not in found.stderr
     errors = [line for line in found.stderr.splitlines() if line.startswith("ltx2rt: error: ")]
-    assert len(errors) == (0 if status == 143 else 1)  # SIGTERM unwinds as SystemExit, which says nothing
+    assert len(errors) == (
+        0 if status == 143 else 1
+    )  # SIGTERM unwinds as SystemExit, which says nothing
 
 
 @pytest.mark.parametrize("where", ["write.write_arrays", "write.write_report"])
@@ -356,18 +480,35 @@ def test_a_run_that_cannot_write_its_last_file_leaves_none(where, generate, mode
         raise OSError("No space left on device")
 
     monkeypatch.setattr(f"ltx2rt.run.{where}", fail)
-    found = generate("cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage")
-    assert found.status == 1 and "No space left" in found.stderr and list(found.folder.iterdir()) == []
+    found = generate(
+        "cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage"
+    )
+    assert (
+        found.status == 1 and "No space left" in found.stderr and list(found.folder.iterdir()) == []
+    )
 
 
 def test_quiet_says_where_the_file_is_and_verbose_what_is_built(generate, model, images):
     """Also not that a flag is unread, a prompt cut or an image's alpha dropped."""
-    short = ("--seed", 1, "--num-frames", 9, "--pipeline", "distilled", "--distilled-lora", "none", "--no-audio")
+    short = (
+        "--seed",
+        1,
+        "--num-frames",
+        9,
+        "--pipeline",
+        "distilled",
+        "--distilled-lora",
+        "none",
+        "--no-audio",
+    )
     quiet = generate("cuda", model, *short, "--quiet", "--prompt", "word " * 2000)
     assert (quiet.status, quiet.stderr) == (0, "") and quiet.stdout.count("\n") == 1
     loud = generate("cuda", model, *short, "--verbose")
     assert loud.status == 0 and "building video-decoder" in loud.stderr
-    assert "loading the weights of guided-step ...\n" in loud.stderr and "decode: 9 frames ...\n" in loud.stderr
+    assert (
+        "loading the weights of guided-step ...\n" in loud.stderr
+        and "decode: 9 frames ...\n" in loud.stderr
+    )
     assert "does not read --steps" in loud.stderr and "\r" not in loud.stderr
     both = generate("cuda", model, *short, "--quiet", "--verbose")
     assert both.status == 2 and "contradict each other" in both.stderr
@@ -375,7 +516,18 @@ def test_quiet_says_where_the_file_is_and_verbose_what_is_built(generate, model,
 
 def test_a_file_that_will_be_replaced_is_named(generate, model, tmp_path):
     (tmp_path / "old.json").write_text("{}")
-    flags = ("--report", tmp_path / "old.json", "--seed", 1, "--num-frames", 9, "--pipeline", "one-stage", "--steps", 1)
+    flags = (
+        "--report",
+        tmp_path / "old.json",
+        "--seed",
+        1,
+        "--num-frames",
+        9,
+        "--pipeline",
+        "one-stage",
+        "--steps",
+        1,
+    )
     found = generate("cuda", model, *flags)
     assert found.status == 0 and f"will be replaced: {tmp_path}/old.json\n" in found.stderr
 

@@ -21,7 +21,9 @@ def model(tiny):
 @pytest.fixture(scope="module")
 def alone(generate, model, images):
     """Each seed's clip on its own, with torch."""
-    runs = [generate("cuda", model, "--seed", seed, "--image", f"{images[0]}:0:0.8") for seed in SEEDS]
+    runs = [
+        generate("cuda", model, "--seed", seed, "--image", f"{images[0]}:0:0.8") for seed in SEEDS
+    ]
     assert [run.status for run in runs] == [0, 0], runs[0].stderr
     return [run.latents for run in runs]
 
@@ -58,7 +60,9 @@ def test_videos_spread_over_devices_equal_each_alone(generate_on_devices, model,
     assert_equals(found, alone, silent=True)
 
 
-def test_videos_and_their_sound_spread_over_ranks_equal_each_alone(generate_on_ranks, model, images, alone):
+def test_videos_and_their_sound_spread_over_ranks_equal_each_alone(
+    generate_on_ranks, model, images, alone
+):
     found = generate_on_ranks(2, model, *FLAGS, "--image", f"{images[0]}:0:0.8", "--mesh", "data=2")
     assert_equals(found, alone)
     for clip in found.folder.glob("*.mp4"):

@@ -21,10 +21,20 @@ def planned(command):
 def test_plan_prints_the_promised_json(planned):
     assert planned.keys() == {"fits", "memory_mode", "devices", "mesh", "stages"}
     assert planned["fits"] is True and planned["devices"] == 2 and planned["mesh"] == {"tensor": 2}
-    assert [s["name"] for s in planned["stages"]] == ["text", "stage1", "upsample", "stage2", "audio", "decode"]
+    assert [s["name"] for s in planned["stages"]] == [
+        "text",
+        "stage1",
+        "upsample",
+        "stage2",
+        "audio",
+        "decode",
+    ]
     assert all(s.keys() == STAGE_KEYS for s in planned["stages"])
     assert planned["stages"][1]["collectives"] == {
-        "all_reduce": {"count": (2 * 7 + 1) * 3, "bytes": planned["stages"][1]["collectives"]["all_reduce"]["bytes"]}
+        "all_reduce": {
+            "count": (2 * 7 + 1) * 3,
+            "bytes": planned["stages"][1]["collectives"]["all_reduce"]["bytes"],
+        }
     }
 
 
@@ -58,12 +68,21 @@ def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, 
 
 def test_plan_prints_a_table(command):
     """Four cards hold the released model, one H100 does not; a bound on time is called one."""
-    status, out, _ = command("plan", "--preset", "ltx-2.3", "--devices", 4, "--device-kind", "h100-80gb")
-    assert status == 0 and "720 all_reduce" in out and "memory: fits" in out and "bound from below" in out
+    status, out, _ = command(
+        "plan", "--preset", "ltx-2.3", "--devices", 4, "--device-kind", "h100-80gb"
+    )
+    assert (
+        status == 0
+        and "720 all_reduce" in out
+        and "memory: fits" in out
+        and "bound from below" in out
+    )
     assert "less what passes under products" in out
     one = ["plan", "--preset", "ltx-2.3", "--device-kind", "h100-80gb"]
     status, out, _ = command(*one, "--memory", "resident")
-    assert status == 0 and "does NOT fit" in out and "all_reduce" not in out and "exchanges" not in out
+    assert (
+        status == 0 and "does NOT fit" in out and "all_reduce" not in out and "exchanges" not in out
+    )
     assert "try --stage-weights reload or more devices or fewer frames" in out
     status, out, _ = command(*one)
     assert status == 0 and "memory: fits" in out and "weights are freed once they are used" in out
@@ -71,7 +90,17 @@ def test_plan_prints_a_table(command):
 
 def test_plan_streams_what_does_not_fit(command):
     """A card of 12 GB runs every size of the table; advice for the text stage names no smaller clip."""
-    one = ["plan", "--preset", "ltx-2.3", "--device-kind", "3060", "--width", 1920, "--height", 1088]
+    one = [
+        "plan",
+        "--preset",
+        "ltx-2.3",
+        "--device-kind",
+        "3060",
+        "--width",
+        1920,
+        "--height",
+        1088,
+    ]
     status, out, _ = command(*one)
     assert status == 0 and "memory: fits" in out, out
     assert "64 of 64 layers of the text-encoder (25.5 GB) come from host memory" in out
@@ -81,14 +110,26 @@ def test_plan_streams_what_does_not_fit(command):
     assert found["memory_mode"] == "streamed" and found["fits"]
     assert stages["stage2"]["copy_s"] == pytest.approx(stages["stage2"]["streamed_bytes"] / 24e9)
     assert stages["stage2"]["waits_s"] == 0 and stages["upsample"]["streamed_bytes"] == 0
-    status, out, _ = command("plan", "--preset", "ltx-2.5", "--device-kind", "3060", "--num-frames", 121)
+    status, out, _ = command(
+        "plan", "--preset", "ltx-2.5", "--device-kind", "3060", "--num-frames", 121
+    )
     advice = out.partition("try ")[2].split("\n")[0]
     assert "does NOT fit: text needs" in out and "more devices" in advice and "frames" not in advice
 
 
 def test_float8_weights_are_planned_at_half_the_bytes(command):
     """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of 37.9 GB."""
-    flags = ["plan", "--preset", "ltx-2.3", "--devices", 1, "--device-kind", "h200-141gb", "--pipeline", "one-stage"]
+    flags = [
+        "plan",
+        "--preset",
+        "ltx-2.3",
+        "--devices",
+        1,
+        "--device-kind",
+        "h200-141gb",
+        "--pipeline",
+        "one-stage",
+    ]
     found = []
     for dtype in ("bfloat16", "float8"):
         status, out, _ = command(*flags, "--weights-dtype", dtype, "--json")
@@ -96,38 +137,81 @@ def test_float8_weights_are_planned_at_half_the_bytes(command):
         found.append({stage["name"]: stage for stage in json.loads(out)["stages"]}["stage1"])
     saved = found[0]["weights_bytes"] - found[1]["weights_bytes"]
     d, audio = 4096, 2048
-    block = 2 * 4 * (d * d + audio * audio) + 2 * (2 * d * audio + 2 * audio * audio) + 8 * (d * d + audio * audio)
+    block = (
+        2 * 4 * (d * d + audio * audio)
+        + 2 * (2 * d * audio + 2 * audio * audio)
+        + 8 * (d * d + audio * audio)
+    )
     assert 0.995 * 46 * block <= saved <= 46 * block  # a scale of 4 bytes for each row
     # The first and last block stand alone, and branches that part inside a block share the rest of it only there.
     assert found[1]["flops"] <= found[0]["flops"] <= 1.01 * found[1]["flops"]
-    assert 0.5 <= found[1]["time_s"] / found[0]["time_s"] < 0.7  # attention and the outer blocks at bfloat16's rate
+    assert (
+        0.5 <= found[1]["time_s"] / found[0]["time_s"] < 0.7
+    )  # attention and the outer blocks at bfloat16's rate
 
 
 def test_graph_prints_float8_linears(command):
-    flags = ["graph", "denoise", "--preset", "tiny-2.3", "--width", 64, "--height", 64, "--num-frames", 9]
+    flags = [
+        "graph",
+        "denoise",
+        "--preset",
+        "tiny-2.3",
+        "--width",
+        64,
+        "--height",
+        64,
+        "--num-frames",
+        9,
+    ]
     status, text, _ = command(*flags, "--weights-dtype", "float8")
     assert status == 0 and "linear_float8" in text and "repeat 1" in text
 
 
 def test_an_unknown_device_kind_lists_the_known(command):
-    status, out, err = command("plan", "--preset", "tiny-2.3", "--devices", 2, "--device-kind", "gpu")
+    status, out, err = command(
+        "plan", "--preset", "tiny-2.3", "--devices", 2, "--device-kind", "gpu"
+    )
     assert status == 2 and out == "" and err.count("\n") == 1
     assert all(kind in err for kind in ("h100-80gb", "h200-141gb", "v6e", "v7x"))
 
 
 def test_graph_prints_the_placed_graph(command):
-    flags = ["graph", "transformer", "--preset", "tiny-2.3", "--width", 64, "--height", 64, "--num-frames", 9]
+    flags = [
+        "graph",
+        "transformer",
+        "--preset",
+        "tiny-2.3",
+        "--width",
+        64,
+        "--height",
+        64,
+        "--num-frames",
+        9,
+    ]
     status, text, _ = command(*flags, "--profile", "hopper", "--tp-size", 2)
     assert status == 0 and text.count("= all_reduce(") == 7  # of one block, shown once
     assert command(*flags, "--mesh", "tensor=2") == (0, text, "")
     _, whole, _ = command(*flags)
     assert "all_reduce" not in whole
     _, guided, _ = command("graph", "guided-step", *flags[2:], "--tp-size", 2)
-    assert guided.count("= all_reduce(") == 2 * 7  # of the blocks before the one that STG perturbs, and of the others
+    assert (
+        guided.count("= all_reduce(") == 2 * 7
+    )  # of the blocks before the one that STG perturbs, and of the others
 
 
 def test_json_names_the_collective_of_every_node(command):
-    flags = ["--preset", "tiny-2.3", "--width", 64, "--height", 64, "--num-frames", 9, "--format", "json"]
+    flags = [
+        "--preset",
+        "tiny-2.3",
+        "--width",
+        64,
+        "--height",
+        64,
+        "--num-frames",
+        9,
+        "--format",
+        "json",
+    ]
     _, out, _ = command("graph", "transformer", *flags, "--tp-size", 2)
 
     def walk(nodes):
@@ -143,26 +227,40 @@ def test_json_names_the_collective_of_every_node(command):
 def test_graph_refuses_a_mesh_that_does_not_divide(command):
     status, _, err = command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 3)
     assert status == 2 and "heads=4 does not divide over tensor=3" in err
-    status, _, err = command("graph", "transformer", "--preset", "tiny-2.3", "--profile", "nope", "--tp-size", 2)
+    status, _, err = command(
+        "graph", "transformer", "--preset", "tiny-2.3", "--profile", "nope", "--tp-size", 2
+    )
     assert status == 2 and "nope" in err and "hopper" in err
     assert command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 0)[0] == 2
-    assert command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 2, "--mesh", "tensor=2")[0] == 2
+    assert (
+        command(
+            "graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 2, "--mesh", "tensor=2"
+        )[0]
+        == 2
+    )
 
 
 def test_one_device_is_planned_unless_more_are_asked_for(command):
-    found = [command("plan", "--preset", "tiny-2.3", "--device-kind", "h100", *more) for more in ((), ("--devices", 1))]
+    found = [
+        command("plan", "--preset", "tiny-2.3", "--device-kind", "h100", *more)
+        for more in ((), ("--devices", 1))
+    ]
     assert found[0] == found[1] and found[0][0] == 0
     for count in (0, 99999999999):
         status, _, err = command(*PLAN[:1], "--preset", "tiny-2.3", "--devices", count, *PLAN[3:])
         assert status == 2 and f"--devices: {count}, expected 1 to 10000" in err
 
 
-@pytest.mark.parametrize("name,kind", [("h100", "h100-80gb"), ("H200", "h200-141gb"), ("RTX 4090", "rtx4090-24gb")])
+@pytest.mark.parametrize(
+    "name,kind", [("h100", "h100-80gb"), ("H200", "h200-141gb"), ("RTX 4090", "rtx4090-24gb")]
+)
 def test_a_device_kind_has_a_short_name(name, kind, command):
     status, out, _ = command("plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", name)
     assert status == 0 and f"on 1 x {kind} " in out
 
 
 def test_a_short_name_of_two_kinds_is_refused(command):
-    status, _, err = command("plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", "a100")
+    status, _, err = command(
+        "plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", "a100"
+    )
     assert status == 2 and "a100-40gb or a100-80gb" in err

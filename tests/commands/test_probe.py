@@ -23,7 +23,10 @@ from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-4  # contract, float32; most reach 1e-6
 T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text tokens, samples
-WIDTH = {"2.0": {"video": 64, "audio": 64}, "2.3": {"video": 128, "audio": 64}}  # of the text contexts
+WIDTH = {
+    "2.0": {"video": 64, "audio": 64},
+    "2.3": {"video": 128, "audio": 64},
+}  # of the text contexts
 WIDTH["2.5"] = WIDTH["2.3"]
 GENERATIONS = ["2.0", "2.3"]
 
@@ -37,13 +40,25 @@ def probe(tiny, command, tmp_path):
         out.unlink(missing_ok=True)
         save_file({k: np.ascontiguousarray(v) for k, v in inputs.items()}, file)
         model = tiny(f"tiny-{generation}", "diffusers")
-        words = ["probe", "--backend", backend, "--device", "cpu", "--model", model, "--component", component]
+        words = [
+            "probe",
+            "--backend",
+            backend,
+            "--device",
+            "cpu",
+            "--model",
+            model,
+            "--component",
+            component,
+        ]
         status, stdout, stderr = command(*words, "--inputs", file, "--outputs", out, *flags)
         if status:
             assert not out.exists() and stdout == "" and stderr.count("\n") == 1
             return status, stderr
         outputs = load_file(out)
-        assert all(x.dtype == (np.int32 if k == "sample_rate" else np.float32) for k, x in outputs.items())
+        assert all(
+            x.dtype == (np.int32 if k == "sample_rate" else np.float32) for k, x in outputs.items()
+        )
         return outputs
 
     return call
@@ -56,7 +71,9 @@ def draw(*shape, seed=0):
 def positions(batch):
     grid = np.indices((2, 2, 3), np.float32).reshape(3, -1) * np.float32([[1 / 3], [32], [32]])
     video = np.stack([grid, grid + np.float32([[1 / 3], [32], [32]])], -1)
-    audio = np.stack([np.arange(TA), np.arange(TA) + 1], -1).astype(np.float32)[None] * np.float32(0.04)
+    audio = np.stack([np.arange(TA), np.arange(TA) + 1], -1).astype(np.float32)[None] * np.float32(
+        0.04
+    )
     return np.stack([video] * batch), np.stack([audio] * batch)
 
 
@@ -78,7 +95,10 @@ def step_inputs(generation):
     video, audio = positions(1)
     x = {"video_positions": video, "audio_positions": audio}
     for i, (name, tokens) in enumerate((("video", T), ("audio", TA))):
-        x[f"{name}_latent"], x[f"{name}_clean"] = draw(1, tokens, 128, seed=i), draw(1, tokens, 128, seed=i + 5)
+        x[f"{name}_latent"], x[f"{name}_clean"] = (
+            draw(1, tokens, 128, seed=i),
+            draw(1, tokens, 128, seed=i + 5),
+        )
         x[f"{name}_mask"] = np.ones((1, tokens, 1), np.float32)
         x[f"{name}_context"] = draw(2, S, WIDTH[generation][name], seed=9)
     x["video_mask"][:, :3] = 0.25
@@ -96,10 +116,14 @@ def test_transformer_equals_diffusers(generation, probe, tiny):
 
     x = transformer_inputs(generation)
     if generation == "2.5":
-        x["video_keyframes_mask"] = np.broadcast_to(np.arange(T)[:, None] < 3, (B, T, 1)).astype(np.float32)
+        x["video_keyframes_mask"] = np.broadcast_to(np.arange(T)[:, None] < 3, (B, T, 1)).astype(
+            np.float32
+        )
     found = probe(generation, "transformer", x, "--cross-timestep-rule", "B")
     assert found.keys() == {"video_velocity", "audio_velocity"}
-    model = diffusers_part(LTX2VideoTransformer3DModel, tiny(f"tiny-{generation}", "diffusers") / "transformer")
+    model = diffusers_part(
+        LTX2VideoTransformer3DModel, tiny(f"tiny-{generation}", "diffusers") / "transformer"
+    )
     t = {k: torch.from_numpy(v) for k, v in x.items()}
     with torch.no_grad():
         video, audio = model(
@@ -129,9 +153,12 @@ def test_optional_inputs_of_the_transformer_reach_it(probe):
     x = transformer_inputs("2.3")
     plain = probe("2.3", "transformer", x)
     ones = {
-        name: np.ones((B, 3), np.float32) for name in ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
+        name: np.ones((B, 3), np.float32)
+        for name in ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
     }
-    kept = probe("2.3", "transformer", x | ones | {"video_attention_mask": np.ones((B, T, T), np.float32)})
+    kept = probe(
+        "2.3", "transformer", x | ones | {"video_attention_mask": np.ones((B, T, T), np.float32)}
+    )
     for name in plain:
         assert relative_l2(kept[name], plain[name]) <= 1e-5
     for name, moved in (
@@ -167,12 +194,18 @@ def test_text_encoder_equals_diffusers(generation, probe, tiny):
     x, folder = text_inputs(), tiny(f"tiny-{generation}", "diffusers")
     found = probe(generation, "text-encoder", x)
     assert found.keys() == {"hidden_states", "video_context", "audio_context"}
-    reference = Gemma4UnifiedForConditionalGeneration if generation == "2.5" else Gemma3ForConditionalGeneration
+    reference = (
+        Gemma4UnifiedForConditionalGeneration
+        if generation == "2.5"
+        else Gemma3ForConditionalGeneration
+    )
     gemma = reference.from_pretrained(folder / "text_encoder", dtype=torch.float32).eval()
     connectors = diffusers_part(LTX2TextConnectors, folder / "connectors")
     ids, mask = torch.from_numpy(x["token_ids"]), torch.from_numpy(x["mask"])
     with torch.no_grad():
-        states = torch.stack(gemma(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states, -1)
+        states = torch.stack(
+            gemma(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states, -1
+        )
         video, audio, _ = connectors(states.flatten(2), mask, padding_side="left")
     real = x["mask"].astype(bool)  # padded positions attend to nothing: their states mean nothing
     assert found["hidden_states"].shape == states.shape
@@ -204,15 +237,24 @@ def test_decoders_encoder_and_upsampler_equal_diffusers(generation, probe, tiny)
     }
     sound = draw(1, 8, 7, 16, seed=2)
     audio_vae = diffusers_part(AutoencoderKLLTX2Audio, folder / "audio_vae")
-    vocoder = diffusers_part(LTX2VocoderWithBWE if generation == "2.3" else LTX2Vocoder, folder / "vocoder")
+    vocoder = diffusers_part(
+        LTX2VocoderWithBWE if generation == "2.3" else LTX2Vocoder, folder / "vocoder"
+    )
     if generation == "2.3":
-        vocoder.vocoder.final_act_fn = "clamp"  # the official rule, whatever a diffusers config says
+        vocoder.vocoder.final_act_fn = (
+            "clamp"  # the official rule, whatever a diffusers config says
+        )
     with torch.no_grad():
-        packed = torch.from_numpy(sound).transpose(1, 2).flatten(2) * audio_vae.latents_std + audio_vae.latents_mean
+        packed = (
+            torch.from_numpy(sound).transpose(1, 2).flatten(2) * audio_vae.latents_std
+            + audio_vae.latents_mean
+        )
         mel = audio_vae.decode(packed.unflatten(2, (8, 16)).transpose(1, 2), return_dict=False)[0]
         expected["audio-decoder"] = ({"latent": sound}, {"mel": mel, "waveform": vocoder(mel)})
         heard = {"waveform": draw(1, 2, 7001, seed=3), "sample_rate": np.int32([24000])}
-        spectrum = log_mel(resample(heard["waveform"], 24000, 16000), preset(f"tiny-{generation}").config.audio_vae)
+        spectrum = log_mel(
+            resample(heard["waveform"], 24000, 16000), preset(f"tiny-{generation}").config.audio_vae
+        )
         z = audio_vae.encode(torch.from_numpy(spectrum)).latent_dist.mode()
         packed = (z.transpose(1, 2).flatten(2) - audio_vae.latents_mean) / audio_vae.latents_std
         encoded = packed.unflatten(2, (8, 16)).transpose(1, 2)
@@ -221,7 +263,9 @@ def test_decoders_encoder_and_upsampler_equal_diffusers(generation, probe, tiny)
         found = probe(generation, component, inputs)
         if component == "audio-decoder":
             assert mel.shape == (1, 2, 25, 64) and encoded.shape == (1, 8, 8, 16)
-            np.testing.assert_array_equal(found.pop("sample_rate"), [48000 if generation == "2.3" else 24000])
+            np.testing.assert_array_equal(
+                found.pop("sample_rate"), [48000 if generation == "2.3" else 24000]
+            )
         assert found.keys() == outputs.keys()
         for name, value in outputs.items():
             assert relative_l2(found[name], value) <= CLOSE, f"{component} {name}"
@@ -265,7 +309,9 @@ DIFFUSION = DiffusionDecoderConfig(
 def diffusion_params(monkeypatch):
     """Parameters of a small diffusion decoder, which every checkpoint then has."""
     shape = diffusion_decoder.whole(DIFFUSION, 1, (3, 3, 3))
-    params = random_params(diffusion_decoder.trace_features(DIFFUSION, 1, 3, 3, 3, "float32"), seed=1)
+    params = random_params(
+        diffusion_decoder.trace_features(DIFFUSION, 1, 3, 3, 3, "float32"), seed=1
+    )
     params |= random_params(diffusion_decoder.trace(DIFFUSION, shape, "float32"), seed=2)
 
     def opened(options):
@@ -278,11 +324,17 @@ def diffusion_params(monkeypatch):
     return params
 
 
-@pytest.mark.parametrize(("backend", "border"), [("cuda", "plain"), ("cuda", "chunked"), ("tpu", None)])
-def test_diffusion_decoder_is_both_networks_cut_to_the_clip(backend, border, probe, diffusion_params):
+@pytest.mark.parametrize(
+    ("backend", "border"), [("cuda", "plain"), ("cuda", "chunked"), ("tpu", None)]
+)
+def test_diffusion_decoder_is_both_networks_cut_to_the_clip(
+    backend, border, probe, diffusion_params
+):
     latent, noise = draw(1, 128, 2, 3, 3), draw(1, 3, 17, 96, 96)
     flags = ("--border-mode", border) if border else ()
-    found = probe("2.3", "diffusion-decoder", {"latent": latent, "noise": noise}, *flags, backend=backend)
+    found = probe(
+        "2.3", "diffusion-decoder", {"latent": latent, "noise": noise}, *flags, backend=backend
+    )
     graph = diffusion_decoder.trace_features(DIFFUSION, 1, 2, 3, 3, "float32")
     x = run_graph("cuda", graph, diffusion_params, {"latent": latent})
     shape = diffusion_decoder.whole(DIFFUSION, 1, (2, 3, 3), border or "chunked")
@@ -295,7 +347,11 @@ def test_diffusion_decoder_is_both_networks_cut_to_the_clip(backend, border, pro
 def test_the_diffusion_decoders_noise_has_the_size_of_what_it_makes(probe, diffusion_params):
     x = {"latent": draw(1, 128, 2, 3, 3), "noise": draw(1, 3, 9, 96, 96)}
     status, stderr = probe("2.3", "diffusion-decoder", x)
-    assert status == 2 and "noise has shape [1, 3, 9, 96, 96], expected [1, 3, 17, 96, 96] for this latent" in stderr
+    assert (
+        status == 2
+        and "noise has shape [1, 3, 9, 96, 96], expected [1, 3, 17, 96, 96] for this latent"
+        in stderr
+    )
 
 
 def test_guided_step_is_a_step_of_the_transformer(probe):
@@ -314,7 +370,10 @@ def test_guided_step_is_a_step_of_the_transformer(probe):
         latent, mask, clean = (x[f"{name}_{part}"] for part in ("latent", "mask", "clean"))
         x0 = (latent - velocity[f"{name}_velocity"] * mask * sigma) * mask + clean * (1 - mask)
         assert relative_l2(found[f"{name}_x0"], x0) <= CLOSE
-        assert relative_l2(found[f"{name}_latent"], latent + (latent - x0) / sigma * (after - sigma)) <= CLOSE
+        assert (
+            relative_l2(found[f"{name}_latent"], latent + (latent - x0) / sigma * (after - sigma))
+            <= CLOSE
+        )
     assert relative_l2(probe("2.3", "guided-step", x)["video_x0"], found["video_x0"]) > 1e-2
 
 
@@ -325,7 +384,17 @@ def test_schedule_and_tokenizer(probe, tiny, command, tmp_path):
     np.testing.assert_array_equal(found["sigmas"], shifted_sigmas(7))
     folder, out = tiny("tiny-2.0", "diffusers"), tmp_path / "tokens.safetensors"
     prompts = ["a robot dancing", "the camera remains static: 'so good.'"]
-    words = ["probe", "--backend", "cuda", "--device", "cpu", "--model", folder, "--component", "tokenizer"]
+    words = [
+        "probe",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        folder,
+        "--component",
+        "tokenizer",
+    ]
     assert command(*words, "--outputs", out, "--prompt", *prompts)[0] == 0
     tokens = load_file(out)
     reference = AutoTokenizer.from_pretrained(folder / "tokenizer")(
@@ -336,7 +405,9 @@ def test_schedule_and_tokenizer(probe, tiny, command, tmp_path):
     np.testing.assert_array_equal(tokens["mask"], reference["attention_mask"])
 
 
-def test_the_tokenizer_in_a_text_encoder_file_adds_no_bos_and_prompts_have_one(tiny, command, tmp_path):
+def test_the_tokenizer_in_a_text_encoder_file_adds_no_bos_and_prompts_have_one(
+    tiny, command, tmp_path
+):
     """Gemma 4's tokenizer leaves it out, unlike Gemma 3's; without it the text means something else."""
     from tokenizers import Tokenizer
 
@@ -346,11 +417,24 @@ def test_the_tokenizer_in_a_text_encoder_file_adds_no_bos_and_prompts_have_one(t
     own = raw.encode(prompt).ids
     assert bos == 2 and own[0] != bos
     out = tmp_path / "tokens.safetensors"
-    words = ["probe", "--backend", "cuda", "--device", "cpu", "--model", file.parent, "--component", "tokenizer"]
+    words = [
+        "probe",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        file.parent,
+        "--component",
+        "tokenizer",
+    ]
     assert command(*words, "--outputs", out, "--prompt", prompt, "", "rain " * 2000)[0] == 0
     ids, mask = (load_file(out)[name] for name in ("token_ids", "mask"))
     assert ids[0, mask[0] == 1].tolist() == [bos, *own] and ids[1, mask[1] == 1].tolist() == [bos]
-    assert mask[2].all() and ids[2].tolist() == [bos, *raw.encode(("rain " * 2000).strip()).ids[:1023]]
+    assert mask[2].all() and ids[2].tolist() == [
+        bos,
+        *raw.encode(("rain " * 2000).strip()).ids[:1023],
+    ]
 
 
 @pytest.mark.parametrize("layout", ["official", "diffusers"])
@@ -364,7 +448,9 @@ def test_the_duration_head_equals_diffusers(layout, backend, tiny, command, tmp_
     words += ["--component", "duration-head", "--inputs", tmp_path / "in.safetensors"]
     status, _, stderr = command(*words, "--outputs", tmp_path / "out.safetensors")
     assert status == 0, stderr
-    reference = diffusers_part(LTX2DurationHead, tiny("tiny-2.5", "diffusers") / "duration_head", dtype=torch.float32)
+    reference = diffusers_part(
+        LTX2DurationHead, tiny("tiny-2.5", "diffusers") / "duration_head", dtype=torch.float32
+    )
     with torch.no_grad():
         expected = reference(*(torch.from_numpy(x[f"{m}_context"]) for m in ("video", "audio")))
     assert relative_l2(load_file(tmp_path / "out.safetensors")["seconds"], expected) <= 1e-5
@@ -404,7 +490,9 @@ def test_flags_of_generate_reach_the_probe(probe, tiny):
     lora = tiny("tiny-2.3", "diffusers") / "tiny-2.3-distilled-lora.safetensors"
     x = transformer_inputs("2.3")
     plain = probe("2.3", "transformer", x)
-    none, merged = (probe("2.3", "transformer", x, "--distilled-lora", f"{lora}:{s}") for s in ("0", "1"))
+    none, merged = (
+        probe("2.3", "transformer", x, "--distilled-lora", f"{lora}:{s}") for s in ("0", "1")
+    )
     narrow = probe("2.3", "transformer", x, "--dtype", "bfloat16")
     for name, value in plain.items():
         np.testing.assert_array_equal(none[name], value)
@@ -424,9 +512,21 @@ def test_flags_of_generate_reach_the_probe(probe, tiny):
         ("guided-step", {"stg_blocks": draw(4)}, "stg_blocks has shape [4]"),
         ("video-encoder", {"frames": draw(1, 3, 8, 64, 64)}, "8k+1 frames"),
         ("video-decoder", {"latent": draw(1, 64, 2, 2, 2)}, "latent has shape [1, 64, 2, 2, 2]"),
-        ("audio-encoder", {"waveform": draw(1, 1, 9), "sample_rate": np.int32([8000])}, "has shape [1, 1, 9]"),
-        ("audio-encoder", {"waveform": draw(1, 2, 256), "sample_rate": np.int32([8000])}, "expected more than 512"),
-        ("audio-encoder", {"waveform": draw(1, 2, 9999), "sample_rate": np.int32([0])}, "a sample rate of 0 Hz"),
+        (
+            "audio-encoder",
+            {"waveform": draw(1, 1, 9), "sample_rate": np.int32([8000])},
+            "has shape [1, 1, 9]",
+        ),
+        (
+            "audio-encoder",
+            {"waveform": draw(1, 2, 256), "sample_rate": np.int32([8000])},
+            "expected more than 512",
+        ),
+        (
+            "audio-encoder",
+            {"waveform": draw(1, 2, 9999), "sample_rate": np.int32([0])},
+            "a sample rate of 0 Hz",
+        ),
         (
             "diffusion-decoder",
             {"latent": draw(1, 128, 3, 7, 7), "noise": draw(1, 3, 17, 224, 224)},
@@ -448,7 +548,9 @@ def test_what_does_not_fit_is_refused_by_name(component, change, message, probe,
         "guided-step": step_inputs("2.3"),
         "text-encoder": text_inputs(),
     }
-    x = {k: v for k, v in (inputs.get(component, {}) | change).items() if v is not None} or {"x": draw(1)}
+    x = {k: v for k, v in (inputs.get(component, {}) | change).items() if v is not None} or {
+        "x": draw(1)
+    }
     read = TensorFile.read
 
     def only_inputs(self, name):

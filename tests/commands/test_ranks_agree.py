@@ -30,13 +30,24 @@ HEARD = 1e-4  # the vocoder's sines amplify the rounding of its input; reached: 
         pytest.param("2.0", 4, "fsdp=2,tensor=2", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_agree_with_one_device(tiny, generate, generate_on_ranks, images, generation, ranks, mesh):
+def test_ranks_agree_with_one_device(
+    tiny, generate, generate_on_ranks, images, generation, ranks, mesh
+):
     model = tiny(f"tiny-{generation}", "official")
     wanted = ("--seed", 5, "--image", f"{images[0]}:0:0.8", f"{images[1]}:9")
-    agree(generate("cuda", model, *wanted), generate_on_ranks(ranks, model, *wanted, "--mesh", mesh))
+    agree(
+        generate("cuda", model, *wanted), generate_on_ranks(ranks, model, *wanted, "--mesh", mesh)
+    )
 
 
-DISTILLED = ("--pipeline", "distilled", "--num-generated-keyframes", 1, "--video-decoder", "diffusion")
+DISTILLED = (
+    "--pipeline",
+    "distilled",
+    "--num-generated-keyframes",
+    1,
+    "--video-decoder",
+    "diffusion",
+)
 
 
 @pytest.mark.slow
@@ -80,7 +91,17 @@ def words(tmp_path_factory, images):
         make_checkpoint("heads-2.3", "official", folder)
     size = ("--width", 64, "--height", 64, "--num-frames", 25)
     lora = folder / "heads-2.3-distilled-lora.safetensors"  # of too low a rank to be taken for one
-    return folder, *size, "--distilled-lora", lora, "--seed", 5, "--image", f"{images[0]}:0:0.8", f"{images[1]}:9"
+    return (
+        folder,
+        *size,
+        "--distilled-lora",
+        lora,
+        "--seed",
+        5,
+        "--image",
+        f"{images[0]}:0:0.8",
+        f"{images[1]}:9",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +128,13 @@ def alone(generate, words):
             )
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)) or "with sound",
+    ids=lambda value: (
+        value if isinstance(value, str) else " ".join(map(str, value)) or "with sound"
+    ),
 )
-def test_jax_devices_agree_with_torch_on_one(generate_on_devices, words, alone, profile, mesh, flags):
+def test_jax_devices_agree_with_torch_on_one(
+    generate_on_devices, words, alone, profile, mesh, flags
+):
     """Each profile on its own mesh of 8 devices, and mixed ones; some use only the first 3.
 
     Stage 2 has one branch: there the devices of `guidance` split the tokens.
@@ -125,7 +150,9 @@ def agree(one, several):
         if name.endswith(".noise"):
             np.testing.assert_array_equal(several.latents[name], expected)
         else:
-            assert relative_l2(several.latents[name], expected) <= (HEARD if name == "waveform" else CLOSE), name
+            assert relative_l2(several.latents[name], expected) <= (
+                HEARD if name == "waveform" else CLOSE
+            ), name
 
 
 NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a")
@@ -141,11 +168,22 @@ def pipelines_agree(words, images, film, tmp_path_factory):
         (folder / name).symlink_to(path)
 
     def check(backend, mesh, profile, names):
-        flags = [str(Path(__file__).with_name("pipelines_on_devices.py")), backend, str(words[0]), mesh, profile]
-        environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "JAX_PLATFORMS": "cpu"}
+        flags = [
+            str(Path(__file__).with_name("pipelines_on_devices.py")),
+            backend,
+            str(words[0]),
+            mesh,
+            profile,
+        ]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "JAX_PLATFORMS": "cpu",
+        }
         environment["XLA_FLAGS"] = xla_flags(8)
         flags = [*flags, str(folder), *names]
-        ranks = by_hand(flags, **environment) if backend == "cuda" else [Launch(flags, **environment)]
+        ranks = (
+            by_hand(flags, **environment) if backend == "cuda" else [Launch(flags, **environment)]
+        )
         expected = records("cuda", words[0], "", "", folder, names)
         for rank in ranks:
             _, err = rank.process.communicate(timeout=1800)
@@ -153,7 +191,9 @@ def pipelines_agree(words, images, film, tmp_path_factory):
         with np.load(folder / f"{backend}.npz") as found:
             assert set(found) == expected.keys()
             distances = {name: relative_l2(found[name], value) for name, value in expected.items()}
-        worst = {p: max(d for name, d in distances.items() if name.startswith(f"{p}/")) for p in names}
+        worst = {
+            p: max(d for name, d in distances.items() if name.startswith(f"{p}/")) for p in names
+        }
         assert max(worst.values()) <= NEAR, worst
         return worst
 
@@ -173,7 +213,12 @@ def test_new_pipelines_on_two_ranks(pipelines_agree):
         ("cuda", "tensor=2", "", NEW),
         ("tpu", "sequence=8", "ironwood", NEW),
         ("tpu", "tensor=8", "ironwood-1d", NEW),
-        ("tpu", "guidance=2,sequence=2,tensor=2", "trillium", ("keyframes", "a2v", "retake", "ic-lora")),
+        (
+            "tpu",
+            "guidance=2,sequence=2,tensor=2",
+            "trillium",
+            ("keyframes", "a2v", "retake", "ic-lora"),
+        ),
         ("tpu", "guidance=3,sequence=2", "trillium", ("hq", "t2a")),  # they have three branches
     ],
 )

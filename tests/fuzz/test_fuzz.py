@@ -29,9 +29,38 @@ from ltx2rt.media.video import read_frames, require_constant_rate, video_info
 from ltx2rt.weights.files import TensorFile, open_file, write_arrays
 from ltx2rt.weights.lora import open_lora
 
-COUNTS = {"headers": 500, "ggufs": 500, "configs": 20, "loras": 300, "images": 300, "sources": 100, "flags": 40}
+COUNTS = {
+    "headers": 500,
+    "ggufs": 500,
+    "configs": 20,
+    "loras": 300,
+    "images": 300,
+    "sources": 100,
+    "flags": 40,
+}
 VALUES = [
-    *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**9, 1e300, -0.5, float("inf"), "", "x", "0", [], {}),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2,
+        3,
+        7,
+        2**31,
+        2**63,
+        10**9,
+        1e300,
+        -0.5,
+        float("inf"),
+        "",
+        "x",
+        "0",
+        [],
+        {},
+    ),
     *([0], [1, 2], [-1] * 3, [[2]] * 4, {"a": 1}, "é\u202e", "a" * 2000, [[1, [2]]], [True]),
 ]
 
@@ -63,7 +92,13 @@ def accepted(call: Callable[[], object], about: object) -> bool:
 
 def places(tree: object, path: tuple = ()) -> list[tuple]:
     """The path of every value in a JSON tree but its root."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     return [found for key, value in items for found in [(*path, key), *places(value, (*path, key))]]
 
 
@@ -91,10 +126,19 @@ def changes(before: object, after: object) -> list[tuple]:
     """Paths and values in which two JSON trees differ."""
 
     def values(tree):
-        return {path: at for path in places(tree) for at in [_at(tree, path)] if not isinstance(at, dict)}
+        return {
+            path: at
+            for path in places(tree)
+            for at in [_at(tree, path)]
+            if not isinstance(at, dict)
+        }
 
     old, new = values(before), values(after)
-    return [(path, new.get(path, "removed")) for path in old.keys() | new.keys() if old.get(path) != new.get(path)]
+    return [
+        (path, new.get(path, "removed"))
+        for path in old.keys() | new.keys()
+        if old.get(path) != new.get(path)
+    ]
 
 
 def _at(tree: object, path: tuple) -> object:
@@ -167,7 +211,13 @@ def test_ggufs(rng, many, tmp_path):
         "token_embd.weight": ("Q8_0", random_blocks("Q8_0", blocks, (2, 64))),
         "output_norm.weight": np.ones(9, np.float32),
     }
-    keys = {"gemma3.block_count": 1, "gemma3.eps": 1e-6, "tokens": ["a", "b"], "scores": [0.5, 1.0], "config": "{}"}
+    keys = {
+        "gemma3.block_count": 1,
+        "gemma3.eps": 1e-6,
+        "tokens": ["a", "b"],
+        "scores": [0.5, 1.0],
+        "config": "{}",
+    }
     original = write_gguf(tmp_path / "original.gguf", tensors, "gemma3", keys).read_bytes()
     end, path = original.index(b"output_norm") + 60, tmp_path / "a.gguf"
     numbers = [0, 1, 3, 8, 9, 13, 255, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
@@ -184,7 +234,10 @@ def test_ggufs(rng, many, tmp_path):
             file = open_file(path)
             for name in file.names():
                 shape = file.info(name).shape
-                assert file.read(name).shape == shape and file.read(name).dtype == file.info(name).dtype
+                assert (
+                    file.read(name).shape == shape
+                    and file.read(name).dtype == file.info(name).dtype
+                )
                 if shape:
                     assert len(file.read(name, (0, 0, 1))) == min(1, shape[0])
 
@@ -196,13 +249,37 @@ def test_configs(rng, many, tiny, tmp_path, capsys, preset):
     """Of every file that has one."""
     model = tmp_path / "model"
     shutil.copytree(tiny(preset, "official"), model)
-    argv = ["generate", "--backend", "cuda", "--device", "cpu", "--model", str(model), "--prompt", "x"]
-    argv += ["--output", str(tmp_path / "o.mp4"), "--width", "64", "--height", "64", "--num-frames", "9"]
+    argv = [
+        "generate",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        str(model),
+        "--prompt",
+        "x",
+    ]
+    argv += [
+        "--output",
+        str(tmp_path / "o.mp4"),
+        "--width",
+        "64",
+        "--height",
+        "64",
+        "--num-frames",
+        "9",
+    ]
     argv += ["--pipeline", "one-stage", "--max-memory", "0.000001"]  # planned whole, never run
     files = {path: path.read_bytes() for path in sorted(model.glob("*.safetensors"))}
     sizes = {path: 8 + int.from_bytes(data[:8], "little") for path, data in files.items()}
     headers = {path: json.loads(data[8 : sizes[path]]) for path, data in files.items()}
-    written = [(path, key) for path, header in headers.items() for key in header["__metadata__"] if "config" in key]
+    written = [
+        (path, key)
+        for path, header in headers.items()
+        for key in header["__metadata__"]
+        if "config" in key
+    ]
     for _ in range(many("configs")):
         path, key = rng.choice(written)
         header, rest = headers[path], files[path][sizes[path] :]
@@ -218,11 +295,16 @@ def test_configs(rng, many, tiny, tmp_path, capsys, preset):
 def test_loras(rng, many, tmp_path):
     path = tmp_path / "lora.safetensors"
     pairs = {
-        f"diffusion_model.transformer_blocks.{i}.attn1.to_q.lora_{side}.weight": np.ones(shape, np.float32)
+        f"diffusion_model.transformer_blocks.{i}.attn1.to_q.lora_{side}.weight": np.ones(
+            shape, np.float32
+        )
         for i in range(2)
         for side, shape in (("A", (2, 8)), ("B", (8, 2)))
     }
-    write_arrays(path, pairs | {"diffusion_model.transformer_blocks.0.attn1.to_q.alpha": np.ones((), np.float32)})
+    write_arrays(
+        path,
+        pairs | {"diffusion_model.transformer_blocks.0.attn1.to_q.alpha": np.ones((), np.float32)},
+    )
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     for _ in range(many("loras")):
@@ -263,7 +345,15 @@ def test_sources(rng, many, tmp_path):
     for kind in ("mp4", "webm", "wav"):
         path = tmp_path / f"original.{kind}"
         given = iter([] if kind == "wav" else [frames])
-        write_clip(path, given, num_frames=17, fps=Fraction(24), waveform=sound, sample_rate=24000, comment=None)
+        write_clip(
+            path,
+            given,
+            num_frames=17,
+            fps=Fraction(24),
+            waveform=sound,
+            sample_rate=24000,
+            comment=None,
+        )
         originals[kind] = path.read_bytes()
         path.unlink()
     for _ in range(many("sources")):
@@ -276,7 +366,10 @@ def test_sources(rng, many, tmp_path):
         def frames(path=path):
             info = video_info(path, "--video-path")
             require_constant_rate(path, "--video-path", info)
-            assert sum(frame.ndim == 3 for frame in read_frames(path, "--video-path", info.num_frames)) > 0
+            assert (
+                sum(frame.ndim == 3 for frame in read_frames(path, "--video-path", info.num_frames))
+                > 0
+            )
 
         accepted(frames, (kind, data))
         accepted(lambda path=path: read_sound(path, 0.1, 0.5), (kind, data))
@@ -286,15 +379,62 @@ def test_sources(rng, many, tmp_path):
 
 def test_flags(rng, many, tiny, tmp_path, capfd):
     """Ranks that a run starts write to the file descriptor."""
-    words = ["0", "-1", "1", "64", "nan", "inf", "1e400", "9" * 30, "", ":", "x:0", "0:0:0", "é", "a=1", "tensor=0"]
-    words += ["1/0", "-0", "0x10", "1_000", " 1", "none", "stage1", "/", ".", "/dev/null", "x" * 5000, "٣"]
+    words = [
+        "0",
+        "-1",
+        "1",
+        "64",
+        "nan",
+        "inf",
+        "1e400",
+        "9" * 30,
+        "",
+        ":",
+        "x:0",
+        "0:0:0",
+        "é",
+        "a=1",
+        "tensor=0",
+    ]
+    words += [
+        "1/0",
+        "-0",
+        "0x10",
+        "1_000",
+        " 1",
+        "none",
+        "stage1",
+        "/",
+        ".",
+        "/dev/null",
+        "x" * 5000,
+        "٣",
+    ]
     flags = "width height num-frames fps seed num-videos image image-crf noise-in steps video-cfg stg-blocks audio-from"
     flags += " lora distilled-lora dtype device max-memory mesh tp-size profile upsampler text-encoder layers"
     flags += " report latents-out output backend pipeline model prompt negative-prompt cross-timestep-rule vae-tiling"
-    fixed = ["generate", "--backend", "cuda", "--device", "cpu", "--model", str(tiny("tiny-2.3", "official"))]
-    fixed += ["--prompt", "x", "--output", str(tmp_path / "o.mp4"), "--max-memory", "0.0001"]  # never run
+    fixed = [
+        "generate",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        str(tiny("tiny-2.3", "official")),
+    ]
+    fixed += [
+        "--prompt",
+        "x",
+        "--output",
+        str(tmp_path / "o.mp4"),
+        "--max-memory",
+        "0.0001",
+    ]  # never run
     for _ in range(many("flags")):
-        added = [(f"--{rng.choice(flags.split())}", rng.choice(words)) for _ in range(rng.choice([1, 1, 2, 3]))]
+        added = [
+            (f"--{rng.choice(flags.split())}", rng.choice(words))
+            for _ in range(rng.choice([1, 1, 2, 3]))
+        ]
         argv = [*fixed, *(word for pair in added for word in pair)]
         if any(flag == "--max-memory" for flag, _ in added):
             continue
@@ -304,5 +444,8 @@ def test_flags(rng, many, tiny, tmp_path, capfd):
             status = end.code
         printed = capfd.readouterr()
         assert status == 2 and printed.out == "", (added, printed)
-        assert [line[:15] for line in printed.err.splitlines()][-1] == "ltx2rt: error: ", (added, printed)
+        assert [line[:15] for line in printed.err.splitlines()][-1] == "ltx2rt: error: ", (
+            added,
+            printed,
+        )
         assert list(tmp_path.iterdir()) == []

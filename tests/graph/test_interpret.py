@@ -29,7 +29,9 @@ def check(model, inputs: dict, expected: np.ndarray) -> None:
 
 
 @fast
-@given(SHAPES, st.sets(st.integers(0, 3)), st.sampled_from(["add", "sub", "mul", "div"]), st.booleans())
+@given(
+    SHAPES, st.sets(st.integers(0, 3)), st.sampled_from(["add", "sub", "mul", "div"]), st.booleans()
+)
 def test_binary_ops_broadcast_by_axis_name(shape, kept, name, swapped):
     x, kept = array_of(shape), sorted(kept)
     y = array_of([shape[i] for i in kept], seed=1) + np.float32(3)
@@ -50,7 +52,9 @@ def test_binary_ops_broadcast_by_axis_name(shape, kept, name, swapped):
 def test_transpose_moves_named_axes(shape, order):
     x = array_of(shape)
     check(
-        lambda o: o.transpose(o.input("x", **dict(zip(AXES, shape, strict=True))), axes=tuple(AXES[i] for i in order)),
+        lambda o: o.transpose(
+            o.input("x", **dict(zip(AXES, shape, strict=True))), axes=tuple(AXES[i] for i in order)
+        ),
         {"x": x},
         x.transpose(order),
     )
@@ -64,7 +68,9 @@ def test_split_puts_the_slowest_part_first_and_merge_undoes_it(shape, at, parts)
     into = {f"part{i}": n for i, n in enumerate(parts)}
 
     def halves(o):
-        return o.split(o.input("x", **dict(zip(AXES, shape, strict=True))), axis=AXES[at], into=into)
+        return o.split(
+            o.input("x", **dict(zip(AXES, shape, strict=True))), axis=AXES[at], into=into
+        )
 
     index = np.indices([*shape[:at], *parts, *shape[at + 1 :]])
     flat = np.zeros_like(index[0])
@@ -75,16 +81,32 @@ def test_split_puts_the_slowest_part_first_and_merge_undoes_it(shape, at, parts)
 
 
 @fast
-@given(SHAPES, st.integers(0, 3), st.integers(0, 3), st.lists(st.integers(1, 3), max_size=2), st.integers(0, 99))
-def test_take_matches_leading_axes_by_name_and_replaces_the_taken_one(shape, at, batch, picked, seed):
+@given(
+    SHAPES,
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.lists(st.integers(1, 3), max_size=2),
+    st.integers(0, 99),
+)
+def test_take_matches_leading_axes_by_name_and_replaces_the_taken_one(
+    shape, at, batch, picked, seed
+):
     batch = min(batch, at)
     x = array_of(shape)
-    index = np.random.default_rng(seed).integers(0, shape[at], (*shape[:batch], *picked)).astype(np.int32)
+    index = (
+        np.random.default_rng(seed)
+        .integers(0, shape[at], (*shape[:batch], *picked))
+        .astype(np.int32)
+    )
     names = (*AXES[:batch], *(f"picked{i}" for i in range(len(picked))))
 
     def model(o):
         source = o.input("x", **dict(zip(AXES, shape, strict=True)))
-        return o.take(source, o.input("i", "int32", **dict(zip(names, index.shape, strict=True))), axis=AXES[at])
+        return o.take(
+            source,
+            o.input("i", "int32", **dict(zip(names, index.shape, strict=True))),
+            axis=AXES[at],
+        )
 
     expected = np.empty((*shape[:at], *picked, *shape[at + 1 :]), np.float32)
     for place in np.ndindex(*expected.shape):
@@ -103,13 +125,19 @@ def test_pad_widens_named_axes(shape, mode, data):
     for dim, (before, after) in enumerate(widths):
         places = np.arange(-before, shape[dim] + after)
         n = shape[dim]
-        inside = np.clip(places, 0, n - 1) if mode != "reflect" else np.where(places < 0, -places, places)
+        inside = (
+            np.clip(places, 0, n - 1)
+            if mode != "reflect"
+            else np.where(places < 0, -places, places)
+        )
         if mode == "reflect":
             inside = np.where(inside >= n, 2 * (n - 1) - inside, inside)
         expected = np.take(expected, inside, axis=dim)
         if mode == "zeros":
             outside = (places < 0) | (places >= n)
-            expected = np.where(outside.reshape([-1 if i == dim else 1 for i in range(4)]), np.float32(0), expected)
+            expected = np.where(
+                outside.reshape([-1 if i == dim else 1 for i in range(4)]), np.float32(0), expected
+            )
     check(
         lambda o: o.pad(o.input("x", **dict(zip(AXES, shape, strict=True))), mode=mode,
                         **dict(zip(AXES, widths, strict=True))),

@@ -26,14 +26,20 @@ def _x(o, name="x", **sizes):
 
 
 def _conv(o, spatial, kernel, **kw):
-    x = o.input("x", B=2, channels=4, **dict(zip(("frames", "rows", "columns"), spatial, strict=False)))
+    x = o.input(
+        "x", B=2, channels=4, **dict(zip(("frames", "rows", "columns"), spatial, strict=False))
+    )
     return o.conv(x, "c", 6, kernel, **kw)
 
 
 def _neighbourhood(o, window=(3, 3, 5), first=(0, 1, 2), queries=(11, 9, 17), keys=(11, 11, 21)):
     """More than one block of queries along every axis, of odd sizes; keys begin before the first of them."""
-    sizes = [dict(zip(("frames", "rows", "columns"), n, strict=True)) for n in (queries, keys, keys)]
-    q, k, v = (o.input(name, B=2, **n, heads=2, head_dim=8) for name, n in zip("qkv", sizes, strict=True))
+    sizes = [
+        dict(zip(("frames", "rows", "columns"), n, strict=True)) for n in (queries, keys, keys)
+    ]
+    q, k, v = (
+        o.input(name, B=2, **n, heads=2, head_dim=8) for name, n in zip("qkv", sizes, strict=True)
+    )
     return o.neighbourhood_attention(q, k, v, window=window, first=first, scale=0.3)
 
 
@@ -66,13 +72,17 @@ def _attention_part(o):
     q = o.input("q", B=2, tokens=5, heads=4, head_dim=8)
     k, v = (o.input(name, B=2, text=7, kv_heads=2, head_dim=8) for name in "kv")
     part = o.attention_part(q, k, v, o.input("m", text=7), scale=0.3)
-    y, upper, rest = (o.slice(part, axis="head_dim", start=i, stop=j) for i, j in ((0, 8), (8, 9), (9, 10)))
+    y, upper, rest = (
+        o.slice(part, axis="head_dim", start=i, stop=j) for i, j in ((0, 8), (8, 9), (9, 10))
+    )
     return o.concat(y, o.add(upper, rest), axis="head_dim")
 
 
 CASES = {
     "full": lambda o: o.concat(
-        o.full(0.3, B=2, tokens=5), o.cast(o.full(3, "int32", B=2, tokens=1), dtype="float32"), axis="tokens"
+        o.full(0.3, B=2, tokens=5),
+        o.cast(o.full(3, "int32", B=2, tokens=1), dtype="float32"),
+        axis="tokens",
     ),
     "exp": lambda o: o.exp(_x(o)),
     "log": lambda o: o.log(o.affine(o.square(_x(o)), offset=0.1)),
@@ -103,15 +113,25 @@ CASES = {
     "rename": lambda o: o.rename(_x(o), names={"tokens": "text"}),
     "slice": lambda o: o.slice(_x(o), axis="tokens", start=1, stop=5, step=2),
     "at": lambda o: o.at(_x(o), axis="heads", index=2),
-    "concat": lambda o: o.concat(_x(o), _x(o, "y", B=2, tokens=2, heads=3, head_dim=8), axis="tokens"),
-    "stack": lambda o: o.stack(_x(o), _x(o, "y", B=2, tokens=5, heads=3, head_dim=8), axis="n", dim=1),
+    "concat": lambda o: o.concat(
+        _x(o), _x(o, "y", B=2, tokens=2, heads=3, head_dim=8), axis="tokens"
+    ),
+    "stack": lambda o: o.stack(
+        _x(o), _x(o, "y", B=2, tokens=5, heads=3, head_dim=8), axis="n", dim=1
+    ),
     "expand": lambda o: o.expand(_x(o), axis="n", size=3, before="heads"),
     "pad": lambda o: o.pad(
-        o.pad(o.pad(_x(o), mode="edge", tokens=(2, 1)), mode="reflect", heads=(2, 1)), head_dim=(0, 3), B=(1, 0)
+        o.pad(o.pad(_x(o), mode="edge", tokens=(2, 1)), mode="reflect", heads=(2, 1)),
+        head_dim=(0, 3),
+        B=(1, 0),
     ),
     "take": lambda o: o.concat(
         o.take(_x(o), o.input("i", "int32", B=2, picked=4), axis="tokens"),
-        o.take(_x(o, "y", B=2, tokens=5, heads=3, head_dim=8), o.input("j", "int32", picked=4), axis="tokens"),
+        o.take(
+            _x(o, "y", B=2, tokens=5, heads=3, head_dim=8),
+            o.input("j", "int32", picked=4),
+            axis="tokens",
+        ),
         axis="picked",
     ),
     "linear": lambda o: o.linear(_x(o), "l", out={"D": 6, "n": 2}, contract=("heads", "head_dim")),
@@ -124,7 +144,9 @@ CASES = {
         out={"D": 6, "n": 2},
     ),
     "conv": lambda o: _conv(o, (7, 6, 5), (3, 2, 3), stride=(2, 1, 1)),
-    "conv_transpose": lambda o: o.conv_transpose(o.input("x", B=2, channels=4, time=9), "c", 3, kernel=7, stride=3),
+    "conv_transpose": lambda o: o.conv_transpose(
+        o.input("x", B=2, channels=4, time=9), "c", 3, kernel=7, stride=3
+    ),
     "rms_norm": lambda o: o.rms_norm(
         o.rms_norm(_x(o), "n", over=("heads", "head_dim"), eps=1e-6), over=("tokens",), eps=1e-3
     ),
@@ -139,7 +161,9 @@ CASES = {
         eps=1e-6,
     ),
     "layer_norm": lambda o: o.layer_norm(_x(o), over="head_dim", eps=1e-6),
-    "group_norm": lambda o: o.group_norm(o.input("x", B=2, channels=6, frames=3, rows=5), "g", groups=3, eps=1e-5),
+    "group_norm": lambda o: o.group_norm(
+        o.input("x", B=2, channels=6, frames=3, rows=5), "g", groups=3, eps=1e-5
+    ),
     "attention": lambda o: o.attention(
         o.input("q", B=2, tokens=5, heads=4, head_dim=8),
         o.input("k", B=2, text=7, kv_heads=2, head_dim=8),
@@ -148,9 +172,13 @@ CASES = {
         scale=0.3,
     ),
     "attention_part": _attention_part,
-    "attention_join": lambda o: o.attention_join(o.input("p", parts=3, B=2, tokens=5, heads=4, head_dim=10)),
+    "attention_join": lambda o: o.attention_join(
+        o.input("p", parts=3, B=2, tokens=5, heads=4, head_dim=10)
+    ),
     "rope": lambda o: o.rope(
-        _x(o), o.input("cos", tokens=5, heads=3, pairs=4), o.input("sin", tokens=5, heads=3, pairs=4)
+        _x(o),
+        o.input("cos", tokens=5, heads=3, pairs=4),
+        o.input("sin", tokens=5, heads=3, pairs=4),
     ),
     "norm_modulate": lambda o: o.add(*o.norm_modulate(_x(o), *_rows(o, 4), eps=1e-6)),
     "norm_scale": lambda o: o.norm_scale(_x(o), o.param("w", head_dim=8), eps=1e-6),
@@ -165,9 +193,12 @@ CASES = {
         _x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), *_tables(o), count=48, eps=1e-6
     ),
     "qk_norm": lambda o: o.concat(
-        *o.qk_norm(_x(o), _weight(o), _x(o, "k"), _weight(o), _x(o, "v"), eps=1e-6, spread=(1, 0)), axis="heads"
+        *o.qk_norm(_x(o), _weight(o), _x(o, "k"), _weight(o), _x(o, "v"), eps=1e-6, spread=(1, 0)),
+        axis="heads",
     ),
-    "qk_scale": lambda o: o.qk_scale(_x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), count=48, eps=1e-6),
+    "qk_scale": lambda o: o.qk_scale(
+        _x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), count=48, eps=1e-6
+    ),
     "gelu_linear_float8": lambda o: o.gelu_linear_float8(
         _x(o), *_float8(o), contract=("heads", "head_dim"), out={"D": 12}
     ),
@@ -175,14 +206,21 @@ CASES = {
         *_gate(o), *_float8(o), contract=("heads", "head_dim"), out={"D": 12}
     ),
     "linear_gelu": lambda o: o.linear_gelu(
-        _x(o), o.param("w", out=6, head_dim=8), o.param("b", out=6), contract=("head_dim",), out={"out": 6}
+        _x(o),
+        o.param("w", out=6, head_dim=8),
+        o.param("b", out=6),
+        contract=("head_dim",),
+        out={"out": 6},
     ),
     "head_gate": lambda o: o.concat(
-        o.head_gate(*_gate(o)), o.head_gate(_x(o, "z"), _x(o, "n", B=2, tokens=5, heads=3)), axis="heads"
+        o.head_gate(*_gate(o)),
+        o.head_gate(_x(o, "z"), _x(o, "n", B=2, tokens=5, heads=3)),
+        axis="heads",
     ),
     "together": lambda o: o.concat(
         *o.together(
-            *(_x(o, "u"), *_rows(o, 4), *_gate(o)), parts=(("norm_modulate", 5, {"eps": 1e-6}), ("head_gate", 4, {}))
+            *(_x(o, "u"), *_rows(o, 4), *_gate(o)),
+            parts=(("norm_modulate", 5, {"eps": 1e-6}), ("head_gate", 4, {})),
         ),
         axis="heads",
     ),
@@ -214,7 +252,9 @@ CASES = {
 
 def _inputs(graph):
     return {
-        name: rng.integers(0, 5, v.type.shape) % 5 if v.type.dtype == "int32" else rng.standard_normal(v.type.shape)
+        name: rng.integers(0, 5, v.type.shape) % 5
+        if v.type.dtype == "int32"
+        else rng.standard_normal(v.type.shape)
         for name, v in graph.inputs.items()
     }
 
@@ -224,7 +264,9 @@ def test_every_op_of_the_table_has_a_case():
 
 
 LOWERED = {"cuda": ltx2rt_cuda.ops.OPS, "tpu": ltx2rt_tpu.ops.OPS}
-PAIRS = [(backend, name) for backend, ops in LOWERED.items() for name in sorted(CASES) if name in ops]
+PAIRS = [
+    (backend, name) for backend, ops in LOWERED.items() for name in sorted(CASES) if name in ops
+]
 
 
 def test_jax_lacks_only_the_fused_ops_that_xla_makes_by_itself():
@@ -243,7 +285,9 @@ def test_op_equals_its_numpy_definition(backend, name):
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
-@pytest.mark.parametrize("spatial,kernel,kw", [((9,), (3,), {"dilation": (3,)}), ((5, 6), (3, 3), {"stride": (1, 2)})])
+@pytest.mark.parametrize(
+    "spatial,kernel,kw", [((9,), (3,), {"dilation": (3,)}), ((5, 6), (3, 3), {"stride": (1, 2)})]
+)
 def test_convolution_of_every_rank(backend, spatial, kernel, kw):
     graph = trace("conv", lambda o: {"y": _conv(o, spatial, kernel, **kw)}, "float32")
     inputs, params = _inputs(graph), random_params(graph)
@@ -267,12 +311,19 @@ def test_attention_in_parts_is_as_exact_as_in_one_whatever_the_scores(kind):
         return {"whole": o.attention(q, k, v, scale=1.0), "joined": joined}
 
     bfloat16, float32 = (trace("parts", both, dtype) for dtype in ("bfloat16", "float32"))
-    inputs = {name: rng.standard_normal(v.type.shape).astype(ml_dtypes.bfloat16) for name, v in float32.inputs.items()}
+    inputs = {
+        name: rng.standard_normal(v.type.shape).astype(ml_dtypes.bfloat16)
+        for name, v in float32.inputs.items()
+    }
     inputs["m"][:] = 0
     exact, found = run_graph("numpy", float32, {}, inputs), run_graph(kind, bfloat16, {}, inputs)
-    assert relative_l2(run_graph(kind, float32, {}, inputs)["joined"], exact["whole"]) <= 1e-4  # an ulp of 300 is 3e-5
+    assert (
+        relative_l2(run_graph(kind, float32, {}, inputs)["joined"], exact["whole"]) <= 1e-4
+    )  # an ulp of 300 is 3e-5
     # Both round their result; the parts are rounded once before it.
-    assert relative_l2(found["joined"], exact["whole"]) <= 2 * relative_l2(found["whole"], exact["whole"])
+    assert relative_l2(found["joined"], exact["whole"]) <= 2 * relative_l2(
+        found["whole"], exact["whole"]
+    )
 
 
 def test_neighbourhood_attention_is_attention_masked_to_windows():
@@ -286,7 +337,10 @@ def test_neighbourhood_attention_is_attention_masked_to_windows():
         flat[1:] = (o.rename(x, names={"tokens": "keys"}) for x in flat[1:])
         mask = o.input("mask", tokens=140, keys=140)
         near = o.neighbourhood_attention(q, k, v, window=window, first=(0, 0, 0), scale=0.3)
-        return {"near": o.merge(near, axes=tuple(grid), into="tokens"), "all": o.attention(*flat, mask, scale=0.3)}
+        return {
+            "near": o.merge(near, axes=tuple(grid), into="tokens"),
+            "all": o.attention(*flat, mask, scale=0.3),
+        }
 
     graph = trace("both", both, "float32")
     places = np.indices(sizes).reshape(3, -1)
@@ -329,7 +383,9 @@ def test_torch_holds_a_line_of_blocks_of_neighbourhood_attention():
 
 
 def test_xla_holds_one_block_of_neighbourhood_attention():
-    q = jax.ShapeDtypeStruct(tuple(CLIP.values()), jnp.float32)  # a CPU would hold all bfloat16 operands as float32
+    q = jax.ShapeDtypeStruct(
+        tuple(CLIP.values()), jnp.float32
+    )  # a CPU would hold all bfloat16 operands as float32
     run = jax.jit(partial(ltx2rt_tpu.ops.OPS["neighbourhood_attention"], **CLIP_PLAN))
     memory = run.lower(q, q, q).compile().memory_analysis()
     assert memory is not None

@@ -29,7 +29,10 @@ def test_contraction_mismatch_names_both_sides_axes():
         weight = o.param("ff.net.2.weight", **{"D": 4, "heads*head_dim": 6})
         return o.emit("linear", x_of(o), weight, contract=("D",), out={"D": 4})
 
-    refused(model, r"net: linear: input ends in \('D',\), weight contracts \('heads', 'head_dim'\) \(operands: x, ff")
+    refused(
+        model,
+        r"net: linear: input ends in \('D',\), weight contracts \('heads', 'head_dim'\) \(operands: x, ff",
+    )
 
 
 def test_contraction_of_the_wrong_size_names_the_types():
@@ -41,7 +44,10 @@ def test_contraction_of_the_wrong_size_names_the_types():
 
 
 def test_error_names_the_parameter_prefix():
-    refused(lambda o: o.under("blocks.3").add(x_of(o), x_of(o, "y", tokens=4)), r"^blocks\.3\.: add: axis tokens is 5 ")
+    refused(
+        lambda o: o.under("blocks.3").add(x_of(o), x_of(o, "y", tokens=4)),
+        r"^blocks\.3\.: add: axis tokens is 5 ",
+    )
 
 
 def test_dtype_mismatch_asks_for_a_cast():
@@ -89,7 +95,9 @@ def test_masked_self_attention_must_tell_queries_and_keys_apart():
 
 
 def test_unknown_op_lists_the_table():
-    with pytest.raises(AttributeError, match=r"o\.softmax: no such op; the table has add, affine, .*transpose"):
+    with pytest.raises(
+        AttributeError, match=r"o\.softmax: no such op; the table has add, affine, .*transpose"
+    ):
         graph_of(lambda o: {"y": o.softmax(x_of(o))})
 
 
@@ -108,7 +116,11 @@ def test_parameter_declared_twice_is_shared_if_alike_and_refused_if_not():
 
 def test_parameters_of_a_repeat_are_listed_under_concrete_names():
     def block(o, carry, invariant, data):
-        return {"x": o.linear(o.rms_norm(carry["x"], "norm", over=("D",), eps=1e-6), "to_q", {"D": 6}, bias=False)}, {}
+        return {
+            "x": o.linear(
+                o.rms_norm(carry["x"], "norm", over=("D",), eps=1e-6), "to_q", {"D": 6}, bias=False
+            )
+        }, {}
 
     def model(o):
         o = o.under("model")
@@ -150,14 +162,18 @@ def test_data_must_lead_with_one_row_per_layer():
 
     for sizes in ({"layers": 4}, {"D": 6, "layers": 3}):
         refused(
-            lambda o, sizes=sizes: o.repeat(block, 3, {"x": x_of(o)}, data={"d": x_of(o, "d", **sizes)})[0]["x"],
+            lambda o, sizes=sizes: o.repeat(
+                block, 3, {"x": x_of(o)}, data={"d": x_of(o, "d", **sizes)}
+            )[0]["x"],
             "expected a leading axis layers=3",
         )
 
 
 def test_one_name_cannot_be_carry_and_data():
     refused(
-        lambda o: o.repeat(lambda *_: ({}, {}), 3, {"x": x_of(o)}, data={"x": x_of(o, "d", layers=3)})[0]["x"],
+        lambda o: o.repeat(
+            lambda *_: ({}, {}), 3, {"x": x_of(o)}, data={"x": x_of(o, "d", layers=3)}
+        )[0]["x"],
         "repeat: x is given twice",
     )
 
@@ -169,7 +185,10 @@ def test_one_name_cannot_be_carry_and_data():
         (lambda o, x, y: x - y, lambda o, x, y: o.sub(x, y)),
         (lambda o, x, y: x * y / x, lambda o, x, y: o.div(o.mul(x, y), x)),
         (lambda o, x, y: 2 * (x * 3), lambda o, x, y: o.affine(o.affine(x, scale=3.0), scale=2.0)),
-        (lambda o, x, y: 1 + (x - 0.5), lambda o, x, y: o.affine(o.affine(x, offset=-0.5), offset=1.0)),
+        (
+            lambda o, x, y: 1 + (x - 0.5),
+            lambda o, x, y: o.affine(o.affine(x, offset=-0.5), offset=1.0),
+        ),
         (lambda o, x, y: x / 3, lambda o, x, y: o.affine(x, scale=1 / 3)),
         (lambda o, x, y: 1 - x, lambda o, x, y: o.affine(x, scale=-1.0, offset=1.0)),
     ],
@@ -177,7 +196,10 @@ def test_one_name_cannot_be_carry_and_data():
 def test_arithmetic_is_the_ops_written_out(infix, ops):
     def nodes(model):
         graph = graph_of(lambda o: {"z": model(o, x_of(o), x_of(o, "y", D=6))})
-        return [(node.op, [v.name for v in node.inputs], node.attrs, node.outputs[0].type) for node in graph.nodes]
+        return [
+            (node.op, [v.name for v in node.inputs], node.attrs, node.outputs[0].type)
+            for node in graph.nodes
+        ]
 
     assert nodes(infix) == nodes(ops)
 
@@ -186,7 +208,9 @@ def test_arithmetic_in_a_body_is_recorded_in_the_body():
     def block(o, carry, invariant, data):
         return {"x": carry["x"] * 2 + invariant["y"]}, {}
 
-    graph = graph_of(lambda o: {"y": o.repeat(block, 3, {"x": x_of(o)}, {"y": x_of(o, "y", D=6)})[0]["x"] - 1})
+    graph = graph_of(
+        lambda o: {"y": o.repeat(block, 3, {"x": x_of(o)}, {"y": x_of(o, "y", D=6)})[0]["x"] - 1}
+    )
     assert [(node.op, times) for node, times in graph.walk()] == [
         ("repeat", 1), ("affine", 3), ("add", 3), ("affine", 1),
     ]  # fmt: skip
@@ -209,7 +233,9 @@ def test_arithmetic_across_graphs_and_with_what_is_no_number_is_refused():
 
 
 def test_a_number_everywhere_needs_no_operand():
-    graph = graph_of(lambda o: {"y": o.full(0.5, B=2, D=3), "i": o.full(7, "int32", B=2)}, "bfloat16")
+    graph = graph_of(
+        lambda o: {"y": o.full(0.5, B=2, D=3), "i": o.full(7, "int32", B=2)}, "bfloat16"
+    )
     assert [str(v.type) for v in graph.outputs.values()] == ["bf16[B=2, D=3]", "i32[B=2]"]
     assert "%0 = full(value=0.5, dtype=bfloat16, B=2, D=3): bf16[B=2, D=3]" in show(graph)
 

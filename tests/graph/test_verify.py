@@ -19,7 +19,9 @@ def graph_of():
 
     def model(o):
         x, gain, offset = o.input("x", D=4), o.input("gain", layers=3), o.input("offset", D=4)
-        final, outputs = o.repeat(block, 3, {"x": x}, {"offset": offset}, {"gain": gain}, prefix="layers.*.")
+        final, outputs = o.repeat(
+            block, 3, {"x": x}, {"offset": offset}, {"gain": gain}, prefix="layers.*."
+        )
         return {"y": o.exp(final["x"]), "seen": outputs["seen"]}
 
     return trace("net", model, "float32")
@@ -28,7 +30,9 @@ def graph_of():
 def test_outer_value_captured_in_a_repeat_body_is_refused():
     def model(o):
         x, outer = o.input("x", D=4), o.input("outer", D=4)
-        return {"y": o.repeat(lambda o, c, i, d: ({"x": o.add(c["x"], outer)}, {}), 2, {"x": x})[0]["x"]}
+        return {
+            "y": o.repeat(lambda o, c, i, d: ({"x": o.add(c["x"], outer)}, {}), 2, {"x": x})[0]["x"]
+        }
 
     message = r"add reads outer: f32\[D=4\], which this graph does not define; pass it to repeat as carry, invariant or"
     with pytest.raises(GraphError, match=message):
@@ -38,7 +42,9 @@ def test_outer_value_captured_in_a_repeat_body_is_refused():
 def test_outer_parameter_captured_in_a_repeat_body_is_refused():
     def model(o):
         x, table = o.input("x", D=4), o.param("table", D=4)
-        return {"y": o.repeat(lambda o, c, i, d: ({"x": o.add(c["x"], table)}, {}), 2, {"x": x})[0]["x"]}
+        return {
+            "y": o.repeat(lambda o, c, i, d: ({"x": o.add(c["x"], table)}, {}), 2, {"x": x})[0]["x"]
+        }
 
     with pytest.raises(GraphError, match="add reads table"):
         trace("net", model, "float32")
@@ -96,7 +102,9 @@ def test_repeat_with_a_mistyped_operand_is_refused(position):
     value = node.inputs[position]
     short = Value("short", Type(value.type.axes, (value.type.shape[0] - 1,), "float32"))
     graph.inputs[value.name] = short
-    graph.nodes[0] = replace(node, inputs=(*node.inputs[:position], short, *node.inputs[position + 1 :]))
+    graph.nodes[0] = replace(
+        node, inputs=(*node.inputs[:position], short, *node.inputs[position + 1 :])
+    )
     with pytest.raises(GraphError, match=r"repeat passes short: f32\[.*=\d\] to"):
         verify(graph)
 
@@ -107,5 +115,7 @@ def test_repeat_with_mistyped_results_is_refused():
     wrong = Value("wrong", Type(("layers", "D"), (2, 4), "float32"))
     graph.nodes[0] = replace(node, outputs=(node.outputs[0], wrong))
     graph.outputs["seen"] = wrong
-    with pytest.raises(GraphError, match=r"repeat gives wrong: f32\[layers=2, D=4\] for seen: f32\[layers=3, D=4\]"):
+    with pytest.raises(
+        GraphError, match=r"repeat gives wrong: f32\[layers=2, D=4\] for seen: f32\[layers=3, D=4\]"
+    ):
         verify(graph)

@@ -30,7 +30,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.float8_e4m3fn: "*fp8e4nv"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
 # All, and those of 16 bits at a time, where eight numbers would come at once.
 LOADS = {"loads": "", "narrow_loads": r"\.b16\b"}
 
@@ -66,7 +71,10 @@ class Recorder:
                 signature[name] = "fp32"
         source = ASTSource(self.kernel, signature, fixed, attrs)
         asm = triton.compile(source, target=TARGET, options={"num_warps": num_warps}).asm
-        loads = {name: len(re.findall(rf"ld\.global[.\w]*{end}", asm["ptx"])) for name, end in LOADS.items()}
+        loads = {
+            name: len(re.findall(rf"ld\.global[.\w]*{end}", asm["ptx"]))
+            for name, end in LOADS.items()
+        }
         self.found = resources(asm["cubin"]) | loads
 
 
@@ -76,14 +84,26 @@ def resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack, local = (
+        int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK", "LOCAL")
+    )  # type: ignore[index]
     return {"registers": registers, "spilled_bytes": stack + local}
 
 
 def main() -> None:
     recorders = {}
-    for module in (norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu, snake_beta, quantise_rows, neighbourhood):
+    for module in (
+        norm_modulate,
+        qk_norm_rope,
+        head_gate,
+        pixel_norm_silu,
+        snake_beta,
+        quantise_rows,
+        neighbourhood,
+    ):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 recorders[name] = Recorder(kernel)
@@ -98,7 +118,9 @@ def main() -> None:
     tokens, f32 = 6144, torch.float32
     for heads, dim in ((None, 3840), (16, 256)):
         packed = meta(2, 1024, 8192)[..., : (heads or 1) * dim]
-        x, view = (packed.unflatten(2, (heads, dim)), (1, 1, 1, dim)) if heads else (packed, (1, 1, dim))
+        x, view = (
+            (packed.unflatten(2, (heads, dim)), (1, 1, 1, dim)) if heads else (packed, (1, 1, dim))
+        )
         weight, plan = meta(dim, dtype=f32), {"views": (view,), "eps": 1e-6}
         compiled(f"norm_scale {dim}", "rows_kernel", norm_modulate.norm_scale, x, weight, **plan)
     for width in (4096, 2048):
@@ -113,7 +135,15 @@ def main() -> None:
             views=(view,) * 2,
             eps=1e-6,
         )
-        compiled(f"modulate {width}", "rows_kernel", norm_modulate.modulate, x, row, row, views=(view,) * 2)
+        compiled(
+            f"modulate {width}",
+            "rows_kernel",
+            norm_modulate.modulate,
+            x,
+            row,
+            row,
+            views=(view,) * 2,
+        )
         compiled(
             f"residual_norm_modulate of a partial sum {width}", "rows_kernel",
             residual_norm_modulate.residual_norm_modulate,
@@ -126,7 +156,13 @@ def main() -> None:
                 x, x, row, *[row] * 2 * pairs, views=(view,) * (1 + 2 * pairs), eps=1e-6,
             )  # fmt: skip
         compiled(
-            f"gated_residual {width}", "rows_kernel", residual_norm_modulate.gated_residual, x, x, row, views=(view,)
+            f"gated_residual {width}",
+            "rows_kernel",
+            residual_norm_modulate.gated_residual,
+            x,
+            x,
+            row,
+            views=(view,),
         )
         levels, index = meta(4, 2, 9, width)[:, :, 4], meta(tokens, dtype=torch.int32)
         compiled(
@@ -136,15 +172,28 @@ def main() -> None:
         )  # fmt: skip
         dim = width // 32
         for heads in (32, 4):  # of one device and of eight
-            packed = meta(4, tokens, joined_rows(3 * heads * dim + heads))[..., : heads * dim].unflatten(
-                2, (heads, dim)
-            )
+            packed = meta(4, tokens, joined_rows(3 * heads * dim + heads))[
+                ..., : heads * dim
+            ].unflatten(2, (heads, dim))
             table, others = (meta(tokens, heads, dim // 2, dtype=f32) for _ in range(2))
             plan = {"weight_views": (None,), "table_views": ((1, *table.shape),), "eps": 1e-6}
-            both = {"weight_views": (None,) * 2, "table_views": ((1, *table.shape),) * 2, "eps": 1e-6}
+            both = {
+                "weight_views": (None,) * 2,
+                "table_views": ((1, *table.shape),) * 2,
+                "eps": 1e-6,
+            }
             weight, total = meta(heads * dim), meta(4, tokens, dtype=f32)
             kernel, name = "qk_norm_rope_kernel", f"{heads} heads of {dim}"
-            compiled(f"qk_norm_rope {name}", kernel, qk_norm_rope.qk_norm_rope, packed, weight, table, table, **plan)
+            compiled(
+                f"qk_norm_rope {name}",
+                kernel,
+                qk_norm_rope.qk_norm_rope,
+                packed,
+                weight,
+                table,
+                table,
+                **plan,
+            )
             compiled(
                 f"qk_scale_rope {name}", kernel, qk_norm_rope.qk_scale_rope,
                 packed, total, weight, table, table, count=width, **plan,
@@ -160,10 +209,28 @@ def main() -> None:
                 others,
                 **both,
             )
-            compiled(f"qk_norm_rope with the same tables, {name}", kernel, qk_norm_rope.qk_norm_rope, *q, *q, **both)
+            compiled(
+                f"qk_norm_rope with the same tables, {name}",
+                kernel,
+                qk_norm_rope.qk_norm_rope,
+                *q,
+                *q,
+                **both,
+            )
             plan = {"weight_views": (None,) * 2, "eps": 1e-6}
-            text = meta(2, 1024, joined_rows(2 * heads * dim))[..., : heads * dim].unflatten(2, (heads, dim))
-            compiled(f"qk_norm {name}", kernel, qk_norm_rope.qk_norm, packed, weight, text, weight, **plan)
+            text = meta(2, 1024, joined_rows(2 * heads * dim))[..., : heads * dim].unflatten(
+                2, (heads, dim)
+            )
+            compiled(
+                f"qk_norm {name}",
+                kernel,
+                qk_norm_rope.qk_norm,
+                packed,
+                weight,
+                text,
+                weight,
+                **plan,
+            )
             v = meta(2, 1024, joined_rows(2 * heads * dim))[..., heads * dim : 2 * heads * dim]
             v, spread = v.unflatten(2, (heads, dim)), (0, 1, 0, 0)
             compiled(
@@ -184,10 +251,28 @@ def main() -> None:
                 count=width,
                 **both,
             )
-            compiled(f"sum_squares {name}", "sum_squares_kernel", qk_norm_rope.sum_squares, packed, dims=(2, 3))
+            compiled(
+                f"sum_squares {name}",
+                "sum_squares_kernel",
+                qk_norm_rope.sum_squares,
+                packed,
+                dims=(2, 3),
+            )
             y = meta(4, heads, tokens, dim).transpose(1, 2)
-            compiled(f"head_gate {name}", "head_gate_kernel", head_gate.head_gate, y, meta(4, tokens, heads))
-            compiled(f"head_gate_rows {name}", "head_gate_kernel", head_gate.head_gate_rows, y, meta(4, tokens, heads))
+            compiled(
+                f"head_gate {name}",
+                "head_gate_kernel",
+                head_gate.head_gate,
+                y,
+                meta(4, tokens, heads),
+            )
+            compiled(
+                f"head_gate_rows {name}",
+                "head_gate_kernel",
+                head_gate.head_gate_rows,
+                y,
+                meta(4, tokens, heads),
+            )
             choice = meta(4, dtype=f32), packed
             compiled(
                 f"head_gate of the values {name}", "head_gate_kernel", head_gate.head_gate,
@@ -214,16 +299,37 @@ def main() -> None:
             x = meta(1, channels, 16, 128, 192)
             x = x.to(memory_format=torch.channels_last_3d) if last else x
             name = f"pixel_norm_silu {channels} channels {'last' if last else 'first'}"
-            compiled(name, "pixel_norm_silu_kernel", pixel_norm_silu.pixel_norm_silu, x, dim=1, eps=1e-8)
+            compiled(
+                name, "pixel_norm_silu_kernel", pixel_norm_silu.pixel_norm_silu, x, dim=1, eps=1e-8
+            )
     taps, channel = meta(1, 1, 12, dtype=f32), meta(768, dtype=f32)
     x = meta(1, 768, 30240, dtype=f32)
-    compiled("snake_beta", "snake_beta_kernel", snake_beta.snake_beta, x, taps, taps, channel, channel, eps=1e-9)
+    compiled(
+        "snake_beta",
+        "snake_beta_kernel",
+        snake_beta.snake_beta,
+        x,
+        taps,
+        taps,
+        channel,
+        channel,
+        eps=1e-9,
+    )
     for width in (2048, 4096, 16384):
         name = f"quantise_rows {width}"
         compiled(name, "quantise_rows_kernel", quantise_rows.quantise_rows, meta(4 * tokens, width))
     gelu = meta(4 * tokens, 16384)
-    compiled("quantise_rows of a GELU", "quantise_rows_kernel", quantise_rows.quantise_rows, gelu, gelu=True)
-    for sizes, width, window in (((121, 128, 192), 256, (11, 11, 11)), ((18, 16, 24), 2048, (3, 7, 7))):
+    compiled(
+        "quantise_rows of a GELU",
+        "quantise_rows_kernel",
+        quantise_rows.quantise_rows,
+        gelu,
+        gelu=True,
+    )
+    for sizes, width, window in (
+        ((121, 128, 192), 256, (11, 11, 11)),
+        ((18, 16, 24), 2048, (3, 7, 7)),
+    ):
         packed = meta(1, *sizes, 3 * width).unflatten(4, (3, width // 64, 64))
         plan = {"window": window, "first": (0, 0, 0), "scale": 0.125}
         compiled(

@@ -23,7 +23,9 @@ from triton.runtime import interpreter
 from ltx2rt.testing import relative_l2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Case = tuple[str, list[torch.Tensor], dict[str, Any], dict[str, Any]]  # op, operands, plan, reference's keywords
+Case = tuple[
+    str, list[torch.Tensor], dict[str, Any], dict[str, Any]
+]  # op, operands, plan, reference's keywords
 
 
 class Operands:
@@ -35,25 +37,40 @@ class Operands:
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return (1.5 * torch.randn(shape) + 0.25).to(self.device, dtype or self.dtype)
 
-    def inside(self, *shape: int, axes: tuple[int, ...] | None = None, pad: int = 8) -> torch.Tensor:
+    def inside(
+        self, *shape: int, axes: tuple[int, ...] | None = None, pad: int = 8
+    ) -> torch.Tensor:
         """The same as a view into a larger tensor of NaN, its axes lying in memory in the order `axes`."""
         order = axes or tuple(range(len(shape)))
-        buffer = torch.full([shape[i] + 2 * pad for i in order], torch.nan, dtype=self.dtype, device=self.device)
+        buffer = torch.full(
+            [shape[i] + 2 * pad for i in order], torch.nan, dtype=self.dtype, device=self.device
+        )
         view = buffer[tuple(slice(pad, pad + shape[i]) for i in order)]
         view = view.permute([order.index(i) for i in range(len(shape))])
         return view.copy_(self(*shape))
 
 
-def _rows(x: Operands, batch: int, tokens: int, width: int, count: int) -> tuple[list[torch.Tensor], tuple]:
+def _rows(
+    x: Operands, batch: int, tokens: int, width: int, count: int
+) -> tuple[list[torch.Tensor], tuple]:
     """Rows of each kind in turn, with their views: per sample, per token, one for all."""
-    kinds = [((batch, width), (batch, 1, width)), ((batch, tokens, width),) * 2, ((width,), (1, 1, width))]
+    kinds = [
+        ((batch, width), (batch, 1, width)),
+        ((batch, tokens, width),) * 2,
+        ((width,), (1, 1, width)),
+    ]
     chosen = [kinds[i % 3] for i in range(count)]
     return [x(*shape) for shape, _ in chosen], tuple(view for _, view in chosen)
 
 
 def norm_modulate(x: Operands, pairs: int, width: int = 37) -> Case:
     rows, views = _rows(x, 2, 5, width, 2 * pairs)
-    return "norm_modulate", [x.inside(2, 5, width), *rows], {"views": views, "eps": 1e-6}, {"eps": 1e-6}
+    return (
+        "norm_modulate",
+        [x.inside(2, 5, width), *rows],
+        {"views": views, "eps": 1e-6},
+        {"eps": 1e-6},
+    )
 
 
 def norm_scale(x: Operands, *shape: int) -> Case:
@@ -77,7 +94,12 @@ def residual(x: Operands, pairs: int, width: int = 37) -> Case:
 
 def gated_residual(x: Operands, per_token: bool) -> Case:
     gate = x(2, 5, 37) if per_token else x(2, 37)
-    return "gated_residual", [x(2, 5, 37), x(2, 5, 37), gate], {"views": ((2, 5 if per_token else 1, 37),)}, {}
+    return (
+        "gated_residual",
+        [x(2, 5, 37), x(2, 5, 37), gate],
+        {"views": ((2, 5 if per_token else 1, 37),)},
+        {},
+    )
 
 
 def partial_sum(x: Operands, pairs: int, samples: int, op: str = "residual_norm_modulate") -> Case:
@@ -85,7 +107,12 @@ def partial_sum(x: Operands, pairs: int, samples: int, op: str = "residual_norm_
     rows, views = _rows(x, 3, 5, 37, 1 + 2 * pairs)
     eps = {} if op == "gated_residual" else {"eps": 1e-6}
     operands = [x(3, 5, 37), x.inside(samples, 5, 37), x(37), *rows]
-    return op, operands, {"views": ((1, 1, 37), *views), "biased": True} | eps, {"biased": True} | eps
+    return (
+        op,
+        operands,
+        {"views": ((1, 1, 37), *views), "biased": True} | eps,
+        {"biased": True} | eps,
+    )
 
 
 def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
@@ -98,11 +125,16 @@ def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
         (lambda: x(3, width), (1, 3, width)),
     ]
     chosen = [kinds[i % 3] for i in range(2 * pairs + (op != "norm_modulate"))]
-    index = torch.tensor([[2, 0, 2, 1, 0], [1, 1, 0, 2, 2]] if batched else [[2, 0, 2, 0, 0]], dtype=torch.int32)
+    index = torch.tensor(
+        [[2, 0, 2, 1, 0], [1, 1, 0, 2, 2]] if batched else [[2, 0, 2, 0, 0]], dtype=torch.int32
+    )
     shape = (2, 5) if batched else (5,)
     read = [x.inside(2, 5, width) for _ in range(1 if op == "norm_modulate" else 2)]
     operands = [*read, *(draw() for draw, _ in chosen), index.reshape(shape).to(x.device)]
-    plan = {"views": tuple(view for _, view in chosen), "index_view": (2 if batched else 1, 5)} | eps
+    plan = {
+        "views": tuple(view for _, view in chosen),
+        "index_view": (2 if batched else 1, 5),
+    } | eps
     return op, operands, plan, eps
 
 
@@ -110,7 +142,9 @@ def _tables(x: Operands, shape: tuple[int, ...]) -> list[torch.Tensor]:
     return [x(*shape, dtype=torch.float32) for _ in range(2)]
 
 
-def qk(x: Operands, given: bool, batched: bool, lengths: tuple[int, ...] = (5,), shared: bool = False) -> Case:
+def qk(
+    x: Operands, given: bool, batched: bool, lengths: tuple[int, ...] = (5,), shared: bool = False
+) -> Case:
     """3 heads of 10, as slices of packed projections; the sum of squares is then that of 7 heads. lengths: tokens of q,
     or of q and of k, which then have the same tables if they share them."""
     batch, heads, dim = 2, 3, 10
@@ -118,24 +152,36 @@ def qk(x: Operands, given: bool, batched: bool, lengths: tuple[int, ...] = (5,),
     for tokens in lengths:
         packed = x.inside(batch, tokens, heads * dim)
         if not (shared and tables):
-            tables = _tables(x, (batch, tokens, heads, dim // 2) if batched else (tokens, heads, dim // 2))
+            tables = _tables(
+                x, (batch, tokens, heads, dim // 2) if batched else (tokens, heads, dim // 2)
+            )
         total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
         operands += [packed.unflatten(2, (heads, dim)), *total, x(heads * dim), *tables]
         views.append((2 if batched else 1, tokens, heads, dim // 2))
     keywords = {"eps": 1e-6} | ({"count": 70} if given else {})
-    plan = {"weight_views": ((1, 1, heads, dim),) * len(views), "table_views": tuple(views)} | keywords
+    plan = {
+        "weight_views": ((1, 1, heads, dim),) * len(views),
+        "table_views": tuple(views),
+    } | keywords
     return "qk_scale_rope" if given else "qk_norm_rope", operands, plan, keywords
 
 
 def text_qk(
-    x: Operands, given: bool, shapes: tuple[tuple[int, int], ...] = ((2, 5),), spread: tuple[int, ...] = ()
+    x: Operands,
+    given: bool,
+    shapes: tuple[tuple[int, int], ...] = ((2, 5),),
+    spread: tuple[int, ...] = (),
 ) -> Case:
     """The same without tables. shapes: samples and tokens of q, or of q and of k, and of v where they are spread."""
     heads, dim = 3, 10
     operands = []
     for batch, tokens in shapes:
         total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
-        operands += [x.inside(batch, tokens, heads * dim).unflatten(2, (heads, dim)), *total, x(heads * dim)]
+        operands += [
+            x.inside(batch, tokens, heads * dim).unflatten(2, (heads, dim)),
+            *total,
+            x(heads * dim),
+        ]
     keywords: dict[str, Any] = {"eps": 1e-6} | ({"count": 70} if given else {})
     if spread:
         operands.append(x.inside(*shapes[1], heads * dim).unflatten(2, (heads, dim)))
@@ -189,13 +235,20 @@ def pixel_norm_silu(x: Operands, channels: int, last: bool, frames: int = 3, ndi
 def snake_beta(x: Operands, taps: int, time: int, loud: float = 1.0) -> Case:
     """A stretch of a longer signal."""
     filters = [x(1, 1, taps) / taps for _ in range(2)]
-    return "snake_beta", [x.inside(2, 3, time).mul_(loud), *filters, x(3) / 4, x(3) / 4], {"eps": 1e-9}, {"eps": 1e-9}
+    return (
+        "snake_beta",
+        [x.inside(2, 3, time).mul_(loud), *filters, x(3) / 4, x(3) / 4],
+        {"eps": 1e-9},
+        {"eps": 1e-9},
+    )
 
 
 def quantise_rows(x: Operands, width: int) -> Case:
     """Of a packed tensor: a row of zeros, then rows of all sizes."""
     rows = x.inside(40, width)
-    rows *= torch.tensor([0.0, *(10.0**n for n in range(-19, 20))], device=rows.device)[:, None].to(rows.dtype)
+    rows *= torch.tensor([0.0, *(10.0**n for n in range(-19, 20))], device=rows.device)[:, None].to(
+        rows.dtype
+    )
     return "quantise_rows", [rows], {}, {}
 
 
@@ -203,7 +256,9 @@ def e4m3_of_gelu(x: Operands) -> Case:
     return "quantise_rows", [x.inside(7, 30)], {"gelu": True}, {"gelu": True}
 
 
-def neighbourhood(x: Operands, sizes: tuple[int, ...], window: tuple[int, ...], beyond: int = 0, dim: int = 10) -> Case:
+def neighbourhood(
+    x: Operands, sizes: tuple[int, ...], window: tuple[int, ...], beyond: int = 0, dim: int = 10
+) -> Case:
     """q, k and v as slices of a packed projection; beyond: columns of keys on either side of the queries'."""
     keys = (*sizes[:2], sizes[2] + 2 * beyond)
     q, k, v = (x.inside(2, *n, 3, dim, pad=2) for n in (sizes, keys, keys))
@@ -223,11 +278,17 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "residual_norm_modulate without rows": partial(residual, pairs=0),
     "gated_residual per sample": partial(gated_residual, per_token=False),
     "gated_residual per token": partial(gated_residual, per_token=True),
-    "gated_residual of a partial sum": partial(partial_sum, op="gated_residual", pairs=0, samples=3),
+    "gated_residual of a partial sum": partial(
+        partial_sum, op="gated_residual", pairs=0, samples=3
+    ),
     "residual_norm_modulate of a partial sum": partial(partial_sum, pairs=1, samples=2),
     "norm_modulate by level": partial(by_level, op="norm_modulate", pairs=2, batched=False),
-    "norm_modulate by level of each sample": partial(by_level, op="norm_modulate", pairs=1, batched=True),
-    "residual_norm_modulate by level": partial(by_level, op="residual_norm_modulate", pairs=2, batched=False),
+    "norm_modulate by level of each sample": partial(
+        by_level, op="norm_modulate", pairs=1, batched=True
+    ),
+    "residual_norm_modulate by level": partial(
+        by_level, op="residual_norm_modulate", pairs=2, batched=False
+    ),
     "residual_norm_modulate by level of each sample": partial(
         by_level, op="residual_norm_modulate", pairs=1, batched=True
     ),
@@ -244,11 +305,17 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "qk_norm_rope of q and k with the same tables": partial(
         qk, given=False, batched=False, lengths=(5, 5), shared=True
     ),
-    "qk_scale_rope of q and k with the same tables": partial(qk, given=True, batched=True, lengths=(5, 5), shared=True),
+    "qk_scale_rope of q and k with the same tables": partial(
+        qk, given=True, batched=True, lengths=(5, 5), shared=True
+    ),
     "qk_norm": partial(text_qk, given=False),
     "qk_norm of q and k": partial(text_qk, given=False, shapes=((3, 5), (2, 7))),
-    "qk_norm of q and spread k": partial(text_qk, given=False, shapes=((4, 5), (3, 7)), spread=(1, 2, 0, 2)),
-    "qk_scale of q and spread k": partial(text_qk, given=True, shapes=((3, 7), (2, 3)), spread=(0, 1, 0)),
+    "qk_norm of q and spread k": partial(
+        text_qk, given=False, shapes=((4, 5), (3, 7)), spread=(1, 2, 0, 2)
+    ),
+    "qk_scale of q and spread k": partial(
+        text_qk, given=True, shapes=((3, 7), (2, 3)), spread=(0, 1, 0)
+    ),
     "qk_scale of q and k": partial(text_qk, given=True, shapes=((1, 7), (2, 3))),
     "sum_squares": sum_squares,
     "linear_gelu": linear_gelu,
@@ -258,8 +325,12 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "e4m3 of a gate": e4m3_of_a_gate,
     "pixel_norm_silu channels first": partial(pixel_norm_silu, channels=12, last=False),
     "pixel_norm_silu channels last": partial(pixel_norm_silu, channels=12, last=True),
-    "pixel_norm_silu of the last frames, channels first": partial(pixel_norm_silu, channels=12, last=False, frames=5),
-    "pixel_norm_silu of the last frames, channels last": partial(pixel_norm_silu, channels=12, last=True, frames=5),
+    "pixel_norm_silu of the last frames, channels first": partial(
+        pixel_norm_silu, channels=12, last=False, frames=5
+    ),
+    "pixel_norm_silu of the last frames, channels last": partial(
+        pixel_norm_silu, channels=12, last=True, frames=5
+    ),
     "pixel_norm_silu of a spectrum": partial(pixel_norm_silu, channels=12, last=False, ndim=4),
     "snake_beta": partial(snake_beta, taps=12, time=1037),
     "snake_beta shorter than its filters": partial(snake_beta, taps=12, time=3),
@@ -270,14 +341,18 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "quantise_rows one number": partial(quantise_rows, width=1),
     "e4m3 of a GELU": e4m3_of_gelu,
     "neighbourhood_attention": partial(neighbourhood, sizes=(5, 6, 11), window=(3, 5, 3)),
-    "neighbourhood_attention centred windows": partial(neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2),
+    "neighbourhood_attention centred windows": partial(
+        neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2
+    ),
     "neighbourhood_attention windows as large as the grid": partial(
         neighbourhood, sizes=(3, 4, 5), window=(3, 4, 5), dim=32
     ),
 }
 
 
-NEEDS_GPU = {"linear_gelu": "its kernel is cuBLASLt's"}  # no Triton: nothing to interpret, nothing to compile
+NEEDS_GPU = {
+    "linear_gelu": "its kernel is cuBLASLt's"
+}  # no Triton: nothing to interpret, nothing to compile
 
 
 TOGETHER = (  # cases whose nodes are one launch, of other shapes and constants than each other's
@@ -306,7 +381,10 @@ def errors(*cases: Case) -> list[float]:
         found = launched([case[:3] for case in cases])
     found = found if isinstance(found, tuple) else (found,)
     expected = [x for case in cases for x in references(case)]
-    return [relative_l2(a.double().cpu().numpy(), np.asarray(b)) for a, b in zip(found, expected, strict=True)]
+    return [
+        relative_l2(a.double().cpu().numpy(), np.asarray(b))
+        for a, b in zip(found, expected, strict=True)
+    ]
 
 
 def references(case: Case) -> list[np.ndarray]:
@@ -318,7 +396,9 @@ def references(case: Case) -> list[np.ndarray]:
     if index_view := plan.get("index_view"):
         keywords = keywords | {"index": arrays.pop().astype(int).reshape(index_view)}
     if views := plan.get("views", ()):  # rows come last
-        arrays[-len(views) :] = [a.reshape(v) for a, v in zip(arrays[-len(views) :], views, strict=True)]
+        arrays[-len(views) :] = [
+            a.reshape(v) for a, v in zip(arrays[-len(views) :], views, strict=True)
+        ]
     expected = getattr(reference, op)(*arrays, **keywords)
     return expected if isinstance(expected, list) else [expected]
 
@@ -351,7 +431,9 @@ def bfloat16_as_numbers(dot: Callable[..., Any]) -> Callable[..., Any]:
 
 def main(device: str) -> None:
     interpreter._convert_float = float8_as_a_gpu_rounds(interpreter._convert_float)
-    interpreter.InterpreterBuilder.create_dot = bfloat16_as_numbers(interpreter.InterpreterBuilder.create_dot)
+    interpreter.InterpreterBuilder.create_dot = bfloat16_as_numbers(
+        interpreter.InterpreterBuilder.create_dot
+    )
     torch.empty, torch.empty_like = poisoned_empty(torch.empty), poisoned_empty(torch.empty_like)
     torch.manual_seed(np.random.SeedSequence().entropy % 2**63)
     found = {

@@ -31,7 +31,10 @@ FLOAT32 = 1e-6  # sums of a thousand numbers in another order
 
 def run_script(name: str, *arguments: str, **environment: str) -> dict:
     result = subprocess.run(
-        [sys.executable, HERE / name, *arguments], capture_output=True, text=True, env=os.environ | environment
+        [sys.executable, HERE / name, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -55,12 +58,16 @@ def test_kernel_equals_its_reference(name, dtype, measured):
     found = errors[f"{name} {dtype}"]
     if "quantise" in name:
         assert found == [0, 0], "every bit of e4m3 numbers and their scales is defined"
-    assert found and max(found) <= (FLOAT32 if dtype == "float32" or name == "sum_squares" else BFLOAT16[where]), found
+    assert found and max(found) <= (
+        FLOAT32 if dtype == "float32" or name == "sum_squares" else BFLOAT16[where]
+    ), found
 
 
 def test_every_op_with_a_kernel_has_a_case():
     assert {build(Operands("cpu", torch.float32))[0] for build in CASES.values()} == set(FOLDERS)
-    joined = {CASES[name](Operands("cpu", torch.float32))[0] for names in TOGETHER for name in names}
+    joined = {
+        CASES[name](Operands("cpu", torch.float32))[0] for names in TOGETHER for name in names
+    }
     assert joined == set(JOINED)
 
 
@@ -70,7 +77,9 @@ def test_op_table_means_what_the_kernels_do(name):
     op, operands, plan, _ = CASES[name](Operands("cpu", torch.float32))
     parts = {
         "quantise_rows": lambda x, gelu=False: quantise_rows(OPS["gelu"].numpy(x) if gelu else x),
-        "head_gate_rows": lambda *gate: quantise_rows(OPS["head_gate"].numpy(*gate).reshape(10, 30)),
+        "head_gate_rows": lambda *gate: quantise_rows(
+            OPS["head_gate"].numpy(*gate).reshape(10, 30)
+        ),
     }
     define = parts[op] if op in parts else OPS[op].numpy
     expected = define(*(v.numpy() for v in operands), **plan)
@@ -83,8 +92,12 @@ def test_op_table_means_what_the_kernels_do(name):
 def test_linear_gelu_hands_its_operands_over_in_their_order():
     """torch's function has GELU by erf on a CPU; what differs on a GPU is this alone."""
     op, (x, weight, bias), plan, _ = CASES["linear_gelu"](Operands("cpu", torch.float32))
-    found = getattr(import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda"), op)(x, weight, bias, **plan)
-    expected = torch.nn.functional.gelu(torch.einsum("bthd,nhd->btn", x, weight.unflatten(1, x.shape[2:])) + bias)
+    found = getattr(import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda"), op)(
+        x, weight, bias, **plan
+    )
+    expected = torch.nn.functional.gelu(
+        torch.einsum("bthd,nhd->btn", x, weight.unflatten(1, x.shape[2:])) + bias
+    )
     assert relative_l2(found.flatten(2), expected) <= FLOAT32
 
 
@@ -144,7 +157,10 @@ def test_a_block_of_the_decoder_keeps_channels_last():
     assert reflected.is_contiguous(memory_format=CHANNELS_LAST)
     plan = {"stride": (1, 1, 1), "dilation": (1, 1, 1)}
     found = TORCH_OPS["conv"](y, weight, **plan)
-    assert relative_l2(found, TORCH_OPS["conv"](y.contiguous(), weight.contiguous(), **plan)) <= FLOAT32
+    assert (
+        relative_l2(found, TORCH_OPS["conv"](y.contiguous(), weight.contiguous(), **plan))
+        <= FLOAT32
+    )
     for carried in (x, x.contiguous()):  # as the block before left it, or an upsampling
         total = TORCH_OPS["add"](carried, channels_last(found), (x.shape,) * 2)
         assert total.is_contiguous(memory_format=CHANNELS_LAST)
@@ -158,15 +174,28 @@ def test_no_convolution_of_the_decoder_but_the_first_turns_its_input(generation,
 
     def conv(x, weight, bias, padding=(0, 0, 0), **_):
         turned.append(not x.is_contiguous(memory_format=CHANNELS_LAST))
-        size = [n + 2 * p - k + 1 for n, k, p in zip(x.shape[2:], weight.shape[2:], padding, strict=True)]
+        size = [
+            n + 2 * p - k + 1
+            for n, k, p in zip(x.shape[2:], weight.shape[2:], padding, strict=True)
+        ]
         return torch.empty((1, len(weight), *size), memory_format=CHANNELS_LAST)
 
     for op in ("conv", "padded_conv"):
         monkeypatch.setitem(TORCH_OPS, op, conv)
-    monkeypatch.setitem(TORCH_OPS, "pixel_norm_silu", lambda x, **_: torch.empty_like(x, memory_format=CHANNELS_LAST))
-    graph = fuse(video_vae.trace_decoder(preset(f"tiny-{generation}").config.video_vae, 1, 3, 2, 3, "float32"))
+    monkeypatch.setitem(
+        TORCH_OPS,
+        "pixel_norm_silu",
+        lambda x, **_: torch.empty_like(x, memory_format=CHANNELS_LAST),
+    )
+    graph = fuse(
+        video_vae.trace_decoder(
+            preset(f"tiny-{generation}").config.video_vae, 1, 3, 2, 3, "float32"
+        )
+    )
     program = lower(graph, torch.device("cpu"))
-    zeros = {name: (torch.zeros(v.type.shape), count) for name, (v, count) in graph.all_params().items()}
+    zeros = {
+        name: (torch.zeros(v.type.shape), count) for name, (v, count) in graph.all_params().items()
+    }
     weights = [[x] * count if "*" in name else x for name, (x, count) in zeros.items()]
     with torch.inference_mode():
         program(*(torch.zeros(v.type.shape) for v in graph.inputs.values()), *weights)
@@ -176,7 +205,9 @@ def test_no_convolution_of_the_decoder_but_the_first_turns_its_input(generation,
 def test_compiled_graphs_hold_the_plain_ops():
     """torch.compile sees through the choice, without a break in the graph."""
     op, operands, plan, _ = CASES["residual_norm_modulate"](Operands("cpu", torch.float32))
-    function = torch.compile(lambda *xs: TORCH_OPS[op](*xs, **plan), backend="eager", fullgraph=True)
+    function = torch.compile(
+        lambda *xs: TORCH_OPS[op](*xs, **plan), backend="eager", fullgraph=True
+    )
     for a, b in zip(function(*operands), TORCH_OPS[op](*operands, **plan), strict=True):
         assert relative_l2(a, b) <= FLOAT32
 
@@ -190,17 +221,23 @@ def test_compiled_graphs_hold_the_plain_ops():
 )
 def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
     """As launched at full size: 128 registers for each of 512 threads are all 65536 of a processor."""
-    found = run_script("kernel_binaries.py", launches, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    found = run_script(
+        "kernel_binaries.py", launches, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
+    )
     for name, used in found.items():
         print(f"{name}: {used['registers']} registers, {used['spilled_bytes']} bytes spilled")
     assert {name.split()[0] for name in found} == {*FOLDERS, "together"} - set(NEEDS_GPU)
-    assert all(used["spilled_bytes"] == 0 and used["registers"] <= 128 for used in found.values()), found
+    assert all(
+        used["spilled_bytes"] == 0 and used["registers"] <= 128 for used in found.values()
+    ), found
     # Of 4 results: 11 inputs each, 12 taps of both filters, 6 inputs at both ends, and the channel's two numbers.
     assert found["snake_beta"]["loads"] <= 4 * 11 + 2 * 12 + 2 * 6 + 2
     wide = [
         name
         for name in found
-        if not name.startswith(("head_gate", "together head_gate", "snake", "neighbourhood", "pixel"))
+        if not name.startswith(
+            ("head_gate", "together head_gate", "snake", "neighbourhood", "pixel")
+        )
     ]
     assert [name for name in wide if found[name]["narrow_loads"]] == [], (
         "rows of every mesh are read 16 bytes at a time"
@@ -215,7 +252,10 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
         "norm_modulate": ([x, row, row], 2 * size + 2 * rows),
         "gated_residual": ([x, x, row], 3 * size + rows),
         "residual_norm_modulate": ([x, x, *[row] * 5], 5 * size + 5 * rows),
-        "residual_norm_modulate by level": ([x, x, *[(1, 2, 4096)] * 5, (6144,)], 5 * size + 10 * rows + 6144 * 4),
+        "residual_norm_modulate by level": (
+            [x, x, *[(1, 2, 4096)] * 5, (6144,)],
+            5 * size + 10 * rows + 6144 * 4,
+        ),
         "sum_squares": ([heads], size + sums),
         "qk_norm_rope": ([heads, (4096,), *tables], 4 * size + rows),
         "qk_scale_rope": ([heads, (1, 6144), (4096,), *tables], 4 * size + rows + sums),
@@ -237,7 +277,11 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
     for op, (shapes, expected) in minimum.items():
         found = bytes_moved(op.split()[0], shapes, "bfloat16")
         assert found.minimum == expected <= found.moved, op
-    for op in ("norm_modulate", "gated_residual", "residual_norm_modulate"):  # rows are asked for by every token
+    for op in (
+        "norm_modulate",
+        "gated_residual",
+        "residual_norm_modulate",
+    ):  # rows are asked for by every token
         found = bytes_moved(op, minimum[op][0], "bfloat16")
         assert found.moved > found.minimum, op
 

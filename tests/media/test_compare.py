@@ -41,7 +41,9 @@ def test_quiet_parts_are_gated():
     # EBU Tech 3341, case 3: 10 s at -36, 60 s at -23, 10 s at -36 dBFS measures -23.0 LUFS; here a tenth as long
     clip = np.concatenate([sine(-36, 1), sine(-23, 6), sine(-36, 1)], axis=-1)
     ungated = -0.691 + 10 * np.log10((k_weighted(clip) ** 2).sum(0).mean())
-    assert loudness(clip) == pytest.approx(-23.0, abs=0.3)  # blocks across a step weigh more in a shorter clip
+    assert loudness(clip) == pytest.approx(
+        -23.0, abs=0.3
+    )  # blocks across a step weigh more in a shorter clip
     assert loudness(clip) > ungated + 0.5
 
 
@@ -95,9 +97,13 @@ def test_ssim_equals_its_definition():
 
 def write(path, shift=0.0, num_frames=9, size=(32, 64), sound=True, rate=24000):
     f, y, x = np.mgrid[:num_frames, : size[0], : size[1]].astype(np.float32)
-    frames = np.stack([np.sin(x / 12 + f / 5 + shift), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(np.float32)
+    frames = np.stack(
+        [np.sin(x / 12 + f / 5 + shift), np.cos(y / 9), np.sin(f / 4) + 0 * x]
+    ).astype(np.float32)
     wave = (sine(-20, 2)[:, :: 48000 // rate] + 0.01 * shift).astype(np.float32) if sound else None
-    write_mp4(path, [frames], num_frames=num_frames, fps=Fraction(16), waveform=wave, sample_rate=rate)
+    write_mp4(
+        path, [frames], num_frames=num_frames, fps=Fraction(16), waveform=wave, sample_rate=rate
+    )
     return path
 
 
@@ -120,7 +126,9 @@ def test_different_files_are_measured(tmp_path):
 
 
 def test_missing_sound_and_frames_are_reported_not_guessed(tmp_path):
-    result = compare(write(tmp_path / "a.mp4"), write(tmp_path / "b.mp4", num_frames=17, sound=False))
+    result = compare(
+        write(tmp_path / "a.mp4"), write(tmp_path / "b.mp4", num_frames=17, sound=False)
+    )
     assert result["audio_corr"] is result["lufs_b"] is result["duration_audio_b_s"] is None
     assert (result["frames_a"], result["frames_b"], result["identical"]) == (9, 17, False)
 
@@ -171,7 +179,9 @@ def test_nothing_is_fetched_that_a_path_or_a_playlist_names(tmp_path):
         thread.start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}/clip.mp4"
         playlist = tmp_path / "list.m3u8"
-        playlist.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{url[:-3]}ts\n#EXT-X-ENDLIST\n")
+        playlist.write_text(
+            f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{url[:-3]}ts\n#EXT-X-ENDLIST\n"
+        )
         for other in (Path(url), playlist):
             with pytest.raises(InputError, match=r"no readable video|has no video|has no frames"):
                 compare(a, other)
@@ -210,6 +220,8 @@ def test_sound_measures_of_known_changes():
     spectrum = np.fft.rfft(noise)
     spectrum[:, 6000:] = 0  # bins are 1 Hz apart
     dull = compare_sound(noise, np.fft.irfft(spectrum))
-    assert dull["mel_l1"] > 1 and dull["rms_db"] == pytest.approx(-6.02, abs=0.3), "a quarter of the power"
+    assert dull["mel_l1"] > 1 and dull["rms_db"] == pytest.approx(-6.02, abs=0.3), (
+        "a quarter of the power"
+    )
     assert compare_sound(noise, None)["mel_l1"] is None
     assert compare_sound(noise, clicks())["onset_ms"] is None

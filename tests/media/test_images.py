@@ -16,7 +16,9 @@ def photo(height=37, width=53, seed=0):
     """Smooth colour gradients with some noise, as a codec expects."""
     y, x = np.mgrid[:height, :width]
     base = np.stack([255 * x / width, 255 * y / height, 127 + 100 * np.sin(x / 9 + y / 7)], axis=-1)
-    return np.clip(base + np.random.default_rng(seed).normal(0, 4, base.shape), 0, 255).astype(np.uint8)
+    return np.clip(base + np.random.default_rng(seed).normal(0, 4, base.shape), 0, 255).astype(
+        np.uint8
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -30,9 +32,9 @@ def test_cover_equals_torch_interpolate_and_a_centre_crop(rows, columns, height,
     scale = max(height / rows, width / columns)
     size = (math.ceil(rows * scale), math.ceil(columns * scale))
     planes = torch.from_numpy(pixels).permute(2, 0, 1)[None].float()
-    scaled = torch.nn.functional.interpolate(planes, size=size, mode="bilinear", align_corners=False)[0].permute(
-        1, 2, 0
-    )
+    scaled = torch.nn.functional.interpolate(
+        planes, size=size, mode="bilinear", align_corners=False
+    )[0].permute(1, 2, 0)
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
     expected = scaled[top : top + height, left : left + width].numpy()
     # torch may fuse multiply and add: source coordinates near 70 carry 8e-6, times a step of at most 255
@@ -57,7 +59,9 @@ def test_an_image_becomes_one_frame_in_minus_one_to_one(tmp_path):
     assert frame.shape == (1, 3, 1, 32, 64) and frame.dtype == np.float32
     assert -1 <= frame.min() < -0.8 and 0.8 < frame.max() <= 1
     expected = cover(photo(), 64, 32)
-    np.testing.assert_array_equal(frame[0, :, 0], (expected / np.float32(127.5) - 1).transpose(2, 0, 1))
+    np.testing.assert_array_equal(
+        frame[0, :, 0], (expected / np.float32(127.5) - 1).transpose(2, 0, 1)
+    )
 
 
 @pytest.mark.parametrize("orientation,turns", [(1, 0), (2, 0), (3, 2), (6, 3), (8, 1)])
@@ -125,7 +129,10 @@ def test_values_of_32_bits_are_refused(tmp_path, dtype):
 @pytest.mark.parametrize("size", [(16386, 2), (2, 16386), (10_001, 10_001), (13_000, 13_000)])
 def test_sizes_that_no_encoder_takes_are_refused_from_the_header(tmp_path, size, recwarn):
     Image.new("L", size).save(tmp_path / "a.png")
-    with pytest.raises(InputError, match=rf"a\.png has {size[0]}x{size[1]} pixels, more than 16384 on a side or 100"):
+    with pytest.raises(
+        InputError,
+        match=rf"a\.png has {size[0]}x{size[1]} pixels, more than 16384 on a side or 100",
+    ):
         read_rgb(tmp_path / "a.png")
     assert not recwarn.list
 
@@ -148,10 +155,16 @@ def test_what_is_left_out_is_said(tmp_path):
     picture.save(tmp_path / "plain.png")
     picture.convert("RGBA").save(tmp_path / "alpha.png")
     Image.fromarray(photo()[..., 0]).save(tmp_path / "key.png", transparency=3)
-    picture.save(tmp_path / "moving.gif", save_all=True, append_images=[Image.fromarray(photo(seed=i)) for i in (1, 2)])
+    picture.save(
+        tmp_path / "moving.gif",
+        save_all=True,
+        append_images=[Image.fromarray(photo(seed=i)) for i in (1, 2)],
+    )
     assert notes(tmp_path / "plain.png") == []
     for name in ("alpha.png", "key.png"):
         assert notes(tmp_path / name) == [
             f"{tmp_path / name}: its alpha channel is dropped, what it hides becomes visible"
         ]
-    assert notes(tmp_path / "moving.gif") == [f"{tmp_path / 'moving.gif'}: only the first of its 3 frames is used"]
+    assert notes(tmp_path / "moving.gif") == [
+        f"{tmp_path / 'moving.gif'}: only the first of its 3 frames is used"
+    ]

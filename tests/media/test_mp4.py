@@ -18,12 +18,16 @@ NTSC = Fraction(24000, 1001)
 def clip(num_frames=17, height=32, width=64):
     """A colour gradient moving sideways: f32[3, F, H, W] in [-1, 1]."""
     f, y, x = np.mgrid[:num_frames, :height, :width].astype(np.float32)
-    return np.stack([np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(np.float32)
+    return np.stack([np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(
+        np.float32
+    )
 
 
 def tone(seconds, rate, hertz=440.0):
     t = np.arange(round(seconds * rate)) / rate
-    return np.stack([0.5 * np.sin(2 * np.pi * hertz * t), 0.25 * np.sin(4 * np.pi * hertz * t)]).astype(np.float32)
+    return np.stack(
+        [0.5 * np.sin(2 * np.pi * hertz * t), 0.25 * np.sin(4 * np.pi * hertz * t)]
+    ).astype(np.float32)
 
 
 def decode(path):
@@ -31,19 +35,28 @@ def decode(path):
 
     exact = Interpolation.BILINEAR | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
     with av.open(str(path)) as container:
-        rgb = [frame.to_ndarray(format="rgb24", interpolation=exact) for frame in container.decode(video=0)]
+        rgb = [
+            frame.to_ndarray(format="rgb24", interpolation=exact)
+            for frame in container.decode(video=0)
+        ]
         frames = np.stack(rgb)
     with av.open(str(path)) as container:
         if not container.streams.audio:
             return frames, None
-        return frames, np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=-1)
+        return frames, np.concatenate(
+            [frame.to_ndarray() for frame in container.decode(audio=0)], axis=-1
+        )
 
 
 @pytest.mark.parametrize("rate", [24000, 48000])
-@pytest.mark.parametrize("fps", [Fraction(24), NTSC, Fraction(30000, 1001), Fraction(2398, 100), Fraction(50)])
+@pytest.mark.parametrize(
+    "fps", [Fraction(24), NTSC, Fraction(30000, 1001), Fraction(2398, 100), Fraction(50)]
+)
 def test_rates_and_durations_are_exact(tmp_path, fps, rate):
     path = tmp_path / "a.mp4"
-    found = write_mp4(path, [clip()], num_frames=17, fps=fps, waveform=tone(1, rate), sample_rate=rate)
+    found = write_mp4(
+        path, [clip()], num_frames=17, fps=fps, waveform=tone(1, rate), sample_rate=rate
+    )
     with av.open(str(path)) as container:
         video, audio = container.streams.video[0], container.streams.audio[0]
         assert video.average_rate == fps
@@ -65,15 +78,22 @@ def test_pictures_and_sound_survive(tmp_path):
     error = pictures.astype(np.float64) - to_rgb8(frames)
     assert pictures.shape == (33, 32, 64, 3)
     assert np.sqrt((error**2).mean()) < 6  # H.264 at crf 19 with halved chroma
-    assert np.abs(error.mean(axis=(0, 1, 2))).max() < 0.7  # a wrong matrix or range casts several levels
+    assert (
+        np.abs(error.mean(axis=(0, 1, 2))).max() < 0.7
+    )  # a wrong matrix or range casts several levels
     n = sound.shape[1]
     match = [
-        np.corrcoef(heard[0, 2000 + lag : n - 2000 + lag], sound[0, 2000 : n - 2000])[0, 1] for lag in range(-3, 4)
+        np.corrcoef(heard[0, 2000 + lag : n - 2000 + lag], sound[0, 2000 : n - 2000])[0, 1]
+        for lag in range(-3, 4)
     ]
-    assert np.argmax(match) == 3 and match[3] > 0.998  # aligned to the sample, no priming left; AAC loses 1e-3 here
+    assert (
+        np.argmax(match) == 3 and match[3] > 0.998
+    )  # aligned to the sample, no priming left; AAC loses 1e-3 here
 
 
-@pytest.mark.parametrize("colour", [(1, -1, -1), (-1, 1, -1), (-1, -1, 1), (1, 1, 1), (-1, -1, -1), (0, 0.5, -0.5)])
+@pytest.mark.parametrize(
+    "colour", [(1, -1, -1), (-1, 1, -1), (-1, -1, 1), (1, 1, 1), (-1, -1, -1), (0, 0.5, -0.5)]
+)
 def test_flat_colours_return_within_two_levels(tmp_path, colour):
     frames = np.broadcast_to(np.float32(colour)[:, None, None, None], (3, 1, 32, 32))
     write_mp4(tmp_path / "a.mp4", [frames], num_frames=1, fps=Fraction(24))
@@ -138,7 +158,12 @@ def failing():
 def test_a_failure_leaves_nothing(tmp_path, chunks, error):
     with pytest.raises(ValueError if error else KeyboardInterrupt, match=error):
         write_mp4(
-            tmp_path / "a.mp4", chunks(), num_frames=17, fps=Fraction(24), waveform=tone(1, 24000), sample_rate=24000
+            tmp_path / "a.mp4",
+            chunks(),
+            num_frames=17,
+            fps=Fraction(24),
+            waveform=tone(1, 24000),
+            sample_rate=24000,
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -147,7 +172,14 @@ def test_a_failure_keeps_the_previous_file(tmp_path):
     path = tmp_path / "a.mp4"
     path.write_bytes(b"before")
     with pytest.raises(ValueError, match="waveform"):
-        write_mp4(path, [clip()], num_frames=17, fps=Fraction(24), waveform=np.zeros((1, 5)), sample_rate=24000)
+        write_mp4(
+            path,
+            [clip()],
+            num_frames=17,
+            fps=Fraction(24),
+            waveform=np.zeros((1, 5)),
+            sample_rate=24000,
+        )
     assert path.read_bytes() == b"before"
 
 

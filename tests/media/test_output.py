@@ -31,16 +31,26 @@ COMMENT = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}
 
 def clip(num_frames=17, height=32, width=64):
     f, y, x = np.mgrid[:num_frames, :height, :width].astype(np.float32)
-    return np.stack([np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(np.float32)
+    return np.stack([np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(
+        np.float32
+    )
 
 
 def tone(seconds, rate):
     t = np.arange(round(seconds * rate)) / rate
-    return np.stack([0.5 * np.sin(880 * np.pi * t), 0.25 * np.sin(1760 * np.pi * t)]).astype(np.float32)
+    return np.stack([0.5 * np.sin(880 * np.pi * t), 0.25 * np.sin(1760 * np.pi * t)]).astype(
+        np.float32
+    )
 
 
 def write(path, chunks=None, **more):
-    given = {"num_frames": 17, "fps": NTSC, "waveform": tone(0.4, 24000), "sample_rate": 24000, "comment": COMMENT}
+    given = {
+        "num_frames": 17,
+        "fps": NTSC,
+        "waveform": tone(0.4, 24000),
+        "sample_rate": 24000,
+        "comment": COMMENT,
+    }
     return write_clip(path, chunks or [clip()[:, :9], clip()[:, 9:]], **given | more)
 
 
@@ -54,24 +64,40 @@ def decoded(path):
 
 
 @pytest.mark.parametrize("rate", [24000, 48000])
-@pytest.mark.parametrize(("name", "video", "audio"), [("a.mov", "h264", "aac"), ("a.WEBM", "vp9", "opus")])
+@pytest.mark.parametrize(
+    ("name", "video", "audio"), [("a.mov", "h264", "aac"), ("a.WEBM", "vp9", "opus")]
+)
 def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, video, audio, rate):
     path = tmp_path / name
     write(path, waveform=tone(1, rate), sample_rate=rate)
     with av.open(str(path)) as container:
         streams = container.streams
         codec = streams.video[0].codec_context
-        assert (codec.codec.canonical_name, streams.audio[0].codec_context.codec.canonical_name) == (video, audio)
-        assert (codec.pix_fmt, codec.color_range, codec.colorspace, codec.color_trc) == ("yuv420p", 1, 1, 1)
+        assert (
+            codec.codec.canonical_name,
+            streams.audio[0].codec_context.codec.canonical_name,
+        ) == (video, audio)
+        assert (codec.pix_fmt, codec.color_range, codec.colorspace, codec.color_trc) == (
+            "yuv420p",
+            1,
+            1,
+            1,
+        )
         assert streams.video[0].average_rate == NTSC
-        (comment,) = [value for key, value in container.metadata.items() if key.lower() == "comment"]
+        (comment,) = [
+            value for key, value in container.metadata.items() if key.lower() == "comment"
+        ]
         assert json.loads(comment) == COMMENT
     frames, sound, decoded_rate = decoded(path)
     error = frames.astype(np.float64) - to_rgb8(clip())
-    assert frames.shape == (17, 32, 64, 3) and np.sqrt((error**2).mean()) < 6  # as of the MP4: halved chroma
+    assert (
+        frames.shape == (17, 32, 64, 3) and np.sqrt((error**2).mean()) < 6
+    )  # as of the MP4: halved chroma
     seconds = 17 / NTSC
     late = (sound.shape[1] - round(seconds * decoded_rate)) / decoded_rate
-    assert 0 <= late < 1024 / rate  # AAC's last frame may be played to its end; Opus says where it ends
+    assert (
+        0 <= late < 1024 / rate
+    )  # AAC's last frame may be played to its end; Opus says where it ends
     assert abs(durations(path).video_s - float(seconds)) < 1e-3  # WebM counts milliseconds
     given, heard = tone(1, decoded_rate)[0, 3000:15000], sound[0, 3000:15000]
     assert np.corrcoef(heard, given)[0, 1] > 0.99  # aligned: a tenth of a period off is 0.8
@@ -80,7 +106,9 @@ def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, video, a
 @pytest.mark.parametrize(("name", "rate"), [("a.webm", 44100), ("a.mp4", 50000)])
 def test_sound_of_a_rate_that_a_container_lacks_is_resampled(tmp_path, capsys, name, rate):
     write(tmp_path / name, waveform=tone(1, rate), sample_rate=rate)
-    assert capsys.readouterr().err.endswith(f"has no {rate} Hz; the sound is resampled to 48000 Hz\n")
+    assert capsys.readouterr().err.endswith(
+        f"has no {rate} Hz; the sound is resampled to 48000 Hz\n"
+    )
     _, sound, found = decoded(tmp_path / name)
     assert found == 48000
     assert np.corrcoef(sound[0, 2000:30000], tone(1, 48000)[0, 2000:30000])[0, 1] > 0.99  # coded
@@ -113,7 +141,14 @@ def test_a_wav_is_the_sound_alone_with_its_settings(tmp_path):
     loud = np.float32([[2, -2, 0.5], [0, 0, 1]])
     write_clip(path, (), num_frames=0, fps=NTSC, waveform=loud, sample_rate=48000, comment=COMMENT)
     with wave.open(str(path)) as sound:  # without a clip's length it is as long as it is
-        assert np.frombuffer(sound.readframes(9), "<i2").tolist() == [32767, 0, -32767, 0, 16384, 32767]
+        assert np.frombuffer(sound.readframes(9), "<i2").tolist() == [
+            32767,
+            0,
+            -32767,
+            0,
+            16384,
+            32767,
+        ]
     with av.open(str(path)) as container:
         assert json.loads(container.metadata["comment"]) == COMMENT
     write(path)
@@ -127,7 +162,9 @@ def failing():
 
 
 @pytest.mark.parametrize("name", ["a.webm", "a-%05d.png"])
-@pytest.mark.parametrize(("chunks", "error"), [(lambda: [clip()[:, :9]], "9 arrived, expected 17"), (failing, None)])
+@pytest.mark.parametrize(
+    ("chunks", "error"), [(lambda: [clip()[:, :9]], "9 arrived, expected 17"), (failing, None)]
+)
 def test_a_failure_leaves_nothing(tmp_path, name, chunks, error):
     with pytest.raises(ValueError if error else KeyboardInterrupt, match=error):
         write_clip(tmp_path / name, chunks(), num_frames=17, fps=NTSC)
@@ -230,12 +267,18 @@ def test_a_disk_that_is_full_is_said_of_the_clip(tmp_path, name):
 def test_an_encoder_that_the_build_lacks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(av, "codecs_available", av.codecs_available - {"libvpx-vp9"})
     check_encoders(tmp_path / "a.mp4")
-    with pytest.raises(InputError, match=r"a\.webm needs the encoder libvpx-vp9, .*; write \*\.mp4"):
+    with pytest.raises(
+        InputError, match=r"a\.webm needs the encoder libvpx-vp9, .*; write \*\.mp4"
+    ):
         check_encoders(tmp_path / "a.webm")
 
 
 def test_a_form_fits_what_is_made(tmp_path):
-    for name, video, sound in (("a.wav", True, True), ("a.mp4", False, True), ("a.wav", False, False)):
+    for name, video, sound in (
+        ("a.wav", True, True),
+        ("a.mp4", False, True),
+        ("a.wav", False, False),
+    ):
         with pytest.raises(InputError, match="--output: "):
             check_streams(tmp_path / name, video, sound)
     check_streams(tmp_path / "a.wav", False, True)
@@ -248,5 +291,7 @@ def test_no_clip_is_larger_than_the_room_that_is_asked_for(tmp_path, suffix):
     """The worst that an encoder can be given."""
     noise = np.random.default_rng(0).integers(0, 2, (9, 128, 192, 3), np.uint8) * 255
     path = tmp_path / f"noise.{suffix}"
-    write_clip(path, [noise], num_frames=9, fps=Fraction(24), waveform=None, sample_rate=0, comment=None)
+    write_clip(
+        path, [noise], num_frames=9, fps=Fraction(24), waveform=None, sample_rate=0, comment=None
+    )
     assert path.stat().st_size <= BYTES_PER_PIXEL * noise.size / 3

@@ -29,11 +29,16 @@ TORCHAUDIO = {
 def signal(rate: int, size: int) -> np.ndarray:
     """A chirp, and a tone with a step: f32[2, size]."""
     t = np.arange(size) / rate
-    chirp, tone = 0.5 * np.sin(2 * np.pi * (300 * t + 9000 * t**2)), 0.3 * np.cos(2 * np.pi * 1700 * t)
+    chirp, tone = (
+        0.5 * np.sin(2 * np.pi * (300 * t + 9000 * t**2)),
+        0.3 * np.cos(2 * np.pi * 1700 * t),
+    )
     return np.stack([chirp, tone + 0.2 * (t > 0.02)]).astype(np.float32)
 
 
-def stored(path, codec: str, samples: np.ndarray, rate: int = RATE, layout: str = "stereo", video: str = ""):
+def stored(
+    path, codec: str, samples: np.ndarray, rate: int = RATE, layout: str = "stereo", video: str = ""
+):
     """Samples [channels, N] as `codec` in the container that the path's name says, after a picture if `video`."""
     with av.open(str(path), "w") as container:
         if video:
@@ -82,7 +87,9 @@ def test_a_movie_of_one_channel(tmp_path):
     np.testing.assert_array_equal(found, mono / np.float32(2**15))
 
 
-@pytest.mark.parametrize("name, codec, bits", [("a.flac", "flac", 16), ("a.mka", "flac", 16), ("a.mov", "alac", 32)])
+@pytest.mark.parametrize(
+    "name, codec, bits", [("a.flac", "flac", 16), ("a.mka", "flac", 16), ("a.mov", "alac", 32)]
+)
 def test_planar_and_compressed_samples(tmp_path, name, codec, bits):
     samples = (signal(RATE, 5003) * 2**15).astype(np.int16).astype(f"int{bits}") << (bits - 16)
     found, _ = read_sound(stored(tmp_path / name, codec, samples))
@@ -92,7 +99,13 @@ def test_planar_and_compressed_samples(tmp_path, name, codec, bits):
 def test_cuts_are_counted_in_samples(tmp_path):
     samples = (signal(RATE, 5003) * 2**15).astype(np.int16)
     path = stored(tmp_path / "a.mka", "flac", samples)  # whose times are milliseconds
-    for start_s, length_s in ((0.0, None), (0.0, 0.1), (0.1003, 0.05), (0.25, 9.0), (5002 / RATE, 1.0)):
+    for start_s, length_s in (
+        (0.0, None),
+        (0.0, 0.1),
+        (0.1003, 0.05),
+        (0.25, 9.0),
+        (5002 / RATE, 1.0),
+    ):
         first = round(start_s * RATE)
         last = None if length_s is None else first + round(length_s * RATE)
         found, _ = read_sound(path, start_s, length_s)
@@ -104,15 +117,30 @@ def test_cuts_are_counted_in_samples(tmp_path):
 def test_aac_is_aligned(tmp_path):
     """What `generate` writes, read again: no priming samples are left in front."""
     sound, frames = signal(48000, 24000), np.zeros((3, 12, 16, 16), np.float32)
-    write_mp4(tmp_path / "a.mp4", [frames], num_frames=12, fps=Fraction(24), waveform=sound, sample_rate=48000)
+    write_mp4(
+        tmp_path / "a.mp4",
+        [frames],
+        num_frames=12,
+        fps=Fraction(24),
+        waveform=sound,
+        sample_rate=48000,
+    )
     found, rate = read_sound(tmp_path / "a.mp4", 0.0, 0.5)
     assert rate == 48000 and found.shape == (2, 24000)
-    match = [np.corrcoef(found[0, 2000 + lag : 22000 + lag], sound[0, 2000:22000])[0, 1] for lag in (-1, 0, 1)]
+    match = [
+        np.corrcoef(found[0, 2000 + lag : 22000 + lag], sound[0, 2000:22000])[0, 1]
+        for lag in (-1, 0, 1)
+    ]
     assert np.argmax(match) == 1 and match[1] > 0.99
 
 
 def test_what_holds_no_sound_is_refused_in_one_line(tmp_path):
-    write_mp4(tmp_path / "silent.mp4", [np.zeros((3, 1, 16, 16), np.float32)], num_frames=1, fps=Fraction(24))
+    write_mp4(
+        tmp_path / "silent.mp4",
+        [np.zeros((3, 1, 16, 16), np.float32)],
+        num_frames=1,
+        fps=Fraction(24),
+    )
     whole = stored(tmp_path / "a.flac", "flac", np.zeros((2, 5000), np.int16)).read_bytes()
     (tmp_path / "cut.flac").write_bytes(whole[:30])
     (tmp_path / "text.wav").write_text("RIFF of no waves")
@@ -248,12 +276,16 @@ def test_resampling_is_torchaudios(rate):
     np.testing.assert_allclose(found[1, AT], TORCHAUDIO[rate], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("rate, new, size", [(48000, 16000, 100), (44100, 16000, 333), (8000, 16000, 51), (97, 31, 40)])
+@pytest.mark.parametrize(
+    "rate, new, size", [(48000, 16000, 100), (44100, 16000, 333), (8000, 16000, 51), (97, 31, 40)]
+)
 def test_resampling_is_its_formula(rate, new, size):
     x = np.random.default_rng(0).standard_normal((2, size)).astype(np.float32)
     cutoff = 0.99 * min(rate, new)
     t = cutoff * (np.arange(size)[:, None] / rate - np.arange(math.ceil(size * new / rate)) / new)
     clamped = np.clip(t, -6, 6)
     expected = x @ (np.sinc(clamped) * np.cos(clamped * np.pi / 12) ** 2 * cutoff / rate)
-    np.testing.assert_allclose(resample(x, rate, new), expected, rtol=0, atol=1e-6)  # float32 of values up to 4
+    np.testing.assert_allclose(
+        resample(x, rate, new), expected, rtol=0, atol=1e-6
+    )  # float32 of values up to 4
     assert resample(x, rate, rate) is x

@@ -14,12 +14,21 @@ def draw(*shape):
     return np.random.default_rng(list(shape)).uniform(-1.1, 1.1, shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("made", [range(0), range(17), range(9, 17), range(0, 1), range(1, 9), range(3, 12)])
+@pytest.mark.parametrize(
+    "made", [range(0), range(17), range(9, 17), range(0, 1), range(1, 9), range(3, 12)]
+)
 @pytest.mark.parametrize("sizes", [[17], [9, 8], [1, 3, 8, 5]])
 @pytest.mark.parametrize("rgb", [False, True])
 def test_frames_outside_are_the_sources(made, sizes, rgb):
-    clip, source = draw(3, 17, 4, 6), np.random.default_rng(0).integers(0, 256, (17, 4, 6, 3), np.uint8)
-    chunks = np.split(to_rgb8(clip), np.cumsum(sizes)[:-1]) if rgb else np.split(clip, np.cumsum(sizes)[:-1], 1)
+    clip, source = (
+        draw(3, 17, 4, 6),
+        np.random.default_rng(0).integers(0, 256, (17, 4, 6, 3), np.uint8),
+    )
+    chunks = (
+        np.split(to_rgb8(clip), np.cumsum(sizes)[:-1])
+        if rgb
+        else np.split(clip, np.cumsum(sizes)[:-1], 1)
+    )
     found = list(splice_frames(chunks, iter(source), made))
     assert [len(chunk) for chunk in found] == sizes
     expected = source.copy()
@@ -41,7 +50,8 @@ def test_the_source_is_taken_as_it_is_needed():
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"), [((8, 4, 6, 3), "nothing at frame 8"), ((9, 6, 4, 3), "4x6 at frame 0, expected 6x4")]
+    ("shape", "said"),
+    [((8, 4, 6, 3), "nothing at frame 8"), ((9, 6, 4, 3), "4x6 at frame 0, expected 6x4")],
 )
 def test_a_source_of_another_length_or_size_is_refused(shape, said):
     with pytest.raises(ValueError, match=f"source: {said}"):

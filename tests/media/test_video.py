@@ -14,7 +14,16 @@ FLAG = "--video-path"
 TICKS = Fraction(1, 240)  # of the timestamps that are written
 
 
-def write(path, times=range(0, 170, 10), codec="libx264", sound_s=0.0, rotation=0, rate=24, size=(48, 32), **options):
+def write(
+    path,
+    times=range(0, 170, 10),
+    codec="libx264",
+    sound_s=0.0,
+    rotation=0,
+    rate=24,
+    size=(48, 32),
+    **options,
+):
     """Frames of these times in ticks: u8[F, H, W, 3], each with its number as brightness, white at the top left."""
     frames = np.full((len(times), size[1], size[0], 3), 20, np.uint8)
     frames += (np.arange(len(times), dtype=np.uint8) * 10)[:, None, None, None]
@@ -27,9 +36,13 @@ def write(path, times=range(0, 170, 10), codec="libx264", sound_s=0.0, rotation=
         if rotation:
             stream.set_display_rotation(rotation)
         if sound_s:
-            sound = container.add_stream("libopus" if codec == "libvpx-vp9" else "aac", rate=48000, layout="stereo")
+            sound = container.add_stream(
+                "libopus" if codec == "libvpx-vp9" else "aac", rate=48000, layout="stereo"
+            )
         for time, pixels in zip(times, frames, strict=True):
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format=stream.pix_fmt)
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
+                format=stream.pix_fmt
+            )
             frame.pts, frame.time_base = time, TICKS
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -47,14 +60,17 @@ def read(path, count):
 
 
 @pytest.mark.parametrize(
-    ("name", "codec"), [("a.mp4", "libx264"), ("a.mov", "png"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")]
+    ("name", "codec"),
+    [("a.mp4", "libx264"), ("a.mov", "png"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")],
 )
 def test_every_container_tells_its_size_rate_count_and_sound(tmp_path, name, codec):
     frames = write(tmp_path / name, codec=codec, sound_s=0.7)
     info = video_info(tmp_path / name, FLAG)
     times = info.times_s
     assert info == VideoInfo(48, 32, 17, Fraction(24), 0, has_sound=True, times_s=times)
-    assert all(abs(time - Fraction(i, 24)) <= Fraction(1, 1000) for i, time in enumerate(times))  # WebM: milliseconds
+    assert all(
+        abs(time - Fraction(i, 24)) <= Fraction(1, 1000) for i, time in enumerate(times)
+    )  # WebM: milliseconds
     require_constant_rate(tmp_path / name, FLAG, info)
     found = read(tmp_path / name, 17)
     assert found.shape == frames.shape and found.dtype == np.uint8
@@ -112,7 +128,9 @@ def test_a_first_timestamp_that_is_not_zero(tmp_path, name):
 def test_a_variable_rate_is_refused_in_one_line(tmp_path, times):
     write(tmp_path / "a.mp4", times)
     info = video_info(tmp_path / "a.mp4", FLAG)
-    with pytest.raises(InputError, match=r"--video-path: .*a\.mp4 has a variable frame rate \(.* last .* ms\); "):
+    with pytest.raises(
+        InputError, match=r"--video-path: .*a\.mp4 has a variable frame rate \(.* last .* ms\); "
+    ):
         require_constant_rate(tmp_path / "a.mp4", FLAG, info)
 
 
@@ -122,21 +140,29 @@ def test_uneven_ticks_of_one_rate_are_constant(tmp_path):
     for name in ("a.mp4", "a.mkv"):
         write(tmp_path / name, [round(i * 240 / rate) for i in range(40)], rate=rate)
         info = video_info(tmp_path / name, FLAG)
-        assert float(info.fps) == pytest.approx(float(rate), rel=2e-3)  # MP4: frames over seconds, in those ticks
+        assert float(info.fps) == pytest.approx(
+            float(rate), rel=2e-3
+        )  # MP4: frames over seconds, in those ticks
         require_constant_rate(tmp_path / name, FLAG, info)
 
 
 def test_a_file_without_timestamps(tmp_path):
     write(tmp_path / "a.h264")
     info = video_info(tmp_path / "a.h264", FLAG)
-    assert info.times_s is None and len(read(tmp_path / "a.h264", 17)) == 17  # by index it can be read
+    assert (
+        info.times_s is None and len(read(tmp_path / "a.h264", 17)) == 17
+    )  # by index it can be read
     with pytest.raises(InputError, match=r"a\.h264 has no timestamps; save it again as MP4"):
         require_constant_rate(tmp_path / "a.h264", FLAG, info)
 
 
 @pytest.mark.parametrize(
     ("name", "sound_s", "options"),
-    [("a.mp4", 0.0, {"movflags": "+faststart"}), ("a.mp4", 2.0, {"movflags": "+faststart"}), ("a.mkv", 0.0, {})],
+    [
+        ("a.mp4", 0.0, {"movflags": "+faststart"}),
+        ("a.mp4", 2.0, {"movflags": "+faststart"}),
+        ("a.mkv", 0.0, {}),
+    ],
 )
 def test_a_truncated_file_is_refused(tmp_path, name, sound_s, options):
     write(tmp_path / name, range(0, 600, 10), sound_s=sound_s, size=(128, 96), **options)
@@ -158,7 +184,9 @@ def test_tags_that_are_no_text_do_not_matter(tmp_path):
     write(tmp_path / "a.mkv")
     data = (tmp_path / "a.mkv").read_bytes()
     assert b"Lavf" in data and b"00:00:00." in data
-    (tmp_path / "a.mkv").write_bytes(data.replace(b"Lavf", b"La\xe9f").replace(b"00:00:00.", b"00:00:xx."))
+    (tmp_path / "a.mkv").write_bytes(
+        data.replace(b"Lavf", b"La\xe9f").replace(b"00:00:00.", b"00:00:xx.")
+    )
     assert video_info(tmp_path / "a.mkv", FLAG).num_frames == 17
 
 
@@ -166,14 +194,20 @@ def test_what_is_no_video_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")  # opening it would wait for ever
     (tmp_path / "text.mp4").write_text("hello")
     write(tmp_path / "whole.mp4")
-    (tmp_path / "cut.mp4").write_bytes((tmp_path / "whole.mp4").read_bytes()[:900])  # its index is at the end
+    (tmp_path / "cut.mp4").write_bytes(
+        (tmp_path / "whole.mp4").read_bytes()[:900]
+    )  # its index is at the end
     with av.open(str(tmp_path / "sound.wav"), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 800), np.int16), format="s16", layout="mono"
+        )
         frame.sample_rate = 8000
         container.mux(stream.encode(frame))
     for name in ("fifo", "text.mp4", "cut.mp4", "gone.mp4", "sound.wav", "."):
-        with pytest.raises(InputError, match=r"--video-path: .*(no readable video|has no video)") as error:
+        with pytest.raises(
+            InputError, match=r"--video-path: .*(no readable video|has no video)"
+        ) as error:
             video_info(tmp_path / name, FLAG)
         assert "\n" not in str(error.value) and str(tmp_path / name) in str(error.value)
 
@@ -196,7 +230,9 @@ def test_a_mask_is_the_mean_brightness_of_each_token(tmp_path):
     expected = torch.cat([cells[:1], cells[1:].unflatten(0, (2, 8)).mean(1)])
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
-    np.testing.assert_array_equal(read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (1, 2, 3)), found[:1])
+    np.testing.assert_array_equal(
+        read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (1, 2, 3)), found[:1]
+    )
 
 
 @pytest.mark.parametrize(("count", "frames"), [(1, 2), (12, 3), (5, 9)])

@@ -40,7 +40,9 @@ def config_of(generation: str, **changes) -> TransformerConfig:
 def module_of(config: TransformerConfig) -> LTX2VideoTransformer3DModel:
     """diffusers' module; its STG works for both generations."""
     sizes = diffusers_transformer_json(config) | {"perturbed_attn": True}
-    return LTX2VideoTransformer3DModel(**{k: v for k, v in sizes.items() if not k.startswith("_")}).eval()
+    return LTX2VideoTransformer3DModel(
+        **{k: v for k, v in sizes.items() if not k.startswith("_")}
+    ).eval()
 
 
 @cache
@@ -61,7 +63,10 @@ def build(config: TransformerConfig, seed: int = 0) -> LTX2VideoTransformer3DMod
 
 
 def params_of(module: LTX2VideoTransformer3DModel) -> dict[str, np.ndarray]:
-    return {to_official("transformer", name): t.float().numpy() for name, t in module.state_dict().items()}
+    return {
+        to_official("transformer", name): t.float().numpy()
+        for name, t in module.state_dict().items()
+    }
 
 
 def draw(
@@ -80,11 +85,20 @@ def draw(
     widths = {"video": config.width, "audio": config.audio_width}
     feeds = {}
     for name, count in zip(NAMES, levels, strict=True):
-        context = (batch, text_tokens, config.caption_channels if config.caption_projection else widths[name])
-        for kind, shape in (("latent", (batch, tokens[name], channels[name])), ("context", context)):
+        context = (
+            batch,
+            text_tokens,
+            config.caption_channels if config.caption_projection else widths[name],
+        )
+        for kind, shape in (
+            ("latent", (batch, tokens[name], channels[name])),
+            ("context", context),
+        ):
             r = rng.standard_normal(shape, np.float32)
             feeds[f"{name}_{kind}"] = torch.from_numpy(r).bfloat16().float().numpy()
-        values = rng.permuted(np.tile(np.linspace(0.05, 0.95, 4 * count, dtype=np.float32), (batch, 1)), axis=1)
+        values = rng.permuted(
+            np.tile(np.linspace(0.05, 0.95, 4 * count, dtype=np.float32), (batch, 1)), axis=1
+        )
         which = rng.permuted(np.tile(np.arange(tokens[name]) % count, (batch, 1)), axis=1)
         feeds[f"{name}_timesteps"] = np.take_along_axis(values[:, :count], which, axis=1)
         feeds[f"{name}_sigma"] = values[:, -1]
@@ -96,10 +110,15 @@ def draw(
 
 
 @contextmanager
-def gates_follow_the_other_sigma(module: LTX2VideoTransformer3DModel, sigmas: dict[str, torch.Tensor]):
+def gates_follow_the_other_sigma(
+    module: LTX2VideoTransformer3DModel, sigmas: dict[str, torch.Tensor]
+):
     """Rule C, which diffusers lacks: rule A with the two gate modules given the other stream's sigma."""
     factor = module.config.cross_attn_timestep_scale_multiplier
-    gates = {"audio": module.av_cross_attn_video_a2v_gate, "video": module.av_cross_attn_audio_v2a_gate}
+    gates = {
+        "audio": module.av_cross_attn_video_a2v_gate,
+        "video": module.av_cross_attn_audio_v2a_gate,
+    }
     handles = [
         gate.register_forward_pre_hook(lambda _, args, s=sigmas[name]: (s * factor, *args[1:]))
         for name, gate in gates.items()
@@ -132,7 +151,9 @@ def unperturbed(module: LTX2VideoTransformer3DModel, *names: str):
 
 
 @torch.inference_mode()
-def reference(module, feeds: dict[str, np.ndarray], rule: str = "B", **kwargs) -> dict[str, np.ndarray]:
+def reference(
+    module, feeds: dict[str, np.ndarray], rule: str = "B", **kwargs
+) -> dict[str, np.ndarray]:
     """diffusers' velocities, computed in the module's dtype. kwargs go to its forward."""
     dtype = module.dtype
     x = {name: torch.tensor(value) for name, value in feeds.items()}
@@ -146,7 +167,9 @@ def reference(module, feeds: dict[str, np.ndarray], rule: str = "B", **kwargs) -
             video_coords=x["video_positions"], audio_coords=x["audio_positions"], use_cross_timestep=rule == "B",
             return_dict=False, **kwargs,
         )  # fmt: skip
-    return {f"{name}_velocity": v.double().numpy() for name, v in zip(NAMES, velocities, strict=True)}
+    return {
+        f"{name}_velocity": v.double().numpy() for name, v in zip(NAMES, velocities, strict=True)
+    }
 
 
 def euler_steps(
@@ -169,28 +192,47 @@ def euler_steps(
     and clean ones [T, C], masks [T]. guidance: f[2, 4], rows video and audio, columns cfg, stg, modality, rescale;
     None: the conditional branch alone. blocks: of STG. frozen: what is kept whole, at sigma 0, and never guided.
     """
-    x, made = {m: latents[m].astype(np.float64) for m in NAMES}, [m for m in NAMES if m not in frozen]
+    x, made = (
+        {m: latents[m].astype(np.float64) for m in NAMES},
+        [m for m in NAMES if m not in frozen],
+    )
     mask = {m: np.asarray(masks[m], np.float64)[:, None] * (m in made) for m in NAMES}
     still = {f"{m}_positions": positions[m][None] for m in NAMES}
     for sigma, target in pairwise(sigmas.astype(np.float64)):
-        feeds = {f"{m}_latent": x[m][None] for m in NAMES} | {f"{m}_timesteps": (mask[m] * sigma).T for m in NAMES}
+        feeds = {f"{m}_latent": x[m][None] for m in NAMES} | {
+            f"{m}_timesteps": (mask[m] * sigma).T for m in NAMES
+        }
         feeds |= {f"{m}_sigma": np.array([sigma * (m in made)]) for m in NAMES}
         feeds = still | {name: value.astype(np.float32) for name, value in feeds.items()}
 
-        def branch(negative: int = 0, x=x, feeds=feeds, sigma=sigma, **kwargs) -> dict[str, np.ndarray]:
-            context = {f"{m}_context": contexts[m][(row := negative * (m in made)) : row + 1] for m in NAMES}
+        def branch(
+            negative: int = 0, x=x, feeds=feeds, sigma=sigma, **kwargs
+        ) -> dict[str, np.ndarray]:
+            context = {
+                f"{m}_context": contexts[m][(row := negative * (m in made)) : row + 1]
+                for m in NAMES
+            }
             v = reference(module, feeds | context, rule, **kwargs)
             return {m: x[m] - v[f"{m}_velocity"][0] * mask[m] * sigma for m in made}
 
         found = cond = branch()
         if guidance is not None:
-            scales = {m: row for m, row in zip(NAMES, guidance.astype(np.float64), strict=True) if m in made}
+            scales = {
+                m: row
+                for m, row in zip(NAMES, guidance.astype(np.float64), strict=True)
+                if m in made
+            }
             uncond, isolated = branch(1), branch(isolate_modalities=True)
             with unperturbed(module, *(m for m in NAMES if m in frozen or not scales[m][1])):
                 perturbed = branch(spatio_temporal_guidance_blocks=list(blocks))
             for m, (cfg, stg, modality, rescale) in scales.items():
                 c = cond[m]
-                y = c + (cfg - 1) * (c - uncond[m]) + stg * (c - perturbed[m]) + (modality - 1) * (c - isolated[m])
+                y = (
+                    c
+                    + (cfg - 1) * (c - uncond[m])
+                    + stg * (c - perturbed[m])
+                    + (modality - 1) * (c - isolated[m])
+                )
                 found = found | {m: y * (rescale * c.std(ddof=1) / y.std(ddof=1) + 1 - rescale)}
         x0 = {m: found[m] * mask[m] + clean[m] * (1 - mask[m]) for m in made}
         x = x | {m: x[m] + (x[m] - x0[m]) / sigma * (target - sigma) for m in made}
@@ -224,7 +266,9 @@ def ours(
     params: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Our velocities. keeps: all four masks (layers, B). mask: video self-attention (B, T, T)."""
-    inputs = {k: v for k, v in feeds.items() if k.endswith(("_latent", "_context", "_sigma"))} | (keeps or {})
+    inputs = {k: v for k, v in feeds.items() if k.endswith(("_latent", "_context", "_sigma"))} | (
+        keeps or {}
+    )
     inputs |= transformer.position_feeds(config, feeds["video_positions"], feeds["audio_positions"])
     for name in NAMES:
         inputs |= transformer.level_feeds(name, feeds[f"{name}_timesteps"])

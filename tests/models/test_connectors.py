@@ -21,7 +21,9 @@ HIDDEN, STATES, TOKENS, REGISTERS = 30, 4, 15, 5
 LENGTHS = (4, 15, 7)
 
 
-def connector_config(heads: int, head_dim: int, v23: bool, layers: int = 3, registers: int = REGISTERS):
+def connector_config(
+    heads: int, head_dim: int, v23: bool, layers: int = 3, registers: int = REGISTERS
+):
     return ConnectorConfig(heads, head_dim, layers, registers, gated_attention=v23, ff_bias=True)
 
 
@@ -61,13 +63,20 @@ def build(generation: str, dtype: torch.dtype = torch.float32) -> LTX2TextConnec
     for name, p in sorted(module.named_parameters()):
         r = torch.randn(p.shape, generator=generator)
         if "registers" not in name:
-            r = (1 + 0.3 * r if "norm" in name else 0.3 * r) if p.ndim == 1 else r * p.shape[1] ** -0.5
+            r = (
+                (1 + 0.3 * r if "norm" in name else 0.3 * r)
+                if p.ndim == 1
+                else r * p.shape[1] ** -0.5
+            )
         p.data = r.bfloat16().to(dtype)
     return module
 
 
 def params_of(module: LTX2TextConnectors) -> dict[str, np.ndarray]:
-    return {to_official("text", name): tensor.float().numpy() for name, tensor in module.state_dict().items()}
+    return {
+        to_official("text", name): tensor.float().numpy()
+        for name, tensor in module.state_dict().items()
+    }
 
 
 def padded(side: str) -> np.ndarray:
@@ -85,15 +94,29 @@ def drawn_states() -> np.ndarray:
 
 
 @torch.inference_mode()
-def reference(module: LTX2TextConnectors, side: str, dtype: torch.dtype = torch.float32) -> dict[str, np.ndarray]:
+def reference(
+    module: LTX2TextConnectors, side: str, dtype: torch.dtype = torch.float32
+) -> dict[str, np.ndarray]:
     states, mask = torch.from_numpy(drawn_states()).to(dtype), torch.from_numpy(padded(side))
     video, audio, _ = module(states, mask, padding_side=side)
     return {"video_context": video.float().numpy(), "audio_context": audio.float().numpy()}
 
 
-def run(kind: str, generation: str, params: dict, states: np.ndarray, mask: np.ndarray, dtype: str = "float32"):
+def run(
+    kind: str,
+    generation: str,
+    params: dict,
+    states: np.ndarray,
+    mask: np.ndarray,
+    dtype: str = "float32",
+):
     graph = connectors.trace(CONFIGS[generation], *mask.shape, dtype)
-    return run_graph(kind, graph, params, {"hidden_states": states, **connectors.feeds(CONFIGS[generation], mask)})
+    return run_graph(
+        kind,
+        graph,
+        params,
+        {"hidden_states": states, **connectors.feeds(CONFIGS[generation], mask)},
+    )
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
@@ -113,7 +136,10 @@ def test_contexts_equal_diffusers_with_both_padding_sides_in_one_batch(generatio
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
     module = build(generation)
-    exact, own = reference(module, "left"), reference(build(generation, torch.bfloat16), "left", torch.bfloat16)
+    exact, own = (
+        reference(module, "left"),
+        reference(build(generation, torch.bfloat16), "left", torch.bfloat16),
+    )
     outputs = run(kind, generation, params_of(module), drawn_states(), padded("left"), "bfloat16")
     for name, expected in exact.items():
         ours, theirs = relative_l2(outputs[name], expected), relative_l2(own[name], expected)
@@ -123,7 +149,9 @@ def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_the_graph_reads_exactly_the_modules_of_diffusers(generation):
     parameters = connectors.trace(CONFIGS[generation], 1, TOKENS, "float32").parameters()
-    assert {n: s.shape for n, s in parameters.items()} == {n: a.shape for n, a in params_of(build(generation)).items()}
+    assert {n: s.shape for n, s in parameters.items()} == {
+        n: a.shape for n, a in params_of(build(generation)).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -135,13 +163,17 @@ def test_the_graph_reads_exactly_the_modules_of_diffusers(generation):
 )
 def test_full_size_has_the_tensors_and_parameters_of_the_released_files(v23, video, audio, counts):
     sizes = connector_config(*video), connector_config(*audio)
-    graph = connectors.trace(TextConfig(3840, 49, v23, v23, *sizes, 1e4, 4096, True, 1e-6), 2, 1024, "bfloat16")
+    graph = connectors.trace(
+        TextConfig(3840, 49, v23, v23, *sizes, 1e4, 4096, True, 1e-6), 2, 1024, "bfloat16"
+    )
     specs = graph.parameters().values()
     assert (len(specs), sum(prod(spec.shape) for spec in specs)) == counts
     assert graph.outputs["audio_context"].type.shape == (2, 1024, sizes[1].width)
 
 
-masks = arrays(np.int32, (2, TOKENS), elements=st.integers(0, 1)).filter(lambda mask: mask.any(axis=1).all())
+masks = arrays(np.int32, (2, TOKENS), elements=st.integers(0, 1)).filter(
+    lambda mask: mask.any(axis=1).all()
+)
 
 
 @given(masks)
@@ -169,7 +201,9 @@ def test_padding_changes_nothing(generation, mask, scale):
 
 def gemma_config(num_layers: int = STATES - 1) -> GemmaConfig:
     sliding = tuple(i % 2 == 0 for i in range(num_layers))
-    return GemmaConfig(31, HIDDEN, num_layers, 4, 2, 8, 44, sliding, 6, 1e6, 8.0, 1e4, 0.3, 1e-6, 0, 1, 2)
+    return GemmaConfig(
+        31, HIDDEN, num_layers, 4, 2, 8, 44, sliding, 6, 1e6, 8.0, 1e4, 0.3, 1e-6, 0, 1, 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])

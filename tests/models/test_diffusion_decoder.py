@@ -59,7 +59,9 @@ def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
         decoder_stage_depths=c.depths,
         decoder_stage_kernels=c.windows[:-1],
         decoder_upsample_strides=c.strides,
-        decoder_upsample_channel_reductions=tuple(a // b for a, b in zip(c.channels, c.channels[1:], strict=False)),
+        decoder_upsample_channel_reductions=tuple(
+            a // b for a, b in zip(c.channels, c.channels[1:], strict=False)
+        ),
         decoder_stage5_kernel=c.windows[-1],
         decoder_t_emb_dim=c.timestep_width,
         decoder_timestep_scale_multiplier=c.timestep_scale,
@@ -71,13 +73,17 @@ def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
     state = {}
     for name, value in params.items():
         theirs = to_diffusers("diffusion_decoder", name)
-        parts = dict(zip(QKV, np.split(value, 3), strict=True)) if ".qkv." in theirs else {"qkv": value}
+        parts = (
+            dict(zip(QKV, np.split(value, 3), strict=True)) if ".qkv." in theirs else {"qkv": value}
+        )
         state |= {theirs.replace("qkv", part): torch.from_numpy(x) for part, x in parts.items()}
     model.load_state_dict(state, strict=True)
     return model, params
 
 
-def expected(latent: np.ndarray, noise: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:
+def expected(
+    latent: np.ndarray, noise: np.ndarray, dtype: torch.dtype = torch.float32
+) -> np.ndarray:
     model, params = reference()
     model = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     mean, std = (torch.from_numpy(params[k]).reshape(-1, 1, 1, 1) for k in STATISTICS)
@@ -88,12 +94,16 @@ def expected(latent: np.ndarray, noise: np.ndarray, dtype: torch.dtype = torch.f
         return decoder.denoise(context, torch.from_numpy(noise).to(dtype), 1).float().numpy()
 
 
-def decode(kind: str, latent: np.ndarray, noise: np.ndarray, border: str, dtype: str = "float32") -> np.ndarray:
+def decode(
+    kind: str, latent: np.ndarray, noise: np.ndarray, border: str, dtype: str = "float32"
+) -> np.ndarray:
     _, params = reference()
     batch, _, *grid = latent.shape
     graph = diffusion_decoder.trace_features(CONFIG, batch, *grid, dtype)
     features = run_graph(kind, graph, params, {"latent": latent})["features"]
-    graph = diffusion_decoder.trace(CONFIG, diffusion_decoder.whole(CONFIG, batch, tuple(grid), border), dtype)
+    graph = diffusion_decoder.trace(
+        CONFIG, diffusion_decoder.whole(CONFIG, batch, tuple(grid), border), dtype
+    )
     return run_graph(kind, graph, params, {"features": features, "noise": noise})["frames"]
 
 
@@ -118,7 +128,9 @@ def in_slabs(x: torch.Tensor, width: int, halo: int) -> list[torch.Tensor]:
     return [torch.cat(parts, dim=3) for parts in zip(left, cores, right, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["cuda", *(pytest.param(k, marks=pytest.mark.slow) for k in ("numpy", "tpu"))])
+@pytest.mark.parametrize(
+    "kind", ["cuda", *(pytest.param(k, marks=pytest.mark.slow) for k in ("numpy", "tpu"))]
+)
 def test_chunked_borders_are_slabs_with_copies_of_the_border_column(kind, monkeypatch):
     """diffusers' blocks on the official decoder's slabs: four cores of columns, a halo of half a window."""
     model, _ = reference()
@@ -128,7 +140,10 @@ def test_chunked_borders_are_slabs_with_copies_of_the_border_column(kind, monkey
         rows = [modulation[i] + self.scale_shift_table[i].view(1, 1, 1, 1, -1) for i in range(7)]
         x = x + self.context_proj(context)
         width = x.shape[3] // 4
-        slabs = [self.attn(self.norm1(slab) * (1 + rows[0]) + rows[1]) for slab in in_slabs(x, width, halo)]
+        slabs = [
+            self.attn(self.norm1(slab) * (1 + rows[0]) + rows[1])
+            for slab in in_slabs(x, width, halo)
+        ]
         x = x + torch.cat([slab[:, :, :, halo : halo + width] for slab in slabs], dim=3)
         return x + self.mlp(self.norm2(x) * (1 + rows[3]) + rows[4])
 
@@ -163,12 +178,18 @@ def test_released_sizes():
     still = diffusion_decoder.whole(c, 1, (1, 7, 7))
     assert still.pixels(c) == (17, 224, 224)
     # Of a tile at the end 16 frames are cut off, but never so many that fewer than a window are left.
-    assert [replace(still, frames=n, first=False).pixels(c)[0] for n in (13, 14, 20)] == [11, 12, 24]
+    assert [replace(still, frames=n, first=False).pixels(c)[0] for n in (13, 14, 20)] == [
+        11,
+        12,
+        24,
+    ]
     assert replace(still, frames=20, first=False, last=False).pixels(c)[0] == 40
     features = diffusion_decoder.trace_features(c, 1, 1, 7, 7, "bfloat16")
     specs = features.parameters() | diffusion_decoder.trace(c, still, "bfloat16").parameters()
     assert len(specs) == 309 + 2
-    assert sum(math.prod(s.shape) for s in specs.values()) - 256 == 417_133_616  # diffusers' module has as many
+    assert (
+        sum(math.prod(s.shape) for s in specs.values()) - 256 == 417_133_616
+    )  # diffusers' module has as many
 
 
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
@@ -204,9 +225,14 @@ def test_a_file_of_both_networks_is_audited_for_each():
         diffusion_decoder.trace_features(CONFIG, 1, 3, 3, 3, "float32"),
         diffusion_decoder.trace(CONFIG, shape, "float32"),
     ]
-    tensors = reference()[1] | {"vae.decoder.type_emb": np.ones(16), "vae.encoder.conv_in.conv.bias": np.ones(3)}
+    tensors = reference()[1] | {
+        "vae.decoder.type_emb": np.ones(16),
+        "vae.encoder.conv_in.conv.bias": np.ones(3),
+    }
     for graph in graphs:
         audit(graph.parameters(), ArraySource(tensors), "a file")
     stranger = {"vae.decoder.diff_blocks.0.gate_msa": np.ones(16)}
-    with pytest.raises(InputError, match=r"1 tensors are used by no network: vae\.decoder\.diff_blocks"):
+    with pytest.raises(
+        InputError, match=r"1 tensors are used by no network: vae\.decoder\.diff_blocks"
+    ):
         audit(graphs[1].parameters(), ArraySource(tensors | stranger), "a file")

@@ -15,7 +15,9 @@ from ltx2rt.models import duration_head
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights import configs
 
-CONFIG = DurationHeadConfig(width=24, num_queries=2, num_heads=3, mlp_hidden=10, video_width=15, audio_width=9)
+CONFIG = DurationHeadConfig(
+    width=24, num_queries=2, num_heads=3, mlp_hidden=10, video_width=15, audio_width=9
+)
 BATCH, TOKENS = 3, 7
 
 
@@ -40,7 +42,9 @@ def test_seconds_are_diffusers(kind):
     graph = duration_head.trace(CONFIG, BATCH, TOKENS, "float32")
     params, rng = random_params(graph), np.random.default_rng(1)
     video, audio = (rng.standard_normal((BATCH, TOKENS, n), np.float32) for n in (15, 9))
-    found = run_graph(kind, graph, params, {"video_context": video, "audio_context": audio})["seconds"]
+    found = run_graph(kind, graph, params, {"video_context": video, "audio_context": audio})[
+        "seconds"
+    ]
     expected = reference(params, video, audio)
     assert found.shape == (BATCH,) and np.ptp(expected) > 0.1
     assert relative_l2(found, expected) <= 1e-5
@@ -70,11 +74,17 @@ def test_frames_are_on_the_grid_and_in_the_window(seconds, fps, window, frames):
 
 
 def test_a_window_without_a_number_of_frames_is_refused():
-    with pytest.raises(InputError, match=r"--auto-duration: 1 to 1\.02 s at 24 fps hold no 8k\+1 frames; 25 are"):
+    with pytest.raises(
+        InputError, match=r"--auto-duration: 1 to 1\.02 s at 24 fps hold no 8k\+1 frames; 25 are"
+    ):
         duration_head.frames_of(3, Fraction(24), (1, 1.02))
 
 
-@given(st.floats(0.01, 60), st.sampled_from([Fraction(24000, 1001), Fraction(24), Fraction(50)]), st.floats(0, 15))
+@given(
+    st.floats(0.01, 60),
+    st.sampled_from([Fraction(24000, 1001), Fraction(24), Fraction(50)]),
+    st.floats(0, 15),
+)
 def test_frames_are_those_of_diffusers(seconds, fps, least):
     """Its own rule, fed with these seconds, agrees wherever the window holds a number of frames."""
 
@@ -86,6 +96,11 @@ def test_frames_are_those_of_diffusers(seconds, fps, least):
             return torch.tensor([seconds], dtype=torch.float64)
 
     expected = Says().predict_num_frames(
-        None, None, frame_rate=float(fps), temporal_compression_ratio=8, min_seconds=least, max_seconds=20.0
+        None,
+        None,
+        frame_rate=float(fps),
+        temporal_compression_ratio=8,
+        min_seconds=least,
+        max_seconds=20.0,
     )
     assert duration_head.frames_of(seconds, fps, (least, 20.0)) == expected

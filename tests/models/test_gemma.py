@@ -6,7 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    SiglipVisionConfig,
+)
 
 from ltx2rt.config import GemmaConfig
 from ltx2rt.errors import InputError
@@ -46,9 +51,16 @@ def build(dtype: torch.dtype = torch.float32) -> Gemma3ForConditionalGeneration:
         },
     )
     vision = SiglipVisionConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
     )
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60)
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60
+    )
     model = Gemma3ForConditionalGeneration(config).eval()
     generator = torch.Generator().manual_seed(7)
     for _, p in sorted(model.model.language_model.named_parameters()):
@@ -92,33 +104,47 @@ def expected(model):
 def test_every_state_equals_transformers_on_tokens_and_padding(model, expected, kind):
     config = config_of(model)
     graph = gemma.trace(config, BATCH, TOKENS, "float32")
-    states = run_graph(kind, graph, params_of(model), gemma.feeds(config, IDS, MASK))["hidden_states"]
+    states = run_graph(kind, graph, params_of(model), gemma.feeds(config, IDS, MASK))[
+        "hidden_states"
+    ]
     assert states.shape == (BATCH, TOKENS, 42, 8)
     for i in range(8):
         # Contract: 1e-4. Reached: 1e-6, float32 rounding through 7 layers.
-        assert relative_l2(states[MASK == 1][..., i], expected[MASK == 1][..., i]) < 1e-5, f"state {i}, tokens"
-        assert relative_l2(states[MASK == 0][..., i], expected[MASK == 0][..., i]) < 1e-5, f"state {i}, padding"
+        assert relative_l2(states[MASK == 1][..., i], expected[MASK == 1][..., i]) < 1e-5, (
+            f"state {i}, tokens"
+        )
+        assert relative_l2(states[MASK == 0][..., i], expected[MASK == 0][..., i]) < 1e-5, (
+            f"state {i}, padding"
+        )
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
 def test_bfloat16_is_at_most_twice_as_far_as_transformers_own(model, expected, kind):
     config = config_of(model)
     graph = gemma.trace(config, BATCH, TOKENS, "bfloat16")
-    states = run_graph(kind, graph, params_of(model), gemma.feeds(config, IDS, MASK))["hidden_states"]
+    states = run_graph(kind, graph, params_of(model), gemma.feeds(config, IDS, MASK))[
+        "hidden_states"
+    ]
     own = reference(build(torch.bfloat16))
     for i in (3, 7):
-        ours, theirs = (relative_l2(a[MASK == 1][..., i], expected[MASK == 1][..., i]) for a in (states, own))
+        ours, theirs = (
+            relative_l2(a[MASK == 1][..., i], expected[MASK == 1][..., i]) for a in (states, own)
+        )
         assert ours < 2 * theirs, f"state {i}: {ours} against {theirs}"
 
 
 def test_the_graph_reads_exactly_the_text_branch(model):
     parameters = gemma.trace(config_of(model), 1, 4, "float32").parameters()
-    assert {n: s.shape for n, s in parameters.items()} == {n: a.shape for n, a in params_of(model).items()}
+    assert {n: s.shape for n, s in parameters.items()} == {
+        n: a.shape for n, a in params_of(model).items()
+    }
 
 
 def test_full_size_has_626_tensors_and_11_766_034_176_parameters():
     sliding = tuple(i % 6 != 5 for i in range(48))
-    config = GemmaConfig(262208, 3840, 48, 16, 8, 256, 15360, sliding, 1024, 1e6, 8.0, 1e4, 1 / 16, 1e-6, 0, 1, 2)
+    config = GemmaConfig(
+        262208, 3840, 48, 16, 8, 256, 15360, sliding, 1024, 1e6, 8.0, 1e4, 1 / 16, 1e-6, 0, 1, 2
+    )
     specs = gemma.trace(config, 2, 1024, "bfloat16").parameters().values()
     assert (len(specs), sum(prod(spec.shape) for spec in specs)) == (626, 11_766_034_176)
     assert gemma.embedding_scale(config, "bfloat16") == 62.0

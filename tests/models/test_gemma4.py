@@ -38,16 +38,24 @@ def build(dtype: torch.dtype = torch.float32) -> Gemma4UnifiedTextModel:
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         rms_norm_eps=1e-6,
         rope_parameters={
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     )
     model = Gemma4UnifiedTextModel(config).eval()
     generator = torch.Generator().manual_seed(7)
-    named = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n.endswith("layer_scalar")}
+    named = dict(model.named_parameters()) | {
+        n: b for n, b in model.named_buffers() if n.endswith("layer_scalar")
+    }
     for name, p in sorted(named.items()):
         noise = torch.randn(p.shape, generator=generator)
-        p.data = (1 + 0.3 * noise if p.ndim == 1 else noise * p.shape[1] ** -0.5).bfloat16().to(dtype)
+        p.data = (
+            (1 + 0.3 * noise if p.ndim == 1 else noise * p.shape[1] ** -0.5).bfloat16().to(dtype)
+        )
         assert name.endswith("weight") or p.shape == (1,)
     return model
 
@@ -57,7 +65,10 @@ def config_of(model: Gemma4UnifiedTextModel) -> Gemma4Config:
 
 
 def params_of(model: Gemma4UnifiedTextModel) -> dict[str, np.ndarray]:
-    return {gemma_to_canonical(f"model.{n}"): tensor.float().numpy() for n, tensor in model.state_dict().items()}
+    return {
+        gemma_to_canonical(f"model.{n}"): tensor.float().numpy()
+        for n, tensor in model.state_dict().items()
+    }
 
 
 @torch.inference_mode()
@@ -77,9 +88,13 @@ def expected(model):
     return reference(model)
 
 
-def states_of(kind: str, model: Gemma4UnifiedTextModel, config: Gemma4Config, dtype: str = "float32") -> np.ndarray:
+def states_of(
+    kind: str, model: Gemma4UnifiedTextModel, config: Gemma4Config, dtype: str = "float32"
+) -> np.ndarray:
     graph = gemma4.trace(config, BATCH, TOKENS, dtype)
-    return run_graph(kind, graph, params_of(model), gemma4.feeds(config, IDS, MASK))["hidden_states"]
+    return run_graph(kind, graph, params_of(model), gemma4.feeds(config, IDS, MASK))[
+        "hidden_states"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
@@ -88,8 +103,12 @@ def test_every_state_equals_transformers_on_tokens_and_padding(model, expected, 
     assert states.shape == (BATCH, TOKENS, 42, LAYERS + 1)
     for i in range(LAYERS + 1):
         # Reached: 1e-6, float32 rounding through 6 layers.
-        assert relative_l2(states[MASK == 1][..., i], expected[MASK == 1][..., i]) < 1e-5, f"state {i}, tokens"
-        assert relative_l2(states[MASK == 0][..., i], expected[MASK == 0][..., i]) < 1e-5, f"state {i}, padding"
+        assert relative_l2(states[MASK == 1][..., i], expected[MASK == 1][..., i]) < 1e-5, (
+            f"state {i}, tokens"
+        )
+        assert relative_l2(states[MASK == 0][..., i], expected[MASK == 0][..., i]) < 1e-5, (
+            f"state {i}, padding"
+        )
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
@@ -97,7 +116,9 @@ def test_bfloat16_is_at_most_twice_as_far_as_transformers_own(model, expected, k
     states = states_of(kind, model, config_of(model), "bfloat16")
     own = reference(build(torch.bfloat16))
     for i in (3, LAYERS):
-        ours, theirs = (relative_l2(a[MASK == 1][..., i], expected[MASK == 1][..., i]) for a in (states, own))
+        ours, theirs = (
+            relative_l2(a[MASK == 1][..., i], expected[MASK == 1][..., i]) for a in (states, own)
+        )
         assert ours < 2 * theirs, f"state {i}: {ours} against {theirs}"
 
 
@@ -121,11 +142,15 @@ def _ordinary_partial_rope(model) -> None:
 
 
 MISTAKES = {
-    "scores over sqrt(d)": lambda m: _each(m, lambda n: setattr(n.self_attn, "scaling", n.self_attn.head_dim**-0.5)),
+    "scores over sqrt(d)": lambda m: _each(
+        m, lambda n: setattr(n.self_attn, "scaling", n.self_attn.head_dim**-0.5)
+    ),
     "norms times 1 + w": lambda m: [p.data.add_(1) for n, p in m.named_parameters() if p.ndim == 1],
     "no layer scalar": lambda m: _each(m, lambda layer: layer.layer_scalar.fill_(1)),
     "values of normed keys": lambda m: _each(m, _raw_keys_normed),
-    "no value norm": lambda m: _each(m, lambda n: setattr(n.self_attn, "v_norm", torch.nn.Identity())),
+    "no value norm": lambda m: _each(
+        m, lambda n: setattr(n.self_attn, "v_norm", torch.nn.Identity())
+    ),
     "rope exponents": _ordinary_partial_rope,
     "embedding scale": lambda m: m.embed_tokens.embed_scale.mul_(1.02),
 }
@@ -160,7 +185,9 @@ def test_rotated_pairs_have_the_whole_heads_exponents():
     """256 pairs of 512 dimensions: the first 64 by 1e6^(-2j/512), the others not at all."""
     feeds = gemma4.feeds(RELEASED, np.full((1, 3), 5), np.ones((1, 3), np.int32))
     assert feeds["full_cos"].shape == (3, 256) and feeds["sliding_cos"].shape == (3, 128)
-    np.testing.assert_allclose(feeds["full_sin"][1, :64], np.sin(1e6 ** (-np.arange(64) / 256)), rtol=1e-6)
+    np.testing.assert_allclose(
+        feeds["full_sin"][1, :64], np.sin(1e6 ** (-np.arange(64) / 256)), rtol=1e-6
+    )
     assert (feeds["full_cos"][:, 64:] == 1).all() and (feeds["full_sin"][:, 64:] == 0).all()
 
 
@@ -196,6 +223,8 @@ def test_layers_written_out_give_the_same(model, expected):
 
 def test_placeholders_of_what_a_prompt_cannot_hold_embed_as_padding():
     """As the multimodal class does: a prompt that spells one out."""
-    feeds = gemma4.feeds(RELEASED, np.array([[2, 258880, 7, 258884, 258881]]), np.ones((1, 5), np.int32))
+    feeds = gemma4.feeds(
+        RELEASED, np.array([[2, 258880, 7, 258884, 258881]]), np.ones((1, 5), np.int32)
+    )
     assert feeds["token_ids"].tolist() == [[2, 0, 7, 0, 0]]
     assert (feeds["full_bias"][0, 4] == 0).all()

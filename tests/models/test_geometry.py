@@ -19,7 +19,13 @@ def geometry(frames=3, rows=2, columns=5, fps=Fraction(24), channels=16, num_aud
 
 @pytest.mark.parametrize(
     "num_frames,fps,expected",
-    [(121, Fraction(24), 126), (1, Fraction(25), 1), (9, NTSC, 9), (481, Fraction(24), 501), (5, Fraction(50), 2)],
+    [
+        (121, Fraction(24), 126),
+        (1, Fraction(25), 1),
+        (9, NTSC, 9),
+        (481, Fraction(24), 501),
+        (5, Fraction(50), 2),
+    ],
 )
 def test_audio_length_is_the_rounded_duration(num_frames, fps, expected):
     assert latents.audio_latents(num_frames, fps, 25.0) == expected
@@ -53,7 +59,9 @@ def test_positions_equal_diffusers_bitwise(fps, frames, num_audio):
 
     g = geometry(frames=frames, fps=fps, num_audio=num_audio)
     video = Rope(dim=32, modality="video", scale_factors=(8, 32, 32))
-    expected = video.prepare_video_coords(1, frames, g.rows, g.columns, "cpu", fps=float(fps)).numpy()[0]
+    expected = video.prepare_video_coords(
+        1, frames, g.rows, g.columns, "cpu", fps=float(fps)
+    ).numpy()[0]
     np.testing.assert_array_equal(latents.video_positions(g), expected)
     audio = Rope(dim=32, modality="audio", scale_factors=(4,), sampling_rate=16000, hop_length=160)
     expected = audio.prepare_audio_coords(1, num_audio, "cpu").numpy()[0]

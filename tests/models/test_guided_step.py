@@ -39,13 +39,17 @@ def drawn(config, seed: int = 5) -> dict[str, np.ndarray]:
     return inputs | {"sigmas": SIGMAS, "guidance": GUIDANCE, "stg_blocks": BLOCKS}
 
 
-def ours(kind, config, inputs, branches: Branches | None = None, rule: str = "B", params=None) -> dict[str, np.ndarray]:
+def ours(
+    kind, config, inputs, branches: Branches | None = None, rule: str = "B", params=None
+) -> dict[str, np.ndarray]:
     branches = branches or Branches.of(inputs["guidance"])
     feeds = {k: v for k, v in inputs.items() if not k.endswith("_positions")}
     feeds |= {f"{name}_latent": inputs[f"{name}_latent"][None] for name in NAMES}  # one video
     if not branches.uncond:
         feeds |= {f"{name}_context": inputs[f"{name}_context"][:1] for name in NAMES}
-    feeds |= transformer.position_feeds(config, inputs["video_positions"], inputs["audio_positions"])
+    feeds |= transformer.position_feeds(
+        config, inputs["video_positions"], inputs["audio_positions"]
+    )
     for name in NAMES:
         feeds |= guided_step.mask_feeds(name, inputs[f"{name}_mask"])
     structure = guided_step.StepShape(
@@ -87,7 +91,9 @@ def test_step_equals_the_formula_over_diffusers(generation, rule, kind):
     assert_close(ours(kind, config, inputs, rule=rule), expected_step(config, inputs, rule))
 
 
-@pytest.mark.parametrize("scales", [(1, 1.5, 1), (3, 1.5, 1), (1, 1.5, 2), (3, 1e-9, 2), (1, 1e-9, 1), (3, 1e-9, 1)])
+@pytest.mark.parametrize(
+    "scales", [(1, 1.5, 1), (3, 1.5, 1), (1, 1.5, 2), (3, 1e-9, 2), (1, 1e-9, 1), (3, 1e-9, 1)]
+)
 def test_branches_of_neutral_scales_are_left_out(scales):
     """A scale of 1e-9 counts as neutral: its branch is not run, and the formula does not feel it."""
     config = config_of("2.3")
@@ -127,19 +133,26 @@ def test_rescale_of_a_constant_prediction_is_finite(kind):
     """Zero velocity and a constant latent: std 0 over the floor is ratio 0, which leaves 1 - rescale."""
     config = config_of("2.3", num_layers=1)
     inputs = drawn(config) | {"stg_blocks": BLOCKS[1:2]}
-    params = {k: np.zeros_like(v) if "proj_out" in k else v for k, v in params_of(build(config)).items()}
+    params = {
+        k: np.zeros_like(v) if "proj_out" in k else v for k, v in params_of(build(config)).items()
+    }
     for name in NAMES:
         inputs[f"{name}_latent"] = np.full_like(inputs[f"{name}_latent"], 0.5)
     actual = ours(kind, config, inputs, params=params)
     for row, name in enumerate(NAMES):
         mask = inputs[f"{name}_mask"][:, None]
-        x0 = 0.5 * (1 - GUIDANCE[row, guided_step.RESCALE]) * mask + inputs[f"{name}_clean"] * (1 - mask)
+        x0 = 0.5 * (1 - GUIDANCE[row, guided_step.RESCALE]) * mask + inputs[f"{name}_clean"] * (
+            1 - mask
+        )
         np.testing.assert_allclose(actual[f"{name}_x0"], x0, rtol=1e-5, atol=1e-6)
 
 
 def test_last_step_returns_x0_itself():
     config = config_of("2.0", num_layers=1)
-    inputs = drawn(config) | {"stg_blocks": BLOCKS[1:2], "sigmas": np.array([0.421875, 0], np.float32)}
+    inputs = drawn(config) | {
+        "stg_blocks": BLOCKS[1:2],
+        "sigmas": np.array([0.421875, 0], np.float32),
+    }
     outputs = ours("cuda", config, inputs)
     for name in NAMES:
         assert relative_l2(outputs[f"{name}_latent"], outputs[f"{name}_x0"]) <= 1e-6

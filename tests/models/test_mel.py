@@ -20,7 +20,10 @@ LIBROSA = {  # librosa 0.11.0, melspectrogram(power=1, htk=False, norm="slaney")
 def signal(rate: int, size: int) -> np.ndarray:
     """A chirp, and a tone with a step: f32[2, size]."""
     t = np.arange(size) / rate
-    chirp, tone = 0.5 * np.sin(2 * np.pi * (300 * t + 9000 * t**2)), 0.3 * np.cos(2 * np.pi * 1700 * t)
+    chirp, tone = (
+        0.5 * np.sin(2 * np.pi * (300 * t + 9000 * t**2)),
+        0.3 * np.cos(2 * np.pi * 1700 * t),
+    )
     return np.stack([chirp, tone + 0.2 * (t > 0.02)]).astype(np.float32)
 
 

@@ -18,7 +18,9 @@ AXES = ("time", "rows", "columns")
 MAX_POS = (20, 2048, 2048)
 
 
-def tables(kind: str, bounds: np.ndarray, dim: int, heads: int, float64: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def tables(
+    kind: str, bounds: np.ndarray, dim: int, heads: int, float64: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin (B, tokens, heads, pairs) of positions (B, axes, tokens, 2), gathered by `kind`."""
     count = bounds.shape[1]
     grid = frequency_grid(dim, count, THETA, float64)
@@ -30,15 +32,26 @@ def tables(kind: str, bounds: np.ndarray, dim: int, heads: int, float64: bool = 
         axes = []
         for name in AXES[:count]:
             unique, n = feeds[f"{name}_cos"].shape
-            table = {k: o.input(f"{name}_{k}", coordinates=unique, frequencies=n) for k in ("cos", "sin")}
-            axes.append(table | {"index": o.input(f"{name}_index", "int32", B=len(bounds), tokens=bounds.shape[2])})
+            table = {
+                k: o.input(f"{name}_{k}", coordinates=unique, frequencies=n) for k in ("cos", "sin")
+            }
+            axes.append(
+                table
+                | {
+                    "index": o.input(
+                        f"{name}_index", "int32", B=len(bounds), tokens=bounds.shape[2]
+                    )
+                }
+            )
         return dict(zip(("cos", "sin"), gather_tables(o, axes, heads, dim // heads), strict=True))
 
     outputs = run_graph(kind, trace("rope", model, "float32"), {}, feeds)
     return outputs["cos"], outputs["sin"]
 
 
-def reference(modality: str, dim: int, heads: int, float64: bool = True) -> LTX2AudioVideoRotaryPosEmbed:
+def reference(
+    modality: str, dim: int, heads: int, float64: bool = True
+) -> LTX2AudioVideoRotaryPosEmbed:
     return LTX2AudioVideoRotaryPosEmbed(
         dim,
         modality=modality,
@@ -75,8 +88,12 @@ def test_video_and_audio_tables_hold_the_official_values(kind):
     position = np.array([[[[1 / 24, 9 / 24]], [[64, 96]], [[96, 128]]]], np.float32)
     cos, sin = (x[0, 0] for x in tables(kind, position, 4096, 32))
     near = dict(rtol=0, atol=1e-6)
-    np.testing.assert_allclose(cos[0, :6], [1, 1, 0.03271897, 0.12241063, 0.17096186, 0.01178126], **near)
-    np.testing.assert_allclose(sin[0, :6], [0, 0, -0.99946457, -0.99247956, -0.98527765, -0.99993062], **near)
+    np.testing.assert_allclose(
+        cos[0, :6], [1, 1, 0.03271897, 0.12241063, 0.17096186, 0.01178126], **near
+    )
+    np.testing.assert_allclose(
+        sin[0, :6], [0, 0, -0.99946457, -0.99247956, -0.98527765, -0.99993062], **near
+    )
     # Angles of 1e4: one float32 step is 1e-3 rad; a float32 grid would move these by 5e-4.
     far = dict(rtol=0, atol=1e-4)
     np.testing.assert_allclose(cos[31, -3:], [0.86594236, -0.38297659, -0.92406642], **far)
@@ -89,8 +106,12 @@ def test_video_and_audio_tables_hold_the_official_values(kind):
 
 def test_connector_angles_hold_the_official_values():
     cos, sin = axis_angles(np.array([5]), 4096, frequency_grid(4096, 1, THETA))
-    np.testing.assert_allclose(cos[0, :3], [0.00383491, -0.00323133, -0.01032935], rtol=0, atol=1e-6)
-    np.testing.assert_allclose(sin[0, :3], [-0.99999267, -0.99999475, -0.99994665], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        cos[0, :3], [0.00383491, -0.00323133, -0.01032935], rtol=0, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        sin[0, :3], [-0.99999267, -0.99999475, -0.99994665], rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
@@ -124,6 +145,8 @@ def test_tables_equal_diffusers_at_any_size(modality, heads, pairs, grid, fps, f
     # two roundings, all relative to the highest frequency.
     apart = THETA * math.pi / 2 * (math.log(THETA) + 2) * 2**-24
     for ours, expected in zip(
-        tables("numpy", coordinates.numpy(), dim, heads, float64), theirs(module, coordinates), strict=True
+        tables("numpy", coordinates.numpy(), dim, heads, float64),
+        theirs(module, coordinates),
+        strict=True,
     ):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6 if float64 else apart)

@@ -43,7 +43,9 @@ def res2s(x, sigmas, x0_of, noise, masked):
         anchor, first = x, x0_of(x, sigma)
         direction = {m: first[m] - anchor[m] for m in x}
         mid = {m: anchor[m] + h * a21 * direction[m] for m in x}
-        mid = masked({m: mixed(anchor[m], mid[m], sigma, middle, noise(m, "substep", i)) for m in x})
+        mid = masked(
+            {m: mixed(anchor[m], mid[m], sigma, middle, noise(m, "substep", i)) for m in x}
+        )
         if h < 0.5 and sigma > 0.03:
             for _ in range(100):
                 anchor = {m: mid[m] - h * a21 * direction[m] for m in x}
@@ -63,7 +65,9 @@ def ancestral(x, sigmas, x0_of, noise, masked, eta=1.0):
         down = target * (1 + (target / sigma - 1) * eta)
         again = math.sqrt(target**2 - down**2 * (1 - target) ** 2 / (1 - down) ** 2)
         moved = {m: down / sigma * x[m] + (1 - down / sigma) * x0[m] for m in x}
-        x = masked({m: (1 - target) / (1 - down) * moved[m] + again * noise(m, "ancestral", i) for m in x})
+        x = masked(
+            {m: (1 - target) / (1 - down) * moved[m] + again * noise(m, "ancestral", i) for m in x}
+        )
     return x
 
 
@@ -92,9 +96,14 @@ def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
     fields = {name: getattr(stage, name) for name in stage.__dataclass_fields__}
     stage = Denoise(**fields | {"sampler": sampler, "sigmas": sigmas})
     stages = tuple(stage if isinstance(s, Denoise) else s for s in plan.stages)
-    state, *_ = produce(session, type(plan)(plan.request, stages, plan.loras, plan.merges), keep=True)
+    state, *_ = produce(
+        session, type(plan)(plan.request, stages, plan.loras, plan.merges), keep=True
+    )
     states = stage._states(state.given["stage1"], {})
-    found = {m: state.record[f"stage1.{m}.x0" if sampler == "res2s" else f"stage1.{m}.steps"] for m in states}
+    found = {
+        m: state.record[f"stage1.{m}.x0" if sampler == "res2s" else f"stage1.{m}.steps"]
+        for m in states
+    }
 
     euler = Denoise(**fields)
     shape, feeds = euler.shape(session.config, states)
@@ -108,7 +117,10 @@ def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
         return {m: session.backend.to_host(out[f"{m}_x0"]).astype(np.float64) for m in x}
 
     def masked(x):
-        return {m: x[m] * states[m].mask + states[m].clean * (1 - states[m].mask.astype(np.float64)) for m in x}
+        return {
+            m: x[m] * states[m].mask + states[m].clean * (1 - states[m].mask.astype(np.float64))
+            for m in x
+        }
 
     def noise(m, stream, row):
         drawn = state.record[f"stage1.{m}.{stream}"][row][None]
@@ -120,7 +132,9 @@ def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
     final = {"video": state.video, "audio": state.audio}
     for m in expected:
         last = states[m].clear(expected[m])
-        ours = final[m].reshape(1, final[m].shape[1], -1).transpose(0, 2, 1) if m == "video" else None
+        ours = (
+            final[m].reshape(1, final[m].shape[1], -1).transpose(0, 2, 1) if m == "video" else None
+        )
         ours = final[m].transpose(0, 2, 1, 3).reshape(last.shape) if ours is None else ours
         assert relative_l2(ours, last) <= CLOSE, m
         assert np.isfinite(found[m]).all()
@@ -134,4 +148,6 @@ def test_evaluations_of_a_stage():
     assert trajectory("ancestral", DISTILLED_SIGMAS).streams == {"ancestral": 7}
     plain = trajectory("ancestral", DISTILLED_SIGMAS, eta=0)
     sigma, target = plain.sigmas[3]
-    np.testing.assert_allclose(plain.coefficients[3], [target / sigma, 1 - target / sigma, 0], atol=1e-7)
+    np.testing.assert_allclose(
+        plain.coefficients[3], [target / sigma, 1 - target / sigma, 0], atol=1e-7
+    )

@@ -78,7 +78,12 @@ def test_named_plans_are_plans_of_every_schedule():
 
 def test_refusals():
     sigmas = shifted_sigmas(30)
-    bad = [("1,2", "0 first"), ("0,4,4", "ascending"), ("0,30", "below 30"), ("0,12,9", "ascending")]
+    bad = [
+        ("1,2", "0 first"),
+        ("0,4,4", "ascending"),
+        ("0,30", "below 30"),
+        ("0,12,9", "ascending"),
+    ]
     for text, message in bad:
         with pytest.raises(InputError, match=message):
             StepPlan.parse(text).check(30, "--step-plan", sigmas)
@@ -90,7 +95,9 @@ def test_refusals():
 
 @pytest.fixture(scope="module")
 def sessions(tiny):
-    options = {b: ModelOptions(b, tiny("tiny-2.3", "official"), device="cpu") for b in ("cuda", "tpu")}
+    options = {
+        b: ModelOptions(b, tiny("tiny-2.3", "official"), device="cpu") for b in ("cuda", "tpu")
+    }
     opened = {name: open_session(given) for name, given in options.items()}
     yield opened
     for session in opened.values():
@@ -144,7 +151,9 @@ def test_equal_skips_build_nothing_after_the_exact_run(sessions):
         built = session.backend.num_built
         run(session, step_plan="0,3,5")
         run(session, video_skip_step=2)
-        assert session.backend.num_built == built, "a second plan of the second order, and unequal skips"
+        assert session.backend.num_built == built, (
+            "a second plan of the second order, and unequal skips"
+        )
 
 
 def test_a_given_stream_follows_the_other(sessions):
@@ -152,6 +161,8 @@ def test_a_given_stream_follows_the_other(sessions):
     plan = StepPlan.skipping(STEPS, 1, 0)
     assert plan.sampler == "planned" and plan.only(("video",)).sampler == "euler"
     session = sessions["cuda"]
-    found = make_request("t2a", prompt="rain", audio_skip_step=1, steps=STEPS, num_frames=17, seed=1)
+    found = make_request(
+        "t2a", prompt="rain", audio_skip_step=1, steps=STEPS, num_frames=17, seed=1
+    )
     (stage,) = (s for s in make_plan(session, found).stages if isinstance(s, Denoise))
     assert stage.steps() == 3 and stage.stepping == "euler"

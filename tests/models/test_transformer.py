@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
-from reference_transformer import GENERATIONS, KINDS, NAMES, build, config_of, draw, module_of, ours, params_of
+from reference_transformer import (
+    GENERATIONS,
+    KINDS,
+    NAMES,
+    build,
+    config_of,
+    draw,
+    module_of,
+    ours,
+    params_of,
+)
 from reference_transformer import reference as diffusers
 
 from ltx2rt.graph import trace
@@ -42,7 +52,9 @@ def test_mixed_batch_equals_diffusers_run_branch_by_branch(generation, rule, kin
     perturbed = torch.tensor([1.0, 0.0, 1.0])
     expected = [
         diffusers(module, feeds, rule),
-        diffusers(module, feeds, rule, spatio_temporal_guidance_blocks=[0, 2], perturbation_mask=perturbed),
+        diffusers(
+            module, feeds, rule, spatio_temporal_guidance_blocks=[0, 2], perturbation_mask=perturbed
+        ),
         diffusers(module, feeds, rule, isolate_modalities=True),
     ]
     for name in ("video_self_keep", "audio_self_keep"):
@@ -53,7 +65,10 @@ def test_mixed_batch_equals_diffusers_run_branch_by_branch(generation, rule, kin
     for row, branch in enumerate(expected):
         assert_close({n: v[row] for n, v in actual.items()}, {n: v[row] for n, v in branch.items()})
     for row in (1, 2):  # the branches differ by far more than the tolerance
-        assert relative_l2(expected[row]["video_velocity"][row], expected[0]["video_velocity"][row]) > 100 * CLOSE
+        assert (
+            relative_l2(expected[row]["video_velocity"][row], expected[0]["video_velocity"][row])
+            > 100 * CLOSE
+        )
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -64,7 +79,9 @@ def test_rules_differ_per_token_and_agree_on_uniform_timesteps(generation):
     assert min(relative_l2(a, b), relative_l2(b, c), relative_l2(a, c)) > 100 * CLOSE
     for name in NAMES:
         feeds[f"{name}_sigma"] = feeds["video_sigma"]
-        feeds[f"{name}_timesteps"] = np.broadcast_to(feeds["video_sigma"][:, None], feeds[f"{name}_timesteps"].shape)
+        feeds[f"{name}_timesteps"] = np.broadcast_to(
+            feeds["video_sigma"][:, None], feeds[f"{name}_timesteps"].shape
+        )
     expected = diffusers(build(config), feeds, "B")
     for rule in "ABC":
         assert_close(ours("cuda", config, feeds, rule), expected)
@@ -96,7 +113,10 @@ def test_self_attention_mask_equals_diffusers(kind):
     module = deepcopy(build(config)).double()
     expected = diffusers(module, feeds, video_self_attention_mask=torch.from_numpy(theirs))
     assert_close(ours(kind, config, feeds, mask=mask), expected)
-    assert relative_l2(diffusers(build(config), feeds)["video_velocity"], expected["video_velocity"]) > 100 * CLOSE
+    assert (
+        relative_l2(diffusers(build(config), feeds)["video_velocity"], expected["video_velocity"])
+        > 100 * CLOSE
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +124,12 @@ def test_self_attention_mask_equals_diffusers(kind):
     [
         {"ff_bias": False, "prompt_adaln": False},
         {"num_heads": 5, "audio_num_heads": 5, "av_gate_scale": 1.0},
-        {"num_heads": 2, "audio_num_heads": 2, "rope_max_pos": (16, 1024, 512), "audio_rope_max_pos": 30},
+        {
+            "num_heads": 2,
+            "audio_num_heads": 2,
+            "rope_max_pos": (16, 1024, 512),
+            "audio_rope_max_pos": 30,
+        },
         {"num_layers": 1, "rope_float64_grid": False},
     ],
 )
@@ -118,7 +143,9 @@ def test_every_configured_variant_equals_diffusers(kind, changes):
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_graph_declares_exactly_the_checkpoint_of_diffusers(generation):
     config = config_of(generation)
-    graph = transformer.trace(config, transformer.ForwardShape(1, 6, 3, 5, (1, 2, 3, 1, 3, 3)), "float32")
+    graph = transformer.trace(
+        config, transformer.ForwardShape(1, 6, 3, 5, (1, 2, 3, 1, 3, 3)), "float32"
+    )
     expected = {name: array.shape for name, array in params_of(build(config)).items()}
     assert {name: spec.shape for name, spec in graph.parameters().items()} == expected
 
@@ -140,7 +167,9 @@ def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
 def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
     """Three rows of two samples with different timesteps, against diffusers' module run on every token."""
     rng, tokens, width, rows = np.random.default_rng(3), 7, 12, 3
-    module = LTX2AdaLayerNormSingle(width, num_mod_params=rows, use_additional_conditions=False).eval()
+    module = LTX2AdaLayerNormSingle(
+        width, num_mod_params=rows, use_additional_conditions=False
+    ).eval()
     params = {f"a.{name}": t.detach().numpy() for name, t in module.named_parameters()}
     table = params["table"] = rng.standard_normal((rows, width), np.float32)
     picked = np.arange(tokens) % num_levels
@@ -153,11 +182,16 @@ def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
         levels = transformer.declare_levels(o, "video", num_levels, B=2, tokens=tokens)
         scaled = type(levels)(o.affine(levels.values, scale=1000.0), levels.index)
         modulation, _ = adaln(o.under("a"), scaled, width, rows)
-        return {f"row{i}": v for i, v in enumerate(modulation.with_table(o, o.param("table", rows=rows, D=width)))}
+        return {
+            f"row{i}": v
+            for i, v in enumerate(modulation.with_table(o, o.param("table", rows=rows, D=width)))
+        }
 
     actual = run_graph(kind, trace("adaln", model, "float32"), params, feeds)
     with torch.inference_mode():
-        expected = module(torch.from_numpy(timesteps * np.float32(1000)).flatten(), hidden_dtype=torch.float32)[0]
+        expected = module(
+            torch.from_numpy(timesteps * np.float32(1000)).flatten(), hidden_dtype=torch.float32
+        )[0]
     expected = expected.numpy().reshape(2, tokens, rows, width) + table
     for i in range(rows):
         row = (

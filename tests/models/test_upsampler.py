@@ -41,13 +41,17 @@ def reference(name: str) -> tuple[LTX2LatentUpsamplerModel, dict[str, np.ndarray
         params[KERNEL] = blur_kernel().astype(np.float32)
         np.testing.assert_array_equal(params[KERNEL], model.state_dict()[KERNEL].numpy())
     state = {k: torch.from_numpy(v) for k, v in params.items() if k not in STATISTICS}
-    blur = {k: v for k, v in model.state_dict().items() if k == KERNEL}  # at x2 it has stride 1, and no graph reads it
+    blur = {
+        k: v for k, v in model.state_dict().items() if k == KERNEL
+    }  # at x2 it has stride 1, and no graph reads it
     assert (len(blur), KERNEL in params) == (config.rational, name == "x1.5")
     model.load_state_dict(state | blur, strict=True)
     return model, params
 
 
-def expected(model: LTX2LatentUpsamplerModel, params: dict[str, np.ndarray], latent: np.ndarray) -> np.ndarray:
+def expected(
+    model: LTX2LatentUpsamplerModel, params: dict[str, np.ndarray], latent: np.ndarray
+) -> np.ndarray:
     mean, std = (torch.from_numpy(params[k]).reshape(-1, 1, 1, 1) for k in STATISTICS)
     with torch.no_grad():
         z = (torch.from_numpy(latent) * std + mean).to(next(model.parameters()).dtype)
@@ -87,18 +91,26 @@ def test_upsampler_is_diffusers(name, frames, out, kind):
 def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(name, kind):
     model, params = reference(name)
     latent = normal(1, 16, 2, 3, 2)
-    exact, theirs = expected(model, params, latent), expected(copy.deepcopy(model).bfloat16(), params, latent)
-    graph = upsampler.trace(UPSAMPLERS[name], 1, 2, 3, 2, "bfloat16")
-    assert relative_l2(run_graph(kind, graph, params, {"latent": latent})["latent"], exact) <= 2 * relative_l2(
-        theirs, exact
+    exact, theirs = (
+        expected(model, params, latent),
+        expected(copy.deepcopy(model).bfloat16(), params, latent),
     )
+    graph = upsampler.trace(UPSAMPLERS[name], 1, 2, 3, 2, "bfloat16")
+    assert relative_l2(
+        run_graph(kind, graph, params, {"latent": latent})["latent"], exact
+    ) <= 2 * relative_l2(theirs, exact)
 
 
 @pytest.mark.parametrize("version", ["2.0", "2.3"])
 def test_released_size_declares_the_files_tensors(version):
-    specs = upsampler.trace(preset(f"ltx-{version}").config.upsampler, 1, 2, 4, 6, "bfloat16").parameters()
+    specs = upsampler.trace(
+        preset(f"ltx-{version}").config.upsampler, 1, 2, 4, 6, "bfloat16"
+    ).parameters()
     # From the released files: 72 tensors, besides the blur of the rational one; here also the two statistics.
-    assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == (72 + 2, 497_867_904 + 256)
+    assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == (
+        72 + 2,
+        497_867_904 + 256,
+    )
 
 
 @pytest.mark.parametrize(("kind", "mid", "size_mb"), [("x1.5", 1024, 1090), ("temporal", 512, 262)])

@@ -52,10 +52,17 @@ DIFFUSERS = {
 }
 
 
-def chain(start: int, layers: list[int], samples: list[tuple[int, tuple[int, int, int]]], residual: bool = False):
+def chain(
+    start: int,
+    layers: list[int],
+    samples: list[tuple[int, tuple[int, int, int]]],
+    residual: bool = False,
+):
     stages = [VaeStage("res", start, start, layers[0])]
     for (width, stride), count in zip(samples, layers[1:], strict=True):
-        stages.append(VaeStage("sample", stages[-1].out_channels, width, stride=stride, residual=residual))
+        stages.append(
+            VaeStage("sample", stages[-1].out_channels, width, stride=stride, residual=residual)
+        )
         stages.append(VaeStage("res", width, width, count))
     return tuple(stages)
 
@@ -115,14 +122,24 @@ def statistics(params: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tenso
     return mean, std
 
 
-def decode(model: AutoencoderKLLTX2Video, params: dict[str, np.ndarray], latent: np.ndarray, dtype=torch.float32):
+def decode(
+    model: AutoencoderKLLTX2Video,
+    params: dict[str, np.ndarray],
+    latent: np.ndarray,
+    dtype=torch.float32,
+):
     mean, std = statistics(params)
     with torch.no_grad():
         z = (torch.from_numpy(latent) * std + mean).to(dtype)
         return model.to(dtype).decode(z, return_dict=False)[0].float().numpy()
 
 
-def encode(model: AutoencoderKLLTX2Video, params: dict[str, np.ndarray], frames: np.ndarray, dtype=torch.float32):
+def encode(
+    model: AutoencoderKLLTX2Video,
+    params: dict[str, np.ndarray],
+    frames: np.ndarray,
+    dtype=torch.float32,
+):
     mean, std = statistics(params)
     with torch.no_grad():
         posterior = model.to(dtype).encode(torch.from_numpy(frames).to(dtype), return_dict=False)[0]
@@ -169,20 +186,32 @@ def test_encoder_is_diffusers(version, kind):
 def test_convolution_by_frames_is_the_convolution(kernel, stride, dilation, dtype):
     """What a TPU runs, beside what a CPU runs."""
     rng = np.random.default_rng(np.random.SeedSequence().entropy)
-    x, weight = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((2, 6, 5, 7, 8), (4, 6, *kernel)))
+    x, weight = (
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((2, 6, 5, 7, 8), (4, 6, *kernel))
+    )
     whole = ops.OPS["conv"](x, weight, stride=stride, dilation=dilation)
     by_frames = ops._conv_by_frames(x, weight, stride=stride, dilation=dilation)
     assert by_frames.dtype == whole.dtype and by_frames.shape == whole.shape
-    assert relative_l2(by_frames, whole) <= (1e-6 if dtype == "float32" else 2**-8)  # the last bit of one rounding
+    assert relative_l2(by_frames, whole) <= (
+        1e-6 if dtype == "float32" else 2**-8
+    )  # the last bit of one rounding
 
 
 def test_a_tpu_gets_every_convolution_of_the_decoder_by_frames():
-    graph, place = video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 3, "float32"), get_backend("tpu", "cpu").place
+    graph, place = (
+        video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 3, "float32"),
+        get_backend("tpu", "cpu").place,
+    )
     inputs = [jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for v in graph.inputs.values()]
     loops = {}
     for platform, table in (("cpu", ops.OPS), ("tpu", ops.OPS | ops.ON_TPU)):
-        traced = jax.jit(partial(lower.run, graph, ops=table)).trace(abstract_weights(graph, place), inputs)
-        loops[platform] = traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while")
+        traced = jax.jit(partial(lower.run, graph, ops=table)).trace(
+            abstract_weights(graph, place), inputs
+        )
+        loops[platform] = (
+            traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while")
+        )
     assert loops["tpu"] - loops["cpu"] == sum(node.op == "conv" for node, _ in graph.walk()) > 10
 
 
@@ -239,7 +268,8 @@ def test_patches_are_column_major():
     assert np.argwhere(patches).tolist() == [[0, 30, 0, 0, 0]]
     pixels = normal(1, 3, 2, 8, 12)
     assert np.array_equal(
-        run_shape_op(lambda o, v: video_vae.unpatchify(o, video_vae.patchify(o, v, 4), 4), pixels), pixels
+        run_shape_op(lambda o, v: video_vae.unpatchify(o, video_vae.patchify(o, v, 4), 4), pixels),
+        pixels,
     )
 
 
@@ -251,7 +281,10 @@ def test_depth_to_space_reads_channel_then_time_then_row_then_column():
     assert np.array_equal(y, np.arange(16).reshape(1, 2, 2, 2, 2))
     x = normal(2, 3, 4, 2, 6)
     there_and_back = run_shape_op(
-        lambda o, v: video_vae.depth_to_space(o, video_vae.space_to_depth(o, v, (2, 2, 2)), (2, 2, 2)), x
+        lambda o, v: video_vae.depth_to_space(
+            o, video_vae.space_to_depth(o, v, (2, 2, 2)), (2, 2, 2)
+        ),
+        x,
     )
     assert np.array_equal(there_and_back, x)
 
@@ -286,7 +319,9 @@ def test_lengths(frames, latents):
 
 
 # Tensors and parameters of the released files, and the 256 statistics.
-@pytest.mark.parametrize("version, expected", [("2.0", (184, 1_222_479_601 + 256)), ("2.3", (170, 726_105_969 + 256))])
+@pytest.mark.parametrize(
+    "version, expected", [("2.0", (184, 1_222_479_601 + 256)), ("2.3", (170, 726_105_969 + 256))]
+)
 def test_released_sizes_declare_the_files_tensors(version, expected):
     config = preset(f"ltx-{version}").config.video_vae
     specs = video_vae.trace_decoder(config, 1, 2, 2, 2, "bfloat16").parameters()

@@ -27,15 +27,21 @@ KINDS = ["numpy", "cuda", "tpu"]
 DILATIONS = ((1, 3), (1, 5))
 
 
-def generator(hidden: int, rates: tuple, kernels: tuple, activation: str, final: str) -> GeneratorConfig:
+def generator(
+    hidden: int, rates: tuple, kernels: tuple, activation: str, final: str
+) -> GeneratorConfig:
     plain = activation == "leaky_relu"
-    return GeneratorConfig(8, hidden, 2, rates, kernels, (3, 7), DILATIONS, activation, plain, final)
+    return GeneratorConfig(
+        8, hidden, 2, rates, kernels, (3, 7), DILATIONS, activation, plain, final
+    )
 
 
 # Odd and even kernels over odd and even rates, two unlike blocks per stage. The 2.3 one makes 10 samples a frame and
 # its STFT hops by 8, so that the padding to whole hops is not empty.
 CONFIGS = {
-    "2.0": VocoderConfig(generator(16, (5, 2), (15, 4), "leaky_relu", "tanh"), None, 0, 0, 0, 1000, 1000),
+    "2.0": VocoderConfig(
+        generator(16, (5, 2), (15, 4), "leaky_relu", "tanh"), None, 0, 0, 0, 1000, 1000
+    ),
     "2.3": VocoderConfig(
         generator(16, (5, 2), (11, 4), "snakebeta", "clamp"),
         generator(16, (6, 4), (12, 8), "snakebeta", "none"),
@@ -80,7 +86,9 @@ def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     params = random_params(vocoder.trace(CONFIGS[version], 1, 1, "float32"))
     for name in params:
         if name.endswith("mel_basis"):
-            params[name] = np.abs(params[name])  # a filterbank; a negative one would sit on the floor of the logarithm
+            params[name] = np.abs(
+                params[name]
+            )  # a filterbank; a negative one would sit on the floor of the logarithm
         if name.startswith("vocoder.vocoder.conv_post"):
             params[name] *= 3  # the 16 kHz stage leaves [-1, 1] often
     state = {to_diffusers("vocoder", k): torch.from_numpy(v) for k, v in params.items()}
@@ -141,17 +149,24 @@ def test_convolution_by_taps_is_the_convolution(taps, stride, dilation, dtype):
     whole = ops.OPS["conv"](x, weight, stride=(stride,), dilation=(dilation,))
     summed = ops._conv_by_taps(x, weight, stride=stride, dilation=dilation)
     assert summed.dtype == whole.dtype and summed.shape == whole.shape
-    assert relative_l2(summed, whole) <= (1e-6 if dtype == "float32" else 2**-8)  # the last bit of one rounding
+    assert relative_l2(summed, whole) <= (
+        1e-6 if dtype == "float32" else 2**-8
+    )  # the last bit of one rounding
 
 
 def test_only_upsampling_is_a_convolution_for_a_tpu():
     graph = fuse(vocoder.trace(CONFIGS["2.3"], 1, 7, "float32"), (snakes,))
-    params = {name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for name, (v, _) in graph.all_params().items()}
+    params = {
+        name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype)
+        for name, (v, _) in graph.all_params().items()
+    }
     inputs = [jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for v in graph.inputs.values()]
     counts = {}
     for platform, table in (("cpu", ops.OPS), ("tpu", ops.OPS | ops.ON_TPU)):
         traced = jax.jit(partial(lower.run, graph, ops=table)).trace(params, inputs)
-        counts[platform] = traced.lower(lowering_platforms=(platform,)).as_text().count("convolution(")
+        counts[platform] = (
+            traced.lower(lowering_platforms=(platform,)).as_text().count("convolution(")
+        )
     convolutions = [node for node in graph.nodes if node.op.startswith("conv")]
     assert counts["cpu"] == len(convolutions) > 20
     assert counts["tpu"] == sum(
@@ -174,7 +189,9 @@ def test_the_released_vocoder_is_a_loop_for_each_of_its_rates(version, rates):
 def test_one_channel_is_upsampled_as_by_a_convolution():
     for taps, stride, time in ((43, 3, 20), (43, 3, 114), (43, 3, 300), (12, 2, 128), (4, 4, 1)):
         x, weight = normal(2, 1, time), normal(1, 1, taps)
-        filtered, whole = (f(x, weight, stride=stride) for f in (ops._transposed_filter, ops._transposed))
+        filtered, whole = (
+            f(x, weight, stride=stride) for f in (ops._transposed_filter, ops._transposed)
+        )
         assert filtered.shape == whole.shape and relative_l2(filtered, whole) <= 1e-6
 
 

@@ -18,14 +18,18 @@ def test_adapters_are_the_merged_weights(generation):
     merged = {name: x for name, x in params.items() if MARK not in name}
     for name in [name for name in params if f"{MARK}A" in name]:
         weight = name.replace(f"{MARK}A.weight", ".weight")
-        merged[weight] = merged[weight] + SCALE * params[name.replace(f"{MARK}A", f"{MARK}B")] @ params[name]
+        merged[weight] = (
+            merged[weight] + SCALE * params[name.replace(f"{MARK}A", f"{MARK}B")] @ params[name]
+        )
     expected = interpret(graph, merged, inputs)
     found = interpret(placed(generation, {}), params, inputs)
     for name, x in expected.items():  # float32, summed in another order
         np.testing.assert_allclose(found[name], x, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 3}, {"sequence": 2}, {"tensor": 2, "sequence": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"tensor": 2}, {"tensor": 3}, {"sequence": 2}, {"tensor": 2, "sequence": 2}]
+)
 def test_nothing_is_exchanged_for_them(mesh):
     graph, _ = step("2.3")
     plain = Placement(PROFILES["hopper"], mesh).local(graph, "transformer")
@@ -44,5 +48,9 @@ def test_each_half_is_cut_as_the_weight_beside_it():
 def test_only_targets_get_them():
     graph, _ = step("2.3")
     target = next(name for name in modules(graph) if name.endswith("audio_attn1.to_q"))
-    names = [name for name in adapted(graph, Adapters(frozenset([target]), RANK)).parameters() if MARK in name]
+    names = [
+        name
+        for name in adapted(graph, Adapters(frozenset([target]), RANK)).parameters()
+        if MARK in name
+    ]
     assert sorted(names) == sorted(tensors([target], 2))

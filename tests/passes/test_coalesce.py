@@ -29,15 +29,24 @@ def dag(choices: list[tuple[int, int, int]], devices: int, in_block: bool) -> Gr
             elif kind < 6:
                 values.append(getattr(o, UNARY[kind - 3])(a))
             elif kind == 6:
-                values.append(o.cast(a, dtype="bfloat16" if a.type.dtype == "float32" else "float32"))
+                values.append(
+                    o.cast(a, dtype="bfloat16" if a.type.dtype == "float32" else "float32")
+                )
             else:
-                values.append(o.add(a, o.affine(o.cast(b, dtype=a.type.dtype), scale=0.5, offset=0.1)))
+                values.append(
+                    o.add(a, o.affine(o.cast(b, dtype=a.type.dtype), scale=0.5, offset=0.1))
+                )
         return [o.cast(v, dtype="float32") for v in values]
 
     def block(o, carry, invariant, data):
         total = o.stack(*nodes(o, carry["x"]), axis="values", dim=0)
         return {
-            "x": o.tanh(o.add(carry["x"], o.mean(o.all_reduce(total, mesh_axis="tensor")[0], over=("values", "D"))))
+            "x": o.tanh(
+                o.add(
+                    carry["x"],
+                    o.mean(o.all_reduce(total, mesh_axis="tensor")[0], over=("values", "D")),
+                )
+            )
         }, {}
 
     def model(o):
@@ -67,7 +76,9 @@ def depth(graph: Graph) -> int:
     return max(level.values(), default=0)
 
 
-CHOICES = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 30), st.integers(0, 30)), max_size=14)
+CHOICES = st.lists(
+    st.tuples(st.integers(0, 8), st.integers(0, 30), st.integers(0, 30)), max_size=14
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -79,13 +90,19 @@ def test_any_graph_keeps_its_values_with_no_more_communications(choices, devices
     x = np.random.default_rng(len(choices)).standard_normal((2, WIDTH), np.float32)
     expected = interpret(graph, {}, {"x": x})
     actual = interpret(result, {}, {"x": x})
-    assert all(np.array_equal(actual[key], expected[key]) for key in expected)  # bitwise: sums are the same sums
+    assert all(
+        np.array_equal(actual[key], expected[key]) for key in expected
+    )  # bitwise: sums are the same sums
     before, after = reduces(graph), reduces(result)
     assert len(after) <= len(before)
-    assert sorted(id(v) for group in after for v in group) == sorted(id(v) for group in before for v in group)
+    assert sorted(id(v) for group in after for v in group) == sorted(
+        id(v) for group in before for v in group
+    )
     assert all(len({v.type.dtype for v in group}) == 1 for group in after)
     if not in_block:
-        assert len(after) <= 2 * depth(graph), "rounds are as few as dependence allows, of two dtypes each"
+        assert len(after) <= 2 * depth(graph), (
+            "rounds are as few as dependence allows, of two dtypes each"
+        )
 
 
 def test_independent_sums_leave_as_one_and_dependent_ones_in_turn():
@@ -104,7 +121,9 @@ def test_dtypes_are_not_mixed():
     def model(o):
         x = o.input("x", D=WIDTH)
         y = o.cast(x, dtype="bfloat16")
-        return dict(zip("ab", (o.all_reduce(v, mesh_axis="tensor")[0] for v in (x, y)), strict=True))
+        return dict(
+            zip("ab", (o.all_reduce(v, mesh_axis="tensor")[0] for v in (x, y)), strict=True)
+        )
 
     graph = trace("net", model, "float32")
     graph.mesh = {"tensor": 3}
@@ -117,4 +136,6 @@ def test_dtypes_are_not_mixed():
 def test_result_does_not_depend_on_a_second_pass():
     graph = dag([(0, 0, 0), (3, 2, 0), (1, 1, 0), (7, 3, 4), (0, 5, 0)], 2, False)
     once = coalesce(graph)
-    assert [len(group) for group in reduces(coalesce(once))] == [len(group) for group in reduces(once)]
+    assert [len(group) for group in reduces(coalesce(once))] == [
+        len(group) for group in reduces(once)
+    ]

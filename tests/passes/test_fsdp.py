@@ -53,19 +53,30 @@ def test_every_matrix_of_the_blocks_is_gathered_once_at_its_use(mesh):
     assert len(gathers) == len(linears) == 20
     assert [gathers[id(nodes[i].inputs[1])] for i in linears] == [i - 1 for i in linears]
     assert {node.attrs["mesh_axis"] for node in nodes if node.op == "all_gather"} == {"fsdp"}
-    assert not [node for node in local.nodes if node.op == "all_gather"], "one stands outside the blocks"
+    assert not [node for node in local.nodes if node.op == "all_gather"], (
+        "one stands outside the blocks"
+    )
 
 
 def test_a_weight_is_cut_both_ways():
     """Column-parallel weights along rows and what they contract, row-parallel ones the other way round."""
     layouts = body(on({"fsdp": 2, "tensor": 3}, case("guided-2.3").graph)).layouts
-    ways = Counter(layout.splits for name, layout in layouts.items() if "fsdp" in str(layout.splits))
+    ways = Counter(
+        layout.splits for name, layout in layouts.items() if "fsdp" in str(layout.splits)
+    )
     assert ways == {((0, "tensor", 3), (1, "fsdp", 2)): 12, ((1, "tensor", 3), (0, "fsdp", 2)): 8}
 
 
 def test_devices_hold_their_share_of_the_blocks():
-    one, two = (body(on(mesh, case("guided-2.3").graph)) for mesh in ({"tensor": 3}, {"fsdp": 2, "tensor": 3}))
-    matrices = sum(v.type.nbytes for v in one.params.values() if len(v.type.axes) == 2 and "table" not in v.name)
+    one, two = (
+        body(on(mesh, case("guided-2.3").graph))
+        for mesh in ({"tensor": 3}, {"fsdp": 2, "tensor": 3})
+    )
+    matrices = sum(
+        v.type.nbytes
+        for v in one.params.values()
+        if len(v.type.axes) == 2 and "table" not in v.name
+    )
     assert weight_bytes([one]) - weight_bytes([two]) == matrices // 2
 
 
@@ -78,9 +89,13 @@ def test_a_graph_with_gathers_can_be_unrolled():
 
 def test_a_size_that_does_not_divide_is_refused_or_stays_whole():
     graph = case("guided-2.3").graph
-    with pytest.raises(InputError, match="D=96 does not divide over fsdp=5; choose a divisor of 96"):
+    with pytest.raises(
+        InputError, match="D=96 does not divide over fsdp=5; choose a divisor of 96"
+    ):
         on({"fsdp": 5}, graph)
-    assert not any(layout.splits for layout in gather_weights(graph, EMBED, {"fsdp": 5}).all_layouts().values())
+    assert not any(
+        layout.splits for layout in gather_weights(graph, EMBED, {"fsdp": 5}).all_layouts().values()
+    )
 
 
 def test_one_device_leaves_the_graph_alone():

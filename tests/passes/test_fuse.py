@@ -27,7 +27,9 @@ FUSED = {
 
 
 def fused_ops(graph) -> dict[str, int]:
-    return dict(Counter(node.op for whole in graph.nodes for node in apart(whole) if node.op in FUSED))
+    return dict(
+        Counter(node.op for whole in graph.nodes for node in apart(whole) if node.op in FUSED)
+    )
 
 
 def launches(graph) -> Counter:
@@ -70,7 +72,10 @@ def test_fused_bfloat16_step_is_no_further_from_float32(name):
     for _ in range(10):
         drawn = {key: rng.standard_normal(wide.inputs[key].shape, np.float32) for key in DRAWN}
         inputs = wide.inputs | drawn
-        exact, plain = interpret(wide.graph, wide.params, inputs), interpret(one.graph, one.params, inputs)
+        exact, plain = (
+            interpret(wide.graph, wide.params, inputs),
+            interpret(one.graph, one.params, inputs),
+        )
         for key, value in interpret(fused, one.params, inputs).items():
             ratios[key].append(relative_l2(value, exact[key]) / relative_l2(plain[key], exact[key]))
     means = {key: np.exp(np.log(found).mean()) for key, found in ratios.items()}
@@ -132,11 +137,17 @@ def test_rows_of_several_timesteps_are_spread_by_the_kernels(generation, devices
     left = [node for node in fused.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
     assert len(spread) >= 20 and not left
     by_level = [node for whole in fused.nodes for node in apart(whole) if "index_view" in node.args]
-    assert {node.op for node in by_level} == {"norm_modulate", "residual_norm_modulate", "gated_residual"}
+    assert {node.op for node in by_level} == {
+        "norm_modulate",
+        "residual_norm_modulate",
+        "gated_residual",
+    }
 
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
-def test_every_norm_of_the_video_decoder_is_fused_with_its_silu_and_zeros_with_their_convolution(generation):
+def test_every_norm_of_the_video_decoder_is_fused_with_its_silu_and_zeros_with_their_convolution(
+    generation,
+):
     """2.0 reflects frames at their borders, which no convolution does by itself."""
     config = preset(f"tiny-{generation}").config.video_vae
     graph = video_vae.trace_decoder(config, 1, 2, 2, 3, "float32")
@@ -146,7 +157,10 @@ def test_every_norm_of_the_video_decoder_is_fused_with_its_silu_and_zeros_with_t
     assert ops["silu"] == ops["rms_norm"] == 0
     zeros = sum(node.op == "pad" and node.attrs["mode"] == "zeros" for node, _ in graph.walk())
     assert ops["padded_conv"] == zeros and (zeros > 0) == (generation == "2.3")
-    params, latent = random_params(graph), np.random.default_rng(0).standard_normal((1, 128, 2, 2, 3), np.float32)
+    params, latent = (
+        random_params(graph),
+        np.random.default_rng(0).standard_normal((1, 128, 2, 2, 3), np.float32),
+    )
     expected = interpret(graph, params, {"latent": latent})["frames"]
     assert relative_l2(interpret(fused, params, {"latent": latent})["frames"], expected) <= CLOSE
 
@@ -155,7 +169,10 @@ def test_every_norm_of_gemma_adds_one_to_its_weight_by_itself_and_those_of_q_and
     config = preset("tiny-2.3").config.gemma
     graph = gemma.trace(config, 2, 5, "float32")
     fused = fuse(graph)
-    norms, ops = (Counter(part.op for node in g.repeats[0].body.nodes for part in apart(node)) for g in (graph, fused))
+    norms, ops = (
+        Counter(part.op for node in g.repeats[0].body.nodes for part in apart(node))
+        for g in (graph, fused)
+    )
     assert ops["norm_scale"] == norms["rms_norm"] == 6 and ops["rms_norm"] == 0
     assert ops["affine"] == norms["affine"] - 6
     assert launches(fused.repeats[0].body)["rows"] == 5
@@ -172,7 +189,9 @@ def test_every_snake_of_the_vocoder_is_one_op():
     assert ops["snake_beta"] == sum(node.op == "sin" for node, _ in graph.walk()) > 0
     assert ops["sin"] == 0
     rng, params = np.random.default_rng(0), random_params(graph)
-    inputs = {name: rng.standard_normal(v.type.shape, np.float32) for name, v in graph.inputs.items()}
+    inputs = {
+        name: rng.standard_normal(v.type.shape, np.float32) for name, v in graph.inputs.items()
+    }
     expected = interpret(graph, params, inputs)
     for key, value in interpret(fused, params, inputs).items():
         assert relative_l2(value, expected[key]) <= CLOSE, key
@@ -193,7 +212,9 @@ def checked(model) -> dict[str, int]:
     fused, params = fuse(graph), random_params(graph)
     rng = np.random.default_rng(0)
     inputs = {
-        name: rng.integers(0, 2, v.type.shape) if v.type.dtype == "int32" else rng.standard_normal(v.type.shape)
+        name: rng.integers(0, 2, v.type.shape)
+        if v.type.dtype == "int32"
+        else rng.standard_normal(v.type.shape)
         for name, v in graph.inputs.items()
     }
     expected = interpret(graph, params, inputs)
@@ -281,7 +302,10 @@ def test_rows_by_level_beside_rows_per_sample_are_one_node(axes):
         scale = o.take(levels(o, "scale"), index, axis="levels")
         gate = o.take(levels(o, "gate"), index, axis="levels")
         x = o.add(stream(o), o.mul(stream(o, "y"), gate))
-        return {"x": x, "y": o.modulate(o.rms_norm(x, over=("D",), eps=1e-6), scale, row(o, "shift"))}
+        return {
+            "x": x,
+            "y": o.modulate(o.rms_norm(x, over=("D",), eps=1e-6), scale, row(o, "shift")),
+        }
 
     assert checked(model) == {"residual_norm_modulate": 1}
     assert not any(node.op == "take" for node in fuse(trace("net", model, "float32")).nodes)
@@ -306,7 +330,9 @@ def test_rows_per_token_stay_so_beside_rows_by_level():
 
 def rotated(o, name, **sizes):
     x = o.input(name, B=2, **sizes, heads=2, head_dim=4)
-    tables = [o.input(f"{name}_{kind}", "float32", **sizes, heads=2, pairs=2) for kind in ("cos", "sin")]
+    tables = [
+        o.input(f"{name}_{kind}", "float32", **sizes, heads=2, pairs=2) for kind in ("cos", "sin")
+    ]
     return o.rope(o.rms_norm(x, f"{name}_norm", over=("heads", "head_dim"), eps=1e-6), *tables)
 
 
@@ -332,8 +358,14 @@ def test_text_queries_and_keys_of_other_batches_are_one_node():
     """Two contexts of four branches: the keys are spread behind their norm."""
 
     def model(o):
-        q, k = o.input("q", B=3, tokens=3, heads=2, head_dim=4), o.input("k", B=2, text=5, heads=2, head_dim=4)
-        q, k = (o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6) for x, n in ((q, "q_norm"), (k, "k_norm")))
+        q, k = (
+            o.input("q", B=3, tokens=3, heads=2, head_dim=4),
+            o.input("k", B=2, text=5, heads=2, head_dim=4),
+        )
+        q, k = (
+            o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6)
+            for x, n in ((q, "q_norm"), (k, "k_norm"))
+        )
         k = o.concat(*(o.slice(k, axis="B", start=i, stop=i + 1) for i in (0, 1, 0)), axis="B")
         return {"y": o.attention(q, k, o.input("v", B=3, text=5, heads=2, head_dim=4), scale=0.5)}
 
@@ -344,13 +376,24 @@ def test_keys_and_values_of_two_contexts_are_spread_by_their_norm():
     """Four branches, one of another context; of the heads' gates two are of the values instead."""
 
     def model(o, where=(0, 1, 0)):
-        q, k = o.input("q", B=3, tokens=5, heads=2, head_dim=4), o.input("k", B=2, text=5, heads=2, head_dim=4)
-        q, k = (o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6) for x, n in ((q, "q_norm"), (k, "k_norm")))
+        q, k = (
+            o.input("q", B=3, tokens=5, heads=2, head_dim=4),
+            o.input("k", B=2, text=5, heads=2, head_dim=4),
+        )
+        q, k = (
+            o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6)
+            for x, n in ((q, "q_norm"), (k, "k_norm"))
+        )
         pair = k, o.input("v", B=2, text=5, heads=2, head_dim=4)
-        k, v = (o.concat(*(o.slice(x, axis="B", start=i, stop=i + 1) for i in where), axis="B") for x in pair)
+        k, v = (
+            o.concat(*(o.slice(x, axis="B", start=i, stop=i + 1) for i in where), axis="B")
+            for x in pair
+        )
         y = o.attention(q, k, v, scale=0.5)
         y = o.select(o.input("keep", "int32", B=3), y, o.rename(v, names={"text": "tokens"}))
-        return {"y": o.mul(y, o.affine(o.sigmoid(o.input("logits", B=3, tokens=5, heads=2)), scale=2.0))}
+        return {
+            "y": o.mul(y, o.affine(o.sigmoid(o.input("logits", B=3, tokens=5, heads=2)), scale=2.0))
+        }
 
     assert checked(model) == {"qk_norm": 1, "head_gate": 1}
 
@@ -364,13 +407,20 @@ def test_q_and_k_of_two_attentions_that_turn_alike_are_one_node():
 
         def turned(name, s):
             x = o.input(name, B=2, **{s: tables[s][0].type.size(s)}, heads=2, head_dim=4)
-            return o.rope(o.rms_norm(x, f"{name}_norm", over=("heads", "head_dim"), eps=1e-6), *tables[s]), x
+            return o.rope(
+                o.rms_norm(x, f"{name}_norm", over=("heads", "head_dim"), eps=1e-6), *tables[s]
+            ), x
 
         (q, _), (k, v) = turned("q", "video"), turned("k", "audio")
         (other_q, _), (other_k, other_v) = turned("other_q", "audio"), turned("other_k", "video")
-        return {"y": o.attention(q, k, v, scale=0.5), "z": o.attention(other_q, other_k, other_v, scale=0.5)}
+        return {
+            "y": o.attention(q, k, v, scale=0.5),
+            "z": o.attention(other_q, other_k, other_v, scale=0.5),
+        }
 
-    fused = [node for node in fuse(trace("net", model, "float32")).nodes if node.op == "qk_norm_rope"]
+    fused = [
+        node for node in fuse(trace("net", model, "float32")).nodes if node.op == "qk_norm_rope"
+    ]
     assert checked(model) == {"qk_norm_rope": 2}
     assert all(node.inputs[2:4] == node.inputs[6:8] for node in fused), "the tables are read once"
 
@@ -379,20 +429,32 @@ def test_residual_that_lacks_samples_is_not_padded():
     def model(o):
         x, y = o.input("x", B=3, tokens=4, D=6), o.input("y", B=2, tokens=4, D=6)
         x = o.add(x, o.mul(o.pad(y, B=(0, 1)), o.input("gate", D=6)))
-        return {"y": o.modulate(o.rms_norm(x, over=("D",), eps=1e-6), o.input("scale", D=6), o.input("shift", D=6))}
+        return {
+            "y": o.modulate(
+                o.rms_norm(x, over=("D",), eps=1e-6), o.input("scale", D=6), o.input("shift", D=6)
+            )
+        }
 
     assert checked(model) == {"residual_norm_modulate": 1}
 
 
 def test_bias_behind_an_all_reduce_joins_the_residual():
     """Row-parallel linears of two devices: no pass over the tokens of its own."""
-    left = [node for node in body(fuse(case("guided-2.3").on(2))).nodes if node.op in ("add", "mul")]
-    assert not any(v.type.axes[-2:] in (("tokens", "D"), ("audio_tokens", "audio_D")) for n in left for v in n.outputs)
+    left = [
+        node for node in body(fuse(case("guided-2.3").on(2))).nodes if node.op in ("add", "mul")
+    ]
+    assert not any(
+        v.type.axes[-2:] in (("tokens", "D"), ("audio_tokens", "audio_D"))
+        for n in left
+        for v in n.outputs
+    )
 
 
 def test_q_and_k_that_travel_to_other_heads_are_one_node():
     """Ulysses: the exchange, not the attention, reads them."""
-    graph = Placement(PROFILES["hopper"], {"sequence": 2}).local(case("guided-2.3").graph, "transformer")
+    graph = Placement(PROFILES["hopper"], {"sequence": 2}).local(
+        case("guided-2.3").graph, "transformer"
+    )
     found = [node for node in body(fuse(graph)).nodes if node.op == "qk_norm_rope"]
     assert sum(len(node.outputs) for node in found) == 8 and len(found) == 4
 

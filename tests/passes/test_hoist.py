@@ -27,7 +27,9 @@ def step_by_step(one) -> dict[str, np.ndarray]:
     """The oracle: the state after the last step, and every step's x0."""
     state, found = {n: one.inputs[n] for n in STATE}, []
     for pair in SIGMAS:
-        found.append(run_graph("numpy", one.graph, one.params, one.inputs | state | {"sigmas": pair}))
+        found.append(
+            run_graph("numpy", one.graph, one.params, one.inputs | state | {"sigmas": pair})
+        )
         state = {n: found[-1][n] for n in STATE}
     return state | {n: np.stack([f[n] for f in found]) for n in one.graph.outputs if n not in STATE}
 
@@ -52,11 +54,15 @@ def test_the_loop_equals_its_steps_hoisted_or_not(generation):
 
 
 @pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}, {"sequence": 4}])
+@pytest.mark.parametrize(
+    "mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}, {"sequence": 4}]
+)
 def test_the_placed_loop_equals_its_steps(mesh, generation):
     one = case(f"guided-{generation}")
     graph = Placement(PROFILES["cpu"], mesh).loop(one.graph, len(SIGMAS))
-    sigmas = np.concatenate([SIGMAS, np.repeat(SIGMAS[-1:], graph.inputs["sigmas"].type.shape[0] - len(SIGMAS), 0)])
+    sigmas = np.concatenate(
+        [SIGMAS, np.repeat(SIGMAS[-1:], graph.inputs["sigmas"].type.shape[0] - len(SIGMAS), 0)]
+    )
     actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": sigmas})
     expected = step_by_step(one)
     for name in ("video_x0", "audio_x0"):  # the state goes on through the empty slots
@@ -67,7 +73,9 @@ def test_rope_tables_and_modulation_rows_leave_the_loop():
     one = case("guided-2.3")
     before, after = in_loop(all_steps(one)), in_loop(hoist(all_steps(one)))
     assert after["sinusoid"] == 0 < before["sinusoid"]
-    assert before["take"] - after["take"] == 12  # cos and sin of three video axes, and of three tables of one axis
+    assert (
+        before["take"] - after["take"] == 12
+    )  # cos and sin of three video axes, and of three tables of one axis
     assert all(node.op != "rope" for node in hoist(all_steps(one)).nodes)
 
 

@@ -93,7 +93,9 @@ def test_tied_halves_take_turns_and_have_the_same_values(name, profile, mesh, ei
 @pytest.mark.parametrize("least", [0, 30, 1345, 2304, 2305])
 def test_halves_are_tied_whatever_is_big(least):
     one = case("forward-2.3")
-    graph = Placement(PROFILES["trillium"], {"tensor": 2, "sequence": 2}).local(one.graph, one.network)
+    graph = Placement(PROFILES["trillium"], {"tensor": 2, "sequence": 2}).local(
+        one.graph, one.network
+    )
     tied = interleave(graph, tied=least)
     assert any(node.op == "barrier" for node in tied.repeats[0].body.nodes) == (least <= 2304)
     expected = interpret(graph, one.params, one.inputs)
@@ -103,7 +105,9 @@ def test_halves_are_tied_whatever_is_big(least):
 
 def test_neither_half_waits_for_the_other():
     (repeat,) = interleave(case("forward-2.3").on(2)).repeats
-    half: dict[int, int] = {id(v): i % 2 for i, v in enumerate(list(repeat.body.inputs.values())[: repeat.num_carries])}
+    half: dict[int, int] = {
+        id(v): i % 2 for i, v in enumerate(list(repeat.body.inputs.values())[: repeat.num_carries])
+    }
     for node in repeat.body.nodes:
         read = {half[id(v)] for v in node.inputs if id(v) in half}
         assert len(read) <= 1, node.op
@@ -119,7 +123,9 @@ def test_blocks_without_exchange_or_whose_nodes_pick_samples_stay(name, devices)
 
 
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "sequence": 2}], ids=str)
-@pytest.mark.parametrize("name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"])
+@pytest.mark.parametrize(
+    "name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"]
+)
 def test_halves_of_the_tokens_have_the_same_values(name, mesh):
     """Images, prefixes, masks and STG; tokens of all devices, which Ulysses brings together, stay whole."""
     one = case(name)
@@ -127,7 +133,10 @@ def test_halves_of_the_tokens_have_the_same_values(name, mesh):
     halved = interleave(graph, TOKENS)
     assert halved.parameters() == graph.parameters() and halved.inputs.keys() == graph.inputs.keys()
     sums = [Counter(n.op for n in x.repeats[0].body.nodes) for x in (graph, halved)]
-    assert sums[1]["all_reduce"] > sums[0]["all_reduce"] and sums[1]["all_to_all"] == sums[0]["all_to_all"]
+    assert (
+        sums[1]["all_reduce"] > sums[0]["all_reduce"]
+        and sums[1]["all_to_all"] == sums[0]["all_to_all"]
+    )
     expected = interpret(graph, one.params, one.inputs)
     for form in (halved, fuse(halved)):
         for key, value in interpret(form, one.params, one.inputs).items():
@@ -145,7 +154,11 @@ def test_every_exchange_travels_under_a_product_of_the_other_half(generation):
     for i, node in enumerate(nodes):
         if node.op == "all_reduce" and any("D" in v.type.axes for v in node.inputs):
             brought = {*node.outputs, *(entering[v] for v in node.outputs if v in entering)}
-            read = next(i + 1 + j for j, later in enumerate([*nodes[i + 1 :], *nodes]) if brought & set(later.inputs))
+            read = next(
+                i + 1 + j
+                for j, later in enumerate([*nodes[i + 1 :], *nodes])
+                if brought & set(later.inputs)
+            )
             found.append(sum(i < j < read for j in products))
     assert len(found) == 8 and min(found) > 0, found
 
@@ -158,5 +171,7 @@ def test_tokens_stay_whole_where_halves_are_too_small_or_nothing_is_summed_or_we
     alone = case("guided-2.3").on(1)
     assert interleave(alone, TOKENS) is alone
     one = case("guided-2.3")
-    gathering = Placement(PROFILES["hopper"], {"fsdp": 2, "tensor": 2}).local(one.graph, one.network)
+    gathering = Placement(PROFILES["hopper"], {"fsdp": 2, "tensor": 2}).local(
+        one.graph, one.network
+    )
     assert interleave(gathering, TOKENS) is gathering

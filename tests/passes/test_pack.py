@@ -25,7 +25,12 @@ AMPLIFIED = np.sqrt((1 + CFG + STG + MODALITY) ** 2 + CFG**2 + STG**2 + MODALITY
 
 def linears(graph) -> Counter:
     """Executed linears by the names of the weights they read, relative to their module."""
-    return Counter(node.inputs[1].name for node, times in graph.walk() if node.op == "linear" for _ in range(times))
+    return Counter(
+        node.inputs[1].name
+        for node, times in graph.walk()
+        if node.op == "linear"
+        for _ in range(times)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,19 +55,31 @@ def test_block_runs_20_gemms(generation, gemms, devices):
     names = [node.inputs[1].name for node in body.nodes if node.op == "linear"]
     assert len(names) == gemms
     together = "model.diffusion_model.transformer_blocks.*.attn1."
-    gates = ["to_gate_logits"] if preset(f"tiny-{generation}").config.transformer.gated_attention else []
-    assert " | ".join(f"{together}{part}.weight" for part in ("to_q", "to_k", "to_v", *gates)) in names
+    gates = (
+        ["to_gate_logits"]
+        if preset(f"tiny-{generation}").config.transformer.gated_attention
+        else []
+    )
+    assert (
+        " | ".join(f"{together}{part}.weight" for part in ("to_q", "to_k", "to_v", *gates)) in names
+    )
 
 
 def two_linears(o, second: str, **options):
     x = o.input("x", tokens=3, D=4)
-    return {"a": o.linear(x, "a", {"out": 6}), "b": o.linear(x, second, **{"out": {"out": 6}} | options)}
+    return {
+        "a": o.linear(x, "a", {"out": 6}),
+        "b": o.linear(x, second, **{"out": {"out": 6}} | options),
+    }
 
 
 def packs(model) -> bool:
     graph = trace("net", model, "float32")
     packed, params = pack(graph), random_params(graph)
-    inputs = {name: np.random.default_rng(0).standard_normal(v.type.shape) for name, v in graph.inputs.items()}
+    inputs = {
+        name: np.random.default_rng(0).standard_normal(v.type.shape)
+        for name, v in graph.inputs.items()
+    }
     expected = interpret(graph, params, inputs)
     for key, value in interpret(packed, params, inputs).items():
         assert relative_l2(value, expected[key]) <= CLOSE
@@ -117,8 +134,13 @@ def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, gen
         graph, grid = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network), Grid(mesh)
         for declared, layout in graph.all_layouts().items():
             count = graph.all_params()[declared][1]
-            places = [{axis: grid.coordinate(device, axis) for axis in mesh} for device in range(len(grid))]
-            pieces = [piece for i in range(count) for place in places for piece in layout.pieces(place, i)]
+            places = [
+                {axis: grid.coordinate(device, axis) for axis in mesh}
+                for device in range(len(grid))
+            ]
+            pieces = [
+                piece for i in range(count) for place in places for piece in layout.pieces(place, i)
+            ]
             for name, *cuts in pieces:
                 if name in touched and cuts:
                     dims.add((*(dim for dim, _, _ in cuts), len(layout.parts) > 1))
@@ -126,5 +148,7 @@ def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, gen
                     # bfloat16: a sum in another order may round the other way, once, in the last of 8 bits.
                     limit = CLOSE if dtype == "float32" else 2**-9
                     assert relative_l2(merged.read(name, *cuts), whole) <= limit, name
-                    assert relative_l2(cut(one.params[name], *cuts), whole) > 0.1, "the LoRA changes nothing"
+                    assert relative_l2(cut(one.params[name], *cuts), whole) > 0.1, (
+                        "the LoRA changes nothing"
+                    )
     assert dims == {(0, True), (0, False), (1, False), (0, 1, True), (0, 1, False), (1, 0, False)}

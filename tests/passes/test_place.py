@@ -40,7 +40,12 @@ def full(generation: str, devices: int, passes: tuple[str, ...] = ("pack", "coal
     """The released model's guided step at 768x512x121: 1536 video tokens, 126 of sound, 1024 of text."""
     config = preset(f"ltx-{generation}").config.transformer
     structure = guided_step.StepShape(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2)
-    graph = place(guided_step.trace(config, structure, "bfloat16"), HEADS_AND_FF, {"tensor": devices}, strict=True)
+    graph = place(
+        guided_step.trace(config, structure, "bfloat16"),
+        HEADS_AND_FF,
+        {"tensor": devices},
+        strict=True,
+    )
     for name in passes:
         graph = {"pack": pack, "coalesce": coalesce}[name](graph)
     return graph
@@ -78,7 +83,9 @@ def test_placed_graph_reads_the_same_tensors(name, devices):
 def test_block_has_4_large_and_3_small_all_reduces(generation, devices):
     graph = full(generation, devices)
     assert reduces(graph) == {"bfloat16": 4 * 48, "float32": 3 * 48}
-    assert not [node for node in graph.nodes if node.op == "all_reduce"], "one stands outside the blocks"
+    assert not [node for node in graph.nodes if node.op == "all_reduce"], (
+        "one stands outside the blocks"
+    )
 
 
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
@@ -102,7 +109,9 @@ def test_all_reduce_is_the_only_communication(generation):
 def test_partial_sums_keep_their_width_and_statistics_are_one_number_a_token():
     """Per block: 8 activations of the model's width (4 video, 4 audio) and 12 statistics, whatever shares a node."""
     (body,) = (node.args["repeat"].body for node in full("2.3", 4).nodes if node.op == "repeat")
-    sizes = Counter(str(v.type) for node in body.nodes if node.op == "all_reduce" for v in node.inputs)
+    sizes = Counter(
+        str(v.type) for node in body.nodes if node.op == "all_reduce" for v in node.inputs
+    )
     assert sizes == {
         "bf16[B=4, tokens=1536, D=4096]": 4,
         "bf16[B=4, audio_tokens=126, audio_D=2048]": 4,
@@ -123,7 +132,9 @@ def test_a_quarter_of_the_split_weights_is_on_each_of_4_devices():
             assert layout.splits == ((int(row_parallel), "tensor", 4),), name
 
 
-@pytest.mark.parametrize("devices,message", [(3, "heads=32 .* tensor=3"), (5, "=32 .* tensor=5"), (64, "tensor=64")])
+@pytest.mark.parametrize(
+    "devices,message", [(3, "heads=32 .* tensor=3"), (5, "=32 .* tensor=5"), (64, "tensor=64")]
+)
 def test_transformer_refuses_sizes_that_do_not_divide(devices, message):
     config = preset("ltx-2.3").config.transformer
     graph = transformer.trace(config, transformer.ForwardShape(1, 6, 5, 4, (1,) * 6), "bfloat16")
@@ -135,7 +146,9 @@ def test_transformer_refuses_sizes_that_do_not_divide(devices, message):
 
 def split_axes(graph: Graph, pattern: str) -> set[int | None]:
     """The split dimensions of the parameters whose names hold `pattern`, None for whole ones."""
-    layouts = {name: layout for name, layout in graph.all_layouts().items() if re.search(pattern, name)}
+    layouts = {
+        name: layout for name, layout in graph.all_layouts().items() if re.search(pattern, name)
+    }
     assert layouts, f"no parameter matches {pattern}"
     return {layout.splits[0][0] if layout.splits else None for layout in layouts.values()}
 
@@ -151,7 +164,9 @@ def test_encoder_keeps_whole_the_heads_that_do_not_divide(generation, devices):
     assert split_axes(local, r"self_attn\.o_proj") == ({1} if 8 % devices == 0 else {None})
     assert split_axes(local, r"mlp\.(gate|up)_proj") == {0}
     assert split_axes(local, r"mlp\.down_proj") == {1}
-    assert split_axes(local, r"connector.*to_(q|k|v)\.weight") == ({0} if connector_heads % devices == 0 else {None})
+    assert split_axes(local, r"connector.*to_(q|k|v)\.weight") == (
+        {0} if connector_heads % devices == 0 else {None}
+    )
     assert split_axes(local, r"connector.*net\.2\.weight") == {1}
 
 
@@ -162,7 +177,9 @@ def test_a_placed_graph_can_be_unrolled(name):
     network = "text-encoder" if name.startswith("text") else "transformer"
     local = Placement(PROFILES["hopper"], {"tensor": 2}).local(one.graph, network)
     flat = unroll(local)
-    assert flat.parameters() == local.parameters() and not any(node.op == "repeat" for node in flat.nodes)
+    assert flat.parameters() == local.parameters() and not any(
+        node.op == "repeat" for node in flat.nodes
+    )
     expected, found = (interpret(graph, one.params, one.inputs) for graph in (local, flat))
     for output in expected:
         np.testing.assert_array_equal(found[output], expected[output])
@@ -176,7 +193,9 @@ def test_one_device_leaves_the_graph_alone():
 
 
 def test_output_that_stays_split_is_an_error():
-    graph = trace("net", lambda o: {"y": o.linear(o.input("x", tokens=3, D=4), "proj", {"ff": 6})}, "float32")
+    graph = trace(
+        "net", lambda o: {"y": o.linear(o.input("x", tokens=3, D=4), "proj", {"ff": 6})}, "float32"
+    )
     with pytest.raises(GraphError, match=r"net: .*ff=3.* is split over ff where it must be whole"):
         place(graph, HEADS_AND_FF, {"tensor": 2})
 
@@ -193,7 +212,9 @@ def test_op_that_touches_a_split_axis_is_an_error():
 # --- broken on purpose ------------------------------------------------------------------------------------------
 
 
-def rewritten(graph: Graph, change: Callable[[Node, Callable[..., Value]], tuple[Value, ...] | None]) -> Graph:
+def rewritten(
+    graph: Graph, change: Callable[[Node, Callable[..., Value]], tuple[Value, ...] | None]
+) -> Graph:
     """`graph` with nodes replaced: change(node, emit) gives the values that stand for its results, or None."""
     result = replace(graph, nodes=[], outputs={}, serial=count(10**6))
     env: dict[int, Value] = {}
@@ -201,7 +222,9 @@ def rewritten(graph: Graph, change: Callable[[Node, Callable[..., Value]], tuple
     def emit(op: str, *inputs: Value, **attrs) -> Value:
         types, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
         first = types[0] if op == "all_reduce" else types
-        result.nodes.append(Node(op, inputs, (Value(f"%{next(result.serial)}", first),), attrs, plan))
+        result.nodes.append(
+            Node(op, inputs, (Value(f"%{next(result.serial)}", first),), attrs, plan)
+        )
         return result.nodes[-1].outputs[0]
 
     for node in graph.nodes:
@@ -263,8 +286,14 @@ def test_bias_of_a_row_parallel_linear_is_added_once(devices):
     assert (linear.op, reduce.op, add.op) == ("linear", "all_reduce", "add")
     assert len(linear.inputs) == 2 and add.inputs[1].name == "net.2.bias"
 
-    early = replace(local, nodes=list(local.nodes), serial=count(10**6))  # the bias before the sum, on every device
-    biased = replace(add, inputs=(linear.outputs[0], add.inputs[1]), outputs=(Value("%biased", add.outputs[0].type),))
+    early = replace(
+        local, nodes=list(local.nodes), serial=count(10**6)
+    )  # the bias before the sum, on every device
+    biased = replace(
+        add,
+        inputs=(linear.outputs[0], add.inputs[1]),
+        outputs=(Value("%biased", add.outputs[0].type),),
+    )
     early.nodes[-2:] = [biased, replace(reduce, inputs=biased.outputs, outputs=add.outputs)]
     verify(early)
     wrong = interpret(early, params, inputs)["y"]

@@ -51,7 +51,10 @@ def stack(layers: int = LAYERS, dtype: str = "float32") -> Graph:
         wide = o.gelu(o.linear(h, "up", {"ff": 48}))
         inner = o.linear(h, "to_q", {"heads": 4, "head_dim": 8})
         inner = o.mul(inner, 2 * o.sigmoid(o.linear(h, "to_gate_logits", {"heads": 4})))
-        y = o.add(o.linear(wide, "down", {"D": 32}), o.linear(inner, "out", {"D": 32}, ("heads", "head_dim")))
+        y = o.add(
+            o.linear(wide, "down", {"D": 32}),
+            o.linear(inner, "out", {"D": 32}, ("heads", "head_dim")),
+        )
         x = o.add(carry["x"], o.mul(y, data["gain"]))
         return {"x": x}, {"size": o.max(x, over=("D",))}
 
@@ -66,7 +69,10 @@ def stack(layers: int = LAYERS, dtype: str = "float32") -> Graph:
 @cache
 def inputs() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
-    return {"x": rng.standard_normal((2, 3, 32), np.float32), "gain": np.linspace(0.5, 1, LAYERS, dtype=np.float32)}
+    return {
+        "x": rng.standard_normal((2, 3, 32), np.float32),
+        "gain": np.linspace(0.5, 1, LAYERS, dtype=np.float32),
+    }
 
 
 @cache
@@ -82,14 +88,19 @@ def ops(graph: Graph) -> Counter:
 
 
 def test_rows_are_scaled_to_the_largest_e4m3_number():
-    values, scale = quantise_rows(np.array([[1, -7, 3.5], [0, 0, 0], [1e-3, 448e-3, 0.24e-3]], np.float32))
+    values, scale = quantise_rows(
+        np.array([[1, -7, 3.5], [0, 0, 0], [1e-3, 448e-3, 0.24e-3]], np.float32)
+    )
     assert values.astype(np.float32).tolist() == [[64, -448, 224], [0, 0, 0], [1, 448, 0.234375]]
     np.testing.assert_allclose(scale[[0, 2], 0], [7 / 448, 1e-3], rtol=2**-23)
     assert (values.astype(np.float32) * scale)[1].tolist() == [0, 0, 0]
 
 
 def test_torch_quantises_to_the_same_bits():
-    x = np.random.default_rng(0).standard_normal((64, 96), np.float32) * np.float32(10) ** np.arange(-32, 32)[:, None]
+    x = (
+        np.random.default_rng(0).standard_normal((64, 96), np.float32)
+        * np.float32(10) ** np.arange(-32, 32)[:, None]
+    )
     for narrow in (torch.float32, torch.bfloat16):
         tensor = torch.from_numpy(x).to(narrow)
         values, scale = ltx2rt_cuda.ops.quantise_rows(tensor)
@@ -115,21 +126,30 @@ def test_linear_errs_by_the_numbers_precision_whatever_its_length(columns):
 def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     """torch has this product on the CPU, too: the call that a GPU gets, against the multiplication in float32."""
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(n, generator=generator).bfloat16() for n in ((3, 5, 2, 32), (48, 64), (48,)))
+    x, weight, bias = (
+        torch.randn(n, generator=generator).bfloat16() for n in ((3, 5, 2, 32), (48, 64), (48,))
+    )
     values, scale = ltx2rt_cuda.ops.quantise_rows(weight)
     operands, plan = (x, values, scale, bias), {"num_contracted": 2, "out_shape": (12, 4)}
     assert ltx2rt_cuda.ops.float8_road(x, values) == "float32"
     expected = ltx2rt_cuda.ops.linear_float8(*operands, **plan)
     for road in ("tensor", "bfloat16"):
         monkeypatch.setattr(ltx2rt_cuda.ops, "float8_road", lambda *_, road=road: road)
-        assert relative_l2(ltx2rt_cuda.ops.linear_float8(*operands, **plan).float(), expected.float()) <= 2**-8
+        assert (
+            relative_l2(ltx2rt_cuda.ops.linear_float8(*operands, **plan).float(), expected.float())
+            <= 2**-8
+        )
     monkeypatch.setattr(ltx2rt_cuda.ops, "float8_road", lambda *_: "rows")
     y = ltx2rt_cuda.ops.linear_float8(*operands, **plan)
     assert y.dtype == torch.bfloat16 and y.shape == (3, 5, 12, 4)
-    assert relative_l2(y.float(), expected.float()) <= 2**-8  # bfloat16 keeps 8 bits; the bias may be added after
+    assert (
+        relative_l2(y.float(), expected.float()) <= 2**-8
+    )  # bfloat16 keeps 8 bits; the bias may be added after
     monkeypatch.setattr(ltx2rt_cuda.ops, "LONG_ROWS", 32)
     rows = []  # a product of few long rows there is none of
-    monkeypatch.setattr(torch, "_scaled_mm", lambda x, *_, **__: rows.append(len(x)) or torch.zeros(len(x), 48))
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda x, *_, **__: rows.append(len(x)) or torch.zeros(len(x), 48)
+    )
     assert ltx2rt_cuda.ops.linear_float8(*operands, **plan).shape == y.shape and rows == [272]
 
 
@@ -172,7 +192,9 @@ def test_first_and_last_block_gates_and_everything_outside_stay():
     dtypes = {name: v.type.dtype for name, (v, _) in graph.all_params().items()}
     float8 = {name for name, dtype in dtypes.items() if dtype == "float8_e4m3fn"}
     assert float8 == {f"blocks.1+*.{part}.weight" for part in ("up", "to_q", "down", "out")}
-    assert {n for n, dtype in dtypes.items() if dtype == "float32"} == {f"{name} scale" for name in float8}
+    assert {n for n, dtype in dtypes.items() if dtype == "float32"} == {
+        f"{name} scale" for name in float8
+    }
     assert set(dtypes.values()) == {"bfloat16", "float8_e4m3fn", "float32"}
     assert graph.inputs == stack(dtype="bfloat16").inputs and graph.outputs.keys() == {"y", "size"}
 
@@ -185,14 +207,21 @@ def test_same_tensors_are_read():
 
 def test_unquantised_layers_are_exact_and_every_iteration_reads_its_own():
     """With zeros for the middle blocks' linears nothing is lost; with one of them non-zero its layer matters."""
-    middle = {n: a for n, a in params().items() if n.split(".")[1] in "123" and a.ndim == 2 and "gate" not in n}
+    middle = {
+        n: a
+        for n, a in params().items()
+        if n.split(".")[1] in "123" and a.ndim == 2 and "gate" not in n
+    }
     zeros = params() | {name: np.zeros_like(array) for name, array in middle.items()}
     exact = interpret(stack(), zeros, inputs())
     for key, value in interpret(quantise(stack()), zeros, inputs()).items():
         assert np.array_equal(value, exact[key]), key
     for layer in "123":
         one = zeros | {name: array for name, array in middle.items() if name.split(".")[1] == layer}
-        exact, found = interpret(stack(), one, inputs()), interpret(quantise(stack()), one, inputs())
+        exact, found = (
+            interpret(stack(), one, inputs()),
+            interpret(quantise(stack()), one, inputs()),
+        )
         assert np.array_equal(found["size"][: int(layer)], exact["size"][: int(layer)])
         assert 0 < relative_l2(found["size"][int(layer)], exact["size"][int(layer)]) <= STEP
 
@@ -231,19 +260,31 @@ def test_a_split_network_errs_no_more_than_a_whole_one(mesh):
 
 
 def test_too_few_blocks_and_no_blocks_are_refused():
-    with pytest.raises(InputError, match=r"2 blocks.*float8 is for none; leave --weights-dtype out"):
+    with pytest.raises(
+        InputError, match=r"2 blocks.*float8 is for none; leave --weights-dtype out"
+    ):
         quantise(stack(2))
     with pytest.raises(GraphError, match="no stack of blocks"):
-        quantise(trace("one", lambda o: {"y": o.linear(o.input("x", B=2, D=4), "l", {"E": 3})}, "float32"))
+        quantise(
+            trace(
+                "one", lambda o: {"y": o.linear(o.input("x", B=2, D=4), "l", {"E": 3})}, "float32"
+            )
+        )
 
 
 def test_weights_cut_along_their_rows_for_storage_are_refused():
-    with pytest.raises(InputError, match=r"--weights-dtype: .* fsdp=2 cuts weights along D; leave one"):
-        Placement(PROFILES["hopper"], {"fsdp": 2}, "float8").local(forward("bfloat16")[0], "transformer")
+    with pytest.raises(
+        InputError, match=r"--weights-dtype: .* fsdp=2 cuts weights along D; leave one"
+    ):
+        Placement(PROFILES["hopper"], {"fsdp": 2}, "float8").local(
+            forward("bfloat16")[0], "transformer"
+        )
 
 
 def test_quantised_graph_is_no_module_to_train():
-    with pytest.raises(GraphError, match="its weights are in float8; pass the graph before quantisation"):
+    with pytest.raises(
+        GraphError, match="its weights are in float8; pass the graph before quantisation"
+    ):
         as_module(quantise(stack()))
 
 
@@ -272,7 +313,9 @@ class CountingSource(ArraySource):
 
 
 def as_bytes(weight) -> np.ndarray:
-    return (weight.view(torch.uint8).numpy() if isinstance(weight, torch.Tensor) else np.asarray(weight)).view(np.uint8)
+    return (
+        weight.view(torch.uint8).numpy() if isinstance(weight, torch.Tensor) else np.asarray(weight)
+    ).view(np.uint8)
 
 
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
@@ -280,12 +323,19 @@ def test_loading_reads_every_tensor_once_and_quantises_it(kind):
     graph, source = pack(quantise(stack(dtype="bfloat16"))), CountingSource(params())
     weights = get_backend(kind, "cpu").load([graph], source)
     assert source.reads == {(name,): 1 for name in params()}
-    (name,) = (n for n in graph.all_params() if n.endswith("up.weight") or n.endswith("to_q.weight"))
+    (name,) = (
+        n for n in graph.all_params() if n.endswith("up.weight") or n.endswith("to_q.weight")
+    )
     assert name == "blocks.1+*.up.weight | blocks.1+*.to_q.weight"
     (scale,) = (n for n in graph.all_params() if n.endswith("to_q.weight scale"))
     for i in range(LAYERS - 2):
-        parts = [quantise_rows(params()[f"blocks.{i + 1}.{part}.weight"]) for part in ("up", "to_q")]
-        found = [weights[n.replace("*", str(i))] if kind == "cuda" else weights[n][i] for n in (name, scale)]
+        parts = [
+            quantise_rows(params()[f"blocks.{i + 1}.{part}.weight"]) for part in ("up", "to_q")
+        ]
+        found = [
+            weights[n.replace("*", str(i))] if kind == "cuda" else weights[n][i]
+            for n in (name, scale)
+        ]
         for array, expected in zip(found, zip(*parts, strict=True), strict=True):
             assert np.array_equal(as_bytes(array), np.concatenate(expected).view(np.uint8))
 
@@ -298,9 +348,14 @@ def test_torch_rank_quantises_its_own_slices(coordinate):
     weights = backend.load([graph], source)
     half = slice(coordinate * 24, coordinate * 24 + 24)
     whole = params()
-    for part, array in (("up", whole["blocks.2.up.weight"][half]), ("down", whole["blocks.2.down.weight"][:, half])):
+    for part, array in (
+        ("up", whole["blocks.2.up.weight"][half]),
+        ("down", whole["blocks.2.down.weight"][:, half]),
+    ):
         expected, scale = quantise_rows(array)
-        assert np.array_equal(as_bytes(weights[f"blocks.1+1.{part}.weight"]), expected.view(np.uint8))
+        assert np.array_equal(
+            as_bytes(weights[f"blocks.1+1.{part}.weight"]), expected.view(np.uint8)
+        )
         assert np.array_equal(weights[f"blocks.1+1.{part}.weight scale"], scale)
     assert set(source.reads.values()) == {1}
     assert all(cuts for name, *cuts in source.reads if "up" in name or "down.weight" in name)
@@ -311,10 +366,15 @@ def test_loras_are_merged_before_quantising_and_untouched_weights_are_shared(kin
     from ltx2rt.weights.files import write_arrays
 
     names = [f"model.diffusion_model.transformer_blocks.{i}.attn1.to_q.weight" for i in range(3)]
-    arrays = {name: np.random.default_rng(i).standard_normal((32, 32), np.float32) for i, name in enumerate(names)}
+    arrays = {
+        name: np.random.default_rng(i).standard_normal((32, 32), np.float32)
+        for i, name in enumerate(names)
+    }
 
     def model(o):
-        block = lambda o, c, i, d: ({"x": o.linear(c["x"], "attn1.to_q", {"D": 32}, bias=False)}, {})  # noqa: E731
+        def block(o, c, i, d):
+            return {"x": o.linear(c["x"], "attn1.to_q", {"D": 32}, bias=False)}, {}
+
         prefix = "model.diffusion_model.transformer_blocks.*."
         return {"x": o.repeat(block, 3, {"x": o.input("x", B=2, D=32)}, prefix=prefix)[0]["x"]}
 
@@ -325,16 +385,25 @@ def test_loras_are_merged_before_quantising_and_untouched_weights_are_shared(kin
         halves = {f"{module}.lora_A.weight": (2, 32), f"{module}.lora_B.weight": (32, 2)}
         rng = np.random.default_rng(9)
         path = tmp_path / f"{layer}.safetensors"
-        write_arrays(path, {name: rng.standard_normal(shape).astype(np.float32) for name, shape in halves.items()})
+        write_arrays(
+            path,
+            {name: rng.standard_normal(shape).astype(np.float32) for name, shape in halves.items()},
+        )
         merged = MergedSource(ArraySource(arrays), [open_lora(path)], "bfloat16", backend.merge)
         weights = backend.load([graph], merged, base, merged.touched())
         name = "model.diffusion_model.transformer_blocks.1+*.attn1.to_q.weight"
         name = name.replace("*", "0") if kind == "cuda" else name
         weight = merged.read(names[1])
-        expected, scale = quantise_rows(weight if isinstance(weight, np.ndarray) else backend.to_host(weight))
+        expected, scale = quantise_rows(
+            weight if isinstance(weight, np.ndarray) else backend.to_host(weight)
+        )
         assert np.array_equal(as_bytes(weights[name]).ravel(), expected.view(np.uint8).ravel())
         assert np.array_equal(np.asarray(weights[f"{name} scale"]).ravel(), scale.ravel())
-        assert (weights[name] is base[name]) == (weights[f"{name} scale"] is base[f"{name} scale"]) == (layer != 1)
+        assert (
+            (weights[name] is base[name])
+            == (weights[f"{name} scale"] is base[f"{name} scale"])
+            == (layer != 1)
+        )
 
 
 def test_jax_devices_hold_and_multiply_their_own_slices():
@@ -343,7 +412,9 @@ def test_jax_devices_hold_and_multiply_their_own_slices():
         "XLA_FLAGS": xla_flags(2),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
     }
-    ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.strip() == "equal"
 
@@ -412,12 +483,17 @@ def test_fused_float8_graph_is_the_same():
     backend, placement = get_backend("cuda", "cpu"), Placement(PROFILES["single"], {}, "float8")
     float8 = placement.local(graph, "transformer")
     plain, fused = (backend.lower(float8, fused=fused) for fused in (False, True))
-    assert ops(fused.graph)["gelu_linear_float8"] > 0 and ops(fused.graph)["head_gate_linear_float8"] > 0
+    assert (
+        ops(fused.graph)["gelu_linear_float8"] > 0
+        and ops(fused.graph)["head_gate_linear_float8"] > 0
+    )
     distances = []
     for seed in range(5):
         weights = backend.load([float8], ArraySource(random_params(graph, seed)))
         (found, expected) = (program(weights, feeds) for program in (fused, plain))
-        distances.append(max(relative_l2(found[key].numpy(), expected[key].numpy()) for key in expected))
+        distances.append(
+            max(relative_l2(found[key].numpy(), expected[key].numpy()) for key in expected)
+        )
     assert sorted(distances)[2] <= 1e-6 and max(distances) <= STEP, distances
 
 

@@ -20,11 +20,15 @@ CLOSE = 1e-6  # float32: products of samples that lie otherwise in memory, and f
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tensor": 2}, {"tensor": 2, "sequence": 2}], ids=str)
-@pytest.mark.parametrize("name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"])
+@pytest.mark.parametrize(
+    "name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"]
+)
 def test_values_are_the_same(monkeypatch, name, mesh):
     """Bit by bit with expanded samples copied, which numpy multiplies otherwise as long as they are views."""
     expand = OPS["expand"]
-    copied = replace(expand, numpy=lambda *args, **plan: np.array(expand.numpy(*args, **plan), order="C"))
+    copied = replace(
+        expand, numpy=lambda *args, **plan: np.array(expand.numpy(*args, **plan), order="C")
+    )
     monkeypatch.setitem(OPS, "expand", copied)
     one = case(name)
     graph = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network)
@@ -40,7 +44,8 @@ def test_values_are_the_same(monkeypatch, name, mesh):
 def test_the_sum_and_the_first_norm_are_one_kernel(devices):
     graph = case("guided-2.3").on(devices)
     before, after = (
-        Counter(op for node in fuse(g).repeats[0].body.nodes for op in parts(node)) for g in (graph, rotate(graph))
+        Counter(op for node in fuse(g).repeats[0].body.nodes for op in parts(node))
+        for g in (graph, rotate(graph))
     )
     assert before["gated_residual"] == before["norm_modulate"] == 2  # of video and sound
     assert after["gated_residual"] == after["norm_modulate"] == 0

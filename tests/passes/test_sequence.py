@@ -40,7 +40,9 @@ def on(mesh, graph, audio="replicated"):
 
 
 def executed(graph):
-    return Counter({op: sum(times for node, times in graph.walk() if node.op == op) for op in COLLECTIVES})
+    return Counter(
+        {op: sum(times for node, times in graph.walk() if node.op == op) for op in COLLECTIVES}
+    )
 
 
 def agree(one, mesh, audio="replicated"):
@@ -73,7 +75,9 @@ def test_split_sound_gives_the_values_of_one_device(name, mesh):
 def test_many_queries_gather_few_keys_and_few_queries_trade():
     """Video to sound gathers, sound to video and each to itself trade tokens for heads."""
     config = preset("ltx-2.0").config.transformer
-    structure = guided_step.StepShape(guided_step.Branches(), 6144, 126, 1024, (16, 16, 24, 16, 126, 126))
+    structure = guided_step.StepShape(
+        guided_step.Branches(), 6144, 126, 1024, (16, 16, 24, 16, 126, 126)
+    )
     local = on({"sequence": 8}, guided_step.trace(config, structure, "bfloat16"), "split")
     assert executed(local) == Counter(all_to_all=6 * 48, all_gather=2 * 48 + 2)
 
@@ -98,7 +102,10 @@ def uneven_masked() -> Case:
     graph = transformer.trace(
         config, transformer.ForwardShape(2, tokens, 7, 5, counts, *levels, masked=True), "float32"
     )
-    feeds = {name: feeds.get(name, rng.random(v.type.shape, np.float32)) for name, v in graph.inputs.items()}
+    feeds = {
+        name: feeds.get(name, rng.random(v.type.shape, np.float32))
+        for name, v in graph.inputs.items()
+    }
     return Case("transformer", graph, random_params(graph), feeds)
 
 
@@ -111,14 +118,20 @@ def test_a_mask_between_tokens_that_do_not_divide(mesh):
 def uneven_step(masked: bool) -> Case:
     rng = np.random.default_rng(5)
     config, tokens, feeds = uneven(rng)
-    feeds |= guided_step.mask_feeds("video", np.linspace(0, 1, tokens).round(1)) | guided_step.mask_feeds(
-        "audio", np.ones(7)
-    )
-    for name, count, channels, width in (("video", tokens, 128, config.width), ("audio", 7, 128, config.audio_width)):
+    feeds |= guided_step.mask_feeds(
+        "video", np.linspace(0, 1, tokens).round(1)
+    ) | guided_step.mask_feeds("audio", np.ones(7))
+    for name, count, channels, width in (
+        ("video", tokens, 128, config.width),
+        ("audio", 7, 128, config.audio_width),
+    ):
         feeds[f"{name}_latent"] = rng.standard_normal((1, count, channels))
         feeds[f"{name}_clean"] = rng.standard_normal((count, channels))
         feeds[f"{name}_context"] = rng.standard_normal((2, 5, width))
-    feeds |= {"sigmas": np.array([0.8, 0.6]), "guidance": np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]])}
+    feeds |= {
+        "sigmas": np.array([0.8, 0.6]),
+        "guidance": np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]]),
+    }
     if masked:
         feeds["video_attention_mask"] = attention_weights(tokens)
     structure = guided_step.StepShape(
@@ -135,27 +148,38 @@ def uneven_step(masked: bool) -> Case:
     return Case("transformer", graph, random_params(graph), feeds)
 
 
-@pytest.mark.parametrize(("sound", "masked"), [("replicated", False), ("split", False), ("replicated", True)])
+@pytest.mark.parametrize(
+    ("sound", "masked"), [("replicated", False), ("split", False), ("replicated", True)]
+)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, sound, masked):
     agree(uneven_step(masked), mesh, sound)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "most", "most_bytes"), [({"sequence": 8}, 250, 2.7e9), ({"tensor": 2, "sequence": 4}, 500, 7.3e9)], ids=str
+    ("mesh", "most", "most_bytes"),
+    [({"sequence": 8}, 250, 2.7e9), ({"tensor": 2, "sequence": 4}, 500, 7.3e9)],
+    ids=str,
 )
 def test_a_full_size_step_communicates_no_more_than_promised(mesh, most, most_bytes):
     """LTX-2.0, 6144 video tokens, two branches: two all-to-alls and one gather a block, and tensor's all-reduces."""
     config = preset("ltx-2.0").config.transformer
-    structure = guided_step.StepShape(guided_step.Branches(True), 6144, 126, 1024, (16, 16, 24, 16, 126, 126))
+    structure = guided_step.StepShape(
+        guided_step.Branches(True), 6144, 126, 1024, (16, 16, 24, 16, 126, 126)
+    )
     graph = on(mesh, guided_step.trace(config, structure, "bfloat16"))
     found = executed(graph)
     reduces = 7 * 48 if "tensor" in mesh else 0
-    assert found == Counter(all_to_all=2 * 48, all_gather=48 + 1, all_reduce=reduces) and sum(found.values()) <= most
+    assert (
+        found == Counter(all_to_all=2 * 48, all_gather=48 + 1, all_reduce=reduces)
+        and sum(found.values()) <= most
+    )
     assert 0.8 * most_bytes < sum(t.received_bytes for t in traffic(graph).values()) <= most_bytes
 
 
-@pytest.mark.parametrize("mesh", ({"guidance": 2}, {"guidance": 4}, {"guidance": 2, "tensor": 2}), ids=str)
+@pytest.mark.parametrize(
+    "mesh", ({"guidance": 2}, {"guidance": 4}, {"guidance": 2, "tensor": 2}), ids=str
+)
 def test_branches_meet_only_at_the_output_projections(mesh):
     """One gather of each stream's velocity, and of every block a device runs its share of the branches."""
     local = on(mesh, case("guided-2.3").graph)
@@ -165,13 +189,17 @@ def test_branches_meet_only_at_the_output_projections(mesh):
     gathered = [node.inputs[0].type for node in local.nodes if node.op == "all_gather"]
     assert {t.axes[-1] for t in gathered} == {"C"}
     (body,) = (node.args["repeat"].body for node in local.nodes if node.op == "repeat")
-    assert {v.type.size("B") for v in body.inputs.values() if "B" in v.type.axes} == {4 // mesh["guidance"]}
+    assert {v.type.size("B") for v in body.inputs.values() if "B" in v.type.axes} == {
+        4 // mesh["guidance"]
+    }
 
 
 @pytest.mark.parametrize("mesh", ({"guidance": 3}, {"guidance": 8}), ids=str)
 def test_branches_that_do_not_divide_are_refused(mesh):
     parts = mesh["guidance"]
-    with pytest.raises(InputError, match=f"4 branches do not divide over guidance={parts}; choose a divisor of 4"):
+    with pytest.raises(
+        InputError, match=f"4 branches do not divide over guidance={parts}; choose a divisor of 4"
+    ):
         on(mesh, case("guided-2.3").graph)
 
 
@@ -179,9 +207,13 @@ def test_branches_of_the_text_encoder_stay_together():
     """Its batch is the prompts, which the axis `guidance` does not split."""
     graph = case("text-2.3").graph
     assert not Placement(PROFILES["trillium"], {"guidance": 2}).local(graph, "text-encoder").mesh
-    local = Placement(PROFILES["trillium"], {"guidance": 2, "tensor": 2}).local(graph, "text-encoder")
+    local = Placement(PROFILES["trillium"], {"guidance": 2, "tensor": 2}).local(
+        graph, "text-encoder"
+    )
     assert local.mesh == {"guidance": 2, "tensor": 2}
-    assert {node.attrs["mesh_axis"] for node, _ in local.walk() if "mesh_axis" in node.attrs} == {"tensor"}
+    assert {node.attrs["mesh_axis"] for node, _ in local.walk() if "mesh_axis" in node.attrs} == {
+        "tensor"
+    }
 
 
 def test_heads_that_do_not_divide_are_refused():
@@ -225,7 +257,11 @@ def test_jax_runs_it_under_shard_map():
     """
     environment = {"XLA_FLAGS": xla_flags(6), "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
-        [sys.executable, "-c", JAX, json.dumps(sys.path)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", JAX, json.dumps(sys.path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     distances = [float(line) for line in ran.stdout.split()]

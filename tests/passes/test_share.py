@@ -8,7 +8,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from placed_cases import AUDIO_TOKENS, TEXT, TOKENS, attention_weights, positions, transformer_config
+from placed_cases import (
+    AUDIO_TOKENS,
+    TEXT,
+    TOKENS,
+    attention_weights,
+    positions,
+    transformer_config,
+)
 
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import guided_step, transformer
@@ -34,9 +41,21 @@ COMBINATIONS = [Branches(*flags) for flags in product((False, True), repeat=3) i
 
 
 @cache
-def step(branches=ALL, blocks=(2,), generation="2.3", layers=LAYERS, videos=1, levels=(1, 1), masked=False, **more):
+def step(
+    branches=ALL,
+    blocks=(2,),
+    generation="2.3",
+    layers=LAYERS,
+    videos=1,
+    levels=(1, 1),
+    masked=False,
+    **more,
+):
     """A step's unshared graph, its parameters and its inputs. levels: of the timesteps of video and audio tokens."""
-    config, rng = replace(transformer_config(generation), num_layers=layers), np.random.default_rng(7)
+    config, rng = (
+        replace(transformer_config(generation), num_layers=layers),
+        np.random.default_rng(7),
+    )
     feeds = transformer.position_feeds(config, *positions())
     shape = StepShape(
         branches, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), *levels, videos=videos,
@@ -48,15 +67,25 @@ def step(branches=ALL, blocks=(2,), generation="2.3", layers=LAYERS, videos=1, l
         "guidance": GUIDANCE,
         "video_attention_mask": attention_weights(TOKENS),
     }
-    for name, count, num_levels in zip(("video", "audio"), (TOKENS, AUDIO_TOKENS), levels, strict=True):
-        feeds |= guided_step.mask_feeds(name, np.linspace(1, 0.3, num_levels)[np.arange(count) % num_levels])
-    feeds |= {n: rng.standard_normal(v.type.shape, np.float32) for n, v in graph.inputs.items() if n not in feeds}
+    for name, count, num_levels in zip(
+        ("video", "audio"), (TOKENS, AUDIO_TOKENS), levels, strict=True
+    ):
+        feeds |= guided_step.mask_feeds(
+            name, np.linspace(1, 0.3, num_levels)[np.arange(count) % num_levels]
+        )
+    feeds |= {
+        n: rng.standard_normal(v.type.shape, np.float32)
+        for n, v in graph.inputs.items()
+        if n not in feeds
+    }
     return graph, random_params(graph), {name: feeds[name] for name in graph.inputs}
 
 
 def stored(graph):
     """What a device holds: stages of other branches share it."""
-    return {name: (v.type, count) for name, (v, count) in graph.all_params().items()}, graph.all_layouts()
+    return {
+        name: (v.type, count) for name, (v, count) in graph.all_params().items()
+    }, graph.all_layouts()
 
 
 def agree(graph, shared, params, inputs, kind="numpy"):
@@ -69,7 +98,9 @@ def agree(graph, shared, params, inputs, kind="numpy"):
 
 def stacks(graph):
     """(first, count) of each repeat, and how many entries enter it."""
-    return [(r.first, r.count, next(iter(r.body.inputs.values())).type.size("B")) for r in graph.repeats]
+    return [
+        (r.first, r.count, next(iter(r.body.inputs.values())).type.size("B")) for r in graph.repeats
+    ]
 
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
@@ -111,7 +142,9 @@ def test_images_masks_videos_and_frozen_streams_keep_their_values(more):
     agree(graph, share(graph), params, inputs)
 
 
-@pytest.mark.parametrize("kind,layers,blocks", [("cuda", "scan", 2), ("cuda", "unrolled", 2), ("tpu", "scan", 0)])
+@pytest.mark.parametrize(
+    "kind,layers,blocks", [("cuda", "scan", 2), ("cuda", "unrolled", 2), ("tpu", "scan", 0)]
+)
 def test_backends_run_the_shared_step(kind, layers, blocks):
     """JAX takes a second to compile a part of the stack, and gets two parts."""
     graph, params, inputs = step(blocks=(blocks,))
@@ -128,17 +161,26 @@ def test_written_out_it_is_the_same():
         np.testing.assert_array_equal(value, expected[name])
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"sequence": 3, "tensor": 2}, {"fsdp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"tensor": 2}, {"sequence": 2}, {"sequence": 3, "tensor": 2}, {"fsdp": 2}], ids=str
+)
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_a_placed_step_communicates_no_more(mesh, generation):
     graph, params, inputs = step(generation=generation, levels=(3, 2))
-    placed = place(graph, Placement(PROFILES["trillium"], mesh).rules("transformer", weights=False), mesh)
+    placed = place(
+        graph, Placement(PROFILES["trillium"], mesh).rules("transformer", weights=False), mesh
+    )
     shared = share(placed)
     before, after = traffic(placed), traffic(shared)
     assert before.keys() == after.keys()
     for name in before:
-        assert after[name].count <= before[name].count and after[name].bytes <= before[name].bytes, name
-    assert sum(t.bytes for t in after.values()) < sum(t.bytes for t in before.values()) or "fsdp" in mesh
+        assert (
+            after[name].count <= before[name].count and after[name].bytes <= before[name].bytes
+        ), name
+    assert (
+        sum(t.bytes for t in after.values()) < sum(t.bytes for t in before.values())
+        or "fsdp" in mesh
+    )
     agree(placed, shared, params, inputs)
     local = Placement(PROFILES["trillium"], mesh).local(graph, "transformer")
     expected = interpret(graph, params, inputs)
@@ -154,7 +196,9 @@ def test_quantised_blocks_are_shared_too():
     assert flops(shared) < flops(share(graph))
     expected = interpret(quantised, params, inputs)
     for name, value in interpret(shared, params, inputs).items():
-        assert relative_l2(value, expected[name]) <= 0.02, name  # a float32 rounding may become one of e4m3
+        assert relative_l2(value, expected[name]) <= 0.02, (
+            name
+        )  # a float32 rounding may become one of e4m3
 
 
 @pytest.mark.parametrize("mesh", [{"guidance": 2}, {"guidance": 2, "tensor": 2}], ids=str)
@@ -202,5 +246,8 @@ def test_the_published_step_does_no_work_twice():
     assert stacks(shared) == [(0, 28, 3), (28, 20, 4)]
     assert heavy(shared, "*.attn1.to_q") == {3: 28, 4: 20}
     assert heavy(shared, "*.attn2.to_k") == {2: 48}
-    assert heavy(shared, "audio_to_video_attn.to_q") == {2: 28, 3: 20}  # the isolated branch has none
+    assert heavy(shared, "audio_to_video_attn.to_q") == {
+        2: 28,
+        3: 20,
+    }  # the isolated branch has none
     assert heavy(shared, "diffusion_model.patchify_proj") == {1: 1}

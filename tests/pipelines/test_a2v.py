@@ -28,7 +28,9 @@ SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 3, "seed": 5}
 def song(tmp_path):
     """A second of a chirp in two channels."""
     t = np.arange(RATE) / RATE
-    sound = np.stack([0.5 * np.sin(2 * np.pi * (300 + 400 * t) * t), 0.3 * np.cos(2 * np.pi * 200 * t)])
+    sound = np.stack(
+        [0.5 * np.sin(2 * np.pi * (300 + 400 * t) * t), 0.3 * np.cos(2 * np.pi * 200 * t)]
+    )
     with wave.open(str(tmp_path / "song.wav"), "wb") as file:
         file.setparams((2, 2, RATE, RATE, "NONE", ""))
         file.writeframes((sound * 2**15).astype("<i2").T.tobytes())
@@ -38,10 +40,17 @@ def song(tmp_path):
 def expected(module, state, stage, geometry, sigmas, start, **guided):
     """Latents and x0 of every step, f64[steps, T, C] each, from the recorded noise; the sound is at timestep 0."""
     audio = pack_audio(state.source["audio"])[0]
-    video = state.record[f"{stage}.video.noise"][0].astype(np.float64) * sigmas[0] + start * (1 - sigmas[0])
+    video = state.record[f"{stage}.video.noise"][0].astype(np.float64) * sigmas[0] + start * (
+        1 - sigmas[0]
+    )
     positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
-    given = {"video": video, "audio": audio}, {"video": np.ones(len(video)), "audio": np.zeros(len(audio))}
-    steps = euler_steps(module, positions, state.contexts, *given, given[0], sigmas, frozen=("audio",), **guided)
+    given = (
+        {"video": video, "audio": audio},
+        {"video": np.ones(len(video)), "audio": np.zeros(len(audio))},
+    )
+    steps = euler_steps(
+        module, positions, state.contexts, *given, given[0], sigmas, frozen=("audio",), **guided
+    )
     return (np.stack([found["video"] for found in kind]) for kind in zip(*steps, strict=True))
 
 
@@ -50,15 +59,32 @@ def test_both_stages_are_the_formula_over_diffusers(generation, song, tiny):
     """The distilled LoRA has strength 0: that it is merged in stage 2 is what two-stage proves."""
     folder = tiny(f"tiny-{generation}", "diffusers")
     lora = LoraSpec(folder / f"tiny-{generation}-distilled-lora.safetensors", 0.0)
-    session = open_session(ModelOptions("cuda", folder, device="cpu", dtype="float32", distilled_lora=lora))
+    session = open_session(
+        ModelOptions("cuda", folder, device="cpu", dtype="float32", distilled_lora=lora)
+    )
     plan = make_plan(session, AudioToVideo("a robot dancing", audio_path=song, **SIZE))
-    assert [s.name for s in plan.stages] == ["source sound", "text", "stage1", "upsample", "stage2", "decode"]
+    assert [s.name for s in plan.stages] == [
+        "source sound",
+        "text",
+        "stage1",
+        "upsample",
+        "stage2",
+        "decode",
+    ]
     state, *_ = produce(session, plan, keep=True)
     assert not any(".audio." in name for name in state.record)
-    module = LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer", perturbed_attn=True).eval()
+    module = LTX2VideoTransformer3DModel.from_pretrained(
+        folder / "transformer", perturbed_attn=True
+    ).eval()
     request, upsampled = plan.request, pack_video(state.record["upsampled"])[0]
     for stage, scale, sigmas, start, guided in (
-        ("stage1", 2, shifted_sigmas(3), 0.0, {"guidance": request.guidance, "blocks": request.stg_blocks}),
+        (
+            "stage1",
+            2,
+            shifted_sigmas(3),
+            0.0,
+            {"guidance": request.guidance, "blocks": request.stg_blocks},
+        ),
         ("stage2", 1, STAGE2_SIGMAS, upsampled, {}),
     ):
         geometry = request.geometry(session.config, scale)
@@ -79,8 +105,12 @@ def test_the_clip_gets_the_sound_as_it_is(song, tiny, generate):
     assert rate == heard_rate == RATE and heard.shape == samples.shape
     assert np.corrcoef(heard.ravel(), samples.ravel())[0, 1] > 0.99  # AAC
     np.testing.assert_array_equal(found.latents["waveform"], samples)
-    assert found.latents["audio_input"].shape == (1, 8, 9, 16) and "audio_latent" not in found.latents
-    again = generate("cuda", model, *flags, "--noise-in", found.latents_file, "--no-audio", "--audio-cfg", 3)
+    assert (
+        found.latents["audio_input"].shape == (1, 8, 9, 16) and "audio_latent" not in found.latents
+    )
+    again = generate(
+        "cuda", model, *flags, "--noise-in", found.latents_file, "--no-audio", "--audio-cfg", 3
+    )
     assert "the a2v pipeline does not read --audio-cfg" in again.stderr
     np.testing.assert_array_equal(again.latents["video_latent"], found.latents["video_latent"])
     with av.open(str(again.clip)) as container:
@@ -89,7 +119,18 @@ def test_the_clip_gets_the_sound_as_it_is(song, tiny, generate):
 
 
 def test_several_videos_of_one_sound(song, tiny, generate):
-    flags = ("--pipeline", "a2v", "--audio-path", song, "--seed", 5, "--steps", 1, "--num-frames", 9)
+    flags = (
+        "--pipeline",
+        "a2v",
+        "--audio-path",
+        song,
+        "--seed",
+        5,
+        "--steps",
+        1,
+        "--num-frames",
+        9,
+    )
     found = generate("cuda", tiny("tiny-2.3", "official"), *flags, "--num-videos", 2)
     assert found.status == 0, found.stderr
     samples, _ = read_sound(song, 0.0, 9 / 48)
@@ -106,20 +147,38 @@ def test_what_cannot_be_used_is_refused_before_weights(song, tiny, generate, mon
     for flags, message in (
         ((), "--audio-path: the a2v pipeline makes a clip for a sound, none was given"),
         (("--audio-path", song.with_name("gone.wav")), "--audio-path: "),
-        (("--audio-path", song, "--audio-start-time", -1), "--audio-start-time: -1, expected 0 or more"),
+        (
+            ("--audio-path", song, "--audio-start-time", -1),
+            "--audio-start-time: -1, expected 0 or more",
+        ),
         (("--audio-path", song, "--audio-start-time", "nan"), "--audio-start-time: nan"),
-        (("--audio-path", song, "--audio-max-duration", 0), "--audio-max-duration: 0, expected more than 0"),
+        (
+            ("--audio-path", song, "--audio-max-duration", 0),
+            "--audio-max-duration: 0, expected more than 0",
+        ),
         (("--audio-path", song, "--audio-start-time", 0.9), "--audio-fit pad"),
         (("--audio-path", song, "--audio-start-time", 1.1), "its sound ends before 1.1 s"),
         (("--audio-path", model / "tiny-2.3.safetensors"), "no readable sound"),
         (("--audio-path", song, "--width", 96), "divisible by 64 (a2v)"),
     ):
         found = generate("cuda", model, "--pipeline", "a2v", *flags)
-        assert found.status == 2 and message in found.stderr and found.stderr.count("\n") == 1, found.stderr
+        assert found.status == 2 and message in found.stderr and found.stderr.count("\n") == 1, (
+            found.stderr
+        )
         assert not list(found.folder.iterdir())
 
 
 def test_it_is_planned(song, command):
-    words = ["plan", "--preset", "ltx-2.3", "--devices", 1, "--device-kind", "h200-141gb", "--pipeline", "a2v"]
+    words = [
+        "plan",
+        "--preset",
+        "ltx-2.3",
+        "--devices",
+        1,
+        "--device-kind",
+        "h200-141gb",
+        "--pipeline",
+        "a2v",
+    ]
     status, out, err = command(*words, "--audio-path", song, "--num-frames", 9)
     assert status == 0 and "source sound" in out, err

@@ -32,7 +32,9 @@ SMALL = {"width": 128, "height": 64, "num_frames": 17, "steps": 2, "seed": 3}
 def sessions(tiny):
     folder = tiny("tiny-2.3", "official")
     lora = LoraSpec(folder / "tiny-2.3-distilled-lora.safetensors")
-    options = {b: ModelOptions(b, folder, device="cpu", distilled_lora=lora) for b in ("cuda", "tpu")}
+    options = {
+        b: ModelOptions(b, folder, device="cpu", distilled_lora=lora) for b in ("cuda", "tpu")
+    }
     opened = {b: open_session(given) for b, given in options.items()}
     yield opened
     for session in opened.values():
@@ -60,16 +62,29 @@ def assert_agree(sessions, name: str, **clip) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_hq(sessions, images):
-    first, later = (parse_image(f"{path}:{where}") for path, where in zip(images, ("0:0.8", "9:0.9"), strict=True))
+    first, later = (
+        parse_image(f"{path}:{where}")
+        for path, where in zip(images, ("0:0.8", "9:0.9"), strict=True)
+    )
     found = assert_agree(sessions, "hq", images=(first, later), image_crf=0, **SMALL)
-    assert found["stage1.video.steps"].shape == found["stage1.video.x0_mid"].shape == (2, 3 * 2 + 2, 128)
+    assert (
+        found["stage1.video.steps"].shape
+        == found["stage1.video.x0_mid"].shape
+        == (2, 3 * 2 + 2, 128)
+    )
     assert found["stage2.audio.substep"].shape == (3, *found["audio_latent"].shape[2:3], 128)
 
 
 def test_keyframes_append_every_image(sessions, images):
-    given = tuple(parse_image(f"{path}:{frame}") for path, frame in zip(images, (0, 16), strict=True))
+    given = tuple(
+        parse_image(f"{path}:{frame}") for path, frame in zip(images, (0, 16), strict=True)
+    )
     found = assert_agree(sessions, "keyframes", images=given, image_crf=0, **SMALL)
-    assert found["stage1.video.steps"].shape == (2, (3 + 2) * 2, 128)  # three latent frames and two images of two
+    assert found["stage1.video.steps"].shape == (
+        2,
+        (3 + 2) * 2,
+        128,
+    )  # three latent frames and two images of two
     np.testing.assert_array_equal(found["audio_latent"].transpose(0, 2, 1, 3).reshape(1, -1, 128)[0],
                                   found["stage2.audio.steps"][-1])  # fmt: skip
 
@@ -90,7 +105,12 @@ def test_retake(sessions, tmp_path):
     write_mp4(tmp_path / "clip.mp4", [frames], **clip)
     region = {"video_path": tmp_path / "clip.mp4", "start_time": 0.4, "end_time": 0.5, "seed": 3}
     found = assert_agree(sessions, "retake", **region)
-    assert found["source.video"].shape == (1, 128, 3, 2, 2) and found["source.audio"].shape == (1, 8, 18, 16)
+    assert found["source.video"].shape == (1, 128, 3, 2, 2) and found["source.audio"].shape == (
+        1,
+        8,
+        18,
+        16,
+    )
     kept = found["source.video"].reshape(128, 12).T[:8]  # two of three latent frames
     np.testing.assert_array_equal(found["stage1.video.steps"][-1][:8], kept)
 
@@ -100,11 +120,25 @@ def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
 
     Stage 2 is that of every other pipeline.
     """
-    lora = lora_with(sessions["cuda"].checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=2, stride=2)
+    lora = lora_with(
+        sessions["cuda"].checkpoint.distilled_lora(),
+        tmp_path / "ic.safetensors",
+        downscale=2,
+        stride=2,
+    )
     video, mask = movie(tmp_path / "a.mov", 17), movie(tmp_path / "mask.mov", 17, (128, 64))
     options = {"loras": (LoraSpec(lora, 0.8),), "distilled_lora": NO_LORA}
-    given = {"image_crf": 0, "images": (parse_image(f"{images[0]}:9:0.9"),), "seed": 3, "num_frames": 17}
-    clip = given | {"width": 256, "height": 128, "video_conditioning": (VideoSpec(video, 0.9), VideoSpec(video))}
+    given = {
+        "image_crf": 0,
+        "images": (parse_image(f"{images[0]}:9:0.9"),),
+        "seed": 3,
+        "num_frames": 17,
+    }
+    clip = given | {
+        "width": 256,
+        "height": 128,
+        "video_conditioning": (VideoSpec(video, 0.9), VideoSpec(video)),
+    }
     weights = {"conditioning_attention_strength": 0.6, "conditioning_attention_mask": mask}
     with pytest.MonkeyPatch.context() as patch:
         for session in sessions.values():
@@ -124,7 +158,11 @@ def test_text_to_audio_computes_no_video(sessions):
     (call,) = stage.needs(session.config)
     graph = session.graph(call)
     names = [*graph.inputs, *graph.parameters()]
-    assert not [n for n in names if "video" in n or (n.endswith("patchify_proj.weight") and "audio" not in n)]
+    assert not [
+        n
+        for n in names
+        if "video" in n or (n.endswith("patchify_proj.weight") and "audio" not in n)
+    ]
     assert not [node for node, _ in graph.walk() if "tokens" in node.outputs[0].type.axes]
     assert len(stage.branches.names) == 3  # the isolated branch is the conditional one
 
@@ -137,19 +175,31 @@ def test_a_duration_is_the_frames_that_last_as_long(sessions):
 
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
-def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(generation, tiny, command, tmp_path):
+def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(
+    generation, tiny, command, tmp_path
+):
     """The audio velocity of the whole model, cross-attention off in every block, is that of the audio stream alone."""
     from safetensors.numpy import load_file, save_file
 
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
     grid = np.indices((1, 2, 3), np.float32).reshape(3, -1)
-    positions = {"video": np.stack([grid, grid + 1], -1)[None], "audio": np.zeros((1, 1, 5, 2), np.float32)}
+    positions = {
+        "video": np.stack([grid, grid + 1], -1)[None],
+        "audio": np.zeros((1, 1, 5, 2), np.float32),
+    }
     positions["audio"][0, 0] = np.stack([np.arange(5), np.arange(5) + 1], -1) * 0.04
     inputs = {}
     for m, tokens, width in (("video", 6, 64 if generation == "2.0" else 128), ("audio", 5, 64)):
-        inputs |= {f"{m}_latent": draw(1, tokens, 128), f"{m}_timesteps": np.full((1, tokens, 1), 0.7, np.float32)}
-        inputs |= {f"{m}_sigma": np.float32([0.7]), f"{m}_positions": positions[m], f"{m}_context": draw(1, 32, width)}
+        inputs |= {
+            f"{m}_latent": draw(1, tokens, 128),
+            f"{m}_timesteps": np.full((1, tokens, 1), 0.7, np.float32),
+        }
+        inputs |= {
+            f"{m}_sigma": np.float32([0.7]),
+            f"{m}_positions": positions[m],
+            f"{m}_context": draw(1, 32, width),
+        }
     off = {f"{name}_keep": np.zeros((1, 3), np.float32) for name in ("a2v", "v2a")}
     found = {}
     for name, tensors in {
@@ -157,10 +207,25 @@ def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(generation, tin
         "alone": {n: x for n, x in inputs.items() if n.startswith("audio")},
     }.items():
         save_file(tensors, tmp_path / "in.safetensors")
-        words = ["probe", "--backend", "cuda", "--device", "cpu", "--model", tiny(f"tiny-{generation}", "official")]
-        files = ["--inputs", tmp_path / "in.safetensors", "--outputs", tmp_path / f"{name}.safetensors"]
+        words = [
+            "probe",
+            "--backend",
+            "cuda",
+            "--device",
+            "cpu",
+            "--model",
+            tiny(f"tiny-{generation}", "official"),
+        ]
+        files = [
+            "--inputs",
+            tmp_path / "in.safetensors",
+            "--outputs",
+            tmp_path / f"{name}.safetensors",
+        ]
         status, _, stderr = command(*words, "--component", "transformer", *files)
         assert status == 0, stderr
         found[name] = load_file(tmp_path / f"{name}.safetensors")
     assert found["alone"].keys() == {"audio_velocity"}
-    np.testing.assert_allclose(found["alone"]["audio_velocity"], found["both"]["audio_velocity"], atol=1e-6)
+    np.testing.assert_allclose(
+        found["alone"]["audio_velocity"], found["both"]["audio_velocity"], atol=1e-6
+    )

@@ -100,19 +100,31 @@ def test_the_layout_is_the_published_one(num_frames):
             slots = [g for g in stage.given if isinstance(g, SeededSlot)]
             assert stage.given == (*anchors, *slots) and {a.strength for a in anchors} == {0.95}
             assert [a.frame for a in anchors] == [a.of - stage.start for a in anchors]
-            assert [slot.index for slot in slots] == [round((slot.frame + stage.start) / 8) for slot in slots]
+            assert [slot.index for slot in slots] == [
+                round((slot.frame + stage.start) / 8) for slot in slots
+            ]
             assert {slot.latents for slot in slots} == {stage.source} == {f"round{number}_upsample"}
             stop = stage.start + (stage.geometry.frames - 1) * 8
             places = [a.of for a in anchors], [s.frame + stage.start for s in slots]
             made.append((stage.start, stop, stage.lead, *places))
-            assert stage.geometry.fps == min(24 * 2**number, 60) and (stage.sampler, stage.eta) == ("ancestral", 0.5)
-            assert stage.sigmas.tolist() == np.float32(DISTILLED[4:]).tolist() and stage.streams == ("video",)
+            assert stage.geometry.fps == min(24 * 2**number, 60) and (stage.sampler, stage.eta) == (
+                "ancestral",
+                0.5,
+            )
+            assert stage.sigmas.tolist() == np.float32(
+                DISTILLED[4:]
+            ).tolist() and stage.streams == ("video",)
         assert made == tiles
         assert sum(s.geometry.frames - s.lead for s in found) == (frames - 1) // 8 + 1
 
 
 def test_of_two_segments_that_fit_alike_the_longer_one():
-    assert canvas(97) == (97, 32) and canvas(73) == (73, 24) and canvas(17) == (25, 24) and canvas(473) == (481, 32)
+    assert (
+        canvas(97) == (97, 32)
+        and canvas(73) == (73, 24)
+        and canvas(17) == (25, 24)
+        and canvas(473) == (481, 32)
+    )
 
 
 def test_images_are_where_they_are_in_time():
@@ -136,7 +148,11 @@ def test_images_are_where_they_are_in_time():
 def positions(grid, fps, appended):
     """f32[3, T, 2] of a clip of f latent frames, and of single pixel frames appended to it."""
     frames, rows, columns = grid
-    seconds = [(0, 1), *((8 * t - 7, 8 * t + 1) for t in range(1, frames)), *((frame, frame + 1) for frame in appended)]
+    seconds = [
+        (0, 1),
+        *((8 * t - 7, 8 * t + 1) for t in range(1, frames)),
+        *((frame, frame + 1) for frame in appended),
+    ]
     cells = [
         [[a / fps, b / fps], [32 * r, 32 * r + 32], [32 * c, 32 * c + 32]]
         for a, b in seconds
@@ -163,7 +179,9 @@ class Reference:
 
     def upsampled(self, network, latent):
         call = Call(network, latent.shape)
-        return self.session.backend.to_host(self.session.run(call, {"latent": latent.astype(np.float32)})["latent"])
+        return self.session.backend.to_host(
+            self.session.run(call, {"latent": latent.astype(np.float32)})["latent"]
+        )
 
     def walk(self, name, sigmas, grid, fps, start, guides, slots, audio=None, eta=None):
         """(video tokens, slots by frame, audio tokens) at the end.
@@ -172,7 +190,12 @@ class Reference:
         first latent frame. slots: what they start from by frame. audio: its start and its state.
         """
         targets, cells = start.shape[1], grid[1] * grid[2]
-        clean, mask, full, marked = [np.zeros_like(start)], [np.ones((1, targets, 1))], [start], [np.zeros(targets)]
+        clean, mask, full, marked = (
+            [np.zeros_like(start)],
+            [np.ones((1, targets, 1))],
+            [start],
+            [np.zeros(targets)],
+        )
         marked[0][:cells] = 1
         appended = []
         for kind, frame, latent, strength in guides:
@@ -190,12 +213,19 @@ class Reference:
             full.append(seed), marked.append(np.ones(cells))
         clean, mask, full = (np.concatenate(parts, axis=1) for parts in (clean, mask, full))
         video = ModalityState(
-            np.float32(clean), np.float32(mask), positions(grid, fps, appended), targets, np.float32(np.hstack(marked))
+            np.float32(clean),
+            np.float32(mask),
+            positions(grid, fps, appended),
+            targets,
+            np.float32(np.hstack(marked)),
         )
         states, starts = {"video": video}, {"video": full}
         if audio is not None:
             states["audio"], starts["audio"] = audio[1], audio[0]
-        keep = {m: (states[m].mask.astype(np.float64), states[m].clean.astype(np.float64)) for m in states}
+        keep = {
+            m: (states[m].mask.astype(np.float64), states[m].clean.astype(np.float64))
+            for m in states
+        }
         blend = lambda m, x: x * keep[m][0] + keep[m][1] * (1 - keep[m][0])  # noqa: E731
         shape, feeds = step_shape(self.session.config, states, Branches())
         call = Call("guided-step", shape, steps=1, loras=self.loras)
@@ -206,8 +236,12 @@ class Reference:
             x[m] = blend(m, sigmas[0] * noise + (1 - sigmas[0]) * starts[m])
         for i, (sigma, target) in enumerate(pairwise(sigmas)):
             now = {f"{m}_latent": np.float32(x[m]) for m in x}
-            (out,) = self.session.denoise(call, feeds | now, {"sigmas": np.array([[sigma, 0]], np.float32)})
-            x0 = {m: self.session.backend.to_host(out[f"{m}_x0"]).astype(np.float64) for m in x}  # blended
+            (out,) = self.session.denoise(
+                call, feeds | now, {"sigmas": np.array([[sigma, 0]], np.float32)}
+            )
+            x0 = {
+                m: self.session.backend.to_host(out[f"{m}_x0"]).astype(np.float64) for m in x
+            }  # blended
             if eta is None or target == 0:
                 x = {m: x[m] + (x[m] - x0[m]) / sigma * (target - sigma) for m in x}
             else:
@@ -218,15 +252,28 @@ class Reference:
                 x["video"] = (1 - target) / (1 - down) * moved + again * drawn
             x = {m: blend(m, x[m]) for m in x} if eta else x
             for m in x:
-                assert relative_l2(record[f"{name}.{m}.steps"][i], x[m][0]) <= CLOSE, f"{name} {m} {i}"
-        ends = np.split(x["video"][:, video.shape[1] - len(slots) * cells :], max(len(slots), 1), axis=1)
+                assert relative_l2(record[f"{name}.{m}.steps"][i], x[m][0]) <= CLOSE, (
+                    f"{name} {m} {i}"
+                )
+        ends = np.split(
+            x["video"][:, video.shape[1] - len(slots) * cells :], max(len(slots), 1), axis=1
+        )
         return x["video"][:, :targets], dict(zip(slots, ends, strict=False)), x.get("audio")
 
 
 def test_two_rounds_equal_a_reference_at_every_step(session, images):
     """From the description: both stages with images, keyframes beside them, tiles, stitching and what is carried on."""
-    given = tuple(parse_image(f"{path}:{at}") for path, at in zip(images, ("0:0.8", "20:0.7"), strict=True))
-    clip = {"num_frames": 41, "fps": Fraction(24), "seed": 3, "images": given, "image_crf": 0, **SIZE}
+    given = tuple(
+        parse_image(f"{path}:{at}") for path, at in zip(images, ("0:0.8", "20:0.7"), strict=True)
+    )
+    clip = {
+        "num_frames": 41,
+        "fps": Fraction(24),
+        "seed": 3,
+        "images": given,
+        "image_crf": 0,
+        **SIZE,
+    }
     plan = make_plan(session, pipeline("dfr")("a fox", temporal_upsample_rounds=2, **clip))
     stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound)))
     state, *_ = produce(session, replace(plan, stages=stages), keep=True)
@@ -234,8 +281,12 @@ def test_two_rounds_equal_a_reference_at_every_step(session, images):
     reference = Reference(session, state, first.loras)
 
     grid, big = (7, 1, 2), (7, 2, 4)  # 49 frames: the canvas of 41, in segments of 24
-    pictures = {stage: [given.clean for given in state.given[stage][:2]] for stage in ("stage1", "stage2")}
-    pictured = {stage: [("image", 0, a, 0.8), ("image", 20, b, 0.7)] for stage, (a, b) in pictures.items()}
+    pictures = {
+        stage: [given.clean for given in state.given[stage][:2]] for stage in ("stage1", "stage2")
+    }
+    pictured = {
+        stage: [("image", 0, a, 0.8), ("image", 20, b, 0.7)] for stage, (a, b) in pictures.items()
+    }
     empty = {frame: np.zeros((1, 2, 128)) for frame in (24, 48)}
     sound = audio_state(first.geometry)
     start = np.zeros((1, 14, 128)), np.zeros(sound.shape)
@@ -254,16 +305,26 @@ def test_two_rounds_equal_a_reference_at_every_step(session, images):
     video = unpacked(video, big)
     for number, (frames, tiles) in enumerate(expected_rounds(41, 2), 1):
         coarse = reference.upsampled("temporal-upsampler", video)
-        carried, fps, parts, generated = {2 * f: x for f, x in slots.items()}, min(24 * 2**number, 60), [], {}
+        carried, fps, parts, generated = (
+            {2 * f: x for f, x in slots.items()},
+            min(24 * 2**number, 60),
+            [],
+            {},
+        )
         for i, (low, high, drop, anchors, middles) in enumerate(tiles):
             window = coarse[:, :, low // 8 : high // 8 + 1]
             size = (window.shape[2], 2, 4)
             placed = [(kind, at * 2**number - low, *what) for kind, at, *what in pictured["stage2"]]
             guides = [guide for guide in placed if 0 <= guide[1] <= high - low]
             guides += [("anchor", frame - low, carried[frame], 0.95) for frame in anchors]
-            seeds = {frame - low: packed(window[:, :, (k := round((frame - low) / 8)) : k + 1]) for frame in middles}
+            seeds = {
+                frame - low: packed(window[:, :, (k := round((frame - low) / 8)) : k + 1])
+                for frame in middles
+            }
             name = f"round{number}_tile{i}"
-            made, ends, _ = reference.walk(name, DISTILLED[4:], size, fps, packed(window), guides, seeds, eta=0.5)
+            made, ends, _ = reference.walk(
+                name, DISTILLED[4:], size, fps, packed(window), guides, seeds, eta=0.5
+            )
             parts.append(unpacked(made, size)[:, :, drop:])
             for frame, end in ends.items():
                 generated.setdefault(frame + low, end)
@@ -296,7 +357,10 @@ def test_fewer_rounds_are_the_beginning_of_more(session, tmp_path):
 
 def test_a_detailing_lora_sees_the_clip_of_stage_1_in_stage_2(session, tmp_path):
     """After the keyframes, kept whole, no keyframe itself, spread over the clip; rounds have neither."""
-    detail = LoraSpec(lora_with(session.checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=2), 0.5)
+    detail = LoraSpec(
+        lora_with(session.checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=2),
+        0.5,
+    )
     request = pipeline("dfr")("a fox", num_frames=17, seed=3, temporal_upsample_rounds=1, **SIZE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "options", replace(session.options, loras=(detail,)))
@@ -314,14 +378,21 @@ def test_a_detailing_lora_sees_the_clip_of_stage_1_in_stage_2(session, tmp_path)
     np.testing.assert_array_equal(states.clean[:, where], np.float32(seen))
     np.testing.assert_array_equal(states.keyframes, np.repeat([1, 0, 1, 0], (8, 24, 8, 8)))
     np.testing.assert_array_equal(states.mask[0, :, 0], np.repeat([1, 0], (40, 8)))
-    np.testing.assert_array_equal(state.record["stage2.video.steps"][-1][where], np.float32(seen)[0])
+    np.testing.assert_array_equal(
+        state.record["stage2.video.steps"][-1][where], np.float32(seen)[0]
+    )
 
 
 def test_a_lora_for_other_references_is_refused(session, tmp_path):
-    coarse = LoraSpec(lora_with(session.checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=3))
+    coarse = LoraSpec(
+        lora_with(session.checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=3)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "options", replace(session.options, loras=(coarse,)))
-        with pytest.raises(InputError, match=r"ic\.safetensors is for references of 1/3 the size and 1/1 the frames"):
+        with pytest.raises(
+            InputError,
+            match=r"ic\.safetensors is for references of 1/3 the size and 1/1 the frames",
+        ):
             make_plan(session, pipeline("dfr")("a fox", num_frames=17, seed=3, **SIZE))
 
 
@@ -330,7 +401,10 @@ def test_a_lora_for_other_references_is_refused(session, tmp_path):
 
 @pytest.fixture(scope="module")
 def sessions(session, tiny):
-    opened = {"cuda": session, "tpu": open_session(ModelOptions("tpu", tiny("tiny-2.5", "official"), device="cpu"))}
+    opened = {
+        "cuda": session,
+        "tpu": open_session(ModelOptions("tpu", tiny("tiny-2.5", "official"), device="cpu")),
+    }
     yield opened
     opened["tpu"].close()
 
@@ -339,11 +413,20 @@ def test_a_round_is_the_same_on_both_backends(sessions):
     """At every step, from what one of them has made before it."""
     request = pipeline("dfr")("a fox", num_frames=17, seed=3, temporal_upsample_rounds=1, **SIZE)
     plans = {b: make_plan(session, request) for b, session in sessions.items()}
-    (first,) = (i for i, stage in enumerate(plans["cuda"].stages) if isinstance(stage, UpsampleTime))
+    (first,) = (
+        i for i, stage in enumerate(plans["cuda"].stages) if isinstance(stage, UpsampleTime)
+    )
     before, found = State(), []
-    run_stages(sessions["cuda"], replace(plans["cuda"], stages=plans["cuda"].stages[:first]), Stopwatch(), before)
+    run_stages(
+        sessions["cuda"],
+        replace(plans["cuda"], stages=plans["cuda"].stages[:first]),
+        Stopwatch(),
+        before,
+    )
     for backend, plan in plans.items():
-        state = replace(before, keep=True, record={}, latents=dict(before.latents), given=dict(before.given))
+        state = replace(
+            before, keep=True, record={}, latents=dict(before.latents), given=dict(before.given)
+        )
         stages = plan.stages[first : first + 3]
         run_stages(sessions[backend], replace(plan, stages=stages), Stopwatch(), state)
         found.append(state.record)
@@ -363,7 +446,9 @@ def test_two_rounds_are_the_same_on_both_backends(sessions, images):
     given = (parse_image(f"{images[1]}:9:0.9"),)
     clip = {"images": given, "image_crf": 0, "num_frames": 17, "seed": 3, **SIZE}
     found = assert_agree(sessions, "dfr", temporal_upsample_rounds=2, **clip)
-    steps = {name.split(".")[0]: x.shape[:2] for name, x in found.items() if name.endswith("video.steps")}
+    steps = {
+        name.split(".")[0]: x.shape[:2] for name, x in found.items() if name.endswith("video.steps")
+    }
     window = (4, (7 + 1 + 1 + 1) * 8)  # with the image, an anchor and a slot
     assert steps == {
         "stage1": (8, (4 + 1 + 1) * 2), "stage2": (3, (4 + 1 + 1) * 8), "round1_tile0": window,
@@ -384,7 +469,9 @@ def test_the_canvas_end_is_cut_off():
             taken.append(chunk.shape[1])
             yield chunk
 
-    state = State(frames=iter([chunks()]), waveforms=np.zeros((1, 2, 30000), np.float32), sample_rate=24000)
+    state = State(
+        frames=iter([chunks()]), waveforms=np.zeros((1, 2, 30000), np.float32), sample_rate=24000
+    )
     Cut(17, Fraction(24)).run(None, state, Stopwatch())
     (video,) = state.frames
     np.testing.assert_array_equal(np.concatenate(list(video), axis=1), frames[:, :17])
@@ -393,11 +480,22 @@ def test_the_canvas_end_is_cut_off():
 
 def test_a_clip_has_twice_the_frames_in_the_same_time(tiny, images):
     """By the Python interface: warm weights, programs that a second run has; the plan's stages are the run's."""
-    clip = {"pipeline": "dfr", "num_frames": 17, "seed": 2, "audio": False, "temporal_upsample_rounds": 1, **SIZE}
+    clip = {
+        "pipeline": "dfr",
+        "num_frames": 17,
+        "seed": 2,
+        "audio": False,
+        "temporal_upsample_rounds": 1,
+        **SIZE,
+    }
     clip |= {"image": [(images[0], 0)]}
     with ltx2rt.open(tiny("tiny-2.5", "official"), backend="cuda", device="cpu") as opened:
         found = opened.generate("a fox", **clip)
-        assert found.frames.shape == (33, 64, 128, 3) and found.fps == 48 and found.settings["num_frames"] == 17
+        assert (
+            found.frames.shape == (33, 64, 128, 3)
+            and found.fps == 48
+            and found.settings["num_frames"] == 17
+        )
         names = [stage["name"] for stage in found.report["stages"]]
         stages = ["text", "stage1 images", "stage1", "upsample", "stage2 images", "stage2", "round1_upsample",
                   "round1_tile0 images", "round1_tile0"]  # fmt: skip
@@ -407,7 +505,9 @@ def test_a_clip_has_twice_the_frames_in_the_same_time(tiny, images):
         np.testing.assert_array_equal(again.frames, found.frames)
         assert again.report["programs_built"] == again.report["loaded_bytes"] == 0
         sets = {key[0]: held.tensors() for key, held in opened.resident.weights.held.items()}
-        assert sets["transformer video"].keys() < sets["transformer"].keys()  # the same tensors, not copies
+        assert (
+            sets["transformer video"].keys() < sets["transformer"].keys()
+        )  # the same tensors, not copies
 
 
 def test_windows_of_one_size_are_compiled_once():
@@ -416,7 +516,13 @@ def test_windows_of_one_size_are_compiled_once():
     cells = plan_job(ModelOptions("", "model", dtype="bfloat16"), request, target, "tiny-2.5").cells
     sizes = [cell.graph.inputs["video_latent"].type.sizes["tokens"] for cell in cells]
     assert [cell.stage for cell in cells] == [1, 2, None, None, None]
-    rows = [13 + 3, 13 + 3, 17 + 2 + 2, 17 + 3 + 2, 25 + 4 + 3]  # the clip's, anchors, slots: of 2, 2 and 3 segments
+    rows = [
+        13 + 3,
+        13 + 3,
+        17 + 2 + 2,
+        17 + 3 + 2,
+        25 + 4 + 3,
+    ]  # the clip's, anchors, slots: of 2, 2 and 3 segments
     assert sizes == [2 * rows[0], *(8 * n for n in rows[1:])]
 
 
@@ -426,7 +532,10 @@ def test_windows_of_one_size_are_compiled_once():
         ({"num_frames": 1}, "--num-frames: 1, expected 9 or more"),
         ({"num_frames": 12}, r"--num-frames: 12, expected 8\*k \+ 1"),
         ({"temporal_upsample_rounds": 3}, "--temporal-upsample-rounds: 3, expected 0 to 2"),
-        ({"temporal_upsample_rounds": 2, "fps": Fraction(120)}, "120 fps become 480, expected at most 240"),
+        (
+            {"temporal_upsample_rounds": 2, "fps": Fraction(120)},
+            "120 fps become 480, expected at most 240",
+        ),
         ({"num_videos": 2}, "--num-videos: 2, but dfr makes one"),
         ({"num_generated_keyframes": 2}, "dfr places its keyframes itself"),
     ],
@@ -437,7 +546,9 @@ def test_what_does_not_fit_is_refused(given, said):
 
 
 def test_other_generations_are_refused():
-    with pytest.raises(InputError, match=r"--pipeline: dfr, but LTX-2\.3 has no vector for keyframes"):
+    with pytest.raises(
+        InputError, match=r"--pipeline: dfr, but LTX-2\.3 has no vector for keyframes"
+    ):
         pipeline("dfr")("a fox", num_frames=17, **SIZE).resolved(preset("tiny-2.3").config)
 
 
@@ -446,6 +557,10 @@ def test_rounds_without_the_temporal_upsampler_are_refused(tiny, tmp_path):
         if "temporal" not in file.name:
             (tmp_path / file.name).symlink_to(file)
     opened = open_session(ModelOptions("cuda", tmp_path, device="cpu"))
-    with pytest.raises(InputError, match="no x2 temporal upsampler was found; pass one with --temporal-upsampler"):
-        make_plan(opened, pipeline("dfr")("a fox", num_frames=17, temporal_upsample_rounds=1, **SIZE))
+    with pytest.raises(
+        InputError, match="no x2 temporal upsampler was found; pass one with --temporal-upsampler"
+    ):
+        make_plan(
+            opened, pipeline("dfr")("a fox", num_frames=17, temporal_upsample_rounds=1, **SIZE)
+        )
     make_plan(opened, pipeline("dfr")("a fox", num_frames=17, **SIZE))

@@ -15,7 +15,11 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.weights.random.presets import preset
 
 MODEL = preset("tiny-2.5").config
-SMALL = {"width": 128, "height": 64, "num_frames": 17}  # 3 latent frames of 1x2 tokens in stage 1, of 2x4 in stage 2
+SMALL = {
+    "width": 128,
+    "height": 64,
+    "num_frames": 17,
+}  # 3 latent frames of 1x2 tokens in stage 1, of 2x4 in stage 2
 OPTIONS = ModelOptions("cuda", Path("model"))
 LORAS = Loras(distilled=LoraSpec(Path("distilled")))
 IMAGES = ImageSpec(Path("first"), 0, 1.0), ImageSpec(Path("later"), 9, 0.7)
@@ -37,20 +41,33 @@ def test_the_first_frame_and_slots_are_keyframes_and_images_are_not(images):
     first, second = stages(images=images, num_generated_keyframes=2)
     ones, zeros = np.ones, np.zeros
     appended = len(images) // 2
-    np.testing.assert_array_equal(marked(first), np.concatenate([ones(2), zeros(4 + 2 * appended), ones(4)]))
-    np.testing.assert_array_equal(marked(second), np.concatenate([ones(8), zeros(16 + 8 * appended)]))
+    np.testing.assert_array_equal(
+        marked(first), np.concatenate([ones(2), zeros(4 + 2 * appended), ones(4)])
+    )
+    np.testing.assert_array_equal(
+        marked(second), np.concatenate([ones(8), zeros(16 + 8 * appended)])
+    )
     slots = first.blank["video"].positions[0, -4:, 0]
     np.testing.assert_allclose(slots, np.repeat([5, 11], 2) / 24, rtol=1e-6)  # of 16/3 and 32/3
     assert (first.blank["video"].mask[0, -4:] == 1).all()
 
 
 def test_stage_one_adds_fresh_noise_and_stage_two_keeps_the_sound():
-    for clip, samplers in (({}, ["ancestral", "euler"]), ({"stage2_sampler": "ancestral"}, ["ancestral"] * 2)):
+    for clip, samplers in (
+        ({}, ["ancestral", "euler"]),
+        ({"stage2_sampler": "ancestral"}, ["ancestral"] * 2),
+    ):
         found = stages(**clip)
-        assert [stage.sampler for stage in found] == samplers and [stage.sound for stage in found] == [False, True]
-        assert [len(stage.sigmas) - 1 for stage in found] == [8, 3] and {stage.eta for stage in found} == {1.0}
+        assert [stage.sampler for stage in found] == samplers and [
+            stage.sound for stage in found
+        ] == [False, True]
+        assert [len(stage.sigmas) - 1 for stage in found] == [8, 3] and {
+            stage.eta for stage in found
+        } == {1.0}
     streams = set(found[0].draws(MODEL)) | set(found[1].draws(MODEL))
-    assert len(streams) == 8  # every stage and modality draws its start and its steps from streams of their own
+    assert (
+        len(streams) == 8
+    )  # every stage and modality draws its start and its steps from streams of their own
     guided = stages("two-stage")
     assert [stage.sampler for stage in guided] == ["euler", "euler"]
     assert [stage.sound for stage in guided] == [True, False]
@@ -61,15 +78,25 @@ def test_defaults_of_2_5():
     model = replace(MODEL, transformer=replace(MODEL.transformer, num_layers=48))
     request = pipeline("two-stage")("a fox").resolved(model)
     assert (request.steps, request.stg_blocks, request.image_crf) == (30, (28,), 18)
-    assert request.auto_duration == (1, 20) and request.num_frames == 473  # 480 frames are the longest
+    assert (
+        request.auto_duration == (1, 20) and request.num_frames == 473
+    )  # 480 frames are the longest
     terms = request.negative_prompt.split(", ")
-    led = ["has_subtitles", "has_blurbox", "transition from black", "transition to black", "speech_ending_short"]
+    led = [
+        "has_subtitles",
+        "has_blurbox",
+        "transition from black",
+        "transition to black",
+        "speech_ending_short",
+    ]
     assert terms[:6] == [*led, "blurry"]
 
 
 def test_what_earlier_models_lack_is_refused():
     older = preset("tiny-2.3").config
-    with pytest.raises(InputError, match=r"--num-generated-keyframes: 2, but LTX-2\.3 has no vector for keyframes"):
+    with pytest.raises(
+        InputError, match=r"--num-generated-keyframes: 2, but LTX-2\.3 has no vector for keyframes"
+    ):
         stages(model=older, num_generated_keyframes=2)
     with pytest.raises(InputError, match=r"--stage2-sampler: ancestral, but LTX-2\.3 takes euler"):
         stages(model=older, stage2_sampler="ancestral")

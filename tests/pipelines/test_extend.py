@@ -27,7 +27,12 @@ from ltx2rt.testing import relative_l2
 
 RATE = 44100
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
-WAYS = {"forward": {}, "backward": {"backward": True}, "join": {"join": "second"}, "loop": {"loop": True}}
+WAYS = {
+    "forward": {},
+    "backward": {"backward": True},
+    "join": {"join": "second"},
+    "loop": {"loop": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +196,9 @@ def test_seams_are_blended_by_their_formulas():
 def test_backends_agree(tiny, files, way, generation):
     records = []
     for backend in ("cuda", "tpu"):
-        options = ModelOptions(backend, tiny(f"tiny-{generation}", "official"), device="cpu", dtype="float32")
+        options = ModelOptions(
+            backend, tiny(f"tiny-{generation}", "official"), device="cpu", dtype="float32"
+        )
         session = open_session(replace(options, distilled_lora="none"))
         more = {"guided": True, "steps": 2}
         plan = make_plan(session, Extend("a fox", **flags(files, way, **more)))
@@ -213,7 +220,9 @@ def test_a_clip_without_sound_is_silent_up_to_the_new_part(opened, files):
 
 
 def test_a_weaker_overlap_is_a_mask(opened, files):
-    plan = make_plan(opened.resident, Extend("a fox", **flags(files, "forward", overlap_strength=0.75)))
+    plan = make_plan(
+        opened.resident, Extend("a fox", **flags(files, "forward", overlap_strength=0.75))
+    )
     (stage,) = (stage for stage in plan.stages if stage.name == "stage1")
     mask = stage.blank["video"].mask[0, :, 0]
     assert (mask[:12] == np.float32(0.25)).all() and (mask[12:] == 1).all()

@@ -45,7 +45,11 @@ def save(path, frames, rate=FPS):
 def movie(path, count, size=(64, 32), rate=FPS, seed=0):
     """Smooth in space and time."""
     f, y, x = np.mgrid[:count, : size[1], : size[0]].astype(np.float32)
-    waves = [np.sin(x / 9 + f / 3 + seed), np.cos(y / 7 + f / 4), np.sin(f / 2 + x * y / 300 + seed)]
+    waves = [
+        np.sin(x / 9 + f / 3 + seed),
+        np.cos(y / 7 + f / 4),
+        np.sin(f / 2 + x * y / 300 + seed),
+    ]
     return save(path, ((np.stack(waves, -1) + 1) * 127.5).astype(np.uint8), rate)
 
 
@@ -88,8 +92,14 @@ def diffusers_stage1(folder, lora, noise, monkeypatch, references, images, mask,
     from safetensors.torch import load_file
 
     pipe = load_pipeline(module.LTX2InContextPipeline, folder, torch.float32)
-    pipe.load_lora_weights({k: v for k, v in load_file(lora).items() if k.startswith("diffusion_model.")})
-    queue, trail, step = [noise["stage1.video"], noise["stage1.audio"]], [], FlowMatchEulerDiscreteScheduler.step
+    pipe.load_lora_weights(
+        {k: v for k, v in load_file(lora).items() if k.startswith("diffusion_model.")}
+    )
+    queue, trail, step = (
+        [noise["stage1.video"], noise["stage1.audio"]],
+        [],
+        FlowMatchEulerDiscreteScheduler.step,
+    )
 
     def recorded(self, *args, **kwargs):
         result = step(self, *args, **kwargs)
@@ -97,14 +107,19 @@ def diffusers_stage1(folder, lora, noise, monkeypatch, references, images, mask,
         return result
 
     monkeypatch.setattr(
-        module, "randn_tensor", lambda shape, **_: torch.from_numpy(unpacked(queue.pop(0), tuple(shape)).copy())
+        module,
+        "randn_tensor",
+        lambda shape, **_: torch.from_numpy(unpacked(queue.pop(0), tuple(shape)).copy()),
     )
     monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "step", recorded)
     keep_officially(pipe, queue, monkeypatch)
     masked_officially(pipe.transformer)
 
     def pixels(path):
-        return [Image.fromarray(frame) for frame in read_frames(path, "", video_info(path, "").num_frames)]
+        return [
+            Image.fromarray(frame)
+            for frame in read_frames(path, "", video_info(path, "").num_frames)
+        ]
 
     grey = np.stack([np.asarray(frame) for frame in pixels(mask)]).mean(-1) / 255
     neutral = dict(guidance_scale=1.0, stg_scale=0.0, modality_scale=1.0, guidance_rescale=0.0)
@@ -125,11 +140,17 @@ def diffusers_stage1(folder, lora, noise, monkeypatch, references, images, mask,
 
 
 @pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])
-def test_stage_one_equals_diffusers(generation, tiny, generate, images, files, tmp_path, monkeypatch):
+def test_stage_one_equals_diffusers(
+    generation, tiny, generate, images, files, tmp_path, monkeypatch
+):
     """Two references of half the size and unlike lengths and strengths, after an image in the first frame and one
     beside it; a mask at strength 0.7."""
     folder = tiny(f"tiny-{generation}", "diffusers")
-    lora = lora_with(folder / f"tiny-{generation}-distilled-lora.safetensors", tmp_path / "ic.safetensors", downscale=2)
+    lora = lora_with(
+        folder / f"tiny-{generation}-distilled-lora.safetensors",
+        tmp_path / "ic.safetensors",
+        downscale=2,
+    )
     references, mask = [(files[0], 1.0), (files[1], 0.8)], files[2]
     places = list(zip(images, (0, 9), (1.0, 0.6), strict=True))
     run = generate(
@@ -140,9 +161,17 @@ def test_stage_one_equals_diffusers(generation, tiny, generate, images, files, t
     )  # fmt: skip
     assert run.status == 0, run.stderr
     found = run.latents
-    assert found["reference.0"].shape == (1, 128, 3, 1, 2) and found["reference.1"].shape == (1, 128, 2, 1, 2)
+    assert found["reference.0"].shape == (1, 128, 3, 1, 2) and found["reference.1"].shape == (
+        1,
+        128,
+        2,
+        1,
+        2,
+    )
     assert found["stage1.video.steps"].shape == (8, 3 * 8 + 8 + 3 * 2 + 2 * 2, 128)
-    expected = diffusers_stage1(folder, lora, noise_of(found), monkeypatch, references, places, mask, 0.7)
+    expected = diffusers_stage1(
+        folder, lora, noise_of(found), monkeypatch, references, places, mask, 0.7
+    )
     for m, steps in zip(("video", "audio"), expected, strict=True):
         for i, (a, b) in enumerate(zip(found[f"stage1.{m}.steps"], steps, strict=True)):
             assert relative_l2(a, b) <= CLOSE, f"{m} {i}"
@@ -161,25 +190,41 @@ def half(model, tmp_path_factory):
 
 
 def test_stage_two_has_neither_references_nor_their_lora(model, half, files, generate):
-    run = generate("cuda", model, *FLAGS, "--lora", half, "--video-conditioning", files[0], "--no-audio")
+    run = generate(
+        "cuda", model, *FLAGS, "--lora", half, "--video-conditioning", files[0], "--no-audio"
+    )
     assert run.status == 0, run.stderr
     assert run.latents["stage1.video.noise"].shape == (1, 3 * 8 + 3 * 2, 128)
     assert run.latents["stage2.video.noise"].shape == (1, 3 * 32, 128)
     assert run.latents["video_latent"].shape == (1, 128, 3, 4, 8)
     last = run.latents["stage2.audio.steps"][-1].reshape(1, -1, 8, 16).transpose(0, 2, 1, 3)
     np.testing.assert_array_equal(run.latents["audio_latent"], last)
-    assert f"stage1: merged 130/130 modules of {half}" in run.stderr and "stage2: merged" not in run.stderr
+    assert (
+        f"stage1: merged 130/130 modules of {half}" in run.stderr
+        and "stage2: merged" not in run.stderr
+    )
     names = [stage["name"] for stage in run.report["stages"]]
     assert names == ["text", "stage1 videos", "stage1", "upsample", "stage2", "decode"]
 
 
 def test_a_distilled_lora_is_merged_in_both_stages(model, half, files):
     distilled = LoraSpec(model / "tiny-2.3-distilled-lora.safetensors", 0.5)
-    options = ModelOptions("cuda", model, device="cpu", loras=(LoraSpec(half),), distilled_lora=distilled)
+    options = ModelOptions(
+        "cuda", model, device="cpu", loras=(LoraSpec(half),), distilled_lora=distilled
+    )
     session = open_session(options)
-    request = ICLora("a fox", width=WIDTH, height=HEIGHT, num_frames=FRAMES, video_conditioning=(VideoSpec(files[0]),))
+    request = ICLora(
+        "a fox",
+        width=WIDTH,
+        height=HEIGHT,
+        num_frames=FRAMES,
+        video_conditioning=(VideoSpec(files[0]),),
+    )
     first, second = (s for s in make_plan(session, request).stages if isinstance(s, Denoise))
-    assert [(lora.path, lora.strength) for lora in first.loras] == [(half, 1.0), (distilled.path, 0.5)]
+    assert [(lora.path, lora.strength) for lora in first.loras] == [
+        (half, 1.0),
+        (distilled.path, 0.5),
+    ]
     assert [lora.path for lora in second.loras] == [distilled.path]
     assert first.sampler == second.sampler == "euler" and not second.given
     session.close()
@@ -192,11 +237,17 @@ def test_without_stage_two_the_clip_is_half_as_large(model, half, files, generat
     assert "without stage 2 the clip has 128x64 pixels" in run.stderr
     with av.open(str(run.clip)) as container:
         stream = container.streams.video[0]
-        assert (stream.width, stream.height, stream.frames) == (128, 64, FRAMES) and container.streams.audio
+        assert (stream.width, stream.height, stream.frames) == (
+            128,
+            64,
+            FRAMES,
+        ) and container.streams.audio
     last = run.latents["stage1.audio.steps"][-1].reshape(1, -1, 8, 16).transpose(0, 2, 1, 3)
     np.testing.assert_array_equal(run.latents["audio_latent"], last)
     assert not [name for name in run.latents if name.startswith(("stage2", "upsampled"))]
-    again = generate("cuda", model, *flags, "--seed", 4, "--no-audio", "--noise-in", run.latents_file)
+    again = generate(
+        "cuda", model, *flags, "--seed", 4, "--no-audio", "--noise-in", run.latents_file
+    )
     np.testing.assert_array_equal(again.latents["video_latent"], run.latents["video_latent"])
 
 
@@ -216,12 +267,24 @@ def test_frames_between_are_left_out_where_the_lora_says_so(model, half, files, 
     kept = list(read_frames(files[0], "", FRAMES))
     every = save(tmp_path / "every.mov", [kept[0], *kept[1::2]])
     found, same = (
-        generate("cuda", model, *FLAGS, "--skip-stage-2", "--no-audio", "--lora", lora, "--video-conditioning", video)
+        generate(
+            "cuda",
+            model,
+            *FLAGS,
+            "--skip-stage-2",
+            "--no-audio",
+            "--lora",
+            lora,
+            "--video-conditioning",
+            video,
+        )
         for lora, video in ((lora, files[0]), (half, every))
     )
     assert found.latents["reference.0"].shape == (1, 128, 2, 1, 2)
     np.testing.assert_array_equal(found.latents["reference.0"], same.latents["reference.0"])
-    assert relative_l2(found.latents["video_latent"], same.latents["video_latent"]) > 1e-3  # its tokens lie elsewhere
+    assert (
+        relative_l2(found.latents["video_latent"], same.latents["video_latent"]) > 1e-3
+    )  # its tokens lie elsewhere
 
 
 def test_references_are_written_as_text_and_as_tuples():
@@ -257,23 +320,47 @@ def broken(tmp_path, files):
             ["REF", "--conditioning-attention-strength", 1.01],
             "attention-strength: 1.01, expected 0 to 1",
         ),
-        (["REF", "--conditioning-attention-strength", -1], "attention-strength: -1, expected 0 to 1"),
-        (["REF", "--conditioning-attention-strength", "nan"], "--conditioning-attention-strength: nan"),
-        (["REF", "--conditioning-attention-mask", "gone.mov"], "--conditioning-attention-mask: {folder}/gone.mov does"),
+        (
+            ["REF", "--conditioning-attention-strength", -1],
+            "attention-strength: -1, expected 0 to 1",
+        ),
+        (
+            ["REF", "--conditioning-attention-strength", "nan"],
+            "--conditioning-attention-strength: nan",
+        ),
+        (
+            ["REF", "--conditioning-attention-mask", "gone.mov"],
+            "--conditioning-attention-mask: {folder}/gone.mov does",
+        ),
         (["REF", "--conditioning-attention-mask", "fifo"], "fifo is no regular file"),
         (
             ["REF", "--conditioning-attention-mask", "text.mov"],
             "attention-mask: {folder}/text.mov is no",
         ),
-        (["REF", "--conditioning-attention-mask", "one.mov"], "one.mov has 1 frames, expected 3 or more"),
-        (["REF", "--conditioning-attention-mask", "twelve.mov"], "twelve.mov has 12 frames, expected 3 or more"),
-        (["REF", "--width", 192], "--width: 192, expected divisible by 128 (ic-lora with a LoRA for references of 1/2"),
+        (
+            ["REF", "--conditioning-attention-mask", "one.mov"],
+            "one.mov has 1 frames, expected 3 or more",
+        ),
+        (
+            ["REF", "--conditioning-attention-mask", "twelve.mov"],
+            "twelve.mov has 12 frames, expected 3 or more",
+        ),
+        (
+            ["REF", "--width", 192],
+            "--width: 192, expected divisible by 128 (ic-lora with a LoRA for references of 1/2",
+        ),
         (["REF", "--height", 64], "--height: 64, expected divisible by 128"),
         (["REF", "--width", 100], "--width: 100, expected divisible by 64 (ic-lora)"),
         (["REF", "--num-frames", 16], "the nearest are 9 and 17 frames"),
-        (["REF", "--lora", "LORA:1:stage2"], "is for stage 2, where the ic-lora pipeline merges none"),
+        (
+            ["REF", "--lora", "LORA:1:stage2"],
+            "is for stage 2, where the ic-lora pipeline merges none",
+        ),
         (["REF", "--lora", "third.safetensors"], "reference_downscale_factor is 2 in"),
-        (["REF", "--skip-stage-2", "--audio-from", "stage2"], "--audio-from: stage2, which --skip-stage-2 leaves out"),
+        (
+            ["REF", "--skip-stage-2", "--audio-from", "stage2"],
+            "--audio-from: stage2, which --skip-stage-2 leaves out",
+        ),
         (["REF", "--output", "REF"], "first.mov"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
@@ -282,7 +369,9 @@ def test_refusals(model, half, broken, command, monkeypatch, flags, message):
     """One line and exit 2, before a tensor is read."""
     if "third.safetensors" in flags:
         lora_with(half, broken / "third.safetensors", downscale=3)
-    names = {"REF": broken / "first.mov", "LORA": half} | {path.name: path for path in broken.iterdir()}
+    names = {"REF": broken / "first.mov", "LORA": half} | {
+        path.name: path for path in broken.iterdir()
+    }
     names |= {"gone.mov": broken / "gone.mov", ".": broken}
     words = [str(word) for word in flags]
     for i, word in enumerate(words):
@@ -299,9 +388,20 @@ def test_refusals(model, half, broken, command, monkeypatch, flags, message):
 
 
 def test_a_run_without_a_lora_is_refused(model, files, command, tmp_path):
-    words = [*START, model, "--output", tmp_path / "out.mp4", *FLAGS, "--video-conditioning", files[0]]
+    words = [
+        *START,
+        model,
+        "--output",
+        tmp_path / "out.mp4",
+        *FLAGS,
+        "--video-conditioning",
+        files[0],
+    ]
     status, _, err = command(*words)
-    assert status == 2 and "--lora: the ic-lora pipeline needs the LoRA that its references are for" in err
+    assert (
+        status == 2
+        and "--lora: the ic-lora pipeline needs the LoRA that its references are for" in err
+    )
 
 
 def test_noise_without_the_references_tokens_is_refused(model, half, files):
@@ -310,12 +410,16 @@ def test_noise_without_the_references_tokens_is_refused(model, half, files):
     shape = {"video": 3 * 8, "audio": 18}
     noise = {f"stage1.{m}": np.zeros((1, n, 128), np.float32) for m, n in shape.items()}
     write_arrays(files[0].parent / "noise.safetensors", noise)
-    session = open_session(ModelOptions("cuda", model, device="cpu", loras=(LoraSpec(half),), distilled_lora=NO_LORA))
+    session = open_session(
+        ModelOptions("cuda", model, device="cpu", loras=(LoraSpec(half),), distilled_lora=NO_LORA)
+    )
     request = ICLora(
         "a fox", width=WIDTH, height=HEIGHT, num_frames=FRAMES, video_conditioning=(VideoSpec(files[0]),),
         skip_stage_2=True, noise_in=files[0].parent / "noise.safetensors",
     )  # fmt: skip
-    with pytest.raises(InputError, match=r"stage1.video .* \[1, 24, 128\], expected float32 \[1, 30, 128\]"):
+    with pytest.raises(
+        InputError, match=r"stage1.video .* \[1, 24, 128\], expected float32 \[1, 30, 128\]"
+    ):
         make_plan(session, request)
     session.close()
 
@@ -324,7 +428,16 @@ def test_noise_without_the_references_tokens_is_refused(model, half, files):
 def masked(half, files):
     """Flags of a run with an attention mask over 24 tokens of the clip and 10 of two references."""
     mask = ("--conditioning-attention-mask", files[2])
-    return (*FLAGS, "--lora", half, "--video-conditioning", files[0], f"{files[1]}:0.8", *mask, "--no-audio")
+    return (
+        *FLAGS,
+        "--lora",
+        half,
+        "--video-conditioning",
+        files[0],
+        f"{files[1]}:0.8",
+        *mask,
+        "--no-audio",
+    )
 
 
 @pytest.mark.slow

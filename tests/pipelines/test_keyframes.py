@@ -51,27 +51,48 @@ def test_both_stages_are_the_formula_over_diffusers(generation, guides, tiny):
     """The distilled LoRA has strength 0: that it is merged in stage 2 is what two-stage proves."""
     folder = tiny(f"tiny-{generation}", "diffusers")
     lora = LoraSpec(folder / f"tiny-{generation}-distilled-lora.safetensors", 0.0)
-    session = open_session(ModelOptions("cuda", folder, device="cpu", dtype="float32", distilled_lora=lora))
+    session = open_session(
+        ModelOptions("cuda", folder, device="cpu", dtype="float32", distilled_lora=lora)
+    )
     images = tuple(ImageSpec(path, *where) for path, where in zip(guides, GUIDES, strict=True))
-    request = Keyframes("a fox", images=images, image_crf=0, width=128, height=64, num_frames=17, steps=3, seed=5)
+    request = Keyframes(
+        "a fox", images=images, image_crf=0, width=128, height=64, num_frames=17, steps=3, seed=5
+    )
     plan = make_plan(session, request)
     assert [s.name for s in plan.stages][1:] == [
         "stage1 images", "stage1", "upsample", "stage2 images", "stage2", "audio", "decode",
     ]  # fmt: skip
     state, *_ = produce(session, replace(plan, stages=plan.stages[:-2]), keep=True)
     np.testing.assert_array_equal(state.sound, state.audio)  # stage 2's
-    module = LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer", perturbed_attn=True).eval()
+    module = LTX2VideoTransformer3DModel.from_pretrained(
+        folder / "transformer", perturbed_attn=True
+    ).eval()
     record, request = state.record, plan.request
     sound = record["stage1.audio.steps"][-1]
     for name, scale, sigmas, start, how in (
-        ("stage1", 2, shifted_sigmas(3), None, {"guidance": request.guidance, "blocks": request.stg_blocks}),
-        ("stage2", 1, STAGE2_SIGMAS, {"video": pack_video(record["upsampled"])[0], "audio": sound}, {}),
+        (
+            "stage1",
+            2,
+            shifted_sigmas(3),
+            None,
+            {"guidance": request.guidance, "blocks": request.stg_blocks},
+        ),
+        (
+            "stage2",
+            1,
+            STAGE2_SIGMAS,
+            {"video": pack_video(record["upsampled"])[0], "audio": sound},
+            {},
+        ),
     ):
         g = request.geometry(session.config, scale)
         encoded = [tokens.clean[0] for tokens in state.given[name]]
         x, masks, clean, positions = {}, {}, {}, {"audio": audio_positions(g)}
         positions["video"] = np.concatenate([video_positions(g), appended(g.rows, g.columns)], 1)
-        for m, targets, kept in (("video", g.num_video_tokens, encoded), ("audio", g.audio_latents, [])):
+        for m, targets, kept in (
+            ("video", g.num_video_tokens, encoded),
+            ("audio", g.audio_latents, []),
+        ):
             masks[m] = np.ones(targets + sum(map(len, kept)))
             clean[m] = np.concatenate([np.zeros((targets, 128)), *kept])
             first = np.zeros_like(clean[m])
@@ -83,7 +104,9 @@ def test_both_stages_are_the_formula_over_diffusers(generation, guides, tiny):
                 place += len(tokens)
             noised = (1 - sigmas[0]) * first + sigmas[0] * record[f"{name}.{m}.noise"][0]
             x[m] = clean[m] + masks[m][:, None] * (noised - clean[m])
-        for step, found in enumerate(euler_steps(module, positions, state.contexts, x, masks, clean, sigmas, **how)):
+        for step, found in enumerate(
+            euler_steps(module, positions, state.contexts, x, masks, clean, sigmas, **how)
+        ):
             for kind, expected in zip(("steps", "x0"), found, strict=True):
                 for m in expected:
                     distance = relative_l2(record[f"{name}.{m}.{kind}"][step], expected[m])

@@ -60,8 +60,28 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
         planned = session.plan("h100-80gb", pipeline="text-to-latent", **size)
         assert [s["name"] for s in planned["stages"]] == ["text", "stage1"]
         assert {key[0] for key in session.resident.weights.held} == {"text-encoder", "transformer"}
-    words = ["--pipeline", "text-to-latent", "--backend", "cuda", "--device", "cpu", "--model", model]
-    words += ["--prompt", "a red fox", "--seed", 1, "--width", 64, "--height", 64, "--num-frames", 9]
+    words = [
+        "--pipeline",
+        "text-to-latent",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        model,
+    ]
+    words += [
+        "--prompt",
+        "a red fox",
+        "--seed",
+        1,
+        "--width",
+        64,
+        "--height",
+        64,
+        "--num-frames",
+        9,
+    ]
     status, _, err = command("generate", *words, "--output", tmp_path / "x.mp4")
     assert status == 2 and "this pipeline makes latents alone; give --latents-out instead" in err
     latents = tmp_path / "x.safetensors"
@@ -69,7 +89,17 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
     assert status == 0 and out.startswith(f"{latents}: ") and latents.exists(), err
     status, out, _ = command("generate", "--help")
     assert status == 0 and "text-to-latent latents alone" in " ".join(out.split())
-    flags = ["--preset", "tiny-2.3", "--devices", 1, "--device-kind", "v6e", "--pipeline", "text-to-latent", "--json"]
+    flags = [
+        "--preset",
+        "tiny-2.3",
+        "--devices",
+        1,
+        "--device-kind",
+        "v6e",
+        "--pipeline",
+        "text-to-latent",
+        "--json",
+    ]
     assert command("plan", *flags)[0] == 0
 
 
@@ -84,7 +114,9 @@ def test_its_latents_are_those_of_a_step(third, tiny, tmp_path):
     request = pipeline("text-to-latent")("a red fox", width=64, height=64, num_frames=9, seed=1)
     state, *_ = produce(session, make_plan(session, request), keep=True)
     assert state.video is not None and state.video.shape == (1, 128, 2, 2, 2)
-    np.testing.assert_array_equal(state.record["stage1.video.steps"][-1].T.reshape(state.video.shape), state.video)
+    np.testing.assert_array_equal(
+        state.record["stage1.video.steps"][-1].T.reshape(state.video.shape), state.video
+    )
 
 
 def test_the_upsampler_decides_the_size_of_the_first_stage(tiny, tmp_path):
@@ -98,10 +130,14 @@ def test_the_upsampler_decides_the_size_of_the_first_stage(tiny, tmp_path):
 
     make_checkpoint("tiny-2.3", "official", tmp_path, upsampler="x1.5")
     upsampler = tmp_path / "tiny-2.3-spatial-upsampler-x1.5.safetensors"
-    session = open_session(ModelOptions("cuda", tiny("tiny-2.3", "official"), upsampler=upsampler, device="cpu"))
+    session = open_session(
+        ModelOptions("cuda", tiny("tiny-2.3", "official"), upsampler=upsampler, device="cpu")
+    )
     ask = pipeline("two-stage")
     size = {"num_frames": 9, "steps": 1, "seed": 1, "audio": False}
-    state, *_ = produce(session, make_plan(session, ask("fox", width=192, height=96, **size)), keep=True)
+    state, *_ = produce(
+        session, make_plan(session, ask("fox", width=192, height=96, **size)), keep=True
+    )
     assert state.record["stage1.video.steps"].shape == (1, 2 * 2 * 4, 128)
     assert state.record["upsampled"].shape == (1, 128, 2, 3, 6)
     with pytest.raises(ltx2rt.InputError, match="divisible by 96"):

@@ -31,7 +31,10 @@ def model(generation="2.3", num_layers=48, version=()):
         upsampler=None,
         image_crf=33,
         transformer=SimpleNamespace(
-            keyframe_vector=False, num_layers=num_layers, rope_max_pos=(20, 2048, 2048), audio_rope_max_pos=20
+            keyframe_vector=False,
+            num_layers=num_layers,
+            rope_max_pos=(20, 2048, 2048),
+            audio_rope_max_pos=20,
         ),
         video_vae=SimpleNamespace(space_factor=32, time_factor=8),
     )
@@ -42,11 +45,22 @@ REQUEST = TwoStage("a cat")
 
 @pytest.mark.parametrize(
     "generation,num_layers,steps,block",
-    [("2.0", 48, 40, 29), ("2.3", 48, 30, 28), ("2.0", 3, 40, 1), ("2.3", 6, 30, 3), ("2.3", 1, 30, 0)],
+    [
+        ("2.0", 48, 40, 29),
+        ("2.3", 48, 30, 28),
+        ("2.0", 3, 40, 1),
+        ("2.3", 6, 30, 3),
+        ("2.3", 1, 30, 0),
+    ],
 )
 def test_defaults_follow_the_generation(generation, num_layers, steps, block):
     full = REQUEST.resolved(model(generation, num_layers))
-    assert (full.steps, full.stg_blocks, full.image_crf, full.audio_from) == (steps, (block,), 33, "stage1")
+    assert (full.steps, full.stg_blocks, full.image_crf, full.audio_from) == (
+        steps,
+        (block,),
+        33,
+        "stage1",
+    )
     assert full.negative_prompt == NEGATIVE_PROMPT and 0 <= full.seed < 2**63
     assert np.array_equal(full.guidance, np.float32([[3, 1, 3, 0.7], [7, 1, 3, 0.7]]))
 
@@ -59,7 +73,14 @@ def test_the_negative_prompt_is_the_published_one():
 
 def test_given_values_are_kept():
     given = replace(
-        REQUEST, num_frames=9, steps=1, seed=0, negative_prompt="", image_crf=0, stg_blocks=(0, 2), audio_from="stage2"
+        REQUEST,
+        num_frames=9,
+        steps=1,
+        seed=0,
+        negative_prompt="",
+        image_crf=0,
+        stg_blocks=(0, 2),
+        audio_from="stage2",
     )
     assert given.resolved(model(num_layers=3)) == given
 
@@ -70,12 +91,21 @@ def test_newer_models_and_distilled_have_their_own_defaults():
 
 
 BAD = {
-    "width": (dict(width=100), "--width: 100, expected divisible by 64 (two-stage); the nearest are 64 and 128 px"),
+    "width": (
+        dict(width=100),
+        "--width: 100, expected divisible by 64 (two-stage); the nearest are 64 and 128 px",
+    ),
     "small height": (dict(height=32), "the nearest are 64 and 128 px"),
-    "frames": (dict(num_frames=120), "--num-frames: 120, expected 8*k + 1; the nearest are 113 and 121 frames"),
+    "frames": (
+        dict(num_frames=120),
+        "--num-frames: 120, expected 8*k + 1; the nearest are 113 and 121 frames",
+    ),
     "no frames": (dict(num_frames=0), "the nearest are 1 and 9 frames"),
     "long": (dict(num_frames=489), "20.33 s, the model's limit is 20 s; at most 481 frames"),
-    "frames without end": (dict(num_frames=10**400), "--num-frames: 10000000000000000000, expected at most 1000000000"),
+    "frames without end": (
+        dict(num_frames=10**400),
+        "--num-frames: 10000000000000000000, expected at most 1000000000",
+    ),
     "steps": (dict(steps=0), "--steps: 0"),
     "negative seed": (dict(seed=-1), "--seed: -1"),
     "huge seed": (dict(seed=2**63), "--seed"),
@@ -93,7 +123,10 @@ BAD = {
     "no text": (dict(prompt="a \ud800"), "--prompt: holds characters that are no text"),
     "image frame": (dict(images=(ImageSpec(Path("i"), 121),)), "frames 0 to 120"),
     "image strength": (dict(images=(ImageSpec(Path("i"), 120, 1.5),)), "expected 0 to 1"),
-    "two images": (dict(images=(ImageSpec(Path("i"), 8), ImageSpec(Path("j"), 8))), "two images at frame 8"),
+    "two images": (
+        dict(images=(ImageSpec(Path("i"), 8), ImageSpec(Path("j"), 8))),
+        "two images at frame 8",
+    ),
 }
 
 
@@ -132,7 +165,9 @@ def test_bad_files_are_refused(tmp_path):
     assert "--distilled-lora" in refused(distilled_lora=LoraSpec(file, 1.0, "stage2"))
     assert "--max-memory" in refused(max_memory=0.0)
     assert "--max-memory" in refused(max_memory=1e300)
-    assert "does not exist" in refused(replace(REQUEST, images=(ImageSpec(tmp_path / "gone.png", 0),)))
+    assert "does not exist" in refused(
+        replace(REQUEST, images=(ImageSpec(tmp_path / "gone.png", 0),))
+    )
     assert "--noise-in" in refused(replace(REQUEST, noise_in=tmp_path / "gone.safetensors"))
 
 
@@ -144,7 +179,9 @@ def test_a_named_nearest_size_is_always_legal(width):
         check_step("--width", width, 64, 0, "px", "")
         assert width >= 64 and width % 64 == 0
     except InputError as error:
-        first, second = (int(word) for word in str(error).split("nearest are ")[1].split(" px")[0].split(" and "))
+        first, second = (
+            int(word) for word in str(error).split("nearest are ")[1].split(" px")[0].split(" and ")
+        )
         assert first >= 64 and first % 64 == 0 and second == first + 64
         assert first < width < second or width < 64
 
@@ -162,7 +199,9 @@ def test_other_rates_are_the_number_given():
             parse_fps(bad)
 
 
-names = st.text(st.characters(codec="ascii", exclude_characters="\n"), min_size=1).map(lambda s: s + ".x")
+names = st.text(st.characters(codec="ascii", exclude_characters="\n"), min_size=1).map(
+    lambda s: s + ".x"
+)
 
 
 @given(names, st.floats(-4, 4), st.sampled_from(["stage1", "stage2"]))
@@ -193,4 +232,8 @@ def test_malformed_specs_are_refused():
 
 def test_settings_are_json():
     settings = json.loads(json.dumps(REQUEST.resolved(model()).settings()))
-    assert settings["prompt"] == "a cat" and settings["fps"] == "24" and settings["pipeline"] == "two-stage"
+    assert (
+        settings["prompt"] == "a cat"
+        and settings["fps"] == "24"
+        and settings["pipeline"] == "two-stage"
+    )

@@ -14,7 +14,13 @@ import ltx2rt
 from ltx2rt.errors import InputError
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import VideoInfo, read_frames
-from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.models.geometry import (
+    Geometry,
+    audio_positions,
+    pack_audio,
+    pack_video,
+    video_positions,
+)
 from ltx2rt.pipelines.retake import Retake
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
@@ -28,17 +34,36 @@ CLOSE = 2e-5
 DISTILLED = ("--distilled-lora", "none")
 
 
-def write(path, num_frames=17, size=(64, 64), fps=24, first_s=0.0, sound_s=None, times=None, rotation=0, channels=2):
+def write(
+    path,
+    num_frames=17,
+    size=(64, 64),
+    fps=24,
+    first_s=0.0,
+    sound_s=None,
+    times=None,
+    rotation=0,
+    channels=2,
+):
     """Moving stripes and a chirp, from `first_s` on; sound_s: seconds of sound, as long as the frames if None, 0: none.
 
     times: of the frames, in ticks of 1/240 s."""
     width, height = size
     f, y, x = np.mgrid[:num_frames, :height, :width]
-    pixels = np.stack([127 + 120 * np.sin(x / 7 + f / 3), 127 + 120 * np.cos(y / 5 + f / 4), (x * y + 9 * f) % 256], -1)
+    pixels = np.stack(
+        [
+            127 + 120 * np.sin(x / 7 + f / 3),
+            127 + 120 * np.cos(y / 5 + f / 4),
+            (x * y + 9 * f) % 256,
+        ],
+        -1,
+    )
     ticks = [round(i * TICKS / fps) for i in range(num_frames)] if times is None else times
     samples = round((num_frames / fps if sound_s is None else sound_s) * RATE)
     t = np.arange(samples) / RATE
-    waveform = 0.5 * np.stack([np.sin(2 * np.pi * (300 + 200 * t) * t), np.cos(2 * np.pi * 170 * t)]).astype(np.float32)
+    waveform = 0.5 * np.stack(
+        [np.sin(2 * np.pi * (300 + 200 * t) * t), np.cos(2 * np.pi * 170 * t)]
+    ).astype(np.float32)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
@@ -46,7 +71,9 @@ def write(path, num_frames=17, size=(64, 64), fps=24, first_s=0.0, sound_s=None,
         if rotation:
             stream.set_display_rotation(rotation)
         if samples:
-            sound = container.add_stream("aac", rate=RATE, layout="mono" if channels == 1 else "stereo")
+            sound = container.add_stream(
+                "aac", rate=RATE, layout="mono" if channels == 1 else "stereo"
+            )
         for tick, image in zip(ticks, pixels.astype(np.uint8), strict=True):
             frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p")
             frame.pts, frame.time_base = tick + round(first_s * TICKS), Fraction(1, TICKS)
@@ -54,8 +81,14 @@ def write(path, num_frames=17, size=(64, 64), fps=24, first_s=0.0, sound_s=None,
         container.mux(stream.encode())
         if samples:
             layout = "mono" if channels == 1 else "stereo"
-            frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(waveform[:channels]), format="fltp", layout=layout)
-            frame.sample_rate, frame.time_base, frame.pts = RATE, Fraction(1, RATE), round(first_s * RATE)
+            frame = av.AudioFrame.from_ndarray(
+                np.ascontiguousarray(waveform[:channels]), format="fltp", layout=layout
+            )
+            frame.sample_rate, frame.time_base, frame.pts = (
+                RATE,
+                Fraction(1, RATE),
+                round(first_s * RATE),
+            )
             container.mux(sound.encode(frame))
             container.mux(sound.encode())
     return path
@@ -74,7 +107,11 @@ def generation(request):
 @pytest.fixture(scope="module")
 def opened(tiny, generation):
     with ltx2rt.open(
-        tiny(f"tiny-{generation}", "diffusers"), backend="cuda", device="cpu", distilled_lora="none", dtype="float32"
+        tiny(f"tiny-{generation}", "diffusers"),
+        backend="cuda",
+        device="cpu",
+        distilled_lora="none",
+        dtype="float32",
     ) as session:
         yield session
 
@@ -90,7 +127,9 @@ def direct_masks(num_frames, size, fps, start, end):
     one, video, audio = np.float32, [], []
     for k in range((num_frames - 1) // 8 + 1):
         begins, ends = (one(max(8 * k + at, 0)) / one(float(fps)) for at in (-7, 1))
-        video += [float(ends > one(start) and begins < one(end))] * (size[0] // 32 * (size[1] // 32))
+        video += [float(ends > one(start) and begins < one(end))] * (
+            size[0] // 32 * (size[1] // 32)
+        )
     for i in range(round(num_frames / float(fps) * 25)):
         begins, ends = (one(max(4 * i + at, 0)) * one(160) / one(16000) for at in (-3, 1))
         audio.append(float(ends > one(start) and begins < one(end)))
@@ -98,7 +137,9 @@ def direct_masks(num_frames, size, fps, start, end):
 
 
 @pytest.mark.parametrize("fps", [Fraction(24), Fraction(30000, 1001), Fraction(50)])
-@pytest.mark.parametrize("region", [(0, 0.01), (0.04, 0.05), (1 / 24, 0.2), (0.3, 0.375), (0.375, 0.376), (0.1, 0.7)])
+@pytest.mark.parametrize(
+    "region", [(0, 0.01), (0.04, 0.05), (1 / 24, 0.2), (0.3, 0.375), (0.375, 0.376), (0.1, 0.7)]
+)
 def test_masks_are_those_of_the_tokens_times(opened, fps, region):
     info = VideoInfo(96, 64, 41, fps, 0, True, (Fraction(0),))
     request = Retake("a fox", start_time=region[0], end_time=region[1], info=info)
@@ -110,7 +151,9 @@ def test_masks_are_those_of_the_tokens_times(opened, fps, region):
     latents = np.flatnonzero(expected["video"][::6])
     assert frames == range(max(8 * latents[0] - 7, 0), 8 * latents[-1] + 1)
     sound = np.flatnonzero(expected["audio"])
-    assert (start, end) == pytest.approx((max(4 * sound[0] - 3, 0) / 100, (4 * sound[-1] + 1) / 100))
+    assert (start, end) == pytest.approx(
+        (max(4 * sound[0] - 3, 0) / 100, (4 * sound[-1] + 1) / 100)
+    )
     assert request.masks(geometry).keys() == {"video", "audio"}
     assert replace(request, keep="audio").masks(geometry).keys() == {"video"}
     assert replace(request, info=replace(info, has_sound=False)).masks(geometry).keys() == {"video"}
@@ -126,7 +169,10 @@ def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
 @pytest.mark.parametrize(
     ("generation", "kept", "guided"),
     [
-        *(pytest.param("2.3", kept, 0, marks=pytest.mark.slow) for kept in (None, "audio", "video")),
+        *(
+            pytest.param("2.3", kept, 0, marks=pytest.mark.slow)
+            for kept in (None, "audio", "video")
+        ),
         ("2.3", "no sound", 0),
         *(("2.3", kept, 2) for kept in (None, "audio", "video")),
         ("2.0", None, 2),
@@ -141,11 +187,15 @@ def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, gu
     session, start, end = opened.resident, 0.36, 0.52
     more = {"guided": True, "steps": guided} if guided else {}
     plan = make_plan(
-        session, Retake("a fox", video_path=file, start_time=start, end_time=end, keep=keep, seed=3, **more)
+        session,
+        Retake("a fox", video_path=file, start_time=start, end_time=end, keep=keep, seed=3, **more),
     )
     state, *_ = produce(session, plan, keep=True)
     geometry = plan.request.geometry(session.config)
-    clean = {"video": pack_video(state.record["source.video"])[0], "audio": np.zeros((18, 128), np.float32)}
+    clean = {
+        "video": pack_video(state.record["source.video"])[0],
+        "audio": np.zeros((18, 128), np.float32),
+    }
     masks = direct_masks(17, (64, 64), 24, start, end)
     if kept == "no sound":
         masks["audio"][:] = 1
@@ -161,14 +211,27 @@ def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, gu
     positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
     sigmas, how = DISTILLED_SIGMAS, {}
     if guided:
-        sigmas, how = shifted_sigmas(guided), {"guidance": plan.request.guidance, "blocks": plan.request.stg_blocks}
+        sigmas, how = (
+            shifted_sigmas(guided),
+            {"guidance": plan.request.guidance, "blocks": plan.request.stg_blocks},
+        )
     frozen = (keep,) if keep else ()
-    steps = list(euler_steps(module, positions, state.contexts, x, masks, clean, sigmas, frozen=frozen, **how))
+    steps = list(
+        euler_steps(
+            module, positions, state.contexts, x, masks, clean, sigmas, frozen=frozen, **how
+        )
+    )
     for step, (latents, x0s) in enumerate(steps):
         for m in made:
             assert relative_l2(state.record[f"stage1.{m}.x0"][step], x0s[m]) <= CLOSE, (m, step)
-            assert relative_l2(state.record[f"stage1.{m}.steps"][step], latents[m]) <= CLOSE, (m, step)
-    final = {"video": pack_video(state.record["video_latent"]), "audio": pack_audio(state.record["audio_latent"])}
+            assert relative_l2(state.record[f"stage1.{m}.steps"][step], latents[m]) <= CLOSE, (
+                m,
+                step,
+            )
+    final = {
+        "video": pack_video(state.record["video_latent"]),
+        "audio": pack_audio(state.record["audio_latent"]),
+    }
     for m in final:
         outside = masks[m] == 0
         np.testing.assert_array_equal(final[m][0, outside], clean[m][outside])
@@ -183,7 +246,9 @@ def test_source_frames_and_sound_are_copied_bit_for_bit(opened, tmp_path, first_
     found = opened.generate("a fox", pipeline="retake", seed=1, **region)
     source = np.stack(list(read_frames(path, "", 17)))
     np.testing.assert_array_equal(found.frames[9:], source[9:])
-    assert all((ours != theirs).any() for ours, theirs in zip(found.frames[:9], source, strict=False))
+    assert all(
+        (ours != theirs).any() for ours, theirs in zip(found.frames[:9], source, strict=False)
+    )
     waveform, rate = read_sound(path, first_s, 17 / 24)
     assert (found.sample_rate, found.fps, len(found.frames)) == (rate, 24, 17) and rate == RATE
     size, changed = round(17 / 24 * RATE), slice(round(0.01 * RATE), round(0.13 * RATE))
@@ -194,7 +259,14 @@ def test_source_frames_and_sound_are_copied_bit_for_bit(opened, tmp_path, first_
 
 @pytest.mark.parametrize("keep", ["video", "audio"])
 def test_a_kept_stream_is_copied_whole_or_comes_out_of_its_vae(opened, clip, keep):
-    flags = {"pipeline": "retake", "video_path": clip, "start_time": 0, "end_time": 0.3, "seed": 1, "keep": keep}
+    flags = {
+        "pipeline": "retake",
+        "video_path": clip,
+        "start_time": 0,
+        "end_time": 0.3,
+        "seed": 1,
+        "keep": keep,
+    }
     copied, decoded = (opened.generate("a fox", **flags, keep_source=on) for on in (True, False))
     frames, (waveform, _) = np.stack(list(read_frames(clip, "", 17))), read_sound(clip, 0, 17 / 24)
     assert (copied.frames == frames).all() == (keep == "video")
@@ -204,16 +276,23 @@ def test_a_kept_stream_is_copied_whole_or_comes_out_of_its_vae(opened, clip, kee
 
 def test_sound_shorter_or_later_than_the_frames(opened, tmp_path):
     """Latents after its end are zeros; before its beginning is silence."""
-    session, request = opened.resident, Retake("a fox", start_time=0, end_time=0.1, seed=1, keep="audio")
+    session, request = (
+        opened.resident,
+        Retake("a fox", start_time=0, end_time=0.1, seed=1, keep="audio"),
+    )
     whole, short = (write(tmp_path / f"{s}.mp4", sound_s=s) for s in (1.0, 0.4))
     found = []
     for path in (whole, short):
         plan = make_plan(session, replace(request, video_path=path))
-        plan = replace(plan, stages=tuple(stage for stage in plan.stages if stage.name == "source sound"))
+        plan = replace(
+            plan, stages=tuple(stage for stage in plan.stages if stage.name == "source sound")
+        )
         found.append(produce(session, plan, keep=True)[0].record["source.audio"])
     heard = -(-(round(0.4 * 16000) // 160 + 1) // 4)
     assert not found[1][:, :, heard + 1 :].any() and np.abs(found[1][:, :, heard - 1]).min() > 0
-    assert relative_l2(found[1][:, :, :8], found[0][:, :, :8]) <= 1e-6  # 0.3 s, before AAC's last window
+    assert (
+        relative_l2(found[1][:, :, :8], found[0][:, :, :8]) <= 1e-6
+    )  # 0.3 s, before AAC's last window
     late = tmp_path / "late.mkv"
     with av.open(str(whole)) as container, av.open(str(late), "w") as out:
         streams = {s.index: out.add_stream_from_template(s) for s in container.streams}
@@ -227,7 +306,11 @@ def test_sound_shorter_or_later_than_the_frames(opened, tmp_path):
     moved, _ = read_sound(late, 0.0, 0.5)
     with av.open(str(late)) as container:
         silence = round(next(container.decode(audio=0)).time * rate)
-    assert silence > 0.15 * rate and waveform.shape[1] == round(0.5 * rate) and not waveform[:, :silence].any()
+    assert (
+        silence > 0.15 * rate
+        and waveform.shape[1] == round(0.5 * rate)
+        and not waveform[:, :silence].any()
+    )
     np.testing.assert_array_equal(waveform[:, silence:], moved[:, : waveform.shape[1] - silence])
 
 
@@ -248,7 +331,17 @@ def run(command, tiny, tmp_path):
     def call(*flags):
         folder = tmp_path / f"out{next(number)}"
         folder.mkdir()
-        words = ["generate", "--backend", "cuda", "--device", "cpu", "--model", model, "--pipeline", "retake"]
+        words = [
+            "generate",
+            "--backend",
+            "cuda",
+            "--device",
+            "cpu",
+            "--model",
+            model,
+            "--pipeline",
+            "retake",
+        ]
         words += ["--prompt", "a fox", "--seed", 4, "--output", folder / "clip.mp4", *DISTILLED]
         status, out, err = command(*words, *flags)
         assert bool(out) == (status == 0)
@@ -263,7 +356,10 @@ def test_the_command_says_what_is_made(run, clip, tmp_path):
     region = ("--video-path", clip, "--start-time", 0.1, "--end-time", 0.3)
     status, err, folder = run(*region, "--num-videos", 2, "--latents-out", latents, "--keep-source")
     assert status == 0, err
-    assert "made anew: frames 1 to 8 of 17, sound from 0.09 to 0.33 s" in err and "--keep-source" not in err
+    assert (
+        "made anew: frames 1 to 8 of 17, sound from 0.09 to 0.33 s" in err
+        and "--keep-source" not in err
+    )
     with av.open(str(folder / "clip-5.mp4")) as file:
         assert file.streams.video[0].average_rate == 24 and file.streams.audio[0].rate == RATE
     waveform = TensorFile(latents).read("waveform")
@@ -338,8 +434,15 @@ def test_python_refuses_what_the_command_refuses(opened, clip):
 def test_it_is_planned_and_compiled_at_the_files_size(opened, clip, command):
     words = ("--video-path", clip, "--start-time", 0.1, "--end-time", 0.3)
     preset = ("--preset", "ltx-2.3", "--pipeline", "retake", *words)
-    status, out, err = command("plan", *preset, "--devices", 1, "--device-kind", "h200", *DISTILLED, "--guided")
+    status, out, err = command(
+        "plan", *preset, "--devices", 1, "--device-kind", "h200", *DISTILLED, "--guided"
+    )
     assert status == 0 and "retake, 64x64, 17 frames" in out and "source video" in out, err
     region = {"video_path": clip, "start_time": 0.1, "end_time": 0.3}
     found = opened.plan("h200", pipeline="retake", **region)
-    assert [s["name"] for s in found["stages"]][:4] == ["source video", "source sound", "text", "stage1"]
+    assert [s["name"] for s in found["stages"]][:4] == [
+        "source video",
+        "source sound",
+        "text",
+        "stage1",
+    ]

@@ -70,7 +70,9 @@ def test_multiplications_and_additions_count_two():
         "square": (lambda o: o.square(o.input("x", **x)), 0),
     }  # fmt: skip
     for name, (model, expected) in models.items():
-        assert flops(trace(name, lambda o, model=model: {"y": model(o)}, "float32")) == expected, name
+        assert flops(trace(name, lambda o, model=model: {"y": model(o)}, "float32")) == expected, (
+            name
+        )
 
 
 def test_a_value_is_alive_until_its_last_reader_and_a_view_has_no_memory():
@@ -80,7 +82,9 @@ def test_a_value_is_alive_until_its_last_reader_and_a_view_has_no_memory():
     def model(o):
         x = o.input("x", B=2, D=4)
         view = o.rename(x, names={"D": "E"})
-        y = o.repeat(block, 3, {"x": o.square(x)}, prefix="blocks.*.")[0]["x"]  # x, its square, the result; and inside
+        y = o.repeat(block, 3, {"x": o.square(x)}, prefix="blocks.*.")[0][
+            "x"
+        ]  # x, its square, the result; and inside
         return {"y": o.add(y, o.rename(view, names={"E": "D"}))}
 
     graph = trace("net", model, "float32")

@@ -13,9 +13,17 @@ GB = 10**9
     "names, limit, left",
     [
         (("memory.max", "memory.current", "inactive_file"), 2 * GB, 1.5 * GB),
-        (("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), 2 * GB, 1.5 * GB),
+        (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            2 * GB,
+            1.5 * GB,
+        ),
         (("memory.max", "memory.current", "inactive_file"), "max", None),
-        (("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), 2**63 - 4096, None),
+        (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            2**63 - 4096,
+            None,
+        ),
     ],
 )
 def test_a_container_has_its_share_of_the_host(names, limit, left, tmp_path, monkeypatch):

@@ -39,26 +39,41 @@ def test_devices_keep_their_places_between_stages():
 
 def test_weights_keep_their_slices_between_stages():
     mesh, graph = {"guidance": 2, "sequence": 2, "tensor": 3}, case("guided-2.3").graph
-    first, second = (Placement(PROFILES["hopper"], m).loop(graph, 8) for m in (mesh, {"sequence": 4, "tensor": 3}))
-    assert first.all_layouts() == second.all_layouts() and (first.mesh, second.mesh) == (mesh, stage_mesh(mesh, 1))
+    first, second = (
+        Placement(PROFILES["hopper"], m).loop(graph, 8)
+        for m in (mesh, {"sequence": 4, "tensor": 3})
+    )
+    assert first.all_layouts() == second.all_layouts() and (first.mesh, second.mesh) == (
+        mesh,
+        stage_mesh(mesh, 1),
+    )
 
 
 def test_videos_branches_and_weights_are_split_at_once():
     """Two videos on two devices, each with half of the branches on another, and half of the weights on a third."""
     one, count = case("guided-2.3"), 8
     steps = {"sigmas": np.linspace(1, 0.5, 2 * count, dtype=np.float32).reshape(count, 2)}
-    latents = {name: np.concatenate([one.inputs[name], -one.inputs[name]]) for name in ("video_latent", "audio_latent")}
-    whole = Placement(PROFILES["trillium"], {"data": 2, "guidance": 2, "fsdp": 2}).loop(one.graph, count)
+    latents = {
+        name: np.concatenate([one.inputs[name], -one.inputs[name]])
+        for name in ("video_latent", "audio_latent")
+    }
+    whole = Placement(PROFILES["trillium"], {"data": 2, "guidance": 2, "fsdp": 2}).loop(
+        one.graph, count
+    )
     found = interpret(whole, one.params, {**one.inputs, **steps, **latents})
     alone = Placement(PROFILES["single"], {}).loop(one.graph, count)
     for video in range(2):
         own = {name: x[video : video + 1] for name, x in latents.items()}
         for name, expected in interpret(alone, one.params, {**one.inputs, **steps, **own}).items():
             axis = alone.outputs[name].type.axes.index("videos")
-            assert relative_l2(found[name].take([video], axis=axis), expected) <= 1e-5, name  # order of summation
+            assert relative_l2(found[name].take([video], axis=axis), expected) <= 1e-5, (
+                name
+            )  # order of summation
 
 
-@pytest.mark.parametrize(("mesh", "expected"), [({}, {}), ({"guidance": 2, "sequence": 2, "tensor": 2}, {"tensor": 8})])
+@pytest.mark.parametrize(
+    ("mesh", "expected"), [({}, {}), ({"guidance": 2, "sequence": 2, "tensor": 2}, {"tensor": 8})]
+)
 def test_text_encoder_is_shared_by_all_devices(mesh, expected):
     assert text_mesh(mesh) == expected
 

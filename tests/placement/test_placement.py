@@ -24,14 +24,19 @@ def test_float8_is_of_the_transformer_alone():
         return sum(layout.encoding is not None for layout in local.all_layouts().values())
 
     assert float8("text-2.3") == 0
-    with pytest.raises(InputError, match="2 blocks, of which the first and the last stay as they are"):
+    with pytest.raises(
+        InputError, match="2 blocks, of which the first and the last stay as they are"
+    ):
         float8("guided-2.3")
 
 
 @pytest.mark.parametrize(("num_steps", "slots"), [(1, 8), (8, 8), (9, 16)])
 def test_a_loop_has_room_for_a_few_more_steps(num_steps, slots):
     assert step_slots(num_steps) == slots
-    assert taken_apart(Placement(PROFILES["single"]).loop(case("guided-2.3").graph, num_steps)).count == slots
+    assert (
+        taken_apart(Placement(PROFILES["single"]).loop(case("guided-2.3").graph, num_steps)).count
+        == slots
+    )
 
 
 def test_only_a_loop_is_looped_and_spread_over_videos():

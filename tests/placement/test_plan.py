@@ -21,7 +21,9 @@ from ltx2rt.weights.random.make import make_checkpoint
 @cache
 def plan(preset="tiny-2.3", devices=2, kind="h100-80gb", **settings):
     """Unless it says how, as the kind's profile means the devices to be."""
-    options = {key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__}
+    options = {
+        key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__
+    }
     if devices > 1 and kind in device_kinds() and not options.keys() & {"mesh", "profile"}:
         options["profile"] = device_kind(kind).profile
     request = pipeline(settings.pop("pipeline", "two-stage"))("a plan", seed=0, **settings)
@@ -50,7 +52,10 @@ def test_the_full_model_reaches_the_floor_of_collectives():
     for stage in ("stage1", "stage2"):
         assert whole[stage].collectives["all_reduce"].count == 48 * 7
         assert costs[stage].collectives["all_reduce"].count == 48 * (2 * 7 + 1)
-        assert costs[stage].collectives["all_reduce"].bytes == whole[stage].collectives["all_reduce"].bytes
+        assert (
+            costs[stage].collectives["all_reduce"].bytes
+            == whole[stage].collectives["all_reduce"].bytes
+        )
     large = 48 * 4 * 2 * (6144 * 4096 + 126 * 2048)  # bfloat16
     small = 48 * 4 * (3 * 6144 + 1024 + 126) * 4  # at most: statistics, one float32 a token
     found = costs["stage2"].collectives["all_reduce"]
@@ -67,9 +72,15 @@ def test_what_left_the_loop_costs_memory_and_no_step():
     found = plan("ltx-2.0", 4)
     stage1 = stages(found)["stage1"]
     heads = (4096 + 2048) // 4
-    kept = (28 * 3 + 20 * 4) * 2 * 1024 * heads * 2  # layers x branches, k and v, tokens, heads, bfloat16
-    whole = cost(Work("step", ((found.session.as_run(graph(found, "guided-step"), steps=True), 1),), {}))
-    assert 1.9 * kept < stage1.activation_bytes - whole.activation_bytes < 2.1 * kept  # one layer's leave the step
+    kept = (
+        (28 * 3 + 20 * 4) * 2 * 1024 * heads * 2
+    )  # layers x branches, k and v, tokens, heads, bfloat16
+    whole = cost(
+        Work("step", ((found.session.as_run(graph(found, "guided-step"), steps=True), 1),), {})
+    )
+    assert (
+        1.9 * kept < stage1.activation_bytes - whole.activation_bytes < 2.1 * kept
+    )  # one layer's leave the step
     products = 48 * 2 * 2 * 2 * 1024 * (4096 * 4096 + 2048 * 2048) // 4
     assert products <= whole.flops - stage1.flops < 1.2 * products
 
@@ -78,14 +89,17 @@ def test_every_stage_has_its_own_mesh():
     """Stage 1 gathers what its four branches give; stage 2 has one, and its devices trade tokens for heads."""
     found = plan.__wrapped__(devices=2, mesh={"guidance": 2})
     costs = stages(found)
-    assert [note.split(":")[0] for note in found.notes if "guidance=2 puts its 4 branches" in note] == ["stage1"]
+    assert [
+        note.split(":")[0] for note in found.notes if "guidance=2 puts its 4 branches" in note
+    ] == ["stage1"]
     assert set(costs["text"].collectives) == {"all_reduce"}
     assert {name: t.count for name, t in costs["stage1"].collectives.items()} == {"all_gather": 2}
     assert "all_to_all" in costs["stage2"].collectives
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh"), [("v6e", {"sequence": 4, "tensor": 2}), ("v7x", {"sequence": 8}), ("h100-80gb", {"tensor": 8})]
+    ("kind", "mesh"),
+    [("v6e", {"sequence": 4, "tensor": 2}), ("v7x", {"sequence": 8}), ("h100-80gb", {"tensor": 8})],
 )
 def test_a_kind_of_device_has_a_mesh_of_its_own(kind, mesh):
     found = plan("ltx-2.3", 8, kind)
@@ -104,7 +118,9 @@ def test_work_of_one_step_is_the_known_number():
 def test_devices_share_work_and_weights():
     one, four = (stages(plan("ltx-2.3", n, memory="resident")) for n in (1, 4))
     assert four["stage1"].flops == pytest.approx(one["stage1"].flops / 4, rel=0.01)
-    assert four["decode"].flops == pytest.approx(one["decode"].flops / 2, rel=0.25)  # two tiles, of 10 and 9 latents
+    assert four["decode"].flops == pytest.approx(
+        one["decode"].flops / 2, rel=0.25
+    )  # two tiles, of 10 and 9 latents
     assert stages(plan("ltx-2.3", 8, "v6e"))["decode"].flops == four["decode"].flops
     assert four["stage2"].weights_bytes < 0.4 * one["stage2"].weights_bytes
     assert one["stage1"].collectives == {} and one["upsample"].flops == four["upsample"].flops
@@ -119,14 +135,21 @@ def test_weights_follow_the_run():
     assert both["stage1"].weights_bytes == reload["stage1"].weights_bytes
     assert both["stage2"].weights_bytes > reload["stage2"].weights_bytes  # the LoRA's second set
     assert both["text"].weights_bytes == offload["text"].weights_bytes
-    assert both["decode"].weights_bytes - offload["decode"].weights_bytes == both["text"].weights_bytes
-    assert "audio" not in stages(plan(audio=False)) and "stage2" not in stages(plan(pipeline="one-stage"))
+    assert (
+        both["decode"].weights_bytes - offload["decode"].weights_bytes == both["text"].weights_bytes
+    )
+    assert "audio" not in stages(plan(audio=False)) and "stage2" not in stages(
+        plan(pipeline="one-stage")
+    )
 
 
 def test_a_warm_up_leaves_everything_on_the_device(tmp_path):
     make_checkpoint("tiny-2.3", "official", tmp_path, empty=True)
     found = plan.__wrapped__(None, model=tmp_path)
-    cold, warm = (found.session.costs(found.plan.stages), found.session.warm_costs(found.plan.stages))
+    cold, warm = (
+        found.session.costs(found.plan.stages),
+        found.session.warm_costs(found.plan.stages),
+    )
     assert tuple(cold) == found.costs == plan().costs
     assert {c.weights_bytes for c in warm} == {cold[-1].weights_bytes}
 
@@ -136,20 +159,30 @@ def test_time_is_work_or_weights_and_then_what_is_exchanged():
     n = 64
 
     def model(o):
-        (y,) = o.all_reduce(o.linear(o.input("x", tokens=n, D=n), "w", {"D": n}, bias=False), mesh_axis="tensor")
+        (y,) = o.all_reduce(
+            o.linear(o.input("x", tokens=n, D=n), "w", {"D": n}, bias=False), mesh_axis="tensor"
+        )
         return {"y": y}
 
     placed = trace("net", model, "float32")
     placed.mesh = {"tensor": 2}
     step = cost(Work("s", ((placed, 1),), {}))
-    figures = dict(flops_per_s=2 * n**3, memory_bytes_per_s=3 * 4 * n * n, link_bytes_per_s=4 * n * n / 2)
+    figures = dict(
+        flops_per_s=2 * n**3, memory_bytes_per_s=3 * 4 * n * n, link_bytes_per_s=4 * n * n / 2
+    )
     kind = replace(device_kind("h100-80gb"), collective_s=0.5, **figures)
-    assert step.time_s(kind) == pytest.approx(1 + 2.5) and step.exchange_s(kind) == pytest.approx(2.5)
+    assert step.time_s(kind) == pytest.approx(1 + 2.5) and step.exchange_s(kind) == pytest.approx(
+        2.5
+    )
     slow = replace(kind, memory_bytes_per_s=4 * n * n / 5)  # five seconds for the weights
     assert step.time_s(slow) == pytest.approx(5 + 2.5)
     streamed = replace(step, streamed_bytes=int(10 * slow.host_bytes_per_s))
-    assert streamed.time_s(slow) == pytest.approx(10) and streamed.waits_s(slow) == pytest.approx(2.5)
-    pair, line = (device_kind("v6e").exchange_s("all_to_all", devices, 1000, int(90e9)) for devices in (2, 4))
+    assert streamed.time_s(slow) == pytest.approx(10) and streamed.waits_s(slow) == pytest.approx(
+        2.5
+    )
+    pair, line = (
+        device_kind("v6e").exchange_s("all_to_all", devices, 1000, int(90e9)) for devices in (2, 4)
+    )
     assert pair == pytest.approx(1.002) and line == pytest.approx(4 / 3 + 0.002)
 
 
@@ -167,7 +200,9 @@ def test_a_stage_adds_up_its_graphs_and_keeps_the_largest_activations():
     found = cost(work)
     assert found.weights_bytes == 15 and found.steps == 2
     assert found.flops == 3 * sum(cost(Work("s", ((g, 1),), {})).flops for g in graphs)
-    assert found.activation_bytes == max(cost(Work("s", ((g, 1),), {})).activation_bytes for g in graphs)
+    assert found.activation_bytes == max(
+        cost(Work("s", ((g, 1),), {})).activation_bytes for g in graphs
+    )
 
 
 def test_a_packed_weight_is_touched_by_any_of_its_parts():
@@ -200,7 +235,10 @@ def test_traffic_of_an_unplaced_graph_is_none():
         ({"devices": 3}, ["heads=4", "tensor=3"]),
         ({"mesh": {"tensor": 4}}, ["--mesh", "4", "2"]),
         ({"devices": 3, "mesh": {"guidance": 3}}, ["4 branches do not divide over guidance=3"]),
-        ({"mesh": {"sequence": 2}, "profile": "ironwood-1d"}, ["ironwood-1d", "sequence=2", "tensor"]),
+        (
+            {"mesh": {"sequence": 2}, "profile": "ironwood-1d"},
+            ["ironwood-1d", "sequence=2", "tensor"],
+        ),
         ({"devices": 5, "kind": "v6e"}, ["trillium", "tensor=2", "5 devices", "--mesh"]),
         ({"devices": 5, "mesh": {"fsdp": 5}}, ["D=128", "fsdp=5"]),
         ({"profile": "kitchen"}, ["kitchen", "hopper"]),
@@ -216,7 +254,12 @@ def test_what_no_machine_can_do_is_refused_by_name(settings, words):
 def test_figures_are_positive():
     for name in device_kinds():
         kind = device_kind(name)
-        rates = [kind.memory_bytes, kind.flops_per_s, kind.memory_bytes_per_s, kind.link_bytes_per_s]
+        rates = [
+            kind.memory_bytes,
+            kind.flops_per_s,
+            kind.memory_bytes_per_s,
+            kind.link_bytes_per_s,
+        ]
         assert min(rates) > 1e9
 
 
@@ -259,12 +302,16 @@ def test_an_all_reduce_travels_until_something_reads_it(block, count, waits_s):
         link_bytes_per_s=4 * 8**2 / 1.5,
     )
     found = cost(Work("s", ((placed, 1),), {}))
-    assert found.exchange_s(kind) == pytest.approx(waits_s, abs=1e-3)  # 10 us of each are the link's
+    assert found.exchange_s(kind) == pytest.approx(
+        waits_s, abs=1e-3
+    )  # 10 us of each are the link's
     on_tpu = replace(kind, backend="tpu")  # whose compiler orders by itself
     assert found.exchange_s(on_tpu) == pytest.approx(1.5 * block.count("r") * count, abs=1e-3)
 
 
-@pytest.mark.parametrize("recorded,expected", [(0, [5, 3, 4, 7, 11]), (6, [5, 0, 1, 1, 5]), (10, [5, 0, 1, 0, 4])])
+@pytest.mark.parametrize(
+    "recorded,expected", [(0, [5, 3, 4, 7, 11]), (6, [5, 0, 1, 1, 5]), (10, [5, 0, 1, 0, 4])]
+)
 def test_a_loop_runs_in_what_recorded_steps_keep_and_keeps_what_it_takes_more(recorded, expected):
     stages = [
         StageCost(name, 1, weights_bytes=0, activation_bytes=size, read_bytes=0, flops=0, exchanged={}, loops=loops)

@@ -39,9 +39,14 @@ def test_device_kind_without_a_profile_is_refused(kind):
 
 def test_axis_that_a_profile_does_not_split_is_refused():
     """Its devices would all do the same."""
-    with pytest.raises(InputError, match="profile ironwood-1d splits nothing over sequence=4; its mesh axes: tensor"):
+    with pytest.raises(
+        InputError,
+        match="profile ironwood-1d splits nothing over sequence=4; its mesh axes: tensor",
+    ):
         profile_of("ironwood-1d", "cpu", {"sequence": 4, "tensor": 2})
-    with pytest.raises(InputError, match="profile single splits nothing over tensor=2; its mesh axes: none"):
+    with pytest.raises(
+        InputError, match="profile single splits nothing over tensor=2; its mesh axes: none"
+    ):
         profile_of("single", "cpu", MESH)
     assert profile_of("single", "cpu", {"tensor": 1}).name == "single"
 
@@ -65,13 +70,18 @@ def test_profile_has_a_mesh_for_every_number_of_devices(name, devices, mesh):
 
 
 def test_number_of_devices_that_a_profile_cannot_share_out_is_refused():
-    with pytest.raises(InputError, match=r"trillium is meant for sequence=N,tensor=2, not for 3 devices; .*--mesh"):
+    with pytest.raises(
+        InputError, match=r"trillium is meant for sequence=N,tensor=2, not for 3 devices; .*--mesh"
+    ):
         default_mesh(PROFILES["trillium"], 3)
 
 
 def test_profile_and_mesh_are_of_all_devices():
     assert resolve(None, "v6e", {}, 8) == (PROFILES["trillium"], {"sequence": 4, "tensor": 2})
-    assert resolve(None, "TPU7x", {"tensor": 2, "data": 1}, 2) == (PROFILES["ironwood"], {"tensor": 2})
+    assert resolve(None, "TPU7x", {"tensor": 2, "data": 1}, 2) == (
+        PROFILES["ironwood"],
+        {"tensor": 2},
+    )
     assert resolve(None, "h100-80gb", {}, 1) == (PROFILES["single"], {})
     with pytest.raises(InputError, match=r"--mesh: .* is of 2 devices, there are 8"):
         resolve(None, "v6e", {"tensor": 2}, 8)
@@ -96,10 +106,16 @@ def test_profile_splits_the_transformer_and_the_encoder(name):
 def whole(graph) -> bool:
     """Nothing is cut and nothing communicates."""
     splits = [layout.splits for layout in graph.all_layouts().values()]
-    return not graph.mesh and not any(splits) and not any(node.op in COLLECTIVES for node, _ in graph.walk())
+    return (
+        not graph.mesh
+        and not any(splits)
+        and not any(node.op in COLLECTIVES for node, _ in graph.walk())
+    )
 
 
-@pytest.mark.parametrize("network", ("video-decoder", "video-encoder", "audio-encoder", "audio-decoder", "upsampler"))
+@pytest.mark.parametrize(
+    "network", ("video-decoder", "video-encoder", "audio-encoder", "audio-decoder", "upsampler")
+)
 def test_network_that_a_profile_does_not_name_is_replicated(network):
     assert whole(Placement(PROFILES["hopper"], MESH).local(case("text-2.3").graph, network))
 
@@ -123,7 +139,9 @@ def test_single_splits_nothing():
         ("cuda", "NVIDIA H200", 8, 1, None, {}),
     ],
 )
-def test_without_a_mesh_all_tpus_and_all_devices_of_several_hosts_are_used(kind, name, count, hosts, profile, expected):
+def test_without_a_mesh_all_tpus_and_all_devices_of_several_hosts_are_used(
+    kind, name, count, hosts, profile, expected
+):
     """On GPUs the launcher decides: there a process is started for each."""
     backend = "cuda" if kind == "cuda" else "tpu"
     assert mesh_of_all(backend, DeviceInfo(kind, name, 1, 1, count, hosts), profile) == expected

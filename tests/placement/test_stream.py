@@ -19,7 +19,15 @@ from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.session.weights import Residence
 
-SIZE = {"width": 128, "height": 64, "num_frames": 17, "fps": 48, "steps": 2, "seed": 7, "image_crf": 0}
+SIZE = {
+    "width": 128,
+    "height": 64,
+    "num_frames": 17,
+    "fps": 48,
+    "steps": 2,
+    "seed": 7,
+    "image_crf": 0,
+}
 DISTILLED = {name: value for name, value in SIZE.items() if name != "steps"}
 
 SLOW = pytest.mark.slow
@@ -33,7 +41,9 @@ def small_matrices_move(monkeypatch):
 
 def forced(monkeypatch, residence, **options):
     """Every run keeps its weights like this."""
-    monkeypatch.setattr(Session, "_ways", lambda self, stages: [(replace(self.asked, **options), residence)])
+    monkeypatch.setattr(
+        Session, "_ways", lambda self, stages: [(replace(self.asked, **options), residence)]
+    )
 
 
 def made(model, pipeline="two-stage", **options):
@@ -62,19 +72,27 @@ def assert_same(a, b):
         ],
     ],
 )
-def test_streamed_is_resident_bit_for_bit(tiny, monkeypatch, preset, weights_dtype, small_matrices_move):
+def test_streamed_is_resident_bit_for_bit(
+    tiny, monkeypatch, preset, weights_dtype, small_matrices_move
+):
     model = tiny(preset, "official")
     options = {"weights_dtype": weights_dtype}
     resident, streamed = made(model, **options)
     assert not streamed
     for number in (1, 99):
-        forced(monkeypatch, Residence({"text-encoder": number, "transformer": number}), stage_weights="reload")
+        forced(
+            monkeypatch,
+            Residence({"text-encoder": number, "transformer": number}),
+            stage_weights="reload",
+        )
         clip, streamed = made(model, **options)
         assert {"text-encoder", "transformer"} <= streamed.keys()
         assert_same(clip, resident)
 
 
-def test_requests_in_a_row_load_what_they_need_and_stay_right(tiny, monkeypatch, small_matrices_move):
+def test_requests_in_a_row_load_what_they_need_and_stay_right(
+    tiny, monkeypatch, small_matrices_move
+):
     """The residence changes from request to request, as when another needs more room."""
     model = tiny("tiny-2.3", "official")
     resident, _ = made(model)
@@ -89,7 +107,9 @@ def test_requests_in_a_row_load_what_they_need_and_stay_right(tiny, monkeypatch,
         assert_same(session.generate("a robot dancing", **SIZE), resident)
 
 
-@pytest.mark.parametrize("way", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW), 4, -1])
+@pytest.mark.parametrize(
+    "way", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW), 4, -1]
+)
 def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, way):
     """Freed after use, reloaded, with the text encoder streamed, with one layer of the transformer, with all."""
     model, ways = tiny("tiny-2.3", "official"), Session._ways
@@ -133,10 +153,14 @@ def test_bytes_copied_are_those_of_the_plan(tiny, monkeypatch, small_matrices_mo
         costs = {cost.name: cost for cost in resident.costs(plan.stages)}
         a_step = costs["stage1"].streamed_bytes
         sizes = stream.pieces(held.graph)
-        assert a_step == costs["stage2"].streamed_bytes == sum(sizes[piece] for piece in held.streamed)
+        assert (
+            a_step == costs["stage2"].streamed_bytes == sum(sizes[piece] for piece in held.streamed)
+        )
         # Two pieces have two slots: they are brought once, and stay.
         assert held.weights.ring.copied_bytes == a_step
-        assert held.weights.ring.nbytes == stream.slots_bytes([sizes[piece] for piece in held.streamed])
+        assert held.weights.ring.nbytes == stream.slots_bytes(
+            [sizes[piece] for piece in held.streamed]
+        )
 
 
 def plan_of(session):
@@ -198,7 +222,12 @@ WORKLOADS = (("two-stage", 768, 512), ("distilled", 1280, 704), ("distilled", 19
 def test_the_table_of_cards_is_what_plan_says():
     """Each card of docs/gpus.md runs LTX-2.3 in bfloat16: seconds at best, and GB a step from the host."""
     rows = CARDS.findall((Path(__file__).parents[2] / "docs" / "gpus.md").read_text())
-    assert {card for card, *_ in rows} >= {"rtx3060-12gb", "rtx4090-24gb", "rtx5090-32gb", "h100-80gb"}
+    assert {card for card, *_ in rows} >= {
+        "rtx3060-12gb",
+        "rtx4090-24gb",
+        "rtx5090-32gb",
+        "h100-80gb",
+    }
     options, first = ModelOptions("", Path(), dtype="bfloat16"), None
     with datasheet_checkpoint(options, "ltx-2.3") as (options, checkpoint):
         for card, *cells in rows:

@@ -2,7 +2,8 @@
 
 import pytest
 
-FLAGS = "--backend cuda --device cpu --prompt x --width 64 --height 64 --fps 48 --image-crf 0".split()  # noqa: SIM905
+FLAGS = ["--backend", "cuda", "--device", "cpu", "--prompt", "x", "--width", "64", "--height", "64"]
+FLAGS += ["--fps", "48", "--image-crf", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -13,5 +14,16 @@ def model(tiny):
 @pytest.fixture
 def flags(model, tmp_path):
     """flags(*more) -> words of a small `generate` that writes clip.mp4."""
-    fixed = ["generate", *FLAGS, "--model", model, "--output", tmp_path / "clip.mp4", "--steps", 2, "--num-frames", 17]
+    fixed = [
+        "generate",
+        *FLAGS,
+        "--model",
+        model,
+        "--output",
+        tmp_path / "clip.mp4",
+        "--steps",
+        2,
+        "--num-frames",
+        17,
+    ]
     return lambda *more: [str(word) for word in (*fixed, *more)]

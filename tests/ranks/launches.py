@@ -19,8 +19,12 @@ class Launch:
     def __init__(self, words, **environment):
         env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        heard = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job and its children ignore it
-        self.process = subprocess.Popen([sys.executable, *words], env=env, start_new_session=True, **pipes)
+        heard = signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # a background job and its children ignore it
+        self.process = subprocess.Popen(
+            [sys.executable, *words], env=env, start_new_session=True, **pipes
+        )
         signal.signal(signal.SIGINT, heard)
         self.pid = self.process.pid
 
@@ -34,9 +38,16 @@ def by_hand(words, second=None, **environment):
     """Two ranks under torchrun's variables, without torchrun; words of rank 1 can differ."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+        where = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+            "WORLD_SIZE": "2",
+        }
     where |= environment
-    return [Launch(w, RANK=str(i), LOCAL_RANK=str(i), **where) for i, w in enumerate((words, second or words))]
+    return [
+        Launch(w, RANK=str(i), LOCAL_RANK=str(i), **where)
+        for i, w in enumerate((words, second or words))
+    ]
 
 
 def hosts_by_hand(*commands, devices=2):

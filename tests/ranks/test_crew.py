@@ -6,7 +6,17 @@ import socket
 import time
 
 import pytest
-from launches import BROKEN, LOADING, TIME_LIMIT_S, Launch, alive, by_hand, ranks_of, wait_for, written
+from launches import (
+    BROKEN,
+    LOADING,
+    TIME_LIMIT_S,
+    Launch,
+    alive,
+    by_hand,
+    ranks_of,
+    wait_for,
+    written,
+)
 
 from ltx2rt.atomic_file import partial_path
 from ltx2rt.ranks.crew import Crew
@@ -25,7 +35,13 @@ def test_a_port_in_use_is_named(flags):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+        env = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": "2",
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+        }
         status, _, (line,) = Launch(["-m", "ltx2rt", *flags()], **env).end()
     assert status == 2 and f"port {port} is in use" in line
 
@@ -54,7 +70,8 @@ def test_ranks_of_other_versions_are_told_apart(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "found,status", [(b"1 2", 2), (b"1 137", 1), (b"1 0", 1), (b"1 -3", 1), (b"", 1), (b"\xc2\xb9 \xc2\xb9", 1)]
+    "found,status",
+    [(b"1 2", 2), (b"1 137", 1), (b"1 0", 1), (b"1 -3", 1), (b"", 1), (b"\xc2\xb9 \xc2\xb9", 1)],
 )
 def test_no_failure_has_status_0_whatever_stands_in_the_store(found, status):
     class Written:
@@ -95,7 +112,9 @@ def test_an_exception_on_one_rank_is_shown_once_with_its_rank(flags, tmp_path):
     script = written(tmp_path, BROKEN)
     ended = [run.end() for run in by_hand([str(script), "raise", *flags("--num-frames", 161)])]
     assert [status for status, _, _ in ended] == [1, 1] and list(tmp_path.iterdir()) == [script]
-    assert [line for _, _, lines in ended for line in lines] == ["ltx2rt: error: rank 1: RuntimeError: a bad day"]
+    assert [line for _, _, lines in ended for line in lines] == [
+        "ltx2rt: error: rank 1: RuntimeError: a bad day"
+    ]
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ from ltx2rt.ranks.environment import interface, rank_and_size
 RANK = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize("environment,expected", [({}, (0, 1)), ({"WORLD_SIZE": "1"}, (0, 1)), (RANK, (3, 4))])
+@pytest.mark.parametrize(
+    "environment,expected", [({}, (0, 1)), ({"WORLD_SIZE": "1"}, (0, 1)), (RANK, (3, 4))]
+)
 def test_environment_tells_which_rank_this_is(environment, expected):
     assert rank_and_size(environment) == expected
 
@@ -25,8 +27,14 @@ def test_environment_tells_which_rank_this_is(environment, expected):
         (RANK | {"RANK": "x"}, "RANK is 'x', expected a number from 0 below 4"),
         (RANK | {"RANK": "4"}, "RANK is '4', expected a number from 0 below 4"),
         (RANK | {"RANK": "²"}, "RANK is '²', expected a number from 0 below 4"),
-        (RANK | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', expected a number from 1 below 65536"),
-        (RANK | {"MASTER_PORT": "port"}, "MASTER_PORT is 'port', expected a number from 1 below 65536"),
+        (
+            RANK | {"MASTER_PORT": "99999"},
+            "MASTER_PORT is '99999', expected a number from 1 below 65536",
+        ),
+        (
+            RANK | {"MASTER_PORT": "port"},
+            "MASTER_PORT is 'port', expected a number from 1 below 65536",
+        ),
     ],
 )
 def test_environment_that_names_no_rank_is_refused(environment, message):

@@ -31,5 +31,8 @@ def test_files_are_compared_by_size_and_header(tmp_path, model):
     assert facts.digests([file]) == mine
     file.write_bytes(original.replace(b"transformer_blocks.0", b"transformer_blocks.9", 1))
     crew._store["files/1"] = json.dumps(facts.digests([file]))
-    with pytest.raises(InputError, match=r"ranks 0 and 1 have different files: .*w\.safetensors is .* on rank 0, .*"):
+    with pytest.raises(
+        InputError,
+        match=r"ranks 0 and 1 have different files: .*w\.safetensors is .* on rank 0, .*",
+    ):
         crew.agree("files", mine)

@@ -12,7 +12,17 @@ from ltx2rt_tpu.hosts import hosts
 
 from ltx2rt.errors import InputError
 
-ON_HOSTS = ("--backend", "tpu", "--profile", "trillium", "--pipeline", "one-stage", "--no-audio", "--seed", 7)
+ON_HOSTS = (
+    "--backend",
+    "tpu",
+    "--profile",
+    "trillium",
+    "--pipeline",
+    "one-stage",
+    "--no-audio",
+    "--seed",
+    7,
+)
 
 
 def test_two_hosts_give_the_clip_of_one_torch_device_once(flags, command, tmp_path):
@@ -25,22 +35,42 @@ def test_two_hosts_give_the_clip_of_one_torch_device_once(flags, command, tmp_pa
     words = flags(*ON_HOSTS, "--latents-out", latents, "--report", report)
     (main, other) = (run.end() for run in hosts_by_hand(*[["-m", "ltx2rt", *words]] * 2))
     assert (main[0], other[0]) == (0, 0) and (main[2], other[2]) == ([], [])
-    assert main[1].startswith(str(tmp_path / "clip.mp4")) and main[1].count("\n") == 1 and other[1] == ""
-    assert {p.name for p in tmp_path.iterdir()} == {"clip.mp4", "latents.safetensors", "report.json"}
+    assert (
+        main[1].startswith(str(tmp_path / "clip.mp4"))
+        and main[1].count("\n") == 1
+        and other[1] == ""
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "clip.mp4",
+        "latents.safetensors",
+        "report.json",
+    }
     assert json.loads(report.read_text())["mesh"] == {"sequence": 2, "tensor": 2}
     several = load_file(latents)
-    status, _, errors = command(*words, "--backend", "cuda", "--profile", "single", "--mesh", "tensor=1")
+    status, _, errors = command(
+        *words, "--backend", "cuda", "--profile", "single", "--mesh", "tensor=1"
+    )
     assert status == 0, errors
     one = load_file(latents)
     assert one.keys() == several.keys() and "stage1.video.steps" in one
     for name, expected in one.items():
-        assert relative_l2(several[name], expected) <= 1e-5, name  # float32, sums in another order; reached: 1.1e-6
+        assert relative_l2(several[name], expected) <= 1e-5, (
+            name
+        )  # float32, sums in another order; reached: 1.1e-6
 
 
 def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
     for first, second, message in (
-        ((), ("--seed", 8), "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1"),
-        (mesh := ("--mesh", "tensor=2"), mesh, "is of 2 devices, the 2 processes have 4; give a --mesh of all of them"),
+        (
+            (),
+            ("--seed", 8),
+            "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1",
+        ),
+        (
+            mesh := ("--mesh", "tensor=2"),
+            mesh,
+            "is of 2 devices, the 2 processes have 4; give a --mesh of all of them",
+        ),
         (single := ("--profile", "single"), single, "profile single has no mesh of 4 devices"),
     ):
         words = [["-m", "ltx2rt", *flags(*ON_HOSTS, *more)] for more in (first, second)]
@@ -72,7 +102,9 @@ def test_an_exception_on_one_host_ends_all(flags, tmp_path):
     script = written(tmp_path, BROKEN)
     ended = [run.end() for run in hosts_by_hand(*[[str(script), "raise", *flags(*ON_HOSTS)]] * 2)]
     assert [status for status, _, _ in ended] == [1, 1] and list(tmp_path.iterdir()) == [script]
-    assert [line for _, _, lines in ended for line in lines] == ["ltx2rt: error: rank 1: RuntimeError: a bad day"]
+    assert [line for _, _, lines in ended for line in lines] == [
+        "ltx2rt: error: rank 1: RuntimeError: a bad day"
+    ]
 
 
 @pytest.mark.parametrize("dies", [0, 1])
@@ -89,7 +121,12 @@ def test_a_host_process_that_dies_ends_all(flags, tmp_path, dies):
 
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
-STEP = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+STEP = {
+    "SLURM_JOB_ID": "9",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+}
 STEP["SLURM_PROCID"] = "1"
 SLICE = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "2"}
 
@@ -113,7 +150,10 @@ def test_environment_tells_which_host_this_is(environment, expected):
 @pytest.mark.parametrize(
     "environment,message",
     [
-        ({"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID"),
+        (
+            {"JAX_NUM_PROCESSES": "4"},
+            "JAX_NUM_PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID",
+        ),
         (EXPLICIT | {"JAX_PROCESS_ID": "4"}, "process '4' of '4'"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "process '' of '2'"),
     ],
@@ -128,8 +168,15 @@ def test_a_meeting_place_that_cannot_be_is_named(flags):
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for address, message in ((f"127.0.0.1:{port}", "cannot listen there"), ("127.0.0.1", "expected HOST:PORT")):
-            environment = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+        for address, message in (
+            (f"127.0.0.1:{port}", "cannot listen there"),
+            ("127.0.0.1", "expected HOST:PORT"),
+        ):
+            environment = {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": "0",
+            }
             status, _, (line,) = Launch(["-m", "ltx2rt", *flags(*ON_HOSTS)], **environment).end()
             assert status == 2 and f"JAX_COORDINATOR_ADDRESS {address}: {message}" in line
 

@@ -22,10 +22,20 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     latents = tmp_path / "latents.safetensors"
     report = tmp_path / "report.json"
     more = ("--num-frames", 161, "--no-audio", "--no-metadata", "--seed", 7)
-    run = Launch(["-m", "ltx2rt", *flags(*more, "--num-gpus", 2, "--latents-out", latents, "--report", report)])
+    run = Launch(
+        [
+            "-m",
+            "ltx2rt",
+            *flags(*more, "--num-gpus", 2, "--latents-out", latents, "--report", report),
+        ]
+    )
     status, out, errors = run.end()
     assert (status, errors) == (0, []) and out.count("\n") == 1
-    assert {p.name for p in tmp_path.iterdir()} == {"clip.mp4", "latents.safetensors", "report.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "clip.mp4",
+        "latents.safetensors",
+        "report.json",
+    }
     assert json.loads(report.read_text())["mesh"] == {"tensor": 2}
 
     from safetensors.numpy import load_file
@@ -37,10 +47,17 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     latent = load_file(latents)["video_latent"]
     tiling = plan_tiles("auto", latent.shape[2:], session.config.video_vae)
     assert len(tiling.frames) == 3
-    calls = ((Call("video-decoder", tile.shape), {"latent": tile}) for tile in tile_latents(latent, tiling))
+    calls = (
+        (Call("video-decoder", tile.shape), {"latent": tile})
+        for tile in tile_latents(latent, tiling)
+    )
     frames = blend_tiles(session.each(calls, "frames"), tiling, backend.to_host)
     write_mp4(
-        tmp_path / "one.mp4", frames, num_frames=161, fps=Fraction(48), sample_rate=session.config.vocoder.sample_rate
+        tmp_path / "one.mp4",
+        frames,
+        num_frames=161,
+        fps=Fraction(48),
+        sample_rate=session.config.vocoder.sample_rate,
     )
     assert (tmp_path / "one.mp4").read_bytes() == (tmp_path / "clip.mp4").read_bytes()
 
@@ -60,7 +77,19 @@ def test_probe_under_ranks_writes_once(model, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     save_file({"steps": np.array([4], np.int32)}, tmp_path / "in.safetensors")
-    words = ["-m", "ltx2rt", "probe", "--backend", "cuda", "--device", "cpu", "--model", str(model), "--num-gpus", "2"]
+    words = [
+        "-m",
+        "ltx2rt",
+        "probe",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        str(model),
+        "--num-gpus",
+        "2",
+    ]
     words += ["--component", "schedule", "--inputs", str(tmp_path / "in.safetensors")]
     status, _, errors = Launch([*words, "--outputs", str(tmp_path / "out.safetensors")]).end()
     assert (status, errors) == (0, [])
@@ -80,14 +109,27 @@ sys.exit(main())
 def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
     """The whole block is one graph, collectives included, after a warm-up too; every load is charged once."""
     script, report = written(tmp_path, COMPILED), tmp_path / "report.json"
-    one_stage = ("--pipeline", "one-stage", "--no-audio", "--seed", 7, "--compile", "--warmup", "--report", report)
+    one_stage = (
+        "--pipeline",
+        "one-stage",
+        "--no-audio",
+        "--seed",
+        7,
+        "--compile",
+        "--warmup",
+        "--report",
+        report,
+    )
     for run in by_hand([str(script), *flags(*one_stage)]):
         assert run.end()[::2] == (0, [])
     assert json.loads(report.read_text())["warmup_s"] > 0
 
 
 def test_input_that_every_rank_refuses_is_refused_once(flags, tmp_path):
-    for more, message in (("--width", 100), "the nearest are 64 and 128"), (("--tp-size", 3), "tensor=3"):
+    for more, message in (
+        (("--width", 100), "the nearest are 64 and 128"),
+        (("--tp-size", 3), "tensor=3"),
+    ):
         words = flags(*more, *([] if "--tp-size" in more else ["--num-gpus", 2]))
         status, out, (line,) = Launch(["-m", "ltx2rt", *words]).end()
         assert (status, out) == (2, "") and message in line and not list(tmp_path.iterdir())
@@ -106,7 +148,9 @@ time.sleep(600 if sys.argv[2] != "0" else 0)
 
 
 @pytest.mark.parametrize("status", [0, 2, 1])
-def test_the_launcher_ends_ranks_that_hang_and_removes_what_they_left(tmp_path, monkeypatch, capfd, status):
+def test_the_launcher_ends_ranks_that_hang_and_removes_what_they_left(
+    tmp_path, monkeypatch, capfd, status
+):
     """A rank's exit status is the launcher's; the rank has said why itself."""
     monkeypatch.setattr(launcher, "GRACE_S", 0.5)
     package = tmp_path / "fake" / "ltx2rt"
@@ -114,16 +158,24 @@ def test_the_launcher_ends_ranks_that_hang_and_removes_what_they_left(tmp_path, 
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(FAKE)
     monkeypatch.chdir(package.parent)  # where `python -m` looks first
-    assert launcher.start([str(tmp_path), str(status)], 3, [tmp_path / "clip.mp4"], most=3) == status
+    assert (
+        launcher.start([str(tmp_path), str(status)], 3, [tmp_path / "clip.mp4"], most=3) == status
+    )
     assert not any(alive(int((tmp_path / f"pid{i}").read_text())) for i in range(3))
     assert not list(tmp_path.glob(".clip*")) and capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("more", [("--num-gpus", 100000), ("--mesh", "tensor=99999999")])
 def test_more_ranks_than_can_work_here_are_not_started(flags, command, monkeypatch, more):
-    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(
+        launcher.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started")
+    )
     status, _, error = command(*flags(*more))
-    assert status == 2 and error.count("\n") == 1 and "processes are asked for, this host has devices for" in error
+    assert (
+        status == 2
+        and error.count("\n") == 1
+        and "processes are asked for, this host has devices for" in error
+    )
 
 
 def test_on_one_device_every_rank_is_this_process():

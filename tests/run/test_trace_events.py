@@ -8,7 +8,10 @@ PLAN = ("plan", "--preset", "tiny-2.3", "--json")
 NESTING_US = 1e-6  # of numbers that are rounded to 1e-3 us
 
 
-@pytest.fixture(scope="module", params=[("h100", 2, "tensor=2"), ("h100", 2, "sequence=2"), ("v6e", 2, "tensor=2")])
+@pytest.fixture(
+    scope="module",
+    params=[("h100", 2, "tensor=2"), ("h100", 2, "sequence=2"), ("v6e", 2, "tensor=2")],
+)
 def traced(request, command, tmp_path_factory):
     """The plan as JSON, and its trace."""
     kind, devices, mesh = request.param
@@ -25,7 +28,9 @@ def test_every_event_has_the_fields_of_its_phase(traced):
     for event in trace["traceEvents"]:
         assert isinstance(event["name"], str) and isinstance(event["pid"], int)
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
+            assert event["name"] in ("process_name", "thread_name") and isinstance(
+                event["args"]["name"], str
+            )
         else:
             assert event["ph"] == "X" and isinstance(event["tid"], int)
             assert event["ts"] >= 0 and event["dur"] >= 0
@@ -39,7 +44,9 @@ def slices(trace):
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
             found.setdefault((event["pid"], event["tid"]), []).append(event)
-    return {key: sorted(events, key=lambda e: (e["ts"], -e["dur"])) for key, events in found.items()}
+    return {
+        key: sorted(events, key=lambda e: (e["ts"], -e["dur"])) for key, events in found.items()
+    }
 
 
 def test_slices_of_a_thread_are_in_one_another_or_apart(traced):
@@ -55,22 +62,40 @@ def test_slices_of_a_thread_are_in_one_another_or_apart(traced):
 
 def test_a_traced_step_takes_the_printed_time_and_does_the_printed_work(traced):
     planned, trace = traced
-    processes = {e["args"]["name"]: e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    processes = {
+        e["args"]["name"]: e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"
+    }
     by_thread = slices(trace)
     for stage in planned["stages"]:
-        events = [e for (pid, _), found in by_thread.items() if pid == processes[stage["name"]] for e in found]
+        events = [
+            e
+            for (pid, _), found in by_thread.items()
+            if pid == processes[stage["name"]]
+            for e in found
+        ]
         (step,) = [e for e in events if e["cat"] == "step"]
         rounding_us = 1e-3 * len(events)
         assert step["dur"] == pytest.approx(1e6 * stage["time_s"], abs=1e-3)
         assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(step["dur"], abs=NESTING_US)
-        inner = [e for e in events if e["cat"] in ("product", "attention", "kernel", "wait") and e is not step]
+        inner = [
+            e
+            for e in events
+            if e["cat"] in ("product", "attention", "kernel", "wait") and e is not step
+        ]
         assert sum(e["dur"] for e in inner) == pytest.approx(step["dur"], abs=rounding_us)
         assert sum(e["args"].get("TFLOP", 0) for e in inner) == pytest.approx(stage["flops"] / 1e12)
         exchanges = [e for e in events if e["cat"] == "exchange"]
         assert len(exchanges) == sum(c["count"] for c in stage["collectives"].values())
-    assert {e["cat"] for found in by_thread.values() for e in found} >= {"product", "attention", "kernel", "exchange"}
+    assert {e["cat"] for found in by_thread.values() for e in found} >= {
+        "product",
+        "attention",
+        "kernel",
+        "exchange",
+    }
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_planned(command, tmp_path):
-    status, out, err = command(*PLAN, "--device-kind", "h100", "--trace", tmp_path / "absent" / "x.json")
+    status, out, err = command(
+        *PLAN, "--device-kind", "h100", "--trace", tmp_path / "absent" / "x.json"
+    )
     assert status == 2 and out == "" and "--trace: the folder" in err

@@ -33,9 +33,16 @@ def server(tiny_model, tmp_path_factory):
     root = tmp_path_factory.mktemp("server")
     loras = root / "loras"
     loras.mkdir()
-    make_checkpoint("tiny-2.3", "official", root / "other", seed=1)  # the model's own would be merged twice
+    make_checkpoint(
+        "tiny-2.3", "official", root / "other", seed=1
+    )  # the model's own would be merged twice
     (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
-    flags = ["--loras", loras, "--distilled-lora", tiny_model / "tiny-2.3-distilled-lora.safetensors"]
+    flags = [
+        "--loras",
+        loras,
+        "--distilled-lora",
+        tiny_model / "tiny-2.3-distilled-lora.safetensors",
+    ]
     made = Server(tiny_model, root / "data", *flags, "--replicas", "2", "--max-user-queue", "1000")
     yield made
     made.kill()

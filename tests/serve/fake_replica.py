@@ -46,7 +46,10 @@ def main() -> None:
         steps, seconds, *what = job["clip"]["prompt"].split(":")
         what = what[0] if what else ""
         if what.startswith(("once-", "first-")):
-            mark = Path(job["stem"]).parent.parent / f"{what}.{job['id'] if what.startswith('once-') else 'any'}"
+            mark = (
+                Path(job["stem"]).parent.parent
+                / f"{what}.{job['id'] if what.startswith('once-') else 'any'}"
+            )
             what = "" if mark.exists() else what.partition("-")[2]
             mark.touch()
         for step in range(int(steps) + 1):
@@ -54,7 +57,15 @@ def main() -> None:
                 tell("cancelled", **named)
                 break
             fraction = step / int(steps)
-            tell("progress", **named, stage="stage1", step=step, of=int(steps), fraction=fraction, eta_s=None)
+            tell(
+                "progress",
+                **named,
+                stage="stage1",
+                step=step,
+                of=int(steps),
+                fraction=fraction,
+                eta_s=None,
+            )
             if step and job["id"] in watched:
                 tell("preview", **named, number=step, jpeg=b64encode(b"a picture").decode())
             time.sleep(float(seconds))
@@ -82,7 +93,9 @@ def main() -> None:
             try:
                 result = publish(
                     Path(job["stem"]),
-                    lambda number, path, job=job: path.write_text(f"{job['id']} {job['clip'].get('seed') + number}"),
+                    lambda number, path, job=job: path.write_text(
+                        f"{job['id']} {job['clip'].get('seed') + number}"
+                    ),
                     lambda path: path.write_bytes(b"RIFF"),
                     lambda report=report: report,
                     job.get("n", 1),

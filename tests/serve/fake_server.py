@@ -12,11 +12,18 @@ from pathlib import Path
 from ltx2rt import cli
 from ltx2rt.commands import serve
 
-serve.worker_command = lambda args: [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
+serve.worker_command = lambda args: [
+    sys.executable,
+    str(Path(__file__).with_name("fake_replica.py")),
+]
 
 if told := os.environ.get("FAKE_OPENED"):
     log = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    sys.addaudithook(lambda event, args: event == "open" and os.write(log, f"{args[0]}\n".encode(errors="replace")))
+    sys.addaudithook(
+        lambda event, args: (
+            event == "open" and os.write(log, f"{args[0]}\n".encode(errors="replace"))
+        )
+    )
 
 if clock := os.environ.get("FAKE_CLOCK"):
     right = time.time

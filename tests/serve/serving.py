@@ -17,14 +17,22 @@ import httpx
 import numpy as np
 from PIL import Image
 
-SMALL = {"pipeline": "one-stage", "size": "64x64", "num_frames": 9}  # what the prompt of a fake replica goes with
+SMALL = {
+    "pipeline": "one-stage",
+    "size": "64x64",
+    "num_frames": 9,
+}  # what the prompt of a fake replica goes with
 
 
 class Server:
     """A server that runs. replicas: its workers are real, not played."""
 
     def __init__(self, model, data, *flags, replicas="fake", env=(), backend="cuda"):
-        script = [str(Path(__file__).with_name("fake_server.py"))] if replicas == "fake" else ["-m", "ltx2rt"]
+        script = (
+            [str(Path(__file__).with_name("fake_server.py"))]
+            if replicas == "fake"
+            else ["-m", "ltx2rt"]
+        )
         words = ["serve", "--model", model, "--backend", backend, "--device", "cpu", "--data", data]
         words += ["--port", "0", *flags]
         self.data, self.log = Path(data), Path(data).with_suffix(f".{time.monotonic_ns()}.log")
@@ -50,7 +58,9 @@ class Server:
 
     def lines(self, event):
         """What the log says of an event."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        lines = [
+            json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")
+        ]
         return [line for line in lines if line["event"] == event]
 
     def add(self, prompt="2:0.01", **more):
@@ -83,7 +93,9 @@ class Server:
 
 def png(width=20, height=10):
     file = io.BytesIO()
-    Image.fromarray(np.arange(width * height * 3, dtype=np.uint8).reshape(height, width, 3)).save(file, "PNG")
+    Image.fromarray(np.arange(width * height * 3, dtype=np.uint8).reshape(height, width, 3)).save(
+        file, "PNG"
+    )
     return file.getvalue()
 
 
@@ -101,5 +113,10 @@ def moving(directory, frames=25, size=64):
     from ltx2rt.media.mp4 import write_mp4
 
     path = directory / "moving.mp4"
-    write_mp4(path, iter([np.zeros((3, frames, size, size), np.float32)]), num_frames=frames, fps=Fraction(24))
+    write_mp4(
+        path,
+        iter([np.zeros((3, frames, size, size), np.float32)]),
+        num_frames=frames,
+        fps=Fraction(24),
+    )
     return path.read_bytes()

@@ -20,7 +20,9 @@ def admission(tmp_path, tiny):
         model = tiny(preset, "official")
         if options.get("distilled_lora") == "its":
             options["distilled_lora"] = LoraSpec(next(model.glob("*-distilled-lora.safetensors")))
-        return Admission(ModelOptions("cuda", model, device="cpu", **options), tmp_path, default="two-stage")
+        return Admission(
+            ModelOptions("cuda", model, device="cpu", **options), tmp_path, default="two-stage"
+        )
 
     return make
 
@@ -31,13 +33,21 @@ def admission(tmp_path, tiny):
     ("tiny-2.3", NO_LORA, {"dfr", "two-stage", "hq", "a2v", "keyframes"}),
     ("tiny-2.5", NO_LORA, {"two-stage", "hq", "a2v", "keyframes"}),
 ])  # fmt: skip
-def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(admission, preset, lora, missing):
+def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
+    admission, preset, lora, missing
+):
     found = admission(preset, distilled_lora=lora)
     limits = found.limits()
     assert found.served.keys() - limits["pipelines"].keys() == missing
     assert limits["default_pipeline"] == (None if "two-stage" in missing else "two-stage")
-    for name in missing - {"a2v", "ic-lora", "keyframes"}:  # which need files; who asks for one hears why
-        with pytest.raises(Refusal, match="--pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"):
+    for name in missing - {
+        "a2v",
+        "ic-lora",
+        "keyframes",
+    }:  # which need files; who asks for one hears why
+        with pytest.raises(
+            Refusal, match="--pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"
+        ):
             found.admit({**CLIP, "pipeline": name})
 
 

@@ -53,7 +53,12 @@ def test_every_method_of_the_official_client(server):
             extra_body={"pipeline": "one-stage", "seed": 7},
             poll_interval_ms=20,
         )
-        assert (video.status, video.progress, video.size, video.seconds) == ("completed", 100, "64x64", "0.375")
+        assert (video.status, video.progress, video.size, video.seconds) == (
+            "completed",
+            100,
+            "64x64",
+            "0.375",
+        )
         assert video.x["seed"] == 7 and video.x["settings"]["num_frames"] == 9
         assert api.videos.retrieve(video.id).id == video.id
         assert api.videos.download_content(video.id).content == f"{video.id} 7".encode()
@@ -61,9 +66,16 @@ def test_every_method_of_the_official_client(server):
         with api.videos.with_streaming_response.download_content(video.id) as stream:
             assert b"".join(stream.iter_bytes(4)) == f"{video.id} 7".encode()
         remix = api.videos.remix(video.id, prompt="1:0.01")
-        assert remix.remixed_from_video_id == video.id and remix.x["seed"] == 7 and remix.prompt == "1:0.01"
+        assert (
+            remix.remixed_from_video_id == video.id
+            and remix.x["seed"] == 7
+            and remix.prompt == "1:0.01"
+        )
         shown = api.videos.create(
-            prompt="1:0.01", input_reference=("../../x.png", png()), size="64x64", extra_body={**SMALL, "size": None}
+            prompt="1:0.01",
+            input_reference=("../../x.png", png()),
+            size="64x64",
+            extra_body={**SMALL, "size": None},
         )
         assert len(shown.x["settings"]["images"]) == 1
         ids = [video.id for video in api.videos.list(limit=2)]
@@ -90,9 +102,13 @@ def test_every_method_of_the_official_client(server):
 def test_the_asynchronous_client(server):
     async def scene():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
-            video = await api.videos.create_and_poll(prompt="2:0.01", extra_body=SMALL, poll_interval_ms=20)
+            video = await api.videos.create_and_poll(
+                prompt="2:0.01", extra_body=SMALL, poll_interval_ms=20
+            )
             assert video.status == "completed"
-            assert (await api.videos.download_content(video.id)).content.startswith(video.id.encode())
+            assert (await api.videos.download_content(video.id)).content.startswith(
+                video.id.encode()
+            )
             assert (await api.videos.delete(video.id)).deleted
 
     with warnings.catch_warnings():
@@ -102,7 +118,9 @@ def test_the_asynchronous_client(server):
 
 def test_a_failed_job_is_an_answer_not_an_error(server):
     with client(server) as api:
-        video = api.videos.create_and_poll(prompt="2:0.01:oom", extra_body=SMALL, poll_interval_ms=20)
+        video = api.videos.create_and_poll(
+            prompt="2:0.01:oom", extra_body=SMALL, poll_interval_ms=20
+        )
     assert video.status == "failed" and video.error.code == "out_of_memory"
 
 
@@ -163,7 +181,10 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
 ])  # fmt: skip
 def test_what_the_command_line_refuses_is_refused_before_it_waits(server, given, param, words):
     body = json.dumps({"prompt": "1:0", **SMALL, **given})
-    found = error_of(server.http.post("/v1/videos", content=body, headers={"content-type": "application/json"}), 400)
+    found = error_of(
+        server.http.post("/v1/videos", content=body, headers={"content-type": "application/json"}),
+        400,
+    )
     assert found["param"] == param and words in found["message"], found
     assert str(server.data.parent) not in found["message"]
 
@@ -194,7 +215,9 @@ def test_text_in_a_form_says_what_json_says(server):
         "seed": "5", "audio": "false", "video_cfg": "2.5", "loras[][name]": "style", "loras[][strength]": "0.5",
         "metadata[a]": "b", "stg_blocks": "[1]",
     }  # fmt: skip
-    as_form = server.http.post("/v1/videos", files={name: (None, text) for name, text in form.items()}).json()
+    as_form = server.http.post(
+        "/v1/videos", files={name: (None, text) for name, text in form.items()}
+    ).json()
     assert "x" in as_form, as_form
     as_json = server.http.post("/v1/videos", json={
         "prompt": "1:0", "pipeline": "two-stage", "size": "64x64", "num_frames": 9, "fps": 23.976, "seed": 5,
@@ -214,7 +237,9 @@ def test_settings_of_a_video_make_another_one(server):
     assert again["x"]["settings"] == first["x"]["settings"] and again["id"] != first["id"]
     remix = server.http.post(f"/v1/videos/{first['id']}/remix", json={"prompt": "2:0"}).json()
     assert remix["x"]["settings"] == {**first["x"]["settings"], "prompt": "2:0"}
-    error_of(server.http.post(f"/v1/videos/{first['id']}/remix", json={"prompt": "2:0", "seed": 4}), 400)
+    error_of(
+        server.http.post(f"/v1/videos/{first['id']}/remix", json={"prompt": "2:0", "seed": 4}), 400
+    )
     form = {"prompt": (None, "2:0"), "input_reference": ("x.png", png())}
     error_of(server.http.post(f"/v1/videos/{first['id']}/remix", files=form), 400)
 
@@ -232,7 +257,10 @@ def test_seconds_become_the_nearest_number_of_frames(server):
     (b"", "PNG, JPEG, WEBP"),
 ])  # fmt: skip
 def test_files_that_are_no_images(server, data, words):
-    files = {"input_reference": ("x.png", data), **{name: (None, str(value)) for name, value in SMALL.items()}}
+    files = {
+        "input_reference": ("x.png", data),
+        **{name: (None, str(value)) for name, value in SMALL.items()},
+    }
     found = error_of(server.http.post("/v1/videos", files={**files, "prompt": (None, "1:0")}), 400)
     assert (found["code"], found["param"]) == ("bad_image", "images") and words in found["message"]
 
@@ -240,7 +268,9 @@ def test_files_that_are_no_images(server, data, words):
 def test_a_picture_too_large_to_decode_is_refused_by_its_header(server):
     for side in (50_000, 8_000):
         head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-        bomb = b"\x89PNG\r\n\x1a\n\0\0\0\r" + head + struct.pack(">I", zlib.crc32(head)) + png()[33:]
+        bomb = (
+            b"\x89PNG\r\n\x1a\n\0\0\0\r" + head + struct.pack(">I", zlib.crc32(head)) + png()[33:]
+        )
         files = {"input_reference": ("x.png", bomb), "prompt": (None, "1:0")}
         found = error_of(server.http.post("/v1/videos", files=files), 400)
         assert found["code"] == "bad_image" and "pixel" in found["message"]
@@ -250,9 +280,13 @@ def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
     """By a part of the form or a data URL; what is kept is named by its digest when the settings are sent again."""
     clip = {"prompt": "1:0", "pipeline": "a2v", "size": "64x64", "num_frames": "9"}
     form = {name: (None, text) for name, text in clip.items()}
-    first = server.http.post("/v1/videos", files={**form, "audio_path": ("../x.wav", sound())}).json()
+    first = server.http.post(
+        "/v1/videos", files={**form, "audio_path": ("../x.wav", sound())}
+    ).json()
     url = f"data:audio/wav;base64,{base64.b64encode(sound()).decode()}"
-    again = server.http.post("/v1/videos", json={**clip, "audio_path": url, "seed": first["x"]["seed"]}).json()
+    again = server.http.post(
+        "/v1/videos", json={**clip, "audio_path": url, "seed": first["x"]["seed"]}
+    ).json()
     assert first["x"]["settings"] == again["x"]["settings"], (first, again)
     kept = first["x"]["settings"]["audio_path"][0]["file_id"]
     assert (server.data / "in" / f"{kept}.media").read_bytes() == sound()
@@ -263,7 +297,10 @@ def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
                                                   "end_time": "0.6", "guided": "true"}.items()}  # fmt: skip
     answer = server.http.post("/v1/videos", files={**form, "video_path": ("clip.mp4", video)})
     retake = answer.json()
-    assert answer.status_code == 200 and (retake["size"], retake["seconds"]) == ("64x64", "1.042"), retake
+    assert answer.status_code == 200 and (retake["size"], retake["seconds"]) == (
+        "64x64",
+        "1.042",
+    ), retake
     assert server.until(retake["id"])["status"] == "completed"
 
 
@@ -285,7 +322,9 @@ def test_files_that_are_no_sounds_or_videos(server, field, data, code, words):
     pipeline = "a2v" if field == "audio_path" else "retake"
     if isinstance(data, bytes):
         data = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
-    answer = server.http.post("/v1/videos", json={"prompt": "1:0", "pipeline": pipeline, field: data})
+    answer = server.http.post(
+        "/v1/videos", json={"prompt": "1:0", "pipeline": pipeline, field: data}
+    )
     found = error_of(answer, 400)
     assert (found["code"], found["param"]) == (code, field) and words in found["message"], found
     assert "root:" not in answer.text
@@ -304,22 +343,32 @@ def test_several_videos_of_one_prompt(server):
     assert server.http.delete(f"/v1/videos/{id}").json()["deleted"]
     assert not list((server.data / "out").glob(f"{id}*"))
     for n in (0, 9, 1.5, "many", True):
-        found = error_of(server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, "n": n}), 400)
+        found = error_of(
+            server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, "n": n}), 400
+        )
         assert found["param"] == "n"
 
 
 def test_a_key_is_one_job_however_often_it_is_sent(server):
     def send(n):
         body = {"prompt": "1:0.01", **SMALL}
-        return server.http.post("/v1/videos", json=body, headers={"idempotency-key": "once"}).json()["id"]
+        return server.http.post(
+            "/v1/videos", json=body, headers={"idempotency-key": "once"}
+        ).json()["id"]
 
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(send, range(24)))) == 1
-    answer = server.http.post("/v1/videos", json={"prompt": "2:0.01", **SMALL}, headers={"idempotency-key": "once"})
-    assert error_of(answer, 409)["code"] == "conflict" and answer.headers["x-should-retry"] == "false"
+    answer = server.http.post(
+        "/v1/videos", json={"prompt": "2:0.01", **SMALL}, headers={"idempotency-key": "once"}
+    )
+    assert (
+        error_of(answer, 409)["code"] == "conflict" and answer.headers["x-should-retry"] == "false"
+    )
     first = server.add("1:0", seed=123456)
     retried = server.http.post(
-        "/v1/videos", json={"prompt": "1:0", **SMALL, "seed": 123456}, headers={"x-stainless-retry-count": "1"}
+        "/v1/videos",
+        json={"prompt": "1:0", **SMALL, "seed": 123456},
+        headers={"x-stainless-retry-count": "1"},
     )
     assert retried.json()["id"] == first != server.add("1:0", seed=123456)
 
@@ -330,10 +379,22 @@ def test_a_key_is_one_job_however_often_it_is_sent(server):
 def test_pages_and_their_refusals(server):
     ids = [server.add("1:0") for _ in range(5)]
     got = server.http.get("/v1/videos", params={"limit": 2}).json()
-    assert [video["id"] for video in got["data"]] == ids[:2:-1] and got["has_more"] and got["last_id"] == ids[3]
-    after = server.http.get("/v1/videos", params={"after": ids[2], "order": "asc", "limit": 100}).json()
+    assert (
+        [video["id"] for video in got["data"]] == ids[:2:-1]
+        and got["has_more"]
+        and got["last_id"] == ids[3]
+    )
+    after = server.http.get(
+        "/v1/videos", params={"after": ids[2], "order": "asc", "limit": 100}
+    ).json()
     assert [video["id"] for video in after["data"]] == ids[3:] and not after["has_more"]
-    for asked in ({"limit": 0}, {"limit": "1e3"}, {"order": "up"}, {"after": "video_x"}, {"status": "gone"}):
+    for asked in (
+        {"limit": 0},
+        {"limit": "1e3"},
+        {"order": "up"},
+        {"after": "video_x"},
+        {"status": "gone"},
+    ):
         error_of(server.http.get("/v1/videos", params=asked), 400)
 
 
@@ -346,11 +407,19 @@ def test_content_in_ranges_and_with_a_tag(server):
     server.until(id)
     answer = server.http.get(url)
     assert answer.content == whole and answer.headers["accept-ranges"] == "bytes"
-    assert answer.headers["content-type"] == "video/mp4" and id in answer.headers["content-disposition"]
+    assert (
+        answer.headers["content-type"] == "video/mp4"
+        and id in answer.headers["content-disposition"]
+    )
     part = server.http.get(url, headers={"range": "bytes=6-10"})
     assert (part.status_code, part.content) == (206, whole[6:11])
     assert server.http.get(url, headers={"range": "bytes=-2"}).content == whole[-2:]
-    for asked, status in (("bytes=999-", 416), ("bytes=5-2", 400), ("bytes=a-b", 400), ("seconds=0-1", 400)):
+    for asked, status in (
+        ("bytes=999-", 416),
+        ("bytes=5-2", 400),
+        ("bytes=a-b", 400),
+        ("seconds=0-1", 400),
+    ):
         assert error_of(server.http.get(url, headers={"range": asked}), status)["param"] == "range"
     error_of(server.http.get(url, params={"variant": "../x"}), 400)
     assert server.http.get(url, params={"variant": "report"}).json()["seed"] == 9
@@ -371,7 +440,10 @@ def test_a_client_that_has_the_file_is_not_sent_it_again(server):
         ({"if-modified-since": "Thu, 01 Jan 1970 00:00:00 GMT"}, 200),
     ):
         again = server.http.get(url, headers=headers)
-        assert (again.status_code, again.content) == (status, first.content if status == 200 else b"")
+        assert (again.status_code, again.content) == (
+            status,
+            first.content if status == 200 else b"",
+        )
         assert again.headers["etag"] == etag
 
 
@@ -429,7 +501,9 @@ def test_events_tell_the_state_until_the_end(server):
                 videos.append(json.loads(text))
     assert kinds[-1] == "completed" and "step" in kinds
     progress = [video["progress"] for video in videos]
-    assert progress == sorted(progress) and progress[-1] == 100 and len(kinds) < 15  # at most five a second
+    assert (
+        progress == sorted(progress) and progress[-1] == 100 and len(kinds) < 15
+    )  # at most five a second
     assert videos[-1]["status"] == "completed" and videos[-1]["x"]["urls"]
 
 
@@ -437,7 +511,9 @@ def test_a_watcher_is_shown_the_steps_and_who_is_none_is_not(server):
     for previews in (False, True):
         id, shown = server.add("50:0.03"), []
         error_of(server.http.get(f"/v1/videos/{id}/content", params={"variant": "preview"}), 404)
-        with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events?previews={int(previews)}", timeout=30) as stream:
+        with httpx.stream(
+            "GET", f"{server.url}/v1/videos/{id}/events?previews={int(previews)}", timeout=30
+        ) as stream:
             for line in stream.iter_lines():
                 if line.startswith("data: ") and (url := json.loads(line[6:])["x"]["preview"]):
                     answer = server.http.get(url)
@@ -455,7 +531,10 @@ def test_all_of_a_users_jobs_in_one_stream(server):
         ids = {server.add("1:0.01") for _ in range(3)}
         while ids:
             line = next(lines)
-            if line.startswith("data: ") and (video := json.loads(line[6:]))["status"] == "completed":
+            if (
+                line.startswith("data: ")
+                and (video := json.loads(line[6:]))["status"] == "completed"
+            ):
                 ids.discard(video["id"])
 
 
@@ -474,7 +553,10 @@ def test_what_can_be_asked_for(server):
     assert {"/v1/videos", "/v1/videos/{id}/content"} <= set(schema["paths"])
     (model,) = server.http.get("/v1/models").json()["data"]
     assert server.http.get(f"/v1/models/{model['id']}").json() == model
-    assert "no model is named 'sora-2'" in error_of(server.http.get("/v1/models/sora-2"), 404)["message"]
+    assert (
+        "no model is named 'sora-2'"
+        in error_of(server.http.get("/v1/models/sora-2"), 404)["message"]
+    )
     assert server.http.get("/v1/loras").json()["data"] == [{"id": "style", "object": "lora"}]
 
 
@@ -527,39 +609,96 @@ def test_nothing_is_opened_but_what_is_the_servers_own(start, tiny_model, tmp_pa
     id = server.add("1:0")
     server.until(id)
     before, clip = len((tmp_path / "opened").read_text()), {"prompt": "1:0", **SMALL}
-    for path in (*TRAVERSALS, f"/v1/videos/{id}/content?variant=../../jobs.db", f"/v1/videos/{id}/content?video=../0"):
+    for path in (
+        *TRAVERSALS,
+        f"/v1/videos/{id}/content?variant=../../jobs.db",
+        f"/v1/videos/{id}/content?video=../0",
+    ):
         assert raw_get(server, path) in (400, 404)
     for name in ("../../x.png", "/etc/passwd", "a\0.png", "a" * 4000, "x.mp4"):
-        files = {"input_reference": (name, png()), **{field: (None, str(text)) for field, text in clip.items()}}
+        files = {
+            "input_reference": (name, png()),
+            **{field: (None, str(text)) for field, text in clip.items()},
+        }
         assert server.http.post("/v1/videos", files=files).status_code in (200, 400)
     for url in ("/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x"):
-        error_of(server.http.post("/v1/videos", json={**clip, "input_reference": {"image_url": url}}), 400)
-    error_of(server.http.post("/v1/videos", json={**clip, "images": [{"file_id": "../../etc/passwd"}]}), 400)
+        error_of(
+            server.http.post("/v1/videos", json={**clip, "input_reference": {"image_url": url}}),
+            400,
+        )
+    error_of(
+        server.http.post("/v1/videos", json={**clip, "images": [{"file_id": "../../etc/passwd"}]}),
+        400,
+    )
     error_of(server.http.post("/v1/videos", json={**clip, "loras": [{"name": "../../x"}]}), 400)
     many = {f"f{n}": (f"f{n}", b"x") for n in range(100)}
     error_of(server.http.post("/v1/videos", files={**many, "prompt": (None, "1:0")}), 400)
-    assert server.http.get("/").status_code == server.http.get(f"/v1/videos/{id}/content").status_code == 200
-    own = [server.data, tiny_model, Path(ltx2rt.__file__).parent, sys.prefix, sys.base_prefix, "/dev/fd", "/dev/null"]
+    assert (
+        server.http.get("/").status_code
+        == server.http.get(f"/v1/videos/{id}/content").status_code
+        == 200
+    )
+    own = [
+        server.data,
+        tiny_model,
+        Path(ltx2rt.__file__).parent,
+        sys.prefix,
+        sys.base_prefix,
+        "/dev/fd",
+        "/dev/null",
+    ]
     opened = set((tmp_path / "opened").read_text()[before:].splitlines())
-    strange = {path for path in opened if not path.isdecimal() and not path.startswith(tuple(f"{one}" for one in own))}
+    strange = {
+        path
+        for path in opened
+        if not path.isdecimal() and not path.startswith(tuple(f"{one}" for one in own))
+    }
     assert len(opened) > 3 and not strange, strange
-    assert {path.name for path in (server.data / "in").iterdir()} == {hashlib.sha256(png()).hexdigest()}
+    assert {path.name for path in (server.data / "in").iterdir()} == {
+        hashlib.sha256(png()).hexdigest()
+    }
 
 
 def test_other_hosts_and_other_pages_are_refused(server):
-    assert error_of(server.http.get("/v1/videos", headers={"host": "evil.example"}), 403)["code"] == "bad_host"
+    assert (
+        error_of(server.http.get("/v1/videos", headers={"host": "evil.example"}), 403)["code"]
+        == "bad_host"
+    )
     own = server.url.removeprefix("http://")
     post = {"json": {"prompt": "1:0", **SMALL}}
-    assert error_of(server.http.post("/v1/videos", headers={"origin": "http://evil.example"}, **post), 403)
-    assert server.http.post("/v1/videos", headers={"origin": f"http://{own}"}, **post).status_code == 200
-    for host in ("[", "evil@localhost", "localhost#evil", "localhost.evil", "127.0.0.1.evil", "localhost:999999"):
-        assert error_of(server.http.get("/v1/videos", headers={"host": host}), 403)["code"] == "bad_host"
-    assert error_of(server.http.post("/v1/videos", headers={"origin": "http://["}, **post), 403)["code"] == "bad_origin"
+    assert error_of(
+        server.http.post("/v1/videos", headers={"origin": "http://evil.example"}, **post), 403
+    )
+    assert (
+        server.http.post("/v1/videos", headers={"origin": f"http://{own}"}, **post).status_code
+        == 200
+    )
+    for host in (
+        "[",
+        "evil@localhost",
+        "localhost#evil",
+        "localhost.evil",
+        "127.0.0.1.evil",
+        "localhost:999999",
+    ):
+        assert (
+            error_of(server.http.get("/v1/videos", headers={"host": host}), 403)["code"]
+            == "bad_host"
+        )
+    assert (
+        error_of(server.http.post("/v1/videos", headers={"origin": "http://["}, **post), 403)[
+            "code"
+        ]
+        == "bad_origin"
+    )
     refused = server.http.put("/v1/videos")
     error_of(refused, 405)
     assert "POST" in refused.headers["allow"]
     extended = server.http.post("/v1/videos/extensions", json={})
-    assert error_of(extended, 501)["code"] == "not_supported" and extended.headers["x-should-retry"] == "false"
+    assert (
+        error_of(extended, 501)["code"] == "not_supported"
+        and extended.headers["x-should-retry"] == "false"
+    )
     assert "default-src 'self'" in server.http.get("/").headers["content-security-policy"]
 
 
@@ -570,7 +709,9 @@ def test_other_hosts_and_other_pages_are_refused(server):
     b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
 ])  # fmt: skip
 def test_what_is_no_http_is_refused_like_the_rest(server, sent):
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as raw:
+    with socket.create_connection(
+        ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10
+    ) as raw:
         raw.sendall(sent)
         head, _, body = b"".join(iter(lambda: raw.recv(65536), b"")).partition(b"\r\n\r\n")
     assert b" 400 " in head.splitlines()[0] and b'"code": "invalid_value"' in body
@@ -586,11 +727,19 @@ def test_a_clip_that_is_deleted_while_it_is_asked_for_is_all_or_nothing(server):
         return path, answer.status_code, answer.content.partition(b" ")[0]
 
     with ThreadPoolExecutor(8) as pool:
-        calls = (("GET", "/content"), ("GET", "/content"), ("DELETE", ""), ("DELETE", ""), ("POST", "/cancel"))
+        calls = (
+            ("GET", "/content"),
+            ("GET", "/content"),
+            ("DELETE", ""),
+            ("DELETE", ""),
+            ("POST", "/cancel"),
+        )
         answers = [(id, pool.submit(ask, id, *call)) for id in ids for call in calls]
         for id, answer in answers:
             path, status, first = answer.result()
-            assert status in {"/content": (200, 404, 410), "": (200, 404), "/cancel": (404, 409)}[path], (path, status)
+            assert (
+                status in {"/content": (200, 404, 410), "": (200, 404), "/cancel": (404, 409)}[path]
+            ), (path, status)
             assert path != "/content" or status != 200 or first == id.encode()
     assert not [path for id in ids for path in (server.data / "out").glob(f"{id}*")]
     assert not server.lines("error")
@@ -622,7 +771,9 @@ def test_bodies_are_cut_at_their_limit(server):
     part = b'--b\r\ncontent-disposition: form-data; name="f"; filename="f"\r\n\r\n'
     chunked = b"%x\r\n%s\r\n" % (len(part), part)
     taken, answer = sent(
-        head + b"transfer-encoding: chunked\r\n\r\n" + chunked, b"10000\r\n" + b"x" * 65536 + b"\r\n", 10**9
+        head + b"transfer-encoding: chunked\r\n\r\n" + chunked,
+        b"10000\r\n" + b"x" * 65536 + b"\r\n",
+        10**9,
     )
     assert b" 413 " in answer and taken < 60e6
     assert time.monotonic() - start < 20
@@ -638,7 +789,13 @@ def test_a_user_sees_and_cancels_his_own_jobs_alone(start, tmp_path):
     error_of(server.http.get("/v1/videos", headers={"authorization": "Bearer x"}), 401)
     assert server.http.get("/healthz").status_code == 200
     id = server.http.post("/v1/videos", json=body, headers=ann).json()["id"]
-    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/content"), ("GET", "/events")):
+    for method, path in (
+        ("GET", ""),
+        ("DELETE", ""),
+        ("POST", "/cancel"),
+        ("GET", "/content"),
+        ("GET", "/events"),
+    ):
         error_of(server.http.request(method, f"/v1/videos/{id}{path}", headers=bob), 404)
     assert server.http.get("/v1/videos", headers=bob).json()["data"] == []
     while server.http.get(f"/v1/videos/{id}", headers=ann).json()["status"] == "queued":
@@ -653,13 +810,25 @@ def test_a_user_sees_and_cancels_his_own_jobs_alone(start, tmp_path):
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert server.http.get(f"/v1/videos/{id}").status_code == 200
     error_of(server.http.post("/login", json={"token": "wrong"}), 401)
-    picture = {"images": [{"image_url": f"data:image/png;base64,{base64.b64encode(png()).decode()}"}]}
+    picture = {
+        "images": [{"image_url": f"data:image/png;base64,{base64.b64encode(png()).decode()}"}]
+    }
     error_of(server.http.post("/login", json={"token": "wrong", **picture}), 401)
     assert not list((server.data / "in").iterdir())  # strangers leave nothing here
 
 
 def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_path):
-    common = ("serve", "--backend", "cuda", "--device", "cpu", "--model", tiny_model, "--data", tmp_path / "data")
+    common = (
+        "serve",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        tiny_model,
+        "--data",
+        tmp_path / "data",
+    )
     status, _, err = command(*common, "--host", "0.0.0.0")
     assert status == 2 and "give --token-file" in err
     tokens = tmp_path / "tokens"
@@ -679,8 +848,26 @@ def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_
 
 ODD = (
     *(None, True, -1, 0, 1.5, 2**63, 10**400, [], [[]], {}, {"a": None}, [1, "2"]),
-    *([{name: value}] for name in ("name", "file", "file_id", "url") for value in (None, [], {"a": []}, 2**70)),
-    *("", " ", "NaN", "1e999", "\0", "\ud800", "../../etc/passwd", "<b>", "x" * 5000, "[1", "{}", "9" * 400, "\u0663"),
+    *(
+        [{name: value}]
+        for name in ("name", "file", "file_id", "url")
+        for value in (None, [], {"a": []}, 2**70)
+    ),
+    *(
+        "",
+        " ",
+        "NaN",
+        "1e999",
+        "\0",
+        "\ud800",
+        "../../etc/passwd",
+        "<b>",
+        "x" * 5000,
+        "[1",
+        "{}",
+        "9" * 400,
+        "\u0663",
+    ),
 )
 
 
@@ -696,18 +883,31 @@ def fuzz(server, count, seed):
         given |= {chance.choice(fields): chance.choice(ODD) for _ in range(chance.randint(1, 3))}
         kind = chance.random()
         if kind < 0.55:
-            body = {"content": json.dumps(given).encode(), "headers": {"content-type": "application/json"}}
+            body = {
+                "content": json.dumps(given).encode(),
+                "headers": {"content-type": "application/json"},
+            }
         elif kind < 0.8:
-            form = {name: (None, str(value).encode("utf-8", "replace")) for name, value in given.items()}
+            form = {
+                name: (None, str(value).encode("utf-8", "replace")) for name, value in given.items()
+            }
             body = {"files": form}
         else:
             raw = bytearray(json.dumps(given).encode())
             for _ in range(chance.randint(1, 4)):
                 raw[chance.randrange(len(raw))] = chance.randrange(256)
-            type_ = chance.choice(("application/json", "multipart/form-data; boundary=x", "text/plain", ""))
+            type_ = chance.choice(
+                ("application/json", "multipart/form-data; boundary=x", "text/plain", "")
+            )
             body = {"content": bytes(raw), "headers": {"content-type": type_}}
-        method = "POST" if chance.random() < 0.9 else chance.choice(("GET", "PUT", "DELETE", "HEAD", "OPTIONS"))
-        below = chance.choice(("/video_x", "/%00", "/..", "/x/remix")) if chance.random() < 0.15 else ""
+        method = (
+            "POST"
+            if chance.random() < 0.9
+            else chance.choice(("GET", "PUT", "DELETE", "HEAD", "OPTIONS"))
+        )
+        below = (
+            chance.choice(("/video_x", "/%00", "/..", "/x/remix")) if chance.random() < 0.15 else ""
+        )
         answer = server.http.request(method, f"/v1/videos{below}", **body)
         if answer.status_code >= 500:
             time.sleep(0.5)  # for the log

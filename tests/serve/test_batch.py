@@ -32,10 +32,21 @@ def batch(tiny_model, tmp_path):
 
     def call(lines, *flags, real=False, kill_after_s=None, number=signal.SIGKILL, server=None):
         jobs = tmp_path / "jobs.jsonl"
-        jobs.write_text("".join(json.dumps(line) + "\n" if isinstance(line, dict) else f"{line}\n" for line in lines))
+        jobs.write_text(
+            "".join(
+                json.dumps(line) + "\n" if isinstance(line, dict) else f"{line}\n" for line in lines
+            )
+        )
         script = ["-m", "ltx2rt"] if real else [str(Path(__file__).with_name("fake_server.py"))]
         model = ["--model", tiny_model, "--backend", "cuda", "--device", "cpu"]
-        words = ["batch", jobs, "--output-dir", output, *(["--server", server.url] if server else model), *flags]
+        words = [
+            "batch",
+            jobs,
+            "--output-dir",
+            output,
+            *(["--server", server.url] if server else model),
+            *flags,
+        ]
         process = subprocess.Popen(
             [sys.executable, *script, *map(str, words)], stdout=-1, stderr=-1, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -55,7 +66,10 @@ def job(n, prompt="1:0.01", **more):
 
 def results(output):
     found = [
-        json.loads(line) for path in output.glob("results*.jsonl") for line in path.read_text().splitlines() if line
+        json.loads(line)
+        for path in output.glob("results*.jsonl")
+        for line in path.read_text().splitlines()
+        if line
     ]
     return [(result["id"], result["status"]) for result in found]
 
@@ -104,12 +118,21 @@ def test_what_is_done_is_not_made_again_what_changed_or_failed_is(batch):
     ran, output = batch(lines)
     assert ran.returncode == 0, ran.stderr
     assert sorted(results(output)) == [(f"j{n}", "completed") for n in range(4)]
-    assert sorted(path.name for path in output.iterdir()) == [*(f"j{n}.mp4" for n in range(4)), "results.jsonl"]
+    assert sorted(path.name for path in output.iterdir()) == [
+        *(f"j{n}.mp4" for n in range(4)),
+        "results.jsonl",
+    ]
     seeds = {n: (output / f"j{n}.mp4").read_text().split()[1] for n in range(4)}
     assert len(set(seeds.values())) == 4
     (output / "j3.mp4").unlink()
-    ran, _ = batch([lines[0], {**lines[1], "prompt": "2:0.01"}, lines[2], lines[3], job(4, "2:0.01:oom")])
-    assert ran.returncode == 3 and "5 jobs, 3 to make" in ran.stderr and ("j4", "failed") in results(output)
+    ran, _ = batch(
+        [lines[0], {**lines[1], "prompt": "2:0.01"}, lines[2], lines[3], job(4, "2:0.01:oom")]
+    )
+    assert (
+        ran.returncode == 3
+        and "5 jobs, 3 to make" in ran.stderr
+        and ("j4", "failed") in results(output)
+    )
     assert (output / "j3.mp4").read_text().split()[1] == seeds[3]  # drawn from the job itself
 
 
@@ -119,7 +142,10 @@ def test_shards_share_the_jobs(batch):
         ran, output = batch(lines, "--shard", f"{number}/2")
         assert ran.returncode == 0, ran.stderr
     assert sorted(results(output)) == [(f"j{n}", "completed") for n in range(9)]
-    assert all(Shard(1, 3).has(f"j{n}") + Shard(2, 3).has(f"j{n}") + Shard(3, 3).has(f"j{n}") == 1 for n in range(99))
+    assert all(
+        Shard(1, 3).has(f"j{n}") + Shard(2, 3).has(f"j{n}") + Shard(3, 3).has(f"j{n}") == 1
+        for n in range(99)
+    )
     for text in ("4/3", "\u0661/\u0662"):
         with pytest.raises(InputError, match="--shard"):
             parse_shard(text)
@@ -165,22 +191,30 @@ def test_clips_are_not_written_into_the_model(command, tiny_model, tmp_path, ins
 
 
 def test_a_job_that_failed_is_tried_again(batch):
-    ran, output = batch([job(1, "2:0.01:first-internal"), job(2, "2:0.01:internal")], "--retries", "1")
+    ran, output = batch(
+        [job(1, "2:0.01:first-internal"), job(2, "2:0.01:internal")], "--retries", "1"
+    )
     assert ran.returncode == 3, ran.stderr
     assert sorted(results(output)) == [("j1", "completed"), ("j2", "failed")]
 
 
 def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path):
     """Checked whole, made, killed and resumed; a job without a seed has that of a batch without a server."""
-    ran, output = batch([job(1, size="65x64"), job(2), job(3, images=[{"path": "none.png"}])], server=server)
+    ran, output = batch(
+        [job(1, size="65x64"), job(2), job(3, images=[{"path": "none.png"}])], server=server
+    )
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
-    assert "line 1 (j1): --width: 65" in ran.stderr and "line 3 (j3): images: none.png" in ran.stderr
+    assert (
+        "line 1 (j1): --width: 65" in ran.stderr and "line 3 (j3): images: none.png" in ran.stderr
+    )
     before = len({line["job"] for line in server.lines("queued")})
     lines = [job(n, "20:0.05") | {"n": 1 + n % 2} for n in range(4)]
     batch(lines, server=server, kill_after_s=3)
     ran, _ = batch(lines, server=server)
     assert ran.returncode == 0, ran.stderr
-    assert {id for id, status in results(output) if status == "completed"} == {f"j{n}" for n in range(4)}
+    assert {id for id, status in results(output) if status == "completed"} == {
+        f"j{n}" for n in range(4)
+    }
     assert len({line["job"] for line in server.lines("queued")}) == before + 4
     names = {path.name for path in output.glob("*.mp4")}
     assert {"j0.mp4", "j2.mp4"} < names and len(names) == 2 + 2 * 2
@@ -195,18 +229,24 @@ def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path
 def killed(batch, num_jobs, num_kills, seed):
     chance, lines = random.Random(seed), [job(n, "2:0.02") for n in range(num_jobs)]
     for _ in range(num_kills):
-        ran, output = batch(lines, kill_after_s=chance.uniform(1.0, 6.0), number=chance.choice((9, 15)))
+        ran, output = batch(
+            lines, kill_after_s=chance.uniform(1.0, 6.0), number=chance.choice((9, 15))
+        )
         assert ran.returncode in (-9, -15, 143, 0), ran.stderr  # -15: before Python was up
     ran, output = batch(lines)
     assert ran.returncode == 0, ran.stderr
-    assert {id for id, status in results(output) if status == "completed"} == {f"j{n}" for n in range(num_jobs)}
+    assert {id for id, status in results(output) if status == "completed"} == {
+        f"j{n}" for n in range(num_jobs)
+    }
     assert len(list(output.glob("*.mp4"))) == num_jobs and not list(output.glob(".*"))
     return len(results(output))
 
 
 def test_a_server_that_never_answers_is_said_at_once_and_not_waited_for_long(monkeypatch, capsys):
     monkeypatch.setattr(remote, "ABSENT_S", 0.2)
-    with pytest.raises(InputError, match=r"--server: http://127\.0\.0\.1:9 does not answer .*; start it, or wait"):
+    with pytest.raises(
+        InputError, match=r"--server: http://127\.0\.0\.1:9 does not answer .*; start it, or wait"
+    ):
         remote.Server("http://127.0.0.1:9").ask("GET", "/v1/limits")
     assert "http://127.0.0.1:9 does not answer; trying for 0 s" in capsys.readouterr().err
 
@@ -306,7 +346,9 @@ def test_the_commands_of_the_deployment_examples_are_ones_that_the_program_takes
                 commands(value)
         elif isinstance(node, str):
             node = re.sub(r"\$\(\(\w+ ?\+ ?1\)\)", "1", node).replace("$SKYPILOT_NUM_NODES", "4")
-            found.extend(shlex.split(text) for text in re.findall(r"(?m)^(?:exec )?(ltx2rt .*)", node))
+            found.extend(
+                shlex.split(text) for text in re.findall(r"(?m)^(?:exec )?(ltx2rt .*)", node)
+            )
 
     for path in folder.glob("*.yaml"):
         commands(list(yaml.safe_load_all(path.read_text())))

@@ -55,7 +55,14 @@ def made(folder, stem, count=1):
 
 
 def test_only_files_that_a_server_made_are_removed(folder):
-    foreign = {"thesis.pdf", ".hidden", "video_1.mp4", "folder", "link.mp4", f"{new_id()}.1.mp4.bak"}
+    foreign = {
+        "thesis.pdf",
+        ".hidden",
+        "video_1.mp4",
+        "folder",
+        "link.mp4",
+        f"{new_id()}.1.mp4.bak",
+    }
     for name in foreign - {"folder", "link.mp4"}:
         (folder.outputs / name).write_text("mine")
         (folder.inputs / name).write_text("mine")
@@ -70,7 +77,9 @@ def test_only_files_that_a_server_made_are_removed(folder):
         (folder.outputs / partial).write_bytes(b"half")
     (folder.inputs / f".{'a' * 64}.media.01234567").write_bytes(b"half")
     assert folder.sweep([SimpleNamespace(stem=f"{kept}.2", job={"images": []})], {kept, gone}) == []
-    assert names(folder.outputs) - foreign == {f"{kept}.2{end}" for end in (".mp4", ".1.mp4", ".webp", ".json")}
+    assert names(folder.outputs) - foreign == {
+        f"{kept}.2{end}" for end in (".mp4", ".1.mp4", ".webp", ".json")
+    }
     assert names(folder.inputs) == foreign
     folder.clear()
     assert names(folder.outputs) == names(folder.inputs) == foreign
@@ -97,7 +106,9 @@ def test_files_of_a_server_without_their_queue_are_refused(folder, left):
     for empty in (False, True):
         if empty:
             folder.queue.touch()
-        with pytest.raises(InputError, match=r"^--data: .* but not its queue, jobs.db; put that back"):
+        with pytest.raises(
+            InputError, match=r"^--data: .* but not its queue, jobs.db; put that back"
+        ):
             folder.require_queue()
     folder.queue.write_bytes(b"a queue")
     folder.require_queue()
@@ -127,7 +138,9 @@ def test_a_run_that_fails_leaves_no_file(folder):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        publish(folder.outputs / "x.1", lambda n, path: path.touch(), lambda path: path.touch(), report)
+        publish(
+            folder.outputs / "x.1", lambda n, path: path.touch(), lambda path: path.touch(), report
+        )
     assert not names(folder.outputs)
 
 
@@ -144,5 +157,7 @@ def test_a_problem_is_told_in_a_sentence(folder, tmp_path):
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / "data", "/proc/data"):
-        with pytest.raises(InputError, match=r"^--data: .*cannot be written .*name another folder$"):
+        with pytest.raises(
+            InputError, match=r"^--data: .*cannot be written .*name another folder$"
+        ):
             Folder(Path(place))

@@ -12,15 +12,20 @@ from serving import moving, sound
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no chromium here that plays H.264 and AAC")
-PICTURES = os.environ.get("LTX2RT_PICTURES")  # a folder: the tests leave their pictures of the page there
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="there is no chromium here that plays H.264 and AAC"
+)
+PICTURES = os.environ.get(
+    "LTX2RT_PICTURES"
+)  # a folder: the tests leave their pictures of the page there
 
 
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as play:
         found = play.chromium.launch(
-            executable_path=BROWSER, args=["--no-sandbox", "--autoplay-policy=no-user-gesture-required"]
+            executable_path=BROWSER,
+            args=["--no-sandbox", "--autoplay-policy=no-user-gesture-required"],
         )
         yield found
         found.close()
@@ -31,7 +36,10 @@ def page(browser):
     """One whose errors fail the test."""
     opened, errors = browser.new_page(viewport={"width": 1100, "height": 900}), []
     opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
+    opened.on(
+        "console",
+        lambda message: errors.append(message.text) if "Content Security" in message.text else None,
+    )
     opened.set_default_timeout(90_000)
     yield opened
     opened.close()
@@ -102,7 +110,10 @@ def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, t
     page.click("#send")
     row = page.locator("#jobs li", has_text="sung")
     row.locator("img[alt='what it looks like so far']").wait_for(state="attached")
-    until(page, "document.querySelector('#jobs .bars img')?.getAttribute('src')?.includes('variant=preview')")
+    until(
+        page,
+        "document.querySelector('#jobs .bars img')?.getAttribute('src')?.includes('variant=preview')",
+    )
     row.locator("text=Watch 2").wait_for()
     first = page.evaluate("fetch('v1/videos?limit=1').then(answer => answer.json())")["data"][0]
     assert first["x"]["settings"]["n"] == 2 and len(first["x"]["urls"]["videos"]) == 2
@@ -120,7 +131,11 @@ def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, t
     page.select_option("#pipeline", "retake")
     assert page.is_disabled("#width") and page.is_disabled("#seconds")
     page.set_input_files("[data-file=video_path]", tmp_path / "moving.mp4")
-    fill_only = {"#prompt": "1:0.01: retaken", "[data-field=start_time]": "0.3", "[data-field=end_time]": "0.6"}
+    fill_only = {
+        "#prompt": "1:0.01: retaken",
+        "[data-field=start_time]": "0.3",
+        "[data-field=end_time]": "0.6",
+    }
     for selector, text in {**fill_only, "[data-field=n]": "", "#seed": ""}.items():
         page.fill(selector, text)
     page.select_option("[data-field=guided]", "true")
@@ -129,7 +144,11 @@ def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, t
     page.select_option("#pipeline", "ic-lora")
     page.set_input_files("[data-file=video_conditioning]", tmp_path / "moving.mp4")
     page.check("[data-use=style]")
-    for selector, text in {"#prompt": "1:0.01: followed", "#width": "128", "#height": "128"}.items():
+    for selector, text in {
+        "#prompt": "1:0.01: followed",
+        "#width": "128",
+        "#height": "128",
+    }.items():
         page.fill(selector, text)
     page.click("#send")
     page.locator("#jobs li", has_text="followed").locator("text=Watch").wait_for()
@@ -145,7 +164,10 @@ def test_wrong_settings_are_said_before_anything_is_sent(server, page):
     page.goto(server.url)
     before = len(server.lines("queued"))
     fill(page, "1:0", width="65")
-    assert "multiple of 32" in page.inner_text("#problem") and page.get_attribute("#width", "aria-invalid") == "true"
+    assert (
+        "multiple of 32" in page.inner_text("#problem")
+        and page.get_attribute("#width", "aria-invalid") == "true"
+    )
     page.click("#send")
     fill(page, "1:0", seconds="90")
     assert "At most 20 seconds" in page.inner_text("#problem")
@@ -156,7 +178,9 @@ def test_wrong_settings_are_said_before_anything_is_sent(server, page):
     page.fill("[data-field=steps]", "0")
     fill(page, "1:0")
     page.click("#send")
-    until(page, "document.querySelector('#refusal').textContent.includes('at least 1')")  # the server's
+    until(
+        page, "document.querySelector('#refusal').textContent.includes('at least 1')"
+    )  # the server's
 
 
 def test_jobs_are_cancelled_by_keyboard_and_survive_a_reload(server, page, browser):
@@ -170,7 +194,9 @@ def test_jobs_are_cancelled_by_keyboard_and_survive_a_reload(server, page, brows
     row.locator("progress").first.wait_for()
     second = browser.new_page()
     second.goto(server.url)
-    cancel = second.locator("#jobs li", has_text="from the keyboard").locator("button", has_text="Cancel")
+    cancel = second.locator("#jobs li", has_text="from the keyboard").locator(
+        "button", has_text="Cancel"
+    )
     cancel.focus()
     second.keyboard.press("Enter")
     row.locator("text=cancelled").wait_for()
@@ -209,7 +235,10 @@ def test_a_narrow_page_with_many_jobs_and_a_label_for_everything(server, page):
         .filter(e => e.checkVisibility() && !(e.labels?.length || e.textContent.trim() || e.ariaLabel))
         .map(e => e.outerHTML)""")
     assert not unnamed
-    assert page.evaluate("document.documentElement.lang") == "en" and page.locator("[aria-live=polite]").count() == 1
+    assert (
+        page.evaluate("document.documentElement.lang") == "en"
+        and page.locator("[aria-live=polite]").count() == 1
+    )
     if PICTURES:
         page.screenshot(path=str(Path(PICTURES) / "narrow.png"))
 

@@ -13,18 +13,26 @@ from ltx2rt.session.options import ModelOptions
 
 
 def test_a_picture_looks_like_what_was_encoded(tiny):
-    session = open_session(ModelOptions(model=tiny("tiny-2.3", "official"), backend="cuda", device="cpu"))
+    session = open_session(
+        ModelOptions(model=tiny("tiny-2.3", "official"), backend="cuda", device="cpu")
+    )
     projection = fitted(session)
     assert projection.shape == (129, 3) and not session.weights.held
     side = GRID * session.config.video_vae.space_factor
     seen = smooth(99, side)  # none of those that it was fitted to
-    latent = session.run(Call("video-encoder", (1, 3, 1, side, side)), {"frames": seen[None, :, None]})["latent"]
+    latent = session.run(
+        Call("video-encoder", (1, 3, 1, side, side)), {"frames": seen[None, :, None]}
+    )["latent"]
     latents = np.repeat(session.backend.to_host(latent)[0], 3, axis=1)
     with Image.open(io.BytesIO(picture_of(latents, projection))) as picture:
         assert picture.format == "JPEG" and picture.size == (192, 192)
-        small = np.asarray(picture.resize((GRID, GRID), Image.Resampling.BOX), np.float32) / 127.5 - 1
+        small = (
+            np.asarray(picture.resize((GRID, GRID), Image.Resampling.BOX), np.float32) / 127.5 - 1
+        )
     meant = seen.reshape(3, GRID, -1, GRID, side // GRID).mean(axis=(2, 4)).transpose(1, 2, 0)
-    assert np.corrcoef(small.ravel(), meant.ravel())[0, 1] > 0.9  # of random weights; reached: 0.961
+    assert (
+        np.corrcoef(small.ravel(), meant.ravel())[0, 1] > 0.9
+    )  # of random weights; reached: 0.961
     session.close()
 
 

@@ -28,7 +28,12 @@ def test_a_job_goes_through_the_queue_once(queue):
     made = add(queue)
     assert JOB_ID.fullmatch(made.id) and made.status == "queued" and not made.over
     claimed = queue.claim()
-    assert (claimed.id, claimed.status, claimed.epoch, claimed.attempts) == (made.id, "in_progress", 1, 1)
+    assert (claimed.id, claimed.status, claimed.epoch, claimed.attempts) == (
+        made.id,
+        "in_progress",
+        1,
+        1,
+    )
     assert queue.claim() is None
     assert queue.finish(made.id, 1, "completed", result={"file": "f.mp4"})
     assert not queue.finish(made.id, 1, "failed") and queue.get(made.id).result == {"file": "f.mp4"}
@@ -52,8 +57,14 @@ def test_a_job_that_replicas_die_under_fails_the_third_time(queue):
         if claimed.deaths == 0 and claimed.id == other.id:
             assert queue.get(made.id).deaths == 2
             claimed = queue.claim()
-        assert queue.give_back(made.id, claimed.epoch, failure("worker_died", "it died")).status == status
-    assert queue.get(other.id).status == "in_progress" and queue.get(made.id).error["code"] == "worker_died"
+        assert (
+            queue.give_back(made.id, claimed.epoch, failure("worker_died", "it died")).status
+            == status
+        )
+    assert (
+        queue.get(other.id).status == "in_progress"
+        and queue.get(made.id).error["code"] == "worker_died"
+    )
 
 
 def test_a_server_that_stops_does_not_count_against_the_job(queue):
@@ -150,7 +161,10 @@ def test_a_key_is_one_job(queue):
 def test_cancel_ends_what_waits_and_asks_what_runs(queue):
     runs, waits = add(queue, "a"), add(queue, "b")
     queue.claim()
-    assert queue.cancel(waits.id).status == "cancelled" and queue.get(waits.id).error["code"] == "cancelled"
+    assert (
+        queue.cancel(waits.id).status == "cancelled"
+        and queue.get(waits.id).error["code"] == "cancelled"
+    )
     asked = queue.cancel(runs.id)
     assert asked.status == "in_progress" and asked.cancel
     assert queue.cancel(runs.id).cancel == asked.cancel
@@ -198,7 +212,9 @@ def test_ids_sort_by_time():
     assert first < new_id()
 
 
-def test_ids_sort_by_arrival_and_runs_have_their_length_whatever_the_clock_says(tmp_path, monkeypatch):
+def test_ids_sort_by_arrival_and_runs_have_their_length_whatever_the_clock_says(
+    tmp_path, monkeypatch
+):
     queue, ids, now = Queue(tmp_path / "jobs.db"), [], 2e9
     for leap_s in (0, 9e5, -9e5, 0, -1e9, 0):
         now += leap_s
@@ -249,7 +265,9 @@ def test_a_damaged_file_is_refused_and_a_damaged_row_fails_alone(tmp_path):
     data = bytearray(path.read_bytes())
     data[4096 : 4096 * 6] = os.urandom(4096 * 5)
     path.write_bytes(data)
-    with pytest.raises(InputError, match=r"^--data: .*jobs.db cannot be opened as a queue \(.*good copy"):
+    with pytest.raises(
+        InputError, match=r"^--data: .*jobs.db cannot be opened as a queue \(.*good copy"
+    ):
         Queue(path)
 
 
@@ -337,24 +355,35 @@ for point_no in range(1, 200):
         sys.exit(0)
 """)  # fmt: skip
     driver.write_text(forks)
-    ran = subprocess.run([sys.executable, driver, tmp_path], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, driver, tmp_path], capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode == 0, ran.stderr
     roots = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert len(roots) > 30, ran.stderr
     reruns = 0
     for root in roots:
-        rows = sqlite3.connect(root / "jobs.db").execute("SELECT id, status, epoch, job, result FROM jobs").fetchall()
+        rows = (
+            sqlite3.connect(root / "jobs.db")
+            .execute("SELECT id, status, epoch, job, result FROM jobs")
+            .fetchall()
+        )
         accepted, runs = (
-            [] if not (root / name).exists() else (root / name).read_text().split() for name in ("accepted", "runs")
+            [] if not (root / name).exists() else (root / name).read_text().split()
+            for name in ("accepted", "runs")
         )
         assert {row[0] for row in rows} >= set(accepted), root.name
         for id, status, _, job, result in rows:
             assert status == "completed", root.name
-            assert (root / "out" / json.loads(result)["file"]).read_text() == str(json.loads(job)["n"])
+            assert (root / "out" / json.loads(result)["file"]).read_text() == str(
+                json.loads(job)["n"]
+            )
             assert len(list((root / "out").glob(f"{id}*.mp4"))) == 1
         assert not list((root / "out").glob(".*"))
         reruns += len(runs) > len(rows)
-    assert 0 < reruns < len(roots)  # some died before their file had its name, some after: those were adopted
+    assert (
+        0 < reruns < len(roots)
+    )  # some died before their file had its name, some after: those were adopted
 
 
 @pytest.mark.parametrize("seed", [int(os.environ.get("LTX2RT_TEST_SEED", "11"))])

@@ -43,7 +43,11 @@ def held(server):
     """Bytes of memory, open files and threads of the server's own process."""
     proc = Path(f"/proc/{server.process.pid}")
     status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]) * 1024, len(list((proc / "fd").iterdir())), int(status["Threads"])
+    return (
+        int(status["VmRSS"].split()[0]) * 1024,
+        len(list((proc / "fd").iterdir())),
+        int(status["Threads"]),
+    )
 
 
 def storm(start, num_jobs, num_kills, seed):
@@ -75,7 +79,9 @@ def storm(start, num_jobs, num_kills, seed):
         server.until(id, timeout_s=240)
     listed, after = [], None
     while after is not None or not listed:
-        answer = server.http.get("/v1/videos", params={"limit": 100, **({"after": after} if after else {})}).json()
+        answer = server.http.get(
+            "/v1/videos", params={"limit": 100, **({"after": after} if after else {})}
+        ).json()
         listed += answer["data"]
         after = answer["last_id"] if answer["has_more"] else None
     assert {video["id"] for video in listed} == set(accepted), f"LTX2RT_TEST_SEED={seed}"
@@ -107,7 +113,9 @@ def test_a_server_that_is_told_to_stop_drains(start):
         time.sleep(0.01)
     refused = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
     assert (
-        refused.status_code == 503 and refused.json()["error"]["code"] == "draining" and refused.headers["retry-after"]
+        refused.status_code == 503
+        and refused.json()["error"]["code"] == "draining"
+        and refused.headers["retry-after"]
     )
     port = int(server.url.rpartition(":")[2])
     server.http.close()
@@ -169,12 +177,22 @@ def test_two_servers_do_not_share_a_folder(start, tiny_model):
         "--port",
         "0",
     ]
-    ran = subprocess.run([sys.executable, "-m", "ltx2rt", *map(str, words)], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-m", "ltx2rt", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert ran.returncode == 2 and "in use by another server" in ran.stderr
     server.kill()
     (server.data / "jobs.db-wal").unlink()
     (server.data / "jobs.db").write_text("no queue at all " * 99)
-    ran = subprocess.run([sys.executable, "-m", "ltx2rt", *map(str, words)], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-m", "ltx2rt", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert ran.returncode == 2 and "--data" in ran.stderr and ran.stderr.count("\n") == 1
 
 
@@ -197,7 +215,10 @@ def test_twenty_clients_queue_five_hundred_jobs_in_their_order(start):
     assert sorted(ids) == sorted(id for some in sent for id in some)
     assert all([id for id in ids if id in some] == some for some in map(list, sent))
     text = server.http.get("/metrics").text
-    assert float(next(line for line in text.splitlines() if 'process="server"' in line).split()[-1]) < 150e6
+    assert (
+        float(next(line for line in text.splitlines() if 'process="server"' in line).split()[-1])
+        < 150e6
+    )
 
 
 @pytest.mark.slow
@@ -209,7 +230,10 @@ def test_a_delete_that_races_the_end_leaves_nothing(start):
         assert server.http.delete(f"/v1/videos/{id}").json()["deleted"]
         assert server.http.get(f"/v1/videos/{id}").status_code == 404
     time.sleep(1)
-    assert not list((server.data / "out").iterdir()) and server.http.get("/v1/videos").json()["data"] == []
+    assert (
+        not list((server.data / "out").iterdir())
+        and server.http.get("/v1/videos").json()["data"] == []
+    )
 
 
 @pytest.mark.slow
@@ -221,7 +245,9 @@ def test_memory_stays_flat(start):
     seen = []
     for number in range(300):
         id = server.add("2:0.005", seed=number, **shapes[number % 6])
-        with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events?previews=1", timeout=60) as stream:
+        with httpx.stream(
+            "GET", f"{server.url}/v1/videos/{id}/events?previews=1", timeout=60
+        ) as stream:
             deque(stream.iter_lines(), maxlen=0)
         server.http.get(f"/v1/videos/{id}/content")
         seen.append(held(server))
@@ -240,7 +266,11 @@ def test_fifty_jobs_without_memory_leave_the_server_as_it_was(start):
         seen.append(held(server))
     assert server.until(server.add("1:0"))["status"] == "completed"
     rss, files, threads = np.array(seen[10:]).T
-    assert rss.max() - rss[0] < 5e6 and files.max() - files.min() <= 4 and threads.max() - threads.min() <= 2, seen
+    assert (
+        rss.max() - rss[0] < 5e6
+        and files.max() - files.min() <= 4
+        and threads.max() - threads.min() <= 2
+    ), seen
     assert len(list((server.data / "out").iterdir())) == 3  # of the last one
 
 
@@ -379,7 +409,9 @@ def test_slow_downloads_hold_nothing_up(start):
         one.close()
 
 
-def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(start, tiny_model, tmp_path):
+def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
+    start, tiny_model, tmp_path
+):
     """The tiny checkpoint: killed while it works, started again; the video is what the seed says."""
     from PIL import Image
 
@@ -389,7 +421,15 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(star
     loras.mkdir()
     (loras / "style.safetensors").symlink_to(tiny_model / "tiny-2.3-distilled-lora.safetensors")
     Image.radial_gradient("L").resize((64, 64)).convert("RGB").save(picture)
-    clip = {"pipeline": "one-stage", "width": 64, "height": 64, "num_frames": 9, "fps": 24, "steps": 3, "seed": 5}
+    clip = {
+        "pipeline": "one-stage",
+        "width": 64,
+        "height": 64,
+        "num_frames": 9,
+        "fps": 24,
+        "steps": 3,
+        "seed": 5,
+    }
     server = start("--loras", loras, "--warm", "64x64x9:one-stage", replicas="real")
     form = {name: (None, str(value)) for name, value in clip.items()} | {
         "prompt": (None, "a red fox"),
@@ -397,7 +437,9 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(star
         "input_reference": ("../x.png", picture.read_bytes()),
     }
     first = server.http.post("/v1/videos", files=form).json()["id"]
-    second = server.http.post(f"/v1/videos/{first}/remix", json={"prompt": "a blue fox"}).json()["id"]
+    second = server.http.post(f"/v1/videos/{first}/remix", json={"prompt": "a blue fox"}).json()[
+        "id"
+    ]
     server.until(first, "in_progress", "completed")
     for pid in children(server.process.pid):
         os.kill(pid, signal.SIGKILL)
@@ -405,7 +447,9 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(star
     server = start("--loras", loras, replicas="real")
     for id in (first, second):
         assert server.until(id, timeout_s=120)["status"] == "completed", server.get(id)
-    with ltx2rt.open(tiny_model, backend="cuda", device="cpu", lora=[(loras / "style.safetensors", 0.5)]) as session:
+    with ltx2rt.open(
+        tiny_model, backend="cuda", device="cpu", lora=[(loras / "style.safetensors", 0.5)]
+    ) as session:
         made = session.generate("a red fox", **clip, image=[(picture, 0, 1.0)])
     made.save(tmp_path / "direct.mp4")
     got = tmp_path / "served.mp4"
@@ -431,7 +475,10 @@ def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
     def make(data, disturbed):
         command = ("--warm", "64x64x9:one-stage")
         server = start(*command, data=data, replicas="real")
-        ids = [server.add(f"a fox, {n}", seed=n, steps=60 if n == 7 else 4, fps="24") for n in range(20)]
+        ids = [
+            server.add(f"a fox, {n}", seed=n, steps=60 if n == 7 else 4, fps="24")
+            for n in range(20)
+        ]
         if disturbed:
             server.until(ids[6], timeout_s=300)
             server.until_step(ids[7])
@@ -443,7 +490,9 @@ def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
             server = start(*command, data=data, replicas="real")
         videos = [server.until(id, timeout_s=300) for id in ids]
         assert {video["status"] for video in videos} == {"completed"}
-        assert [video["x"]["attempts"] for video in videos] == [1 + (disturbed and n == 7) for n in range(20)]
+        assert [video["x"]["attempts"] for video in videos] == [
+            1 + (disturbed and n == 7) for n in range(20)
+        ]
         found = [server.http.get(f"/v1/videos/{id}/content").content for id in ids]
         assert server.kill(signal.SIGTERM) == 143
         made = sorted(path.name.split(".")[0] for path in (server.data / "out").glob("*.mp4"))
@@ -463,7 +512,9 @@ def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
 @pytest.mark.slow
 def test_ranks_behind_a_replica_end_and_begin_together(start):
     """Two ranks by gloo: cancelled in a step, one of them killed, one stopped, then the server killed."""
-    server = start("--num-gpus", "2", "--warm", "64x64x9:one-stage", "--step-timeout", "5", replicas="real")
+    server = start(
+        "--num-gpus", "2", "--warm", "64x64x9:one-stage", "--step-timeout", "5", replicas="real"
+    )
 
     def ranks():
         (launcher,) = children(server.process.pid)
@@ -502,14 +553,46 @@ def test_ranks_share_the_videos_of_one_prompt(start, tiny_model, tmp_path):
     from ltx2rt.media.compare import compare
     from ltx2rt.testing import relative_l2
 
-    asked = {"steps": 25, "fps": "24"}  # of the 32 that the loop is made for, as for the 30 of the warm-up
+    asked = {
+        "steps": 25,
+        "fps": "24",
+    }  # of the 32 that the loop is made for, as for the 30 of the warm-up
 
     def made(name, seed, *flags):
-        words = ["--model", tiny_model, "--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage", *flags]
-        words += ["--prompt", "a fox", "--seed", seed, "--width", 64, "--height", 64, "--num-frames", 9, "--quiet"]
+        words = [
+            "--model",
+            tiny_model,
+            "--backend",
+            "cuda",
+            "--device",
+            "cpu",
+            "--pipeline",
+            "one-stage",
+            *flags,
+        ]
+        words += [
+            "--prompt",
+            "a fox",
+            "--seed",
+            seed,
+            "--width",
+            64,
+            "--height",
+            64,
+            "--num-frames",
+            9,
+            "--quiet",
+        ]
         words += [word for flag, value in asked.items() for word in (f"--{flag}", value)]
-        words += ["--output", tmp_path / f"{name}.mp4", "--latents-out", tmp_path / f"{name}.safetensors"]
-        ran = subprocess.run([sys.executable, "-m", "ltx2rt", "generate", *map(str, words)], capture_output=True)
+        words += [
+            "--output",
+            tmp_path / f"{name}.mp4",
+            "--latents-out",
+            tmp_path / f"{name}.safetensors",
+        ]
+        ran = subprocess.run(
+            [sys.executable, "-m", "ltx2rt", "generate", *map(str, words)], capture_output=True
+        )
         assert ran.returncode == 0, ran.stderr
         return load_file(tmp_path / f"{name}.safetensors")
 
@@ -517,13 +600,17 @@ def test_ranks_share_the_videos_of_one_prompt(start, tiny_model, tmp_path):
     for number in range(2):
         alone = made(f"{number}", 7 + number)
         for name in ("video_latent", "waveform"):
-            assert relative_l2(both[name][number].reshape(alone[name].shape), alone[name]) <= 1e-5, name
+            assert (
+                relative_l2(both[name][number].reshape(alone[name].shape), alone[name]) <= 1e-5
+            ), name
     server = start("--mesh", "data=2", "--warm", "64x64x9:one-stage", replicas="real")
     assert server.http.get("/v1/limits").json()["videos"]["multiple_of"] == 2
     odd = server.http.post("/v1/videos", json={"prompt": "a fox", **SMALL, "n": 3})
     assert odd.status_code == 400 and "data=2" in odd.json()["error"]["message"]
     id = server.add("a fox", seed=7, **asked)  # as many as there are places
-    with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events?previews=1", timeout=300) as stream:
+    with httpx.stream(
+        "GET", f"{server.url}/v1/videos/{id}/events?previews=1", timeout=300
+    ) as stream:
         assert any("variant=preview" in line for line in stream.iter_lines())
     video = server.until(id, timeout_s=300)
     assert video["status"] == "completed" and len(video["x"]["urls"]["videos"]) == 2, video
@@ -546,11 +633,21 @@ def test_workers_of_two_hosts_are_one_replica(start, tiny_model, tmp_path, backe
     flags = ("--mesh", "tensor=2")
     if backend == "cuda":
         hosts = [
-            {"WORLD_SIZE": "2", "RANK": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for n in (0, 1)
+            {
+                "WORLD_SIZE": "2",
+                "RANK": str(n),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            for n in (0, 1)
         ]
     else:
         hosts = [
-            {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(n)}
+            {
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": str(n),
+            }
             for n in (0, 1)
         ]
     words = ["worker", "--backend", backend, "--device", "cpu", "--model", tiny_model, *flags]
@@ -572,7 +669,9 @@ def test_workers_of_two_hosts_are_one_replica(start, tiny_model, tmp_path, backe
 
 
 @pytest.mark.slow
-def test_a_sound_and_videos_by_upload_make_the_clips_of_the_command_line(start, tiny_model, tmp_path):
+def test_a_sound_and_videos_by_upload_make_the_clips_of_the_command_line(
+    start, tiny_model, tmp_path
+):
     from safetensors.numpy import load_file, save_file
 
     import ltx2rt
@@ -587,24 +686,48 @@ def test_a_sound_and_videos_by_upload_make_the_clips_of_the_command_line(start, 
     save_file(factors, loras / "ic.safetensors", {"reference_downscale_factor": "2"})
     flags = {"backend": "cuda", "device": "cpu", "distilled_lora": distilled}
     with ltx2rt.open(tiny_model, **flags) as session:
-        session.generate("a fox", pipeline="one-stage", **size, **more | {"num_frames": 25}).save(source)
+        session.generate("a fox", pipeline="one-stage", **size, **more | {"num_frames": 25}).save(
+            source
+        )
     sound.write_bytes(source.read_bytes())
     retake = {"seed": 5, "steps": 2, "start_time": 0.3, "end_time": 0.6, "guided": True}
-    follow = {"width": 128, "height": 128, "num_frames": 9, "seed": 5, "conditioning_attention_strength": 0.7}
+    follow = {
+        "width": 128,
+        "height": 128,
+        "num_frames": 9,
+        "seed": 5,
+        "conditioning_attention_strength": 0.7,
+    }
     asked = [  # pipeline, clip, LoRAs, what is sent as which field
         ("a2v", {**size, **more}, [], {"audio_path": sound}),
         ("retake", retake, [], {"video_path": source}),
-        ("ic-lora", follow, [("ic", 0.9)], {"video_conditioning": source, "conditioning_attention_mask": source}),
+        (
+            "ic-lora",
+            follow,
+            [("ic", 0.9)],
+            {"video_conditioning": source, "conditioning_attention_mask": source},
+        ),
     ]
     server = start("--distilled-lora", distilled, "--loras", loras, replicas="real")
     for name, clip, used, sent in asked:
         own = [(loras / f"{lora}.safetensors", strength) for lora, strength in used]
         with ltx2rt.open(tiny_model, **flags, lora=own) as session:
-            files = {field: [path] if field == "video_conditioning" else path for field, path in sent.items()}
+            files = {
+                field: [path] if field == "video_conditioning" else path
+                for field, path in sent.items()
+            }
             session.generate("a fox", pipeline=name, **clip, **files).save(tmp_path / f"{name}.mp4")
-        form = {key: (None, str(value)) for key, value in {"prompt": "a fox", "pipeline": name, **clip}.items()}
+        form = {
+            key: (None, str(value))
+            for key, value in {"prompt": "a fox", "pipeline": name, **clip}.items()
+        }
         form |= {field: ("../x", path.read_bytes()) for field, path in sent.items()}
-        form |= {"loras": (None, json.dumps([{"name": lora, "strength": strength} for lora, strength in used]))}
+        form |= {
+            "loras": (
+                None,
+                json.dumps([{"name": lora, "strength": strength} for lora, strength in used]),
+            )
+        }
         answer = server.http.post("/v1/videos", files=form)
         assert answer.status_code == 200, answer.text
         id = answer.json()["id"]
@@ -621,7 +744,9 @@ def test_workers_on_a_ray_cluster_are_replaced_and_their_jobs_made(start, tmp_pa
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = ["start", "--head", "--block", "--num-cpus", "4", "--port", port]
-    short = tempfile.mkdtemp(prefix="r")  # sockets lie there, and their paths have at most 107 bytes
+    short = tempfile.mkdtemp(
+        prefix="r"
+    )  # sockets lie there, and their paths have at most 107 bytes
     words += ["--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", short]
     log = (tmp_path / "ray.log").open("w")
     cluster = subprocess.Popen(
@@ -680,16 +805,26 @@ def test_a_full_disk_refuses_and_loses_nothing(start):
     server = start()
     id = server.add("1:0")
     server.until(id)
-    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    before = resource.prlimit(
+        server.process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY)
+    )
     try:
         answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), answer.text
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), (
+            answer.text
+        )
         picture = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
-        answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, "input_reference": picture})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), answer.text
+        answer = server.http.post(
+            "/v1/videos", json={"prompt": "1:0", **SMALL, "input_reference": picture}
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), (
+            answer.text
+        )
         assert not list((server.data / "in").iterdir())
         assert server.get(id)["status"] == "completed"
     finally:
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
     assert server.until(server.add("1:0"))["status"] == "completed"
-    assert sqlite3.connect(server.data / "jobs.db").execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert sqlite3.connect(server.data / "jobs.db").execute(
+        "PRAGMA integrity_check"
+    ).fetchone() == ("ok",)

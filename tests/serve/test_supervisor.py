@@ -45,7 +45,9 @@ class Running:
             if all(job.over for job in jobs):
                 return jobs
             await asyncio.sleep(0.02)
-        raise AssertionError([(job.id, job.status, self.lines[-5:]) for job in jobs if not job.over])
+        raise AssertionError(
+            [(job.id, job.status, self.lines[-5:]) for job in jobs if not job.over]
+        )
 
     async def begun(self, id, step=1, timeout_s=20):
         end = time.monotonic() + timeout_s
@@ -88,7 +90,10 @@ async def test_every_job_has_its_file(running):
         for n, job in enumerate(await run.over(*ids)):
             assert (job.status, job.attempts) == ("completed", 1)
             assert (run.folder.outputs / job.result["file"]).read_text() == f"{job.id} {n}"
-        assert {replica.number for replica in run.supervisor.replicas if replica.restarts == 0} == {0, 1}
+        assert {replica.number for replica in run.supervisor.replicas if replica.restarts == 0} == {
+            0,
+            1,
+        }
         assert not run.board.live
 
 
@@ -106,7 +111,11 @@ async def test_a_job_that_kills_every_replica_fails_and_the_others_are_made(runn
         bad = await run.add("2:0.01:die")
         rest = [await run.add("1:0.01") for _ in range(5)]
         poisoned, *others = await run.over(bad, *rest)
-        assert (poisoned.status, poisoned.error["code"], poisoned.attempts) == ("failed", "worker_died", 3)
+        assert (poisoned.status, poisoned.error["code"], poisoned.attempts) == (
+            "failed",
+            "worker_died",
+            3,
+        )
         assert "SIGKILL" in poisoned.error["message"]
         assert {job.status for job in others} == {"completed"}
 
@@ -134,13 +143,21 @@ async def test_a_folder_that_cannot_be_written_stops_the_queue_until_it_can(runn
             assert time.monotonic() < end, run.lines[-5:]
             await asyncio.sleep(0.02)
         jobs = [await run.store(run.queue.get, id) for id in ids]
-        assert [(job.status, job.attempts) for job in jobs] == [("queued", 1), ("queued", 0), ("queued", 0)]
+        assert [(job.status, job.attempts) for job in jobs] == [
+            ("queued", 1),
+            ("queued", 0),
+            ("queued", 0),
+        ]
         assert "cannot be written" in run.supervisor.problem[1]
         away.rename(run.folder.outputs)
         for job in await run.over(*ids):
             assert (job.status, job.deaths) == ("completed", 0) and run.folder.published(job)
         assert run.supervisor.problem is None and run.supervisor.replicas[0].restarts == 0
-        told = [facts["message"] for event, facts in run.lines if event == "storage" and "job" not in facts]
+        told = [
+            facts["message"]
+            for event, facts in run.lines
+            if event == "storage" and "job" not in facts
+        ]
         assert len(told) == 2 and told[1] == "the folder can be written again"
 
 
@@ -177,7 +194,10 @@ async def test_a_running_job_is_cancelled_at_its_next_step(running):
         await run.store(run.queue.cancel, id)
         run.supervisor.cancel(id)
         (job,) = await run.over(id)
-        assert (job.status, job.error["code"]) == ("cancelled", "cancelled") and time.monotonic() - start < 5
+        assert (job.status, job.error["code"]) == (
+            "cancelled",
+            "cancelled",
+        ) and time.monotonic() - start < 5
         (job,) = await run.over(after)
         assert job.status == "completed" and not list(run.folder.outputs.glob(f"{id}*"))
 
@@ -196,12 +216,21 @@ async def test_a_cancel_that_comes_too_late_loses(running):
 @scene
 async def test_a_server_that_stops_lets_jobs_end_or_queues_them_again(running):
     async with running(replicas=2) as run:
-        short, long, waits = await run.add("20:0.02"), await run.add("4000:0.02"), await run.add("1:0")
+        short, long, waits = (
+            await run.add("20:0.02"),
+            await run.add("4000:0.02"),
+            await run.add("1:0"),
+        )
         await run.begun(short), await run.begun(long)
         await run.supervisor.stop(2.0)
         short, long, waits = [await run.store(run.queue.get, id) for id in (short, long, waits)]
         assert short.status == "completed"
-        assert (long.status, long.deaths, waits.status, waits.attempts) == ("queued", 0, "queued", 0)
+        assert (long.status, long.deaths, waits.status, waits.attempts) == (
+            "queued",
+            0,
+            "queued",
+            0,
+        )
         assert all(replica.process.returncode is not None for replica in run.supervisor.replicas)
 
 

@@ -46,7 +46,9 @@ class Worker:
 
     def run(self, folder, number, epoch=1, pipeline="one-stage", n=1, **clip):
         job = {"pipeline": pipeline, "clip": CLIP | clip, "n": n, "images": [], "loras": []}
-        self.send(do="run", id=f"j{number}", epoch=epoch, stem=str(folder / f"j{number}.{epoch}"), **job)
+        self.send(
+            do="run", id=f"j{number}", epoch=epoch, stem=str(folder / f"j{number}.{epoch}"), **job
+        )
 
     def events(self, *last):
         """Events up to the first of a kind in `last`."""
@@ -59,7 +61,9 @@ class Worker:
 def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny, tmp_path):
     model = tiny("tiny-2.3", "official")
     worker = Worker(model, "--warm", "64x64x9:one-stage")
-    worker.run(tmp_path, 1, steps=25)  # of the 32 that the loop is made for, as for the 30 of the warm-up
+    worker.run(
+        tmp_path, 1, steps=25
+    )  # of the 32 that the loop is made for, as for the 30 of the warm-up
     worker.run(tmp_path, 2, seed=3, n=2)
     worker.run(tmp_path, 3, steps=9000)
     ready, *progress, done = worker.events("done")
@@ -91,14 +95,18 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     worker.run(tmp_path, 4, num_frames=10)
     assert "--num-frames: 10" in worker.events("failed")[-1]["message"]
     worker.process.stdin.close()
-    assert worker.process.wait(20) == 0 and not list(tmp_path.glob("j3*")) + list(tmp_path.glob(".*"))
+    assert worker.process.wait(20) == 0 and not list(tmp_path.glob("j3*")) + list(
+        tmp_path.glob(".*")
+    )
     worker.process.stdout.close(), worker.process.stderr.close()
 
 
 def test_a_replica_has_the_room_of_what_it_may_let_go():
     """Of weights, and of recorded steps, which the server's planner could not let go."""
     device = DeviceInfo("cuda", "a GPU", 100, 30, reserve_bytes=5, recorded_bytes=7)
-    session = SimpleNamespace(backend=SimpleNamespace(device=lambda: device), weights=SimpleNamespace(held_bytes=40))
+    session = SimpleNamespace(
+        backend=SimpleNamespace(device=lambda: device), weights=SimpleNamespace(held_bytes=40)
+    )
     told = DeviceInfo(**room(session))  # type: ignore[arg-type]
     assert (told.free_bytes, told.recorded_bytes, told.reserve_bytes) == (77, 0, 5)
 
@@ -125,12 +133,16 @@ def test_a_hundred_cancels_leave_nothing_and_change_nothing(tiny, tmp_path, back
         seconds.append(last["at"] - start)
         after += [len(more)] if last["event"] == "cancelled" else []
         beyond += [seconds[-1] - 2 * step_s] if stage == "stage1" else []
-        assert last["event"] == "cancelled" or not more or more[-1]["stage"] == "decode", last  # the end came first
+        assert last["event"] == "cancelled" or not more or more[-1]["stage"] == "decode", (
+            last
+        )  # the end came first
     worker.run(tmp_path, 999, steps=8)
     assert worker.events("done", "failed")[-1]["event"] == "done"
     first, last = ((tmp_path / f"j{number}.1.mp4").read_bytes() for number in (0, 999))
     assert first == last
-    print(f"{backend}: {len(after)} cancelled, after {max(after)} more events and {max(seconds):.2f} s at most")
+    print(
+        f"{backend}: {len(after)} cancelled, after {max(after)} more events and {max(seconds):.2f} s at most"
+    )
     print(
         f"{len(beyond)} in the steps of {step_s:.3f} s: two of them and {np.median(beyond):+.3f} s, {max(beyond):+.3f}"
     )
@@ -151,7 +163,9 @@ def test_a_worker_on_jax_makes_the_clips_of_the_command_line(tiny, tmp_path):
     worker.process.kill()
     worker.process.communicate()
     with ltx2rt.open(model, backend="tpu", device="cpu") as session:
-        session.generate(**CLIP | {"pipeline": "one-stage", "steps": 25}).save(tmp_path / "direct.mp4")
+        session.generate(**CLIP | {"pipeline": "one-stage", "steps": 25}).save(
+            tmp_path / "direct.mp4"
+        )
     same = compare(tmp_path / "j1.1.mp4", tmp_path / "direct.mp4")
     assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6)
 
@@ -187,7 +201,9 @@ class Fails:
         return self.real(*args, **kwargs)
 
 
-def test_a_job_that_runs_again_waits_once_for_the_memory_of_its_dead_worker(session, tmp_path, monkeypatch):
+def test_a_job_that_runs_again_waits_once_for_the_memory_of_its_dead_worker(
+    session, tmp_path, monkeypatch
+):
     refused, waits, real = InputError("no room on a GPU: 9 GB"), [], session.require_memory
     monkeypatch.setattr(ltx2rt.serve.worker.time, "sleep", waits.append)
     monkeypatch.setattr(session, "require_memory", Fails(real, refused, 1))
@@ -197,27 +213,40 @@ def test_a_job_that_runs_again_waits_once_for_the_memory_of_its_dead_worker(sess
     assert waits == [DEVICE_WAIT_S]
 
 
-@pytest.mark.parametrize("where, name, at", [("weights", "of", 2), ("backend", "to_host", 1), ("backend", "each", 1)])
-def test_out_of_memory_anywhere_fails_one_job(session, undisturbed, tmp_path, monkeypatch, where, name, at):
+@pytest.mark.parametrize(
+    "where, name, at", [("weights", "of", 2), ("backend", "to_host", 1), ("backend", "each", 1)]
+)
+def test_out_of_memory_anywhere_fails_one_job(
+    session, undisturbed, tmp_path, monkeypatch, where, name, at
+):
     """While it loads, after the steps, before the decoder; the next job is right."""
     owner = getattr(session, where)
     with monkeypatch.context() as patched:
-        patched.setattr(owner, name, Fails(getattr(owner, name), RuntimeError("CUDA out of memory"), at))
+        patched.setattr(
+            owner, name, Fails(getattr(owner, name), RuntimeError("CUDA out of memory"), at)
+        )
         event, facts = attempt(session, (), job(tmp_path), None)
     assert (event, facts["code"]) == ("failed", "out_of_memory") and not list(tmp_path.iterdir())
     assert attempt(session, (), job(tmp_path), None)[0] == "done"
     assert (tmp_path / "j.1.mp4").read_bytes() == undisturbed
 
 
-def test_what_is_said_of_a_failure_names_files_without_their_folders(session, tmp_path, monkeypatch):
+def test_what_is_said_of_a_failure_names_files_without_their_folders(
+    session, tmp_path, monkeypatch
+):
     gone = job(tmp_path) | {"images": [[str(tmp_path / "gone.png"), 0, 1.0]]}
     event, facts = attempt(session, (), gone, None)
-    assert (event, facts["code"]) == ("failed", "input_changed") and str(tmp_path) not in facts["message"]
+    assert (event, facts["code"]) == ("failed", "input_changed") and str(tmp_path) not in facts[
+        "message"
+    ]
     assert "gone.png" in facts["message"]
     error = OSError(errno.EACCES, "Permission denied", str(tmp_path / "jobs" / "x.mp4"))
     monkeypatch.setattr("ltx2rt.serve.worker.make_plan", Fails(None, error, 1))
     event, facts = attempt(session, (), job(tmp_path), None)
-    assert facts == {"code": "internal", "message": "PermissionError: [Errno 13] Permission denied: 'x.mp4'"}
+    assert facts == {
+        "code": "internal",
+        "message": "PermissionError: [Errno 13] Permission denied: 'x.mp4'",
+    }
 
 
 def test_a_cancel_while_it_decodes_takes_one_tile_more_at_most(session, tmp_path, monkeypatch):
@@ -241,9 +270,17 @@ def test_a_cancel_while_it_decodes_takes_one_tile_more_at_most(session, tmp_path
 
     monkeypatch.setattr(session, "each", counted)
     asked = job(tmp_path)
-    asked["clip"] = CLIP | {"num_frames": 73, "audio": False}  # 10 latents, in tiles of three that share one
+    asked["clip"] = CLIP | {
+        "num_frames": 73,
+        "audio": False,
+    }  # 10 latents, in tiles of three that share one
     assert attempt(session, (), asked, pipe) == ("cancelled", {})
-    assert 1 <= at[0] <= 2 and len(begun) - at[0] <= 1 and len(begun) < 5 and not list(tmp_path.iterdir())
+    assert (
+        1 <= at[0] <= 2
+        and len(begun) - at[0] <= 1
+        and len(begun) < 5
+        and not list(tmp_path.iterdir())
+    )
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
@@ -263,7 +300,9 @@ def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, 
         owner, name, at = places[number % 3]
         with monkeypatch.context() as patched:
             owner = getattr(session, owner)
-            patched.setattr(owner, name, Fails(getattr(owner, name), RuntimeError("CUDA out of memory"), at))
+            patched.setattr(
+                owner, name, Fails(getattr(owner, name), RuntimeError("CUDA out of memory"), at)
+            )
             asked = job(tmp_path) | {"clip": CLIP | {"audio": False}}
             event, facts = attempt(session, (), asked, None)
         assert facts["code"] == "out_of_memory", (event, facts)
@@ -271,7 +310,9 @@ def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, 
     assert not list(tmp_path.iterdir())
     early, last = seen[min(2, count - 1)], seen[-1]
     assert last[:3] == early[:3], seen
-    assert last[3] - early[3] < 20e6, seen  # an allocator's breath; one job's arrays take 50 MB and more
+    assert last[3] - early[3] < 20e6, (
+        seen
+    )  # an allocator's breath; one job's arrays take 50 MB and more
 
 
 @pytest.mark.parametrize("code", ["out_of_memory", "internal"])
@@ -279,7 +320,9 @@ def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, 
 def test_a_failure_that_others_may_wait_for_ends_the_ranks(session, monkeypatch, code, ranks):
     """And on one device only one that may have left it in disorder: after the other the worker goes on."""
     failures, failed, out = iter([(code, "first"), ("internal", "second")]), [], io.BytesIO()
-    crew = SimpleNamespace(rank=0, handed_out=lambda _, __, text: text, fail=lambda *said: failed.append(said))
+    crew = SimpleNamespace(
+        rank=0, handed_out=lambda _, __, text: text, fail=lambda *said: failed.append(said)
+    )
     monkeypatch.setattr(
         "ltx2rt.serve.worker.attempt",
         lambda *_: ("failed", dict(zip(("code", "message"), next(failures), strict=True))),

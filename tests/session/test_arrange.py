@@ -35,7 +35,9 @@ def closed():
 @cache
 def clip(preset="ltx-2.3", name="two-stage", **settings):
     """Options, checkpoint and stages of a request."""
-    options = {key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__}
+    options = {
+        key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__
+    }
     given = ModelOptions("cuda", Path(), dtype="bfloat16", **options)
     given, checkpoint = OPEN.enter_context(datasheet_checkpoint(given, preset))
     request = pipeline(name)("a clip", seed=0, **settings)
@@ -45,7 +47,9 @@ def clip(preset="ltx-2.3", name="two-stage", **settings):
 def ranked(kind, devices, *words, **settings):
     options, checkpoint, stages = clip(*words, **settings)
     found, kind = replace(options, backend=device_kind(kind).backend), device_kind(kind)
-    return arrangements(Estimator(Session(checkpoint, DatasheetBackend(kind, {}), found), kind), devices, stages)
+    return arrangements(
+        Estimator(Session(checkpoint, DatasheetBackend(kind, {}), found), kind), devices, stages
+    )
 
 
 @pytest.mark.parametrize("kind,devices,first", [
@@ -56,7 +60,10 @@ def test_all_meshes_that_the_network_allows_are_estimated(kind, devices, first):
     times = [one.time_s for one in found]
     meshes = [one.mesh for one in found]
     assert all(prod(mesh.values()) == devices for mesh in meshes)
-    assert default_mesh(PROFILES[device_kind(kind).profile], devices) in meshes and {"tensor": devices} in meshes
+    assert (
+        default_mesh(PROFILES[device_kind(kind).profile], devices) in meshes
+        and {"tensor": devices} in meshes
+    )
     assert all(a <= b * 1.04 for a, b in pairwise(times))  # the profile's own mesh stays within 3 %
     assert first in (None, str(found[0]))
 
@@ -64,7 +71,9 @@ def test_all_meshes_that_the_network_allows_are_estimated(kind, devices, first):
 def test_a_small_model_takes_what_its_heads_allow():
     """Four heads: neither tensor=8 nor, where there is one branch, sequence=8."""
     found = ranked("h100", 4, "tiny-2.3")
-    assert len(found) == 6 and [str(one) for one in found] == [str(one) for one in ranked("h100", 4, "tiny-2.3")]
+    assert len(found) == 6 and [str(one) for one in found] == [
+        str(one) for one in ranked("h100", 4, "tiny-2.3")
+    ]
     with pytest.raises(InputError, match="heads=4 does not divide over tensor=8"):
         ranked("h100", 8, "tiny-2.3")
 
@@ -79,7 +88,12 @@ def test_the_fastest_that_fits_is_chosen_and_estimated_as_planned():
     assert choice.runner_up and str(choice.runner_up) in str(choice)
     assert choice.best.time_s < choice.runner_up.time_s
     steps = {c.name: c for c in choice.session.costs(stages)}
-    for name, step in choice.best.steps.items():  # what leaves the loop is in the estimate, and packed weights are not
+    for (
+        name,
+        step,
+    ) in (
+        choice.best.steps.items()
+    ):  # what leaves the loop is in the estimate, and packed weights are not
         assert steps[name].time_s(kind) == pytest.approx(step.time_s(kind), rel=0.03), name
 
 
@@ -117,8 +131,12 @@ def test_a_launch_chooses_where_its_cards_are_known():
     assert choice("NVIDIA H100 80GB HBM3") and choice("NVIDIA H100 80GB HBM3", num_gpus=2)
     assert choice("NVIDIA H100 80GB HBM3", tp_size=2) is None
     assert choice("NVIDIA H100 80GB HBM3", mesh={"sequence": 2}) is None
-    assert choice("NVIDIA H100 PCIe") is None and choice("A card of tomorrow", elsewhere=None) is None
-    assert choice("NVIDIA H100 80GB HBM3", count=1) is None, "cards of another host, behind unknown links"
+    assert (
+        choice("NVIDIA H100 PCIe") is None and choice("A card of tomorrow", elsewhere=None) is None
+    )
+    assert choice("NVIDIA H100 80GB HBM3", count=1) is None, (
+        "cards of another host, behind unknown links"
+    )
     assert choice("NVIDIA H100 80GB HBM3", elsewhere="h200-141gb") is None
 
 

@@ -40,13 +40,17 @@ def session(request, model):
         yield opened
 
 
-JAX_IS_SLOW = pytest.mark.parametrize("session", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)], indirect=True)
+JAX_IS_SLOW = pytest.mark.parametrize(
+    "session", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)], indirect=True
+)
 
 
 def made(session, **changes):
     """Silent with JAX unless a test asks for sound: it compiles the vocoder for ten seconds."""
     audio = session.resident.options.backend == "cuda"
-    return session.generate("a red fox", **{"seed": 3, "audio": audio, **SMALL, **SIZES[0], **changes})
+    return session.generate(
+        "a red fox", **{"seed": 3, "audio": audio, **SMALL, **SIZES[0], **changes}
+    )
 
 
 def assert_same(a, b):
@@ -58,7 +62,9 @@ def assert_same(a, b):
 def test_a_repeated_request_builds_and_loads_nothing(session):
     """Neither does another seed, prompt, guidance or number of steps in the same room; a new size loads nothing."""
     first = made(session)
-    assert repr(first).startswith("<Clip of 9 frames 128x64, ") and repr(first).endswith(", seed 3>")
+    assert repr(first).startswith("<Clip of 9 frames 128x64, ") and repr(first).endswith(
+        ", seed 3>"
+    )
     assert first.report["programs_built"] > 0 and first.report["loaded_bytes"] > 1e6
     again = made(session)
     assert (again.report["programs_built"], again.report["loaded_bytes"]) == (0, 0)
@@ -104,7 +110,9 @@ def test_a_run_that_ends_early_begins_to_compile_no_more(model, monkeypatch):
     with ltx2rt.open(model, backend="tpu", device="cpu") as session:
         backend, started, free = session.resident.backend, [], threading.Event()
         begin = backend.compile_ahead
-        monkeypatch.setattr(backend, "compile_ahead", lambda programs: started.extend(begin(programs)) or started)
+        monkeypatch.setattr(
+            backend, "compile_ahead", lambda programs: started.extend(begin(programs)) or started
+        )
         for _ in range(backend.compilers._max_workers):
             backend.compilers.submit(free.wait)
         try:
@@ -124,7 +132,9 @@ def test_progress_goes_from_nothing_to_everything(session):
     assert stages == ["text", "stage1", "upsample", "stage2", *sound, "decode"]
     assert [(p.step, p.of) for p in seen if p.stage == "stage1"] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     fractions = [p.fraction for p in seen]
-    assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == pytest.approx(1)
+    assert (
+        fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == pytest.approx(1)
+    )
     assert seen[0].eta_s is None and seen[-1].eta_s == pytest.approx(0, abs=1e-6)
 
 
@@ -135,9 +145,15 @@ def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, mod
     made(session)
     plain = resident.weights.held_bytes
     options = resident.options
-    resident.use(sessions.replace(options, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5, "stage1"),)))
+    resident.use(
+        sessions.replace(
+            options, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5, "stage1"),)
+        )
+    )
     changed = made(session)
-    assert 0 < changed.report["loaded_bytes"] < plain / 2  # without sound a third is the transformer's matrices
+    assert (
+        0 < changed.report["loaded_bytes"] < plain / 2
+    )  # without sound a third is the transformer's matrices
     resident.use(options)
     assert made(session).report["loaded_bytes"] == 0
 
@@ -154,7 +170,9 @@ def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_
         plan = _plan(resident)
         resident.weights.free(*list(resident.weights.held))
         os.replace(shutil.copy(other, tmp_path / "new"), lora)
-        with pytest.raises(InputError, match=r"style\.safetensors: another file than when the run was planned"):
+        with pytest.raises(
+            InputError, match=r"style\.safetensors: another file than when the run was planned"
+        ):
             produce(resident, plan)
         after = made(opened)
         assert not np.array_equal(before.frames, after.frames)
@@ -166,7 +184,10 @@ def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_
 def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user_lora):
     resident = session.resident
     made(session)
-    options, peak = resident.options, max(c.peak_bytes for c in resident.costs(_plan(resident).stages))
+    options, peak = (
+        resident.options,
+        max(c.peak_bytes for c in resident.costs(_plan(resident).stages)),
+    )
     room = peak * 1.02 / 1e9
     loras = [(ltx2rt.session.options.LoraSpec(user_lora, 0.25 * i, "stage1"),) for i in (1, 2, 3)]
     sizes = []
@@ -183,10 +204,15 @@ def test_what_recorded_steps_keep_is_let_go_before_weights(model, monkeypatch):
         resident, recorded = opened.resident, [1000]
         made(opened)
         stages, held = _plan(resident).stages, dict(resident.weights.held)
-        need = max(c.peak_bytes for c in resident.costs(stages, resident._held())) - resident.weights.held_bytes
+        need = (
+            max(c.peak_bytes for c in resident.costs(stages, resident._held()))
+            - resident.weights.held_bytes
+        )
 
         def device():
-            return DeviceInfo("cuda", "a GPU", 10**12, need - (recorded[0] > 0), recorded_bytes=recorded[0])
+            return DeviceInfo(
+                "cuda", "a GPU", 10**12, need - (recorded[0] > 0), recorded_bytes=recorded[0]
+            )
 
         def trim(**given):
             recorded[0] = 0 if given.get("recorded") else recorded[0]
@@ -207,11 +233,17 @@ def test_weights_that_come_back_wait_in_the_host(backend, model, monkeypatch, ca
     with ltx2rt.open(model, backend=backend, device="cpu", **small) as opened:
         store, places = opened.resident.weights, []
         first, second, *others = (_counted(opened, places) for _ in range(5))
-        assert first.report["loaded_bytes"] > second.report["loaded_bytes"] > 1e6  # the decoders stay
+        assert (
+            first.report["loaded_bytes"] > second.report["loaded_bytes"] > 1e6
+        )  # the decoders stay
         for other in others:
             assert other.report["loaded_bytes"] == 0
             assert_same(other, first)
-        assert sorted(key[0] for key in store.parked) == ["text-encoder", "transformer", "transformer"]
+        assert sorted(key[0] for key in store.parked) == [
+            "text-encoder",
+            "transformer",
+            "transformer",
+        ]
         assert capsys.readouterr().err.count("the host keeps the weights of") == 3
         if backend == "cuda":
             assert places[-1] == places[-2]
@@ -221,12 +253,20 @@ def _counted(opened, places):
     """One request that encodes its prompt."""
     opened.resident._contexts.clear()
     clip = made(opened)
-    (transformer,) = (held for key, held in opened.resident.weights.held.items() if key[0] == "transformer")
-    places.append([x.data_ptr() for x in transformer.weights.values()] if opened.resident.backend.name == "cuda" else 0)
+    (transformer,) = (
+        held for key, held in opened.resident.weights.held.items() if key[0] == "transformer"
+    )
+    places.append(
+        [x.data_ptr() for x in transformer.weights.values()]
+        if opened.resident.backend.name == "cuda"
+        else 0
+    )
     return clip
 
 
-def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(model, user_lora, monkeypatch):
+def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(
+    model, user_lora, monkeypatch
+):
     with ltx2rt.open(model, backend="cuda", device="cpu", stage_weights="reload") as opened:
         store, clips = opened.resident.weights, []
         monkeypatch.setattr(stores, "has_room", lambda kind, size: not store.parked)
@@ -241,7 +281,9 @@ def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(model, use
         old = set(store.parked)
         for _ in range(3):
             made(opened)
-        assert len(store.parked) == 1 and not old & set(store.parked), "what no request loads any more makes room"
+        assert len(store.parked) == 1 and not old & set(store.parked), (
+            "what no request loads any more makes room"
+        )
         opened.resident.use(own)
         monkeypatch.setattr(stores, "has_room", lambda kind, size: False)
         store.close()
@@ -260,7 +302,9 @@ def _plan(resident):
     from ltx2rt.pipelines import make_request
     from ltx2rt.run.plan import make_plan
 
-    return make_plan(resident, make_request("two-stage", prompt="a red fox", seed=3, **SMALL, **SIZES[0]))
+    return make_plan(
+        resident, make_request("two-stage", prompt="a red fox", seed=3, **SMALL, **SIZES[0])
+    )
 
 
 @JAX_IS_SLOW
@@ -300,9 +344,14 @@ def test_twenty_requests_leave_no_more_than_five(backend, model):
             clip = made(session, **SIZES[size])
             assert_same(kept.setdefault(size, clip), clip)
             if i >= 5:
-                assert (clip.report["programs_built"], clip.report["loaded_bytes"]) == (0, 0), (i, SEED)
+                assert (clip.report["programs_built"], clip.report["loaded_bytes"]) == (0, 0), (
+                    i,
+                    SEED,
+                )
                 resident = session.resident
-                sizes.append((resident.weights.held_bytes, len(resident._programs), len(resident._graphs)))
+                sizes.append(
+                    (resident.weights.held_bytes, len(resident._programs), len(resident._graphs))
+                )
     assert len(set(sizes)) == 1
 
 

@@ -72,12 +72,28 @@ def test_the_report_has_the_documented_keys(watch, tmp_path):
         pass
     lora = [{"file": "l", "matched": 2, "total": 2}]
     report = watch.report(
-        seed=3, settings={"width": 64}, peak_bytes=None, versions={"torch": "2"}, device="CPU", mesh={}, lora=lora
+        seed=3,
+        settings={"width": 64},
+        peak_bytes=None,
+        versions={"torch": "2"},
+        device="CPU",
+        mesh={},
+        lora=lora,
     )
     write_report(tmp_path / "r.json", report)
     read = json.loads((tmp_path / "r.json").read_text())
     assert read == report
-    documented = ["seed", "stages", "warmup_s", "load_s", "peak_bytes", "versions", "device", "mesh", "lora"]
+    documented = [
+        "seed",
+        "stages",
+        "warmup_s",
+        "load_s",
+        "peak_bytes",
+        "versions",
+        "device",
+        "mesh",
+        "lora",
+    ]
     assert set(documented) <= set(read) and set(read["stages"][0]) == {"name", "time_s", "steps_s"}
     assert read["lora"] == lora
 
@@ -116,4 +132,8 @@ def test_verbose_says_what_is_built_and_how_long_loads_took():
     with watch.apart("load", "loading"):
         watch.clock.now += 2
     watch.building("vocoder")
-    assert watch.stream.getvalue().splitlines() == ["loading ...", "loading: 2.00 s", "building vocoder"]
+    assert watch.stream.getvalue().splitlines() == [
+        "loading ...",
+        "loading: 2.00 s",
+        "building vocoder",
+    ]

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, reference_positions, video_positions
+from ltx2rt.models.geometry import (
+    Geometry,
+    keyframe_positions,
+    pack_video,
+    reference_positions,
+    video_positions,
+)
 from ltx2rt.stages.conditioning import Tokens, audio_state, image_tokens, video_state
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
@@ -24,7 +30,9 @@ def test_a_later_image_appends_tokens_and_the_first_frame_is_replaced():
     np.testing.assert_array_equal(state.clean[:, :6], pack_video(first))
     np.testing.assert_array_equal(state.clean[:, 18:], pack_video(later))
     assert np.all(state.clean[:, 6:18] == 0)
-    np.testing.assert_array_equal(state.mask[0, :, 0], np.repeat(np.float32([0, 1, 0.75]), [6, 12, 6]))
+    np.testing.assert_array_equal(
+        state.mask[0, :, 0], np.repeat(np.float32([0, 1, 0.75]), [6, 12, 6])
+    )
     np.testing.assert_array_equal(state.positions[:, :18], video_positions(G))
     np.testing.assert_array_equal(state.positions[:, 18:], keyframe_positions(G, 9))
 
@@ -32,14 +40,18 @@ def test_a_later_image_appends_tokens_and_the_first_frame_is_replaced():
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_the_initial_latent_blends_clean_start_and_noise(strength, scale):
     image = random(1, 16, 1, 2, 3)
-    state = video_state(G, [image_tokens(G, image, 0, strength), image_tokens(G, image, 8, strength)])
+    state = video_state(
+        G, [image_tokens(G, image, 0, strength), image_tokens(G, image, 8, strength)]
+    )
     noise, start = random(1, 24, 16, seed=3), random(1, 18, 16, seed=4)
     x = state.initial(noise, scale, start)
     m = state.mask.astype(np.float64)
     full = np.concatenate([start, np.zeros((1, 6, 16))], 1)
     expected = (1 - m) * state.clean + m * ((1 - scale) * full + scale * noise)
     assert x.dtype == np.float32
-    np.testing.assert_allclose(x, expected, atol=1e-6, rtol=1e-6)  # four float32 roundings of values below 5
+    np.testing.assert_allclose(
+        x, expected, atol=1e-6, rtol=1e-6
+    )  # four float32 roundings of values below 5
     assert state.clear(x).shape == (1, 18, 16)
 
 
@@ -66,7 +78,12 @@ def test_misshapen_images_and_noise_are_refused():
 
 def reference(tokens, weights=None):
     clean, positions = random(1, tokens, 16), random(3, tokens, 2)
-    return Tokens(clean, np.float32(0), positions, None if weights is None else np.asarray(weights, np.float32))
+    return Tokens(
+        clean,
+        np.float32(0),
+        positions,
+        None if weights is None else np.asarray(weights, np.float32),
+    )
 
 
 def grown(num_targets, items):
@@ -94,7 +111,9 @@ def grown(num_targets, items):
     ids=str,
 )
 def test_what_tokens_see_of_references(items):
-    state = video_state(G, [image_tokens(G, random(1, 16, 1, 2, 3), 0, 1.0), *(reference(*item) for item in items)])
+    state = video_state(
+        G, [image_tokens(G, random(1, 16, 1, 2, 3), 0, 1.0), *(reference(*item) for item in items)]
+    )
     assert state.masked and state.num_target_tokens == 18
     found = state.attention()
     np.testing.assert_array_equal(found, grown(18, items).astype(np.float32))
@@ -120,6 +139,8 @@ def test_positions_of_a_reference(downscale, stride):
                 expected.append([times, *places])
     found = reference_positions(G, downscale, stride)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, np.array(expected).transpose(1, 0, 2), rtol=3e-7)  # three float32 roundings
+    np.testing.assert_allclose(
+        found, np.array(expected).transpose(1, 0, 2), rtol=3e-7
+    )  # three float32 roundings
     if downscale == stride == 1:
         np.testing.assert_array_equal(found, video_positions(G))

@@ -91,7 +91,9 @@ def normalised(vae, latent: torch.Tensor) -> torch.Tensor:
     return (latent - mean) / std
 
 
-def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=(), dtype=torch.float32) -> dict[str, np.ndarray]:
+def diffusers_two_stage(
+    cls, folder, lora, noise, monkeypatch, images=(), dtype=torch.float32
+) -> dict[str, np.ndarray]:
     """The latents after every step of both stages, the upsampled latent (normalised) and the waveform.
 
     noise: `stage1.video`, ... in our packed order. images: (PIL image, pixel frame, strength).
@@ -112,23 +114,41 @@ def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=(), dtype=
 
     module = __import__(cls.__module__, fromlist=["randn_tensor"])
     monkeypatch.setattr(
-        module, "randn_tensor", lambda shape, **_: torch.from_numpy(unpacked(queue.pop(0), tuple(shape)).copy())
+        module,
+        "randn_tensor",
+        lambda shape, **_: torch.from_numpy(unpacked(queue.pop(0), tuple(shape)).copy()),
     )
     monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "step", recorded)
     if images:
         keep_officially(pipe, queue, monkeypatch)
-    common = dict(prompt=PROMPT, num_frames=FRAMES, frame_rate=float(FPS), use_cross_timestep=True, return_dict=False)
+    common = dict(
+        prompt=PROMPT,
+        num_frames=FRAMES,
+        frame_rate=float(FPS),
+        use_cross_timestep=True,
+        return_dict=False,
+    )
 
     def run(stage, width, height, sigmas, scales, output_type, **more):
         if images:
             more["conditions"] = [
-                LTX2VideoCondition(frames=image, index=0 if frame == 0 else (frame - 1) // 8 + 1, strength=s, crf=0)
+                LTX2VideoCondition(
+                    frames=image, index=0 if frame == 0 else (frame - 1) // 8 + 1, strength=s, crf=0
+                )
                 for image, frame, s in images
             ]
         queue[:] = [noise[f"{stage}.video"], noise[f"{stage}.audio"]]
         trail.clear()
         levels = [float(s) for s in sigmas[:-1]]
-        result = pipe(**common, **scales, **more, width=width, height=height, sigmas=levels, output_type=output_type)
+        result = pipe(
+            **common,
+            **scales,
+            **more,
+            width=width,
+            height=height,
+            sigmas=levels,
+            output_type=output_type,
+        )
         assert not queue
         return result, np.stack(trail[::2]), np.stack(trail[1::2])
 
@@ -141,12 +161,18 @@ def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=(), dtype=
     ):
         guided[theirs], guided[f"audio_{theirs}"] = SCALES[name]
     neutral = dict(guidance_scale=1.0, stg_scale=0.0, modality_scale=1.0, guidance_rescale=0.0)
-    neutral |= {f"audio_{k}": v for k, v in neutral.items()} | {"spatio_temporal_guidance_blocks": None}
+    neutral |= {f"audio_{k}": v for k, v in neutral.items()} | {
+        "spatio_temporal_guidance_blocks": None
+    }
 
     found = {}
-    (video, audio), *steps = run("stage1", WIDTH // 2, HEIGHT // 2, shifted_sigmas(3), guided, "latent")
+    (video, audio), *steps = run(
+        "stage1", WIDTH // 2, HEIGHT // 2, shifted_sigmas(3), guided, "latent"
+    )
     found["stage1.video.steps"], found["stage1.audio.steps"] = steps
-    upsampler = LTX2LatentUpsamplerModel.from_pretrained(folder, subfolder="latent_upsampler", dtype=dtype)
+    upsampler = LTX2LatentUpsamplerModel.from_pretrained(
+        folder, subfolder="latent_upsampler", dtype=dtype
+    )
     video = LTX2LatentUpsamplePipeline(vae=pipe.vae, latent_upsampler=upsampler)(
         latents=video, output_type="latent", return_dict=False
     )[0]
@@ -155,7 +181,15 @@ def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=(), dtype=
     pipe.load_lora_weights(state)
     first = float(STAGE2_SIGMAS[0])
     result, *steps = run(
-        "stage2", WIDTH, HEIGHT, STAGE2_SIGMAS, neutral, "pt", latents=video, audio_latents=audio, noise_scale=first
+        "stage2",
+        WIDTH,
+        HEIGHT,
+        STAGE2_SIGMAS,
+        neutral,
+        "pt",
+        latents=video,
+        audio_latents=audio,
+        noise_scale=first,
     )
     found["stage2.video.steps"], found["stage2.audio.steps"] = steps
     found["waveform"] = result[1][0].detach().float().numpy()
@@ -182,7 +216,9 @@ def assert_close(found: dict, expected: dict) -> None:
 
 
 def noise_of(latents: dict) -> dict[str, np.ndarray]:
-    return {name.removesuffix(".noise"): x for name, x in latents.items() if name.endswith(".noise")}
+    return {
+        name.removesuffix(".noise"): x for name, x in latents.items() if name.endswith(".noise")
+    }
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -193,13 +229,17 @@ def test_text_to_video_equals_diffusers(generation, tiny, generate, monkeypatch)
     lora = folder / f"tiny-{generation}-distilled-lora.safetensors"
     found = ours(generate, folder)
     clipped = np.abs(found["waveform"]) == 1
-    assert generation == "2.0" or clipped.mean() > 0.002  # the vocoder is driven past its clamp; 2.0 ends in a tanh
+    assert (
+        generation == "2.0" or clipped.mean() > 0.002
+    )  # the vocoder is driven past its clamp; 2.0 ends in a tanh
     expected = diffusers_two_stage(LTX2Pipeline, folder, lora, noise_of(found), monkeypatch)
     assert_close(found, expected)
 
 
 @pytest.mark.parametrize("generation,strengths", [("2.0", (1.0, 1.0)), ("2.3", (0.8, 0.6))])
-def test_image_to_video_equals_diffusers(generation, strengths, tiny, generate, images, monkeypatch):
+def test_image_to_video_equals_diffusers(
+    generation, strengths, tiny, generate, images, monkeypatch
+):
     """Frame 0 replaced, a later frame appended: kept whole, and in part."""
     from diffusers import LTX2ConditionPipeline
     from PIL import Image
@@ -207,9 +247,16 @@ def test_image_to_video_equals_diffusers(generation, strengths, tiny, generate, 
     folder = tiny(f"tiny-{generation}", "diffusers")
     lora = folder / f"tiny-{generation}-distilled-lora.safetensors"
     places = list(zip(images, (0, 9), strengths, strict=True))
-    found = ours(generate, folder, "--image", *(f"{path}:{frame}:{strength}" for path, frame, strength in places))
+    found = ours(
+        generate,
+        folder,
+        "--image",
+        *(f"{path}:{frame}:{strength}" for path, frame, strength in places),
+    )
     conditions = [(Image.open(path), frame, strength) for path, frame, strength in places]
-    expected = diffusers_two_stage(LTX2ConditionPipeline, folder, lora, noise_of(found), monkeypatch, conditions)
+    expected = diffusers_two_stage(
+        LTX2ConditionPipeline, folder, lora, noise_of(found), monkeypatch, conditions
+    )
     assert_close(found, expected)
 
 
@@ -231,8 +278,14 @@ def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(tiny, generate, monke
     lora = folder / "tiny-2.3-distilled-lora.safetensors"
     exact, narrow = ours(generate, folder), ours(generate, folder, "--dtype", "bfloat16")
     for name in ("conv1d", "conv2d", "conv3d"):
-        monkeypatch.setattr(torch.nn.functional, name, rounded_once(getattr(torch.nn.functional, name)))
-    theirs = diffusers_two_stage(LTX2Pipeline, folder, lora, noise_of(exact), monkeypatch, dtype=torch.bfloat16)
+        monkeypatch.setattr(
+            torch.nn.functional, name, rounded_once(getattr(torch.nn.functional, name))
+        )
+    theirs = diffusers_two_stage(
+        LTX2Pipeline, folder, lora, noise_of(exact), monkeypatch, dtype=torch.bfloat16
+    )
     for name in theirs.keys() - {"waveform"}:  # our vocoder stays float32, theirs does not
-        found, own, reference = (x[name] if name == "upsampled" else x[name][-1] for x in (narrow, theirs, exact))
+        found, own, reference = (
+            x[name] if name == "upsampled" else x[name][-1] for x in (narrow, theirs, exact)
+        )
         assert 1e-4 < relative_l2(found, reference) <= 2 * relative_l2(own, reference), name

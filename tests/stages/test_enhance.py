@@ -14,7 +14,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from ltx2rt.errors import InputError
-from ltx2rt.stages.enhance import TEMPERATURE, TOP_K, Sampled, check, cleaned, enhance, feeds, load, picture_feed
+from ltx2rt.stages.enhance import (
+    TEMPERATURE,
+    TOP_K,
+    Sampled,
+    check,
+    cleaned,
+    enhance,
+    feeds,
+    load,
+    picture_feed,
+)
 from ltx2rt.weights.checkpoint import open_checkpoint
 
 PIXELS = np.random.default_rng(4).integers(0, 256, (40, 70, 3)).astype(np.uint8)
@@ -53,16 +63,22 @@ def test_gemma_is_loaded_as_transformers_loads_it(folder, tmp_path):
     released.mkdir()
     shutil.copy(tmp_path / "saved" / "config.json", released)
     tensors = {
-        name.replace("model.language_model.", "language_model.model.").removeprefix("model."): tensor
+        name.replace("model.language_model.", "language_model.model.").removeprefix(
+            "model."
+        ): tensor
         for name, tensor in load_file(tmp_path / "saved" / "model.safetensors").items()
     }
     assert any(name.startswith("language_model.model.layers.0.") for name in tensors)
     save_file(tensors, released / "model.safetensors", {"format": "pt"})
     for where in (tmp_path / "saved", released):
         model = load(where, "float32", on_gpu=False)
-        np.testing.assert_array_equal(logits(model, inputs), expected)  # the same code on the same numbers
+        np.testing.assert_array_equal(
+            logits(model, inputs), expected
+        )  # the same code on the same numbers
     text = feeds(tokenizer, config, "a fox", None)
-    greedy = [m.generate(**text, max_new_tokens=8, do_sample=False).tolist() for m in (original, model)]
+    greedy = [
+        m.generate(**text, max_new_tokens=8, do_sample=False).tolist() for m in (original, model)
+    ]
     assert greedy[0] == greedy[1]
 
 
@@ -73,7 +89,10 @@ def test_the_made_gemma_is_whole_and_a_damaged_one_is_refused(folder, tmp_path):
     tensors = load_file(gemma / "model.safetensors")
     del tensors["language_model.model.layers.2.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "gemma" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match=r"1 tensors of Gemma 3 are missing, first .*layers\.2\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        InputError,
+        match=r"1 tensors of Gemma 3 are missing, first .*layers\.2\.mlp\.up_proj\.weight",
+    ):
         load(tmp_path / "gemma", "float32", on_gpu=False)
 
 
@@ -91,7 +110,9 @@ def test_a_picture_is_prepared_as_gemmas_processor_does():
 
 
 def test_sampling_is_a_draw_from_the_largest_logits():
-    scores = torch.from_numpy(np.random.default_rng(1).standard_normal((1, 300)).astype(np.float32)) * 2
+    scores = (
+        torch.from_numpy(np.random.default_rng(1).standard_normal((1, 300)).astype(np.float32)) * 2
+    )
     sampled, draws = Sampled(3), 4000
     counts = Counter(int(sampled(None, scores).argmax()) for _ in range(draws))
     exact = scores[0].double().numpy() / TEMPERATURE
@@ -131,7 +152,10 @@ def test_the_same_seed_writes_the_same_text(folder, images, short):
     texts = [enhance(checkpoint, "a fox", image, seed, "float32", False)
              for image, seed in ((None, 1), (None, 1), (None, 2), (images[0], 1))]  # fmt: skip
     assert texts[0] == texts[1] and len(set(texts)) == 3
-    assert torch.equal(state[0], torch.get_rng_state()) and (state[1] == np.random.get_state()[1]).all()
+    assert (
+        torch.equal(state[0], torch.get_rng_state())
+        and (state[1] == np.random.get_state()[1]).all()
+    )
 
 
 def test_what_cannot_be_enhanced_is_refused(folder, tmp_path, monkeypatch):
@@ -145,20 +169,42 @@ def test_what_cannot_be_enhanced_is_refused(folder, tmp_path, monkeypatch):
     save_file(plain, tmp_path / "gemma" / "model.safetensors", {"format": "pt"})
     text_only = open_checkpoint(folder / "tiny-2.3.safetensors", text_encoder=tmp_path / "gemma")
     check(text_only)
-    with pytest.raises(InputError, match="sees no images; pass a folder with the vision tower by --text-encoder"):
+    with pytest.raises(
+        InputError, match="sees no images; pass a folder with the vision tower by --text-encoder"
+    ):
         check(text_only, tmp_path / "x.png")
-    monkeypatch.setattr("ltx2rt.stages.enhance.find_spec", lambda name: None if name == "transformers" else name)
-    with pytest.raises(InputError, match=r"--enhance-prompt: needs transformers; install ltx2rt\[enhance\]"):
+    monkeypatch.setattr(
+        "ltx2rt.stages.enhance.find_spec", lambda name: None if name == "transformers" else name
+    )
+    with pytest.raises(
+        InputError, match=r"--enhance-prompt: needs transformers; install ltx2rt\[enhance\]"
+    ):
         check(checkpoint)
 
 
 def test_a_clip_keeps_its_prompt_and_the_text_that_was_written(folder, generate, short):
-    flags = ("--pipeline", "one-stage", "--num-frames", 9, "--width", 64, "--steps", 1, "--no-audio", "--seed", 3)
+    flags = (
+        "--pipeline",
+        "one-stage",
+        "--num-frames",
+        9,
+        "--width",
+        64,
+        "--steps",
+        1,
+        "--no-audio",
+        "--seed",
+        3,
+    )
     run = generate("cuda", folder, *flags, "--enhance-prompt")
     assert run.status == 0, run.stderr
     settings, said = run.report["settings"], run.stderr.split("enhanced prompt: ")[1]
     text = settings["enhanced_prompt"]
-    assert settings["prompt"] == "a robot dancing" and settings["enhance_prompt"] and said.startswith(text[:20])
+    assert (
+        settings["prompt"] == "a robot dancing"
+        and settings["enhance_prompt"]
+        and said.startswith(text[:20])
+    )
     with av.open(str(run.clip)) as clip:
         comment = json.loads(clip.metadata["comment"])
     assert comment["prompt"] == "a robot dancing" and comment["settings"]["enhanced_prompt"] == text

@@ -66,7 +66,9 @@ def opened(tiny):
             config=replace(checkpoint.config, diffusion_decoder=CONFIG),
             sources={**checkpoint.sources, "diffusion_decoder": tensors},
         )
-        return open_session(ModelOptions(model=checkpoint.path, backend=backend, device="cpu"), "float32", made)
+        return open_session(
+            ModelOptions(model=checkpoint.path, backend=backend, device="cpu"), "float32", made
+        )
 
     return session
 
@@ -83,13 +85,19 @@ def decoded(session, latents, noise: Noise, mode: str = "auto", keep: bool = Fal
     return np.stack([np.concatenate(list(chunks), axis=1) for chunks in state.frames]), state
 
 
-def whole(latent: np.ndarray, noise: np.ndarray, weights: dict[str, np.ndarray] | None = None) -> np.ndarray:
+def whole(
+    latent: np.ndarray, noise: np.ndarray, weights: dict[str, np.ndarray] | None = None
+) -> np.ndarray:
     """The same untiled and uncropped, from the graphs themselves."""
     _, _, *grid = latent.shape
     graph = diffusion_decoder.trace_features(CONFIG, 1, *grid, "float32")
     features = run_graph("cuda", graph, weights or params(), {"latent": latent})["features"]
-    graph = diffusion_decoder.trace(CONFIG, diffusion_decoder.whole(CONFIG, 1, tuple(grid)), "float32")
-    return run_graph("cuda", graph, weights or params(), {"features": features, "noise": noise})["frames"]
+    graph = diffusion_decoder.trace(
+        CONFIG, diffusion_decoder.whole(CONFIG, 1, tuple(grid)), "float32"
+    )
+    return run_graph("cuda", graph, weights or params(), {"features": features, "noise": noise})[
+        "frames"
+    ]
 
 
 def normal(*shape: int, seed: int = 7) -> np.ndarray:
@@ -97,7 +105,9 @@ def normal(*shape: int, seed: int = 7) -> np.ndarray:
 
 
 def drawn(seed: int, frames: int, rows: int, columns: int) -> np.ndarray:
-    return np.stack([standard_normal(seed, f"decoder.{i}", (3, rows, columns)) for i in range(frames)], axis=1)[None]
+    return np.stack(
+        [standard_normal(seed, f"decoder.{i}", (3, rows, columns)) for i in range(frames)], axis=1
+    )[None]
 
 
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
@@ -107,7 +117,9 @@ def test_two_videos_are_decoded_from_their_own_noise(opened, backend):
     for number, seed in enumerate((4, 5)):
         noise = drawn(seed, 17, 96, 128)
         assert np.array_equal(state.record["decoder.noise"][number], noise[0])
-        assert relative_l2(found[number][None], whole(latents[[number]], noise)) <= 1e-5  # summation order
+        assert (
+            relative_l2(found[number][None], whole(latents[[number]], noise)) <= 1e-5
+        )  # summation order
 
 
 def test_noise_of_a_file_is_read(opened, tmp_path):
@@ -129,10 +141,14 @@ def test_a_small_clip_is_cut_out_of_what_its_padding_makes(opened):
     ("backend", "cells", "tiles"),
     [("cuda", 500, (3, 2, 2)), pytest.param("tpu", 1200, (2, 2, 1), marks=pytest.mark.slow)],
 )
-def test_tiles_that_see_no_further_than_themselves_are_the_whole(opened, backend, cells, tiles, monkeypatch):
+def test_tiles_that_see_no_further_than_themselves_are_the_whole(
+    opened, backend, cells, tiles, monkeypatch
+):
     """Without attention in the last two stages a tile's border changes nothing: what differs is out of place."""
     weights = {
-        name: 0 * x if "attn.proj" in name and ("det_stages.3" in name or "diff_blocks" in name) else x
+        name: 0 * x
+        if "attn.proj" in name and ("det_stages.3" in name or "diff_blocks" in name)
+        else x
         for name, x in params().items()
     }
     monkeypatch.setattr(tiling, "TILE_CELLS", cells)
@@ -158,8 +174,14 @@ def ranges(spans):
 def test_tiles_of_121_frames(width, height, rows, columns, work):
     cells = diffusion_decoder.cells(RELEASED, (16, height // 32, width // 32))
     found = tiling.plan_feature_tiles("auto", cells, RELEASED)
-    assert (ranges(found.frames), ranges(found.rows), ranges(found.columns)) == ([(0, 61)], rows, columns)
-    done = math.prod(sum(s.stop - s.start for s in spans) for spans in (found.frames, found.rows, found.columns))
+    assert (ranges(found.frames), ranges(found.rows), ranges(found.columns)) == (
+        [(0, 61)],
+        rows,
+        columns,
+    )
+    done = math.prod(
+        sum(s.stop - s.start for s in spans) for spans in (found.frames, found.rows, found.columns)
+    )
     assert done / math.prod(cells) == pytest.approx(work, abs=1e-3)
     off = tiling.plan_feature_tiles("off", cells, RELEASED)
     assert [len(spans) for spans in (off.frames, off.rows, off.columns)] == [1, 1, 1]
@@ -169,7 +191,11 @@ def test_a_long_clip_is_cut_in_time_too_and_ramps_are_the_official_ones():
     cells = diffusion_decoder.cells(RELEASED, (61, 16, 24))
     found = tiling.plan_feature_tiles("auto", cells, RELEASED)
     first, second = found.frames[:2]
-    assert first.stop - second.start == 20 and second.first == 2 * second.start - 1 and first.first == 0
+    assert (
+        first.stop - second.start == 20
+        and second.first == 2 * second.start - 1
+        and first.first == 0
+    )
     assert found.frames[-1].end == 481
     rise = np.arange(1, 41) / 41
     np.testing.assert_allclose(second.weights[:40], rise, rtol=1e-6)
@@ -181,14 +207,17 @@ def test_the_plan_knows_every_call(opened):
     session = opened("cuda")
     geometry = Geometry.of(session.config, 128, 96, 33, Fraction(24))
     stage = decoding("diffusion", geometry, session.config, "auto", Noise((1, 2)))
-    assert [call.network for call in stage.needs(session.config)] == ["diffusion-features", "diffusion-decoder"] * 2
+    assert [call.network for call in stage.needs(session.config)] == [
+        "diffusion-features",
+        "diffusion-decoder",
+    ] * 2
     assert stage.draws(session.config) == {"decoder": (2, 3, 33, 96, 128)}
     (cost,) = session.costs([stage])
     assert cost.flops > 0 and cost.weights_bytes == sum(4 * x.size for x in params().values())
     conv = decoding("conv", geometry, session.config, "auto", Noise((1, 2)))
-    assert [call.network for call in conv.needs(session.config)] == ["video-decoder"] * 2 and not conv.draws(
-        session.config
-    )
+    assert [call.network for call in conv.needs(session.config)] == [
+        "video-decoder"
+    ] * 2 and not conv.draws(session.config)
     without = replace(session.config, diffusion_decoder=None)
     with pytest.raises(InputError, match="has no diffusion decoder"):
         decoding("diffusion", geometry, without, "auto", Noise((1,)))

@@ -18,7 +18,9 @@ def test_values_never_change():
         -0.6362687945365906,
     ]
     # log, cos and sin may differ by a float64 unit between C libraries: at most one float32 unit after rounding
-    np.testing.assert_allclose(standard_normal(10, "stage1.video", (2, 3)).ravel(), golden, rtol=1.2e-7)
+    np.testing.assert_allclose(
+        standard_normal(10, "stage1.video", (2, 3)).ravel(), golden, rtol=1.2e-7
+    )
 
 
 def test_noise_is_standard_normal():
@@ -38,7 +40,11 @@ def test_a_longer_draw_starts_with_the_shorter(seed, short, more):
 
 
 def test_streams_and_seeds_are_independent():
-    draws = [standard_normal(s, name, (20_000,)) for s in (0, 1) for name in ("stage1.video", "stage2.video")]
+    draws = [
+        standard_normal(s, name, (20_000,))
+        for s in (0, 1)
+        for name in ("stage1.video", "stage2.video")
+    ]
     correlation = np.corrcoef(draws) - np.eye(4)
     assert np.abs(correlation).max() < 6 / 20_000**0.5
 

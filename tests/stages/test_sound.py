@@ -37,7 +37,9 @@ AUDIO_VAE = AudioVaeConfig(
 
 def generator(activation: str, final: str, rate: int, kernel: int) -> GeneratorConfig:
     plain = activation == "leaky_relu"
-    return GeneratorConfig(8, 8, 2, (rate,), (kernel,), (3, 5), ((1, 2), (1, 3)), activation, plain, final)
+    return GeneratorConfig(
+        8, 8, 2, (rate,), (kernel,), (3, 5), ((1, 2), (1, 3)), activation, plain, final
+    )
 
 
 VOCODERS = {
@@ -84,7 +86,9 @@ def test_chunks_of_any_length_are_the_whole(network, reach, early):
 
         plan = chunks(length, 13, reach)
         np.testing.assert_allclose(plan.run(x, seen, 2, early), network(x), rtol=0, atol=1e-15)
-        assert set(sizes) == ({13} if length >= sum(reach) else {length}) and len(sizes) == len(plan.parts)
+        assert set(sizes) == ({13} if length >= sum(reach) else {length}) and len(sizes) == len(
+            plan.parts
+        )
         assert plan.shape((1, 1, length)) == (1, 1, sizes[0])
 
 
@@ -115,15 +119,23 @@ def test_reach_of_the_vocoder(version):
     config, at, frames = VOCODERS[version], 40, 80
     graph, (before, after) = vocoder.trace(config, 1, frames, "float32"), vocoder.reach(config)
     feeds = vocoder.feeds(config, normal(1, 2, frames, 4))
-    first, last = (i // vocoder.frame_samples(config) for i in depending(graph, weights(version), feeds, "mel", at))
+    first, last = (
+        i // vocoder.frame_samples(config)
+        for i in depending(graph, weights(version), feeds, "mel", at)
+    )
     # What is rounded up, or falls between two samples, is at most a frame for each generator.
     assert at - after <= first <= at - after + 2 and at + before - 2 <= last <= at + before
 
 
 def test_reach_of_the_audio_decoder():
     at, latents = 5, 30
-    graph, (before, after) = audio_vae.trace_decoder(AUDIO_VAE, 1, latents, "float32"), audio_vae.reach(AUDIO_VAE)
-    first, last = depending(graph, weights("vae"), {"latent": normal(1, 8, latents, 16)}, "latent", at)
+    graph, (before, after) = (
+        audio_vae.trace_decoder(AUDIO_VAE, 1, latents, "float32"),
+        audio_vae.reach(AUDIO_VAE),
+    )
+    first, last = depending(
+        graph, weights("vae"), {"latent": normal(1, 8, latents, 16)}, "latent", at
+    )
     assert (first, after) == (4 * at - 3, 0)
     assert at + before - 1 <= (last + 3) // 4 <= at + before
 
@@ -135,17 +147,26 @@ def test_a_spectrogram_that_cannot_be_cut_is_whole():
 @cache
 def weights(name: str) -> dict[str, np.ndarray]:
     vae = name == "vae"
-    graph = (audio_vae.trace_decoder if vae else vocoder.trace)(AUDIO_VAE if vae else VOCODERS[name], 1, 3, "float32")
+    graph = (audio_vae.trace_decoder if vae else vocoder.trace)(
+        AUDIO_VAE if vae else VOCODERS[name], 1, 3, "float32"
+    )
     params = random_params(graph)
     for key in params:
         if key.endswith("mel_basis"):
-            params[key] = np.abs(params[key])  # a filterbank; a negative one would sit on the floor of the logarithm
+            params[key] = np.abs(
+                params[key]
+            )  # a filterbank; a negative one would sit on the floor of the logarithm
     return params
 
 
 @pytest.mark.parametrize(
     "version,kind",
-    [("2.3", "cuda"), ("2.3", "tpu"), ("2.0", "cuda"), pytest.param("2.0", "tpu", marks=pytest.mark.slow)],
+    [
+        ("2.3", "cuda"),
+        ("2.3", "tpu"),
+        ("2.0", "cuda"),
+        pytest.param("2.0", "tpu", marks=pytest.mark.slow),
+    ],
 )
 def test_a_waveform_in_chunks_is_the_whole(version, kind):
     """Shorter than a chunk, one, one frame more, and several."""
@@ -157,7 +178,9 @@ def test_a_waveform_in_chunks_is_the_whole(version, kind):
 
     for length in (size - 1, size, size + 1, 3 * size):
         mel = normal(1, 2, length, 4)
-        found = chunks(length, size, vocoder.reach(config)).run(mel, run, vocoder.frame_samples(config))
+        found = chunks(length, size, vocoder.reach(config)).run(
+            mel, run, vocoder.frame_samples(config)
+        )
         assert relative_l2(found, run(mel, "cuda")) <= SAME[version], length
 
 
@@ -169,12 +192,16 @@ def test_a_spectrogram_in_chunks_is_the_whole(latents):
 
     latent = normal(1, 8, latents, 16)
     found = chunks(latents, 32, audio_vae.reach(AUDIO_VAE)).run(latent, run, factor=4, early=3)
-    assert relative_l2(found, run(latent)) <= 1e-5  # as of parity: sums of another order; reached: 2e-6
+    assert (
+        relative_l2(found, run(latent)) <= 1e-5
+    )  # as of parity: sums of another order; reached: 2e-6
 
 
 @pytest.fixture(params=["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def session(request, tiny):
-    opened = open_session(ModelOptions(model=tiny("tiny-2.0", "official"), backend=request.param, device="cpu"))
+    opened = open_session(
+        ModelOptions(model=tiny("tiny-2.0", "official"), backend=request.param, device="cpu")
+    )
     yield opened
     opened.close()
 
@@ -206,12 +233,16 @@ def test_another_duration_builds_nothing(session):
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", ["tiny-2.0", "tiny-2.3", "tiny-2.5"])
 def test_sound_of_a_model_in_chunks_is_the_whole(name, backend, tiny, monkeypatch):
-    session = open_session(ModelOptions(model=tiny(name, "official"), backend=backend, device="cpu"))
+    session = open_session(
+        ModelOptions(model=tiny(name, "official"), backend=backend, device="cpu")
+    )
     for latents in (30, 80, 81, 200):
         latent = normal(1, 8, latents, 16)
         mel, waveform = decode_sound(session, latent)
         with monkeypatch.context() as patched:
-            patched.setattr(sound, "chunks", lambda length, *_: Chunks(length, (Chunk(0, 0, length),)))
+            patched.setattr(
+                sound, "chunks", lambda length, *_: Chunks(length, (Chunk(0, 0, length),))
+            )
             whole_mel, whole = decode_sound(session, latent)
         assert mel.shape == whole_mel.shape and waveform.shape == whole.shape
         assert relative_l2(mel, whole_mel) <= 1e-5

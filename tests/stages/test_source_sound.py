@@ -29,7 +29,9 @@ def sessions(tiny):
 
     def get(backend):
         if backend not in opened:
-            options = ModelOptions(backend, tiny("tiny-2.3", "diffusers"), device="cpu", dtype="float32")
+            options = ModelOptions(
+                backend, tiny("tiny-2.3", "diffusers"), device="cpu", dtype="float32"
+            )
             opened[backend] = open_session(options)
         return opened[backend]
 
@@ -73,7 +75,9 @@ def test_latents_are_diffusers_of_the_whole_sound(backend, sessions, tiny, tmp_p
         z = vae.encode(mel).latent_dist.mode().transpose(1, 2).flatten(2)
         expected = ((z - vae.latents_mean) / vae.latents_std).unflatten(2, (8, 16)).transpose(1, 2)
     assert expected.shape == (1, 8, 21, 16)
-    assert relative_l2(state.source["audio"], expected[:, :, :18]) <= 1e-5  # float32, another order of sums
+    assert (
+        relative_l2(state.source["audio"], expected[:, :, :18]) <= 1e-5
+    )  # float32, another order of sums
     np.testing.assert_array_equal(state.waveforms, cut)
     np.testing.assert_array_equal(state.record["audio_input"], state.source["audio"])
     assert sample_rate(session, state) == RATE and sample_rate(session, State()) == 48000
@@ -84,7 +88,10 @@ def test_one_channel_is_doubled_and_said(sessions, tmp_path, capsys):
     two = run(session, stage(session, tmp_path / "mono.wav", num_videos=2))
     kept = samples[:, : round(FRAMES / FPS * RATE)]
     np.testing.assert_array_equal(two.waveforms, np.broadcast_to(kept, (2, 2, kept.shape[1])))
-    assert capsys.readouterr().err == f"ltx2rt: {tmp_path}/mono.wav: its one channel is played left and right\n"
+    assert (
+        capsys.readouterr().err
+        == f"ltx2rt: {tmp_path}/mono.wav: its one channel is played left and right\n"
+    )
     silent = run(session, stage(session, tmp_path / "mono.wav", sound=False))
     assert silent.waveforms is None and "waveform" not in silent.record
     np.testing.assert_array_equal(silent.source["audio"], two.source["audio"])
@@ -113,13 +120,18 @@ def test_sound_too_short_is_refused_or_filled_up(sessions, tmp_path, capsys):
     recording(tmp_path / "enough.wav", enough)
     stage(session, tmp_path / "enough.wav").check(session)
     short = recording(tmp_path / "short.wav", enough - 2)
-    with pytest.raises(InputError, match=r"lasts 0\.6799 s, a clip of 0\.7083 s needs 0\.6800 s; .* --audio-fit pad"):
+    with pytest.raises(
+        InputError,
+        match=r"lasts 0\.6799 s, a clip of 0\.7083 s needs 0\.6800 s; .* --audio-fit pad",
+    ):
         stage(session, tmp_path / "short.wav").check(session)
     capsys.readouterr()
     padded = run(session, stage(session, tmp_path / "short.wav", fit="pad"))
     assert capsys.readouterr().err.endswith("silence follows up to 0.7083 s\n")
     length = round(FRAMES / FPS * RATE)
-    np.testing.assert_array_equal(padded.waveforms[0], np.pad(short, ((0, 0), (0, length - short.shape[1]))))
+    np.testing.assert_array_equal(
+        padded.waveforms[0], np.pad(short, ((0, 0), (0, length - short.shape[1])))
+    )
     with wave.open(str(tmp_path / "by-hand.wav"), "wb") as file:
         file.setparams((2, 2, RATE, length, "NONE", ""))
         file.writeframes((padded.waveforms[0] * 2**15).astype("<i2").T.tobytes())

@@ -34,7 +34,9 @@ def file(tmp_path_factory):
     from ltx2rt.media.mp4 import write_mp4
 
     f, y, x = np.mgrid[:36, :50, :70].astype(np.float32)
-    frames = np.stack([np.sin(x / 7 + f / 3), np.cos(y / 5 + f / 4), np.sin(f / 2) * np.sin(x * y / 200)])
+    frames = np.stack(
+        [np.sin(x / 7 + f / 3), np.cos(y / 5 + f / 4), np.sin(f / 2) * np.sin(x * y / 200)]
+    )
     path = tmp_path_factory.mktemp("source") / "a.mp4"
     write_mp4(path, [frames], num_frames=36, fps=Fraction(24))
     return path
@@ -44,7 +46,9 @@ def file(tmp_path_factory):
 def vae(tiny):
     from diffusers import AutoencoderKLLTX2Video
 
-    return AutoencoderKLLTX2Video.from_pretrained(tiny("tiny-2.3", "diffusers") / "vae", torch_dtype=torch.float32)
+    return AutoencoderKLLTX2Video.from_pretrained(
+        tiny("tiny-2.3", "diffusers") / "vae", torch_dtype=torch.float32
+    )
 
 
 def pixels(file, count=NUM_FRAMES, stride=1):
@@ -74,7 +78,9 @@ def run(session, stage):
 
 def test_many_frames_in_one_tile_are_diffusers(session, file, vae):
     g = geometry(session)
-    stage = SourceVideo(file, g, plan_encoder_tiles("auto", (g.frames, g.rows, g.columns), session.config.video_vae))
+    stage = SourceVideo(
+        file, g, plan_encoder_tiles("auto", (g.frames, g.rows, g.columns), session.config.video_vae)
+    )
     assert [call.sizes for call in stage.needs(session.config)] == [(1, 3, 33, 64, 96)]
     found = run(session, stage)
     assert found.shape == (1, 128, 5, 2, 3)
@@ -91,21 +97,27 @@ def test_tiles_blend_in_latents_as_the_reference_does(session, file, vae):
     in_time = [((0, 3), [1, 1, 0.5]), ((1, 5), [0, 0.5, 1, 1])]
     in_rows = [((0, 2), [1, 1])]
     in_columns = [((0, 2), [1, 0.5]), ((1, 3), [0.5, 1])]
-    for ((t0, t1), wt), ((r0, r1), wr), ((c0, c1), wc) in itertools.product(in_time, in_rows, in_columns):
+    for ((t0, t1), wt), ((r0, r1), wr), ((c0, c1), wc) in itertools.product(
+        in_time, in_rows, in_columns
+    ):
         tile = frames[:, :, 8 * t0 : 8 * (t1 - 1) + 1, 32 * r0 : 32 * r1, 32 * c0 : 32 * c1]
         weights = np.einsum("t,r,c->trc", wt, wr, wc)
         expected[:, :, t0:t1, r0:r1, c0:c1] += encode(vae, np.ascontiguousarray(tile)) * weights
         total[t0:t1, r0:r1, c0:c1] += weights
     np.testing.assert_allclose(total, 1)
     assert relative_l2(found, expected) < 1e-5
-    assert relative_l2(found, encode(vae, frames)) > 1e-3  # it is another encoding than that of one tile
+    assert (
+        relative_l2(found, encode(vae, frames)) > 1e-3
+    )  # it is another encoding than that of one tile
 
 
 def test_official_tiles_of_a_large_source(session):
     """768 px that share 64 and 80 frames that share 24, alike along rows and columns."""
     vae = session.config.video_vae
     tiling = plan_encoder_tiles("auto", (16, 34, 60), vae)
-    ranges = [[(s.start, s.stop) for s in spans] for spans in (tiling.frames, tiling.rows, tiling.columns)]
+    ranges = [
+        [(s.start, s.stop) for s in spans] for spans in (tiling.frames, tiling.rows, tiling.columns)
+    ]
     assert ranges == [[(0, 10), (6, 16)], [(0, 24), (22, 34)], [(0, 24), (22, 46), (44, 60)]]
     for spans, length in ((tiling.frames, 16), (tiling.rows, 34), (tiling.columns, 60)):
         total = np.zeros(length)
@@ -113,36 +125,63 @@ def test_official_tiles_of_a_large_source(session):
             assert len(span.weights) == span.stop - span.start
             total[span.positions] += span.weights
         np.testing.assert_allclose(total, 1, atol=1e-6)
-    assert all(len(spans) == 1 for spans in vars(plan_encoder_tiles("off", (16, 34, 60), vae)).values())
+    assert all(
+        len(spans) == 1 for spans in vars(plan_encoder_tiles("off", (16, 34, 60), vae)).values()
+    )
     with pytest.raises(InputError, match="expected auto or off"):
         plan_encoder_tiles("on", (1, 1, 1), vae)
-    calls = list(SourceVideo("x", Geometry.of(session.config, 1920, 1088, 121, 24), tiling).needs(session.config))
+    calls = list(
+        SourceVideo("x", Geometry.of(session.config, 1920, 1088, 121, 24), tiling).needs(
+            session.config
+        )
+    )
     assert sum(call.times for call in calls) == 12 and len(calls) == 4  # shapes
     assert calls[0].sizes == (1, 3, 73, 768, 768) and calls[0].times == 4
 
 
 def test_every_other_frame_after_the_first(session, file, vae):
     g = geometry(session, 17)
-    found = run(session, SourceVideo(file, g, plan_encoder_tiles("off", (3, 2, 3), session.config.video_vae), stride=2))
+    found = run(
+        session,
+        SourceVideo(
+            file, g, plan_encoder_tiles("off", (3, 2, 3), session.config.video_vae), stride=2
+        ),
+    )
     assert relative_l2(found, encode(vae, pixels(file, 32, 2))) < 1e-5
 
 
 def test_frames_that_are_over_are_left_out_with_a_note(session, file, capsys):
-    stage = SourceVideo(file, geometry(session), plan_encoder_tiles("off", (5, 2, 3), session.config.video_vae))
+    stage = SourceVideo(
+        file, geometry(session), plan_encoder_tiles("off", (5, 2, 3), session.config.video_vae)
+    )
     stage.check(session)
     assert "the last 3 of its 36 frames are left out" in capsys.readouterr().err
 
 
 def test_a_file_that_is_too_short_is_refused(session, file):
     longer = geometry(session, 41)
-    stage = SourceVideo(file, longer, plan_encoder_tiles("off", (6, 2, 3), session.config.video_vae), "--reference")
-    with pytest.raises(InputError, match=r"--reference: .*a\.mp4 has 36 frames, 41 are read; pass a longer one"):
+    stage = SourceVideo(
+        file, longer, plan_encoder_tiles("off", (6, 2, 3), session.config.video_vae), "--reference"
+    )
+    with pytest.raises(
+        InputError, match=r"--reference: .*a\.mp4 has 36 frames, 41 are read; pass a longer one"
+    ):
         stage.check(session)
 
 
 @pytest.mark.parametrize(
     ("given", "stride", "usable"),
-    [(1, 1, 1), (8, 1, 1), (9, 1, 9), (36, 1, 33), (36, 2, 17), (17, 2, 9), (18, 2, 9), (16, 2, 9), (1, 4, 1)],
+    [
+        (1, 1, 1),
+        (8, 1, 1),
+        (9, 1, 9),
+        (36, 1, 33),
+        (36, 2, 17),
+        (17, 2, 9),
+        (18, 2, 9),
+        (16, 2, 9),
+        (1, 4, 1),
+    ],
 )
 def test_usable_frames(given, stride, usable):
     assert usable_frames(given, 8, stride) == usable

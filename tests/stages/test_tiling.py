@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from ltx2rt.config import VaeStage, VideoVaeConfig
 from ltx2rt.errors import InputError
-from ltx2rt.stages.tiling import Tiling, blend_tiles, intervals, plan_tiles, space_spans, tile_latents, time_spans
+from ltx2rt.stages.tiling import (
+    Tiling,
+    blend_tiles,
+    intervals,
+    plan_tiles,
+    space_spans,
+    tile_latents,
+    time_spans,
+)
 
 STRIDES = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2))
 CONFIG = VideoVaeConfig(
@@ -113,7 +121,9 @@ def decode_tiles(latent, tiling, decode):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 25), st.integers(2, 9), st.integers(2, 9), sizes, sizes)
 def test_tiling_a_local_decoder_changes_nothing(frames, rows, columns, time_tile, space_tile):
-    latent = np.random.default_rng(frames).standard_normal((1, 4, frames, rows, columns), dtype=np.float32)
+    latent = np.random.default_rng(frames).standard_normal(
+        (1, 4, frames, rows, columns), dtype=np.float32
+    )
     tiling = Tiling(
         time_spans(frames, *time_tile, TIME),
         space_spans(rows, *space_tile, SPACE),
@@ -129,7 +139,9 @@ def test_tiling_a_local_decoder_changes_nothing(frames, rows, columns, time_tile
 def test_time_stays_aligned():
     """Frame n of the whole shows content n, also in tiles after the first."""
     latent = np.broadcast_to(np.arange(16, dtype=np.float32)[:, None, None], (1, 3, 16, 2, 2))
-    tiling = Tiling(time_spans(16, 10, 3, TIME), space_spans(2, 2, 1, SPACE), space_spans(2, 2, 1, SPACE))
+    tiling = Tiling(
+        time_spans(16, 10, 3, TIME), space_spans(2, 2, 1, SPACE), space_spans(2, 2, 1, SPACE)
+    )
     video = np.concatenate(list(decode_tiles(latent, tiling, local_decode)), axis=1)
     expected = np.concatenate([[0], np.arange(1, 16).repeat(TIME)])
     assert np.allclose(video[0, :, 0, 0], expected, atol=1e-5)
@@ -143,7 +155,9 @@ def test_frames_leave_before_later_tiles_are_decoded():
         return local_decode(latent)
 
     latent = np.zeros((1, 3, 30, 4, 4), np.float32)
-    tiling = Tiling(time_spans(30, 10, 3, TIME), space_spans(4, 3, 1, SPACE), space_spans(4, 4, 1, SPACE))
+    tiling = Tiling(
+        time_spans(30, 10, 3, TIME), space_spans(4, 3, 1, SPACE), space_spans(4, 4, 1, SPACE)
+    )
     stream = decode_tiles(latent, tiling, decode)
     assert next(stream).shape[1] == 6 * TIME  # up to where the next tile begins
     assert len(decoded) == 2  # the tiles of this chunk

@@ -13,11 +13,15 @@ WORDS = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "cat", "sings", "loudly"]
 def tokenizer_json(tmp_path, request):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(WORDS[:4])
     if request.param:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 2)]
+        )
     tokenizer.enable_padding(length=64)  # padding and truncation stored in the file must not count
     path = tmp_path / "tokenizer.json"
     tokenizer.save(str(path))
@@ -42,11 +46,16 @@ def test_the_same_ids_as_transformers(tokenizer_json):
     from transformers import PreTrainedTokenizerFast
 
     reference = PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer_json), bos_token="<bos>", pad_token="<pad>", padding_side="left"
+        tokenizer_file=str(tokenizer_json),
+        bos_token="<bos>",
+        pad_token="<pad>",
+        padding_side="left",
     )
     prompts = ["a cat", "a cat sings loudly what"]
     ids, mask = tokenize(tokenizer_json, prompts, length=16)
-    expected = reference(prompts, padding="max_length", max_length=16, truncation=True, return_tensors="np")
+    expected = reference(
+        prompts, padding="max_length", max_length=16, truncation=True, return_tensors="np"
+    )
     np.testing.assert_array_equal(ids, expected.input_ids)
     np.testing.assert_array_equal(mask, expected.attention_mask)
 
@@ -65,5 +74,7 @@ def test_a_broken_or_foreign_file_is_refused(tmp_path):
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(tokenizer_json):
     check_vocabulary(tokenizer_json, len(WORDS))
-    with pytest.raises(InputError, match=r"tokenizer\.json: its ids reach 7, the text encoder has 7 tokens"):
+    with pytest.raises(
+        InputError, match=r"tokenizer\.json: its ids reach 7, the text encoder has 7 tokens"
+    ):
         check_vocabulary(tokenizer_json, len(WORDS) - 1)

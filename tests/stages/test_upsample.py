@@ -45,8 +45,12 @@ def test_the_next_stages_latents(sessions, kind, stage, scale, after):
     state.video = np.random.default_rng(0).standard_normal((2, *before.video_shape[1:]), np.float32)
     made.run(session, state, Stopwatch())
     assert state.video.shape == (2, *expected.video_shape[1:]) and np.isfinite(state.video).all()
-    np.testing.assert_array_equal(state.record["upsampled_round1" if kind == "temporal" else "upsampled"], state.video)
-    config = session.config.temporal_upsampler if stage is UpsampleTime else session.config.upsampler
+    np.testing.assert_array_equal(
+        state.record["upsampled_round1" if kind == "temporal" else "upsampled"], state.video
+    )
+    config = (
+        session.config.temporal_upsampler if stage is UpsampleTime else session.config.upsampler
+    )
     assert config.scale == scale and config.output_grid(2, 4, 6) == expected.video_shape[2:]
 
 
@@ -54,5 +58,8 @@ def test_the_next_stages_latents(sessions, kind, stage, scale, after):
 def test_an_upsampler_of_another_scale_is_refused(sessions, kind, scale):
     session = sessions[kind]
     stage = Upsample(Geometry.of(session.config, 192, 128, 9, 24), 1, scale)
-    with pytest.raises(InputError, match=rf"--upsampler: it is a {kind} spatial one, a x{float(scale):g} spatial one"):
+    with pytest.raises(
+        InputError,
+        match=rf"--upsampler: it is a {kind} spatial one, a x{float(scale):g} spatial one",
+    ):
         session.audit([stage])

@@ -27,7 +27,9 @@ def peft_gradients(config, params, inputs, x):
         if isinstance(part, torch.nn.Linear) and f"{to_official('transformer', name + '.weight')}" in params
         and f"{to_official('transformer', name + '.weight').removesuffix('.weight')}{MARK}A.weight" in params
     ]  # fmt: skip
-    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules=linears), module)
+    inject_adapter_in_model(
+        LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules=linears), module
+    )
     halves = {}
     for name in linears:
         official = to_official("transformer", name + ".weight").removesuffix(".weight")
@@ -38,7 +40,10 @@ def peft_gradients(config, params, inputs, x):
             halves[f"{official}{MARK}{half}.weight"] = weight.requires_grad_()
     t = {name: torch.tensor(value) for name, value in inputs.items()}
     level = {n: t[f"{n}_sigma"][:, None] * t[f"{n}_noised"] for n in NAMES}
-    noisy = {n: t[f"{n}_clean"] + level[n][..., None] * (t[f"{n}_noise"] - t[f"{n}_clean"]) for n in NAMES}
+    noisy = {
+        n: t[f"{n}_clean"] + level[n][..., None] * (t[f"{n}_noise"] - t[f"{n}_clean"])
+        for n in NAMES
+    }
     scale = module.config.timestep_scale_multiplier
     found = module(
         *(noisy[n] for n in NAMES), *(t[f"{n}_context"] for n in NAMES), *(level[n] * scale for n in NAMES),
@@ -50,7 +55,9 @@ def peft_gradients(config, params, inputs, x):
         error = (velocity - (t[f"{n}_noise"] - t[f"{n}_clean"])).square().mean(-1)
         losses[n] = (error * t[f"{n}_noised"]).sum(1) / t[f"{n}_noised"].sum(1)
     (losses["video"].mean() + losses["audio"].mean()).backward()
-    return {n: x.detach().numpy() for n, x in losses.items()}, {n: p.grad.numpy() for n, p in halves.items()}
+    return {n: x.detach().numpy() for n, x in losses.items()}, {
+        n: p.grad.numpy() for n, p in halves.items()
+    }
 
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
@@ -76,7 +83,9 @@ def test_gradients_are_those_of_peft_on_diffusers(generation):
     made = backend.trainer(graph, backend.load([graph], ArraySource(params)), AdamW(max_norm=1e9))
     found = made.accumulate(inputs, {"video_loss": 1, "audio_loss": 1})
     made.update(0.0)
-    gradients = {name: 10 * x for name, x in made.state()[MOMENTS[0]].items()}  # the first moment is a tenth of them
+    gradients = {
+        name: 10 * x for name, x in made.state()[MOMENTS[0]].items()
+    }  # the first moment is a tenth of them
     for n in NAMES:
         np.testing.assert_allclose(found[f"{n}_loss"], losses[n], rtol=CLOSE)
     assert gradients.keys() == expected.keys()

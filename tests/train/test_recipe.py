@@ -31,7 +31,9 @@ def test_noise_levels_have_the_official_distribution(tokens):
     ours = np.array([sigma(tokens, 42, f"train.{i}.0.video") for i in range(4000)])
     theirs = reference(tokens, 100_000)
     assert ours.min() >= 0 and ours.max() <= 1
-    assert ours.mean() == pytest.approx(theirs.mean(), abs=0.015)  # three standard errors of 4000 draws
+    assert ours.mean() == pytest.approx(
+        theirs.mean(), abs=0.015
+    )  # three standard errors of 4000 draws
     for q in (0.1, 0.5, 0.9):
         assert np.quantile(ours, q) == pytest.approx(np.quantile(theirs, q), abs=0.03)
 
@@ -55,11 +57,15 @@ def test_adapters_begin_as_in_peft():
 
 
 def test_targets_are_groups_of_modules():
-    known = [BLOCK + part for parts in GROUPS.values() for part in parts] + [BLOCK + "attn1.to_gate_logits"]
+    known = [BLOCK + part for parts in GROUPS.values() for part in parts] + [
+        BLOCK + "attn1.to_gate_logits"
+    ]
     found = targeted(["video-attn"], known)
     assert len(found) == 8 and not any("gate" in name or "audio" in name for name in found)
     assert {group_of(name.replace("*", "3") + ".lora_A.weight") for name in found} == {"video-attn"}
-    with pytest.raises(InputError, match=r"'video-attm', expected some of .*did you mean video-attn"):
+    with pytest.raises(
+        InputError, match=r"'video-attm', expected some of .*did you mean video-attn"
+    ):
         targeted(["video-attm"], known)
     with pytest.raises(InputError, match="audio-ff is not part of this training"):
         targeted(["audio-ff"], [BLOCK + "attn1.to_q"])

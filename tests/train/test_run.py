@@ -34,9 +34,18 @@ def write_clips(folder: Path, count: int = 3, sound: bool = True, frames: int = 
     rng = np.random.default_rng(3)
     for i in range(count):
         shown = rng.integers(0, 255, (frames, 64, 64, 3), np.uint8)
-        heard = rng.uniform(-0.1, 0.1, (2, RATE * frames // FPS)).astype(np.float32) if sound else None
+        heard = (
+            rng.uniform(-0.1, 0.1, (2, RATE * frames // FPS)).astype(np.float32) if sound else None
+        )
         path = folder / f"{i}.mp4"
-        write_mp4(path, [shown], num_frames=frames, fps=Fraction(FPS), waveform=heard, sample_rate=RATE if sound else 0)
+        write_mp4(
+            path,
+            [shown],
+            num_frames=frames,
+            fps=Fraction(FPS),
+            waveform=heard,
+            sample_rate=RATE if sound else 0,
+        )
         path.with_suffix(".txt").write_text(f"clip number {i}")
     return folder
 
@@ -50,12 +59,24 @@ def run_train(model: Path, *words: object) -> int:
 def cache(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     clips = write_clips(folder / "clips")
-    assert run_train(model, "prepare", "--data", clips, "--output", folder / "cache", "--buckets", "64x64x9") == 0
+    assert (
+        run_train(
+            model, "prepare", "--data", clips, "--output", folder / "cache", "--buckets", "64x64x9"
+        )
+        == 0
+    )
     return folder / "cache"
 
 
 def options(cache: Path, output: Path, **more: object) -> list[object]:
-    fixed = {"data": cache, "output": output, "rank": 2, "steps": 4, "save-every": 2, "lr": 1e-2} | more
+    fixed = {
+        "data": cache,
+        "output": output,
+        "rank": 2,
+        "steps": 4,
+        "save-every": 2,
+        "lr": 1e-2,
+    } | more
     return [word for name, value in fixed.items() for word in (f"--{name}", value)]
 
 
@@ -81,15 +102,21 @@ def test_prepare_makes_nothing_twice_and_what_changed_anew(model, cache, tmp_pat
 
 def test_a_table_gives_the_same_latents(model, cache, tmp_path):
     clips = cache.parent / "clips"
-    rows = [{"media_path": str(clips / f"{i}.mp4"), "caption": f"clip number {i}"} for i in range(3)]
+    rows = [
+        {"media_path": str(clips / f"{i}.mp4"), "caption": f"clip number {i}"} for i in range(3)
+    ]
     table = tmp_path / "clips.jsonl"
     table.write_text("\n".join(map(json.dumps, rows)))
     mine = tmp_path / "cache"
-    assert run_train(model, "prepare", "--data", table, "--output", mine, "--buckets", "64x64x9") == 0
+    assert (
+        run_train(model, "prepare", "--data", table, "--output", mine, "--buckets", "64x64x9") == 0
+    )
     assert {p.name for p in mine.glob("*/*")} == {p.name for p in cache.glob("*/*")}
 
 
-def test_an_interrupted_run_ends_as_an_undisturbed_one(model, cache, undisturbed, tmp_path, monkeypatch):
+def test_an_interrupted_run_ends_as_an_undisturbed_one(
+    model, cache, undisturbed, tmp_path, monkeypatch
+):
     output, train = tmp_path / "run", command.start
 
     def stopped(session, request):
@@ -113,11 +140,18 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(model, cache, undisturbed
     assert run_train(model, "run", *options(cache, output)) == 0
     for name in ("parameters", "exp_avg", "exp_avg_sq"):
         mine, theirs = (read_state(states(run)[-1])[1][name] for run in (output, undisturbed))
-        assert mine.keys() == theirs.keys() and all(np.array_equal(mine[n], x) for n, x in theirs.items())
-    lines = [[json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()] for run in (output, undisturbed)]
+        assert mine.keys() == theirs.keys() and all(
+            np.array_equal(mine[n], x) for n, x in theirs.items()
+        )
+    lines = [
+        [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (output, undisturbed)
+    ]
     assert [row["step"] for row in lines[0]] == [0, 1, 2, 3]
     kept = ("step", "lr", "video_loss", "audio_loss", "grad_norm", "samples")
-    assert [[row[name] for name in kept] for row in lines[0]] == [[row[name] for name in kept] for row in lines[1]]
+    assert [[row[name] for name in kept] for row in lines[0]] == [
+        [row[name] for name in kept] for row in lines[1]
+    ]
 
 
 def test_metrics_tell_picture_from_sound(undisturbed):
@@ -135,10 +169,17 @@ def test_the_lora_has_official_keys_and_says_what_it_is(model, undisturbed, tmp_
     lora = open_lora(file.path)
     assert len(lora.pairs) == len(names) / 2 and not lora.unknown
     exported = tmp_path / "lora.safetensors"
-    assert cli.main(["train", "export", f"{undisturbed}:2", "--output", str(exported), "--dtype", "float32"]) == 0
+    assert (
+        cli.main(
+            ["train", "export", f"{undisturbed}:2", "--output", str(exported), "--dtype", "float32"]
+        )
+        == 0
+    )
     parameters = read_state(undisturbed / "state" / "000002")[1]["parameters"]
     found = TensorFile(exported)
-    assert all(np.array_equal(found.read(n.removeprefix("model.")), x) for n, x in parameters.items())
+    assert all(
+        np.array_equal(found.read(n.removeprefix("model.")), x) for n, x in parameters.items()
+    )
     assert cli.main(["train", "export", f"{undisturbed}:7", "--output", str(exported)]) == 2
 
 
@@ -147,7 +188,10 @@ def test_two_batches_of_one_are_a_batch_of_two(model, cache, tmp_path):
     found = []
     for batch, accumulate in ((2, 1), (1, 2)):
         made = start(
-            session_of(model), TrainRequest(output=tmp_path / str(batch), batch=batch, accumulate=accumulate, **request)
+            session_of(model),
+            TrainRequest(
+                output=tmp_path / str(batch), batch=batch, accumulate=accumulate, **request
+            ),
         )
         made.train(lambda text: None)
         found.append(read_state(states(tmp_path / str(batch))[-1])[1]["exp_avg"])
@@ -178,14 +222,21 @@ def refused(capsys, model: Path, *words: object) -> str:
 def test_data_that_is_refused(model, cache, tmp_path, capsys):
     clips = write_clips(tmp_path / "clips", sound=False)
     words = ("prepare", "--data", clips, "--output", tmp_path / "cache", "--buckets")
-    assert "9 frames, the shortest bucket has 17; leave the clip out, or add a bucket of at most 9" in refused(
-        capsys, model, *words, "64x64x17"
+    assert (
+        "9 frames, the shortest bucket has 17; leave the clip out, or add a bucket of at most 9"
+        in refused(capsys, model, *words, "64x64x17")
     )
-    assert "3 clips have no sound, such as 0.mp4" in refused(capsys, model, *words, "64x64x9", "--audio", "required")
+    assert "3 clips have no sound, such as 0.mp4" in refused(
+        capsys, model, *words, "64x64x9", "--audio", "required"
+    )
     assert "the nearest is 64x64x9" in refused(capsys, model, *words, "64x60x9")
-    assert "holds other files" in refused(capsys, model, *words[:3], "--output", clips, "--buckets", "64x64x9")
+    assert "holds other files" in refused(
+        capsys, model, *words[:3], "--output", clips, "--buckets", "64x64x9"
+    )
     (clips / "1.txt").write_text(" \n")
-    assert "1 of 3 captions are missing or empty, such as that of 1.mp4" in refused(capsys, model, *words, "64x64x9")
+    assert "1 of 3 captions are missing or empty, such as that of 1.mp4" in refused(
+        capsys, model, *words, "64x64x9"
+    )
     assert not (tmp_path / "cache").exists()
     (clips / "1.txt").write_text("a clip")
     assert run_train(model, *words, "64x64x9") == 0
@@ -233,14 +284,35 @@ def test_sound_alone(model, tmp_path):
     clips = tmp_path / "clips"
     clips.mkdir()
     for i in range(2):
-        write_wav(clips / f"{i}.wav", np.random.default_rng(i).uniform(-0.1, 0.1, (2, RATE)).astype(np.float32), RATE)
+        write_wav(
+            clips / f"{i}.wav",
+            np.random.default_rng(i).uniform(-0.1, 0.1, (2, RATE)).astype(np.float32),
+            RATE,
+        )
         (clips / f"{i}.txt").write_text("noise")
-    assert run_train(model, "prepare", "--data", clips, "--output", tmp_path / "cache", "--buckets", "64x64x9") == 0
-    assert run_train(model, "run", *options(tmp_path / "cache", tmp_path / "run", mode="t2a", steps=2)) == 0
+    assert (
+        run_train(
+            model,
+            "prepare",
+            "--data",
+            clips,
+            "--output",
+            tmp_path / "cache",
+            "--buckets",
+            "64x64x9",
+        )
+        == 0
+    )
+    assert (
+        run_train(model, "run", *options(tmp_path / "cache", tmp_path / "run", mode="t2a", steps=2))
+        == 0
+    )
     names = list(TensorFile(tmp_path / "run" / "lora-000002.safetensors").names())
     assert names and all("audio_" in name for name in names)
 
 
 def test_states_name_unknown_runs():
     with pytest.raises(InputError, match="no state of a training run"):
-        command.export(type("Args", (), {"run": "nowhere", "output": Path("x"), "dtype": "float32"})())
+        command.export(
+            type("Args", (), {"run": "nowhere", "output": Path("x"), "dtype": "float32"})()
+        )

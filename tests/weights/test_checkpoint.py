@@ -59,7 +59,10 @@ def rewrite(path: Path, rename=lambda name: name, drop=(), metadata=None, extra=
     infos = {new: file.info(old) for new, old in stored.items()} | (extra or {})
     new_metadata = file.metadata if metadata is None else metadata
     write_tensors(
-        path, infos, lambda n: file.read(stored[n]) if n in stored else np.ones(infos[n].shape, F32), new_metadata
+        path,
+        infos,
+        lambda n: file.read(stored[n]) if n in stored else np.ones(infos[n].shape, F32),
+        new_metadata,
     )
 
 
@@ -77,22 +80,33 @@ def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
     folder = link(tiny("tiny-2.3", layout), tmp_path / layout)
     for kind in ("x1.5", "temporal"):
         make_checkpoint("tiny-2.3", layout, tmp_path / kind, upsampler=kind)
-        made = next((tmp_path / kind).glob("latent_upsampler" if layout == "diffusers" else "*upsampler*"))
+        made = next(
+            (tmp_path / kind).glob("latent_upsampler" if layout == "diffusers" else "*upsampler*")
+        )
         (folder / f"{kind}.safetensors").symlink_to(made)
     x15, temporal = (folder / f"{kind}.safetensors" for kind in ("x1.5", "temporal"))
     found = open_checkpoint(folder)
-    assert (found.config.upsampler.kind, found.config.temporal_upsampler.kind) == ("x2 spatial", "x2 temporal")
+    assert (found.config.upsampler.kind, found.config.temporal_upsampler.kind) == (
+        "x2 spatial",
+        "x2 temporal",
+    )
     assert open_checkpoint(folder, upsampler=x15).config.upsampler.kind == "x1.5 spatial"
-    assert open_checkpoint(folder, upsampler=temporal).config.upsampler.temporal  # a stage refuses it, `probe` runs it
+    assert open_checkpoint(
+        folder, upsampler=temporal
+    ).config.upsampler.temporal  # a stage refuses it, `probe` runs it
     for checkpoint in (found, open_checkpoint(folder, upsampler=x15)):
         shapes = networks(checkpoint.config)
         for part in ("upsampler", "temporal_upsampler"):
             parameters = {name: TensorInfo(shape, F32) for name, shape in shapes[part].items()}
             audit(parameters, checkpoint.source(part), part)
-    with pytest.raises(InputError, match=r"--temporal-upsampler: .*x1\.5 spatial.*expected a temporal one"):
+    with pytest.raises(
+        InputError, match=r"--temporal-upsampler: .*x1\.5 spatial.*expected a temporal one"
+    ):
         open_checkpoint(folder, temporal_upsampler=x15)
     (folder / "again.safetensors").symlink_to(temporal)
-    with pytest.raises(InputError, match=r"2 candidates for the x2 temporal upsampler.*--temporal-upsampler"):
+    with pytest.raises(
+        InputError, match=r"2 candidates for the x2 temporal upsampler.*--temporal-upsampler"
+    ):
         open_checkpoint(folder)
 
 
@@ -106,11 +120,14 @@ def test_names_of_files_do_not_matter(official):
 
 
 @pytest.mark.parametrize(
-    ("part", "flag"), [(UP, "--upsampler"), ("gemma-3", "--text-encoder"), (LORA, "--distilled-lora")]
+    ("part", "flag"),
+    [(UP, "--upsampler"), ("gemma-3", "--text-encoder"), (LORA, "--distilled-lora")],
 )
 def test_two_candidates_name_the_flag_that_decides(official, part, flag):
     second = official / f"second-{part}"
-    shutil.copytree(official / part, second) if (official / part).is_dir() else shutil.copy(official / part, second)
+    shutil.copytree(official / part, second) if (official / part).is_dir() else shutil.copy(
+        official / part, second
+    )
     with pytest.raises(InputError, match=rf"2 candidates.*{flag}"):
         open_checkpoint(official).distilled_lora()
     chosen = {"text_encoder": official / "gemma-3", "upsampler": official / UP}
@@ -118,7 +135,8 @@ def test_two_candidates_name_the_flag_that_decides(official, part, flag):
 
 
 @pytest.mark.parametrize(
-    ("part", "flag"), [(UP, "--upsampler"), ("gemma-3", "--text-encoder"), (LORA, "--distilled-lora")]
+    ("part", "flag"),
+    [(UP, "--upsampler"), ("gemma-3", "--text-encoder"), (LORA, "--distilled-lora")],
 )
 def test_a_missing_part_is_asked_for_only_when_needed(official, part, flag):
     (shutil.rmtree if (official / part).is_dir() else Path.unlink)(official / part)
@@ -132,7 +150,9 @@ def test_a_missing_part_is_asked_for_only_when_needed(official, part, flag):
 def test_a_pointer_in_place_of_a_part_is_named(official):
     for part in (UP, MAIN):
         (official / part).unlink()
-        (official / part).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        (official / part).write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+        )
         if part == UP:
             with pytest.raises(InputError, match=r"--upsampler; not readable: .*git-lfs"):
                 open_checkpoint(official).source("upsampler")
@@ -177,7 +197,9 @@ def test_stripped_metadata_and_later_generations_are_refused(official):
 
 def test_a_tensor_of_no_component_is_refused(official):
     rewrite(official / MAIN, extra={"duration_head.0.weight": TensorInfo((2,), F32)})
-    with pytest.raises(InputError, match=r"1 tensors belong to no component: duration_head\.\*\.weight"):
+    with pytest.raises(
+        InputError, match=r"1 tensors belong to no component: duration_head\.\*\.weight"
+    ):
         open_checkpoint(official)
 
 
@@ -211,7 +233,8 @@ def test_a_diffusers_folder_is_read_by_config_not_by_name(diffusers):
 def test_both_layouts_in_one_folder_are_ambiguous(official, diffusers):
     (diffusers / MAIN).symlink_to(official / MAIN)
     with pytest.raises(
-        InputError, match=r"2 candidates for the checkpoint: .*tiny-2\.3\.safetensors, .*model_index\.json;"
+        InputError,
+        match=r"2 candidates for the checkpoint: .*tiny-2\.3\.safetensors, .*model_index\.json;",
     ):
         open_checkpoint(diffusers)
     assert open_checkpoint(diffusers / MAIN).layout == "official"
@@ -245,7 +268,10 @@ def test_a_quantised_file_without_known_scales_is_refused_when_it_is_opened(offi
     if dtype in ("F8_E5M2", "U8"):
         infos[name + "_scale"] = TensorInfo((), F32)
     write_tensors(official / MAIN, infos, None, file.metadata)
-    with pytest.raises(InputError, match=r"1 tensors are .* without the scales.*bfloat16 file.*--weights-dtype float8"):
+    with pytest.raises(
+        InputError,
+        match=r"1 tensors are .* without the scales.*bfloat16 file.*--weights-dtype float8",
+    ):
         open_checkpoint(official)
 
 
@@ -302,8 +328,15 @@ class Header:
 
 
 def test_an_exact_source_passes_and_known_unused_tensors_are_no_matter():
-    unused = ["vae.per_channel_statistics.channel", "vae.per_channel_statistics.mean-of-stds_over_std-of-means"]
-    unused += ["lm_head.weight", "language_model.lm_head.weight", "vision_tower.encoder.layers.0.mlp.fc1.bias"]
+    unused = [
+        "vae.per_channel_statistics.channel",
+        "vae.per_channel_statistics.mean-of-stds_over_std-of-means",
+    ]
+    unused += [
+        "lm_head.weight",
+        "language_model.lm_head.weight",
+        "vision_tower.encoder.layers.0.mlp.fc1.bias",
+    ]
     unused += ["vocoder.mel_stft.stft_fn.inverse_basis", "upsampler.blur_down.kernel"]
     unused += ["vae.encoder.conv_in.conv.weight"]  # the other half: no parameter is of the encoder
     audit(PARAMETERS, Header(PARAMETERS | {name: TensorInfo((1,), F32) for name in unused}), "x")
@@ -316,12 +349,17 @@ def test_the_error_collapses_layers_and_offers_the_nearest_name():
     text = str(caught.value)
     assert "\n" not in text and text.startswith("m.safetensors: 3 parameters have no tensor")
     assert "transformer_blocks.*.attn1.to_q.weight (3)" in text
-    assert "nearest in the file: model.diffusion_model.transformer_blocks.*.attn1.to_query.weight" in text
+    assert (
+        "nearest in the file: model.diffusion_model.transformer_blocks.*.attn1.to_query.weight"
+        in text
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(sorted(PARAMETERS)), change=st.sampled_from(["missing", "extra", "misshapen"]), data=st.data()
+    name=st.sampled_from(sorted(PARAMETERS)),
+    change=st.sampled_from(["missing", "extra", "misshapen"]),
+    data=st.data(),
 )
 def test_every_missing_extra_or_misshapen_tensor_is_refused(name, change, data):
     infos = dict(PARAMETERS)
@@ -362,7 +400,16 @@ PARTS = {  # of the released repository: its folders
     "distilled-lora": "loras",
     "duration-head": "model_patches",
 }
-FOUND = {"transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler", "temporal_upsampler"}
+FOUND = {
+    "transformer",
+    "text",
+    "gemma",
+    "video_vae",
+    "audio_vae",
+    "vocoder",
+    "upsampler",
+    "temporal_upsampler",
+}
 FOUND |= {"duration_head", "diffusion_decoder"}
 
 
@@ -381,7 +428,9 @@ def test_parts_in_files_of_their_own_are_told_by_their_headers(parts):
         path.rename(parts / f"{i}.safetensors")
     checkpoint = open_checkpoint(parts)
     assert checkpoint.config == expected and checkpoint.sources.keys() == FOUND
-    assert checkpoint.config.release.name == "2.5" and video_decoder(checkpoint.config, None) == "conv"
+    assert (
+        checkpoint.config.release.name == "2.5" and video_decoder(checkpoint.config, None) == "conv"
+    )
     assert checkpoint.distilled_lora() in checkpoint.loras_found
     assert isinstance(checkpoint.tokenizer, Asset) and b"<bos>" in checkpoint.tokenizer.read_bytes()
     assert len(list(checkpoint.source("text").names())) == 66 + 4
@@ -401,7 +450,11 @@ def test_the_released_folders_open_by_their_root_or_by_the_transformer(parts):
 
 
 def test_every_part_may_be_named_by_its_flag(parts, tmp_path):
-    flags = {"text_encoder": "text-encoder", "video_vae": "video-vae-conv", "audio_vae": "audio-vae"}
+    flags = {
+        "text_encoder": "text-encoder",
+        "video_vae": "video-vae-conv",
+        "audio_vae": "audio-vae",
+    }
     flags |= {"upsampler": "spatial-upsampler-x2", "temporal_upsampler": "temporal-upsampler-x2"}
     flags |= {"duration_head": "duration-head"}
     alone = tmp_path / "alone" / "deep"
@@ -418,12 +471,18 @@ def test_every_part_may_be_named_by_its_flag(parts, tmp_path):
         with pytest.raises(InputError, match=says):
             open_checkpoint(main, **{name: path for name, path in given.items() if name != flag})
     for flag in ("upsampler", "temporal_upsampler", "duration_head"):
-        checkpoint = open_checkpoint(main, **{name: path for name, path in given.items() if name != flag})
+        checkpoint = open_checkpoint(
+            main, **{name: path for name, path in given.items() if name != flag}
+        )
         with pytest.raises(InputError, match=f"--{flag.replace('_', '-')}"):
             checkpoint.source(flag)
-    with pytest.raises(InputError, match=r"no video VAE \(it is a duration head\); pass one with --video-vae"):
+    with pytest.raises(
+        InputError, match=r"no video VAE \(it is a duration head\); pass one with --video-vae"
+    ):
         open_checkpoint(main, **given | {"video_vae": given["duration_head"]})
-    with pytest.raises(InputError, match="--video-decoder: diffusion, but no video VAE with that decoder"):
+    with pytest.raises(
+        InputError, match="--video-decoder: diffusion, but no video VAE with that decoder"
+    ):
         video_decoder(open_checkpoint(main, **given).config, "diffusion")
 
 
@@ -444,12 +503,21 @@ def test_a_section_that_is_null_is_absent(parts):
 
 def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path):
     """As older releases come; a video VAE that is named takes the place of its own."""
-    files = [TensorFile(part(parts, name)) for name in ("transformer", "video-vae-conv", "audio-vae", "text-encoder")]
+    files = [
+        TensorFile(part(parts, name))
+        for name in ("transformer", "video-vae-conv", "audio-vae", "text-encoder")
+    ]
     config, arrays = {}, {}
     for file in files:
-        config |= {k: v for k, v in json.loads(file.metadata.get("config", "{}")).items() if v is not None}
+        config |= {
+            k: v for k, v in json.loads(file.metadata.get("config", "{}")).items() if v is not None
+        }
         prefix = "vae." if "encoder.conv_in.conv.weight" in file.names() else ""
-        names = [n for n in file.names() if file is not files[3] or n.startswith("text_embedding_projection.")]
+        names = [
+            n
+            for n in file.names()
+            if file is not files[3] or n.startswith("text_embedding_projection.")
+        ]
         arrays |= {prefix + name: file.read(name) for name in names}
     folder = link(tiny("tiny-2.5", "diffusers") / "text_encoder", tmp_path / "whole" / "gemma")
     metadata = files[0].metadata | {"config": json.dumps(config)}
@@ -474,7 +542,11 @@ def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path)
 @pytest.mark.parametrize(
     ("source", "own", "says"),
     [
-        ("gemma4-other", "gemma4-tiny-2.5", r"gemma_version 'gemma4-tiny-2\.5'.*'gemma4-other'.*--text-encoder"),
+        (
+            "gemma4-other",
+            "gemma4-tiny-2.5",
+            r"gemma_version 'gemma4-tiny-2\.5'.*'gemma4-other'.*--text-encoder",
+        ),
         ("gemma4-tiny-2.5", None, r"gemma_version None.*'gemma4-tiny-2\.5'"),
         (None, "gemma4-tiny-2.5", "names none; pass the original files of one release"),
         (None, None, None),
@@ -484,7 +556,9 @@ def test_a_text_encoder_of_another_release_is_refused(parts, capsys, source, own
     main, text = TensorFile(part(parts, "transformer")), TensorFile(part(parts, "text-encoder"))
     metadata = {k: v for k, v in main.metadata.items() if k != "gemma_source_checkpoint"}
     if source:
-        metadata["gemma_source_checkpoint"] = json.dumps({"ltx_version": "2.5.0", "gemma_version": source})
+        metadata["gemma_source_checkpoint"] = json.dumps(
+            {"ltx_version": "2.5.0", "gemma_version": source}
+        )
     rewrite(main.path, metadata=metadata)
     config = json.loads(text.metadata["gemma_config"])
     del config["gemma_version"]
@@ -501,11 +575,15 @@ def test_a_text_encoder_of_another_release_is_refused(parts, capsys, source, own
 def test_gemma_4_is_refused_where_it_does_not_belong(parts, official, tiny):
     stock = tiny("tiny-2.5", "diffusers") / "text_encoder"
     path = part(parts, "transformer")
-    metadata = {k: v for k, v in TensorFile(path).metadata.items() if k != "gemma_source_checkpoint"}
+    metadata = {
+        k: v for k, v in TensorFile(path).metadata.items() if k != "gemma_source_checkpoint"
+    }
     rewrite(path, metadata=metadata)
     with pytest.raises(InputError, match=r"without LTX-2\.5's text projection.*--text-encoder"):
         open_checkpoint(parts, text_encoder=stock)
-    with pytest.raises(InputError, match=r"model_type 'gemma4_unified', but LTX-2\.3\.0 was trained with Gemma 3"):
+    with pytest.raises(
+        InputError, match=r"model_type 'gemma4_unified', but LTX-2\.3\.0 was trained with Gemma 3"
+    ):
         open_checkpoint(official, text_encoder=stock)
     rewrite(part(parts, "text-encoder"), metadata={})
     with pytest.raises(InputError, match="has no `gemma_config`"):
@@ -513,13 +591,19 @@ def test_gemma_4_is_refused_where_it_does_not_belong(parts, official, tiny):
 
 
 def test_files_of_another_release_are_refused(parts, official):
-    with pytest.raises(InputError, match=r"states no model_version beside LTX-2\.5\.0.*--upsampler"):
+    with pytest.raises(
+        InputError, match=r"states no model_version beside LTX-2\.5\.0.*--upsampler"
+    ):
         open_checkpoint(parts, upsampler=official / UP)
     with pytest.raises(InputError, match=r"of LTX-2\.5\.0 beside LTX-2\.3\.0.*--upsampler"):
         open_checkpoint(official, upsampler=part(parts, "spatial-upsampler-x2"))
     for lora, model, says in [
         (official / LORA, parts, r"a LoRA of LTX-2\.3\.0, the model is LTX-2\.5\.0"),
-        (part(parts, "distilled-lora"), official, r"a LoRA of LTX-2\.5\.0, the model is LTX-2\.3\.0"),
+        (
+            part(parts, "distilled-lora"),
+            official,
+            r"a LoRA of LTX-2\.5\.0, the model is LTX-2\.3\.0",
+        ),
     ]:
         with pytest.raises(InputError, match=says):
             check_lora(open_lora(lora), open_checkpoint(model).config.version)
@@ -533,7 +617,9 @@ def test_the_version_that_decides_is_the_transformers_and_of_images_the_video_va
     assert config.version == (2, 5, 0) and config.image_crf == 33
 
 
-def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is_named(tiny, tmp_path):
+def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is_named(
+    tiny, tmp_path
+):
     folder = link(tiny("tiny-2.5", "diffusers"), tmp_path / "diffusers")
     link(folder / "transformer", folder / "transformer_full")
     checkpoint = open_checkpoint(folder)
@@ -542,7 +628,9 @@ def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is
     full = open_checkpoint(folder / "transformer_full")
     assert full.source("transformer").where == folder / "transformer_full"
     assert full.sources.keys() == checkpoint.sources.keys() == FOUND
-    with pytest.raises(InputError, match=r"--video-vae: .* is a diffusers folder, which has its own"):
+    with pytest.raises(
+        InputError, match=r"--video-vae: .* is a diffusers folder, which has its own"
+    ):
         open_checkpoint(folder, video_vae=folder / "vae")
     (folder / "model_index.json").unlink()
     with pytest.raises(InputError, match="2 candidates for the transformer"):
@@ -552,15 +640,26 @@ def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is
 def test_either_video_vae_will_do_and_the_decoder_is_chosen(parts):
     """Both files hold the same encoder; the diffusion one has no convolutional decoder."""
     both = open_checkpoint(parts)
-    assert [video_decoder(both.config, asked) for asked in (None, "conv", "diffusion")] == ["conv", "conv", "diffusion"]
+    assert [video_decoder(both.config, asked) for asked in (None, "conv", "diffusion")] == [
+        "conv",
+        "conv",
+        "diffusion",
+    ]
     part(parts, "video-vae-conv").unlink()
     alone = open_checkpoint(parts)
-    assert replace(alone.config.video_vae, decoder=both.config.video_vae.decoder) == both.config.video_vae
+    assert (
+        replace(alone.config.video_vae, decoder=both.config.video_vae.decoder)
+        == both.config.video_vae
+    )
     assert alone.config.image_crf == 18 and video_decoder(alone.config, None) == "diffusion"
-    with pytest.raises(InputError, match=r"--video-decoder: conv, but no video VAE with that decoder.*--video-vae"):
+    with pytest.raises(
+        InputError, match=r"--video-decoder: conv, but no video VAE with that decoder.*--video-vae"
+    ):
         video_decoder(alone.config, "conv")
     key = "vae.encoder.conv_in.conv.weight"
-    np.testing.assert_array_equal(alone.source("video_vae").read(key), both.source("video_vae").read(key))
+    np.testing.assert_array_equal(
+        alone.source("video_vae").read(key), both.source("video_vae").read(key)
+    )
     for checkpoint in (both, alone):
         shapes = networks(both.config)["diffusion_decoder"]
         parameters = {name: TensorInfo(shape, F32) for name, shape in shapes.items()}

@@ -120,9 +120,16 @@ def test_a_folder_of_comfyui_is_all_that_a_user_names(tiny, tmp_path, preset):
 def test_gguf_files_are_found_as_well(tiny, tmp_path):
     package()
     root = arranged(take_apart(tiny("tiny-2.3", "official"), tmp_path)[0], tmp_path / "ComfyUI")
-    write_gguf(root / "models" / "diffusion_models" / "llama.gguf", {"blk.0.x": np.ones(4, np.float32)}, "llama")
+    write_gguf(
+        root / "models" / "diffusion_models" / "llama.gguf",
+        {"blk.0.x": np.ones(4, np.float32)},
+        "llama",
+    )
     checkpoint = open_checkpoint(root)
-    assert checkpoint.source("transformer").where == root / "models" / "diffusion_models" / "transformer.gguf"
+    assert (
+        checkpoint.source("transformer").where
+        == root / "models" / "diffusion_models" / "transformer.gguf"
+    )
     assert checkpoint.config == open_checkpoint(tiny("tiny-2.3", "official")).config
     row = inspect_path(root)["parts"][0]
     assert row["family"] == "LTX-2.3" and re.fullmatch(r"(\w+ [\d.]+ %(, )?){4}", row["types"])
@@ -144,7 +151,11 @@ def test_names_of_folders_are_known_and_those_of_files_do_not_matter(comfy, tmp_
             deeper = path.parent / "ltx"
             deeper.mkdir(exist_ok=True)
             path.rename(deeper / f"{i}.safetensors")
-    old = {"checkpoints": "unet", "text_encoders": "clip", "latent_upscale_models": "upscale_models"}
+    old = {
+        "checkpoints": "unet",
+        "text_encoders": "clip",
+        "latent_upscale_models": "upscale_models",
+    }
     for new, name in old.items():
         (comfy / "models" / new).rename(comfy / "models" / name)
     assert len(open_checkpoint(comfy).sources) == 7
@@ -156,16 +167,24 @@ def test_files_of_other_models_and_damaged_ones_are_no_matter(comfy, tmp_path):
     ones = np.ones((4, 4), np.float32)
     others = {  # an earlier LTX-Video and others' files that have words of ours
         "checkpoints/ltxv.safetensors": {f"model.diffusion_model.{block}.weight": ones},
-        "vae/ltxv.safetensors": {"per_channel_statistics.mean-of-means": ones, "decoder.x.weight": ones},
+        "vae/ltxv.safetensors": {
+            "per_channel_statistics.mean-of-means": ones,
+            "decoder.x.weight": ones,
+        },
         "loras/style.safetensors": {f"diffusion_model.{block}.lora_A.weight": ones},
-        "text_encoders/gemma_2_2b.safetensors": {"model.layers.0.post_feedforward_layernorm.weight": ones},
+        "text_encoders/gemma_2_2b.safetensors": {
+            "model.layers.0.post_feedforward_layernorm.weight": ones
+        },
         "text_encoders/t5.safetensors": {"encoder.block.0.weight": ones},
     }
     for name in ("vae", "upscale_models", "diffusion_models"):
         (models / name).mkdir()
     for name, arrays in others.items():
         write_arrays(models / name, arrays, {"model_version": "0.9.7"})
-    upsampler = {"initial_conv.weight": np.ones((16, 128, 3, 3, 3), np.float32), "final_conv.weight": ones}
+    upsampler = {
+        "initial_conv.weight": np.ones((16, 128, 3, 3, 3), np.float32),
+        "final_conv.weight": ones,
+    }
     upsampler |= {"upsampler.0.weight": np.ones((64, 16, 3, 3), np.float32)}
     write_arrays(models / "upscale_models" / "ltxv.safetensors", upsampler, {"config": "{}"})
     (models / "vae" / "cut.safetensors").write_bytes(b"\xff" * 100)
@@ -179,13 +198,18 @@ def test_files_of_other_models_and_damaged_ones_are_no_matter(comfy, tmp_path):
     checkpoint = open_checkpoint(comfy)
     assert len(checkpoint.sources) == 7 and checkpoint.unreadable == ()
     assert checkpoint.require_tokenizer().parent.name == "gemma-3"
-    assert inspect_path(comfy)["problems"] == [] and "qwen" not in format_inspection(inspect_path(comfy))
+    assert inspect_path(comfy)["problems"] == [] and "qwen" not in format_inspection(
+        inspect_path(comfy)
+    )
 
 
 def test_of_hundreds_of_large_files_none_of_another_model_is_parsed(comfy, monkeypatch):
     """Looking for words in a header takes a millisecond; parsing 2000 tensors of each file takes a minute."""
     one = comfy / "models" / "loras" / "0.safetensors"
-    infos = {f"single_blocks.{i}.linear.lora_down.weight": TensorInfo((512, 3072), BF16) for i in range(2000)}
+    infos = {
+        f"single_blocks.{i}.linear.lora_down.weight": TensorInfo((512, 3072), BF16)
+        for i in range(2000)
+    }
     write_tensors(one, infos, None)
     for i in range(1, 300):
         os.link(one, one.parent / f"{i}.safetensors")
@@ -201,19 +225,28 @@ def test_of_hundreds_of_large_files_none_of_another_model_is_parsed(comfy, monke
 def test_several_transformers_are_listed_and_the_named_one_finds_its_own_parts(comfy, tiny):
     arranged(tiny("tiny-2.5", "official"), comfy)
     arranged_too = comfy / "models" / "latent_upscale_models" / "of-2.0.safetensors"
-    os.link(tiny("tiny-2.0", "official") / "tiny-2.0-spatial-upsampler-x2.safetensors", arranged_too)
+    os.link(
+        tiny("tiny-2.0", "official") / "tiny-2.0-spatial-upsampler-x2.safetensors", arranged_too
+    )
     says = (
         r"ComfyUI: 2 candidates for the checkpoint: .*tiny-2\.5-transformer\.safetensors \(LTX-2\.5, BF16 99\.\d %, "
         r"F32 0\.\d %, [\d.]+ GB\), .*tiny-2\.3\.safetensors \(LTX-2\.3, .* GB\); choose with --model FILE$"
     )
     with pytest.raises(InputError, match=says):
         open_checkpoint(comfy)
-    for name, home in ((MAIN, "checkpoints"), ("tiny-2.5-transformer.safetensors", "diffusion_models")):
+    for name, home in (
+        (MAIN, "checkpoints"),
+        ("tiny-2.5-transformer.safetensors", "diffusion_models"),
+    ):
         checkpoint = open_checkpoint(comfy / "models" / home / name)
         release = name[:8]
         assert checkpoint.distilled_lora().name.startswith(release)
-        assert {checkpoint.source(part).where.name[:8] for part in ("upsampler", "video_vae")} == {release}
-        assert checkpoint.source("gemma").where.name.startswith("gemma-3" if release == "tiny-2.3" else release)
+        assert {checkpoint.source(part).where.name[:8] for part in ("upsampler", "video_vae")} == {
+            release
+        }
+        assert checkpoint.source("gemma").where.name.startswith(
+            "gemma-3" if release == "tiny-2.3" else release
+        )
 
 
 def test_candidates_that_all_fit_are_named_with_their_flags(comfy):
@@ -226,7 +259,9 @@ def test_candidates_that_all_fit_are_named_with_their_flags(comfy):
         open_checkpoint(comfy)
     chosen = next((models / "latent_upscale_models").iterdir())
     checkpoint = open_checkpoint(comfy, models / "text_encoders" / "gemma-3", chosen)
-    with pytest.raises(InputError, match=r"2 candidates for the LoRA: .*; choose with --distilled-lora"):
+    with pytest.raises(
+        InputError, match=r"2 candidates for the LoRA: .*; choose with --distilled-lora"
+    ):
         checkpoint.distilled_lora()
 
 
@@ -234,7 +269,9 @@ def test_a_lora_of_another_release_is_never_taken(comfy, tiny):
     (lora,) = (comfy / "models" / "loras").iterdir()
     lora.unlink()
     place(tiny("tiny-2.0", "official") / "tiny-2.0-distilled-lora.safetensors", lora.parent)
-    with pytest.raises(InputError, match=r"no LoRA in it has the header of a distilled one: .*--distilled-lora"):
+    with pytest.raises(
+        InputError, match=r"no LoRA in it has the header of a distilled one: .*--distilled-lora"
+    ):
         open_checkpoint(comfy).distilled_lora()
 
 
@@ -261,7 +298,10 @@ def single(comfy, tmp_path):
 
 def test_gemma_in_one_file_is_the_gemma_of_its_folder(single):
     comfy, folder = single
-    (found, source), (expected, own) = open_gemma(open_checkpoint(comfy).source("gemma").where), open_gemma(folder)
+    (found, source), (expected, own) = (
+        open_gemma(open_checkpoint(comfy).source("gemma").where),
+        open_gemma(folder),
+    )
     assert found == expected
     names = [name for name in own.names() if name.startswith(GEMMA)]
     assert set(source.names()) == set(names)
@@ -273,7 +313,9 @@ def test_its_tokenizer_is_beside_it_or_elsewhere_or_the_refusal_says_where_to_pu
     comfy, folder = single
     texts = comfy / "models" / "text_encoders"
     says = r"gemma_3_12B_it\.safetensors: no tokenizer\.json beside it; the spiece_model in it is not read; put "
-    with pytest.raises(InputError, match=says + rf".*google/gemma-3-12b-it there, as {texts}/tokenizer\.json"):
+    with pytest.raises(
+        InputError, match=says + rf".*google/gemma-3-12b-it there, as {texts}/tokenizer\.json"
+    ):
         open_checkpoint(comfy).require_tokenizer()
     assert "tokenizer.json (--text-encoder)" in inspect_path(comfy)["missing"]
     (texts / "qwen").mkdir()
@@ -281,7 +323,9 @@ def test_its_tokenizer_is_beside_it_or_elsewhere_or_the_refusal_says_where_to_pu
     place(folder / "tokenizer.json", comfy / "models" / "clip" / "gemma")
     assert open_checkpoint(comfy).require_tokenizer().parent.name == "gemma"
     place(folder / "tokenizer.json", comfy / "models" / "clip" / "other")
-    with pytest.raises(InputError, match=r"no tokenizer\.json beside it \(2 elsewhere: .*gemma.*other"):
+    with pytest.raises(
+        InputError, match=r"no tokenizer\.json beside it \(2 elsewhere: .*gemma.*other"
+    ):
         open_checkpoint(comfy).require_tokenizer()
     place(folder / "tokenizer.json", texts)
     assert open_checkpoint(comfy).require_tokenizer() == texts / "tokenizer.json"
@@ -301,11 +345,15 @@ def test_scaled_float8_is_read_under_its_older_names(single, tmp_path):
     _, folder = single
     config, source = open_gemma(one_file(folder, tmp_path / "fp8.safetensors", scaled))
     expected, own = open_gemma(folder)
-    assert config == expected and set(source.names()) == {n for n in own.names() if n.startswith(GEMMA)}
+    assert config == expected and set(source.names()) == {
+        n for n in own.names() if n.startswith(GEMMA)
+    }
     name = f"{GEMMA}layers.1.mlp.up_proj.weight"
     values = own.read(name).astype(np.float32)
     scale = np.float32(np.abs(values).max() / 448)
-    np.testing.assert_array_equal(source.read(name), (values / scale).astype(E4M3).astype(np.float32) * scale)
+    np.testing.assert_array_equal(
+        source.read(name), (values / scale).astype(E4M3).astype(np.float32) * scale
+    )
     assert source.float8(name) is not None
     numbers, scales = source.float8(name, (0, 3, 7))
     np.testing.assert_array_equal(numbers.astype(np.float32) * scales, source.read(name)[3:7])
@@ -327,8 +375,12 @@ def test_fp4_is_refused_by_name_or_passed_over(single, tmp_path):
 
 @pytest.mark.parametrize("gone", ["embed_tokens.weight", "layers.0.mlp.gate_proj.weight"])
 def test_a_file_that_lacks_a_tensor_is_refused(single, tmp_path, gone):
-    path = one_file(single[1], tmp_path / "g.safetensors", lambda n, a: {} if n.endswith(gone) else {n: a})
-    with pytest.raises(InputError, match=rf"g\.safetensors: no tensor {re.escape(gone)} of Gemma 3"):
+    path = one_file(
+        single[1], tmp_path / "g.safetensors", lambda n, a: {} if n.endswith(gone) else {n: a}
+    )
+    with pytest.raises(
+        InputError, match=rf"g\.safetensors: no tensor {re.escape(gone)} of Gemma 3"
+    ):
         open_gemma(path)
 
 
@@ -380,17 +432,28 @@ def shelf(tiny, tmp_path):
     return tmp_path
 
 
-def test_a_part_beside_the_models_folder_is_taken_if_it_is_the_only_one_and_a_note_says_so(shelf, capsys):
+def test_a_part_beside_the_models_folder_is_taken_if_it_is_the_only_one_and_a_note_says_so(
+    shelf, capsys
+):
     main = shelf / "mine" / "tiny-2.5-transformer.safetensors"
     checkpoint = open_checkpoint(main)
-    assert checkpoint.source("gemma").where.parent == checkpoint.source("audio_vae").where.parent == shelf / "rest"
+    assert (
+        checkpoint.source("gemma").where.parent
+        == checkpoint.source("audio_vae").where.parent
+        == shelf / "rest"
+    )
     assert checkpoint.distilled_lora().parent == shelf / "rest"
     said = capsys.readouterr().err
-    assert f"text encoder: {shelf}/rest/tiny-2.5-text-encoder.safetensors, in a folder beside that of" in said
+    assert (
+        f"text encoder: {shelf}/rest/tiny-2.5-text-encoder.safetensors, in a folder beside that of"
+        in said
+    )
     assert "audio VAE: " in said and "distilled LoRA: " in said
     shutil.copytree(shelf / "rest", shelf / "again")
     says = r"no video VAE and no audio VAE was found; pass them with --video-vae and --audio-vae; missing too, which "
-    with pytest.raises(InputError, match=says + r".*text encoder \(--text-encoder\), .*distilled LoRA \(--distil"):
+    with pytest.raises(
+        InputError, match=says + r".*text encoder \(--text-encoder\), .*distilled LoRA \(--distil"
+    ):
         open_checkpoint(main)
 
 
@@ -415,11 +478,15 @@ def test_all_that_is_missing_is_one_line(comfy, command, tmp_path):
     )
     with pytest.raises(InputError, match=says):
         open_checkpoint(comfy).source("gemma")
-    with pytest.raises(InputError, match=r"no distilled LoRA was found.* text encoder .*, x2 spatial upsampler"):
+    with pytest.raises(
+        InputError, match=r"no distilled LoRA was found.* text encoder .*, x2 spatial upsampler"
+    ):
         open_checkpoint(comfy).distilled_lora()
     to = ("--output", tmp_path / "o.mp4")
     status, _, err = command("generate", "--device", "cpu", "--model", comfy, "--prompt", "x", *to)
-    assert status == 2 and all(flag in err for flag in ("--text-encoder", "--upsampler", "--distilled-lora"))
+    assert status == 2 and all(
+        flag in err for flag in ("--text-encoder", "--upsampler", "--distilled-lora")
+    )
 
 
 def test_inspect_prints_a_row_for_each_part_and_what_is_missing(comfy, command):
@@ -427,11 +494,18 @@ def test_inspect_prints_a_row_for_each_part_and_what_is_missing(comfy, command):
     status, out, _ = command("weights", "inspect", comfy)
     lines = out.splitlines()
     assert status == 0 and lines[0] == f"{comfy}: LTX-2.3 2.3.0 official ComfyUI folder"
-    rows = {line.split(": ")[0].rpartition("/")[2]: line.split(": ")[1] for line in lines if ": " in line}
+    rows = {
+        line.split(": ")[0].rpartition("/")[2]: line.split(": ")[1]
+        for line in lines
+        if ": " in line
+    }
     assert re.fullmatch(r"checkpoint, LTX-2\.3, BF16 99\.\d %, F32 0\.\d %, [\d.]+ GB", rows[MAIN])
     assert re.fullmatch(r"text encoder, Gemma 3, BF16, [\d.e-]+ GB", rows["gemma-3"])
     upsampler = rows["tiny-2.3-spatial-upsampler-x2.safetensors"]
     assert re.fullmatch(r"x2 spatial upsampler, LTX-2\.3, BF16, [\d.e-]+ GB", upsampler)
     assert rows["tokenizer.json"] == "tokenizer"
-    assert "  missing: distilled LoRA (--distilled-lora), unless the checkpoint is a distilled one" in lines
+    assert (
+        "  missing: distilled LoRA (--distilled-lora), unless the checkpoint is a distilled one"
+        in lines
+    )
     json.dumps(inspect_path(comfy))

@@ -45,7 +45,9 @@ RELEASED_VAE = {  # AutoencoderKLLTX2Video of the released 2.0 and 2.3
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.floats(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -65,9 +67,15 @@ def test_official_json_round_trips(name):
     assert configs.official_text(transformer, width) == config.text
     assert configs.official_video_vae(Keys(data["vae"], "vae")) == config.video_vae
     assert configs.official_audio_vae(Keys(data["audio_vae"], "audio_vae")) == config.audio_vae
-    assert configs.official_vocoder(Keys(data["vocoder"], "vocoder"), config.audio_vae) == config.vocoder
     assert (
-        configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "official"), "u"), config.upsampler.rational)
+        configs.official_vocoder(Keys(data["vocoder"], "vocoder"), config.audio_vae)
+        == config.vocoder
+    )
+    assert (
+        configs.upsampler(
+            Keys(configs.upsampler_json(config.upsampler, "official"), "u"),
+            config.upsampler.rational,
+        )
         == config.upsampler
     )
 
@@ -77,20 +85,32 @@ def test_diffusers_json_round_trips(name):
     config = preset(name).config
     t = config.transformer
     assert configs.diffusers_transformer(Keys(configs.diffusers_transformer_json(t), "t")) == t
-    assert configs.diffusers_text(Keys(configs.diffusers_text_json(config.text, t), "c"), t) == config.text
+    assert (
+        configs.diffusers_text(Keys(configs.diffusers_text_json(config.text, t), "c"), t)
+        == config.text
+    )
     vae = configs.diffusers_video_vae_json(config.video_vae)
     assert configs.diffusers_video_vae(Keys(vae, "v")) == config.video_vae
     audio = configs.diffusers_audio_vae_json(config.audio_vae)
     assert configs.diffusers_audio_vae(Keys(audio, "a")) == config.audio_vae
-    assert configs.diffusers_vocoder(Keys(configs.diffusers_vocoder_json(config.vocoder), "v")) == config.vocoder
     assert (
-        configs.upsampler(Keys(configs.upsampler_json(config.upsampler, "diffusers"), "u"), config.upsampler.rational)
+        configs.diffusers_vocoder(Keys(configs.diffusers_vocoder_json(config.vocoder), "v"))
+        == config.vocoder
+    )
+    assert (
+        configs.upsampler(
+            Keys(configs.upsampler_json(config.upsampler, "diffusers"), "u"),
+            config.upsampler.rational,
+        )
         == config.upsampler
     )
     if config.duration_head:
         head = config.duration_head
         data = configs.duration_head_json(head, "diffusers")
-        assert configs.duration_head(Keys(data, "d"), "diffusers", head.video_width, head.audio_width) == head
+        assert (
+            configs.duration_head(Keys(data, "d"), "diffusers", head.video_width, head.audio_width)
+            == head
+        )
         assert configs.gemma(Keys(configs.gemma4_json(config.gemma, {}), "g")) == config.gemma
         return
     gemma = configs.gemma(Keys(configs.gemma_json(config.gemma, {}), "g"))
@@ -193,7 +213,12 @@ def test_an_unsupported_value_is_named(part, key, value):
 
 @pytest.mark.parametrize(
     ("part", "key", "value"),
-    [("stft", "filter_length", 512), ("stft", "win_length", 400), ("mel", "mel_fmin", 20), ("mel", "mel_fmax", 7600)],
+    [
+        ("stft", "filter_length", 512),
+        ("stft", "win_length", 400),
+        ("mel", "mel_fmin", 20),
+        ("mel", "mel_fmax", 7600),
+    ],
 )
 def test_another_mel_front_end_is_refused(part, key, value):
     data = official("tiny-2.3")["audio_vae"]
@@ -241,13 +266,19 @@ def test_gemma_reads_the_released_sparse_spelling():
     }
     expected = preset("ltx-2.3").config.gemma
     assert configs.gemma(Keys(released, "g")) == expected
-    flat = released["text_config"] | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+    flat = released["text_config"] | {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window_pattern": 6,
+    }
     assert configs.gemma(Keys(flat, "g")) == expected
 
 
 def test_a_gemma_of_another_size_or_kind_is_refused():
     small, text = preset("tiny-2.3").config.gemma, preset("ltx-2.3").config.text
-    with pytest.raises(InputError, match=r"hidden size 64 with 6 layers.*3840 with 48 layers.*--text-encoder"):
+    with pytest.raises(
+        InputError, match=r"hidden size 64 with 6 layers.*3840 with 48 layers.*--text-encoder"
+    ):
         configs.check_gemma(small, text, "gemma")
     with pytest.raises(InputError, match="gemma2"):
         configs.gemma(Keys({"model_type": "gemma2"}, "g"))
@@ -255,7 +286,12 @@ def test_a_gemma_of_another_size_or_kind_is_refused():
 
 def test_other_upsamplers_are_refused():
     both = {"spatial_upsample": True, "temporal_upsample": True}
-    for change in (both, {"spatial_upsample": False}, {"spatial_scale": 4.0}, {"rational_resampler": False}):
+    for change in (
+        both,
+        {"spatial_upsample": False},
+        {"spatial_scale": 4.0},
+        {"rational_resampler": False},
+    ):
         data = configs.upsampler_json(preset("tiny-2.0").config.upsampler, "official") | change
         with pytest.raises(InputError, match=next(iter(change))):
             configs.upsampler(Keys(data, "u"), rational=True)
@@ -297,7 +333,14 @@ def test_the_first_released_diffusers_configs_have_fewer_keys():
     del vae["upsample_type"]
     assert configs.diffusers_video_vae(Keys(vae, "v")) == config.video_vae
     vocoder = configs.diffusers_vocoder_json(config.vocoder)
-    for key in ("act_fn", "final_act_fn", "final_bias", "antialias", "antialias_ratio", "antialias_kernel_size"):
+    for key in (
+        "act_fn",
+        "final_act_fn",
+        "final_bias",
+        "antialias",
+        "antialias_ratio",
+        "antialias_kernel_size",
+    ):
         del vocoder[key]
     assert configs.diffusers_vocoder(Keys(vocoder, "v")) == config.vocoder
     t = configs.diffusers_transformer_json(config.transformer)
@@ -347,14 +390,22 @@ def test_the_diffusion_decoders_header_is_read_and_written():
     assert configs.diffusers_diffusion_decoder(Keys(diffusers, "d")) == config
     with torch.device("meta"):
         defaults = json.loads(LTX2VideoDiffusionDecoderModel().to_json_string())
-    assert diffusers == {key: value for key, value in defaults.items() if key != "_diffusers_version"}
+    assert diffusers == {
+        key: value for key, value in defaults.items() if key != "_diffusers_version"
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"default_num_inference_steps": 2}, "default_num_inference_steps = 2 is not supported, expected 1"),
-        ({"stage_depths": [4, 6, 4, 2]}, r"lists are of \[5, 4, 5, 5, 5\] stages, expected 5 in each"),
+        (
+            {"default_num_inference_steps": 2},
+            "default_num_inference_steps = 2 is not supported, expected 1",
+        ),
+        (
+            {"stage_depths": [4, 6, 4, 2]},
+            r"lists are of \[5, 4, 5, 5, 5\] stages, expected 5 in each",
+        ),
         ({"stage_channels": [2048, 1024, 512, 256, 256]}, "do not shrink by the factors"),
         ({"head_dim": 48}, "2048 channels, expected a multiple of a head's 48"),
         ({"stage5_kernel": [11, 11]}, "expected triples"),
@@ -363,7 +414,9 @@ def test_the_diffusion_decoders_header_is_read_and_written():
 )
 def test_a_diffusion_decoder_that_no_release_has_is_refused(change, message):
     with pytest.raises(InputError, match=message):
-        configs.official_diffusion_decoder(Keys({**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}, "vae"))
+        configs.official_diffusion_decoder(
+            Keys({**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}, "vae")
+        )
     with pytest.raises(InputError, match="model_output_type = 'v' is not supported, expected 'x0'"):
         configs.official_diffusion_decoder(Keys(DIFFUSION | {"model_output_type": "v"}, "vae"))
 
@@ -378,7 +431,10 @@ def readers():
         "vae": (data["vae"], configs.official_video_vae),
         "audio_vae": (data["audio_vae"], configs.official_audio_vae),
         "vocoder": (data["vocoder"], lambda keys: configs.official_vocoder(keys, c.audio_vae)),
-        "d.transformer": (configs.diffusers_transformer_json(c.transformer), configs.diffusers_transformer),
+        "d.transformer": (
+            configs.diffusers_transformer_json(c.transformer),
+            configs.diffusers_transformer,
+        ),
         "d.text": (
             configs.diffusers_text_json(c.text, c.transformer),
             lambda keys: configs.diffusers_text(keys, c.transformer),
@@ -386,7 +442,10 @@ def readers():
         "d.vae": (configs.diffusers_video_vae_json(c.video_vae), configs.diffusers_video_vae),
         "d.audio_vae": (configs.diffusers_audio_vae_json(c.audio_vae), configs.diffusers_audio_vae),
         "d.vocoder": (configs.diffusers_vocoder_json(c.vocoder), configs.diffusers_vocoder),
-        "upsampler": (configs.upsampler_json(c.upsampler, "official"), lambda keys: configs.upsampler(keys, False)),
+        "upsampler": (
+            configs.upsampler_json(c.upsampler, "official"),
+            lambda keys: configs.upsampler(keys, False),
+        ),
         "gemma": (configs.gemma_json(c.gemma, {}), configs.gemma),
         "diffusion": (DIFFUSION, configs.official_diffusion_decoder),
     }
@@ -394,7 +453,13 @@ def readers():
 
 def places(data, path=()):
     """Every place in a JSON value, as a path of keys."""
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     return [path, *(place for key, value in items for place in places(value, (*path, key)))]
 
 

@@ -58,7 +58,11 @@ def test_files_agree_with_the_safetensors_library(tmp_path):
 
 def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="declared"):
-        write_tensors(tmp_path / "x", {"a": TensorInfo((2,), np.dtype(np.float32))}, lambda _: np.zeros(3, np.float32))
+        write_tensors(
+            tmp_path / "x",
+            {"a": TensorInfo((2,), np.dtype(np.float32))},
+            lambda _: np.zeros(3, np.float32),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,7 +108,12 @@ def entry(shape, nbytes, dtype="F32"):
         (header_of(b"{}", b"extra"), "not a safetensors"),
         (header_of("{}".encode("utf-16")), "not a safetensors"),
         (header_of(b"\xef\xbb\xbf{}"), "not a safetensors"),
-        (header_of(b'{"a":{"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}', bytes(4)), "duplicate field"),
+        (
+            header_of(
+                b'{"a":{"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}', bytes(4)
+            ),
+            "duplicate field",
+        ),
         (header_of(b'{"__metadata__":{},"__metadata__":{}}'), "duplicate field"),
         (header_of({"\ud800": entry([1], 4)}, bytes(4)), "not a safetensors"),
         (header_of({"a": entry([1], 4, "F32\nF32")}, bytes(4)), "not a safetensors"),
@@ -137,7 +146,9 @@ def test_a_file_replaced_after_it_was_opened_is_read_as_it_was(tmp_path):
     path = tmp_path / "x.safetensors"
     write_arrays(path, {"a": np.ones(1, np.float32)})
     file = TensorFile(path)
-    write_arrays(tmp_path / "new", {"b": np.full(1, 20, np.float32), "a": np.full(1, 10, np.float32)})
+    write_arrays(
+        tmp_path / "new", {"b": np.full(1, 20, np.float32), "a": np.full(1, 10, np.float32)}
+    )
     os.replace(tmp_path / "new", path)
     np.testing.assert_array_equal(file.read("a"), [1])
 
@@ -207,7 +218,9 @@ def test_missing_files_and_ambiguous_folders_are_refused(tmp_path):
 
 def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("m") / "a.safetensors"
-    write_arrays(path, {"a": np.ones((2, 3), np.float32), "b": np.ones(5, ml_dtypes.bfloat16)}, {"k": "v"})
+    write_arrays(
+        path, {"a": np.ones((2, 3), np.float32), "b": np.ones(5, ml_dtypes.bfloat16)}, {"k": "v"}
+    )
     return path
 
 
@@ -222,8 +235,14 @@ def test_every_truncation_is_refused(tmp_path_factory, keep):
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.floats(allow_nan=False),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.text(max_size=4)
+    | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 

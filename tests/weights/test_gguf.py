@@ -51,7 +51,9 @@ def test_a_type_is_decoded_bit_for_bit_in_slices_too(tmp_path, rng, kind):
     width = 3 * block.weights
     stored = random_blocks(kind, rng, (37, width))
     deep = random_blocks(kind, rng, (2, 3, width))
-    path = write_gguf(tmp_path / "a.gguf", {"x": (kind, stored), "deep": (kind, deep), "one": (kind, stored[0])})
+    path = write_gguf(
+        tmp_path / "a.gguf", {"x": (kind, stored), "deep": (kind, deep), "one": (kind, stored[0])}
+    )
     file, expected = GgufFile(path), decoded(kind, stored)
     info = file.info("x")
     assert isinstance(info, Packed) and info.format == kind and info.shape == (37, width)
@@ -64,9 +66,14 @@ def test_a_type_is_decoded_bit_for_bit_in_slices_too(tmp_path, rng, kind):
         part = file.read("x", (0, *rows), (1, *columns))
         np.testing.assert_array_equal(part, expected[slice(*rows), slice(*columns)])
     np.testing.assert_array_equal(file.read("x", (0, 1, 7), (0, 2, 4)), expected[3:5])
-    np.testing.assert_array_equal(file.read("deep", (1, 1, 3), (2, 5, 20)), decoded(kind, deep)[:, 1:, 5:20])
+    np.testing.assert_array_equal(
+        file.read("deep", (1, 1, 3), (2, 5, 20)), decoded(kind, deep)[:, 1:, 5:20]
+    )
     for nothing in ((0, 4, 4), (1, 0, 0), (1, 5, 5)):
-        assert file.read("x", nothing).shape == expected[(slice(None),) * nothing[0] + (slice(*nothing[1:]),)].shape
+        assert (
+            file.read("x", nothing).shape
+            == expected[(slice(None),) * nothing[0] + (slice(*nothing[1:]),)].shape
+        )
 
 
 def test_only_the_blocks_of_a_slice_are_read(tmp_path, rng):
@@ -88,7 +95,10 @@ def test_every_listed_type_has_the_size_that_the_package_says():
     for code, block in BLOCKS.items():
         if code in [type_.value for type_ in gguf.GGMLQuantizationType]:
             type_ = gguf.GGMLQuantizationType(code)
-            assert (block.name, block.weights, block.size) == (type_.name, *gguf.GGML_QUANT_SIZES[type_])
+            assert (block.name, block.weights, block.size) == (
+                type_.name,
+                *gguf.GGML_QUANT_SIZES[type_],
+            )
 
 
 def test_plain_types_are_views_and_values_of_keys_are_read(tmp_path):
@@ -98,10 +108,20 @@ def test_plain_types_are_views_and_values_of_keys_are_read(tmp_path):
         "bf16": np.arange(8).astype(BF16).reshape(2, 4),
         "empty": np.empty((0, 4), np.float32),
     }
-    keys = {"config": "{}", "a.count": 3, "a.eps": 1e-6, "a.words": ["x", "y", "zz"], "a.scores": [0.5, 1.5]}
+    keys = {
+        "config": "{}",
+        "a.count": 3,
+        "a.eps": 1e-6,
+        "a.words": ["x", "y", "zz"],
+        "a.scores": [0.5, 1.5],
+    }
     file = open_file(write_gguf(tmp_path / "any.name", arrays, "ltxv", keys))
     assert isinstance(file, GgufFile) and file.architecture == "ltxv"
-    assert file.metadata["config"] == "{}" and file.metadata["a.count"] == "3" and file.metadata["a.eps"] == "1e-06"
+    assert (
+        file.metadata["config"] == "{}"
+        and file.metadata["a.count"] == "3"
+        and file.metadata["a.eps"] == "1e-06"
+    )
     assert "a.words" not in file.metadata and "a.scores" not in file.metadata
     for name, array in arrays.items():
         assert file.info(name) == TensorInfo(array.shape, array.dtype)
@@ -170,21 +190,36 @@ def tensor(name: str = "x", dims: tuple[int, ...] = (4,), code: int = 0, offset:
 
 
 def content(
-    *tensors: bytes, keys: tuple[bytes, ...] = (), version: int = 3, data: bytes = bytes(64), counts=None
+    *tensors: bytes,
+    keys: tuple[bytes, ...] = (),
+    version: int = 3,
+    data: bytes = bytes(64),
+    counts=None,
 ) -> bytes:
     num_tensors, num_keys = counts or (len(tensors), len(keys))
-    head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + b"".join(keys) + b"".join(tensors)
+    head = (
+        b"GGUF"
+        + struct.pack("<IQQ", version, num_tensors, num_keys)
+        + b"".join(keys)
+        + b"".join(tensors)
+    )
     return head + bytes(-len(head) % 32) + data
 
 
 STRINGS = struct.pack("<IQ", 8, 2**61)
 HOSTILE = {
-    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian; pass one of version 3"),
+    "big-endian": (
+        b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+        "it is big-endian; pass one of version 3",
+    ),
     "version 1": (content(version=1), "it is of GGUF version 1; pass one of version 3"),
     "nothing but the magic": (b"GGUF", "it ends within its header"),
     "many tensors": (content(counts=(2**63, 0)), "9223372036854775808 tensors, expected at most"),
     "many keys": (content(counts=(0, 2**40)), "1099511627776 keys, expected at most"),
-    "fewer tensors than said": (content(tensor(), counts=(3, 0), data=b""), "ends within its header"),
+    "fewer tensors than said": (
+        content(tensor(), counts=(3, 0), data=b""),
+        "ends within its header",
+    ),
     "long name": (content(tensor("n" * 2000)), "longer than 1000"),
     "name with a line break": (content(tensor("a\nb")), "not printable"),
     "length of a name": (content()[:24] + struct.pack("<Q", 2**63), None),
@@ -197,15 +232,36 @@ HOSTILE = {
     "offset": (content(tensor(offset=2**63)), "tensor x ends at byte"),
     "offset between": (content(tensor(offset=4)), "is at 4, expected a multiple of 32"),
     "two of a name": (content(tensor(), tensor(offset=32)), "two tensors x"),
-    "shared bytes": (content(tensor(dims=(9,)), tensor("y", offset=32)), "tensors x and y share bytes"),
-    "alignment of 0": (content(keys=(key("general.alignment", 4, bytes(4)),)), "general.alignment is 0"),
-    "alignment of text": (content(keys=(key("general.alignment", 8, bytes(8)),)), "general.alignment is ''"),
+    "shared bytes": (
+        content(tensor(dims=(9,)), tensor("y", offset=32)),
+        "tensors x and y share bytes",
+    ),
+    "alignment of 0": (
+        content(keys=(key("general.alignment", 4, bytes(4)),)),
+        "general.alignment is 0",
+    ),
+    "alignment of text": (
+        content(keys=(key("general.alignment", 8, bytes(8)),)),
+        "general.alignment is ''",
+    ),
     "two keys": (content(keys=(key("a", 7, b"\1"), key("a", 7, b"\1"))), "two keys a"),
     "unknown value": (content(keys=(key("a", 13, b""),)), "value of unknown type 13"),
-    "array of arrays": (content(keys=(key("a", 9, struct.pack("<IQ", 9, 1)),)), "array of values of unknown type 9"),
-    "endless array": (content(keys=(key("a", 9, struct.pack("<IQ", 0, 2**60)),)), "ends within its header"),
-    "endless strings": (content(keys=(key("a", 9, STRINGS),)), "strings up to key a, expected at most"),
-    "one of several files": (content(keys=(key("split.count", 2, b"\2\0"),)), "one of 2 parts of a split GGUF"),
+    "array of arrays": (
+        content(keys=(key("a", 9, struct.pack("<IQ", 9, 1)),)),
+        "array of values of unknown type 9",
+    ),
+    "endless array": (
+        content(keys=(key("a", 9, struct.pack("<IQ", 0, 2**60)),)),
+        "ends within its header",
+    ),
+    "endless strings": (
+        content(keys=(key("a", 9, STRINGS),)),
+        "strings up to key a, expected at most",
+    ),
+    "one of several files": (
+        content(keys=(key("split.count", 2, b"\2\0"),)),
+        "one of 2 parts of a split GGUF",
+    ),
 }
 
 
@@ -326,7 +382,10 @@ def test_inspect_prints_the_mix_of_types(apart):
     found = inspect_path(apart[0] / "transformer.gguf")
     part = found["components"]["transformer"]
     assert found["family"] == "LTX-2.3" and set(part["dtypes"]) == {"F32", "Q8_0", "Q4_0", "Q5_1"}
-    assert sum(part["dtype_bytes"].values()) == part["bytes"] and sum(part["dtypes"].values()) == part["tensors"]
+    assert (
+        sum(part["dtype_bytes"].values()) == part["bytes"]
+        and sum(part["dtypes"].values()) == part["tensors"]
+    )
     line = f"{part['dtypes']['Q8_0']} Q8_0 ({part['dtype_bytes']['Q8_0'] / 1e9:.3g} GB)"
     assert line in format_inspection(found)
 
@@ -345,31 +404,55 @@ def test_another_model_needs_the_config_of_a_file(apart, tiny, tmp_path, command
     folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
     file = GgufFile(apart[0] / "transformer.gguf")
     tensors = {name.removeprefix(PREFIX): file.read(name) for name in file.names()}
-    odd = {n: a for n, a in tensors.items() if n != "proj_out.bias"} | {"proj_out.bias": np.ones(7, np.float32)}
+    odd = {n: a for n, a in tensors.items() if n != "proj_out.bias"} | {
+        "proj_out.bias": np.ones(7, np.float32)
+    }
     write_gguf(folder / "transformer.gguf", odd)
     with pytest.raises(
-        InputError, match=r"no known release \(nearest: tiny-2\.3, 1 tensors differ: .*proj_out\.bias\)"
+        InputError,
+        match=r"no known release \(nearest: tiny-2\.3, 1 tensors differ: .*proj_out\.bias\)",
     ):
         open_checkpoint(folder / "transformer.gguf")
     named = tiny("tiny-2.3", "official") / "tiny-2.3.safetensors"
-    assert open_checkpoint(folder / "transformer.gguf", config_from=named).config.version == (2, 3, 0)
-    with pytest.raises(InputError, match=r"no `config`; pass a safetensors file of its release with --config-from"):
+    assert open_checkpoint(folder / "transformer.gguf", config_from=named).config.version == (
+        2,
+        3,
+        0,
+    )
+    with pytest.raises(
+        InputError, match=r"no `config`; pass a safetensors file of its release with --config-from"
+    ):
         open_checkpoint(folder, config_from=folder / "tiny-2.3-distilled-lora.safetensors")
-    base = ("generate", "--backend", "cuda", "--device", "cpu", "--prompt", "x", "--output", tmp_path / "o.mp4")
+    base = (
+        "generate",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--prompt",
+        "x",
+        "--output",
+        tmp_path / "o.mp4",
+    )
     status, _, err = command(*base, "--model", folder, "--config-from", tmp_path / "nothing")
     assert status == 2 and "--config-from" in err
 
 
 def test_a_config_in_the_file_wins(apart, tmp_path, capsys):
     folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
-    file, said = GgufFile(apart[0] / "transformer.gguf"), TensorFile(apart[1] / "transformer.safetensors").metadata
+    file, said = (
+        GgufFile(apart[0] / "transformer.gguf"),
+        TensorFile(apart[1] / "transformer.safetensors").metadata,
+    )
     config = json.loads(said["config"])
     config["transformer"]["av_ca_timestep_scale_multiplier"] = 500
     tensors = {name: file.read(name) for name in file.names()}
     keys = {"config": json.dumps(config), "model_version": said["model_version"]}
     write_gguf(folder / "transformer.gguf", tensors, "ltxv", keys)
     assert (
-        open_checkpoint(folder, config_from=apart[1] / "transformer.safetensors").config.transformer.av_gate_scale
+        open_checkpoint(
+            folder, config_from=apart[1] / "transformer.safetensors"
+        ).config.transformer.av_gate_scale
         == 500
     )
     assert "--config-from is not used" in capsys.readouterr().err
@@ -379,12 +462,16 @@ def test_types_that_are_not_read_are_named(apart, rng, tmp_path):
     folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
     file = GgufFile(apart[0] / "transformer.gguf")
     tensors = {name: file.read(name) for name in file.names()}
-    name = next(name for name in tensors if tensors[name].ndim == 2 and tensors[name].shape[1] == 256)
+    name = next(
+        name for name in tensors if tensors[name].ndim == 2 and tensors[name].shape[1] == 256
+    )
     write_gguf(
-        folder / "transformer.gguf", tensors | {name: ("IQ3_XXS", random_blocks("IQ3_XXS", rng, tensors[name].shape))}
+        folder / "transformer.gguf",
+        tensors | {name: ("IQ3_XXS", random_blocks("IQ3_XXS", rng, tensors[name].shape))},
     )
     with pytest.raises(
-        InputError, match="of type IQ3_XXS, which is not read; pass a file with other types, such as Q4_K"
+        InputError,
+        match="of type IQ3_XXS, which is not read; pass a file with other types, such as Q4_K",
     ):
         open_checkpoint(folder)
     with pytest.raises(InputError, match="of type IQ3_XXS, which is not read"):
@@ -394,7 +481,9 @@ def test_types_that_are_not_read_are_named(apart, rng, tmp_path):
 
 def test_a_gguf_of_another_model_is_named(tmp_path, rng, command):
     path = write_gguf(
-        tmp_path / "a.gguf", {"blk.0.attn_q.weight": ("IQ2_S", random_blocks("IQ2_S", rng, (4, 256)))}, "llama"
+        tmp_path / "a.gguf",
+        {"blk.0.attn_q.weight": ("IQ2_S", random_blocks("IQ2_S", rng, (4, 256)))},
+        "llama",
     )
     assert "GGUF file of 'llama', which is not of LTX-2" in format_inspection(inspect_path(path))
     with pytest.raises(InputError, match=r"no LTX-2 checkpoint \(it is a GGUF file of 'llama'\)"):
@@ -406,8 +495,14 @@ def test_a_gguf_of_another_model_is_named(tmp_path, rng, command):
 def test_another_model_in_the_folder_is_no_candidate(apart, tmp_path):
     """Other video models have blocks of these names, and an earlier LTX says it is of the same architecture."""
     folder = linked(apart[0], tmp_path / "m")
-    write_gguf(folder / "a.gguf", {"transformer_blocks.0.attn1.to_q.weight": np.ones((4, 4), np.float32)}, "ltxv")
-    write_gguf(folder / "mmproj.gguf", {"v.blk.0.attn_q.weight": np.ones((4, 4), np.float32)}, "clip")
+    write_gguf(
+        folder / "a.gguf",
+        {"transformer_blocks.0.attn1.to_q.weight": np.ones((4, 4), np.float32)},
+        "ltxv",
+    )
+    write_gguf(
+        folder / "mmproj.gguf", {"v.blk.0.attn_q.weight": np.ones((4, 4), np.float32)}, "clip"
+    )
     assert open_checkpoint(folder).source("transformer").where.name == "transformer.gguf"
 
 
@@ -415,7 +510,8 @@ def test_several_transformers_in_a_folder_are_listed(apart, tmp_path):
     folder = linked(apart[0], tmp_path / "m")
     (folder / "other.gguf").symlink_to((apart[0] / "transformer.gguf").resolve())
     with pytest.raises(
-        InputError, match=r"2 candidates for the checkpoint: .*other\.gguf, .*transformer\.gguf; .* --model"
+        InputError,
+        match=r"2 candidates for the checkpoint: .*other\.gguf, .*transformer\.gguf; .* --model",
     ):
         open_checkpoint(folder)
     assert open_checkpoint(folder / "other.gguf").config.version == (2, 3, 0)
@@ -432,20 +528,25 @@ def test_connectors_come_from_files_beside(apart, tiny, tmp_path):
     write_arrays(folder / "connectors.safetensors", connectors)
     with pytest.raises(InputError, match=r"no text projection .*put the release's file"):
         open_checkpoint(folder)
-    write_arrays(folder / "projection.safetensors", {n: a for n, a in ours.items() if "connector" not in n})
+    write_arrays(
+        folder / "projection.safetensors", {n: a for n, a in ours.items() if "connector" not in n}
+    )
     source = open_checkpoint(folder).source("text")
     assert set(source.names()) == set(ours)
     for name in ours:
         np.testing.assert_array_equal(source.read(name), ours[name])
     assert inspect_path(folder / "connectors.safetensors")["kind"] == "embeddings connectors"
     other = TensorFile(tiny("tiny-2.0", "official") / "tiny-2.0.safetensors")
-    names = [n for n in other.names() if component_of(n) == "text" and "audio" not in n]  # as wide as the tiny 2.3's
+    names = [
+        n for n in other.names() if component_of(n) == "text" and "audio" not in n
+    ]  # as wide as the tiny 2.3's
     older = {name: other.read(name) for name in names}
     write_arrays(folder / "of-2.0.safetensors", older)
     assert open_checkpoint(folder).source("text").info(name).shape == ours[name].shape
     write_arrays(folder / "distilled.safetensors", connectors)
     with pytest.raises(
-        InputError, match=r"2 candidates for the embeddings connectors: .*connectors.*distilled.*keep one"
+        InputError,
+        match=r"2 candidates for the embeddings connectors: .*connectors.*distilled.*keep one",
     ):
         open_checkpoint(folder)
 
@@ -454,11 +555,18 @@ def test_a_lora_on_a_gguf_matrix_is_added_in_float32(apart, tmp_path, rng):
     file = GgufFile(apart[0] / "transformer.gguf")
     name = f"{PREFIX}transformer_blocks.1.attn1.to_q.weight"
     rows, columns = file.info(name).shape
-    down, up = rng.standard_normal((2, columns)).astype(BF16), rng.standard_normal((rows, 2)).astype(BF16)
+    down, up = (
+        rng.standard_normal((2, columns)).astype(BF16),
+        rng.standard_normal((rows, 2)).astype(BF16),
+    )
     stem = name.removeprefix("model.").removesuffix("weight")
-    write_arrays(tmp_path / "l.safetensors", {f"{stem}lora_A.weight": down, f"{stem}lora_B.weight": up})
+    write_arrays(
+        tmp_path / "l.safetensors", {f"{stem}lora_A.weight": down, f"{stem}lora_B.weight": up}
+    )
     merged = MergedSource(
-        open_checkpoint(apart[0]).source("transformer"), [open_lora(tmp_path / "l.safetensors")], "bfloat16"
+        open_checkpoint(apart[0]).source("transformer"),
+        [open_lora(tmp_path / "l.safetensors")],
+        "bfloat16",
     )
     expected = merge(file.read(name), [(up, down, 1.0)], True)
     assert expected.dtype == np.float32
@@ -474,7 +582,9 @@ def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
     for backend in ("cuda", "tpu"):
         runs = [generate(backend, folder, *FLAGS, "--dtype", dtype) for folder in apart]
         assert [run.status for run in runs] == [0, 0], runs
-        assert "merged 130/130 modules" in runs[0].stdout + runs[0].stderr + json.dumps(runs[0].report)
+        assert "merged 130/130 modules" in runs[0].stdout + runs[0].stderr + json.dumps(
+            runs[0].report
+        )
         for name, latent in runs[1].latents.items():
             np.testing.assert_array_equal(runs[0].latents[name], latent)
 
@@ -514,7 +624,9 @@ def gemmas(tiny, tmp_path_factory):
     folder = tiny("tiny-2.3", "official") / "gemma-3"
     out = tmp_path_factory.mktemp("gemma")
     config, source = open_gemma(folder)
-    names = gemma_names([name for name in source.names() if name.startswith("language_model.model.")])
+    names = gemma_names(
+        [name for name in source.names() if name.startswith("language_model.model.")]
+    )
     stored, plain = {}, {}
     for name, theirs in names.items():
         array = source.read(name)
@@ -546,7 +658,10 @@ def test_gemma_in_llama_cpps_layout_is_read_under_canonical_names(gemmas):
 
 
 def test_a_run_with_both_files_in_gguf_is_that_of_the_decoded_ones(apart, gemmas, generate):
-    both = [("cuda", folder, *FLAGS, "--text-encoder", gemma) for folder, gemma in zip(apart, gemmas, strict=True)]
+    both = [
+        ("cuda", folder, *FLAGS, "--text-encoder", gemma)
+        for folder, gemma in zip(apart, gemmas, strict=True)
+    ]
     runs = [generate(*one) for one in both]
     assert [run.status for run in runs] == [0, 0], runs
     for name, latent in runs[1].latents.items():
@@ -563,7 +678,8 @@ def test_a_folder_of_gguf_files_alone_is_understood(apart, gemmas, tmp_path):
     (folder / "tokenizer.json").unlink()
     checkpoint = open_checkpoint(folder)
     with pytest.raises(
-        InputError, match=rf"gemma\.gguf: no tokenizer\.json beside it; put .* as {folder}/tokenizer\.json"
+        InputError,
+        match=rf"gemma\.gguf: no tokenizer\.json beside it; put .* as {folder}/tokenizer\.json",
     ):
         checkpoint.require_tokenizer()
 
@@ -571,22 +687,35 @@ def test_a_folder_of_gguf_files_alone_is_understood(apart, gemmas, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"gemma3.rope.scaling.factor": None}, "gemma3: required key rope.scaling.factor is absent"),
+        (
+            {"gemma3.rope.scaling.factor": None},
+            "gemma3: required key rope.scaling.factor is absent",
+        ),
         ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn' is not supported"),
-        ({"gemma3.block_count": 10**9}, "num_hidden_layers = 1000000000, expected a positive int up to"),
+        (
+            {"gemma3.block_count": 10**9},
+            "num_hidden_layers = 1000000000, expected a positive int up to",
+        ),
         ({"gemma3.block_count": "x"}, "block_count = 'x', expected a number"),
         ({"gemma3.embedding_length": 65}, "hidden size 65"),
     ],
 )
 def test_keys_of_gemma_that_do_not_fit_are_refused(apart, gemmas, tmp_path, change, says):
-    keys = {k: v for k, v in (gemma_keys(open_gemma(gemmas[1])[0]) | change).items() if v is not None}
+    keys = {
+        k: v for k, v in (gemma_keys(open_gemma(gemmas[1])[0]) | change).items() if v is not None
+    }
     file = GgufFile(gemmas[0])
-    write_gguf(tmp_path / "g.gguf", {name: file.read(name) for name in file.names()}, "gemma3", keys)
+    write_gguf(
+        tmp_path / "g.gguf", {name: file.read(name) for name in file.names()}, "gemma3", keys
+    )
     with pytest.raises(InputError, match=re.escape(says)):
         open_checkpoint(apart[0], tmp_path / "g.gguf")
 
 
 def test_the_transformer_is_no_text_encoder(apart):
-    with pytest.raises(InputError, match=r"no text encoder \(it is a checkpoint\); pass a Gemma 3 folder or GGUF file"):
+    with pytest.raises(
+        InputError,
+        match=r"no text encoder \(it is a checkpoint\); pass a Gemma 3 folder or GGUF file",
+    ):
         open_checkpoint(apart[0], apart[0] / "transformer.gguf")
     assert component_of(f"{PREFIX}proj_out.weight") == "transformer"

@@ -50,7 +50,11 @@ class Hub:
 
     def files(self, name: str) -> dict[str, int]:
         folder = self.repositories[name]
-        return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+        return {
+            str(p.relative_to(folder)): p.stat().st_size
+            for p in sorted(folder.rglob("*"))
+            if p.is_file()
+        }
 
     def answer(self, to) -> None:
         path, asked = to.path.partition("?")[0], to.headers.get("Range")
@@ -63,17 +67,30 @@ class Hub:
         if revision not in ("main", COMMIT):
             return self.send(to, 404, {"X-Error-Code": "RevisionNotFound"})
         if api:
-            tree = [{"type": "file", "path": p, "size": n, "oid": p} for p, n in self.files(name).items()]
+            tree = [
+                {"type": "file", "path": p, "size": n, "oid": p}
+                for p, n in self.files(name).items()
+            ]
             siblings = [{"rfilename": file["path"], "size": file["size"]} for file in tree]
-            found = tree if words[3:4] == ["tree"] else {"id": name, "sha": COMMIT, "siblings": siblings}
-            return self.send(to, 200, {"Content-Type": "application/json"}, json.dumps(found).encode())
+            found = (
+                tree
+                if words[3:4] == ["tree"]
+                else {"id": name, "sha": COMMIT, "siblings": siblings}
+            )
+            return self.send(
+                to, 200, {"Content-Type": "application/json"}, json.dumps(found).encode()
+            )
         if name in self.gated:
             return self.send(to, self.gated[name], {"X-Error-Code": "GatedRepo"})
         file = self.repositories[name] / "/".join(words[5:])
         if not file.is_file():
             return self.send(to, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         data, status = file.read_bytes(), 200
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         if asked:
             first, last = asked.removeprefix("bytes=").split("-")
             start, stop = int(first), min(int(last or len(data)), len(data) - 1) + 1
@@ -102,7 +119,9 @@ class Hub:
     def fetched(self) -> Counter:
         """How often files were asked for by name, their headers alone not counted."""
         whole = [
-            path for method, path, asked in self.got if method == "GET" and not re.match(r"bytes=[08]-", asked or "")
+            path
+            for method, path, asked in self.got
+            if method == "GET" and not re.match(r"bytes=[08]-", asked or "")
         ]
         return Counter(path.split("/", 5)[-1] for path in whole if "/resolve/" in path)
 
@@ -128,7 +147,12 @@ def served(tmp_path_factory):
         if "lora" not in path.name:
             (mixed / f"second-{path.name}").symlink_to(path.resolve())
     hub = Hub()
-    hub.repositories = {"lab/plain": plain, "lab/mixed": mixed, "lab/gemma": made / "gemma-3", "lab/gated": plain}
+    hub.repositories = {
+        "lab/plain": plain,
+        "lab/mixed": mixed,
+        "lab/gemma": made / "gemma-3",
+        "lab/gated": plain,
+    }
     hub.gated = {"lab/gated": 403}
     yield hub
     hub.server.shutdown()
@@ -157,7 +181,9 @@ def parted(served, tmp_path_factory):
     files, folders = folder / "files", folder / "diffusers"
     for part, name in (*RELEASED.items(), ("transformer", "diffusion_models/dev")):
         (files / name).parent.mkdir(parents=True, exist_ok=True)
-        (files / f"{name}.safetensors").symlink_to(folder / "official" / f"tiny-2.5-{part}.safetensors")
+        (files / f"{name}.safetensors").symlink_to(
+            folder / "official" / f"tiny-2.5-{part}.safetensors"
+        )
     (folders / "transformer_full").symlink_to(folders / "transformer")
     served.repositories |= {"lab/files": files, "lab/folders": folders}
     return served
@@ -169,12 +195,18 @@ def run(served, tmp_path):
     served.got.clear()
     offline = ("HF_HUB_OFFLINE", "HF_TOKEN")
     env = {name: value for name, value in os.environ.items() if name not in offline}
-    env |= {"HF_ENDPOINT": served.endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
+    env |= {
+        "HF_ENDPOINT": served.endpoint,
+        "HF_HOME": str(tmp_path / "hub"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def call(*words, **more):
         argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]
-        ran = subprocess.run(argv, env=env | more, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        ran = subprocess.run(
+            argv, env=env | more, capture_output=True, text=True, timeout=300, cwd=tmp_path
+        )
         return ran.returncode, ran.stdout, ran.stderr
 
     return call
@@ -182,7 +214,9 @@ def run(served, tmp_path):
 
 def one_line(result) -> str:
     status, out, err = result
-    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("ltx2rt: error: "), result
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("ltx2rt: error: "), (
+        result
+    )
     return err
 
 
@@ -190,9 +224,19 @@ def test_names_of_repositories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse_repo(Path("lab/plain")) == Repo("lab/plain")
     assert parse_repo(Path("lab/plain@refs/pr/1")) == Repo("lab/plain", None, "refs/pr/1")
-    assert parse_repo(Path("lab/plain/a.safetensors@v1")) == Repo("lab/plain", "a.safetensors", "v1")
+    assert parse_repo(Path("lab/plain/a.safetensors@v1")) == Repo(
+        "lab/plain", "a.safetensors", "v1"
+    )
     assert parse_repo(Path("lab/plain/model_index.json")) == Repo("lab/plain", "model_index.json")
-    for path in ("plain", "lab/plain/folder", "./lab/plain", "../lab", "/lab/plain", "lab/plain@", "."):
+    for path in (
+        "plain",
+        "lab/plain/folder",
+        "./lab/plain",
+        "../lab",
+        "/lab/plain",
+        "lab/plain@",
+        ".",
+    ):
         assert parse_repo(Path(path)) is None or path == "./lab/plain", path  # a Path drops "./"
     (tmp_path / "lab" / "plain").mkdir(parents=True)
     assert parse_repo(Path("lab/plain")) is None  # what exists is no repository
@@ -200,8 +244,31 @@ def test_names_of_repositories(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
-    size = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1, "--seed", 1, "--no-audio", "--prompt", "x")
-    where = ("--backend", "cuda", "--device", "cpu", "--model", "lab/plain@main", "--text-encoder", "lab/gemma")
+    size = (
+        "--width",
+        64,
+        "--height",
+        64,
+        "--num-frames",
+        9,
+        "--steps",
+        1,
+        "--seed",
+        1,
+        "--no-audio",
+        "--prompt",
+        "x",
+    )
+    where = (
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        "lab/plain@main",
+        "--text-encoder",
+        "lab/gemma",
+    )
     words = ("generate", *where, *size, "--output", "a.mp4", "--pipeline", "one-stage")
     assert "--height: 65536" in one_line(run(*words, "--height", 65536)) and not served.got
     status, _, err = run(*words)
@@ -211,7 +278,9 @@ def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
     served.got.clear()
     status, _, err = run(*words, "--offline")
     assert status == 0 and not served.got, err
-    one_line(run(*words[:-1], "two-stage", HF_HUB_OFFLINE="1"))  # what it needs more was not fetched
+    one_line(
+        run(*words[:-1], "two-stage", HF_HUB_OFFLINE="1")
+    )  # what it needs more was not fetched
     assert not served.got
     assert run("weights", "fetch", "lab/plain", "--pipeline", "one-stage")[0] == 0
     assert served.got and not served.fetched()
@@ -222,12 +291,23 @@ def test_fetch_takes_all_that_two_stages_need_and_goes_on_where_it_was_cut(run, 
     served.cut = "tiny-2.3.safetensors"
     status, out, err = run("weights", "fetch", "lab/plain")
     assert status == 0, err
-    names = {f"tiny-2.3{end}.safetensors" for end in ("", "-spatial-upsampler-x2", "-distilled-lora")}
+    names = {
+        f"tiny-2.3{end}.safetensors" for end in ("", "-spatial-upsampler-x2", "-distilled-lora")
+    }
     assert served.fetched().keys() == names and served.fetched()["tiny-2.3.safetensors"] == 2
-    asked = [r for method, path, r in served.got if method == "GET" and path.endswith("/tiny-2.3.safetensors")]
-    assert int(re.fullmatch(r"bytes=(\d+)-", asked[-1])[1]) >= 10_000_000  # of 36 MB, cut in the middle
+    asked = [
+        r
+        for method, path, r in served.got
+        if method == "GET" and path.endswith("/tiny-2.3.safetensors")
+    ]
+    assert (
+        int(re.fullmatch(r"bytes=(\d+)-", asked[-1])[1]) >= 10_000_000
+    )  # of 36 MB, cut in the middle
     path = Path(out.strip())
-    assert path.read_bytes() == (served.repositories["lab/plain"] / "tiny-2.3.safetensors").read_bytes()
+    assert (
+        path.read_bytes()
+        == (served.repositories["lab/plain"] / "tiny-2.3.safetensors").read_bytes()
+    )
 
 
 def test_all_that_is_ambiguous_is_said_in_one_line(run, served):
@@ -235,25 +315,42 @@ def test_all_that_is_ambiguous_is_said_in_one_line(run, served):
     for name in ("second-tiny-2.3.safetensors", "tiny-2.3.safetensors", "model_index.json"):
         assert f"lab/mixed/{name}" in error
     assert "3 candidates for the checkpoint" in error and "choose with --model" in error
-    assert "2 candidates for the x2 spatial upsampler" in error and "choose with --upsampler" in error
+    assert (
+        "2 candidates for the x2 spatial upsampler" in error and "choose with --upsampler" in error
+    )
     assert not any(name.endswith(".safetensors") for name in served.fetched())
 
 
 def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
     main = "diffusion_models/distilled.safetensors"
-    always = {main, *(f"{RELEASED[part]}.safetensors" for part in ("text-encoder", "audio-vae", "duration-head"))}
+    always = {
+        main,
+        *(
+            f"{RELEASED[part]}.safetensors"
+            for part in ("text-encoder", "audio-vae", "duration-head")
+        ),
+    }
     more = {f"{RELEASED[part]}.safetensors" for part in ("spatial-upsampler-x2", "distilled-lora")}
     words = ("weights", "fetch", f"lab/files/{main}", "--pipeline")
     for pipeline, decoder, expected in (
         ("one-stage", (), always | {"vae/conv.safetensors"}),
-        ("two-stage", ("--video-decoder", "diffusion"), more | {"vae/diffusion.safetensors"}),  # the rest is there
+        (
+            "two-stage",
+            ("--video-decoder", "diffusion"),
+            more | {"vae/diffusion.safetensors"},
+        ),  # the rest is there
     ):
         parted.got.clear()
         status, out, err = run(*words, pipeline, *decoder)
         assert status == 0, err
         assert set(parted.fetched()) == expected
     config = open_checkpoint(out.strip()).config
-    assert config.diffusion_decoder and config.video_vae.decoder and config.duration_head and config.gemma
+    assert (
+        config.diffusion_decoder
+        and config.video_vae.decoder
+        and config.duration_head
+        and config.gemma
+    )
     assert config.upsampler and config.temporal_upsampler is None
 
 
@@ -264,7 +361,21 @@ def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
         for part in ("text-encoder", "audio-vae", "duration-head")
     }
     flags["--video-vae"] = "lab/files/vae/diffusion.safetensors"
-    clip = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1, "--prompt", "x", "--seed", 1, "--no-audio")
+    clip = (
+        "--width",
+        64,
+        "--height",
+        64,
+        "--num-frames",
+        9,
+        "--steps",
+        1,
+        "--prompt",
+        "x",
+        "--seed",
+        1,
+        "--no-audio",
+    )
     where = ("--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage", "--output", "a.mp4")
     flags["--model"] = "lab/files/diffusion_models/dev.safetensors"
     status, _, err = run("generate", *where, *clip, *(x for pair in flags.items() for x in pair))
@@ -279,32 +390,54 @@ def test_transformers_of_one_repository_are_chosen_by_name(run, parted):
     for name in ("dev", "distilled"):
         assert f"lab/files/diffusion_models/{name}.safetensors" in error
     assert not parted.fetched()
-    status, out, err = run("weights", "fetch", "lab/folders", "--pipeline", "one-stage")  # its index lists one
+    status, out, err = run(
+        "weights", "fetch", "lab/folders", "--pipeline", "one-stage"
+    )  # its index lists one
     assert status == 0, err
     found = {name.partition("/")[0] for name in parted.fetched() if name.endswith(".safetensors")}
-    parts = {"transformer", "connectors", "vae", "audio_vae", "vocoder", "text_encoder", "duration_head"}
+    parts = {
+        "transformer",
+        "connectors",
+        "vae",
+        "audio_vae",
+        "vocoder",
+        "text_encoder",
+        "duration_head",
+    }
     assert found == parts and open_checkpoint(out.strip()).config.duration_head
 
 
 def test_one_of_several_is_chosen_by_its_file(run, served):
-    status, out, _ = run("weights", "fetch", "lab/mixed/model_index.json", "--pipeline", "one-stage")
+    status, out, _ = run(
+        "weights", "fetch", "lab/mixed/model_index.json", "--pipeline", "one-stage"
+    )
     assert status == 0 and out.strip().endswith("model_index.json")
     found = {
-        name.partition("/")[0] for name in served.fetched() if name.endswith("diffusion_pytorch_model.safetensors")
+        name.partition("/")[0]
+        for name in served.fetched()
+        if name.endswith("diffusion_pytorch_model.safetensors")
     }
     assert found == {"transformer", "connectors", "vae", "audio_vae", "vocoder"}
     assert {"text_encoder/model.safetensors", "tokenizer/tokenizer.json"} <= served.fetched().keys()
     status, out, err = run("weights", "inspect", out.strip())
-    assert status == 0 and "diffusers checkpoint" in out and "missing: x2 spatial upsampler" in out, err
+    assert (
+        status == 0 and "diffusers checkpoint" in out and "missing: x2 spatial upsampler" in out
+    ), err
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("lab/gated",), "lab/gated is gated: accept its terms on its page of the hub, then log in"),
+        (
+            ("lab/gated",),
+            "lab/gated is gated: accept its terms on its page of the hub, then log in",
+        ),
         (("lab/none",), "lab/none is neither a path nor a repository of the hub .*log in"),
         (("lab/plain", "--revision", "v9"), "lab/plain has no revision v9"),
-        (("lab/plain/no.safetensors",), r"no.safetensors is no checkpoint in it; found: tiny-2.3.safetensors"),
+        (
+            ("lab/plain/no.safetensors",),
+            r"no.safetensors is no checkpoint in it; found: tiny-2.3.safetensors",
+        ),
         (("lab/gemma",), "no checkpoint of LTX-2 in it"),
         (("nothing",), "expected ORG/NAME"),
     ],

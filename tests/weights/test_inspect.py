@@ -23,7 +23,11 @@ def test_a_complete_folder_has_nothing_missing(tiny, layout):
     # F32: 6 tables in each of 3 blocks and 2 global ones
     assert found["components"]["transformer"]["dtypes"] == {"BF16": 296, "F32": 20}
     text = format_inspection(found)
-    assert "LTX-2.3" in text and "transformer    316 tensors" in text and "sample_rate_hz 48000" in text
+    assert (
+        "LTX-2.3" in text
+        and "transformer    316 tensors" in text
+        and "sample_rate_hz 48000" in text
+    )
 
 
 def test_parts_are_told_apart(tiny):
@@ -35,7 +39,10 @@ def test_parts_are_told_apart(tiny):
         "tiny-2.0-spatial-upsampler-x2.safetensors": "x2 spatial upsampler",
         "tiny-2.0-distilled-lora.safetensors": "LoRA",
     }
-    assert inspect_path(tiny("tiny-2.0", "diffusers") / "latent_upsampler")["kind"] == "x2 spatial upsampler"
+    assert (
+        inspect_path(tiny("tiny-2.0", "diffusers") / "latent_upsampler")["kind"]
+        == "x2 spatial upsampler"
+    )
     newest = tiny("tiny-2.5", "official")
     parts = {path.name: inspect_path(path) for path in newest.iterdir()}
     assert {name.removeprefix("tiny-2.5-"): found["kind"] for name, found in parts.items()} == {
@@ -49,7 +56,10 @@ def test_parts_are_told_apart(tiny):
         "duration-head.safetensors": "duration head",
         "distilled-lora.safetensors": "LoRA",
     }
-    counts = {name: part["tensors"] for name, part in parts["tiny-2.5-text-encoder.safetensors"]["components"].items()}
+    counts = {
+        name: part["tensors"]
+        for name, part in parts["tiny-2.5-text-encoder.safetensors"]["components"].items()
+    }
     assert counts == {"gemma": 95, "text": 4, "assets": 5}
     assert inspect_path(newest)["family"] == "LTX-2.5" and inspect_path(newest)["missing"] == []
     lora = inspect_path(folder / "tiny-2.0-distilled-lora.safetensors")
@@ -118,7 +128,10 @@ def test_counts_that_no_file_has_are_refused_before_anything_loops(tiny, tmp_pat
     infos = {name: file.info(name) for name in file.names()}
     write_tensors(tmp_path / MAIN, infos, None, file.metadata | {"config": json.dumps(config)})
     (problem,) = inspect_path(tmp_path / MAIN)["problems"]
-    assert str(tmp_path / MAIN) in problem and f"{path[-1]} = {value}, expected a positive int up to" in problem
+    assert (
+        str(tmp_path / MAIN) in problem
+        and f"{path[-1]} = {value}, expected a positive int up to" in problem
+    )
 
 
 def test_a_config_that_contradicts_itself_is_one_line_that_names_the_file(tiny, tmp_path):
@@ -128,4 +141,7 @@ def test_a_config_that_contradicts_itself_is_one_line_that_names_the_file(tiny, 
     infos = {name: file.info(name) for name in file.names()}
     write_tensors(tmp_path / MAIN, infos, None, file.metadata | {"config": json.dumps(config)})
     (problem,) = inspect_path(tmp_path / MAIN)["problems"]
-    assert problem.startswith(f"{tmp_path / MAIN}: its config contradicts itself: ") and "\n" not in problem
+    assert (
+        problem.startswith(f"{tmp_path / MAIN}: its config contradicts itself: ")
+        and "\n" not in problem
+    )

@@ -13,7 +13,14 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import trace
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, cut, write_arrays
-from ltx2rt.weights.lora import Merge, MergedSource, merge, merge_to_file, open_lora, reference_factors
+from ltx2rt.weights.lora import (
+    Merge,
+    MergedSource,
+    merge,
+    merge_to_file,
+    open_lora,
+    reference_factors,
+)
 
 BF16 = ml_dtypes.bfloat16
 Q = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
@@ -61,7 +68,11 @@ def saved(path, arrays, strength=1.0):
         ("transformer.transformer_blocks.0.attn1.to_q", Q, ("lora_A", "lora_B")),
         ("transformer_blocks.0.attn1.to_q", Q, ("lora_down", "lora_up")),
         ("diffusion_model.av_ca_a2v_gate_adaln_single.linear", ADALN, ("lora_A", "lora_B")),
-        ("transformer.av_cross_attn_video_a2v_gate.linear", ADALN, ("lora_A.default", "lora_B.default")),
+        (
+            "transformer.av_cross_attn_video_a2v_gate.linear",
+            ADALN,
+            ("lora_A.default", "lora_B.default"),
+        ),
     ],
 )
 def test_every_key_style_finds_its_weight(tmp_path, module, target, style):
@@ -70,12 +81,16 @@ def test_every_key_style_finds_its_weight(tmp_path, module, target, style):
     assert source.touched() == {target}
     a, b = (value.astype(np.float32) for value in pair(module, 1, style=style).values())
     # float32, one product of three terms: only the order of the sum may differ
-    np.testing.assert_allclose(source.read(target), weights()[target].astype(np.float32) + b @ a, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        source.read(target), weights()[target].astype(np.float32) + b @ a, rtol=1e-5, atol=1e-6
+    )
     assert source.merges[0].line().startswith("merged 1/1 modules")
 
 
 def test_scale_is_the_tensors_own_alpha_over_its_own_rank(tmp_path):
-    arrays = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1, rank=4, style=("lora_down", "lora_up"))
+    arrays = pair(
+        "diffusion_model.transformer_blocks.0.attn1.to_q", 1, rank=4, style=("lora_down", "lora_up")
+    )
     arrays |= pair("diffusion_model.av_ca_a2v_gate_adaln_single.linear", 2, rank=2)
     arrays["diffusion_model.transformer_blocks.0.attn1.to_q.alpha"] = np.array(2.0, np.float32)
     write_arrays(tmp_path / "l.safetensors", arrays, {"lora_alpha": "384", "lora_rank": "384"})
@@ -85,13 +100,17 @@ def test_scale_is_the_tensors_own_alpha_over_its_own_rank(tmp_path):
 
 
 @settings(max_examples=25, deadline=None)
-@given(strengths=st.lists(st.sampled_from([1.0, 0.25, -0.7, 1.3]), min_size=1, max_size=3), seed=st.integers(0, 99))
+@given(
+    strengths=st.lists(st.sampled_from([1.0, 0.25, -0.7, 1.3]), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
 def test_bf16_merge_equals_the_official_order_bit_for_bit(tmp_path_factory, strengths, seed):
     """Oracle: torch in bfloat16 for every rounding; products in float32, as the official matmul accumulates."""
     folder = tmp_path_factory.mktemp("l")
     module, base = "diffusion_model.transformer_blocks.0.attn1.to_q", weights()
     loras = [
-        saved(folder / f"{i}.safetensors", pair(module, seed + i), strength) for i, strength in enumerate(strengths)
+        saved(folder / f"{i}.safetensors", pair(module, seed + i), strength)
+        for i, strength in enumerate(strengths)
     ]
     delta = None
     for lora in loras:
@@ -117,14 +136,19 @@ def test_a_full_size_merge_rounds_as_torch_does_in_bfloat16(tmp_path):
         "diffusion_model.transformer_blocks.0.attn1.to_q.lora_A.weight": (384, 1024),
         "diffusion_model.transformer_blocks.0.attn1.to_q.lora_B.weight": (4096, 384),
     }
-    arrays = {k: (0.01 * rng.standard_normal(shape, dtype=np.float32)).astype(BF16) for k, shape in pieces.items()}
+    arrays = {
+        k: (0.01 * rng.standard_normal(shape, dtype=np.float32)).astype(BF16)
+        for k, shape in pieces.items()
+    }
     lora = saved(tmp_path / "full.safetensors", arrays, 0.8)
     a, b = (torch.from_numpy(array.astype(np.float32)).bfloat16() for array in arrays.values())
     delta = (b * 0.8) @ a
     expected = (delta + torch.from_numpy(weight.astype(np.float32)).bfloat16()).float().numpy()
     merged = MergedSource(Memory({Q: weight}), [lora], "bfloat16").read(Q).astype(np.float32)
     # One bfloat16 step of the largest of Delta, W and their sum: where the two cancel, the sum's own steps are finer.
-    largest = np.maximum.reduce([np.abs(x) for x in (delta.float().numpy(), weight.astype(np.float32), expected)])
+    largest = np.maximum.reduce(
+        [np.abs(x) for x in (delta.float().numpy(), weight.astype(np.float32), expected)]
+    )
     step = np.exp2(np.floor(np.log2(largest)) - 7)
     assert (np.abs(merged - expected) <= step).all() and (merged != expected).mean() <= 1e-3
 
@@ -132,7 +156,9 @@ def test_a_full_size_merge_rounds_as_torch_does_in_bfloat16(tmp_path):
 def test_untouched_tensors_are_shared_and_the_source_is_unchanged(tmp_path):
     base = weights()
     before = base[Q].copy()
-    lora = saved(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1))
+    lora = saved(
+        tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
+    )
     source = MergedSource(Memory(base), [lora], "bfloat16")
     assert source.read("untouched") is base["untouched"]
     assert source.info(Q) == TensorInfo((6, 5), np.dtype(BF16))
@@ -141,22 +167,30 @@ def test_untouched_tensors_are_shared_and_the_source_is_unchanged(tmp_path):
 
 
 def test_strength_zero_touches_nothing(tmp_path):
-    lora = saved(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1), 0.0)
+    lora = saved(
+        tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1), 0.0
+    )
     source = MergedSource(Memory(weights()), [lora], "bfloat16")
     assert source.touched() == set() and source.merges[0].matched == 1
 
 
-@pytest.mark.parametrize("module", ["text_embedding_projection.aggregate_embed", "connectors.text_proj_in"])
+@pytest.mark.parametrize(
+    "module", ["text_embedding_projection.aggregate_embed", "connectors.text_proj_in"]
+)
 def test_the_text_projection_pair_is_skipped_and_reported(tmp_path, module):
     arrays = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1) | pair(module, 2)
-    source = MergedSource(Memory(weights()), [saved(tmp_path / "l.safetensors", arrays)], "bfloat16")
+    source = MergedSource(
+        Memory(weights()), [saved(tmp_path / "l.safetensors", arrays)], "bfloat16"
+    )
     assert source.merges[0].line().endswith("strength 1, skipped 1 of the text projection")
     assert (source.merges[0].matched, source.merges[0].total) == (1, 1)
 
 
 def test_unmatched_keys_fail_unless_partial_is_allowed(tmp_path):
     arrays = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
-    arrays |= pair("diffusion_model.transformer_blocks.9.attn1.to_q", 2) | {"diffusion_model.x.diff": np.zeros(2, BF16)}
+    arrays |= pair("diffusion_model.transformer_blocks.9.attn1.to_q", 2) | {
+        "diffusion_model.x.diff": np.zeros(2, BF16)
+    }
     lora = saved(tmp_path / "l.safetensors", arrays)
     with pytest.raises(InputError, match=r"2 keys match no weight.*--lora-allow-partial"):
         MergedSource(Memory(weights()), [lora], "bfloat16")
@@ -180,7 +214,9 @@ def test_broken_lora_files_are_refused(tmp_path):
         "diffusion_model.transformer_blocks.0.attn1.to_q.lora_B.weight": np.zeros((6, 2), BF16)
     }
     twice = good | pair("transformer.transformer_blocks.0.attn1.to_q", 2)
-    alphas = good | {"diffusion_model.transformer_blocks.0.attn1.to_q.alpha": np.ones(2, np.float32)}
+    alphas = good | {
+        "diffusion_model.transformer_blocks.0.attn1.to_q.alpha": np.ones(2, np.float32)
+    }
     for i, (arrays, says) in enumerate(
         [
             (alphas, "one finite number"),
@@ -198,14 +234,19 @@ def test_broken_lora_files_are_refused(tmp_path):
 @pytest.mark.parametrize("dtype", [np.int8, np.bool_, ml_dtypes.float8_e4m3fn])
 def test_loras_of_a_dtype_that_is_no_weight_are_refused(tmp_path, dtype):
     module = "diffusion_model.transformer_blocks.0.attn1.to_q"
-    write_arrays(tmp_path / "l.safetensors", {name: array.astype(dtype) for name, array in pair(module, 1).items()})
+    write_arrays(
+        tmp_path / "l.safetensors",
+        {name: array.astype(dtype) for name, array in pair(module, 1).items()},
+    )
     with pytest.raises(InputError, match=r"l\.safetensors: .*lora_A.weight is .*expected bfloat16"):
         open_lora(tmp_path / "l.safetensors")
 
 
 @pytest.mark.parametrize("strength", [float("nan"), float("inf"), 1e308, -1e30])
 def test_strengths_that_no_weight_survives_are_refused(tmp_path, strength):
-    write_arrays(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1))
+    write_arrays(
+        tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
+    )
     with pytest.raises(InputError, match=r"l\.safetensors: scaled by .* at most 1000"):
         open_lora(tmp_path / "l.safetensors", strength)
 
@@ -213,16 +254,24 @@ def test_strengths_that_no_weight_survives_are_refused(tmp_path, strength):
 def test_a_lora_of_nan_is_named_when_it_is_read(tmp_path):
     arrays = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
     next(iter(arrays.values()))[0, 0] = np.nan
-    source = MergedSource(Memory(weights()), [saved(tmp_path / "l.safetensors", arrays)], "bfloat16")
+    source = MergedSource(
+        Memory(weights()), [saved(tmp_path / "l.safetensors", arrays)], "bfloat16"
+    )
     with pytest.raises(InputError, match=r"l\.safetensors: .*lora_A\.weight holds NaN"):
         source.read(Q)
 
 
 def test_the_same_lora_twice_is_refused(tmp_path):
-    first = saved(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1))
+    first = saved(
+        tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
+    )
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "l.safetensors")
-    with pytest.raises(InputError, match=r"the same LoRA twice \(.*l\.safetensors and .*link\.safetensors\)"):
-        MergedSource(Memory(weights()), [first, open_lora(tmp_path / "link.safetensors", 0.5)], "bfloat16")
+    with pytest.raises(
+        InputError, match=r"the same LoRA twice \(.*l\.safetensors and .*link\.safetensors\)"
+    ):
+        MergedSource(
+            Memory(weights()), [first, open_lora(tmp_path / "link.safetensors", 0.5)], "bfloat16"
+        )
 
 
 def test_a_merge_line_names_stage_and_role():
@@ -244,7 +293,9 @@ def test_merged_tensors_are_written_under_their_official_names(tiny, tmp_path):
     np.testing.assert_array_equal(
         written.read(Q), MergedSource(checkpoint.source("transformer"), [lora], "float32").read(Q)
     )
-    np.testing.assert_array_equal(written.read(vae), checkpoint.source("video_vae").read(vae).astype(np.float32))
+    np.testing.assert_array_equal(
+        written.read(vae), checkpoint.source("video_vae").read(vae).astype(np.float32)
+    )
     with pytest.raises(InputError, match="no tensor attn1"):
         merge_to_file(checkpoint, [lora], ["attn1"], tmp_path / "n.safetensors", "float32")
     with pytest.raises(InputError, match="does not exist; create it"):
@@ -262,7 +313,11 @@ def test_devices_merge_as_numpy_does_bit_for_bit(kind, rounded, stored):
     rng, (rows, width, rank) = np.random.default_rng(3), (131, 96, 16)
     weight = rng.standard_normal((rows, width), np.float32).astype(stored)
     factors = [
-        (rng.integers(-8, 9, (rows, rank)).astype(stored), rng.integers(-8, 9, (rank, width)).astype(BF16), scale)
+        (
+            rng.integers(-8, 9, (rows, rank)).astype(stored),
+            rng.integers(-8, 9, (rank, width)).astype(BF16),
+            scale,
+        )
         for scale in (0.8 if rounded else 0.75, 1.3, -0.7)
     ]
     backend = get_backend(kind, "cpu")
@@ -279,14 +334,22 @@ def test_devices_merge_as_numpy_does_bit_for_bit(kind, rounded, stored):
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
 def test_merged_weights_are_loaded_as_merged(kind, dtype, tmp_path):
     """In the graph's dtype and in the other one, of a source that gives what this backend's merge made."""
-    linear = lambda o: {"y": o.linear(o.cast(o.input("x", B=1, D=5), dtype=o.dtype), Q[:-7], {"ff": 6}, bias=False)}  # noqa: E731
+
+    def linear(o):
+        x = o.cast(o.input("x", B=1, D=5), dtype=o.dtype)
+        return {"y": o.linear(x, Q[:-7], {"ff": 6}, bias=False)}
+
     backend, graph = get_backend(kind, "cpu"), trace("merged", linear, dtype)
-    lora = saved(tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1))
+    lora = saved(
+        tmp_path / "l.safetensors", pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
+    )
     for merged in ("bfloat16", "float32"):
         source = MergedSource(Memory(weights()), [lora], merged, backend.merge)
         loaded = backend.to_host(backend.load([graph], source)[Q])
         read = source.read(Q)
-        expected = (read if kind == "tpu" else read.float().numpy()).astype(BF16 if dtype == "bfloat16" else np.float32)
+        expected = (read if kind == "tpu" else read.float().numpy()).astype(
+            BF16 if dtype == "bfloat16" else np.float32
+        )
         np.testing.assert_array_equal(loaded, expected.astype(np.float32))
 
 
@@ -311,11 +374,15 @@ def test_headers_say_how_coarse_references_are(tmp_path):
 
 @pytest.mark.parametrize("value", ["0", "-2", "1.5", "two", "", "1000"])
 def test_factors_that_are_no_whole_number_are_refused(tmp_path, value):
-    with pytest.raises(InputError, match=rf"0.safetensors: its {SPACE} is '{value}', expected a whole number"):
+    with pytest.raises(
+        InputError, match=rf"0.safetensors: its {SPACE} is '{value}', expected a whole number"
+    ):
         reference_factors(headers(tmp_path, {SPACE: value}))
 
 
 def test_loras_with_unlike_factors_are_refused(tmp_path):
     paths = headers(tmp_path, {TIME: "2"}, {}, {TIME: "3"})
-    with pytest.raises(InputError, match=rf"{TIME} is 2 in .*0.safetensors and 3 in .*2.safetensors"):
+    with pytest.raises(
+        InputError, match=rf"{TIME} is 2 in .*0.safetensors and 3 in .*2.safetensors"
+    ):
         reference_factors(paths)

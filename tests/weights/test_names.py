@@ -8,8 +8,16 @@ from ltx2rt.weights.random.presets import preset
 PAIRS = [
     ("transformer", "model.diffusion_model.patchify_proj.bias", "proj_in.bias"),
     ("transformer", "model.diffusion_model.adaln_single.linear.weight", "time_embed.linear.weight"),
-    ("transformer", "model.diffusion_model.audio_adaln_single.linear.weight", "audio_time_embed.linear.weight"),
-    ("transformer", "model.diffusion_model.prompt_adaln_single.linear.bias", "prompt_adaln.linear.bias"),
+    (
+        "transformer",
+        "model.diffusion_model.audio_adaln_single.linear.weight",
+        "audio_time_embed.linear.weight",
+    ),
+    (
+        "transformer",
+        "model.diffusion_model.prompt_adaln_single.linear.bias",
+        "prompt_adaln.linear.bias",
+    ),
     (
         "transformer",
         "model.diffusion_model.av_ca_a2v_gate_adaln_single.linear.bias",
@@ -37,7 +45,11 @@ PAIRS = [
         "vae.encoder.down_blocks.8.res_blocks.1.conv1.conv.bias",
         "encoder.mid_block.resnets.1.conv1.conv.bias",
     ),
-    ("video_vae", "vae.encoder.down_blocks.5.conv.conv.bias", "encoder.down_blocks.2.downsamplers.0.conv.conv.bias"),
+    (
+        "video_vae",
+        "vae.encoder.down_blocks.5.conv.conv.bias",
+        "encoder.down_blocks.2.downsamplers.0.conv.conv.bias",
+    ),
     (
         "video_vae",
         "vae.encoder.down_blocks.4.res_blocks.0.conv2.conv.bias",
@@ -48,7 +60,11 @@ PAIRS = [
         "vae.decoder.up_blocks.0.res_blocks.3.conv1.conv.bias",
         "decoder.mid_block.resnets.3.conv1.conv.bias",
     ),
-    ("video_vae", "vae.decoder.up_blocks.7.conv.conv.weight", "decoder.up_blocks.3.upsamplers.0.conv.conv.weight"),
+    (
+        "video_vae",
+        "vae.decoder.up_blocks.7.conv.conv.weight",
+        "decoder.up_blocks.3.upsamplers.0.conv.conv.weight",
+    ),
     (
         "video_vae",
         "vae.decoder.up_blocks.8.res_blocks.0.conv1.conv.bias",
@@ -66,7 +82,11 @@ PAIRS = [
         "vae.decoder.t_embedder.mlp.2.bias",
         "decoder.t_embedder.timestep_embedder.linear_2.bias",
     ),
-    ("audio_vae", "audio_vae.decoder.up.2.upsample.conv.conv.weight", "decoder.up.2.upsample.conv.conv.weight"),
+    (
+        "audio_vae",
+        "audio_vae.decoder.up.2.upsample.conv.conv.weight",
+        "decoder.up.2.upsample.conv.conv.weight",
+    ),
     ("audio_vae", "audio_vae.per_channel_statistics.std-of-means", "latents_std"),
     ("vocoder", "vocoder.conv_pre.weight", "conv_in.weight"),
     ("vocoder", "vocoder.vocoder.ups.3.weight", "vocoder.upsamplers.3.weight"),
@@ -75,7 +95,11 @@ PAIRS = [
         "vocoder.bwe_generator.resblocks.2.acts1.0.downsample.lowpass.filter",
         "bwe_generator.resnets.2.acts1.0.downsample.filter",
     ),
-    ("vocoder", "vocoder.vocoder.resblocks.2.acts2.0.upsample.filter", "vocoder.resnets.2.acts2.0.upsample.filter"),
+    (
+        "vocoder",
+        "vocoder.vocoder.resblocks.2.acts2.0.upsample.filter",
+        "vocoder.resnets.2.acts2.0.upsample.filter",
+    ),
     ("vocoder", "vocoder.vocoder.act_post.act.alpha", "vocoder.act_out.act.alpha"),
     ("vocoder", "vocoder.mel_stft.stft_fn.forward_basis", "mel_stft.stft_fn.forward_basis"),
     ("upsampler", "upsampler.conv.weight", "upsampler.conv.weight"),
@@ -91,13 +115,15 @@ def test_names_translate_both_ways(component, official, diffusers):
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model.", ""])
 def test_every_gemma_spelling_becomes_one(prefix):
     assert (
-        gemma_to_canonical(prefix + "layers.0.mlp.up_proj.weight") == "language_model.model.layers.0.mlp.up_proj.weight"
+        gemma_to_canonical(prefix + "layers.0.mlp.up_proj.weight")
+        == "language_model.model.layers.0.mlp.up_proj.weight"
     )
     assert gemma_to_canonical(prefix + "norm.weight") == "language_model.model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    "name", ["lm_head.weight", "vision_tower.encoder.layers.0.mlp.fc1.weight", "model.vision_tower.x"]
+    "name",
+    ["lm_head.weight", "vision_tower.encoder.layers.0.mlp.fc1.weight", "model.vision_tower.x"],
 )
 def test_other_gemma_names_stay(name):
     assert gemma_to_canonical(name) == name
@@ -115,7 +141,10 @@ def test_every_diffusers_key_round_trips(name):
     config = preset(name).config
     vocoder = LTX2VocoderWithBWE if name.endswith("3") else LTX2Vocoder
     parts = {
-        "transformer": (LTX2VideoTransformer3DModel, configs.diffusers_transformer_json(config.transformer)),
+        "transformer": (
+            LTX2VideoTransformer3DModel,
+            configs.diffusers_transformer_json(config.transformer),
+        ),
         "text": (LTX2TextConnectors, configs.diffusers_text_json(config.text, config.transformer)),
         "video_vae": (AutoencoderKLLTX2Video, configs.diffusers_video_vae_json(config.video_vae)),
         "vocoder": (vocoder, configs.diffusers_vocoder_json(config.vocoder)),

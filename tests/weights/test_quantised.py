@@ -39,15 +39,24 @@ def stored(kind: str, rows: int, columns: int) -> dict[str, np.ndarray]:
     scale = (0.01 + RNG.random((rows, 1), np.float32)).astype(np.float32)
     if kind.startswith("float8"):
         values = (100 * RNG.standard_normal((rows, columns))).astype(E4M3)
-        one = {"weight_scale": scale[0].reshape(() if kind == "float8" else 1), "input_scale": scale[1].reshape(())}
+        one = {
+            "weight_scale": scale[0].reshape(() if kind == "float8" else 1),
+            "input_scale": scale[1].reshape(()),
+        }
         return {"weight": values} | ({"weight_scale": scale} if kind == "float8 by rows" else one)
     if kind.startswith("int8"):
         values = RNG.integers(-127, 128, (rows, columns)).astype(np.int8)
-        return {"weight": values, "weight_scale": scale} | ({"comfy_quant": said()} if kind == "int8 rotated" else {})
+        return {"weight": values, "weight_scale": scale} | (
+            {"comfy_quant": said()} if kind == "int8 rotated" else {}
+        )
     tiles = (-(-rows // 128) * 128, -(-columns // 64) * 4)
     scales = (1 + 50 * RNG.random(tiles)).astype(E4M3)
     values = RNG.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
-    return {"weight": values, "weight_scale": scales, "weight_scale_2": np.float32(0.0123).reshape(())}
+    return {
+        "weight": values,
+        "weight_scale": scales,
+        "weight_scale_2": np.float32(0.0123).reshape(()),
+    }
 
 
 def meant(kind: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -58,7 +67,9 @@ def meant(kind: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
         if kind == "int8 rotated":
             h4 = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
             r = np.kron(h4, h4) / 4
-            exact = np.concatenate([exact[:, i : i + 16] @ r for i in range(0, exact.shape[1], 16)], axis=1)
+            exact = np.concatenate(
+                [exact[:, i : i + 16] @ r for i in range(0, exact.shape[1], 16)], axis=1
+            )
         return exact * scale
     rows, columns = values.shape[0], 2 * values.shape[1]
     exact, flat, tiles_right = np.zeros((rows, columns)), scale.ravel(), -(-columns // 64)
@@ -69,7 +80,9 @@ def meant(kind: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
             group = column // 16
             tile = (row // 128) * tiles_right + group // 4
             block = flat[512 * tile + (row % 32) * 16 + (row % 128) // 32 * 4 + group % 4]
-            exact[row, column] = (-1 if half & 8 else 1) * E2M1[half & 7] * block * float(arrays["weight_scale_2"])
+            exact[row, column] = (
+                (-1 if half & 8 else 1) * E2M1[half & 7] * block * float(arrays["weight_scale_2"])
+            )
     return exact
 
 
@@ -81,13 +94,24 @@ def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
     """All products but the last are exact: one rounding to float32 is what may differ, so nothing may."""
     rows, columns = (131, 80) if kind == "nvfp4" else (7, 48)
     arrays = stored(kind, rows, columns)
-    write_arrays(tmp_path / "m.safetensors", {f"x.{name}": a for name, a in arrays.items()} | {"y": np.ones(2, BF16)})
+    write_arrays(
+        tmp_path / "m.safetensors",
+        {f"x.{name}": a for name, a in arrays.items()} | {"y": np.ones(2, BF16)},
+    )
     source = dequantised(TensorFile(tmp_path / "m.safetensors"))
-    assert set(source.names()) == {"x.weight", "y"} and source.info("x.weight").shape == (rows, columns)
+    assert set(source.names()) == {"x.weight", "y"} and source.info("x.weight").shape == (
+        rows,
+        columns,
+    )
     assert source.info("x.weight").nbytes == sum(array.nbytes for array in arrays.values())
     expected = meant(kind, arrays).astype(np.float32)
     np.testing.assert_array_equal(source.read("x.weight"), expected)
-    for rows_cut, columns_cut in (((2, 5), (0, columns)), ((0, rows), (17, 33)), ((1, 6), (5, 6)), ((3, 4), (16, 48))):
+    for rows_cut, columns_cut in (
+        ((2, 5), (0, columns)),
+        ((0, rows), (17, 33)),
+        ((1, 6), (5, 6)),
+        ((3, 4), (16, 48)),
+    ):
         part = source.read("x.weight", (0, *rows_cut), (1, *columns_cut))
         np.testing.assert_array_equal(part, expected[slice(*rows_cut), slice(*columns_cut)])
     np.testing.assert_array_equal(source.read("x.weight", (0, 1, 7), (0, 2, 4)), expected[3:5])
@@ -105,14 +129,34 @@ def test_the_rotation_is_its_own_inverse():
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("float8", {"weight_scale": np.ones(3, np.float32)}, r"weight_scale is float32 \[3\], expected one number or"),
+        (
+            "float8",
+            {"weight_scale": np.ones(3, np.float32)},
+            r"weight_scale is float32 \[3\], expected one number or",
+        ),
         ("int8", {"weight_scale": np.ones((4, 1), np.float32)}, r"expected one number or \[7, 1\]"),
-        ("int8 rotated", {"comfy_quant": said(convrot_groupsize=24)}, r"comfy_quant .*groups of a power of 4.* 24"),
-        ("int8 rotated", {"comfy_quant": said(convrot_groupsize=64)}, "expected rows of groups of 64"),
+        (
+            "int8 rotated",
+            {"comfy_quant": said(convrot_groupsize=24)},
+            r"comfy_quant .*groups of a power of 4.* 24",
+        ),
+        (
+            "int8 rotated",
+            {"comfy_quant": said(convrot_groupsize=64)},
+            "expected rows of groups of 64",
+        ),
         ("int8 rotated", {"comfy_quant": said(format="int8_blockwise")}, "int8_blockwise"),
         ("int8 rotated", {"comfy_quant": np.frombuffer(b"[1", np.uint8)}, "comfy_quant is no JSON"),
-        ("nvfp4", {"weight_scale": np.ones((7, 3), E4M3)}, r"expected 512 scales, for each 16 inputs"),
-        ("nvfp4", {"weight_scale_2": np.ones(2, np.float32)}, "weight_scale_2 .* expected one number"),
+        (
+            "nvfp4",
+            {"weight_scale": np.ones((7, 3), E4M3)},
+            r"expected 512 scales, for each 16 inputs",
+        ),
+        (
+            "nvfp4",
+            {"weight_scale_2": np.ones(2, np.float32)},
+            "weight_scale_2 .* expected one number",
+        ),
     ],
 )
 def test_companions_that_do_not_fit_are_refused(tmp_path, kind, change, says):
@@ -133,7 +177,10 @@ def float8(tmp_path_factory):
 
 
 def test_a_made_float8_file_is_of_one_block_with_its_gates_and_reads_as_weight_times_scale(float8):
-    file, source = TensorFile(float8 / "tiny-2.3.safetensors"), open_checkpoint(float8).source("transformer")
+    file, source = (
+        TensorFile(float8 / "tiny-2.3.safetensors"),
+        open_checkpoint(float8).source("transformer"),
+    )
     quantised = [name for name in file.names() if file.info(name).dtype == E4M3]
     assert len(quantised) == 34 and all(".transformer_blocks.1." in name for name in quantised)
     assert sum("to_gate_logits" in name for name in quantised) == 6
@@ -187,12 +234,16 @@ def test_inspect_knows_the_formats(command, float8):
 
 
 def as_bytes(weight) -> np.ndarray:
-    return (weight.view(torch.uint8).numpy() if isinstance(weight, torch.Tensor) else np.asarray(weight)).view(np.uint8)
+    return (
+        weight.view(torch.uint8).numpy() if isinstance(weight, torch.Tensor) else np.asarray(weight)
+    ).view(np.uint8)
 
 
 def blocks_graph():
     def model(o):
-        block = lambda o, c, i, d: ({"x": o.linear(c["x"], "attn1.to_q", {"D": 32}, bias=False)}, {})  # noqa: E731
+        def block(o, c, i, d):
+            return {"x": o.linear(c["x"], "attn1.to_q", {"D": 32}, bias=False)}, {}
+
         prefix = "model.diffusion_model.transformer_blocks.*."
         return {"x": o.repeat(block, 3, {"x": o.input("x", B=2, D=32)}, prefix=prefix)[0]["x"]}
 
@@ -205,7 +256,11 @@ def three_blocks(tmp_path):
     kinds = ("float8", "float8", "plain")
     arrays = {}
     for i, kind in enumerate(kinds):
-        own = stored(kind, 32, 32) if kind == "float8" else {"weight": RNG.standard_normal((32, 32)).astype(BF16)}
+        own = (
+            stored(kind, 32, 32)
+            if kind == "float8"
+            else {"weight": RNG.standard_normal((32, 32)).astype(BF16)}
+        )
         arrays |= {f"{Q.replace('.1.', f'.{i}.')}{name}": array for name, array in own.items()}
     write_arrays(tmp_path / "m.safetensors", arrays)
     return dequantised(TensorFile(tmp_path / "m.safetensors")), arrays
@@ -218,7 +273,9 @@ def test_float8_is_kept_where_asked_for_and_dequantised_elsewhere(kind, three_bl
     weights = get_backend(kind, "cpu").load([quantise(blocks_graph())], source)
     name = f"{Q.replace('.1.', '.1+*.')}weight"
     name = name.replace("*", "0") if kind == "cuda" else name
-    assert np.array_equal(as_bytes(weights[name]).ravel(), arrays[f"{Q}weight"].view(np.uint8).ravel())
+    assert np.array_equal(
+        as_bytes(weights[name]).ravel(), arrays[f"{Q}weight"].view(np.uint8).ravel()
+    )
     scale = np.asarray(weights[f"{name} scale"]).ravel()
     np.testing.assert_array_equal(scale, np.full(32, arrays[f"{Q}weight_scale"]))
     first = f"{Q.replace('.1.', '.0.')}weight"
@@ -232,9 +289,13 @@ def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blo
     """Kept in float8: one scale max|W| / 448. In bfloat16: one rounding of delta + weight x scale."""
     source, arrays = three_blocks
     down, up = (RNG.standard_normal(shape).astype(BF16) for shape in ((2, 32), (32, 2)))
-    write_arrays(tmp_path / "l.safetensors", {f"{Q[6:]}lora_A.weight": down, f"{Q[6:]}lora_B.weight": up})
+    write_arrays(
+        tmp_path / "l.safetensors", {f"{Q[6:]}lora_A.weight": down, f"{Q[6:]}lora_B.weight": up}
+    )
     backend = get_backend(kind, "cpu")
-    merged = MergedSource(source, [open_lora(tmp_path / "l.safetensors", 8.0)], "bfloat16", backend.merge)
+    merged = MergedSource(
+        source, [open_lora(tmp_path / "l.safetensors", 8.0)], "bfloat16", backend.merge
+    )
     weight = arrays[f"{Q}weight"].astype(np.float32) * arrays[f"{Q}weight_scale"]
     exact = merge(weight, [(up, down, 8.0)], True)
     delta = merge(np.zeros((32, 32), BF16), [(up, down, 8.0)], True)
@@ -264,11 +325,26 @@ def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path,
         if path.name != "tiny-2.3.safetensors":
             (tmp_path / path.name).symlink_to(path)
     write_arrays(tmp_path / "tiny-2.3.safetensors", whole, file.metadata)
-    flags = ("--pipeline", "one-stage", "--num-frames", 9, "--width", 64, "--steps", 2, "--seed", 3, "--no-audio")
+    flags = (
+        "--pipeline",
+        "one-stage",
+        "--num-frames",
+        9,
+        "--width",
+        64,
+        "--steps",
+        2,
+        "--seed",
+        3,
+        "--no-audio",
+    )
     runs = [generate("cuda", folder, *flags) for folder in (float8, tmp_path)]
     runs.append(generate("cuda", float8, *flags, "--weights-dtype", "float8"))
     assert [run.status for run in runs] == [0, 0, 0], runs
-    last = [run.latents[max(n for n in run.latents if n.endswith("video") or ".video" in n)] for run in runs]
+    last = [
+        run.latents[max(n for n in run.latents if n.endswith("video") or ".video" in n)]
+        for run in runs
+    ]
     np.testing.assert_array_equal(last[0], last[1])
     assert not np.array_equal(last[0], last[2]) and np.isfinite(last[2]).all()
 
@@ -276,5 +352,7 @@ def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path,
 def test_a_full_size_float8_file_has_the_released_number_of_scales():
     """28 linears in each of the blocks 1 to 42 of LTX-2.0; 34 of 2.3 in as many, gates included."""
     for name, each in (("ltx-2.0", 28), ("ltx-2.3", 34)):
-        tensors = plan_checkpoint(preset(name), name, "official", fp8=True).tensors[f"{name}.safetensors"]
+        tensors = plan_checkpoint(preset(name), name, "official", fp8=True).tensors[
+            f"{name}.safetensors"
+        ]
         assert sum(key.endswith(".weight_scale") for key in tensors) == each * 42

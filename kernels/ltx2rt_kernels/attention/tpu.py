@@ -17,7 +17,9 @@ LANES = 128  # blocks are multiples of it, so a length is padded by at most 127
 MAX_QUERIES, MAX_KEYS, MAX_KEYS_AT_ONCE = 1024, 3072, 1024
 
 
-def why_not(q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view=None) -> str | None:
+def why_not(
+    q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view=None
+) -> str | None:
     if bias is not None:
         return "there is a bias, the kernel has none"
     if q.dtype != jnp.bfloat16:
@@ -53,8 +55,12 @@ def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = F
         block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once, block_q_dq=queries, block_kv_dq=keys,
     )  # fmt: skip
     # A sample's heads are the kernel's heads; they come in groups of as many query heads in every sample.
-    mask = splash.MultiHeadMask([splash.FullMask((tokens + missing, context + hidden))] * (batch * heads))
-    kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+    mask = splash.MultiHeadMask(
+        [splash.FullMask((tokens + missing, context + hidden))] * (batch * heads)
+    )
+    kernel = splash.make_splash_mha(
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+    )
     segments = None
     if hidden:  # queries see the keys of their own segment
         seen = jnp.arange(context + hidden) >= context

@@ -11,10 +11,16 @@ from torch import Tensor
 
 
 def why_not(x: Tensor, weight: Tensor, bias: Tensor, **plan) -> str | None:
-    return None if x.dtype == torch.bfloat16 else f"the operands are {x.dtype}, the epilogue takes bfloat16"
+    return (
+        None
+        if x.dtype == torch.bfloat16
+        else f"the operands are {x.dtype}, the epilogue takes bfloat16"
+    )
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int, out_shape) -> Tensor:
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int, out_shape
+) -> Tensor:
     lead = x.shape[: x.ndim - num_contracted]
     product = torch._addmm_activation  # pyright: ignore[reportPrivateImportUsage]
     y = product(bias, x.reshape(-1, weight.shape[1]), weight.t(), use_gelu=True)

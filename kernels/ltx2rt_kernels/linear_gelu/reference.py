@@ -9,7 +9,9 @@ import numpy as np
 from ltx2rt_kernels.traffic import Bytes, size
 
 
-def linear_gelu(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, *, num_contracted: int, out_shape) -> np.ndarray:
+def linear_gelu(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, *, num_contracted: int, out_shape
+) -> np.ndarray:
     """x (..., n), n over the last `num_contracted` axes; weight (m, n); bias (m); m over `out_shape`."""
     lead = x.shape[: x.ndim - num_contracted]
     y = x.astype(np.float64).reshape(*lead, weight.shape[1]) @ weight.T + bias

@@ -72,7 +72,9 @@ def neighbourhood_attention_kernel(
         from_v = kt.to(tl.int64) * v_t + kr.to(tl.int64) * v_r + kc * v_c
         keys = tl.load(k + from_k[:, None] + d[None, :], read, 0.0)
         values = tl.load(v + from_v[:, None] + d[None, :], read, 0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * 1.4426950408889634)  # log2(e)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (
+            scale * 1.4426950408889634
+        )  # log2(e)
         # 0 <= place - start < window, in one comparison
         seen = (kt[None, :] - start_t[:, None]).to(tl.uint32, bitcast=True) < WT
         seen &= (kr[None, :] - start_r[:, None]).to(tl.uint32, bitcast=True) < WR
@@ -83,7 +85,9 @@ def neighbourhood_attention_kernel(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, axis=1)
-        result = result * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        result = result * shrink[:, None] + tl.dot(
+            weights.to(values.dtype), values, input_precision="ieee"
+        )
         top = higher
     result = result / total[:, None]
     token = ((sample * T + t) * R + r) * C + c
@@ -100,7 +104,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, *, window, first, scale: float) -> 
     return dtype_reason(q, k, v)
 
 
-def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, *, window, first, scale: float) -> Tensor:
+def neighbourhood_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window, first, scale: float
+) -> Tensor:
     batch, *sizes, heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     blocks = math.prod(triton.cdiv(n, b) for n, b in zip(sizes, BLOCK, strict=True))

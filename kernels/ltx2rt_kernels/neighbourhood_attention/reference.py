@@ -12,13 +12,22 @@ WINDOW, BLOCK = (11, 11, 11), (4, 4, 8)  # of the decoder's largest stage; queri
 
 
 def neighbourhood_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, window: tuple[int, ...], first: tuple[int, ...], scale: float
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    window: tuple[int, ...],
+    first: tuple[int, ...],
+    scale: float,
 ) -> np.ndarray:
     """q, k, v (B, frames, rows, columns, heads, head_dim)."""
     y = np.empty(q.shape)
     for place in np.ndindex(*q.shape[:5]):
         sample, *at, head = place
-        begin = [max(0, min(f + i - w // 2, n - w)) for i, f, w, n in zip(at, first, window, k.shape[1:4], strict=True)]
+        begin = [
+            max(0, min(f + i - w // 2, n - w))
+            for i, f, w, n in zip(at, first, window, k.shape[1:4], strict=True)
+        ]
         box = (sample, *(slice(b, b + w) for b, w in zip(begin, window, strict=True)), head)
         keys, values = (x[box].reshape(-1, x.shape[-1]) for x in (k, v))
         scores = keys @ q[place] * scale

@@ -61,11 +61,15 @@ def row_of(
             scale = tl.load(scale_0 + b * scale_0_b + r * scale_0_t + d, inside, 0.0).to(tl.float32)
             z = n * (1.0 + scale)
             if SHIFTED:
-                z += tl.load(shift_0 + b * shift_0_b + r * shift_0_t + d, inside, 0.0).to(tl.float32)
+                z += tl.load(shift_0 + b * shift_0_b + r * shift_0_t + d, inside, 0.0).to(
+                    tl.float32
+                )
         tl.store(out_0 + row * D + d, z, inside)
         if RESULTS > 1:
             scale = tl.load(scale_1 + b * scale_1_b + r * scale_1_t + d, inside, 0.0).to(tl.float32)
-            z = n * (1.0 + scale) + tl.load(shift_1 + b * shift_1_b + r * shift_1_t + d, inside, 0.0).to(tl.float32)
+            z = n * (1.0 + scale) + tl.load(
+                shift_1 + b * shift_1_b + r * shift_1_t + d, inside, 0.0
+            ).to(tl.float32)
             tl.store(out_1 + row * D + d, z, inside)
 
 
@@ -128,16 +132,38 @@ def rows_part(
     index = rows[-1].reshape(index_view).expand(batch, tokens) if index_view else None
     count = max([view[1] for view in views], default=1) if index_view else tokens
     rows = rows[: len(views)]
-    bias, rows, views = (rows[0].reshape(width), rows[1:], views[1:]) if biased else (None, rows, views)
-    shaped = [spread(row, view, (batch, count, width)) for row, view in zip(rows, views, strict=True)]
+    bias, rows, views = (
+        (rows[0].reshape(width), rows[1:], views[1:]) if biased else (None, rows, views)
+    )
+    shaped = [
+        spread(row, view, (batch, count, width)) for row, view in zip(rows, views, strict=True)
+    ]
     gate, pairs = (shaped[0], shaped[1:]) if y is not None else (None, shaped)
-    outputs = [torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(results + (y is not None))]
+    outputs = [
+        torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(results + (y is not None))
+    ]
     total, *outs = outputs if y is not None else (None, *outputs)
     read = [gate, *pairs, *[None] * (4 - len(pairs)), index]
     strides = [n for v in (x, y, *read) for n in ((0, 0) if v is None else v.stride()[:2])]
-    arguments = [x, y, bias, *read, total, *outs, *[None] * (2 - results), tokens, 0 if y is None else len(y), eps]
+    arguments = [
+        x,
+        y,
+        bias,
+        *read,
+        total,
+        *outs,
+        *[None] * (2 - results),
+        tokens,
+        0 if y is None else len(y),
+        eps,
+    ]
     constants = {"D": width, "BLOCK": block(width), "RESIDUAL": y is not None, "RESULTS": results}
-    constants |= {"ROWS": len(pairs) > 0, "BY_LEVEL": index is not None, "BIASED": biased, "NORM": norm}
+    constants |= {
+        "ROWS": len(pairs) > 0,
+        "BY_LEVEL": index is not None,
+        "BIASED": biased,
+        "NORM": norm,
+    }
     constants["SHIFTED"] = len(pairs) > 1
     constants["PADDED"] = y is not None and len(y) < batch
     return Part(batch * tokens, block(width), [*arguments, *strides], constants, tuple(outputs))

@@ -20,12 +20,23 @@ from ltx2rt_kernels.triton_blocks import spread as spread_row
 
 @jit
 def sum_squares_kernel(
-    x, out, T, x_b, x_t, x_h, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr
+    x,
+    out,
+    T,
+    x_b,
+    x_t,
+    x_h,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    v = tl.load(x + row // T * x_b + row % T * x_t + h * x_h + d, (h < HEADS) & (d < DIM), 0.0).to(tl.float32)
+    v = tl.load(x + row // T * x_b + row % T * x_t + h * x_h + d, (h < HEADS) & (d < DIM), 0.0).to(
+        tl.float32
+    )
     tl.store(out + row, tl.sum(tl.sum(v * v, axis=1), axis=0))
 
 
@@ -126,7 +137,9 @@ def qk_norm_rope_kernel(
     if SHARED:
         b = program % q_B
         t = program // q_B
-        c, s = read_tables(q_cos, q_sin, b, t, q_table_b, q_table_t, q_table_h, HEADS, HALF, BLOCK_H, BLOCK_D)
+        c, s = read_tables(
+            q_cos, q_sin, b, t, q_table_b, q_table_t, q_table_h, HEADS, HALF, BLOCK_H, BLOCK_D
+        )
         turn(
             b, b, t, q, q_given, q_weight, q_out, q_T, q_b, q_t, q_h, q_given_b, q_given_t, c, s, count, eps,
             HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
@@ -158,7 +171,9 @@ def qk_norm_rope_kernel(
     )  # fmt: skip
 
 
-def why_not(*operands: Tensor, dims=None, weight_views=((),), table_views=None, spread=(), **plan) -> str | None:
+def why_not(
+    *operands: Tensor, dims=None, weight_views=((),), table_views=None, spread=(), **plan
+) -> str | None:
     operands, v = (operands[:-1], operands[-1]) if spread else (operands, operands[0])
     if v.stride(-1) != 1:
         return "v's last axis is strided"
@@ -198,11 +213,15 @@ def _blocks(heads: int, dim: int) -> dict[str, int]:
 def sum_squares(x: Tensor, *, dims) -> Tensor:
     batch, tokens, heads, dim = x.shape
     out = torch.empty(batch, tokens, dtype=torch.float32, device=x.device)
-    sum_squares_kernel[(batch * tokens,)](x, out, tokens, *x.stride()[:3], HEADS=heads, DIM=dim, **_blocks(heads, dim))
+    sum_squares_kernel[(batch * tokens,)](
+        x, out, tokens, *x.stride()[:3], HEADS=heads, DIM=dim, **_blocks(heads, dim)
+    )
     return out
 
 
-def _launch(groups: list[tuple[Any, ...]], views, count: int, eps: float, spread=(), v: Tensor | None = None):
+def _launch(
+    groups: list[tuple[Any, ...]], views, count: int, eps: float, spread=(), v: Tensor | None = None
+):
     """groups: x, its sum of squares or None, weight, cos and sin or twice None; of one tensor or of two."""
     shape = groups[0][0].shape
     heads, dim = shape[2:]
@@ -213,7 +232,10 @@ def _launch(groups: list[tuple[Any, ...]], views, count: int, eps: float, spread
         batch = len(spread) if spread and results else x.shape[0]
         results.append(torch.empty((batch, *x.shape[1:]), dtype=x.dtype, device=x.device))
         arguments += [x, given, weight, cos, sin, results[-1], x.shape[1], batch, *x.stride()[:3]]
-        arguments += [*((0, 0) if given is None else given.stride()), *((0, 0, 0) if cos is None else cos.stride()[:3])]
+        arguments += [
+            *((0, 0) if given is None else given.stride()),
+            *((0, 0, 0) if cos is None else cos.stride()[:3]),
+        ]
     two, rotate = len(groups) == 2, groups[0][3] is not None
     # Two tensors of the same tokens with the same tables: one program turns both.
     same = [a is b for a, b in zip(groups[0][3:], groups[-1][3:], strict=True)]
@@ -247,11 +269,16 @@ def qk_scale_rope(*operands: Tensor, weight_views, table_views, count: int, eps:
 
 def qk_norm(*operands: Tensor, weight_views, eps: float, spread=()):
     operands, v = (operands[:-1], operands[-1]) if spread else (operands, None)
-    groups = [(x, None, weight, None, None) for x, weight in zip(*[iter(operands)] * 2, strict=True)]
+    groups = [
+        (x, None, weight, None, None) for x, weight in zip(*[iter(operands)] * 2, strict=True)
+    ]
     return _launch(groups, weight_views, _numbers(operands[0]), eps, spread, v)
 
 
 def qk_scale(*operands: Tensor, weight_views, count: int, eps: float, spread=()):
     operands, v = (operands[:-1], operands[-1]) if spread else (operands, None)
-    groups = [(x, total, weight, None, None) for x, total, weight in zip(*[iter(operands)] * 3, strict=True)]
+    groups = [
+        (x, total, weight, None, None)
+        for x, total, weight in zip(*[iter(operands)] * 3, strict=True)
+    ]
     return _launch(groups, weight_views, count, eps, spread, v)

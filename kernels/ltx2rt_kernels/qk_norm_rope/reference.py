@@ -65,11 +65,19 @@ def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     tables = 2 if op.endswith("rope") else 0
     if len(shapes) % (2 + tables + ("scale" in op)):
         *shapes, v = shapes
-        more = (shapes[0][0] - v[0], *v[1:])  # samples that are written beyond those that are read: of k and of v
+        more = (
+            shapes[0][0] - v[0],
+            *v[1:],
+        )  # samples that are written beyond those that are read: of k and of v
         moved = minimum = size([more, more, v, v], dtype)
     for x, *others in zip(*[iter(shapes)] * (2 + tables + ("scale" in op)), strict=True):
-        cos_and_sin, (*given, weight) = others[len(others) - tables :], others[: len(others) - tables]
+        cos_and_sin, (*given, weight) = (
+            others[len(others) - tables :],
+            others[: len(others) - tables],
+        )
         each = (*x[:-1], x[-1] // 2)
-        moved += size([x, (x[0], x[1], *weight), x], dtype) + size([each] * tables + given, "float32")
+        moved += size([x, (x[0], x[1], *weight), x], dtype) + size(
+            [each] * tables + given, "float32"
+        )
         minimum += size([x, weight, x], dtype) + size([*cos_and_sin, *given], "float32")
     return Bytes(moved, minimum)

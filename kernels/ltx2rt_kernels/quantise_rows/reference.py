@@ -17,5 +17,7 @@ def quantise_rows(x: np.ndarray, *, gelu: bool = False) -> list[np.ndarray]:
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x."""
     ((rows, n),) = shapes
-    moved = size([(rows, n)], dtype) + size([(rows, n)], "float8_e4m3fn") + size([(rows, 1)], "float32")
+    moved = (
+        size([(rows, n)], dtype) + size([(rows, n)], "float8_e4m3fn") + size([(rows, 1)], "float32")
+    )
     return Bytes(moved, moved)

@@ -14,13 +14,17 @@ from ltx2rt_kernels.norm_modulate.cuda import why_not as why_not_rows
 from ltx2rt_kernels.triton_blocks import Part
 
 
-def why_not(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False, eps=0.0) -> str | None:
+def why_not(
+    x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False, eps=0.0
+) -> str | None:
     if any(row.stride(-1) != 1 for row in (y, *rows[: 1 + biased])):
         return "an operand's last axis is strided"
     return why_not_rows(x, *rows[1 + biased :], index_view=index_view)
 
 
-def gated_residual_part(x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False) -> Part:
+def gated_residual_part(
+    x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False
+) -> Part:
     return rows_part(x, y, rows, views, index_view, 0, 0.0, biased)
 
 

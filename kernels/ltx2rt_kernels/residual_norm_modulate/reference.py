@@ -9,7 +9,11 @@ from ltx2rt_kernels.traffic import Bytes
 
 
 def gated_residual(
-    x: np.ndarray, y: np.ndarray, *rows: np.ndarray, index: np.ndarray | None = None, biased: bool = False
+    x: np.ndarray,
+    y: np.ndarray,
+    *rows: np.ndarray,
+    index: np.ndarray | None = None,
+    biased: bool = False,
 ) -> np.ndarray:
     """x (B, T, D), y the same or of fewer samples; rows: the gate, which broadcasts to them, with an index as
     `at_levels` takes it; biased: behind the bias of y."""
@@ -20,7 +24,12 @@ def gated_residual(
 
 
 def residual_norm_modulate(
-    x: np.ndarray, y: np.ndarray, *rows: np.ndarray, eps: float, index: np.ndarray | None = None, biased: bool = False
+    x: np.ndarray,
+    y: np.ndarray,
+    *rows: np.ndarray,
+    eps: float,
+    index: np.ndarray | None = None,
+    biased: bool = False,
 ) -> list[np.ndarray]:
     """[gated_residual, a result per (scale, shift) behind the gate]; without any, [it, its RMSNorm]."""
     own, rows = rows[: 1 + biased], rows[1 + biased :]
@@ -33,4 +42,10 @@ def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x, y, the bias if there is one, the gate, the other rows, and the index if there is one."""
     x, y, *rows = shapes
     index = rows.pop() if rows[-1][-1] != x[-1] else None
-    return rows_bytes([x, y], rows, index, 1 if op == "gated_residual" else 1 + max(1, (len(rows) - 1) // 2), dtype)
+    return rows_bytes(
+        [x, y],
+        rows,
+        index,
+        1 if op == "gated_residual" else 1 + max(1, (len(rows) - 1) // 2),
+        dtype,
+    )

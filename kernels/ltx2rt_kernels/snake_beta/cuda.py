@@ -27,7 +27,10 @@ def sin_squared(z):
     n = tl.floor(z * 0.3183098861837907 + 0.5)
     r = ((z - n * 3.140625) - n * 9.67502593994140625e-4) - n * 1.509957990978376432e-7
     q = r * r
-    s = 1.0 + q * (-1 / 6 + q * (1 / 120 + q * (-1 / 5040 + q * (1 / 362880 + q * (-1 / 39916800 + q / 6227020800)))))
+    s = 1.0 + q * (
+        -1 / 6
+        + q * (1 / 120 + q * (-1 / 5040 + q * (1 / 362880 + q * (-1 / 39916800 + q / 6227020800))))
+    )
     return q * s * s
 
 
@@ -61,7 +64,9 @@ def snake_beta_kernel(
     tl.store(out + signal * T + t, total, t < T)
 
 
-def why_not(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float) -> str | None:
+def why_not(
+    x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float
+) -> str | None:
     if x.stride(2) != 1 or not all(v.is_contiguous() for v in (up, down, alpha, beta)):
         return "an operand's last axis is strided"
     if x.shape[0] * x.shape[1] > 65535:
@@ -69,7 +74,9 @@ def why_not(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *,
     return dtype_reason(x, up, down, alpha, beta)
 
 
-def snake_beta(x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float) -> Tensor:
+def snake_beta(
+    x: Tensor, up: Tensor, down: Tensor, alpha: Tensor, beta: Tensor, *, eps: float
+) -> Tensor:
     batch, channels, time = x.shape
     taps = up.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

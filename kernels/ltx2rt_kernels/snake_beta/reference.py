@@ -8,7 +8,13 @@ from ltx2rt_kernels.traffic import Bytes, size
 
 
 def snake_beta(
-    x: np.ndarray, up: np.ndarray, down: np.ndarray, alpha: np.ndarray, beta: np.ndarray, *, eps: float
+    x: np.ndarray,
+    up: np.ndarray,
+    down: np.ndarray,
+    alpha: np.ndarray,
+    beta: np.ndarray,
+    *,
+    eps: float,
 ) -> np.ndarray:
     """x (B, channels, T); up, down (1, 1, taps); alpha, beta (channels).
 

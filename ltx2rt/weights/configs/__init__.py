@@ -28,7 +28,11 @@ from ltx2rt.weights.configs.diffusion_decoder import (
     official_diffusion_decoder,
     official_diffusion_decoder_json,
 )
-from ltx2rt.weights.configs.duration_head import check_duration_head, duration_head, duration_head_json
+from ltx2rt.weights.configs.duration_head import (
+    check_duration_head,
+    duration_head,
+    duration_head_json,
+)
 from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json, gguf_gemma3, plain_gemma3
 from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json, towers_json
 from ltx2rt.weights.configs.keys import Keys, parse_json
@@ -56,7 +60,11 @@ from ltx2rt.weights.configs.video_vae import (
 
 def official_json(config: ModelConfig) -> dict[str, Any]:
     """The object under `__metadata__["config"]` of the official single file."""
-    scheduler = {"_class_name": "RectifiedFlowScheduler", "num_train_timesteps": 1000, "sampler": "LinearQuadratic"}
+    scheduler = {
+        "_class_name": "RectifiedFlowScheduler",
+        "num_train_timesteps": 1000,
+        "sampler": "LinearQuadratic",
+    }
     return {
         "transformer": official_transformer_json(config.transformer, config.text),
         "vae": official_video_vae_json(config.video_vae),

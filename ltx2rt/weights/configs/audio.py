@@ -8,7 +8,14 @@ from typing import Any
 from ltx2rt.config import AudioVaeConfig, GeneratorConfig, VocoderConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models.mel import WINDOW
-from ltx2rt.weights.configs.keys import Keys, Row, read_diffusers, read_official, write_diffusers, write_official
+from ltx2rt.weights.configs.keys import (
+    Keys,
+    Row,
+    read_diffusers,
+    read_official,
+    write_diffusers,
+    write_official,
+)
 
 STEREO = 2
 DDCONFIG = [
@@ -52,7 +59,9 @@ def official_audio_vae(keys: Keys) -> AudioVaeConfig:
     stft = front.inner("stft")
     stft.may(filter_length=WINDOW, win_length=WINDOW)
     rates = {"sampling_rate": params.need("sampling_rate"), "hop_length": stft.need("hop_length")}
-    audio = AudioVaeConfig(**read_official(DDCONFIG, dd), **read_official(RATES, Keys(rates, keys.where)))
+    audio = AudioVaeConfig(
+        **read_official(DDCONFIG, dd), **read_official(RATES, Keys(rates, keys.where))
+    )
     if "mel" in front:
         front.inner("mel").may(mel_fmin=0, mel_fmax=audio.sample_rate // 2)
     return audio
@@ -69,7 +78,12 @@ def official_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
     ddconfig = VAE_FIXED | VAE_USUAL | write_official(DDCONFIG, a)
     ddconfig |= {"resolution": 256, "downsample_time": False, "attn_resolutions": []}
     stft = {"filter_length": WINDOW, "hop_length": a.mel_hop, "win_length": WINDOW, "causal": True}
-    audio = {"sampling_rate": a.sample_rate, "max_wav_value": 32768.0, "duration": 5.12, "stereo": True}
+    audio = {
+        "sampling_rate": a.sample_rate,
+        "max_wav_value": 32768.0,
+        "duration": 5.12,
+        "stereo": True,
+    }
     mel = {"n_mel_channels": a.mel_bins, "mel_fmin": 0, "mel_fmax": a.sample_rate // 2}
     return {
         "model": {"params": {"ddconfig": ddconfig, "sampling_rate": a.sample_rate}},
@@ -106,10 +120,15 @@ def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:
 
 def _paired(where: str, found: dict[str, Any]) -> dict[str, Any]:
     """Every rate has a kernel, and every kernel of a residual block dilations. Raises InputError."""
-    for one, other in (("upsample_rates", "upsample_kernels"), ("resblock_kernels", "resblock_dilations")):
+    for one, other in (
+        ("upsample_rates", "upsample_kernels"),
+        ("resblock_kernels", "resblock_dilations"),
+    ):
         if len(found[one]) != len(found[other]):
             counts = f"{len(found[one])} {one} and {len(found[other])} {other}"
-            raise InputError(f"{where}: {counts}, expected as many; pass the checkpoint as it was released")
+            raise InputError(
+                f"{where}: {counts}, expected as many; pass the checkpoint as it was released"
+            )
     return found
 
 
@@ -139,19 +158,27 @@ def official_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
         snake = g.activation == "snakebeta"
         out = {"resblock": "AMP1" if snake else "1", "stereo": True, **write_official(GENERATOR, g)}
         if snake:
-            out |= {"activation": "snakebeta", "use_tanh_at_final": False, "use_bias_at_final": g.final_bias}
+            out |= {
+                "activation": "snakebeta",
+                "use_tanh_at_final": False,
+                "use_bias_at_final": g.final_bias,
+            }
         return out | ({"apply_final_activation": False} if g.final_activation == "none" else {})
 
     if v.bandwidth_extension is None:
         return generator(v.generator)
-    bwe = generator(v.bandwidth_extension) | write_official(EXTENSION, v) | {"win_size": v.stft_size}
+    bwe = (
+        generator(v.bandwidth_extension) | write_official(EXTENSION, v) | {"win_size": v.stft_size}
+    )
     return {"vocoder": generator(v.generator), "bwe": bwe}
 
 
 def diffusers_vocoder(keys: Keys) -> VocoderConfig:
     extended = keys.choice("_class_name", {"LTX2Vocoder": False, "LTX2VocoderWithBWE": True})
     if not extended:
-        return _plain(_diffusers_generator(keys, "", "leaky_relu"), keys.number("output_sampling_rate"))
+        return _plain(
+            _diffusers_generator(keys, "", "leaky_relu"), keys.number("output_sampling_rate")
+        )
     keys.must(window_length=keys.need("filter_length"))
     return VocoderConfig(
         generator=_diffusers_generator(keys, "", "snakebeta"),
@@ -168,7 +195,13 @@ def _diffusers_generator(keys: Keys, prefix: str, activation: str) -> GeneratorC
     plain = activation == "leaky_relu"
     slope = {f"{prefix}leaky_relu_negative_slope": 0.1} if plain else {}
     keys.may(**slope, **{f"{prefix}act_fn": activation})
-    keys.may(**{f"{prefix}antialias": not plain, f"{prefix}antialias_ratio": 2, f"{prefix}antialias_kernel_size": 12})
+    keys.may(
+        **{
+            f"{prefix}antialias": not plain,
+            f"{prefix}antialias_ratio": 2,
+            f"{prefix}antialias_kernel_size": 12,
+        }
+    )
     finals = {"tanh": "tanh", "clamp": "clamp", None: "none"}
     final = keys.choice(f"{prefix}final_act_fn", finals, "tanh" if plain else None)
     return GeneratorConfig(
@@ -191,10 +224,14 @@ def diffusers_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
             "antialias": g.activation == "snakebeta",
             "antialias_ratio": 2,
             "antialias_kernel_size": 12,
-            "final_act_fn": "tanh" if g.final_activation == "tanh" else None,  # the released 2.3 config says null
+            "final_act_fn": "tanh"
+            if g.final_activation == "tanh"
+            else None,  # the released 2.3 config says null
             "final_bias": g.final_bias,
         }
-        return write_diffusers(GENERATOR, g, prefix) | {prefix + key: value for key, value in rest.items()}
+        return write_diffusers(GENERATOR, g, prefix) | {
+            prefix + key: value for key, value in rest.items()
+        }
 
     first = generator(v.generator, "")
     if v.bandwidth_extension is None:

@@ -14,9 +14,17 @@ from ltx2rt.weights.configs.keys import MAX_COUNT, Keys
 
 NUM_STAGES = 5
 TIMESTEP_WIDTH = 384  # the official header does not state it
-OFFICIAL_FIXED = {"_class_name": "NADiffusionDecoder", "out_channels": 3, "default_num_inference_steps": 1}
+OFFICIAL_FIXED = {
+    "_class_name": "NADiffusionDecoder",
+    "out_channels": 3,
+    "default_num_inference_steps": 1,
+}
 OFFICIAL_USUAL = {"resampler_kind": "linear", "spatial_padding_mode": "zeros"}
-DIFFUSERS_FIXED = {"out_channels": 3, "decoder_model_output_type": "x0", "decoder_num_inference_steps": 1}
+DIFFUSERS_FIXED = {
+    "out_channels": 3,
+    "decoder_model_output_type": "x0",
+    "decoder_num_inference_steps": 1,
+}
 
 
 def official_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
@@ -28,8 +36,13 @@ def official_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
     pairs = inner.need("upsamples")
     listed = isinstance(pairs, list) and len(pairs) <= MAX_COUNT
     if not listed or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
-        raise InputError(f"{inner.where}: upsamples = {pairs!r:.100}, expected a list of [stride, channel factor]")
-    fields: dict[str, Any] = {"strides": [stride for stride, _ in pairs], "factors": [factor for _, factor in pairs]}
+        raise InputError(
+            f"{inner.where}: upsamples = {pairs!r:.100}, expected a list of [stride, channel factor]"
+        )
+    fields: dict[str, Any] = {
+        "strides": [stride for stride, _ in pairs],
+        "factors": [factor for _, factor in pairs],
+    }
     upsamples = Keys(fields, f"{inner.where}.upsamples")
     return _config(
         keys.where,
@@ -69,13 +82,23 @@ def _config(where: str, *, factors: tuple[int, ...], **fields: Any) -> Diffusion
     c = DiffusionDecoderConfig(**fields)
     lengths = [len(c.channels), len(c.depths), len(c.windows), len(c.strides) + 1, len(factors) + 1]
     if set(lengths) != {NUM_STAGES}:
-        raise InputError(f"{where}: its lists are of {lengths} stages, expected {NUM_STAGES} in each")
-    if any(len(row) != 3 for row in (*c.windows, *c.strides)) or any(set(row) - {1, 2} for row in c.strides):
-        raise InputError(f"{where}: windows {c.windows} and strides {c.strides}, expected triples, strides of 1 and 2")
+        raise InputError(
+            f"{where}: its lists are of {lengths} stages, expected {NUM_STAGES} in each"
+        )
+    if any(len(row) != 3 for row in (*c.windows, *c.strides)) or any(
+        set(row) - {1, 2} for row in c.strides
+    ):
+        raise InputError(
+            f"{where}: windows {c.windows} and strides {c.strides}, expected triples, strides of 1 and 2"
+        )
     if any(a != b * n for (a, b), n in zip(pairwise(c.channels), factors, strict=True)):
-        raise InputError(f"{where}: channels {c.channels} do not shrink by the factors {factors} of its upsampling")
+        raise InputError(
+            f"{where}: channels {c.channels} do not shrink by the factors {factors} of its upsampling"
+        )
     if wrong := [n for n in c.channels if n % c.head_dim]:
-        raise InputError(f"{where}: {wrong[0]} channels, expected a multiple of a head's {c.head_dim}")
+        raise InputError(
+            f"{where}: {wrong[0]} channels, expected a multiple of a head's {c.head_dim}"
+        )
     if c.head_dim % 8:
         raise InputError(f"{where}: heads of {c.head_dim}, expected a multiple of 8")
     return c
@@ -87,7 +110,9 @@ def _factors(c: DiffusionDecoderConfig) -> list[int]:
 
 def official_diffusion_decoder_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
     """What the section `vae` has for it; the encoder's keys are another's."""
-    upsamples = [[list(stride), factor] for stride, factor in zip(c.strides, _factors(c), strict=True)]
+    upsamples = [
+        [list(stride), factor] for stride, factor in zip(c.strides, _factors(c), strict=True)
+    ]
     decoder = OFFICIAL_FIXED | OFFICIAL_USUAL
     decoder |= {
         "in_channels": c.latent_channels,

@@ -6,7 +6,14 @@ from typing import Any
 
 from ltx2rt.config import DurationHeadConfig, TextConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import Keys, Row, read_diffusers, read_official, write_diffusers, write_official
+from ltx2rt.weights.configs.keys import (
+    Keys,
+    Row,
+    read_diffusers,
+    read_official,
+    write_diffusers,
+    write_official,
+)
 
 ROWS = [  # the released file's values, which it need not state
     Row("width", "pooler_hidden_dim", "pooler_hidden_dim", "int", 256, 256),
@@ -16,7 +23,9 @@ ROWS = [  # the released file's values, which it need not state
 ]
 
 
-def duration_head(keys: Keys, layout: str, video_width: int, audio_width: int) -> DurationHeadConfig:
+def duration_head(
+    keys: Keys, layout: str, video_width: int, audio_width: int
+) -> DurationHeadConfig:
     """video_width, audio_width: of the contexts that its projections take, read off their shapes."""
     config = DurationHeadConfig(
         **(read_official if layout == "official" else read_diffusers)(ROWS, keys),
@@ -24,7 +33,9 @@ def duration_head(keys: Keys, layout: str, video_width: int, audio_width: int) -
         audio_width=audio_width,
     )
     if config.width % config.num_heads:
-        raise InputError(f"{keys.where}: pooler_hidden_dim = {config.width} is no multiple of {config.num_heads} heads")
+        raise InputError(
+            f"{keys.where}: pooler_hidden_dim = {config.width} is no multiple of {config.num_heads} heads"
+        )
     return config
 
 
@@ -40,5 +51,8 @@ def check_duration_head(config: DurationHeadConfig, text: TextConfig, where: str
 def duration_head_json(d: DurationHeadConfig, layout: str) -> dict[str, Any]:
     if layout == "official":
         return {"duration_head": write_official(ROWS, d)}
-    widths = {"video_cross_attention_dim": d.video_width, "audio_cross_attention_dim": d.audio_width}
+    widths = {
+        "video_cross_attention_dim": d.video_width,
+        "audio_cross_attention_dim": d.audio_width,
+    }
     return {"_class_name": "LTX2DurationHead", **write_diffusers(ROWS, d), **widths}

@@ -72,13 +72,22 @@ def gemma3(outer: Keys) -> GemmaConfig:
         if not isinstance(types, list | tuple):
             raise InputError(f"{keys.where}: layer_types = {types!r}, expected one kind per layer")
         known = {"sliding_attention": True, "full_attention": False}
-        sliding = tuple(Keys({"layer_types": kind}, keys.where).choice("layer_types", known) for kind in types)
+        sliding = tuple(
+            Keys({"layer_types": kind}, keys.where).choice("layer_types", known) for kind in types
+        )
     else:
-        pattern = keys.number("_sliding_window_pattern", default=keys.number("sliding_window_pattern", default=6))
+        pattern = keys.number(
+            "_sliding_window_pattern", default=keys.number("sliding_window_pattern", default=6)
+        )
         sliding = tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
     if len(sliding) != num_layers:
-        raise InputError(f"{keys.where}: layer_types has {len(sliding)} entries, num_hidden_layers is {num_layers}")
-    theta, local_theta = keys.number("rope_theta", float, 1e6), keys.number("rope_local_base_freq", float, 1e4)
+        raise InputError(
+            f"{keys.where}: layer_types has {len(sliding)} entries, num_hidden_layers is {num_layers}"
+        )
+    theta, local_theta = (
+        keys.number("rope_theta", float, 1e6),
+        keys.number("rope_local_base_freq", float, 1e4),
+    )
     factor = 1.0
     if (parameters := keys.get("rope_parameters", None)) is not None:
         both = Keys(parameters, f"{keys.where}.rope_parameters")
@@ -86,7 +95,9 @@ def gemma3(outer: Keys) -> GemmaConfig:
         local.must(rope_type="default")
         theta, local_theta = scaling.number("rope_theta", float), local.number("rope_theta", float)
     else:
-        scaling = Keys(keys.get("rope_scaling", None) or {"rope_type": "default"}, f"{keys.where}.rope_scaling")
+        scaling = Keys(
+            keys.get("rope_scaling", None) or {"rope_type": "default"}, f"{keys.where}.rope_scaling"
+        )
     if scaling.choice("rope_type", {"linear": True, "default": False}):
         factor = scaling.number("factor", float)
     return GemmaConfig(
@@ -165,7 +176,9 @@ def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
     text = {
         "model_type": "gemma3_text",
         **write_official(ROWS, g),
-        "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in g.layer_is_sliding],
+        "layer_types": [
+            "sliding_attention" if sliding else "full_attention" for sliding in g.layer_is_sliding
+        ],
         "rope_parameters": {
             "full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": g.rope_local_theta},

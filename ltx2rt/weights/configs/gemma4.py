@@ -29,13 +29,20 @@ def gemma4(outer: Keys) -> Gemma4Config:
     keys = outer.inner("text_config") if "text_config" in outer else outer
     keys.may(**USUAL)
     keys.must(attention_k_eq_v=True)
-    keys.choice("use_bidirectional_attention", {"vision": None, None: None}, None)  # neither concerns text
+    keys.choice(
+        "use_bidirectional_attention", {"vision": None, None: None}, None
+    )  # neither concerns text
     sizes = read_official(ROWS, keys)
     types = keys.get("layer_types", None)
     if types is None:
-        types = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(sizes["num_layers"])]
+        types = [
+            "full_attention" if layer % 6 == 5 else "sliding_attention"
+            for layer in range(sizes["num_layers"])
+        ]
     if not isinstance(types, list | tuple) or len(types) != sizes["num_layers"]:
-        raise InputError(f"{keys.where}: layer_types = {types!r:.100}, expected one kind for each of num_hidden_layers")
+        raise InputError(
+            f"{keys.where}: layer_types = {types!r:.100}, expected one kind for each of num_hidden_layers"
+        )
     both = keys.inner("rope_parameters")
     local, full = both.inner("sliding_attention"), both.inner("full_attention")
     local.must(rope_type="default")
@@ -48,7 +55,9 @@ def gemma4(outer: Keys) -> Gemma4Config:
     return Gemma4Config(
         **sizes,
         **_full_sizes(keys, sizes["num_kv_heads"], types),
-        layer_is_sliding=tuple(Keys({"layer_types": kind}, keys.where).choice("layer_types", KINDS) for kind in types),
+        layer_is_sliding=tuple(
+            Keys({"layer_types": kind}, keys.where).choice("layer_types", KINDS) for kind in types
+        ),
         rope_theta=full.number("rope_theta", float),
         rope_fraction=fraction,
         rope_local_theta=local.number("rope_theta", float),
@@ -68,7 +77,9 @@ def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str
     """Sizes of full layers: under keys of their own, or layer by layer, as newer transformers save them."""
     if "per_layer_config" in keys:
         layers = keys.inner("per_layer_config")
-        own = [layers.inner(str(layer)) for layer, kind in enumerate(types) if kind == "full_attention"]
+        own = [
+            layers.inner(str(layer)) for layer, kind in enumerate(types) if kind == "full_attention"
+        ]
         if any(one.data != own[0].data for one in own):
             raise InputError(f"{layers.where}: full layers of unlike sizes are not supported")
         own = own[0] if own else Keys({}, layers.where)
@@ -98,14 +109,20 @@ def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
     """The Gemma4UnifiedForConditionalGeneration form. towers: its vision_config and audio_config."""
     tokens = {key: getattr(g, key) for key in TOKENS}
     sliding = {"rope_type": "default", "rope_theta": g.rope_local_theta}
-    full = {"rope_type": "proportional", "rope_theta": g.rope_theta, "partial_rotary_factor": g.rope_fraction}
+    full = {
+        "rope_type": "proportional",
+        "rope_theta": g.rope_theta,
+        "partial_rotary_factor": g.rope_fraction,
+    }
     text = {
         "model_type": "gemma4_unified_text",
         **write_official(ROWS, g),
         "global_head_dim": g.full_head_dim,
         "num_global_key_value_heads": g.full_num_kv_heads,
         "attention_k_eq_v": True,
-        "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in g.layer_is_sliding],
+        "layer_types": [
+            "sliding_attention" if sliding else "full_attention" for sliding in g.layer_is_sliding
+        ],
         "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
         "final_logit_softcapping": 30.0,
         "max_position_embeddings": 262144,

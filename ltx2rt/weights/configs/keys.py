@@ -14,7 +14,9 @@ from ltx2rt.errors import InputError
 
 MISSING = object()
 MAX_SIZE = 2**20  # four times the largest released one, Gemma's vocabulary
-MAX_COUNT = 256  # of layers, blocks, registers, bins: what is looped over and what tables are made of
+MAX_COUNT = (
+    256  # of layers, blocks, registers, bins: what is looped over and what tables are made of
+)
 
 
 class Keys:
@@ -33,19 +35,27 @@ class Keys:
 
     def need(self, key: str) -> Any:
         if key not in self.data:
-            raise InputError(f"{self.where}: required key {key} is absent; pass a checkpoint with its full metadata")
+            raise InputError(
+                f"{self.where}: required key {key} is absent; pass a checkpoint with its full metadata"
+            )
         return self.data[key]
 
     def get(self, key: str, default: Any) -> Any:
         """The value, null included; `default` if the key is absent, an error if that is MISSING."""
         return self.need(key) if default is MISSING else self.data.get(key, default)
 
-    def number(self, key: str, kind: type = int, default: Any = MISSING, most: float = MAX_SIZE) -> Any:
+    def number(
+        self, key: str, kind: type = int, default: Any = MISSING, most: float = MAX_SIZE
+    ) -> Any:
         """A number > 0 as `kind`; an int is integral and at most `most`."""
         value, most = self.get(key, default), most if kind is int else 2**53
-        usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most  # nan is not
+        usable = (
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+        )  # nan is not
         if not usable or kind(value) != value:
-            raise InputError(f"{self.where}: {key} = {value!r:.100}, expected a positive {kind.__name__} up to {most}")
+            raise InputError(
+                f"{self.where}: {key} = {value!r:.100}, expected a positive {kind.__name__} up to {most}"
+            )
         return kind(value)
 
     def count(self, key: str, default: Any = MISSING) -> int:
@@ -62,27 +72,39 @@ class Keys:
         self, key: str, length: int | None = None, default: Any = MISSING, most: float = MAX_SIZE
     ) -> tuple[int, ...]:
         value = self.get(key, default)
-        if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_COUNT or length not in (None, len(value)):
-            raise InputError(f"{self.where}: {key} = {value!r:.100}, expected {length or 'some'} integers")
+        if (
+            not isinstance(value, list | tuple)
+            or not 0 < len(value) <= MAX_COUNT
+            or length not in (None, len(value))
+        ):
+            raise InputError(
+                f"{self.where}: {key} = {value!r:.100}, expected {length or 'some'} integers"
+            )
         return tuple(Keys({key: item}, self.where).number(key, most=most) for item in value)
 
     def rows(self, key: str, default: Any = MISSING) -> tuple[tuple[int, ...], ...]:
         value = self.get(key, default)
         if not isinstance(value, list | tuple) or len(value) > MAX_COUNT:
-            raise InputError(f"{self.where}: {key} = {value!r:.100}, expected a list of lists of integers")
+            raise InputError(
+                f"{self.where}: {key} = {value!r:.100}, expected a list of lists of integers"
+            )
         return tuple(Keys({key: row}, self.where).sizes(key) for row in value)
 
     def choice(self, key: str, known: Mapping[Any, Any], default: Any = MISSING) -> Any:
         value = self.get(key, default)
         if isinstance(value, list | dict) or value not in known:
-            raise InputError(f"{self.where}: {key} = {value!r} is not supported, known: {', '.join(map(repr, known))}")
+            raise InputError(
+                f"{self.where}: {key} = {value!r} is not supported, known: {', '.join(map(repr, known))}"
+            )
         return known[value]
 
     def must(self, **expected: Any) -> None:
         """Keys that have to be there with this value."""
         for key, value in expected.items():
             if self.need(key) != value:
-                raise InputError(f"{self.where}: {key} = {self.data[key]!r} is not supported, expected {value!r}")
+                raise InputError(
+                    f"{self.where}: {key} = {self.data[key]!r} is not supported, expected {value!r}"
+                )
 
     def may(self, **expected: Any) -> None:
         """Keys whose absence means this value."""
@@ -119,7 +141,9 @@ def read_official(rows: Iterable[Row], keys: Keys) -> dict[str, Any]:
 
 
 def read_diffusers(rows: Iterable[Row], keys: Keys, prefix: str = "") -> dict[str, Any]:
-    return {row.field: row.read(keys, prefix + row.diffusers, row.diffusers_default) for row in rows}
+    return {
+        row.field: row.read(keys, prefix + row.diffusers, row.diffusers_default) for row in rows
+    }
 
 
 def _json(value: Any) -> Any:

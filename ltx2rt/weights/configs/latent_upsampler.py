@@ -28,14 +28,18 @@ def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
         keys.must(spatial_upsample=False)
         return UpsamplerConfig(**sizes, scale=Fraction(1), rational=False)
     keys.may(spatial_upsample=True, rational_resampler=rational, use_rational_resampler=rational)
-    return UpsamplerConfig(**sizes, scale=spatial_scale(keys) if rational else Fraction(2), rational=rational)
+    return UpsamplerConfig(
+        **sizes, scale=spatial_scale(keys) if rational else Fraction(2), rational=rational
+    )
 
 
 def upsampler_kind(keys: Keys) -> str:
     """Of a diffusers folder, as `ltx2rt.weights.parts` names the kinds."""
     if is_temporal(keys):
         return "temporal_upsampler"
-    x15 = keys.get("use_rational_resampler", True) and keys.get("rational_spatial_scale", 2.0) == 1.5
+    x15 = (
+        keys.get("use_rational_resampler", True) and keys.get("rational_spatial_scale", 2.0) == 1.5
+    )
     return "x15_upsampler" if x15 else "upsampler"
 
 
@@ -45,14 +49,27 @@ def is_temporal(keys: Keys) -> bool:
 
 def spatial_scale(keys: Keys) -> Fraction:
     """Of a rational one."""
-    return keys.choice("spatial_scale" if "spatial_scale" in keys else "rational_spatial_scale", SCALES, default=2.0)
+    return keys.choice(
+        "spatial_scale" if "spatial_scale" in keys else "rational_spatial_scale",
+        SCALES,
+        default=2.0,
+    )
 
 
 def upsampler_json(u: UpsamplerConfig, layout: str) -> dict[str, Any]:
-    shared = write_official(ROWS, u) | {"dims": 3, "spatial_upsample": not u.temporal, "temporal_upsample": u.temporal}
+    shared = write_official(ROWS, u) | {
+        "dims": 3,
+        "spatial_upsample": not u.temporal,
+        "temporal_upsample": u.temporal,
+    }
     scale, rational = float(u.scale), u.rational or u.temporal  # as the released temporal one says
     if layout == "official":
-        return {"_class_name": "LatentUpsampler", **shared, "spatial_scale": scale, "rational_resampler": rational}
+        return {
+            "_class_name": "LatentUpsampler",
+            **shared,
+            "spatial_scale": scale,
+            "rational_resampler": rational,
+        }
     if layout == "diffusers":
         rule = {"rational_spatial_scale": scale, "use_rational_resampler": rational}
         return {"_class_name": "LTX2LatentUpsamplerModel", **shared, **rule}

@@ -6,7 +6,14 @@ from typing import Any
 
 from ltx2rt.config import ConnectorConfig, TextConfig, TransformerConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import Keys, Row, read_diffusers, read_official, write_diffusers, write_official
+from ltx2rt.weights.configs.keys import (
+    Keys,
+    Row,
+    read_diffusers,
+    read_official,
+    write_diffusers,
+    write_official,
+)
 
 KEYFRAMES = "use_keyframes_abs_pos_embedding"
 KEYFRAME_VECTOR = "model.diffusion_model.keyframes_abs_pos_embedding"  # [1, D]
@@ -26,17 +33,39 @@ ROWS = [
     Row("keyframe_vector", KEYFRAMES, KEYFRAMES, "flag", False, False),
     Row("rope_theta", "positional_embedding_theta", "rope_theta", "float"),
     Row("timestep_scale", "timestep_scale_multiplier", "timestep_scale_multiplier", "float"),
-    Row("av_gate_scale", "av_ca_timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier", "float"),
+    Row(
+        "av_gate_scale",
+        "av_ca_timestep_scale_multiplier",
+        "cross_attn_timestep_scale_multiplier",
+        "float",
+    ),
     Row("norm_eps", "norm_eps", "norm_eps", "float"),
 ]
 CONNECTOR = [  # read as diffusers has them; official files leave out what both modalities share
     Row("num_heads", "connector_num_attention_heads", "connector_num_attention_heads", "int"),
     Row("head_dim", "connector_attention_head_dim", "connector_attention_head_dim", "int"),
     Row("num_layers", "connector_num_layers", "connector_num_layers", "count"),
-    Row("num_registers", "connector_num_learnable_registers", "connector_num_learnable_registers", "count"),
-    Row("gated_attention", "connector_apply_gated_attention", "gated_attn", "flag", diffusers_default=False),
+    Row(
+        "num_registers",
+        "connector_num_learnable_registers",
+        "connector_num_learnable_registers",
+        "count",
+    ),
+    Row(
+        "gated_attention",
+        "connector_apply_gated_attention",
+        "gated_attn",
+        "flag",
+        diffusers_default=False,
+    ),
 ]
-SWITCHES = {"ff_bias", "audio_ff_bias", "apply_gated_attention", "cross_attention_adaln", KEYFRAMES}  # absent if usual
+SWITCHES = {
+    "ff_bias",
+    "audio_ff_bias",
+    "apply_gated_attention",
+    "cross_attention_adaln",
+    KEYFRAMES,
+}  # absent if usual
 CAPTION_KEYS = {  # all four: the 2.3 feature extractor; none: the 2.0 one
     "caption_proj_before_connector": True,
     "caption_projection_first_linear": False,
@@ -195,7 +224,11 @@ def diffusers_transformer(keys: Keys) -> TransformerConfig:
         **fields,
         caption_projection=keys.flag("use_prompt_embeddings", True),
         prompt_adaln=fields["text_modulation"] and keys.flag("use_prompt_adaln_single", True),
-        rope_max_pos=(keys.number("pos_embed_max_pos"), keys.number("base_height"), keys.number("base_width")),
+        rope_max_pos=(
+            keys.number("pos_embed_max_pos"),
+            keys.number("base_height"),
+            keys.number("base_width"),
+        ),
         audio_rope_max_pos=keys.number("audio_pos_embed_max_pos"),
         rope_float64_grid=keys.flag("rope_double_precision"),
     )

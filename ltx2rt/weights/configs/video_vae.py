@@ -63,7 +63,9 @@ def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConf
     inner.may(dims=3, norm_layer="pixel_norm")
     patch_size = isqrt(conv_in[1] // 3)
     if len(conv_in) != 5 or 3 * patch_size**2 != conv_in[1]:
-        raise InputError(f"{keys.where}: its encoder's first convolution is {list(conv_in)}, expected patches of RGB")
+        raise InputError(
+            f"{keys.where}: its encoder's first convolution is {list(conv_in)}, expected patches of RGB"
+        )
     return VideoVaeConfig(
         latent_channels=inner.number("out_channels"),
         patch_size=patch_size,
@@ -101,17 +103,30 @@ def _encoder(keys: Keys, key: str, channels: int) -> list[VaeStage]:
 def _blocks(keys: Keys, key: str) -> list[tuple[str, Keys]]:
     blocks = keys.need(key)
     where = f"{keys.where}.{key}"
-    pairs = isinstance(blocks, list) and all(isinstance(block, list) and len(block) == 2 for block in blocks)
+    pairs = isinstance(blocks, list) and all(
+        isinstance(block, list) and len(block) == 2 for block in blocks
+    )
     if not pairs or len(blocks) > MAX_COUNT:
         raise InputError(f"{where}: expected a list of [name, parameters]")
-    out = [(str(n), Keys({"num_layers": p} if isinstance(p, int) else p, f"{where}.{n}")) for n, p in blocks]
+    out = [
+        (str(n), Keys({"num_layers": p} if isinstance(p, int) else p, f"{where}.{n}"))
+        for n, p in blocks
+    ]
     names = [name for name, _ in out]
-    if not names or any((name == "res_x") != (i % 2 == 0) for i, name in enumerate(names)) or len(names) % 2 == 0:
-        raise InputError(f"{where}: {names}, expected res_x blocks with one compress_* between each two")
+    if (
+        not names
+        or any((name == "res_x") != (i % 2 == 0) for i, name in enumerate(names))
+        or len(names) % 2 == 0
+    ):
+        raise InputError(
+            f"{where}: {names}, expected res_x blocks with one compress_* between each two"
+        )
     return out
 
 
-def _official_stage(name: str, block: Keys, suffix: str, channels: int, *, encode: bool) -> VaeStage:
+def _official_stage(
+    name: str, block: Keys, suffix: str, channels: int, *, encode: bool
+) -> VaeStage:
     block.may(inject_noise=False)
     if name == "res_x":
         return VaeStage("res", channels, channels, num_layers=block.count("num_layers"))
@@ -127,7 +142,10 @@ def official_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:
     def block(stage: VaeStage, suffix: str) -> list[Any]:
         if stage.kind == "res":
             return ["res_x", {"num_layers": stage.num_layers}]
-        large, small = max(stage.channels, stage.out_channels), min(stage.channels, stage.out_channels)
+        large, small = (
+            max(stage.channels, stage.out_channels),
+            min(stage.channels, stage.out_channels),
+        )
         parameters = {"multiplier": large // small} | ({"residual": True} if stage.residual else {})
         return [f"compress_{STRIDE_WORDS[stage.stride]}{suffix}", parameters]
 
@@ -140,12 +158,19 @@ def official_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:
         "encoder_base_channels": v.encoder[0].channels,
         "decoder_base_channels": v.decoder[-1].channels,
     }
-    if v.decoder_padding == "zeros":  # 2.0 has no such key: its absence means reflect in the decoder
+    if (
+        v.decoder_padding == "zeros"
+    ):  # 2.0 has no such key: its absence means reflect in the decoder
         out["spatial_padding_mode"] = "zeros"
     return out
 
 
-DIFFUSERS_VAE_USUAL = {"in_channels": 3, "out_channels": 3, "patch_size_t": 1, "scaling_factor": 1.0}
+DIFFUSERS_VAE_USUAL = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "patch_size_t": 1,
+    "scaling_factor": 1.0,
+}
 
 
 def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
@@ -165,17 +190,24 @@ def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
         return list(value)
 
     def strides(key: str, count: int) -> list[tuple[int, int, int]]:
-        words = per_stage(key, count, "spatiotemporal" if key == "upsample_type" else keys.need(key))
+        words = per_stage(
+            key, count, "spatiotemporal" if key == "upsample_type" else keys.need(key)
+        )
         return [Keys({key: word}, keys.where).choice(key, DIFFUSERS_STRIDES) for word in words]
 
-    widths, layers = keys.sizes("block_out_channels"), keys.sizes("layers_per_block", most=MAX_COUNT)
+    widths, layers = (
+        keys.sizes("block_out_channels"),
+        keys.sizes("layers_per_block", most=MAX_COUNT),
+    )
     if len(layers) != len(widths) + 1:
         raise InputError(
             f"{keys.where}: layers_per_block has {len(layers)} entries, expected {len(widths) + 1}: "
             "one for each of block_out_channels and one for the middle; pass the original config.json"
         )
     encoder, channels = [], latent
-    for width, num_layers, stride in zip(widths, layers[:-1], strides("downsample_type", len(widths)), strict=True):
+    for width, num_layers, stride in zip(
+        widths, layers[:-1], strides("downsample_type", len(widths)), strict=True
+    ):
         encoder.append(VaeStage("res", channels, channels, num_layers=num_layers))
         encoder.append(VaeStage("sample", channels, width, stride=stride))
         channels = width
@@ -187,10 +219,14 @@ def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
     factors = per_stage("upsample_factor", count, keys.sizes("upsample_factor"))[::-1]
     residuals = per_stage("upsample_residual", count, keys.need("upsample_residual"))[::-1]
     if len(layers) != len(encoder) // 2 + 1 or len(decoder_layers) != count + 1:
-        raise InputError(f"{keys.where}: layers_per_block must have one entry more than block_out_channels")
+        raise InputError(
+            f"{keys.where}: layers_per_block must have one entry more than block_out_channels"
+        )
     for key in ("spatio_temporal_scaling", "decoder_spatio_temporal_scaling"):
         if not all(per_stage(key, count if key.startswith("decoder") else len(encoder) // 2, True)):
-            raise InputError(f"{keys.where}: {key} = {keys.data[key]!r} is not supported, expected all true")
+            raise InputError(
+                f"{keys.where}: {key} = {keys.data[key]!r} is not supported, expected all true"
+            )
     if any(per_stage("decoder_inject_noise", count + 1, False)):
         raise InputError(f"{keys.where}: decoder_inject_noise is not supported, expected all false")
     channels = widths[0]
@@ -201,7 +237,9 @@ def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
             raise InputError(
                 f"{keys.where}: decoder stage {i} gets {channels} channels, its lists say {out * factors[i]}"
             )
-        decoder.append(VaeStage("sample", channels, out, stride=stride, residual=bool(residuals[i])))
+        decoder.append(
+            VaeStage("sample", channels, out, stride=stride, residual=bool(residuals[i]))
+        )
         decoder.append(VaeStage("res", out, out, num_layers=decoder_layers[i + 1]))
         channels = out
     return VideoVaeConfig(

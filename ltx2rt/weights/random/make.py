@@ -35,9 +35,13 @@ from ltx2rt.weights.random.presets import Preset, preset
 
 BF16, F32, U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.uint8)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-TABLE = re.compile(r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$")  # float32 in the released files, all else bf16
+TABLE = re.compile(
+    r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$"
+)  # float32 in the released files, all else bf16
 BLOCK_WEIGHT = re.compile(r"model\.diffusion_model\.transformer_blocks\.(\d+)\..*\.weight")
-FORWARD_BASIS, INVERSE_BASIS = (f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse"))
+FORWARD_BASIS, INVERSE_BASIS = (
+    f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse")
+)
 TYPE_EMBEDDING = "vae.decoder.type_emb"  # of decoding with keyframes, which no network of ours does
 # Parts that one official file holds.
 SINGLE_FILE = names_of(lambda part: part.source and part.every and not part.either)
@@ -66,7 +70,9 @@ class Tensor:
 
     name: str  # canonical; decides the values
     info: TensorInfo
-    part: tuple[int, int] | None = None  # this one, and of how many, of the equal parts of that tensor's rows
+    part: tuple[int, int] | None = (
+        None  # this one, and of how many, of the equal parts of that tensor's rows
+    )
     data: bytes | None = None  # a file's, in place of values
     quantised: TensorInfo | None = None  # this is the float8 form of such a tensor, or its scale
 
@@ -75,7 +81,9 @@ class Tensor:
 class Plan:
     """Every file of a checkpoint: tensors by stored name, and texts."""
 
-    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # path -> stored name -> tensor
+    tensors: dict[str, dict[str, Tensor]] = field(
+        default_factory=dict
+    )  # path -> stored name -> tensor
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 
@@ -92,18 +100,29 @@ class Plan:
             infos = [tensor.info for tensor in tensors.values()]
             size = sum(info.nbytes for info in infos)
             total += size
-            lines.append(f"{path}: {len(tensors)} tensors, {sum(prod(i.shape) for i in infos)} elements, {size} bytes")
-            lines += [f"  {name}  {list(t.info.shape)}  {DTYPE_NAMES[t.info.dtype]}" for name, t in tensors.items()]
+            lines.append(
+                f"{path}: {len(tensors)} tensors, {sum(prod(i.shape) for i in infos)} elements, {size} bytes"
+            )
+            lines += [
+                f"  {name}  {list(t.info.shape)}  {DTYPE_NAMES[t.info.dtype]}"
+                for name, t in tensors.items()
+            ]
         return "\n".join([*lines, *self.summary(), f"total: {total} bytes"])
 
     def summary(self) -> list[str]:
         lines = []
         for path, tensors in self.tensors.items():
             modules = sum(name.endswith(".lora_A.weight") for name in tensors)
-            lines.append(f"{path}: {len(tensors)} tensors" + (f", {modules} modules" if modules else ""))
+            lines.append(
+                f"{path}: {len(tensors)} tensors" + (f", {modules} modules" if modules else "")
+            )
             kinds = [component_of(tensor.name) for tensor in tensors.values()]
             if len(set(kinds)) > 1 and not modules:
-                lines += [f"  {kind}: {kinds.count(kind)} tensors" for kind in SINGLE_FILE if kind in kinds]
+                lines += [
+                    f"  {kind}: {kinds.count(kind)} tensors"
+                    for kind in SINGLE_FILE
+                    if kind in kinds
+                ]
         return lines
 
 
@@ -129,40 +148,60 @@ def make_checkpoint(
     if seed < 0:
         raise InputError(f"seed {seed} is negative; pass one from 0 on")
     if fp8 and layout != "official":
-        raise InputError(f"--fp8: such files are of the official layout, not {layout}; leave one out")
+        raise InputError(
+            f"--fp8: such files are of the official layout, not {layout}; leave one out"
+        )
     plan = plan_checkpoint(preset(name, upsampler), name, layout, fp8)
     if dry_run:
         return plan.manifest()
     directory = Path(directory)
     if not empty:
-        _check_room(directory, sum(tensor.info.nbytes for file in plan.tensors.values() for tensor in file.values()))
+        _check_room(
+            directory,
+            sum(tensor.info.nbytes for file in plan.tensors.values() for tensor in file.values()),
+        )
     if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
         raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
     if others := sorted(directory.glob("*.safetensors*")):
-        raise InputError(f"{directory} holds files of another model, such as {others[0].name}; pass an empty folder")
+        raise InputError(
+            f"{directory} holds files of another model, such as {others[0].name}; pass an empty folder"
+        )
     for path in (*plan.tensors, *plan.texts):
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
     for path, tensors in plan.tensors.items():
         metadata = plan.metadata[path]
         if empty:  # files among the tensors have to be whole; as metadata they are read as well
-            files = {name: tensor.data.decode() for name, tensor in tensors.items() if tensor.data is not None}
-            metadata, tensors = metadata | files, {n: tensor for n, tensor in tensors.items() if n not in files}
+            files = {
+                name: tensor.data.decode()
+                for name, tensor in tensors.items()
+                if tensor.data is not None
+            }
+            metadata, tensors = (
+                metadata | files,
+                {n: tensor for n, tensor in tensors.items() if n not in files},
+            )
         infos = {stored: tensor.info for stored, tensor in tensors.items()}
         produce = None if empty else lambda name, file=tensors: values(file[name], seed)
         write_tensors(directory / path, infos, produce, metadata)
     for path, text in plan.texts.items():
         (directory / path).write_text(text)
-    return "\n".join(f"{directory / line}" if not line.startswith(" ") else line for line in plan.summary())
+    return "\n".join(
+        f"{directory / line}" if not line.startswith(" ") else line for line in plan.summary()
+    )
 
 
 def _check_room(directory: Path, needed: int) -> None:
     """The nearest existing folder must be one, and have room."""
-    nearest = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    nearest = next(
+        path for path in (directory.absolute(), *directory.absolute().parents) if path.exists()
+    )
     if not nearest.is_dir():
         raise InputError(f"{nearest}: is a file; pass a folder to write the checkpoint into")
     free = shutil.disk_usage(nearest).free
     if free < needed:
-        raise InputError(f"{directory}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; choose another disk")
+        raise InputError(
+            f"{directory}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; choose another disk"
+        )
 
 
 # ---- which tensors --------------------------------------------------------------------------------------------------
@@ -180,7 +219,9 @@ def stored(config: ModelConfig) -> Shapes:
         shapes["transformer"][configs.KEYFRAME_VECTOR] = (1, config.transformer.width)
     if FORWARD_BASIS in shapes["vocoder"]:
         shapes["vocoder"][INVERSE_BASIS] = shapes["vocoder"][FORWARD_BASIS]
-    if config.upsampler and config.upsampler.rational:  # at x2 it blurs nothing, and no graph reads it
+    if (
+        config.upsampler and config.upsampler.rational
+    ):  # at x2 it blurs nothing, and no graph reads it
         shapes["upsampler"]["upsampler.blur_down.kernel"] = (1, 1, 5, 5)
     return shapes
 
@@ -189,15 +230,24 @@ def lora_tensors(
     config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], rank: int
 ) -> dict[str, Tensor]:
     """Every linear layer of the transformer at rank min(rank, in, out); 2.0's file also changes the text projection."""
-    targets = {name: shape for name, shape in shapes["transformer"].items() if name.endswith(".weight")}
+    targets = {
+        name: shape for name, shape in shapes["transformer"].items() if name.endswith(".weight")
+    }
     if config.release.lora_changes_text:
-        targets |= {name: s for name, s in shapes["text"].items() if name.startswith("text_embedding_projection.")}
+        targets |= {
+            name: s
+            for name, s in shapes["text"].items()
+            if name.startswith("text_embedding_projection.")
+        }
     out = {}
     for name, shape in targets.items():
         if len(shape) != 2:
             continue
         module, own_rank = name.removeprefix("model.").removesuffix(".weight"), min(rank, *shape)
-        for half, half_shape in (("lora_A", (own_rank, shape[1])), ("lora_B", (shape[0], own_rank))):
+        for half, half_shape in (
+            ("lora_A", (own_rank, shape[1])),
+            ("lora_B", (shape[0], own_rank)),
+        ):
             key = f"{module}.{half}.weight"
             out[key] = Tensor(key, TensorInfo(half_shape, BF16))
     return out
@@ -213,7 +263,9 @@ def in_float8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
             continue
         out[key] = Tensor(key, TensorInfo(tensor.info.shape, E4M3), quantised=tensor.info)
         for scale in ("weight_scale", "input_scale"):
-            out[key.removesuffix("weight") + scale] = Tensor(key, TensorInfo((), F32), quantised=tensor.info)
+            out[key.removesuffix("weight") + scale] = Tensor(
+                key, TensorInfo((), F32), quantised=tensor.info
+            )
     return out
 
 
@@ -228,7 +280,12 @@ def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple
         "post_layernorm.bias": (width,),
     }
     linears = {f"self_attn.{x}_proj": (width, width) for x in ("q", "k", "v", "out")}
-    linears |= {"mlp.fc1": (ff, width), "mlp.fc2": (width, ff), "layer_norm1": (width,), "layer_norm2": (width,)}
+    linears |= {
+        "mlp.fc1": (ff, width),
+        "mlp.fc2": (width, ff),
+        "layer_norm1": (width,),
+        "layer_norm2": (width,),
+    }
     for layer in range(vision["num_hidden_layers"]):
         for name, shape in linears.items():
             out[f"encoder.layers.{layer}.{name}.weight"] = shape
@@ -244,7 +301,8 @@ def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple
 
 def tensors_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     return {
-        name: Tensor(name, TensorInfo(shape, F32 if TABLE.search(name) else BF16)) for name, shape in shapes.items()
+        name: Tensor(name, TensorInfo(shape, F32 if TABLE.search(name) else BF16))
+        for name, shape in shapes.items()
     }
 
 
@@ -272,12 +330,18 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
     tokenizer_dir = gemma_dir if layout == "official" else "tokenizer"
     plan.texts[f"{tokenizer_dir}/tokenizer.json"] = tokenizer_json(config.gemma)
     adds_bos = isinstance(config.gemma, GemmaConfig)
-    plan.add_json(f"{tokenizer_dir}/tokenizer_config.json", TOKENIZER_CONFIG | {"add_bos_token": adds_bos})
+    plan.add_json(
+        f"{tokenizer_dir}/tokenizer_config.json", TOKENIZER_CONFIG | {"add_bos_token": adds_bos}
+    )
     lora = {"lora_rank": str(made.lora_rank), "lora_alpha": str(made.lora_rank)} | version
-    plan.add(f"{name}-distilled-lora.safetensors", lora_tensors(config, shapes, made.lora_rank), lora)
+    plan.add(
+        f"{name}-distilled-lora.safetensors", lora_tensors(config, shapes, made.lora_rank), lora
+    )
 
     if layout == "official":
-        whole = {key: tensor for component in SINGLE_FILE for key, tensor in tensors(component).items()}
+        whole = {
+            key: tensor for component in SINGLE_FILE for key, tensor in tensors(component).items()
+        }
         metadata = {"config": json.dumps(configs.official_json(config))} | version
         plan.add(f"{name}.safetensors", in_float8(whole, config) if fp8 else whole, metadata)
         flat = {"config": json.dumps(configs.upsampler_json(config.upsampler, "official"))}
@@ -296,13 +360,16 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
     if config.temporal_upsampler:
         texts["temporal_upsampler"] = configs.upsampler_json(config.temporal_upsampler, "diffusers")
     if config.diffusion_decoder:
-        texts["diffusion_decoder"] = configs.diffusers_diffusion_decoder_json(config.diffusion_decoder)
+        texts["diffusion_decoder"] = configs.diffusers_diffusion_decoder_json(
+            config.diffusion_decoder
+        )
     if config.duration_head:
         texts["duration_head"] = configs.duration_head_json(config.duration_head, "diffusers")
     for component in texts:
         folder = PARTS[component].folder
         theirs = {
-            to_diffusers(component, key, stages): tensor for key, tensor in split_rows(component, tensors(component))
+            to_diffusers(component, key, stages): tensor
+            for key, tensor in split_rows(component, tensors(component))
         }
         plan.add(f"{folder}/diffusion_pytorch_model.safetensors", theirs, {"format": "pt"})
         plan.add_json(f"{folder}/config.json", texts[component])
@@ -312,7 +379,10 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
 
 
 def plan_component_files(
-    made: Preset, name: str, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], version: Mapping[str, str]
+    made: Preset,
+    name: str,
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    version: Mapping[str, str],
 ) -> Plan:
     """The official layout of LTX-2.5: a file for each part, the text encoder's with its tokenizer."""
     config, plan = made.config, Plan()
@@ -322,18 +392,40 @@ def plan_component_files(
     projection = {key: tensor for key, tensor in text.items() if key.startswith(TEXT_PROJECTION)}
     connectors = {key: tensor for key, tensor in text.items() if key not in projection}
 
-    def add(part: str, tensors: Mapping[str, Tensor], section: Mapping[str, Any], **more: str) -> None:
-        plan.add(f"{name}-{part}.safetensors", tensors, {"config": json.dumps(section), **version, **more})
+    def add(
+        part: str, tensors: Mapping[str, Tensor], section: Mapping[str, Any], **more: str
+    ) -> None:
+        plan.add(
+            f"{name}-{part}.safetensors",
+            tensors,
+            {"config": json.dumps(section), **version, **more},
+        )
 
     gemma_version = f"gemma4-{name}"
     source = json.dumps({"ltx_version": version["model_version"], "gemma_version": gemma_version})
-    sections = {"transformer": whole["transformer"], "vae": None, "audio_vae": None, "vocoder": None}
-    add("transformer", tensors_of(shapes["transformer"]) | connectors, sections, gemma_source_checkpoint=source)
+    sections = {
+        "transformer": whole["transformer"],
+        "vae": None,
+        "audio_vae": None,
+        "vocoder": None,
+    }
+    add(
+        "transformer",
+        tensors_of(shapes["transformer"]) | connectors,
+        sections,
+        gemma_source_checkpoint=source,
+    )
     language = gemma4_tensors(config.gemma, shapes["gemma"], "model.", FLAT_TOWERS)
-    gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma)) | {"gemma_version": gemma_version}
+    gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma)) | {
+        "gemma_version": gemma_version
+    }
     metadata = {"format": "pt", "gemma_config": json.dumps(gemma_json)}
-    plan.add(f"{name}-text-encoder.safetensors", language | projection | assets(config.gemma), metadata)
-    video = {key.removeprefix("vae."): tensor for key, tensor in tensors_of(shapes["video_vae"]).items()}
+    plan.add(
+        f"{name}-text-encoder.safetensors", language | projection | assets(config.gemma), metadata
+    )
+    video = {
+        key.removeprefix("vae."): tensor for key, tensor in tensors_of(shapes["video_vae"]).items()
+    }
     add("video-vae-conv", video, {"vae": whole["vae"]})
     encoder = {key: tensor for key, tensor in video.items() if key.startswith("encoder.")}
     decoder = tensors_of(shapes["diffusion_decoder"])
@@ -342,7 +434,10 @@ def plan_component_files(
     add("video-vae", both, {"vae": configs.official_diffusion_vae_json(config.video_vae, section)})
     sound = tensors_of(shapes["audio_vae"]) | tensors_of(shapes["vocoder"])
     add("audio-vae", sound, {key: whole[key] for key in ("audio_vae", "vocoder")})
-    for part, upsampler in (("upsampler", config.upsampler), ("temporal_upsampler", config.temporal_upsampler)):
+    for part, upsampler in (
+        ("upsampler", config.upsampler),
+        ("temporal_upsampler", config.temporal_upsampler),
+    ):
         scale, kind = upsampler.kind.split()
         tensors = tensors_of(shapes[part])
         add(f"{kind}-upsampler-{scale}", tensors, configs.upsampler_json(upsampler, "official"))
@@ -352,16 +447,26 @@ def plan_component_files(
         configs.duration_head_json(config.duration_head, "official"),
     )
     rank = {"lora_rank": str(made.lora_rank), "lora_alpha": str(made.lora_rank)}
-    plan.add(f"{name}-distilled-lora.safetensors", lora_tensors(config, shapes, made.lora_rank), {**rank, **version})
+    plan.add(
+        f"{name}-distilled-lora.safetensors",
+        lora_tensors(config, shapes, made.lora_rank),
+        {**rank, **version},
+    )
     return plan
 
 
 def gemma4_tensors(
-    gemma: Gemma4Config, shapes: Mapping[str, tuple[int, ...]], prefix: str, towers: Mapping[str, str]
+    gemma: Gemma4Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    prefix: str,
+    towers: Mapping[str, str],
 ) -> dict[str, Tensor]:
     """Of the text branch under `prefix`, and the image and sound towers that no network reads."""
     vision, sound = configs.towers_json(gemma).values()
-    width, patch = gemma.hidden_size, 3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2
+    width, patch = (
+        gemma.hidden_size,
+        3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2,
+    )
     tower: dict[str, tuple[int, ...]] = {
         f"vision_model.{name}.{leaf}": (patch if name == "patch_ln1" else width,)
         for name in ("patch_ln1", "patch_dense", "patch_ln2", "pos_norm")
@@ -387,12 +492,16 @@ def assets(gemma: Gemma4Config) -> dict[str, Tensor]:
     files = {
         "tokenizer_json": tokenizer_json(gemma),
         "hf_asset__tokenizer_config.json": json.dumps(TOKENIZER_CONFIG | {"add_bos_token": False}),
-        "hf_asset__processor_config.json": json.dumps({"processor_class": "Gemma4UnifiedProcessor"}),
+        "hf_asset__processor_config.json": json.dumps(
+            {"processor_class": "Gemma4UnifiedProcessor"}
+        ),
         "hf_asset__generation_config.json": json.dumps({"bos_token_id": gemma.bos_token_id}),
         "hf_asset__chat_template.jinja": "{{ messages }}",
     }
     found = {name: text.encode() for name, text in files.items()}
-    return {name: Tensor(name, TensorInfo((len(data),), U8), data=data) for name, data in found.items()}
+    return {
+        name: Tensor(name, TensorInfo((len(data),), U8), data=data) for name, data in found.items()
+    }
 
 
 def split_rows(component: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -401,13 +510,23 @@ def split_rows(component: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[
         parts = rows_of(component, name)
         rows, *rest = tensor.info.shape or (0,)
         info = TensorInfo((rows // 3, *rest), tensor.info.dtype)
-        yield from ((part, Tensor(tensor.name, info, part=(i, len(parts)))) for i, part in enumerate(parts))
+        yield from (
+            (part, Tensor(tensor.name, info, part=(i, len(parts)))) for i, part in enumerate(parts)
+        )
         if not parts and name != TYPE_EMBEDDING:  # which diffusers does not know
             yield name, tensor
 
 
-FLAT_TOWERS = {name: f"{name}." for name in ("vision_model", "multi_modal_projector", "audio_projector")}
-HF_TOWERS = dict(zip(FLAT_TOWERS, ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."), strict=True))
+FLAT_TOWERS = {
+    name: f"{name}." for name in ("vision_model", "multi_modal_projector", "audio_projector")
+}
+HF_TOWERS = dict(
+    zip(
+        FLAT_TOWERS,
+        ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
+        strict=True,
+    )
+)
 
 
 SCHEDULER_CONFIG = {  # the released one
@@ -443,7 +562,9 @@ TOKENIZER_CONFIG = {
 
 def model_index(vocoder_class: str, config: ModelConfig) -> dict[str, Any]:
     newest = isinstance(config.gemma, Gemma4Config)
-    text_encoder = "Gemma4UnifiedForConditionalGeneration" if newest else "Gemma3ForConditionalGeneration"
+    text_encoder = (
+        "Gemma4UnifiedForConditionalGeneration" if newest else "Gemma3ForConditionalGeneration"
+    )
     more = {"duration_head": ["ltx2", "LTX2DurationHead"]} if newest else {}
     return {
         "_class_name": "LTX2Pipeline",
@@ -463,21 +584,42 @@ def _vision(config: GemmaConfig) -> dict[str, Any]:
     """The released tower beside the released text model, else the smallest one that loads."""
     released = config.hidden_size == 3840
     sizes = (1152, 4304, 27, 16, 896, 14) if released else (16, 32, 1, 2, 16, 4)
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
-    return {"model_type": "siglip_vision_model", "vision_use_head": False, **dict(zip(keys, sizes, strict=True))}
+    keys = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "image_size",
+        "patch_size",
+    )
+    return {
+        "model_type": "siglip_vision_model",
+        "vision_use_head": False,
+        **dict(zip(keys, sizes, strict=True)),
+    }
 
 
 def tokenizer_json(config: GemmaConfig | Gemma4Config, corpus: Sequence[str] = CORPUS) -> str:
     """A small Gemma-style BPE with byte fallback, trained on a few sentences. As the released ones, that of Gemma 3
     adds BOS and that of Gemma 4 does not."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
     special += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=min(480, config.vocab_size),
         special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)],
@@ -488,7 +630,9 @@ def tokenizer_json(config: GemmaConfig | Gemma4Config, corpus: Sequence[str] = C
     tokenizer.train_from_iterator([*corpus] * 4, trainer)
     if isinstance(config, GemmaConfig):
         tokenizer.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", special.index("<bos>"))]
+            single="<bos> $A",
+            pair="<bos> $A <bos>:1 $B:1",
+            special_tokens=[("<bos>", special.index("<bos>"))],
         )
     data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [token for token in data["added_tokens"] if token["content"] in special]
@@ -505,7 +649,9 @@ def values(tensor: Tensor, seed: int) -> np.ndarray:
     name, shape = tensor.name, tensor.info.shape
     if tensor.part is not None:
         i, count = tensor.part
-        whole = values(Tensor(name, TensorInfo((count * shape[0], *shape[1:]), tensor.info.dtype)), seed)
+        whole = values(
+            Tensor(name, TensorInfo((count * shape[0], *shape[1:]), tensor.info.dtype)), seed
+        )
         return whole[i * shape[0] : (i + 1) * shape[0]]
     if tensor.quantised:
         float8, scale = quantise_rows(values(Tensor(name, tensor.quantised), seed).reshape(1, -1))
@@ -526,10 +672,14 @@ def values(tensor: Tensor, seed: int) -> np.ndarray:
     elif TABLE.search(name) or leaf in ("learnable_registers", "keyframes_abs_pos_embedding"):
         array *= np.float32(0.3)
     elif leaf in ("weight", "layer_scalar") and len(shape) == 1:
-        neutral = 0 if name.startswith("language_model.") else 1  # Gemma 3's norms multiply by 1 + w
+        neutral = (
+            0 if name.startswith("language_model.") else 1
+        )  # Gemma 3's norms multiply by 1 + w
         array = np.float32(neutral) + np.float32(0.1) * array
         if name.startswith("model.layers.") and name.endswith(("q_norm.weight", "k_norm.weight")):
-            array *= np.float32(shape[0] ** -0.25)  # Gemma 4 scales no scores: the norms' weights do
+            array *= np.float32(
+                shape[0] ** -0.25
+            )  # Gemma 4 scales no scores: the norms' weights do
     elif len(shape) == 1:
         array *= np.float32(0.05)
     elif name.endswith(".lora_B.weight"):

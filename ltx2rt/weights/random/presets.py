@@ -60,7 +60,16 @@ class Sizes:
     lora_rank: int
 
 
-def gemma(vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, ff: int, window: int):
+def gemma(
+    vocab: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ff: int,
+    window: int,
+):
     return GemmaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -153,7 +162,11 @@ DIFFUSION_DECODERS = {
 
 
 # Scale and whether rational, by kind; None: as the generation's.
-UPSAMPLERS = {"x2": (Fraction(2), None), "x1.5": (Fraction(3, 2), True), "temporal": (Fraction(1), False)}
+UPSAMPLERS = {
+    "x2": (Fraction(2), None),
+    "x1.5": (Fraction(3, 2), True),
+    "temporal": (Fraction(1), False),
+}
 
 
 def preset(name: str, upsampler: str = "x2") -> Preset:
@@ -172,14 +185,22 @@ def of_sizes(sizes: Sizes, name: str, upsampler: str = "x2") -> Preset:
     config = ModelConfig(
         version=version,
         video_vae_version=version,
-        transformer=replace(transformer, ff_bias=False, keyframe_vector=True) if newest else transformer,
+        transformer=replace(transformer, ff_bias=False, keyframe_vector=True)
+        if newest
+        else transformer,
         text=_text(sizes, new),
         gemma=sizes.gemma,
         video_vae=_video_vae(sizes, new),
-        audio_vae=AudioVaeConfig(128, sizes.audio_multipliers, sizes.audio_blocks, 8, 2, 64, 16000, 160),
+        audio_vae=AudioVaeConfig(
+            128, sizes.audio_multipliers, sizes.audio_blocks, 8, 2, 64, 16000, 160
+        ),
         vocoder=_vocoder(sizes, new),
         upsampler=UpsamplerConfig(
-            128, sizes.upsampler_mid, sizes.upsampler_blocks, scale, not new if rational is None else rational
+            128,
+            sizes.upsampler_mid,
+            sizes.upsampler_blocks,
+            scale,
+            not new if rational is None else rational,
         ),
     )
     if newest:
@@ -188,7 +209,9 @@ def of_sizes(sizes: Sizes, name: str, upsampler: str = "x2") -> Preset:
         widths = transformer.width, transformer.audio_width
         head = DurationHeadConfig(2 * sizes.head_dim, 1, 4, 2 * sizes.head_dim, *widths)
         decoder = DIFFUSION_DECODERS[name]
-        config = replace(config, temporal_upsampler=temporal, duration_head=head, diffusion_decoder=decoder)
+        config = replace(
+            config, temporal_upsampler=temporal, duration_head=head, diffusion_decoder=decoder
+        )
     return Preset(config, sizes.lora_rank)
 
 
@@ -222,8 +245,12 @@ def _transformer(s: Sizes, new: bool) -> TransformerConfig:
 def _text(s: Sizes, new: bool) -> TextConfig:
     def connector(head_dim: int) -> ConnectorConfig:
         """2.0 keeps Gemma's width (30 heads of 128 there), 2.3 takes each modality's."""
-        heads, size = (s.heads, head_dim) if new else (s.gemma.hidden_size // s.head_dim, s.head_dim)
-        return ConnectorConfig(heads, size, s.connector_layers, s.registers, gated_attention=new, ff_bias=True)
+        heads, size = (
+            (s.heads, head_dim) if new else (s.gemma.hidden_size // s.head_dim, s.head_dim)
+        )
+        return ConnectorConfig(
+            heads, size, s.connector_layers, s.registers, gated_attention=new, ff_bias=True
+        )
 
     return TextConfig(
         gemma_hidden=s.gemma.hidden_size,
@@ -243,16 +270,23 @@ def _video_vae(s: Sizes, new: bool) -> VideoVaeConfig:
     def chain(start: int, layers: tuple[int, ...], samples: list[VaeStage]) -> tuple[VaeStage, ...]:
         stages = [VaeStage("res", start, start, num_layers=layers[0])]
         for count, sample in zip(layers[1:], samples, strict=True):
-            stages += [sample, VaeStage("res", sample.out_channels, sample.out_channels, num_layers=count)]
+            stages += [
+                sample,
+                VaeStage("res", sample.out_channels, sample.out_channels, num_layers=count),
+            ]
         return tuple(stages)
 
     widths = s.encoder_widths
     downs = [
         VaeStage("sample", channels, out, stride=stride)
-        for channels, out, stride in zip(widths[:-1], widths[1:], (SPACE, TIME, BOTH, BOTH), strict=True)
+        for channels, out, stride in zip(
+            widths[:-1], widths[1:], (SPACE, TIME, BOTH, BOTH), strict=True
+        )
     ]
     ups, w = [], s.decoder_width * 8
-    for stride, factor in ((BOTH, 2), (BOTH, 1), (TIME, 2), (SPACE, 2)) if new else ((BOTH, 2),) * 3:
+    for stride, factor in (
+        ((BOTH, 2), (BOTH, 1), (TIME, 2), (SPACE, 2)) if new else ((BOTH, 2),) * 3
+    ):
         ups.append(VaeStage("sample", w, w // factor, stride=stride, residual=not new))
         w //= factor
     return VideoVaeConfig(
@@ -271,7 +305,9 @@ def _vocoder(s: Sizes, new: bool) -> VocoderConfig:
     def generator(hidden, rates, kernels, final):
         activation = "snakebeta" if new else "leaky_relu"
         dilations = ((1, 3, 5),) * 3
-        return GeneratorConfig(128, hidden, 2, rates, kernels, (3, 7, 11), dilations, activation, not new, final)
+        return GeneratorConfig(
+            128, hidden, 2, rates, kernels, (3, 7, 11), dilations, activation, not new, final
+        )
 
     if not new:
         first = generator(s.vocoder_hidden, (6, 5, 2, 2, 2), (16, 15, 8, 4, 4), "tanh")

@@ -22,7 +22,13 @@ from ltx2rt.weights.random.presets import preset
 
 TINY = ["tiny-2.0", "tiny-2.3", "tiny-2.5"]
 UNLIKE = {  # what one layout of LTX-2.5 has and no network reads
-    "gemma": ("vision_", "multi_modal_projector.", "audio_projector.", "model.vision_", "model.embed_"),
+    "gemma": (
+        "vision_",
+        "multi_modal_projector.",
+        "audio_projector.",
+        "model.vision_",
+        "model.embed_",
+    ),
     "diffusion_decoder": ("vae.encoder.", "vae.decoder.type_emb"),
 }
 LAYOUTS = ["official", "diffusers"]
@@ -46,7 +52,10 @@ RELEASED = {  # tensors and elements per component of the released files
 
 @pytest.mark.parametrize(
     ("name", "total", "tables", "modules", "upsampler"),
-    [("ltx-2.0", 4049, 194, 1371, (73, 497_867_929)), ("ltx-2.3", 5947, 290, 1660, (72, 497_867_904))],
+    [
+        ("ltx-2.0", 4049, 194, 1371, (73, 497_867_929)),
+        ("ltx-2.3", 5947, 290, 1660, (72, 497_867_904)),
+    ],
 )
 def test_full_size_manifest_equals_the_released_counts(name, total, tables, modules, upsampler):
     plan = plan_checkpoint(preset(name), name, "official")
@@ -64,7 +73,8 @@ def test_full_size_manifest_equals_the_released_counts(name, total, tables, modu
     assert (len(x2), sum(prod(tensor.info.shape) for tensor in x2.values())) == upsampler
     text = make_checkpoint(name, "official", "nowhere", dry_run=True)
     assert (
-        f"{name}.safetensors: {total} tensors" in text and f"  transformer: {found['transformer'][0]} tensors" in text
+        f"{name}.safetensors: {total} tensors" in text
+        and f"  transformer: {found['transformer'][0]} tensors" in text
     )
 
 
@@ -73,10 +83,16 @@ def test_full_size_component_files_are_those_of_the_release():
     name = "ltx-2.5"
     plan = plan_checkpoint(preset(name), name, "official")
     found = {path.removeprefix(f"{name}-"): tensors for path, tensors in plan.tensors.items()}
-    sizes = {path: sum(tensor.info.nbytes for tensor in tensors.values()) for path, tensors in found.items()}
+    sizes = {
+        path: sum(tensor.info.nbytes for tensor in tensors.values())
+        for path, tensors in found.items()
+    }
     released = {
         "transformer": (4349, 42.02e9),
-        "text-encoder": (686, 26.3e9),  # the release carries 32 MB of tokenizer, this one a small one
+        "text-encoder": (
+            686,
+            26.3e9,
+        ),  # the release carries 32 MB of tokenizer, this one a small one
         "video-vae-conv": (170, 1_452_269_922),
         "video-vae": (396, 1_472_223_346),
         "audio-vae": (1329, 364_866_540),
@@ -95,12 +111,17 @@ def test_full_size_component_files_are_those_of_the_release():
     own = {key: tensor for key, tensor in main.items() if component_of(key) == "transformer"}
     assert (len(own), sum(prod(t.info.shape) for t in own.values())) == (4091, 18_987_859_200)
     lora = found["distilled-lora.safetensors"]
-    assert max(tensor.info.shape[0] for key, tensor in lora.items() if key.endswith("lora_A.weight")) == 450
+    assert (
+        max(tensor.info.shape[0] for key, tensor in lora.items() if key.endswith("lora_A.weight"))
+        == 450
+    )
 
 
 def test_released_lora_ranks():
     """Rank 384 except where a layer is narrower: 8 timestep layers, 4 patch projections, 288 gates."""
-    lora = plan_checkpoint(preset("ltx-2.3"), "x", "official").tensors["x-distilled-lora.safetensors"]
+    lora = plan_checkpoint(preset("ltx-2.3"), "x", "official").tensors[
+        "x-distilled-lora.safetensors"
+    ]
     ranks = [tensor.info.shape[0] for key, tensor in lora.items() if key.endswith("lora_A.weight")]
     assert {rank: ranks.count(rank) for rank in set(ranks)} == {384: 1360, 256: 8, 128: 4, 32: 288}
 
@@ -123,8 +144,13 @@ def test_tiny_checkpoints_are_complete_and_small(tiny, name, layout):
             checkpoint.source(component),
             "x",
         )
-    merged = MergedSource(checkpoint.source("transformer"), [open_lora(checkpoint.distilled_lora())], "bfloat16")
-    total = sum(len(shape) == 2 and key.endswith("weight") for key, shape in networks(expected)["transformer"].items())
+    merged = MergedSource(
+        checkpoint.source("transformer"), [open_lora(checkpoint.distilled_lora())], "bfloat16"
+    )
+    total = sum(
+        len(shape) == 2 and key.endswith("weight")
+        for key, shape in networks(expected)["transformer"].items()
+    )
     assert merged.merges[0].line().startswith(f"merged {total}/{total} modules")
     assert merged.merges[0].skipped == (name == "tiny-2.0")
 
@@ -190,11 +216,18 @@ def test_diffusers_loads_every_folder_strictly(tiny, name):
     }
     if name == "tiny-2.5":
         models |= {"diffusion_decoder": LTX2VideoDiffusionDecoderModel}
-        models |= {"text_encoder": Gemma4UnifiedForConditionalGeneration, "duration_head": LTX2DurationHead}
+        models |= {
+            "text_encoder": Gemma4UnifiedForConditionalGeneration,
+            "duration_head": LTX2DurationHead,
+        }
         models["latent_upsampler_temporal"] = LTX2LatentUpsamplerModel
     for part, model in models.items():
-        loaded, info = model.from_pretrained(folder / part, output_loading_info=True, dtype=torch.float32)
-        assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (part, info)
+        loaded, info = model.from_pretrained(
+            folder / part, output_loading_info=True, dtype=torch.float32
+        )
+        assert not any(
+            info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        ), (part, info)
         if part != "text_encoder":
             ours = json.loads((folder / part / "config.json").read_text())
             defaults = {key for key in loaded.config if key not in ours and not key.startswith("_")}
@@ -208,7 +241,9 @@ def test_the_diffusers_pipeline_opens_the_folder(tiny):
     folder = tiny("tiny-2.3", "diffusers")
     pipe = LTX2Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     prompts = ["a robot dancing in the rain", "Émile!"]
-    theirs = pipe.tokenizer(prompts, padding="max_length", max_length=64, truncation=True, return_tensors="np")
+    theirs = pipe.tokenizer(
+        prompts, padding="max_length", max_length=64, truncation=True, return_tensors="np"
+    )
     ids, mask = tokenize(folder / "tokenizer" / "tokenizer.json", prompts, 64)
     np.testing.assert_array_equal(ids, theirs.input_ids)
     np.testing.assert_array_equal(mask, theirs.attention_mask)
@@ -223,7 +258,9 @@ def test_tokenizer_fits_the_vocabulary_and_is_the_same_every_time():
 
 def test_filters_have_the_documented_values():
     taps = [0.00202896, 0.00938947, -0.02554346, -0.05765738, 0.12857258, 0.44320980]
-    np.testing.assert_allclose(filters.antialias_taps(), taps + taps[::-1], atol=1e-7)  # eight printed digits
+    np.testing.assert_allclose(
+        filters.antialias_taps(), taps + taps[::-1], atol=1e-7
+    )  # eight printed digits
     spectrum = filters.stft_basis(512)[:, 0] @ np.sin(2 * np.pi * 40 * np.arange(512) / 512)
     assert np.hypot(spectrum[:257], spectrum[257:]).argmax() == 40
 
@@ -234,7 +271,10 @@ def test_bad_requests_are_refused(tiny, tmp_path):
         (("tiny-2.3", "comfy", tmp_path), "unknown layout"),
         (("tiny-2.3", "official", tmp_path, -1), "negative"),
         (("tiny-2.3", "official", tiny("tiny-2.3", "official")), "exists"),
-        (("tiny-2.3", "official", tiny("tiny-2.3", "official") / "tiny-2.3.safetensors" / "x"), "is a file"),
+        (
+            ("tiny-2.3", "official", tiny("tiny-2.3", "official") / "tiny-2.3.safetensors" / "x"),
+            "is a file",
+        ),
     ]:
         with pytest.raises(InputError, match=says):
             make_checkpoint(*arguments)
@@ -242,7 +282,9 @@ def test_bad_requests_are_refused(tiny, tmp_path):
 
 def test_a_folder_with_another_model_is_refused(tmp_path):
     (tmp_path / "other.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match=r"holds files of another model, such as other\.safetensors; pass an empty"):
+    with pytest.raises(
+        InputError, match=r"holds files of another model, such as other\.safetensors; pass an empty"
+    ):
         make_checkpoint("tiny-2.3", "official", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["other.safetensors"]
 
