@@ -22,10 +22,9 @@ from ltx2rt.train.prepare import prepare as fill
 from ltx2rt.train.run import TrainRequest, described, start
 from ltx2rt.train.state import read_state, states, write_lora
 
-UNREAD = (  # flags of a model that no training reads
-    "distilled_lora", "upsampler", "temporal_upsampler", "duration_head", "video_decoder", "stage_weights", "layers",
-    "text_encoder_offload", "memory", "max_memory", "compile", "num_gpus", "tp_size", "lora_allow_partial", "loras",
-    "weights_dtype",
+READ = (  # flags of a model that training reads
+    "backend", "model", "text_encoder", "video_vae", "audio_vae", "config_from", "offline", "dtype", "device", "mesh",
+    "profile", "cross_timestep_rule", "vae_tiling",
 )  # fmt: skip
 EXAMPLE = """\
 example:
@@ -37,7 +36,7 @@ example:
 
 def prepare_flags(to: Any) -> None:
     to.epilog = EXAMPLE
-    add_flags(to, ModelOptions, backend="auto", but=UNREAD)
+    add_flags(to, ModelOptions, backend="auto", only=READ)
     add_flags(to, PrepareRequest)
 
 
@@ -49,7 +48,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 def run_flags(to: Any) -> None:
     to.epilog = EXAMPLE
-    add_flags(to, ModelOptions, backend="auto", but=UNREAD)
+    add_flags(to, ModelOptions, backend="auto", only=READ)
     add_flags(to, TrainRequest)
 
 

@@ -47,6 +47,7 @@ MAX_VIDEOS = 8  # of one request
 UPLOADS = {
     "audio_path": SOUND,
     "video_path": VIDEO,
+    "join": VIDEO,
     "video_conditioning": VIDEO,
     "conditioning_attention_mask": VIDEO,
 }

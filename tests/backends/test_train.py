@@ -19,6 +19,7 @@ from ltx2rt.testing import ArraySource
 HERE = Path(__file__).parent
 CLOSE = 1e-5  # float32, another order of summation
 CONFIGS = ["2.0", "2.3", "2.5"]
+QUICK = ({"tensor": 2}, {"tensor": 2, "sequence": 2})  # meshes; the others are slow tests
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -74,22 +75,21 @@ def test_a_rematerialised_step_is_a_kept_one(generation):
     assert all(np.array_equal(kept[name], x) for name, x in anew.items())
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    path = os.pathsep.join((str(HERE.parent), *sys.path))
-    for kind, flags in (("cuda", os.environ.get("XLA_FLAGS", "")), ("tpu", xla_flags(4))):
-        env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags}
-        command = [sys.executable, str(HERE / "train_ranks.py"), kind, str(folder)]
-        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        assert ran.returncode == 0, ran.stderr[-4000:]
-    return folder
+def case(mesh: dict[str, int]):
+    return pytest.param(mesh, id=label(mesh), marks=() if mesh in QUICK else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
-@pytest.mark.parametrize("mesh", MESHES, ids=label)
-def test_a_mesh_is_one_device(kind, mesh, ranks):
-    found = gradients(dict(np.load(ranks / f"{kind}-{label(mesh)}.npz")))
+@pytest.mark.parametrize("mesh", [case(mesh) for mesh in MESHES])
+def test_a_mesh_is_one_device(kind, mesh, tmp_path):
+    path = os.pathsep.join((str(HERE.parent), *sys.path))
+    flags = xla_flags(4) if kind == "tpu" else os.environ.get("XLA_FLAGS", "")
+    command = [sys.executable, str(HERE / "train_ranks.py"), kind, str(tmp_path)]
+    command += [str(MESHES.index(mesh))]
+    env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found = gradients(dict(np.load(tmp_path / f"{kind}-{label(mesh)}.npz")))
     expected = gradients(once("cuda", "2.3"))
     assert {
         name: d for name, x in expected.items() if (d := distance(found[name], x)) > CLOSE

@@ -1,9 +1,9 @@
 """Runs training steps on torch ranks over gloo, or on JAX host devices; not a test, started by one as a process.
 
-    python train_ranks.py cuda FOLDER      ranks of every mesh in turn, each a process
-    python train_ranks.py tpu FOLDER       needs XLA_FLAGS=--xla_force_host_platform_device_count=4
+    python train_ranks.py cuda FOLDER NUMBER   ranks of that mesh of MESHES, each a process
+    python train_ranks.py tpu FOLDER NUMBER    needs XLA_FLAGS=--xla_force_host_platform_device_count=4
 
-Written to FOLDER: what each mesh gave, `{kind}-{mesh}.npz`.
+Written to FOLDER: losses, gradients' moments and parameters of the mesh, `{kind}-{mesh}.npz`.
 """
 
 from __future__ import annotations
@@ -44,33 +44,27 @@ def run(kind: str, number: int, folder: Path) -> None:
         np.savez(folder / f"{kind}-{label(mesh)}.npz", **found)  # pyright: ignore[reportArgumentType]
 
 
-def main(kind: str, folder: Path) -> None:
-    for number, mesh in enumerate(MESHES):
-        if kind == "tpu":
-            run(kind, number, folder)
-            continue
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        size = prod(mesh.values())
-        here = {
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, __file__, kind, str(folder), str(number)]
-        ranks = [
-            subprocess.Popen(
-                command, env=os.environ | here | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            )
-            for rank in range(size)
-        ]
-        if any([rank.wait() for rank in ranks]):
-            sys.exit(f"{label(mesh)}: a rank failed")
+def main(kind: str, folder: Path, number: int) -> None:
+    if kind == "tpu" or "RANK" in os.environ:
+        run(kind, number, folder)
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    size = prod(MESHES[number].values())
+    here = os.environ | {
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, __file__, kind, str(folder), str(number)]
+    ranks = [
+        subprocess.Popen(command, env=here | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(size)
+    ]
+    if any([rank.wait() for rank in ranks]):
+        sys.exit(f"{label(MESHES[number])}: a rank failed")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 3:
-        run(sys.argv[1], int(sys.argv[3]), Path(sys.argv[2]))
-    else:
-        main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
