@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from ltx2rt_cuda.attention import TORCH
-from ltx2rt_cuda.ops import ROADS, quantise_rows
+from ltx2rt_cuda.ops import ROADS, Float8Product, quantise_rows
 from torch.nn.attention import sdpa_kernel
 
 from benchmarks.measure import Spread, interleaved, machine, record
@@ -79,8 +79,8 @@ def cases(device: torch.device, shrink: int) -> list[tuple[str, int, Callable[[]
         found.append((f"bfloat16 {shape}", flop, lambda x=x, w=weight, b=bias: F.linear(x, w, b)))
         (values, row_scale), (packed, scale) = quantise_rows(x), quantise_rows(weight)
         for name, product in ROADS.items():
-            operands = (values, row_scale, packed, scale, bias, torch.bfloat16)
-            found.append((f"float8 by {name} {shape}", flop, lambda p=product, o=operands: p(*o)))
+            operands = Float8Product(values, row_scale, packed, scale, bias, torch.bfloat16)
+            found.append((f"float8 by {name} {shape}", flop, lambda p=product, o=operands: p(o)))
         found.append((
             f"gelu behind {shape}", flop,
             lambda x=x, w=weight, b=bias: torch._addmm_activation(b, x, w.t(), use_gelu=True),

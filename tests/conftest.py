@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import io
 import json
@@ -10,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,13 +29,12 @@ from virtual import xla_flags
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Programs that JAX compiled for one test are read by every other process, of this run and of later ones: xdist's
 # workers and commands that tests start inherit this.
+BETWEEN_RUNS = Path(sys.prefix if os.access(sys.prefix, os.W_OK) else tempfile.gettempdir())
 COMPILED = Path(
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "jax-compiled"))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BETWEEN_RUNS / "jax-compiled"))
 )
 KEPT_BYTES = 4 * 10**9  # of programs, when a run begins; the oldest are removed
-LASTED = (
-    Path(sys.prefix) / "test-durations.json"
-)  # seconds of each test file in the last run that had it
+LASTED = BETWEEN_RUNS / "test-durations.json"  # seconds of each test file in the last run with it
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 SMALL = {
@@ -155,6 +156,24 @@ def compiled_once() -> None:
 
     if find_spec("jax"):
         keep_compiled("tpu", Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
+
+
+@pytest.fixture
+def install_backend(tmp_path, monkeypatch) -> Callable[[str, str], None]:
+    """install_backend(name, source): a backend of that name is installed, a module with an entry point."""
+
+    def install(name: str, source: str) -> None:
+        (tmp_path / f"{name}_backend.py").write_text(source)
+        metadata = tmp_path / f"{name}_backend-1.0.dist-info"
+        metadata.mkdir()
+        head = f"Metadata-Version: 2.1\nName: {name}-backend\nVersion: 1.0\n"
+        (metadata / "METADATA").write_text(head)
+        entry = f"[ltx2rt.backends]\n{name} = {name}_backend:FACTORY\n"
+        (metadata / "entry_points.txt").write_text(entry)
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.invalidate_caches()
+
+    return install
 
 
 def run_cli(argv: list[str]) -> tuple[int, str, str]:

@@ -1,6 +1,5 @@
 """How backends are found, and what they tell before they exist."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -32,15 +31,8 @@ print(*[name for name in ("torch", "jax", "flax", "triton") if name in sys.modul
 
 
 @pytest.fixture
-def toy(tmp_path, monkeypatch):
-    """A third backend, installed: a module and an entry point."""
-    (tmp_path / "toy_backend.py").write_text(TOY)
-    metadata = tmp_path / "toy_backend-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-backend\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[ltx2rt.backends]\ntoy = toy_backend:FACTORY\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
+def toy(install_backend):
+    install_backend("toy", TOY)
 
 
 def test_a_third_backend_takes_one_entry_point(toy, command):

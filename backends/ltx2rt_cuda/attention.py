@@ -121,8 +121,10 @@ def preferred_attention(
     with sdpa_kernel([TORCH[name] for name in names], set_priority=True):
         try:
             return torch_attention(q, k, v, mask, scale)
-        except RuntimeError as error:  # cuDNN's plans for a mask differ from release to release
-            if mask is None or names[0] != "cudnn" or "memory" in str(error):
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # cuDNN's plans for a mask differ from release to release
+            if mask is None or names[0] != "cudnn":
                 raise
     refused_by_cudnn.add(_operands(q, mask))
     return preferred_attention(q, k, v, mask, scale)

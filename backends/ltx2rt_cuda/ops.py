@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -181,10 +181,11 @@ def tried_road(device: torch.device) -> str:
         torch.randn(rows, 256, generator=draw, dtype=torch.bfloat16) for rows in (FEW_ROWS, 256)
     )
     (values, row_scale), (weight, scale) = (quantise_rows(x.to(device)) for x in (a, b))
-    expected = _by_float32(values, row_scale, weight, scale, None, torch.float32)
-    for road, product in ROADS.items():
+    product = Float8Product(values, row_scale, weight, scale, None, torch.bfloat16)
+    expected = _by_float32(product._replace(dtype=torch.float32))
+    for road, run in ROADS.items():
         try:
-            found = product(values, row_scale, weight, scale, None, torch.bfloat16).float()
+            found = run(product).float()
         except RuntimeError:  # the build or the device lacks the product
             continue
         # A sum is rounded to bfloat16 twice at most, by 2^-9 of it; no sum is above the largest.
@@ -193,69 +194,53 @@ def tried_road(device: torch.device) -> str:
     return "float32"
 
 
-def _by_rows(
-    values: Tensor,
-    row_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+class Float8Product(NamedTuple):
+    """values [rows, n] with their scales [rows, 1], a weight [out, n] with its own [out, 1], a bias
+    [out], and the dtype of the result [rows, out]."""
+
+    values: Tensor
+    row_scale: Tensor
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+
+def _by_rows(p: Float8Product) -> Tensor:
     """With a scale for each row: from sm_90 on, where the build holds it."""
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    return product(
-        values, weight.t(), row_scale, scale.t(), bias, out_dtype=dtype, use_fast_accum=True
-    )
+    scales, how = (p.row_scale, p.scale.t()), {"out_dtype": p.dtype, "use_fast_accum": True}
+    return product(p.values, p.weight.t(), *scales, p.bias, **how)
 
 
-def _by_tensor(
-    values: Tensor,
-    row_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def _by_tensor(p: Float8Product) -> Tensor:
     """With scales of 1 into float32, scaled behind: GeForce cards from sm_89 on."""
-    product, one = torch._scaled_mm, torch.ones((), device=values.device)  # pyright: ignore[reportPrivateImportUsage]
-    y = product(values, weight.t(), one, one, out_dtype=torch.float32)
-    return _finished(y, row_scale, scale, bias, dtype)
+    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    one = torch.ones((), device=p.values.device)
+    return _finished(p, product(p.values, p.weight.t(), one, one, out_dtype=torch.float32))
 
 
-def _by_bfloat16(
-    values: Tensor,
-    row_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """As bfloat16, which holds every e4m3 number: cards without float8 products, at bfloat16's rate."""
-    y = (values.to(torch.bfloat16) @ weight.to(torch.bfloat16).t()).float()
-    return _finished(y, row_scale, scale, bias, dtype)
+def _by_bfloat16(p: Float8Product) -> Tensor:
+    """As bfloat16, which holds every e4m3 number: cards without float8 products, at its rate."""
+    return _finished(p, (p.values.to(torch.bfloat16) @ p.weight.to(torch.bfloat16).t()).float())
 
 
-def _by_float32(
-    values: Tensor,
-    row_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return _finished(values.float() @ weight.float().t(), row_scale, scale, bias, dtype)
+def _by_float32(p: Float8Product) -> Tensor:
+    return _finished(p, p.values.float() @ p.weight.float().t())
 
 
-def _finished(
-    y: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    y = y * row_scale * scale.t()
-    return (y if bias is None else y + bias).to(dtype)
+def _finished(p: Float8Product, y: Tensor) -> Tensor:
+    y = y * p.row_scale * p.scale.t()
+    return (y if p.bias is None else y + p.bias).to(p.dtype)
 
 
-# How float8 matrices are multiplied, the fastest first: values [rows, n] with their scales [rows, 1], a weight
-# [out, n] with its own [out, 1], a bias [out] and the dtype of the result. On a CPU it is always the last.
-ROADS = {"rows": _by_rows, "tensor": _by_tensor, "bfloat16": _by_bfloat16, "float32": _by_float32}
+# How float8 matrices are multiplied, the fastest first. On a CPU it is always the last.
+ROADS: dict[str, Callable[[Float8Product], Tensor]] = {
+    "rows": _by_rows,
+    "tensor": _by_tensor,
+    "bfloat16": _by_bfloat16,
+    "float32": _by_float32,
+}
 
 
 @op
@@ -281,7 +266,8 @@ def _scaled(
     x: Tensor, values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     """The product of quantised rows, as x's dtype."""
-    return ROADS[float8_road(x, weight)](values, row_scale, weight, scale, bias, x.dtype)
+    run = ROADS[float8_road(x, weight)]
+    return run(Float8Product(values, row_scale, weight, scale, bias, x.dtype))
 
 
 @op

@@ -95,6 +95,7 @@ def run(
             for frames in state.frames:
                 deque(frames, maxlen=0)
         return
+    # Latents alone are one output for all seeds.
     for output, seed in zip(
         write_files(session, plan, state, files, report), plan.request.seeds, strict=False
     ):

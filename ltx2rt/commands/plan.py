@@ -11,6 +11,7 @@ from typing import Any
 
 from ltx2rt.atomic_file import check_outputs
 from ltx2rt.commands.options import json_flag, planned_flags, planned_options
+from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags, groups
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic
@@ -121,6 +122,8 @@ def main(args: argparse.Namespace) -> None:
     request = type_(prompt="a plan", seed=0, **given_flags(args, type_))
     request.check()
     if args.trace:
+        if args.trace.suffix != ".json":
+            raise InputError(f"--trace: {args.trace}, expected a name that ends in .json")
         check_outputs([("--trace", args.trace)], [args.model] if args.model else [])
     found = estimate(options, request, Devices(**given_flags(args, Devices)), args.preset)
     if args.trace:

@@ -118,6 +118,8 @@ def export(args: argparse.Namespace) -> None:
         raise InputError(
             f"{folder}: no state of step {step} was kept; there are {', '.join(map(str, sorted(kept)))}"
         )
+    if args.output.suffix != ".safetensors":
+        raise InputError(f"--output: {args.output}, expected a name that ends in .safetensors")
     check_outputs([("--output", args.output)], [folder / "state"])
     about, arrays = read_state(kept[step])
     request = about["request"]

@@ -50,7 +50,7 @@ class Extend(GivenClip):
     )
     overlap: int = flag(
         17,
-        "number of frames of the clip that its continuation is made from, 8k + 1",
+        "number of frames of the clip that the model sees and repeats, 8k + 1",
         group="conditioning",
         least=9,
         most=97,
@@ -77,7 +77,7 @@ class Extend(GivenClip):
     )
     crossfade: bool = flag(
         True,
-        "keep all of the clip's own frames, without blending up to 8 at a seam",
+        "keep every frame of the clip as it is; otherwise up to 8 are blended at a seam",
         group="output",
         name="--no-crossfade",
     )

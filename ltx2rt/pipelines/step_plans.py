@@ -133,7 +133,9 @@ def read(given: PlanFile, steps: int) -> StepPlan:
     except OSError as error:
         raise InputError(f"{flag}: {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, UnicodeDecodeError):
-        raise InputError(f"{flag}: {path} is no file of plans; docs/pipelines.md has one") from None
+        raise InputError(
+            f"{flag}: {path} is no file of plans; docs/pipelines.md shows one"
+        ) from None
     if form != FORMAT:
         raise InputError(
             f"{flag}: {path} has format {form}, expected {FORMAT}; write it anew as in docs/pipelines.md"

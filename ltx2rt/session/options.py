@@ -59,7 +59,7 @@ def from_tuple(given: Sequence[Any], *kinds: Callable[[Any], Any]) -> list[Any]:
     """
     if not 1 <= len(given) <= len(kinds):
         raise ValueError
-    return [kind(part) for kind, part in zip(kinds, given, strict=False)]
+    return [kind(part) for kind, part in zip(kinds[: len(given)], given, strict=True)]
 
 
 def as_number(given: Any) -> float:

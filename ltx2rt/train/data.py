@@ -6,8 +6,10 @@ Decides which files make a sample, and which bucket a clip belongs to. Nothing i
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +97,8 @@ def read_clips(path: Path) -> list[Clip]:
             f"{path}: {len(silent)} of {len(clips)} captions are missing or empty, such as that of {silent[0]}; write "
             "one sentence for each clip (NAME.txt beside it, or its column)"
         )
-    names = [clip.name for clip in clips]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    times = Counter(clip.name for clip in clips)
+    if twice := next((name for name, count in times.items() if count > 1), None):
         raise InputError(f"{path}: {twice} is listed twice; name each clip once")
     return clips
 
@@ -134,11 +136,11 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
     text, suffix = _text(path), path.suffix.lower()
     try:
         if suffix == ".csv":
-            return list(csv.DictReader(text.splitlines()))
+            return list(csv.DictReader(io.StringIO(text, newline="")))
         found = (
             json.loads(text)
             if suffix == ".json"
-            else [json.loads(x) for x in text.splitlines() if x.strip()]
+            else [json.loads(x) for x in text.split("\n") if x.strip()]
         )
     except (json.JSONDecodeError, csv.Error) as error:
         raise InputError(

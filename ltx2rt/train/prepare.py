@@ -134,8 +134,14 @@ def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None
             raise InputError(
                 f"{name}: its caption has {count} tokens, the model reads {PROMPT_TOKENS}; shorten it"
             )
-    for folder in (SAMPLES, CONTEXTS):
-        _own_folder(request.output).joinpath(folder).mkdir(parents=True, exist_ok=True)
+    _own_folder(request.output)
+    try:
+        for folder in (SAMPLES, CONTEXTS):
+            request.output.joinpath(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--output: {request.output} cannot be created ({error.strerror}); choose another folder"
+        ) from None
     base, watch = model_digest(session.checkpoint), Stopwatch()
     contexts = {caption: _digest("context", caption, base) for caption in {*captions.values(), ""}}
     made: Counter[str] = Counter()
@@ -256,12 +262,28 @@ def read_manifest(cache: Path, base: str) -> list[Sample]:
         raise InputError(
             f"--data: {cache} is no finished cache; make it with `ltx2rt train prepare`"
         )
-    head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
-    if head["model"] != base:
+    try:
+        head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+        samples = [Sample(**row | {"streams": tuple(row["streams"])}) for row in rows]
+        made_by = head["model"]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise InputError(
+            f"--data: {path} is damaged; run `ltx2rt train prepare` again, which keeps what is there"
+        ) from None
+    if made_by != base:
         raise InputError(
             f"--data: {cache} was made with another model; run `ltx2rt train prepare` with this one"
         )
-    return [Sample(**row | {"streams": tuple(row["streams"])}) for row in rows]
+    files = [
+        file
+        for s in samples
+        for file in (sample_path(cache, s.sample), context_path(cache, s.context))
+    ]
+    if missing := next((file for file in files if not file.is_file()), None):
+        raise InputError(
+            f"--data: {missing} is missing; run `ltx2rt train prepare` again, which makes it anew"
+        )
+    return samples
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:

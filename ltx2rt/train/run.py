@@ -34,6 +34,7 @@ from ltx2rt.models.geometry import (
     pack_video,
     video_positions,
 )
+from ltx2rt.notes import note
 from ltx2rt.passes.adapters import MARK, Adapters, modules
 from ltx2rt.session.session import Session
 from ltx2rt.stages.noise import standard_normal, uniform
@@ -63,12 +64,8 @@ from ltx2rt.weights.audit import audit
 from ltx2rt.weights.files import cut
 
 NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
-FREE = (
-    "output",
-    "steps",
-    "save_every",
-    "keep",
-)  # what another value of changes no step, but for a schedule's end
+# Fields that may change when a run goes on: no step differs, but for where a schedule ends.
+FREE = ("output", "steps", "save_every", "keep")
 
 
 @dataclass(frozen=True)
@@ -101,11 +98,16 @@ class TrainRequest:
     )
     rank: int = flag(32, "rank of the LoRA", int, group="training", least=1, most=1024)
     alpha: float | None = flag(
-        None, "scale times rank (default: --rank)", float, group="training", above=0, most=1e4
+        None,
+        "factor of the LoRA, times its rank (default: --rank, a factor of 1)",
+        float,
+        group="training",
+        above=0,
+        most=1e4,
     )
     lr: float | None = flag(
         None,
-        "rate of AdamW (default: 1e-4, for t2a 2e-4)",
+        "learning rate of AdamW (default: 1e-4, for t2a 2e-4)",
         float,
         group="training",
         above=0,
@@ -113,11 +115,13 @@ class TrainRequest:
     )
     schedule: str = flag(
         "linear",
-        "rate over the steps: linear to a tenth, cosine to zero",
+        "learning rate over the steps: linear falls to a tenth, cosine to zero",
         group="training",
         choices=("linear", "constant", "cosine"),
     )
-    warmup: int = flag(0, "steps in which the rate rises from zero", int, group="training", least=0)
+    warmup: int = flag(
+        0, "steps in which the learning rate rises from zero", int, group="training", least=0
+    )
     steps: int | None = flag(
         None,
         "steps of the optimiser (default: 2000, for t2a 3000)",
@@ -129,12 +133,18 @@ class TrainRequest:
     batch: int = flag(
         1, "samples of each device of the mesh axis data", int, group="training", least=1, most=1024
     )
-    accumulate: int = flag(1, "batches of one step", int, group="training", least=1, most=1024)
+    accumulate: int = flag(
+        1, "batches whose gradients make one step", int, group="training", least=1, most=1024
+    )
     weight_decay: float = flag(
         0.01, "weight decay of AdamW", float, group="training", least=0, most=1
     )
     max_grad_norm: float = flag(
-        1.0, "norm that gradients are scaled down to", float, group="training", above=0
+        1.0,
+        "largest norm of the gradient; a larger one is scaled down",
+        float,
+        group="training",
+        above=0,
     )
     first_frame: float | None = flag(
         None, "share of the clips whose first frame is given (default: by --mode)", float, group="training", least=0,
@@ -248,9 +258,10 @@ class Run:
                 )
             self.streams = self.trained = ("video",)
         if "audio" in self.trained and not aims & {"audio", "cross"}:
-            note = f"--targets {' '.join(r.targets)}: no target reaches the sound"
-            if r.mode != "t2v" and r.mode != "i2v":
-                raise InputError(f"{note}, which --mode {r.mode} trains; add audio-attn")
+            said = f"--targets {' '.join(r.targets)}: none reaches the sound"
+            if r.mode not in ("t2v", "i2v"):
+                raise InputError(f"{said}, which --mode {r.mode} trains; add audio-attn")
+            note(f"{said}, so the LoRA will not change it")
         needed = {"t2a": sounding, "a2v": sounding, "v2a": sounding}.get(r.mode, samples)
         if "video" in self.streams:
             needed = [s for s in needed if "video" in s.streams]
@@ -523,8 +534,10 @@ class Run:
             )
             silent[group] = silent[group] + 1 if norm == 0 and had else 0
             if silent[group] == NO_GRADIENT:
+                others = " ".join(name for name in norms if name != group)
                 raise InputError(
-                    f"--targets: no gradient has reached {group} for {NO_GRADIENT} steps; leave it out, or check --mode"
+                    f"--targets: no gradient has reached {group} for {NO_GRADIENT} steps: the model does not use it "
+                    f"here; pass --targets {others or 'with other groups'}"
                 )
 
     def _save(self, trainer: Trainer, step: int, updates: int, rows: list[dict[str, Any]]) -> Path:
@@ -593,7 +606,12 @@ def start(session: Session, request: TrainRequest) -> Run:
     run = Run(session, request)
     _ = run.adapters
     if not request.dry_run and session.backend.is_main:
-        request.output.mkdir(parents=True, exist_ok=True)
+        try:
+            request.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"--output: {request.output} cannot be created ({error.strerror}); choose another folder"
+            ) from None
         strange = [
             p.name
             for p in request.output.iterdir()

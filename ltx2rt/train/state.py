@@ -27,8 +27,9 @@ STATES = "state"
 
 
 def states(run: Path) -> list[Path]:
-    """Whole states, the oldest first."""
-    return sorted(p for p in (run / STATES).glob("[0-9]*") if (p / "state.json").is_file())
+    """Whole states, the oldest first; folders of other names are not the run's."""
+    found = [p for p in (run / STATES).glob("[0-9]*") if p.name.isdecimal()]
+    return sorted((p for p in found if (p / "state.json").is_file()), key=lambda p: int(p.name))
 
 
 def write_state(
@@ -64,12 +65,18 @@ def write_state(
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
-    """What `write_state` was given: about, arrays by kind."""
-    about = json.loads((folder / "state.json").read_text())
+    """What `write_state` was given: about, arrays by kind. Raises InputError if it is damaged."""
     arrays = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        file = TensorFile(path)
-        arrays[path.stem] = {name: np.array(file.read(name)) for name in file.names()}
+    try:
+        about = json.loads((folder / "state.json").read_text())
+        for path in sorted(folder.glob("*.safetensors")):
+            file = TensorFile(path)
+            arrays[path.stem] = {name: np.array(file.read(name)) for name in file.names()}
+    except (OSError, ValueError, InputError) as error:
+        raise InputError(
+            f"{folder} is damaged ({str(error).split(':')[0]}); move it away, and the same command "
+            "goes on from the state before"
+        ) from None
     return about, arrays
 
 

@@ -80,15 +80,8 @@ FACTORY = Factory()
 
 
 @pytest.fixture
-def loom(tmp_path, monkeypatch):
-    """The backend, installed: a module and an entry point."""
-    (tmp_path / "loom_backend.py").write_text(LOOM)
-    metadata = tmp_path / "loom_backend-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: loom-backend\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[ltx2rt.backends]\nloom = loom_backend:FACTORY\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
+def loom(install_backend):
+    install_backend("loom", LOOM)
 
 
 def test_plan_knows_its_devices_and_chooses_their_mesh(loom, command):

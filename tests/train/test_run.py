@@ -262,6 +262,36 @@ def test_runs_that_are_not_continued(model, cache, undisturbed, tmp_path, capsys
     assert "a LoRA of another model" in line
 
 
+def test_what_was_damaged_or_lost_is_named_and_what_is_not_ours_stays(
+    model, cache, tmp_path, capsys
+):
+    run, copy = tmp_path / "run", tmp_path / "cache"
+    shutil.copytree(cache, copy)
+    assert run_train(model, "run", *options(copy, run)) == 0
+    best = run / "state" / "000002-best"
+    shutil.copytree(run / "state" / "000002", best)
+    moments = run / "state" / "000004" / "exp_avg.safetensors"
+    whole = moments.read_bytes()
+    moments.write_bytes(whole[:100])
+    line = refused(capsys, model, "run", *options(copy, run, steps=6))
+    assert "000004 is damaged" in line and "move it away" in line
+    moments.write_bytes(whole)
+    assert run_train(model, "run", *options(copy, run, steps=8)) == 0
+    assert (best / "state.json").is_file() and len(states(run)) == 2
+    sample = next((copy / "samples").iterdir())
+    sample.rename(tmp_path / "kept")
+    assert f"{sample} is missing" in refused(capsys, model, "run", *options(copy, run, steps=9))
+    (copy / "manifest.jsonl").write_text("{")
+    assert "manifest.jsonl is damaged" in refused(capsys, model, "run", *options(copy, run))
+    assert "cannot be created" in refused(capsys, model, "run", *options(cache, "/proc/run"))
+
+
+def test_a_sound_that_no_target_reaches_is_said(model, cache, tmp_path, capsys):
+    words = options(cache, tmp_path / "run", mode="t2v", targets="video-attn")
+    assert run_train(model, "run", *words) == 0
+    assert "none reaches the sound, so the LoRA will not change it" in capsys.readouterr().err
+
+
 def test_a_full_disk_leaves_the_last_state_whole(model, cache, tmp_path, capsys, monkeypatch):
     from ltx2rt.train import state
 
