@@ -192,7 +192,7 @@ class Supervisor:
 
     async def _live(self, replica: Replica) -> None:
         wait_s = self.back_off_s
-        while True:
+        while not self.draining:
             environment = {**os.environ, **self.environments[replica.number]}
             replica.become("starting")
             replica.heard, replica.lost, replica.loaded = time.monotonic(), None, None
@@ -241,8 +241,8 @@ class Supervisor:
         if (
             talk[0].done() and not talk[0].cancelled()
         ):  # it has closed its pipe: let it say how it ends
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), LAST_WORDS_S)
+            # `asyncio.wait_for` loses a cancellation that comes as the process ends.
+            await asyncio.wait([asyncio.create_task(process.wait())], timeout=LAST_WORDS_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.gather(*talk, return_exceptions=True)

@@ -234,6 +234,24 @@ async def test_a_server_that_stops_lets_jobs_end_or_queues_them_again(running):
         assert all(replica.process.returncode is not None for replica in run.supervisor.replicas)
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_server_stops_at_the_moment_at_which_a_replica_ends(running, turns):
+    """turns: of the event loop between the two. A cancellation that `asyncio.wait_for` loses would start another
+    replica, which nothing ends."""
+
+    async def scene():
+        async with running() as run:
+            await run.begun(await run.add("4:0.1:internal"))
+            process = run.supervisor.replicas[0].process
+            while process.returncode is None:
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await asyncio.wait_for(run.supervisor.stop(0), 5)
+
+    asyncio.run(scene())
+
+
 @scene
 async def test_a_worker_that_refuses_its_flags_ends_the_server(running):
     async with running(environment={"FAKE_REFUSES": "1"}) as run:
