@@ -22,10 +22,11 @@ PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = (
     "video_skip_step",
     "audio_skip_step",
 )
-# Half and a third of 30 steps, found on examples/tiny-trained by first-order costs; scaled to other numbers.
+# Half and a third of 30 steps, as `ltx2rt calibrate` found them for one-stage on examples/tiny-trained;
+# scaled to other numbers of steps.
 NAMED = {
-    "fast": (0, 5, 9, 12, 15, 18, 20, 22, 23, 24, 25, 26, 27, 28, 29),
-    "faster": (0, 8, 12, 17, 21, 24, 26, 27, 28, 29),
+    "fast": (0, 4, 6, 8, 10, 12, 15, 18, 21, 23, 25, 26, 27, 28, 29),
+    "faster": (0, 8, 12, 15, 20, 23, 25, 27, 28, 29),
 }
 NAMED_STEPS = 30
 

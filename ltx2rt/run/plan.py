@@ -64,21 +64,25 @@ class Plan:
             yield f"{self.request.name}: on the weights as they are, with no distilled LoRA"
 
 
-def prepared(options: ModelOptions, request: Request, files: Files) -> tuple[Checkpoint, Request]:
+def prepared(
+    options: ModelOptions, request: Request, files: Files | None = None
+) -> tuple[Checkpoint, Request]:
     """The opened checkpoint and the resolved request, once everything is checked that needs no framework.
 
-    The request has a seed. Raises InputError.
+    files: those of a clip, if one is written. The request has a seed. Raises InputError.
     """
     options.check()
     request.check()
     request.check_options(options)
     request.check_files()
-    files.check(request.seeds, [*options.files, *request.files])
+    if files is not None:
+        files.check(request.seeds, [*options.files, *request.files])
     checkpoint = opened_checkpoint(options)
-    files.check(request.seeds, checkpoint.files)
+    if files is not None:
+        files.check(request.seeds, checkpoint.files)
     check_enhancing(request, checkpoint)
     request = request.resolved(checkpoint.config)
-    if files.output is not None:
+    if files is not None and files.output is not None:
         check_encoders(files.output)  # last: its import takes as long as all the rest
     return checkpoint, request
 

@@ -1,0 +1,142 @@
+"""`ltx2rt calibrate`: a file of step plans for a model, with what each costs in picture and sound."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import MISSING, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.atomic_file import check_outputs, replacing
+from ltx2rt.commands.options import model_options, pipeline_flags, run_flags
+from ltx2rt.errors import InputError
+from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags
+from ltx2rt.notes import note
+from ltx2rt.pipelines import pipeline
+from ltx2rt.pipelines.request import MAX_STEPS
+from ltx2rt.pipelines.step_plans import FIELDS
+from ltx2rt.run.plan import prepared, resolved_stages
+from ltx2rt.session.open import located, open_session
+from ltx2rt.session.options import existing_file
+from ltx2rt.weights.part_table import wanted_by
+
+EXAMPLE = """\
+example:
+  ltx2rt calibrate --model MODEL_DIR --pipeline two-stage --output plans.json
+  ltx2rt generate --model MODEL_DIR --step-plan plans.json:15 --prompt "a red fox" --output fox.mp4
+"""
+UNREAD = (  # flags of a clip that have no meaning for many
+    "prompt", "enhance_prompt", "enhance_seed", "enhanced_prompt", "noise_in", "num_videos",
+)  # fmt: skip
+SEED = 0  # of the first prompt
+MAX_PROMPTS, MAX_PROMPT_BYTES = 1000, 2**20
+PROMPTS = (  # speech, music, impacts, moving cameras, faces, still scenes: in both halves
+    "A woman looks into the camera and says: good evening, and welcome to the show.",
+    "A drummer plays a fast solo on a small stage under red light.",
+    "A glass falls from a table and breaks on a stone floor, in slow motion.",
+    "The camera flies over a snowy mountain ridge at sunrise while wind howls.",
+    "Close-up of an old man's face as he begins to laugh quietly.",
+    "A still lake at dawn with mist, no wind, birds far away.",
+    "A red fox runs through deep snow toward the camera, its steps crunching.",
+    "A train passes a level crossing at night with a loud horn.",
+    "Two children talk to each other on a swing in a park.",
+    "A pianist's hands play a slow melody, seen from above.",
+    "Hammer blows on an anvil in a dark forge, sparks at every blow.",
+    "A drone circles a lighthouse on a cliff in heavy surf.",
+    "Portrait of a girl who turns her head and smiles, soft window light.",
+    "A candle burns on a wooden table in an empty room.",
+    "Waves roll onto a beach at sunset, seagulls cry.",
+    "A busy market street in the rain, umbrellas, voices and dripping water.",
+)
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """The flags of `calibrate` itself."""
+
+    output: Path = flag(MISSING, "JSON file for the plans", Path, group="output", metavar="FILE")
+    prompts: Path | None = flag(
+        None,
+        "text file of prompts, one a line; half of them are held out (default: 16 of our own)",
+        Path,
+        group="clip",
+        metavar="FILE",
+    )
+    evaluations: tuple[int, ...] = flag(
+        (),
+        "numbers of evaluations to find plans for (default: a half and a third of the steps)",
+        int,
+        group="sampling",
+        repeat=True,
+        least=2,
+        most=MAX_STEPS,
+    )
+    quick: bool = flag(False, "search only: run no plan, and print no price", group="sampling")
+
+
+def flags(to: Any) -> None:
+    run_flags(to)
+    add_flags(to, CalibrateOptions)
+    pipeline_flags(to, but=(*UNREAD, *FIELDS))
+    to.epilog = EXAMPLE
+
+
+def read_prompts(path: Path | None) -> tuple[str, ...]:
+    """Raises InputError unless the file has two prompts or more."""
+    if path is None:
+        return PROMPTS
+    existing_file("--prompts", path)
+    if path.stat().st_size > MAX_PROMPT_BYTES:
+        raise InputError(f"--prompts: {path} has more than {MAX_PROMPT_BYTES} bytes")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts: {path} is no text in UTF-8 ({error})") from None
+    found = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not 2 <= len(found) <= MAX_PROMPTS:
+        raise InputError(
+            f"--prompts: {path} has {len(found)} different prompts, expected 2 to {MAX_PROMPTS}"
+        )
+    return found
+
+
+def main(args: argparse.Namespace) -> None:
+    options, own = model_options(args), CalibrateOptions(**given_flags(args, CalibrateOptions))
+    check_bounds(own)
+    type_ = pipeline(args.pipeline)
+    if "step_plan" not in flagged(type_):
+        raise InputError(
+            f"--pipeline: {type_.name} has no guided stage whose steps can be left out"
+        )
+    prompts = read_prompts(own.prompts)
+    request: Any = type_(**({"seed": SEED} | given_flags(args, type_)), prompt=prompts[0])
+    options = located(options, wanted_by(type_))
+    # A plan that any schedule has: pipelines without plans refuse it here.
+    checkpoint, asked = prepared(options, replace(request, step_plan="1:0"))
+    check_outputs([("--output", own.output)], [*options.files, *checkpoint.files, *request.files])
+    counts = own.evaluations or tuple(round(asked.steps / part) for part in (2, 3))
+    for count in counts:
+        if not 2 <= count < asked.steps:
+            raise InputError(
+                f"--evaluations: {count}, expected 2 or more and below --steps, which are {asked.steps}"
+            )
+    request = replace(asked, step_plan=None)
+    session = open_session(
+        options,
+        checkpoint=checkpoint,
+        stages=partial(resolved_stages, options=options, request=request),
+    )
+    if session.backend.num_processes > 1:
+        raise InputError("--mesh: calibrate runs in one process; pass a mesh of one device")
+    from ltx2rt.run import calibrate
+
+    folder = own.output.with_name(f"{own.output.name}.runs")
+    runs = calibrate.Runs(session, request, prompts, folder, partial(note, prefix=""))
+    document = calibrate.calibrate(runs, sorted(set(counts), reverse=True), own.quick)
+    with replacing(own.output) as partial_file:
+        partial_file.write_text(json.dumps(document, sort_keys=True) + "\n")
+    runs.remove()
+    print(calibrate.table(document))
+    print(own.output)
