@@ -17,10 +17,11 @@ from torch import fx
 from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt.graph.ops import COLLECTIVES
+from ltx2rt.placement.stream import moves, stack_of
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS, arrived
 from ltx2rt_cuda.stream import HostTensor
-from ltx2rt_cuda.streams import Beside, in_parts
+from ltx2rt_cuda.streams import Beside, in_parts, subgraphs
 
 SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
 
@@ -67,19 +68,65 @@ class Repeat(torch.nn.Module):
             torch.Tensor
         ] = []  # filled as they come: a list and its stack would be twice the memory
         for i in range(plan.count):
-            layer = [p[i] for p in per_layer]
-            kept = next((x for x in layer if isinstance(x, HostTensor)), None)
-            if kept is not None:
-                layer = kept.ring.brought(layer)
-            results = self.block(*carry, *invariant, *layer)
-            if kept is not None:
-                kept.ring.used(kept.piece)
+            results = self.block(*carry, *invariant, *(p[i] for p in per_layer))
             carry = results[: plan.num_carries]
             for number, result in enumerate(results[plan.num_carries :]):
                 if i == 0:
                     stacked.append(result.new_empty((plan.count, *result.shape)))
                 stacked[number][i] = result
         return *carry, *stacked
+
+
+class Block(torch.nn.Module):
+    """The body of a repeat: for each layer in it a module, called with that layer's weights on the device.
+
+    Operands: body.inputs, then a weight for each of body.all_params().
+    """
+
+    def __init__(self, body: Graph, parts: Sequence[Graph], modules: Sequence[torch.nn.Module]):
+        super().__init__()
+        self.operands, self.results = _operands(body), _results(body)
+        self.given, self.made = [*map(_operands, parts)], [*map(_results, parts)]
+        self.layers = torch.nn.ModuleList(modules)
+
+    def forward(self, *operands):
+        values = dict(zip(self.operands, operands, strict=True))
+        for given, layer, made in zip(self.given, self.layers, self.made, strict=True):
+            arguments = [values[key] for key in given]
+            kept = next((x for x in arguments if isinstance(x, HostTensor)), None)
+            if kept is not None:
+                arguments = kept.ring.brought(arguments)
+            values |= zip(made, layer(*arguments), strict=True)
+            if kept is not None:
+                kept.ring.used(kept.piece)
+        return tuple(values[key] for key in self.results)
+
+
+def _operands(graph: Graph) -> list[int]:
+    """Keys of the values that a module of the graph is called with."""
+    return [id(v) for v in (*graph.inputs.values(), *(v for v, _ in graph.all_params().values()))]
+
+
+def _results(graph: Graph) -> list[int]:
+    return [id(v) for v in graph.outputs.values()]
+
+
+def _layers(body: Graph) -> list[Graph]:
+    """The body in parts that run one after the other, each with the weights of one stack."""
+    params = {name: v for name, (v, _) in body.all_params().items()}
+    stacks = list(
+        dict.fromkeys(stack_of(name) for name, v in params.items() if moves(name, v.type))
+    )
+    if len(stacks) < 2:
+        return [body]
+    at = {id(v): stacks.index(s) for name, v in params.items() if (s := stack_of(name)) in stacks}
+    nodes: list[list[Node]] = [[] for _ in stacks]
+    for node in body.nodes:
+        own = [v for v, _ in node.repeat.body.all_params().values()] if node.op == "repeat" else []
+        number = max((at.get(id(v), 0) for v in (*node.inputs, *own)), default=0)
+        at |= {id(v): number for v in node.outputs}
+        nodes[number].append(node)
+    return subgraphs(body, nodes)
 
 
 VIEWS = ("at", "slice", "rename")
@@ -216,14 +263,20 @@ def lower(
         if node.op == "repeat":
             plan = node.repeat
             body, sums = _summed(plan, device)
-            block = lower(
-                body,
-                device,
-                position=position,
-                carries=0 if compile else plan.num_carries,
-                side=side,
-            )
-            block = torch.compile(block, dynamic=False) if compile else block
+            parts = _layers(body)
+            blocks = [
+                lower(
+                    part,
+                    device,
+                    position=position,
+                    carries=0 if compile or len(parts) > 1 else plan.num_carries,
+                    side=side,
+                )
+                for part in parts
+            ]
+            if compile:
+                blocks = [torch.compile(block, dynamic=False) for block in blocks]
+            block = Block(body, parts, blocks)
             modules[f"repeat_{number}"] = Repeat(plan, block, sums, compile)
             layered = {name for name in plan.body.params if "*" in name}
             lists = [

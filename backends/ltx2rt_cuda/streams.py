@@ -69,6 +69,22 @@ def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:
     which that travels unseen, and stay there."""
     if any(node.op in COLLECTIVES for node in graph.nodes):
         return list(graph.nodes)
+    result: list[Node | tuple[Graph, Graph]] = []
+    waiting = graph.nodes
+    while waiting:
+        ready, parts, waiting = _next(waiting)
+        result += ready
+        if len(parts) > 1:
+            own = max(parts, key=lambda part: part.time_s)
+            others = [node for part in parts if part is not own for node in part.nodes]
+            result.append(tuple(subgraphs(graph, [own.nodes, others])))
+        else:
+            result += [node for part in parts for node in part.nodes]
+    return result
+
+
+def subgraphs(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[Graph]:
+    """A graph for each group of nodes, whose inputs and outputs are values of `graph`."""
     readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
         for v in node.inputs:
@@ -89,18 +105,7 @@ def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:
             graph.name, inputs=_numbered(read.values()), nodes=list(nodes), outputs=_numbered(left)
         )
 
-    result: list[Node | tuple[Graph, Graph]] = []
-    waiting = graph.nodes
-    while waiting:
-        ready, parts, waiting = _next(waiting)
-        result += ready
-        if len(parts) > 1:
-            own = max(parts, key=lambda part: part.time_s)
-            others = [node for part in parts if part is not own for node in part.nodes]
-            result.append((subgraph(own.nodes), subgraph(others)))
-        else:
-            result += [node for part in parts for node in part.nodes]
-    return result
+    return [subgraph(nodes) for nodes in groups]
 
 
 def _numbered(values: Iterable[Value]) -> dict[str, Value]:

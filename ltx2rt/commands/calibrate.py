@@ -114,6 +114,7 @@ def main(args: argparse.Namespace) -> None:
     request: Any = type_(**({"seed": SEED} | given_flags(args, type_)), prompt=prompts[0])
     options = located(options, wanted_by(type_))
     # A plan that any schedule has: pipelines without plans refuse it here.
+    asked: Any
     checkpoint, asked = prepared(options, replace(request, step_plan="1:0"))
     check_outputs([("--output", own.output)], [*options.files, *checkpoint.files, *request.files])
     counts = own.evaluations or tuple(round(asked.steps / part) for part in (2, 3))

@@ -1,14 +1,16 @@
 """Which layers of a network stay on the device, and which are copied to it each time they are used.
 
-A piece is what one iteration of a stack of equal layers reads alone: block 7 of the transformer. Of a
-piece only the large matrices move; tables, norms and biases stay. Streaming changes no number.
+A piece is what one layer of a stack of equal ones reads alone: block 7 of the transformer. Of a piece
+only the large matrices move; tables, norms and biases stay. Streaming changes no number.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
+from itertools import product
 
-from ltx2rt.graph.ir import Graph, Type
+from ltx2rt.graph.ir import Graph, Type, Value
 
 LEAST_BYTES = 2**20  # smaller tensors stay: a block has about 2 MB of them
 SLOTS = 2  # pieces on the device at once: one is computed with while the next one arrives
@@ -22,18 +24,22 @@ def moves(name: str, type: Type) -> bool:
 
 
 def stack_of(name: str) -> str:
-    return name.partition("*")[0]
+    """The stack that a parameter belongs to. A body of several layers, `6*+0` to `6*+5`, has several."""
+    match = re.match(r"[^*]*(\*\+\d+)?", name)
+    return match[0] if match else name
 
 
 def pieces(graph: Graph) -> dict[Piece, int]:
     """Bytes of every piece of a placed graph on one device, in the order in which a run reads them."""
+    bodies: dict[str, dict[str, list[tuple[Value, int]]]] = {}  # stacks by what they begin with
+    for name, param in graph.all_params().items():
+        if moves(name, param[0].type):
+            stacks = bodies.setdefault(name.partition("*")[0], {})
+            stacks.setdefault(stack_of(name), []).append(param)
     found: dict[Piece, int] = {}
-    params = {
-        name: param for name, param in graph.all_params().items() if moves(name, param[0].type)
-    }
-    for stack in dict.fromkeys(map(stack_of, params)):
-        own = [param for name, param in params.items() if stack_of(name) == stack]
-        for layer in range(max(count for _, count in own)):
+    for stacks in bodies.values():
+        layers = max(count for own in stacks.values() for _, count in own)
+        for layer, (stack, own) in product(range(layers), stacks.items()):
             found[stack, layer] = sum(value.type.nbytes for value, count in own if layer < count)
     return found
 

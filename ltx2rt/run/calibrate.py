@@ -96,7 +96,7 @@ class Runs:
         if not path.exists():
             made = self._make(replace(self.request), number, keep=True)
             with replacing(path) as partial, partial.open("wb") as file:
-                np.savez(file, **made)
+                np.savez(file, allow_pickle=False, **made)
             self.say(f"exact run {number + 1} of {len(self.prompts)}")
         with np.load(path) as kept:
             return dict(kept)

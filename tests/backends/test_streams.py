@@ -261,7 +261,7 @@ def test_exchanges_over_two_mesh_axes_are_never_under_way_at_once():
         graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh}
     )
     (block,) = (
-        m.block
+        m.block.layers[0]
         for m in lower(graph, torch.device("cpu"), position=position).modules()
         if isinstance(m, Repeat)
     )
