@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -264,7 +265,7 @@ def lower(
             plan = node.repeat
             body, sums = _summed(plan, device)
             parts = _layers(body)
-            blocks = [
+            blocks: list[Any] = [
                 lower(
                     part,
                     device,

@@ -77,7 +77,8 @@ def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:
         if len(parts) > 1:
             own = max(parts, key=lambda part: part.time_s)
             others = [node for part in parts if part is not own for node in part.nodes]
-            result.append(tuple(subgraphs(graph, [own.nodes, others])))
+            here, beside = subgraphs(graph, [own.nodes, others])
+            result.append((here, beside))
         else:
             result += [node for part in parts for node in part.nodes]
     return result

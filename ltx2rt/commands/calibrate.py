@@ -105,7 +105,7 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
 def main(args: argparse.Namespace) -> None:
     options, own = model_options(args), CalibrateOptions(**given_flags(args, CalibrateOptions))
     check_bounds(own)
-    type_ = pipeline(args.pipeline)
+    type_: Any = pipeline(args.pipeline)
     if "step_plan" not in flagged(type_):
         raise InputError(
             f"--pipeline: {type_.name} has no guided stage whose steps can be left out"
