@@ -15,8 +15,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib.util import find_spec
@@ -186,11 +188,15 @@ def run(block: Block, clone: Path) -> str:
         "JAX_PLATFORMS": "cpu",
     }
     words = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
-    ran = subprocess.run(
-        words, input=block.text, cwd=clone, env=env, capture_output=True, text=True, timeout=1500
-    )
-    assert ran.returncode == 0, f"{block}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
-    return ran.stdout
+    pipes = {"stdin": -1, "stdout": -1, "stderr": -1, "text": True}
+    ran = subprocess.Popen(words, cwd=clone, env=env, start_new_session=True, **pipes)
+    try:
+        stdout, stderr = ran.communicate(block.text, timeout=1500)
+    finally:  # a block that fails may leave a server
+        with suppress(ProcessLookupError):
+            os.killpg(ran.pid, signal.SIGKILL)
+    assert ran.returncode == 0, f"{block}\n{stdout[-2000:]}\n{stderr[-4000:]}"
+    return stdout
 
 
 @pytest.mark.parametrize("block", params("", "slow"))

@@ -14,6 +14,7 @@ import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,8 @@ import pytest
 from serving import SMALL, moving, png, sound
 
 import ltx2rt
+from ltx2rt.commands.serve import ServeOptions
+from ltx2rt.serve.metrics import Metrics
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
@@ -572,6 +575,16 @@ def test_health_and_metrics(server):
     assert "video_" not in text
     rss = float(next(line for line in text.splitlines() if 'process="server"' in line).split()[-1])
     assert 0 < rss < 150e6
+
+
+def test_the_guide_names_every_route_metric_and_flag_of_the_server(server):
+    guide = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    families = {found.name for found in Metrics().registry.collect()}
+    flags = {
+        f.metadata["flag"].name or f"--{f.name.replace('_', '-')}" for f in fields(ServeOptions)
+    }
+    needed = {*server.http.get("/openapi.json").json()["paths"], *families, *flags}
+    assert [name for name in sorted(needed) if name not in guide] == []
 
 
 def test_the_server_imports_no_framework(server):
