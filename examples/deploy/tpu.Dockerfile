@@ -1,9 +1,10 @@
 # Not built here.
-FROM python:3.12-slim
+FROM python:3.12.11-slim-bookworm
 RUN useradd --create-home --uid 1000 ltx2rt && mkdir /data && chown ltx2rt /data
+RUN pip install --no-cache-dir 'jax[tpu]==0.10.2'
 WORKDIR /src
 COPY . .
-RUN pip install --no-cache-dir '.[tpu,hub,serve]' 'jax[tpu]'
+RUN pip install --no-cache-dir '.[tpu,hub,serve]'
 USER ltx2rt
 WORKDIR /data
 VOLUME /data

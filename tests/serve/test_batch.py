@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 from serving import SMALL, png
 
-from ltx2rt import cli
 from ltx2rt.errors import InputError
 from ltx2rt.serve import batch as jobs
 from ltx2rt.serve import remote
@@ -329,32 +327,3 @@ def test_results_that_are_none_are_named(tmp_path, line):
     os.mkfifo(path)
     with pytest.raises(InputError, match="is no regular file"):
         Results(tmp_path, Shard())
-
-
-def test_the_commands_of_the_deployment_examples_are_ones_that_the_program_takes():
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    folder, found = Path(__file__).parents[2] / "examples/deploy", []
-
-    def commands(node):
-        if isinstance(node, dict):
-            if isinstance(node.get("command"), list) and node["command"][0] == "ltx2rt":
-                found.append(node["command"])
-            for value in node.values():
-                commands(value)
-        elif isinstance(node, list):
-            for value in node:
-                commands(value)
-        elif isinstance(node, str):
-            node = re.sub(r"\$\(\(\w+ ?\+ ?1\)\)", "1", node).replace("$SKYPILOT_NUM_NODES", "4")
-            found.extend(
-                shlex.split(text) for text in re.findall(r"(?m)^(?:exec )?(ltx2rt .*)", node)
-            )
-
-    for path in folder.glob("*.yaml"):
-        commands(list(yaml.safe_load_all(path.read_text())))
-    assert [words[1] for words in found] == ["serve", "batch", "batch"]
-    for words in found:
-        args = cli.parser().parse_args(words[1:])
-        assert not hasattr(args, "shard") or parse_shard(args.shard).count in (4, 8)
-    for dockerfile in folder.glob("*.Dockerfile"):
-        assert 'ENTRYPOINT ["ltx2rt"]' in dockerfile.read_text()
