@@ -16,7 +16,7 @@ from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
 from ltx2rt.session.open import located, with_mesh
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import ModelOptions, parse_part
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 PLACED = ("profile", "mesh", "weights_dtype")
@@ -54,7 +54,7 @@ def planned_options(args: argparse.Namespace) -> ModelOptions:
 
 def model_or_preset(to: Any) -> None:
     model = groups(to)["model"].add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, metavar="PATH", help="model file or folder")
+    model.add_argument("--model", type=parse_part, metavar="PATH", help="model file or folder")
     names = ", ".join(PRESETS)
     model.add_argument(
         "--preset",

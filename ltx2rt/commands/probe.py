@@ -22,6 +22,7 @@ from ltx2rt.media.sound import check_rate
 from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, transformer
 from ltx2rt.models.catalog import diffusion
 from ltx2rt.models.diffusion_decoder import BORDERS
+from ltx2rt.pipelines.request import MAX_STEPS
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import located, open_session, opened_checkpoint
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file
@@ -103,6 +104,10 @@ class ProbeRequest:
         if self.component == "tokenizer":
             if not self.prompts:
                 raise InputError("probe tokenizer reads --prompt TEXT ..., none was given")
+            if any("\ud800" <= letter <= "\udfff" for letter in "".join(self.prompts)):
+                raise InputError(
+                    "--prompt: holds characters that are no text (lone surrogates); type it again"
+                )
         elif self.inputs is None:
             raise InputError(f"probe {self.component} reads --inputs FILE, none was given")
         else:
@@ -143,7 +148,10 @@ def audited(session: Session, call: Call, feeds: Mapping[str, np.ndarray]) -> Ar
 
 
 def read_inputs(path: Path, name: str, component: Component) -> Arrays:
-    """The file's tensors, checked by name and shape against the table. int stays int32, all else becomes float32."""
+    """The file's tensors, checked by name and shape against the table, and by their values.
+
+    Whole numbers become int32, all others float32. Raises InputError for those that do not fit.
+    """
     file = TensorFile(path)
     known = {**component.inputs, **component.optional}
     found = set(file.names())
@@ -182,9 +190,10 @@ def read_inputs(path: Path, name: str, component: Component) -> Arrays:
     arrays = {}
     for tensor in found:
         array = file.read(tensor)
-        arrays[tensor] = array.astype(
-            np.int32 if np.issubdtype(array.dtype, np.integer) else np.float32
-        )
+        whole = np.issubdtype(array.dtype, np.integer)
+        arrays[tensor] = array.astype(np.int32 if whole else np.float32)
+        if whole and (wrong := array[arrays[tensor] != array]).size:
+            raise InputError(f"{path}: {tensor} holds {wrong[0]}, expected numbers of 32 bits")
         if arrays[tensor].dtype == np.float32 and not np.isfinite(arrays[tensor]).all():
             raise InputError(f"{path}: {tensor} holds values that are not finite")
     return arrays
@@ -414,10 +423,11 @@ def _audio_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays
 
 
 def _schedule(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
-    steps = int(x["steps"][0])
-    if steps < 1:
-        raise InputError(f"{request.inputs}: steps is {steps}, expected at least 1")
-    return {"sigmas": shifted_sigmas(steps)}
+    steps = x["steps"][0]
+    if steps != int(steps) or not 1 <= steps <= MAX_STEPS:
+        expected = f"expected a whole number from 1 to {MAX_STEPS}"
+        raise InputError(f"{request.inputs}: steps is {steps:g}, {expected}")
+    return {"sigmas": shifted_sigmas(int(steps))}
 
 
 def flags(to: Any) -> None:

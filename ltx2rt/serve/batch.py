@@ -29,6 +29,7 @@ from ltx2rt.serve.queue import COMPLETED, Job, Queue
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
 from ltx2rt.serve.upload import IMAGE, MAX_BYTES, SUFFIX
+from ltx2rt.weights.files import opened_at_once
 
 ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
 WINDOW = 64  # lines within which jobs of one shape are made after one another
@@ -187,7 +188,7 @@ def with_files(
 def read(path: Path, name: str, most: int | None = None) -> bytes:
     """The bytes of a regular file, at most `most`. Raises InputError, which calls it `name`."""
     try:
-        with open(path, "rb", opener=_opened_at_once) as file:
+        with open(path, "rb", opener=opened_at_once) as file:
             status = os.fstat(file.fileno())
             regular = stat.S_ISREG(status.st_mode)
             if regular and (most is None or status.st_size <= most):
@@ -198,11 +199,6 @@ def read(path: Path, name: str, most: int | None = None) -> bytes:
     if not regular:
         raise InputError(f"{name} is no regular file; save its content as one and pass that")
     raise InputError(f"{name}: {status.st_size} bytes, expected at most {most}; make it smaller")
-
-
-def _opened_at_once(path: str, flags: int) -> int:
-    """A FIFO without a writer would be waited for."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class Results:

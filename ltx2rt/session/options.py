@@ -67,6 +67,12 @@ def as_number(given: Any) -> float:
     return float(given + 0)
 
 
+def parse_part(given: Any) -> Path:
+    """A path, or the name of a repository; what begins with ./ is a path even if nothing is there."""
+    absent = isinstance(given, str) and given.startswith("./") and not Path(given).exists()
+    return Path.cwd() / given if absent else Path(given)
+
+
 def _stage(given: Any) -> str | None:
     if given not in (None, *DISTILLED_STAGES):
         raise ValueError
@@ -140,27 +146,28 @@ class ModelOptions:
     model: Path = flag(
         MISSING,
         "model file or folder, or a repository of the Hugging Face hub",
-        Path,
+        parse_part,
         group="model",
         metavar="PATH|ORG/NAME[@REVISION]",
     )
     text_encoder: Path | None = flag(
         None,
         "Gemma folder, or text-encoder file of LTX-2.5 (default: found near --model)",
-        Path,
+        parse_part,
         group="model",
+        metavar="PATH",
     )
     upsampler: Path | None = flag(
         None,
         "spatial upsampler, x2 or x1.5 (default: the x2 one found near --model)",
-        Path,
+        parse_part,
         group="model",
         metavar="FILE",
     )
     temporal_upsampler: Path | None = flag(
         None,
         "temporal upsampler, for --pipeline dfr (default: found near --model)",
-        Path,
+        parse_part,
         group="model",
         metavar="FILE",
     )

@@ -296,12 +296,28 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
 def read_index(index: Path) -> dict[str, Path]:
     """The shard of each tensor. Raises InputError for what is no shard index."""
     try:
-        return {
-            name: index.parent / shard
-            for name, shard in json.loads(index.read_text())["weight_map"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        with open(index, "rb", opener=opened_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputError(f"{index}: not a regular file; pass a shard index")
+            shards = json.loads(file.read())["weight_map"]
+        for name, shard in shards.items():
+            if not isinstance(shard, str):
+                raise InputError(
+                    f"{index}: weight_map of {name[:80]} is {str(shard)[:80]!r}, expected the name of "
+                    "a file beside it"
+                )
+        return {name: index.parent / shard for name, shard in shards.items()}
+    except OSError as error:
+        raise InputError(f"{index}: cannot read: {error.strerror}; check the path") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{index}: not a shard index: {error}") from error
+
+
+def opened_at_once(path: str, flags: int) -> int:
+    """For `open`: a FIFO without a writer would be waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _open_shards(path: Path, index: Path) -> TensorFolder:

@@ -94,8 +94,19 @@ def fetch(
             return Path(
                 huggingface_hub.hf_hub_download(repo.name, repo.file, revision=repo.revision)
             )
-        info = huggingface_hub.model_info(repo.name, revision=repo.revision, files_metadata=True)
+        info = huggingface_hub.model_info(
+            repo.name,
+            revision=repo.revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    for name, size in sizes.items():
+        if not isinstance(name, str) or not isinstance(size, int) or size < 0:
+            raise InputError(
+                f"{repo.name}: its list on the hub holds {str(name)[:80]!r} of {str(size)[:20]} bytes, "
+                "expected names and sizes of files; is HF_ENDPOINT a hub?"
+            )
     if part == "gemma":
         return _download(
             repo, sizes, [n for n in sizes if "/" not in n and n.endswith((".safetensors", *TEXTS))]

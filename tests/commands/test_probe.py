@@ -533,6 +533,10 @@ def test_flags_of_generate_reach_the_probe(probe, tiny):
             "the model has no diffusion decoder",
         ),
         ("schedule", {"steps": np.int32([0])}, "steps is 0"),
+        ("schedule", {"steps": np.int64([2**40 + 3])}, "steps holds 1099511627779, expected"),
+        ("schedule", {"steps": np.uint64([2**32 + 5])}, "steps holds 4294967301, expected"),
+        ("schedule", {"steps": np.float32([2.7])}, "steps is 2.7, expected a whole number"),
+        ("schedule", {"steps": np.int32([10**9])}, "steps is 1e+09, expected"),
         ("text-encoder", {"mask": np.ones((B, S + 1), np.int64)}, "mask has shape"),
         (
             "text-encoder",

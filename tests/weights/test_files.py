@@ -21,6 +21,7 @@ from ltx2rt.weights.files import (
     digest,
     finite,
     open_tensors,
+    read_index,
     write_arrays,
     write_tensors,
 )
@@ -139,6 +140,25 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
     for path in (tmp_path / "pipe.safetensors", tmp_path, "/dev/zero"):
         with pytest.raises(InputError, match="not a regular file"):
             TensorFile(path)
+
+
+def test_what_is_no_shard_index_is_refused_at_once(tmp_path):
+    def refused(says, path=tmp_path / "m.safetensors.index.json"):
+        with pytest.raises(InputError, match=says) as caught:
+            read_index(path)
+        assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+        path.unlink(missing_ok=True)
+        return path
+
+    index = refused("cannot read: No such file")
+    os.mkfifo(index)
+    refused("not a regular file")
+    index.symlink_to(index.name)
+    refused("cannot read: Too many levels")
+    index.write_text("[" * 200_000)
+    refused("not a shard index")
+    index.write_text('{"weight_map": {"a": 1}}')
+    refused("weight_map of a is '1', expected the name of a file")
 
 
 def test_a_file_replaced_after_it_was_opened_is_read_as_it_was(tmp_path):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -447,5 +448,30 @@ def test_what_the_hub_refuses_is_one_line(run, words, says):
 
 
 def test_a_hub_that_does_not_answer_is_one_line(run):
-    error = one_line(run("weights", "fetch", "lab/plain", HF_ENDPOINT="http://127.0.0.1:9"))
-    assert "lab/plain is no path here, and could not be fetched from the hub" in error
+    said = "lab/plain is no path here, and could not be fetched from the hub"
+    assert said in one_line(run("weights", "fetch", "lab/plain", HF_ENDPOINT="http://127.0.0.1:9"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        more = {"HF_ENDPOINT": endpoint, "HF_HUB_ETAG_TIMEOUT": "1"}
+        assert said in one_line(run("weights", "fetch", "lab/plain", **more))
+
+
+@pytest.mark.parametrize("file", [{"rfilename": 3, "size": 1}, {"size": "12"}, {"size": -5}])
+def test_a_list_of_files_that_is_none_is_one_line(run, served, monkeypatch, file):
+    entry = {"rfilename": "a.safetensors", "size": 1} | file
+    body = json.dumps({"id": "lab/plain", "sha": COMMIT, "siblings": [entry]}).encode()
+    monkeypatch.setattr(served, "send", lambda to, status, headers, data=b"": sent(to, body))
+
+    def sent(to, data):
+        to.send_response(200)
+        to.send_header("Content-Length", str(len(data)))
+        to.end_headers()
+        to.wfile.write(data)
+
+    error = one_line(run("weights", "fetch", "lab/plain"))
+    assert "its list on the hub holds" in error
+
+
+def test_what_begins_with_a_dot_is_never_asked_of_the_hub(run, served):
+    error = one_line(run("plan", "--model", "./lab/plain", "--device-kind", "h100"))
+    assert "lab/plain does not exist" in error and not served.got
