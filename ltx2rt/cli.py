@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from ltx2rt.atomic_file import NotWritten, remove_unfinished
 from ltx2rt.errors import InputError
-from ltx2rt.fatal import on_fatal
+from ltx2rt.fatal import ENDING, on_fatal
 from ltx2rt.notes import LOGGER
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
@@ -140,9 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (
         argv is None
     ):  # a process of its own: let `kill` unwind, so that no partial file stays behind
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` has it
-            signal.signal(signal.SIGHUP, lambda *_: sys.exit(TERMINATED))
+        for number in ENDING:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has SIGHUP
+                signal.signal(number, _end)
         on_fatal(signal.SIGBUS, lambda: _shrunk(crew))
     LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else logging.NOTSET)
     try:
@@ -158,10 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = _fail("interrupted", INTERRUPTED, crew)
         return status if argv is not None else _leave(status)
-    except SystemExit as end:
-        if argv is None and end.code == TERMINATED:
-            _leave(TERMINATED)
-        raise
+    except Ended as end:
+        _leave(_fail(f"ended by {end.name}", TERMINATED, crew))
     except InputError as error:
         return _fail(str(error), BAD_INPUT, crew)
     except PermissionError as error:
@@ -171,6 +169,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), FAILED, crew)
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
+
+
+class Ended(SystemExit):
+    """A signal has asked this process to end, which it does as for an exception."""
+
+    def __init__(self, number: int):
+        super().__init__(TERMINATED)
+        self.name = signal.Signals(number).name
+
+
+def _end(number: int, _: Any) -> NoReturn:
+    raise Ended(number)
 
 
 def _shrunk(crew: Crew | None) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 from collections.abc import Callable
 
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # end a process as an exception does
 _SIG_DFL = 0
 _kept: dict[int, Callable[[int], None]] = {}  # what C calls must live
 

@@ -22,7 +22,7 @@ from typing import NoReturn, Protocol
 
 from ltx2rt.atomic_file import remove_partial
 from ltx2rt.errors import InputError
-from ltx2rt.fatal import on_fatal
+from ltx2rt.fatal import ENDING, on_fatal
 from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED
 
 EXPLAIN_S = 1.0  # how long an exception waits for the death of the rank that may have caused it
@@ -66,9 +66,9 @@ class Crew:
         signal.set_wakeup_fd(
             woken, warn_on_full_buffer=False
         )  # written even while the main thread is in C++
-        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as `nohup` has it
-        for number in (signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])):
-            signal.signal(number, lambda *_: None)
+        for number in (signal.SIGINT, *ENDING):
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # `nohup`
+                signal.signal(number, lambda *_: None)
         on_fatal(signal.SIGABRT, self._aborted)
         if self._launched or "TORCHELASTIC_RUN_ID" in os.environ:
             self._processes[os.pidfd_open(os.getppid())] = -1

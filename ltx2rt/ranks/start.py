@@ -40,24 +40,20 @@ def start(
     ranks: list[subprocess.Popen] = []
     try:
         _spawn(argv, count, ranks, fed)
-        while not (ended := {i: code for i, r in enumerate(ranks) if (code := r.poll())}):
+        while not (failed := [code for r in ranks if (code := r.poll())]):
             if all(r.poll() == 0 for r in ranks):
                 return 0
             time.sleep(POLL_S / 4)
-        signals = {
-            i: -code if code < 0 else code - SIGNALLED
-            for i, code in ended.items()
-            if not 0 < code < SIGNALLED
-        }
-        for rank, number in list(signals.items())[:1]:
-            name = signal.Signals(number).name
-            print(
-                f"\nltx2rt: error: rank {rank} was ended by {name}: killed, or out of memory",
-                file=sys.stderr,
-            )
-            return FAILED
-        _wait(ranks, GRACE_S)
-        return next(iter(ended.values()))
+        if 0 < failed[0] < SIGNALLED:
+            _wait(ranks, GRACE_S)  # what a signal did to another may have been seen first
+        for rank, code in enumerate(r.poll() or 0 for r in ranks):
+            if code and not 0 < code < SIGNALLED:
+                name = signal.Signals(-code if code < 0 else code - SIGNALLED).name
+                why = ": killed, or out of memory" if name == "SIGKILL" else ""
+                text = f"\nltx2rt: error: rank {rank} was ended by {name}{why}"
+                print(text, file=sys.stderr)
+                return FAILED
+        return failed[0]
     except BaseException:
         print(file=sys.stderr)  # below a progress bar that nobody closes
         raise

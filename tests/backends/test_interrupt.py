@@ -54,4 +54,6 @@ def test_an_interrupted_compiler_ends_the_process_with_its_status_and_leaves_no_
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors
+    said = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert f"ltx2rt: error: {said}" in errors
     assert not list(tmp_path.iterdir())
