@@ -20,6 +20,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.images import fit
 from ltx2rt.media.mp4 import opened, tagged_s
 
+HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
 SOUND_LONGER_S = 1  # than the picture, of a whole file
 
 
@@ -27,7 +28,7 @@ SOUND_LONGER_S = 1  # than the picture, of a whole file
 class VideoInfo:
     """width, height: upright, in pixels. fps: the header's average. rotation: degrees counter-clockwise by which the
     decoder's frames are turned. times_s: of every frame, None if one has none; the first need not be 0, and the sound
-    that belongs to it starts there, too.
+    that belongs to it starts there, too. ignored: a sentence for each thing in the file that reading leaves out.
     """
 
     width: int
@@ -37,6 +38,7 @@ class VideoInfo:
     rotation: int
     has_sound: bool
     times_s: tuple[Fraction, ...] | None
+    ignored: tuple[str, ...] = ()
 
 
 def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
@@ -77,7 +79,22 @@ def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
             rotation=turns * 90,
             has_sound=bool(container.streams.audio),
             times_s=None if None in times else tuple(times[:most]),
+            ignored=tuple(_ignored(stream, first)),
         )
+
+
+def _ignored(stream: Any, frame: Any) -> Iterator[str]:
+    if any(component.is_alpha for component in frame.format.components):
+        yield "its alpha channel is dropped, what it hides becomes visible"
+    if kind := HIGH_RANGES.get(stream.codec_context.color_trc):
+        yield f"its colours of high dynamic range ({kind}) are read as if they were ordinary ones"
+    if (aspect := stream.sample_aspect_ratio or 1) != 1:
+        yield f"its pixels are {aspect.numerator}:{aspect.denominator}, and are read as square ones"
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is not None:
+        a, b, _, c, d, *_ = np.frombuffer(matrix, np.int32).astype(float)
+        if a * d < b * c:
+            yield "its header mirrors it, which is not applied"
 
 
 def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bool:

@@ -229,7 +229,7 @@ class Reference:
         self._weights()
         path, used, fps = self.source.path, self.source.num_frames, float(self.clip.fps)
         info = video_info(path, self.source.flag, self.num_frames)
-        found = []
+        found = [f"{path}: {sentence}" for sentence in info.ignored]
         if used < self.num_frames:
             found.append(
                 f"{path}: {used} frames are read; the other {self.num_frames - used} have no reference"

@@ -63,6 +63,8 @@ class SourceVideo(Stage):
             raise InputError(
                 f"{self.flag}: {self.path} has {info.num_frames} frames, {self.num_frames} are read; pass a longer one"
             )
+        for sentence in info.ignored if session.backend.is_main else ():
+            note(f"{self.path}: {sentence}")
         over = info.num_frames - self.num_frames
         if over and session.backend.is_main:
             note(f"{self.path}: the last {over} of its {info.num_frames} frames are left out")

@@ -240,3 +240,34 @@ def test_a_mask_that_does_not_divide_is_refused(tmp_path, count, frames):
     write(tmp_path / "a.mov", range(0, 10 * count, 10), codec="png")
     with pytest.raises(InputError, match=rf"a\.mov has {count} frames, expected {frames} or more"):
         read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (frames, 2, 3))
+
+
+def test_what_reading_leaves_out_is_said(tmp_path):
+    def ignored(name, codec, format, aspect=None, transfer=None):
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream(codec, rate=24)
+            stream.width, stream.height, stream.pix_fmt = 48, 32, format
+            if aspect:
+                stream.codec_context.sample_aspect_ratio = aspect
+            if transfer:
+                stream.codec_context.color_trc = transfer
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 48, 3), np.uint8), format="rgb24")
+            container.mux(stream.encode(frame.reformat(format=format)))
+            container.mux(stream.encode())
+        return video_info(tmp_path / name, FLAG).ignored
+
+    assert ignored("plain.mp4", "libx264", "yuv420p") == ()
+    (alpha,) = ignored("alpha.mkv", "ffv1", "bgra")
+    assert alpha.startswith("its alpha channel is dropped")
+    (wide,) = ignored("wide.mp4", "libx264", "yuv420p", Fraction(4, 3))
+    assert wide == "its pixels are 4:3, and are read as square ones"
+    (bright,) = ignored("bright.mp4", "libx264", "yuv420p", transfer=16)
+    assert "high dynamic range (PQ)" in bright
+    write(tmp_path / "turned.mp4", rotation=90)
+    assert video_info(tmp_path / "turned.mp4", FLAG).ignored == ()
+    data = (tmp_path / "turned.mp4").read_bytes()
+    at = data.index(b"tkhd") + 44  # of the display matrix: a, b, u, c, d, v, ...
+    mirrored = np.array([-65536, 0, 0, 0, 65536, 0], ">i4").tobytes()
+    (tmp_path / "mirrored.mp4").write_bytes(data[:at] + mirrored + data[at + len(mirrored) :])
+    (said,) = video_info(tmp_path / "mirrored.mp4", FLAG).ignored
+    assert said == "its header mirrors it, which is not applied"
