@@ -16,6 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, flag_like, given_flags, groups
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
+from ltx2rt.serve.users import read_tokens
 from ltx2rt.session.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def on_server(
 ) -> int:
     from ltx2rt.serve import batch, remote
 
-    token = next(iter(serve.read_tokens(own.token_file)), None) if own.token_file else None
+    token = next(iter(read_tokens(own.token_file)), None) if own.token_file else None
     server = remote.Server(own.server or "", token)
     done = results.done()
     admitted = remote.admit(server, lines, beside)

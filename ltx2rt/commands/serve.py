@@ -18,6 +18,8 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags, words_of
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
+from ltx2rt.serve.board import log
+from ltx2rt.serve.users import Users
 from ltx2rt.session.options import ModelOptions
 
 PLACES = ("here", "ray")
@@ -62,7 +64,8 @@ class ServeOptions:
     )
     token_file: Path | None = flag(
         None,
-        "file with a line `NAME TOKEN` for each user, sent as Authorization: Bearer TOKEN",
+        "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user, who sends "
+        "Authorization: Bearer TOKEN",
         Path,
         group="server",
         metavar="FILE",
@@ -97,6 +100,13 @@ class ServeOptions:
     max_user_queue: int = flag(
         100,
         "number of videos of one user that may wait",
+        group="jobs",
+        least=1,
+    )
+    user_quota: int | None = flag(
+        None,
+        "number of videos that a user may send in 24 hours (default: any)",
+        int,
         group="jobs",
         least=1,
     )
@@ -157,7 +167,8 @@ def main(args: argparse.Namespace) -> int:
     check_lora_folder(own.lora_folder)
     options.check()
     require_first(options)
-    tokens = read_tokens(own.token_file) if own.token_file else {}
+    hears = (lambda *_, **__: None) if own.quiet else log
+    users = Users(own.token_file, hears) if own.token_file else None
     try:
         from ltx2rt.serve.admission import Admission
         from ltx2rt.serve.app import Settings
@@ -174,7 +185,7 @@ def main(args: argparse.Namespace) -> int:
         found.check_warm()
         return found
 
-    settings = Settings(tokens, int(own.max_upload), own.keep, int(own.disk), own.log_prompts)
+    settings = Settings(users, int(own.max_upload), own.keep, int(own.disk), own.log_prompts)
     return serve(
         Serving(
             data=own.data,
@@ -188,6 +199,7 @@ def main(args: argparse.Namespace) -> int:
             lora_folder=own.lora_folder and own.lora_folder.resolve(),
             max_queue=own.max_queue,
             max_user_queue=own.max_user_queue,
+            user_quota=own.user_quota,
             step_timeout_s=own.step_timeout,
             drain_s=own.drain,
             quiet=own.quiet,
@@ -245,25 +257,3 @@ def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, 
     devices = [factory.one_device(n, os.environ) for n in range(replicas * each)]
     groups = [devices[start : start + each] for start in range(0, len(devices), each)]
     return [{name: ",".join(one[name] for one in group) for name in group[0]} for group in groups]
-
-
-def read_tokens(path: Path) -> dict[str, str]:
-    """Users by token. Raises InputError."""
-    try:
-        lines = [
-            line.split()
-            for line in path.read_text().splitlines()
-            if line.strip() and not line.startswith("#")
-        ]
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"--token-file: {path} cannot be read ({error})") from None
-    tokens: dict[str, str] = {}
-    for number, words in enumerate(lines, 1):
-        if len(words) != 2 or len(words[1]) < 16 or words[1] in tokens:
-            raise InputError(
-                f"--token-file: line {number} of {path} is no `NAME TOKEN` with a new token of at least 16 characters"
-            )
-        tokens[words[1]] = words[0]
-    if not tokens:
-        raise InputError(f"--token-file: {path} names no user; write a line `NAME TOKEN` for each")
-    return tokens

@@ -164,9 +164,10 @@ class Admission:
                 "pipeline",
             )
         clip_fields, taken = offered(self.served[name]), uploads(self.served[name])
+        known = [*clip_fields, *OURS, *taken]
         for field in given:
-            if field not in clip_fields and field not in OURS and field not in taken:
-                raise unknown(field, [*clip_fields, *OURS, *taken])
+            if field not in known:
+                raise unknown(field, known)
         if self._text(given, "model", self.model) != self.model:
             raise Refusal(
                 400,
@@ -202,7 +203,8 @@ class Admission:
             }
             return self._planned(name, dict(given), clip, images, loras, files, self._number(given))
         except InputError as error:
-            raise of_input(InputError(self._without_folders(str(error)))) from error
+            said = self._without_folders(str(error))
+            raise of_input(InputError(said), known, given) from error
 
     def _planned(
         self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list], loras: list[list],
@@ -463,6 +465,8 @@ def value(f: Field, given: Any) -> Any:
     plain_types = (str, int, float, list) if parse is parse_blocks else (str, int, float)
     if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
+    if "\0" in str(given):
+        raise InputError(f"{name}: holds a zero byte; leave it out")
     if (
         isinstance(given, bool)
         or not isinstance(given, plain_types)

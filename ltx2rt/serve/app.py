@@ -6,14 +6,14 @@ Decides who may ask what, and how each question is answered.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
+import math
 import os
 import re
 import sqlite3
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from starlette.routing import Route
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import NO_SPACE, THUMBNAIL, Folder, clip_names
+from ltx2rt.serve.folder import NO_SPACE, THUMBNAIL, Folder, clip_names, inputs_of
 from ltx2rt.serve.form import Gone, close_unread, fields_of
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.openapi import openapi
@@ -55,10 +55,10 @@ from ltx2rt.serve.queue import (
 )
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
 from ltx2rt.serve.video import as_video
 
 LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
-LOCAL = "local"  # the user where there are no tokens
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
 DELETE_WAIT_S, RETRY_S = 30, 10
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
@@ -80,16 +80,17 @@ OPEN = (
     "/page.js",
     "/page.css",
 )  # to everybody
+OPERATORS = ("/metrics", "/v1/queue/pause", "/v1/queue/resume")  # need an operator's token
 COOKIE = "ltx2rt_token"
 NOT_HERE = "extending, editing and characters are not supported here; send a new prompt with images instead"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """tokens: user by token; none: everybody who reaches the server is one user. keep_s: how long clips stay;
+    """users: None: everybody who reaches the server is one user. keep_s: how long clips stay;
     disk_bytes: how much they may take."""
 
-    tokens: Mapping[str, str]
+    users: Users | None
     max_upload_bytes: int = 32 * 2**20
     keep_s: float = 7 * 86400
     disk_bytes: int = 50 * 10**9
@@ -172,6 +173,9 @@ class App:
             ("DELETE", "/v1/videos/{id}", self.delete),
             ("POST", "/v1/videos/{id}/cancel", self.cancel),
             ("POST", "/v1/videos/{id}/remix", self.remix),
+            ("POST", "/v1/videos/{id}/retry", self.retry),
+            ("POST", "/v1/queue/pause", self.pause),
+            ("POST", "/v1/queue/resume", self.pause),
             ("GET", "/v1/videos/{id}/content", self.content),
             ("GET", "/v1/videos/{id}/events", self.events),
             ("GET", "/v1/events", self.events),
@@ -212,6 +216,8 @@ class App:
             if message["type"] == "http.response.start":
                 code = message["status"]
                 more = [(name.encode(), text.encode()) for name, text in HEADERS.items()]
+                if two_lengths(Headers(scope=scope)):
+                    more.append((b"connection", b"close"))
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
@@ -225,7 +231,8 @@ class App:
         scope["state"] = {"read": False}
         request = Request(scope, reading)
         try:
-            scope["state"]["user"] = self._user(request)
+            user = self._user(request)
+            scope["state"] |= {"user": user.name, "operator": user.operator}
         except Refusal as refusal:
             await (await self._with_body_read(request, self._refusal(refusal)))(
                 scope, reading, answered
@@ -248,10 +255,10 @@ class App:
                 "http", method=scope["method"], path=scope["path"][:100], code=code, ms=took_ms
             )
 
-    def _user(self, request: Request) -> str:
+    def _user(self, request: Request) -> User:
         """Raises Refusal."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if not self.settings.tokens and not is_local(host):
+        if self.settings.users is None and not is_local(host):
             raise Refusal(
                 403,
                 "bad_host",
@@ -265,24 +272,24 @@ class App:
             raise Refusal(
                 403, "bad_origin", f"origin: {origin[:80]!r}, expected this server's own pages"
             )
-        if not self.settings.tokens:
+        if two_lengths(request.headers):
+            raise Refusal(
+                400, "invalid_value", "content-length and transfer-encoding: expected one of them"
+            )
+        if self.settings.users is None:
             return LOCAL
         if request.url.path in OPEN:
-            return ""
+            return STRANGER
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        user = self._user_of(
+        user = self.settings.users.of(
             token.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
         )
         if user is None:
             raise Refusal(401, "bad_token", "no known token; send `Authorization: Bearer TOKEN`")
+        if request.url.path in OPERATORS and not user.operator:
+            text = f"this needs a token whose line in the token file ends in `{OPERATOR}`"
+            raise Refusal(403, "not_operator", text)
         return user
-
-    def _user_of(self, given: str) -> str | None:
-        found = None
-        for token, user in self.settings.tokens.items():
-            if hmac.compare_digest(token.encode(), given.encode("utf-8", "replace")):
-                found = user
-        return found
 
     def _refusal(self, refusal: Refusal) -> Response:
         headers = {}
@@ -402,7 +409,7 @@ class App:
                 remixed_from=remixed_from,
             )  # fmt: skip
         except QueueFull as full:
-            raise Refusal(429, full.code, str(full), retry_after_s=RETRY_S) from None
+            raise _too_many(full) from None
         except Conflict as error:
             raise Refusal(409, "conflict", str(error)) from None
         if job.status == QUEUED:  # else it was sent before
@@ -498,6 +505,33 @@ class App:
         elif not job.over:
             self.board.tell("failed", after.id, after.user, code="cancelled")
         return after
+
+    async def retry(self, request: Request) -> Response:
+        """Run a job again that failed or was cancelled: the same video, by the same id."""
+        self._require_accepting()
+        job = await self._job(request)
+        if job.status == COMPLETED:
+            raise Refusal(
+                409, "conflict", "the video is completed; send its settings again instead"
+            )
+        if not job.job["pipeline"]:
+            raise Refusal(
+                409, "conflict", "its row in the queue was damaged; send it again instead"
+            )
+        if not self.folder.keep_longer(inputs_of(job.job)):
+            raise Refusal(
+                410, "expired", "the files sent with it were deleted; send it again instead"
+            )
+        try:
+            after = await self.store(self.queue.retry, job.id)
+        except QueueFull as full:
+            raise _too_many(full) from None
+        if after is None:
+            raise Refusal(404, "not_found", "the video was deleted", "video_id")
+        if job.over and after.status == QUEUED:
+            self.board.tell("queued", after.id, after.user, why="retry")
+            self.supervisor.woken()
+        return self._answer(await self._video(after), 202)
 
     async def delete(self, request: Request) -> Response:
         job, end = await self._job(request), time.monotonic() + DELETE_WAIT_S
@@ -635,14 +669,23 @@ class App:
         return Json({**self.admission.limits(), "upload_bytes": self.settings.max_upload_bytes})
 
     async def status(self, request: Request) -> Response:
-        counts, now = await self.store(self.queue.counts), time.monotonic()
+        whose = None if request.state.operator else request.state.user
+        counts, now = await self.store(self.queue.counts, whose), time.monotonic()
         replicas = [
             {"state": r.state, "for_s": round(now - r.since, 1)} for r in self.supervisor.replicas
         ]
         return Json({
             "replicas": replicas, "jobs": counts, "draining": self.supervisor.draining,
-            "disk_free_bytes": self.folder.free_bytes(),
+            "paused": await self.store(self.queue.paused), "disk_free_bytes": self.folder.free_bytes(),
         })  # fmt: skip
+
+    async def pause(self, request: Request) -> Response:
+        """Start no job until `resume`; those that run end, and new ones are accepted."""
+        on = request.url.path.endswith("/pause")
+        await self.store(self.queue.pause, on)
+        self.board.log("paused" if on else "resumed")
+        self.supervisor.woken()
+        return Json({"object": "queue", "paused": on})
 
     async def health(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -665,6 +708,7 @@ class App:
                 self.metrics.rss.labels(f"replica {replica.number}").set(
                     rss_bytes(replica.process.pid)
                 )
+        self.metrics.paused.set(await self.store(self.queue.paused))
         self.metrics.rss.labels("server").set(rss_bytes("self"))
         self.metrics.disk.labels("clips").set(await asyncio.to_thread(self.folder.used_bytes))
         self.metrics.disk.labels("free").set(self.folder.free_bytes())
@@ -689,8 +733,8 @@ class App:
     async def login(self, request: Request) -> Response:
         """A token as a cookie, for the page: neither <video> nor EventSource can send a header."""
         given = await fields_of(request, 10_000)
-        token = str(given.get("token", ""))
-        if not self.settings.tokens or self._user_of(token) is None:
+        token, users = str(given.get("token", "")), self.settings.users
+        if users is None or users.of(token) is None:
             raise Refusal(401, "bad_token", "this token is not known")
         answer = PlainTextResponse("welcome\n")
         secure = request.headers.get("x-forwarded-proto", request.url.scheme) == "https"
@@ -721,6 +765,15 @@ class App:
         await self.store.insist(self.queue.forget, now_s - 10 * self.settings.keep_s)
         needed = await self.store(self.queue.waiting) + await self.store(self.queue.finished)
         await asyncio.to_thread(self.folder.sweep_inputs, needed, UNUSED_S)
+
+
+def _too_many(full: QueueFull) -> Refusal:
+    return Refusal(429, full.code, str(full), retry_after_s=max(1, math.ceil(full.after_s)))
+
+
+def two_lengths(headers: Headers) -> bool:
+    """Whether a proxy may see another end of the body than this server (RFC 9112, 6.1)."""
+    return "content-length" in headers and "transfer-encoding" in headers
 
 
 def is_local(host: str) -> bool:

@@ -104,6 +104,16 @@ class Folder:
         sync(self.inputs)
         return digest
 
+    def keep_longer(self, names: Iterable[str]) -> bool:
+        """Count inputs as sent just now; whether all are there."""
+        with self._inputs_lock:
+            found = [name for name in names if not self._renewed(name)]
+        return not found
+
+    def _renewed(self, name: str) -> bool:
+        self._since[name] = time.monotonic()
+        return (self.inputs / name).is_file()
+
     def published(self, job: Job) -> dict[str, Any] | None:
         """The result of a job whose files are whole, else None."""
         clip = self.outputs / (job.stem + CLIP)

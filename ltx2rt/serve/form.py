@@ -44,6 +44,11 @@ async def fields_of(
     folder: where; none: their bytes stand there. uploads: kinds of files by the field that takes them, besides images.
     Raises Refusal.
     """
+    if (
+        coding := request.headers.get("content-encoding", "identity").strip().lower()
+    ) != "identity":
+        text = f"content-encoding: {coding[:80]!r}, expected none; send the body as it is"
+        raise Refusal(415, "bad_content_encoding", text)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     chunks = _chunks(request, max_bytes)
     if kind == "multipart/form-data":
@@ -154,6 +159,8 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
         if sum(map(text.count, marks)) > MAX_MARKS:  # type: ignore[arg-type]
             raise ValueError("it has too many parts")
         return json.loads(text, parse_constant=refuse)
+    except UnicodeError:
+        raise Refusal(400, "invalid_value", f"{name or 'body'}: no UTF-8 text", name) from None
     except (ValueError, RecursionError) as error:
         raise Refusal(
             400, "invalid_value", f"{name or 'body'}: no JSON ({str(error)[:120]})", name

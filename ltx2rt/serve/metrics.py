@@ -20,6 +20,7 @@ class Metrics:
         self.sizes, self.registry = sizes, CollectorRegistry()
         of: dict[str, Any] = {"registry": self.registry}
         self.jobs = Gauge("ltx2rt_jobs", "jobs by status", ["status"], **of)
+        self.paused = Gauge("ltx2rt_queue_paused", "1 while an operator has paused it", **of)
         self.waited = Histogram(
             "ltx2rt_queue_wait_seconds", "from arrival to start", buckets=SECONDS, **of
         )

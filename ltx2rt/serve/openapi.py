@@ -74,11 +74,15 @@ def openapi(admission: Admission) -> dict[str, Any]:
             "/v1/videos/{id}/remix": at(
                 post={**one, "requestBody": {"content": {"application/json": {"schema": remix}}}}
             ),
+            "/v1/videos/{id}/retry": at(post=one),
             "/v1/videos/{id}/content": at(get=one),
             "/v1/videos/{id}/events": at(get=one),
             "/v1/events": at(get={}),
             "/v1/models": at(get={}),
             "/v1/loras": at(get={}),
             "/v1/limits": at(get={}),
+            "/v1/status": at(get={}),
+            "/v1/queue/pause": at(post={}),
+            "/v1/queue/resume": at(post={}),
         },
     }

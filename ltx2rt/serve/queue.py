@@ -40,6 +40,7 @@ MAX_DEATHS, MAX_ATTEMPTS = (
 )  # of replicas under one job; of runs, those counted that a dying server ended
 LAST = 10**12  # added to the place of a job that goes after the others
 MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
+QUOTA_S = 86400.0  # the time for which `most_sent` counts
 RETRY_S = 60  # for so long a client's retry with the same body is the same job
 VERSION, APPLICATION = 1, 0x6C747832  # PRAGMA user_version; application_id, "ltx2"
 ULID = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -54,17 +55,19 @@ CREATE TABLE IF NOT EXISTS jobs(
     epoch INTEGER NOT NULL DEFAULT 0, cancel REAL, created REAL NOT NULL, started REAL, finished REAL, error TEXT,
     result TEXT, start_uptime_s REAL, end_uptime_s REAL, UNIQUE(user, key));
 CREATE TABLE IF NOT EXISTS uptime(seconds REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS paused(since REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS sent(user TEXT NOT NULL, at_uptime_s REAL NOT NULL, videos INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS waiting ON jobs(status, priority, seq);
 CREATE INDEX IF NOT EXISTS recent ON jobs(user, digest);
 """
 
 
 class QueueFull(Exception):
-    """code: `queue_full` or `user_queue_full`."""
+    """code: `queue_full`, `user_queue_full` or `user_quota`. after_s: when there may be room again."""
 
-    def __init__(self, code: str, message: str):
+    def __init__(self, code: str, message: str, after_s: float = 10.0):
         super().__init__(message)
-        self.code = code
+        self.code, self.after_s = code, after_s
 
 
 class Conflict(Exception):
@@ -140,10 +143,17 @@ def failure(code: str, message: str) -> dict[str, str]:
 
 
 class Queue:
-    """path: of the file, or ":memory:". most, most_of_user: videos that may wait."""
+    """path: of the file, or ":memory:". most, most_of_user: videos that may wait. most_sent: videos
+    that a user may send in QUOTA_S."""
 
-    def __init__(self, path: Path | str, most: int = 1000, most_of_user: int = 100):
-        self.most, self.most_of_user = most, most_of_user
+    def __init__(
+        self,
+        path: Path | str,
+        most: int = 1000,
+        most_of_user: int = 100,
+        most_sent: int | None = None,
+    ):
+        self.most, self.most_of_user, self.most_sent = most, most_of_user, most_sent
         self._served: dict[
             str, float
         ] = {}  # work given to each user; who comes back begins at the clock
@@ -262,19 +272,8 @@ class Queue:
         with self._write() as db:
             if key and (known := self.keyed(user, key)):
                 return self._same(known, digest)
-            for code, most, count in (
-                ("queue_full", self.most, self._videos("status=?", QUEUED)),
-                (
-                    "user_queue_full",
-                    self.most_of_user,
-                    self._videos("status=? AND user=?", QUEUED, user),
-                ),
-            ):
-                if count + job.get("n", 1) > most:
-                    raise QueueFull(
-                        code,
-                        f"{count} videos wait, at most {most} may; try again when some are done",
-                    )
+            self._require_room(user, videos := job.get("n", 1))
+            self._count_sent(db, user, videos)
             latest = db.execute("SELECT id FROM jobs ORDER BY seq DESC LIMIT 1").fetchone()
             made = id or new_id(latest[0] if latest else "")
             row = {
@@ -285,6 +284,37 @@ class Queue:
             marks = ", ".join("?" * len(row))
             db.execute(f"INSERT INTO jobs({', '.join(row)}) VALUES({marks})", tuple(row.values()))
         return self._jobs("id=?", made)[0]
+
+    def _require_room(self, user: str, videos: int) -> None:
+        """Raises QueueFull."""
+        for code, most, count in (
+            ("queue_full", self.most, self._videos("status=?", QUEUED)),
+            (
+                "user_queue_full",
+                self.most_of_user,
+                self._videos("status=? AND user=?", QUEUED, user),
+            ),
+        ):
+            if count + videos > most:
+                text = f"{count} videos wait, at most {most} may; try again when some are done"
+                raise QueueFull(code, text)
+
+    def _count_sent(self, db: sqlite3.Connection, user: str, videos: int) -> None:
+        """Raises QueueFull if the user has sent too many. Deleted videos count, too."""
+        if self.most_sent is None:
+            return
+        now = self.uptime()
+        db.execute("DELETE FROM sent WHERE at_uptime_s<=?", (now - QUOTA_S,))
+        count, first = db.execute(
+            "SELECT COALESCE(SUM(videos), 0), MIN(at_uptime_s) FROM sent WHERE user=?", (user,)
+        ).fetchone()
+        if count + videos > self.most_sent:
+            raise QueueFull(
+                "user_quota",
+                f"{count} videos were sent in 24 hours, at most {self.most_sent} may be; send it later",
+                after_s=QUOTA_S if first is None else first + QUOTA_S - now,
+            )
+        db.execute("INSERT INTO sent VALUES(?, ?, ?)", (user, now, videos))
 
     def _same(self, known: Job, digest: str) -> Job:
         if self._count("id=? AND digest=?", known.id, digest):
@@ -334,8 +364,13 @@ class Queue:
         )
         return own + sum(min(count, own + 1) for (count,) in others)
 
-    def counts(self) -> dict[str, int]:
-        rows = self._db.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status")
+    def counts(self, user: str | None = None) -> dict[str, int]:
+        """Jobs by status, of a user or of all."""
+        where = "WHERE user=?" if user is not None else ""
+        rows = self._db.execute(
+            f"SELECT status, COUNT(*) FROM jobs {where} GROUP BY status",
+            () if user is None else (user,),
+        )
         return dict.fromkeys(STATUSES, 0) | {status: count for status, count in rows}
 
     def cancel(self, id: str) -> Job | None:
@@ -352,6 +387,32 @@ class Queue:
                 (now, id, RUNNING),
             )
         return self.get(id)
+
+    def retry(self, id: str) -> Job | None:
+        """Queue a job again that failed or was cancelled, in its old place, with all its attempts.
+
+        Another job stays as it is. Raises QueueFull.
+        """
+        with self._write() as db:
+            if (job := self.get(id)) is not None and job.status in (FAILED, CANCELLED):
+                self._require_room(job.user, job.job.get("n", 1))
+                none = "cancel, started, finished, error, result, start_uptime_s, end_uptime_s"
+                db.execute(
+                    f"UPDATE jobs SET status=?, attempts=0, deaths=0, {none.replace(',', '=NULL,')}=NULL "
+                    "WHERE id=?",
+                    (QUEUED, id),
+                )
+        return self.get(id)
+
+    def pause(self, on: bool) -> None:
+        """Claim nothing, also after a restart, until it is called again with on=False."""
+        with self._write() as db:
+            db.execute("DELETE FROM paused")
+            if on:
+                db.execute("INSERT INTO paused VALUES(?)", (time.time(),))
+
+    def paused(self) -> bool:
+        return self._db.execute("SELECT 1 FROM paused").fetchone() is not None
 
     def delete(self, id: str) -> bool:
         """Forget a job that is over."""
@@ -381,7 +442,7 @@ class Queue:
                 "SELECT user, MIN(seq + (deaths>1) * ?) FROM jobs WHERE status=? GROUP BY user",
                 (LAST, QUEUED),
             ).fetchall()
-            if not rows:
+            if not rows or self.paused():
                 return None
             user, _ = min(rows, key=lambda row: (self._served[row[0]], row[1]))
             first = "status=? AND user=? ORDER BY deaths>1, priority DESC, seq LIMIT 1"

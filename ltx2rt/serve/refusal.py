@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from ltx2rt.errors import InputError
 from ltx2rt.suggest import nearest
@@ -32,13 +33,22 @@ class Refusal(Exception):
         }
 
 
-def of_input(error: InputError) -> Refusal:
-    """The command line's sentence; `param` is the field of the flag that it begins with."""
-    message = str(error)
-    flag = re.match(r"--([\w-]+)", message)
-    field = flag[1].replace("-", "_") if flag else None
+def of_input(error: InputError, known: Collection[str], given: Collection[str]) -> Refusal:
+    """The command line's sentence, about a field if it begins with the flag of one; `param` is its name.
+
+    known, given: names of fields; where `size` is given, it is the one for width and height.
+    """
+    message, field = str(error), None
     code = "too_large_for_memory" if message.startswith("no room") else "invalid_value"
-    return Refusal(400, code, message, OF_FLAG.get(field or "", field))
+    if flag := re.match(r"--([\w-]+):", message):
+        field = flag[1].replace("-", "_")
+        field = OF_FLAG.get(field, field)
+        rest = message[flag.end() :]
+        if field in ("width", "height") and "size" in given:
+            field, rest = "size", f" {field} {rest.strip()}"
+        if field in known:
+            message = f"{field}:{rest}"
+    return Refusal(400, code, message, field)
 
 
 def unknown(name: str, known: list[str]) -> Refusal:

@@ -44,6 +44,7 @@ class Serving:
     lora_folder: Path | None = None
     max_queue: int = 1000
     max_user_queue: int = 100
+    user_quota: int | None = None
     step_timeout_s: float = 120.0
     drain_s: float = 600.0
     quiet: bool = False
@@ -90,7 +91,7 @@ class Server(uvicorn.Server):
 
 def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
     """Serve until a signal; the exit status. admission: made once the folder of images is there. Raises InputError."""
-    check_address(how.host, bool(how.settings.tokens))
+    check_address(how.host, how.settings.users is not None)
     folder = Folder(how.data)
     try:
         folder.require_queue()
@@ -123,9 +124,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
-    queue = Queue(folder.queue, how.max_queue, how.max_user_queue)
+    queue = Queue(folder.queue, how.max_queue, how.max_user_queue, how.user_quota)
     store, board = Store(queue), Board((lambda *_, **__: None) if how.quiet else log)
     queue.recover(folder.published)
+    if queue.paused():
+        board.log("paused")
     kept = [*queue.waiting(), *queue.finished()]
     if unknown := folder.sweep(kept, queue.ids()):
         board.log("unknown_clips", count=len(unknown), first=unknown[0], folder=str(folder.outputs))

@@ -46,7 +46,7 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
         "keyframes",
     }:  # which need files; who asks for one hears why
         with pytest.raises(
-            Refusal, match="--pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"
+            Refusal, match="pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"
         ):
             found.admit({**CLIP, "pipeline": name})
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gzip
 import hashlib
 import json
 import os
@@ -89,7 +90,7 @@ def test_every_method_of_the_official_client(server):
             api.videos.retrieve(video.id)
         with pytest.raises(openai.BadRequestError) as refused:
             api.videos.create(prompt="x", size="65x64")
-        assert refused.value.code == "invalid_value" and refused.value.param == "width"
+        assert refused.value.code == "invalid_value" and refused.value.param == "size"
         for call in (
             lambda: api.videos.edit(prompt="x", video=b"x"),
             lambda: api.videos.extend(prompt="x", seconds="4", video=b"x"),
@@ -143,7 +144,9 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
     ({"user": "x" * 600}, "user", "at most 512"),
     ({"user": [["x"]]}, "user", "expected text"),
     ({"prompt": None}, "prompt", "there is none"),
-    ({"size": "65x64"}, "width", "divisible by 32"),
+    ({"size": "65x64"}, "size", "size: width 65, expected divisible by 32"),
+    ({"width": 65, "height": 64, "size": None}, "width", "width: 65, expected divisible by 32"),
+    ({"prompt": "a \0"}, "prompt", "prompt: holds a zero byte"),
     ({"size": "64"}, "size", "WIDTHxHEIGHT"),
     ({"size": "64x64", "width": 64}, "size", "give one of them"),
     ({"num_frames": 10}, "num_frames", "the nearest are 9 and 17"),
@@ -210,6 +213,16 @@ def test_what_the_command_line_refuses_is_refused_before_it_waits(server, given,
 ])  # fmt: skip
 def test_bodies_that_are_none(server, body, kind, status):
     error_of(server.http.post("/v1/videos", content=body, headers={"content-type": kind}), status)
+
+
+def test_a_body_that_is_packed_or_no_text_is_named_as_such(server):
+    def refused(content, status, **headers):
+        headers = {"content-type": "application/json"} | headers
+        return error_of(server.http.post("/v1/videos", content=content, headers=headers), status)
+
+    packed = refused(gzip.compress(b"{}"), 415, **{"content-encoding": "gzip"})
+    assert packed["message"].startswith("content-encoding: 'gzip', expected none")
+    assert refused(b"\x1f\x8b", 400)["message"] == "body: no UTF-8 text"
 
 
 def test_text_in_a_form_says_what_json_says(server):
@@ -730,6 +743,22 @@ def test_what_is_no_http_is_refused_like_the_rest(server, sent):
     assert b" 400 " in head.splitlines()[0] and b'"code": "invalid_value"' in body
 
 
+def test_two_lengths_of_a_body_end_the_connection(server):
+    """A proxy in front may have taken the other one, and what follows for another's request."""
+    both = b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n"
+    both += b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    second = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with socket.create_connection(
+        ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10
+    ) as raw:
+        raw.sendall(both + second)
+        answer = b""
+        while part := raw.recv(65536):
+            answer += part
+    assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 400 ")
+    assert b"content-length and transfer-encoding: expected one of them" in answer
+
+
 def test_a_clip_that_is_deleted_while_it_is_asked_for_is_all_or_nothing(server):
     ids = [server.add("1:0") for _ in range(12)]
     for id in ids:
@@ -830,6 +859,80 @@ def test_a_user_sees_and_cancels_his_own_jobs_alone(start, tmp_path):
     assert not list((server.data / "in").iterdir())  # strangers leave nothing here
 
 
+def test_an_operator_reads_metrics_and_pauses_and_tokens_change_while_it_runs(start, tmp_path):
+    tokens = tmp_path / "tokens"
+    lines = [
+        "ann ann-token-0123456789",
+        "bob bob-token-0123456789",
+        "eve eve-token-0123456789 operator",
+    ]
+    tokens.write_text("\n".join(lines))
+    server = start("--token-file", tokens)
+    ann, bob, eve = (
+        {"authorization": f"Bearer {name}-token-0123456789"} for name in ("ann", "bob", "eve")
+    )
+    for method, path in (("GET", "/metrics"), ("POST", "/v1/queue/pause")):
+        answer = server.http.request(method, path, headers=ann)
+        assert error_of(answer, 403)["code"] == "not_operator"
+    assert server.http.post("/v1/queue/pause", headers=eve).json()["paused"]
+    assert "ltx2rt_queue_paused 1.0" in server.http.get("/metrics", headers=eve).text
+    body = {"prompt": "2:0.01", **SMALL}
+    id = server.http.post("/v1/videos", json=body, headers=ann).json()["id"]
+    time.sleep(1)
+    waiting = {name: server.http.get("/v1/status", headers=who).json()
+               for name, who in (("ann", ann), ("bob", bob), ("eve", eve))}  # fmt: skip
+    assert [found["jobs"]["queued"] for found in waiting.values()] == [1, 0, 1]
+    assert all(found["paused"] for found in waiting.values())
+    server.http.post("/v1/queue/resume", headers=eve)
+    end = time.monotonic() + 30
+    while server.http.get(f"/v1/videos/{id}", headers=ann).json()["status"] != "completed":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    tokens.write_text("\n".join(lines[1:]))
+    error_of(server.http.get("/v1/videos", headers=ann), 401)
+    tokens.write_text("nonsense")
+    assert server.http.get("/v1/videos", headers=bob).status_code == 200
+    assert "is no `NAME TOKEN`" in server.lines("tokens_error")[0]["error"]
+
+
+def test_a_failed_job_is_run_again_by_its_id(start):
+    server = start("--max-user-queue", "1", "--user-quota", "3")
+    failed = server.add("2:0.01:oom")
+    seed = server.until(failed)["x"]["seed"]
+    again = server.http.post(f"/v1/videos/{failed}/retry")
+    assert again.status_code == 202 and again.json()["status"] == "queued"
+    video = server.until(failed)
+    assert (video["status"], video["x"]["seed"], video["x"]["attempts"]) == ("failed", seed, 1)
+    done = server.add()
+    server.until(done, "completed")
+    assert "is completed" in error_of(server.http.post(f"/v1/videos/{done}/retry"), 409)["message"]
+    server.http.post("/v1/queue/pause")
+    waits = server.add()
+    full = error_of(server.http.post(f"/v1/videos/{failed}/retry"), 429)
+    assert full["code"] == "user_queue_full" and server.get(failed)["status"] == "failed"
+    cancelled = server.http.post(f"/v1/videos/{waits}/cancel").json()
+    assert cancelled["error"]["code"] == "cancelled"
+    server.http.post("/v1/queue/resume")
+    server.http.post(f"/v1/videos/{waits}/retry")
+    assert server.until(waits)["status"] == "completed"
+    server.http.delete(f"/v1/videos/{waits}")  # it was sent all the same
+    answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
+    assert error_of(answer, 429)["code"] == "user_quota"
+    assert 80_000 < int(answer.headers["retry-after"]) <= 86_400
+
+
+def test_a_job_whose_files_were_deleted_is_not_run_again(start):
+    server = start()
+    image = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    id = server.add("2:0.01:oom", images=[{"image_url": image}])
+    server.until(id)
+    assert server.http.post(f"/v1/videos/{id}/retry").status_code == 202
+    server.until(id)
+    for file in (server.data / "in").iterdir():
+        file.unlink()
+    assert "were deleted" in error_of(server.http.post(f"/v1/videos/{id}/retry"), 410)["message"]
+
+
 def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_path):
     common = (
         "serve",
@@ -852,7 +955,7 @@ def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_
         status, _, err = command(*common, "--port", taken.getsockname()[1])
         assert status == 2 and "choose another" in err
     status, _, err = command(*common, "--warm", "65x64x9:one-stage")
-    assert status == 2 and "--width: 65" in err
+    assert status == 2 and "width: 65" in err
     status, _, err = command(*common, "--keep", "7 moons")
     assert status == 2
 

@@ -99,12 +99,12 @@ def test_bad_lines_are_all_said_before_anything_runs(batch, tmp_path):
     )
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
     for words in (
-        "line 1 (j1): --width: 65",
+        "line 1 (j1): size: width 65",
         "line 3 (j3): 'sed'",
         "line 4 (j4): images: none.png",
         "line 5 (j5): images",
         "line 6 (j6): size: '٦٤x64', expected WIDTHxHEIGHT",
-        "line 7 (j7): --seed: ٣, expected a whole number",
+        "line 7 (j7): seed: ٣, expected a whole number",
         f"line 8 (j8): images: {tmp_path / 'damaged.png'} is no readable image",
     ):
         assert words in ran.stderr, ran.stderr
@@ -203,7 +203,8 @@ def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path
     )
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
     assert (
-        "line 1 (j1): --width: 65" in ran.stderr and "line 3 (j3): images: none.png" in ran.stderr
+        "line 1 (j1): size: width 65" in ran.stderr
+        and "line 3 (j3): images: none.png" in ran.stderr
     )
     before = len({line["job"] for line in server.lines("queued")})
     lines = [job(n, "20:0.05") | {"n": 1 + n % 2} for n in range(4)]

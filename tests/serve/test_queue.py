@@ -403,3 +403,38 @@ def test_a_delete_that_races_the_end_has_one_outcome(queue, seed):
         left = queue.get(job.id)
         assert left is None or left.status == "completed"
         assert queue.claim() is None
+
+
+def test_a_pause_outlives_the_server(tmp_path):
+    queue = Queue(tmp_path / "jobs.db")
+    made = add(queue, "ann")
+    queue.pause(True)
+    queue.pause(True)
+    assert queue.claim() is None
+    queue.close()
+    queue = Queue(tmp_path / "jobs.db")
+    assert queue.paused() and queue.claim() is None
+    queue.pause(False)
+    assert queue.claim().id == made.id
+
+
+def test_a_quota_counts_what_was_sent_and_forgets_it_after_a_day(tmp_path, monkeypatch):
+    queue, now = Queue(tmp_path / "jobs.db", most_sent=3), 1000.0
+    monkeypatch.setattr(queue, "uptime", lambda: now)
+
+    def send(user, n=1):
+        return queue.add(user, "d", {}, {"images": [], "n": n})
+
+    send("ann", 2)
+    now += 3600
+    last = send("ann")
+    queue.cancel(last.id)
+    queue.delete(last.id)
+    with pytest.raises(QueueFull, match="3 videos were sent in 24 hours") as full:
+        send("ann")
+    assert full.value.code == "user_quota" and full.value.after_s == 86400 - 3600
+    send("bob", 3)
+    now += full.value.after_s
+    send("ann", 2)
+    with pytest.raises(QueueFull):
+        send("ann")

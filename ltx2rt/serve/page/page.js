@@ -356,7 +356,7 @@ async function status() {
     const starting = now.replicas.find((one) => one.state === "starting");
     const wait = starting ? `, one starting for ${starting.for_s.toFixed(0)} s` : "";
     $("#state").textContent = `${up} of ${now.replicas.length} replicas up${wait}; ${now.jobs.queued} queued; ` +
-      `${(now.disk_free_bytes / 1e9).toFixed(0)} GB free${now.draining ? "; about to stop" : ""}`;
+      `${(now.disk_free_bytes / 1e9).toFixed(0)} GB free${now.paused ? "; paused" : ""}${now.draining ? "; about to stop" : ""}`;
   } catch {
     $("#state").textContent = "no connection";
   }
