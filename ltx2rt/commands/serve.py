@@ -221,14 +221,9 @@ def bridge(workers: str, options: ModelOptions) -> list[str]:
         raise InputError(
             "--workers: ray is not installed; install it with: pip install 'ltx2rt[ray]'"
         )
-    factory = get_factory(options.backend)
-    each = prod(options.mesh.values()) if factory.process_per_device else 1
-    return [
-        sys.executable,
-        "-m",
-        "ltx2rt.serve.on_ray",
-        str(0 if options.device == "cpu" else each),
-    ]
+    kind = get_factory(options.backend).accelerator
+    count = 0 if options.device == "cpu" else prod(options.mesh.values())
+    return [sys.executable, "-m", "ltx2rt.serve.on_ray", kind, str(count)]
 
 
 def require_first(options: ModelOptions) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from threading import Event, Thread
 from typing import Any
@@ -51,7 +51,21 @@ class Worker:
         return self.process.wait()
 
 
-def main(num_gpus: int, words: list[str]) -> int:
+def resources(kind: str, count: int) -> dict[str, Any]:
+    """What an actor asks of its node: `count` devices that Ray calls `kind`, GPU or TPU."""
+    devices = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
+    return {"num_cpus": 1, **(devices if count else {})}
+
+
+def lacking(nodes: Iterable[Mapping[str, Any]], kind: str, count: int) -> str | None:
+    """A sentence if no node of `ray.nodes()` has the devices, busy ones included."""
+    most = max((node["Resources"].get(kind, 0) for node in nodes if node["Alive"]), default=0)
+    if most >= count:
+        return None
+    return f"no node of the Ray cluster has {count} {kind}s, at most {most:g}; waiting for one"
+
+
+def main(kind: str, count: int, words: list[str]) -> int:
     """Run the worker that the words start until it ends, or until there is no more to read; its exit status."""
     die_with_parent()
     ray: Any = import_module("ray")
@@ -59,7 +73,9 @@ def main(num_gpus: int, words: list[str]) -> int:
     outbox = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what Ray prints must not get among the events
     ray.init(configure_logging=False)
-    actor = ray.remote(num_gpus=num_gpus, num_cpus=1, max_concurrency=3)(Worker).remote(words)
+    if said := lacking(ray.nodes(), kind, count):
+        print(f"ltx2rt: {said}", file=sys.stderr, flush=True)
+    actor = ray.remote(max_concurrency=3, **resources(kind, count))(Worker).remote(words)
 
     def feed() -> None:
         for line in sys.stdin.buffer:
@@ -78,4 +94,4 @@ def main(num_gpus: int, words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -270,6 +270,9 @@ function show(video, atEnd = false) {
         actions.append(make("a", { href: url, download: `${video.id}${which.trim() && `-${n}`}.mp4`, textContent: `Download${which}` }));
       });
     }
+    if (video.status === "failed") {
+      actions.append(button("Try again", tell(async () => show(await ask("POST", `v1/videos/${video.id}/retry`)))));
+    }
     actions.append(button("Use these settings", () => useSettings(video)), button("Again, other seed", () => again(video)));
     actions.append(button("Delete", tell(async () => { await ask("DELETE", `v1/videos/${video.id}`); forget(video.id); })));
   }
