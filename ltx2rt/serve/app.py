@@ -36,6 +36,7 @@ from starlette.routing import Route
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
+from ltx2rt.serve.apart import Apart
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import NO_SPACE, THUMBNAIL, Folder, clip_names, inputs_of
 from ltx2rt.serve.form import Gone, close_unread, fields_of
@@ -161,6 +162,7 @@ class App:
         )
         self.closing = False
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        self._apart = Apart(admission)
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
             ("POST", "/v1/videos", self.create),
             ("GET", "/v1/videos", self.list),
@@ -429,6 +431,8 @@ class App:
             raise Refusal(
                 400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority"
             )
+        if given.keys() & UPLOADS:
+            return await self._apart.admit(given, self.supervisor.device)
         return await asyncio.get_running_loop().run_in_executor(self._planner, self._admit, given)
 
     def _admit(self, given: dict[str, Any]) -> Admitted:
@@ -740,6 +744,9 @@ class App:
         secure = request.headers.get("x-forwarded-proto", request.url.scheme) == "https"
         answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=secure)
         return answer
+
+    async def close(self) -> None:
+        await self._apart.stop()
 
     # --- upkeep -------------------------------------------------------------------------------------------------
 

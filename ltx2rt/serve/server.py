@@ -176,6 +176,7 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
         stopping.cancel()
         await supervisor.stop(0)
         await asyncio.gather(answering, house, stopping, return_exceptions=True)
+        await app.close()
         store.close()
     if replicas.done() and not replicas.cancelled() and (error := replicas.exception()) is not None:
         raise error

@@ -1,0 +1,104 @@
+"""Requests with sounds and videos, planned in a process of its own: planning decodes their files.
+
+The process lives as long as the server and plans one request after another. One that takes too
+long, or ends it, is refused; the next request gets a new process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ltx2rt.backend import DeviceInfo
+from ltx2rt.ranks.environment import die_with_parent
+from ltx2rt.serve.admission import Admission, Admitted
+from ltx2rt.serve.refusal import Refusal
+
+TIME_S = 60
+MEMORY_BYTES = 2**32  # beside the files of the checkpoint, which are mapped
+LINE_BYTES = 2**24
+
+
+class Apart:
+    """admission: the server's own, whose twin the process makes."""
+
+    def __init__(self, admission: Admission):
+        self._made_of = (
+            (admission.options, admission.inputs),
+            {"default": admission.default, "lora_folder": admission.lora_folder},
+        )
+        self._process: asyncio.subprocess.Process | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def admit(
+        self, given: Mapping[str, Any], device: tuple[dict[str, Any], Mapping[str, int]] | None
+    ) -> Admitted:
+        """As `Admission.admit`, for such a device and mesh if they are known. Raises Refusal."""
+        async with self._one_at_a_time:
+            process = await self._started()
+            try:
+                found = await asyncio.wait_for(_answer(process, given, device), TIME_S)
+            except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
+                text = "the files of this request take too much time or memory; send smaller ones"
+                raise Refusal(400, "too_large_to_plan", text) from None
+            finally:
+                if sys.exception() is not None:  # what it says next would answer this request
+                    await self.stop()
+        if "refused" in found:
+            raise Refusal(**found["refused"])
+        return Admitted(**found)
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "ltx2rt.serve.apart", stdin=-1, stdout=-1, limit=LINE_BYTES,
+                start_new_session=True,
+            )  # fmt: skip
+            _send(self._process, pickle.dumps(self._made_of).hex())
+        return self._process
+
+    async def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+def _send(process: asyncio.subprocess.Process, line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line.encode() + b"\n")
+
+
+async def _answer(process: asyncio.subprocess.Process, *what: Any) -> dict[str, Any]:
+    _send(process, json.dumps(what))
+    assert process.stdout is not None
+    return json.loads(await process.stdout.readuntil())
+
+
+def main() -> None:
+    """Plan what comes in lines on stdin, until it ends."""
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    words, more = pickle.loads(bytes.fromhex(sys.stdin.readline()))  # of the server itself
+    admission = Admission(*words, **more)
+    for line in sys.stdin:
+        given, device = json.loads(line)
+        if device is not None:
+            admission.plan_for(DeviceInfo(**device[0]), device[1])
+        try:
+            found = asdict(admission.admit(given))
+        except Refusal as refusal:
+            names = ("status", "code", "param", "retry_after_s")
+            said = {name: getattr(refusal, name) for name in names}
+            found = {"refused": {**said, "message": str(refusal)}}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
