@@ -40,13 +40,15 @@ def drawn(config, seed: int = 5) -> dict[str, np.ndarray]:
 
 
 def ours(
-    kind, config, inputs, branches: Branches | None = None, rule: str = "B", params=None
-) -> dict[str, np.ndarray]:
+    kind, config, inputs, branches: Branches | None = None, rule: str = "B", params=None,
+    frozen: tuple[str, ...] = (),
+) -> dict[str, np.ndarray]:  # fmt: skip
     branches = branches or Branches.of(inputs["guidance"])
     feeds = {k: v for k, v in inputs.items() if not k.endswith("_positions")}
     feeds |= {f"{name}_latent": inputs[f"{name}_latent"][None] for name in NAMES}  # one video
     if not branches.uncond:
         feeds |= {f"{name}_context": inputs[f"{name}_context"][:1] for name in NAMES}
+    feeds |= {f"{name}_context": inputs[f"{name}_context"][:1] for name in frozen}
     feeds |= transformer.position_feeds(
         config, inputs["video_positions"], inputs["audio_positions"]
     )
@@ -55,7 +57,8 @@ def ours(
     structure = guided_step.StepShape(
         branches, len(inputs["video_mask"]), len(inputs["audio_mask"]), inputs["video_context"].shape[1],
         transformer.coordinate_counts(feeds), len(feeds["video_levels"]),
-        len(feeds["audio_levels"]), rule, stg_blocks=tuple(np.flatnonzero(inputs["stg_blocks"]).tolist()),
+        len(feeds["audio_levels"]), rule, frozen=frozen,
+        stg_blocks=tuple(np.flatnonzero(inputs["stg_blocks"]).tolist()),
     )  # fmt: skip
     graph = guided_step.trace(config, structure, "float32")
     params = params_of(build(config)) if params is None else params
@@ -63,16 +66,16 @@ def ours(
     return {name: x[0] for name, x in outputs.items()}
 
 
-def expected_step(config, inputs, rule: str = "B") -> dict[str, np.ndarray]:
+def expected_step(config, inputs, rule: str = "B", frozen=()) -> dict[str, np.ndarray]:
     """The formula over diffusers' velocities."""
     assert inputs["guidance"][0, guided_step.STG], "diffusers has no way to perturb the audio alone"
     kinds = ("positions", "context", "latent", "mask", "clean")
     by_name = ({n: inputs[f"{n}_{kind}"] for n in NAMES} for kind in kinds)
     blocks = np.flatnonzero(inputs["stg_blocks"])
     ((latents, x0s),) = euler_steps(
-        build(config), *by_name, inputs["sigmas"], inputs["guidance"], blocks.tolist(), rule=rule
+        build(config), *by_name, inputs["sigmas"], inputs["guidance"], blocks.tolist(), frozen, rule
     )
-    return {f"{n}_x0": x0s[n] for n in NAMES} | {f"{n}_latent": latents[n] for n in NAMES}
+    return {f"{n}_x0": x0s[n] for n in x0s} | {f"{n}_latent": latents[n] for n in x0s}
 
 
 def assert_close(actual, expected) -> None:
@@ -89,6 +92,17 @@ def test_step_equals_the_formula_over_diffusers(generation, rule, kind):
     config = config_of(generation)
     inputs = drawn(config)
     assert_close(ours(kind, config, inputs, rule=rule), expected_step(config, inputs, rule))
+
+
+@pytest.mark.parametrize(("frozen", "rule"), [("audio", "B"), ("audio", "C"), ("video", "C")])
+def test_a_stream_that_is_given_is_at_sigma_0_and_reads_the_positive_prompt(frozen, rule):
+    config = config_of("2.3")
+    inputs = drawn(config)
+    inputs[f"{frozen}_latent"] = inputs[f"{frozen}_clean"]
+    found = ours("cuda", config, inputs, rule=rule, frozen=(frozen,))
+    expected = expected_step(config, inputs, rule, (frozen,))
+    assert {name.partition("_")[0] for name in expected} == set(NAMES) - {frozen}
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

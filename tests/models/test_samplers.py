@@ -151,3 +151,12 @@ def test_evaluations_of_a_stage():
     np.testing.assert_allclose(
         plain.coefficients[3], [target / sigma, 1 - target / sigma, 0], atol=1e-7
     )
+
+
+def test_res2s_moves_its_anchor_at_small_steps_above_a_sigma():
+    """Where `res2s` above refines it: h < 0.5 and sigma > 0.03."""
+    sigmas = np.array([0.5, 0.4, 0.0305, 0.0295, 0.02, 0.0], np.float32)
+    rows = trajectory("res2s", sigmas).coefficients
+    moved = [not np.array_equal(row[-3:], [1, 0, 0]) for row in rows[:-1:2]]
+    expected = [np.log(s / t) < 0.5 and s > 0.03 for s, t in pairwise([*sigmas[:-1], 0.0011])]
+    assert moved == expected == [True, False, True, False, False]

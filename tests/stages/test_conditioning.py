@@ -1,5 +1,6 @@
 """Images enter a stage as kept tokens; everything else is noise and start."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -14,7 +15,7 @@ from ltx2rt.models.geometry import (
     reference_positions,
     video_positions,
 )
-from ltx2rt.stages.conditioning import Tokens, audio_state, image_tokens, video_state
+from ltx2rt.stages.conditioning import Remade, Tokens, audio_state, image_tokens, video_state
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
 
@@ -35,6 +36,19 @@ def test_a_later_image_appends_tokens_and_the_first_frame_is_replaced():
     )
     np.testing.assert_array_equal(state.positions[:, :18], video_positions(G))
     np.testing.assert_array_equal(state.positions[:, 18:], keyframe_positions(G, 9))
+
+
+def test_tokens_of_keyframes_are_the_first_latents_and_those_that_are_generated():
+    frame, image = random(1, 16, 1, 2, 3), image_tokens(G, random(1, 16, 1, 2, 3), 9, 0.25)
+    slot = Tokens(pack_video(frame), np.float32(1), keyframe_positions(G, 9), slot=9)
+    state = video_state(G, [image, slot])
+    np.testing.assert_array_equal(state.keyframes, np.repeat([1, 0, 0, 1], [6, 12, 6, 6]))
+
+
+def test_latents_of_an_earlier_stage_cover_as_many_pixels_as_they_stand_for():
+    half = replace(G, rows=1)
+    given = Remade("stage1", half, downscale=2)
+    np.testing.assert_array_equal(given.blank().positions, reference_positions(half, 2))
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
