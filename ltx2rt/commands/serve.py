@@ -49,6 +49,13 @@ class ServeOptions:
         group="server",
         metavar="DIR",
     )
+    queue: Path | None = flag(
+        None,
+        "file of the queue, on a disk of this machine (default: jobs.db in --data)",
+        Path,
+        group="server",
+        metavar="FILE",
+    )
     host: str = flag(
         "127.0.0.1",
         "address to listen on; one that other machines reach needs --token-file",
@@ -189,6 +196,7 @@ def main(args: argparse.Namespace) -> int:
     return serve(
         Serving(
             data=own.data,
+            queue=own.queue,
             host=own.host,
             port=own.port,
             command=[*bridge(own.workers, options), *worker_command(args)],

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import Any
+from typing import IO, Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve.queue import JOB_ID, Job
@@ -40,11 +40,18 @@ UNFINISHED_INPUT = re.compile(rf"\.{INPUT.pattern}\.[0-9a-f]{{8}}")
 class Folder:
     """The folder of one server, or of one batch; another process that opens it is refused.
 
-    min_free_bytes: with less, the disk counts as full. Raises InputError, which names the flag, if it
-    cannot be written, or another server uses it.
+    min_free_bytes: with less, the disk counts as full. queue: its file, if that is elsewhere. Raises
+    InputError, which names the flag, if it cannot be written, or another server uses it.
     """
 
-    def __init__(self, root: Path, flag: str = "--data", min_free_bytes: int = MIN_FREE_BYTES):
+    def __init__(
+        self,
+        root: Path,
+        flag: str = "--data",
+        min_free_bytes: int = MIN_FREE_BYTES,
+        queue: Path | None = None,
+    ):
+        self.queue = queue or root / "jobs.db"
         self.root, self.inputs, self.outputs = root, root / "in", root / "out"
         self.flag, self.min_free_bytes = flag, min_free_bytes
         self._since: dict[
@@ -54,23 +61,19 @@ class Folder:
         try:
             for folder in (self.inputs, self.outputs):
                 folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (root / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{flag}: {root} is in use by another server; name another folder"
-            ) from None
         except OSError as error:
-            raise InputError(
-                f"{flag}: {root} cannot be written ({error.strerror}); name another folder"
-            ) from None
+            raise _unwritable(flag, root, error) from None
+        self._locks = [_locked(root / "lock", flag, root)]
+        if queue:
+            try:
+                self._locks.append(_locked(Path(f"{queue}.lock"), "--queue", queue))
+            except InputError:
+                self.close()
+                raise
 
     def close(self) -> None:
-        self._lock.close()
-
-    @property
-    def queue(self) -> Path:
-        return self.root / "jobs.db"
+        for lock in self._locks:
+            lock.close()
 
     def require_queue(self) -> None:
         """Refuse files of a server without their queue. Raises InputError."""
@@ -78,12 +81,14 @@ class Folder:
             return
         found = [path.name for path, _ in (*_own(self.outputs, OUTPUT), *_own(self.inputs, INPUT))]
         found += [
-            path.name for path in self.root.glob(self.queue.name + "-*") if path.stat().st_size
+            path.name
+            for path in self.queue.parent.glob(self.queue.name + "-*")
+            if path.stat().st_size
         ]
         if found:
             raise InputError(
                 f"{self.flag}: {self.root} holds {len(found)} files of a server, such as {found[0]}, but "
-                f"not its queue, {self.queue.name}; put that back, or name another folder"
+                f"not its queue, {self.queue.name}; put that back (--queue), or name another folder"
             )
 
     def keep_input(self, data: bytes, suffix: str = "") -> str:
@@ -201,6 +206,26 @@ class Folder:
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.root).free
+
+
+def _locked(path: Path, flag: str, what: Path) -> IO[str]:
+    """An open file that no other process holds. Raises InputError."""
+    try:
+        lock = path.open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise
+        return lock
+    except BlockingIOError:
+        raise InputError(f"{flag}: {what} is in use by another server; name another one") from None
+    except OSError as error:
+        raise _unwritable(flag, what, error) from None
+
+
+def _unwritable(flag: str, path: Path, error: OSError) -> InputError:
+    return InputError(f"{flag}: {path} cannot be written ({error.strerror}); name another one")
 
 
 def _own(folder: Path, names: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:

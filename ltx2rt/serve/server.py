@@ -42,6 +42,7 @@ class Serving:
     settings: Settings
     environments: Sequence[Mapping[str, str]] = ({},)
     lora_folder: Path | None = None
+    queue: Path | None = None
     max_queue: int = 1000
     max_user_queue: int = 100
     user_quota: int | None = None
@@ -92,7 +93,7 @@ class Server(uvicorn.Server):
 def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
     """Serve until a signal; the exit status. admission: made once the folder of images is there. Raises InputError."""
     check_address(how.host, how.settings.users is not None)
-    folder = Folder(how.data)
+    folder = Folder(how.data, queue=how.queue)
     try:
         folder.require_queue()
         sock = bind(how.host, how.port)

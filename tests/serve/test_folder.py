@@ -157,7 +157,5 @@ def test_a_problem_is_told_in_a_sentence(folder, tmp_path):
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / "data", "/proc/data"):
-        with pytest.raises(
-            InputError, match=r"^--data: .*cannot be written .*name another folder$"
-        ):
+        with pytest.raises(InputError, match=r"^--data: .*cannot be written .*name another one$"):
             Folder(Path(place))

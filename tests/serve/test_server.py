@@ -326,6 +326,23 @@ def test_files_of_others_stay_and_a_folder_without_its_queue_is_refused(start):
     assert all((server.data / place / "thesis.pdf").exists() for place in ("in", "out"))
 
 
+def test_a_queue_may_be_on_another_disk_than_the_clips(start, tmp_path):
+    queue = tmp_path / "here" / "queue.db"
+    with pytest.raises(AssertionError, match=r"--queue: .*queue\.db cannot be written"):
+        start("--queue", queue)
+    queue.parent.mkdir()
+    server = start("--queue", queue)
+    id = server.add("1:0")
+    server.until(id)
+    assert not (server.data / "jobs.db").exists()
+    with pytest.raises(AssertionError, match=r"--queue: .*queue\.db is in use by another server"):
+        start("--queue", queue, data="other")
+    server.kill()
+    with pytest.raises(AssertionError, match=r"not its queue, jobs\.db; put that back \(--queue\)"):
+        start()
+    assert start("--queue", queue).get(id)["status"] == "completed"
+
+
 def test_a_folder_that_cannot_be_written_is_said_and_nothing_fails(start):
     server = start()
     id, waits = server.add("40:0.02"), server.add("1:0")
