@@ -6,7 +6,8 @@ cpu      the same work by the worker's code and by that loop, both in this proce
          processes do disturbs both alike. added: what the worker does more, with the gap, as a share of the job
 gap      from the end of a job to the start of the next that waited for it
 server   CPU time of the server's own process per job, the requests of this benchmark included
-post     from sending a request to its answer, the disk included
+post     from sending a request to its answer, on a connection of its own, the disk included
+kept     the same for the state of a video, on one connection for all
 cancel   of a running job, until it is over; beyond: what that is more than two of its steps
 restart  from the death of the replica until another one takes jobs, loading and warm-up included
 
@@ -24,10 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from http.client import HTTPConnection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -196,6 +199,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 server.ask("POST", "v1/videos", {"prompt": f"later, {n}", "seed": n, **long})["id"]
             )
             posts.append(time.perf_counter() - start)
+        kept, gets = HTTPConnection(urlsplit(server.url).netloc, timeout=60), []
+        for _ in range(args.posts):
+            start = time.perf_counter()
+            kept.request("GET", f"/v1/videos/{ids[-1]}")
+            kept.getresponse().read()
+            gets.append(time.perf_counter() - start)
+        kept.close()
         cancels = []
         for id in ids[-args.posts :][: args.rounds]:
             server.until(lambda id=id: (server.ask("GET", f"v1/videos/{id}")["x"]["step"] or 0) > 4)
@@ -225,6 +235,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "gap_s": Spread.of(gaps),
         "post_s": Spread.of(posts),
         "post_p99_s": float(np.quantile(posts, 0.99)),
+        "kept_s": Spread.of(gets),
+        "kept_p99_s": float(np.quantile(gets, 0.99)),
         "cancel_s": Spread.of(cancels),
         "step_s": step_s,
         "cancel_beyond_two_steps_s": Spread.of([one - 2 * step_s for one in cancels]),
