@@ -58,7 +58,12 @@ first steps:
 
 `ltx2rt COMMAND --help` lists the flags of a command.
 """
-RANKED = ("generate", "probe", "worker")  # commands that several processes may run together
+RANKED = (
+    "generate",
+    "probe",
+    "worker",
+    "train run",
+)  # commands that several processes may run together
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 MESSAGE = 2000  # characters of an error
 
@@ -254,7 +259,7 @@ def _join(args: argparse.Namespace) -> Crew | None:
             {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()},
         )
         crew.agree("files", facts.digests(inputs))
-        if hasattr(args, "output") and not hasattr(args, "seed"):
+        if args.command == "generate" and not hasattr(args, "seed"):
             from ltx2rt.pipelines.request import draw_seed
 
             args.seed = crew.from_main("seed", draw_seed)
@@ -288,7 +293,8 @@ def parser() -> Parser:
 def _call(name: str, function: str, *args: Any) -> Any:
     """Call `flags`, `main` or `files` of a command's module; in a group its own name is in front."""
     module, _, last = name.partition(" ")
-    function = {"flags": f"{last}_flags", "main": last}[function] if last else function
+    if last:
+        function = last if function == "main" else f"{last}_{function}"
     return getattr(import_module(f"ltx2rt.commands.{module}"), function)(*args)
 
 

@@ -115,13 +115,18 @@ def planned_flags(to: Any, *models: str) -> None:
 
 
 def start_ranks(
-    args: argparse.Namespace, options: ModelOptions, outputs: Sequence[Path], fed: bool = False
+    args: argparse.Namespace,
+    options: ModelOptions,
+    outputs: Sequence[Path],
+    fed: bool = False,
+    patient: bool = False,
 ) -> int | None:
     """Run the command as a process for each device, if this process is not one of them.
 
-    fed: the first of them reads this process's stdin. Returns the exit status, or None.
+    fed: the first of them reads this process's stdin. patient: they end by themselves when they are asked to. Returns
+    the exit status, or None.
     """
     factory, count = get_factory(options.backend), prod(options.mesh.values())
     if count == 1 or not factory.process_per_device or factory.rank_and_size(os.environ)[1] > 1:
         return None
-    return start(args.argv, count, outputs, factory.most_processes(options.device), fed)
+    return start(args.argv, count, outputs, factory.most_processes(options.device), fed, patient)

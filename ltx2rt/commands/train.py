@@ -5,19 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.atomic_file import check_outputs
-from ltx2rt.backend import get_factory
-from ltx2rt.commands.options import model_options
+from ltx2rt.backend import get_factory, keep_compiled
+from ltx2rt.commands.generate import compiled_folder
+from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.notes import note
+from ltx2rt.ranks.crew import Crew
 from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.train.prepare import PrepareRequest
+from ltx2rt.train.prepare import MANIFEST, PrepareRequest
 from ltx2rt.train.prepare import prepare as fill
 from ltx2rt.train.run import TrainRequest, described, start
 from ltx2rt.train.state import read_state, states, write_lora
@@ -42,33 +48,46 @@ def prepare_flags(to: Any) -> None:
 
 def prepare(args: argparse.Namespace) -> None:
     request = PrepareRequest(**given_flags(args, PrepareRequest))
-    options = located(_options(args))
-    fill(open_session(options), request, _say)
+    fill(open_session(located(_options(args))), request, note)
 
 
 def run_flags(to: Any) -> None:
     to.epilog = EXAMPLE
-    add_flags(to, ModelOptions, backend="auto", only=READ)
+    add_flags(to, ModelOptions, backend="auto", only=(*READ, "num_gpus"))
     add_flags(to, TrainRequest)
 
 
-def run(args: argparse.Namespace) -> None:
+def run_files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """The files that all processes must have alike: those of the model, the cache's list, and the state to go on from;
+    none is removed when a process dies."""
     request = TrainRequest(**given_flags(args, TrainRequest))
-    options = located(_options(args))
+    return [*_run_options(args).files, request.data / MANIFEST, *states(request.output)[-1:]], []
+
+
+def run(args: argparse.Namespace) -> int | None:
+    request = TrainRequest(**given_flags(args, TrainRequest))
+    options = _run_options(args)
+    options.check()
+    options = located(options)
+    if (status := start_ranks(args, options, [], patient=True)) is not None:
+        return status
+    if args.own_process:
+        keep_compiled(options.backend, compiled_folder(os.environ))
     made = start(open_session(options), request)
+    say = note if made.session.backend.is_main else lambda text: None
     for group, count in made.groups().items():
-        _say(f"trains {group}: {count:,} numbers")
+        say(f"trains {group}: {count:,} numbers")
     r, g = made.request, made.geometry
     size = (
         f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames"
         if "video" in made.streams
         else "sound alone"
     )
-    _say(
+    say(
         f"{len(made.samples)} samples of {size}, batch {made.batch} x {r.accumulate}, {r.steps} steps"
     )
     if request.dry_run:
-        return
+        return None
 
     def show(row: dict[str, Any]) -> None:
         if row["step"] % 10 == 0:
@@ -77,9 +96,33 @@ def run(args: argparse.Namespace) -> None:
                 for name in made.trained
                 if row.get(f"{name}_loss") is not None
             )
-            _say(f"step {row['step']}: loss {losses}; {row['seconds']:.2f} s")
+            say(f"step {row['step']}: loss {losses}; {row['seconds']:.2f} s")
 
-    print(made.train(_say, show))
+    with stopping(args.crew) as stopped:
+        path = made.train(say, show, stopped)
+    if made.session.backend.is_main:
+        print(path)
+    return None
+
+
+@contextmanager
+def stopping(crew: Crew | None) -> Iterator[list[int]]:
+    """A list that is not empty once this process was asked to end. The first request does not end it otherwise."""
+    asked: list[int] = []
+    if crew:
+        crew.asked = asked
+        try:
+            yield asked
+        finally:
+            crew.asked = None
+        return
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, lambda number, _: asked.append(number)) for kind in kinds}
+    try:
+        yield asked
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 def export_flags(to: Any) -> None:
@@ -129,7 +172,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> ModelOptions:
-    """Raises InputError for a mesh of several processes, which only one may prepare or train yet."""
+    """Raises InputError for a mesh of several processes, of which only one may prepare."""
     options = model_options(args)
     options.check()
     factory = get_factory(options.backend)
@@ -137,10 +180,12 @@ def _options(args: argparse.Namespace) -> ModelOptions:
         prod(options.mesh.values()) > 1 or factory.rank_and_size(os.environ)[1] > 1
     ):
         raise InputError(
-            f"--mesh: `train` runs one process of {factory.name} so far; leave the flag out, or use --backend tpu"
+            f"--mesh: `train prepare` runs one process of {factory.name}; leave the flag out"
         )
     return options
 
 
-def _say(text: str) -> None:
-    note(text)
+def _run_options(args: argparse.Namespace) -> ModelOptions:
+    """Without a flag for the mesh, each process has its own samples. Raises InputError."""
+    options = model_options(args)
+    return replace(options, mesh={"data": options.num_gpus}) if options.num_gpus else options

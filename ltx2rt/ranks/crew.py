@@ -56,6 +56,9 @@ class Crew:
         self._store, self._watched = connect(), connect()
         self._processes: dict[int, int] = {}  # pidfd -> rank; -1 is the launcher
         self._main_pid: int | None = None
+        self.asked: list[int] | None = (
+            None  # a list takes the first request to end, and the run decides when
+        )
         self._over, self._ending, self._speaking = (
             threading.Event(),
             threading.Lock(),
@@ -229,6 +232,9 @@ class Crew:
             ready = _ended(self._wake, *list(self._processes), wait_s=POLL_S)
             if self._wake in ready:
                 number = os.read(self._wake, 1)[0]
+                if self.asked is not None and not self.asked and number != signal.SIGHUP:
+                    self.asked.append(number)
+                    continue
                 self.end(
                     f"rank {self.rank} was ended by {signal.Signals(number).name}",
                     SIGNALLED + number,

@@ -28,11 +28,17 @@ from ltx2rt.ranks.environment import (
 
 
 def start(
-    argv: Sequence[str], count: int, outputs: Sequence[Path], most: int, fed: bool = False
+    argv: Sequence[str],
+    count: int,
+    outputs: Sequence[Path],
+    most: int,
+    fed: bool = False,
+    patient: bool = False,
 ) -> int:
     """Run `ltx2rt argv` as `count` ranks on this host and return the exit status; no process and no part of `outputs`
-    is left behind, however it ends. fed: rank 0 reads this process's stdin. InputError if more than `most` are asked
-    for, as many as can work here."""
+    is left behind, however it ends. fed: rank 0 reads this process's stdin. patient: the first request to end is
+    passed on, and the ranks end by themselves. InputError if more than `most` are asked for, as many as can work here.
+    """
     if count > most:
         raise InputError(
             f"{count} processes are asked for, this host has devices for {most}; ask for at most {most}"
@@ -40,11 +46,17 @@ def start(
     ranks: list[subprocess.Popen] = []
     try:
         _spawn(argv, count, ranks, fed)
-        while not (failed := [code for r in ranks if (code := r.poll())]):
-            if all(r.poll() == 0 for r in ranks):
-                return 0
-            time.sleep(POLL_S / 4)
-        if 0 < failed[0] < SIGNALLED:
+        try:
+            ended = _failed(ranks)
+        except (KeyboardInterrupt, SystemExit):
+            if not patient:
+                raise
+            for rank in ranks:
+                rank.send_signal(signal.SIGINT)
+            ended = _failed(ranks)
+        if not ended:
+            return 0
+        if 0 < next(iter(ended.values())) < SIGNALLED:
             _wait(ranks, GRACE_S)  # what a signal did to another may have been seen first
         for rank, code in enumerate(r.poll() or 0 for r in ranks):
             if code and not 0 < code < SIGNALLED:
@@ -53,7 +65,7 @@ def start(
                 text = f"\nltx2rt: error: rank {rank} was ended by {name}{why}"
                 print(text, file=sys.stderr)
                 return FAILED
-        return failed[0]
+        return next(iter(ended.values()))
     except BaseException:
         print(file=sys.stderr)  # below a progress bar that nobody closes
         raise
@@ -94,6 +106,15 @@ def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen], fed: 
                     pass_fds=(store.fileno(),) if rank == 0 else (),
                 )
             )
+
+
+def _failed(ranks: Sequence[subprocess.Popen]) -> dict[int, int]:
+    """Exit statuses of ranks that failed, as soon as one has; none once all have ended well."""
+    while not (failed := {i: code for i, r in enumerate(ranks) if (code := r.poll())}):
+        if all(r.poll() == 0 for r in ranks):
+            return {}
+        time.sleep(POLL_S / 4)
+    return failed
 
 
 def _wait(ranks: Sequence[subprocess.Popen], seconds: float) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import MISSING, asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -64,8 +63,9 @@ from ltx2rt.weights.audit import audit
 from ltx2rt.weights.files import cut
 
 NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
-# Fields that may change when a run goes on: no step differs, but for where a schedule ends.
-FREE = ("output", "steps", "save_every", "keep")
+# Fields that may change when a run goes on: no step differs, but for where a schedule ends. Of the samples of a step
+# the number alone is compared, however they are shared out.
+FREE = ("data", "output", "steps", "save_every", "keep", "dry_run", "batch", "accumulate")
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,8 @@ class Run:
             said = f"--targets {' '.join(r.targets)}: none reaches the sound"
             if r.mode not in ("t2v", "i2v"):
                 raise InputError(f"{said}, which --mode {r.mode} trains; add audio-attn")
-            note(f"{said}, so the LoRA will not change it")
+            if self.session.backend.is_main:
+                note(f"{said}, so the LoRA will not change it")
         needed = {"t2a": sounding, "a2v": sounding, "v2a": sounding}.get(r.mode, samples)
         if "video" in self.streams:
             needed = [s for s in needed if "video" in s.streams]
@@ -409,6 +410,7 @@ class Run:
             "base": self.base,
             "data": str(hash_of(data)),
             "dtype": self.session.dtype,
+            "samples": self.batch * self.request.accumulate,
             "request": r,
         }
 
@@ -420,16 +422,17 @@ class Run:
                 f"--output: {path} trains a LoRA of another model; pass that --model, or another --output"
             )
         ours, theirs = json.loads(json.dumps(self.about["request"])), about["request"]
-        changed = [
-            name
-            for name in ours
-            if name not in (*FREE, "data", "dry_run") and ours[name] != theirs.get(name)
-        ]
+        changed = [name for name in ours if name not in FREE and ours[name] != theirs.get(name)]
         if changed:
             name = changed[0]
             raise InputError(
                 f"--{name.replace('_', '-')}: {ours[name]}, {path} was begun with {theirs.get(name)}; give the same "
                 "flags to continue it, or another --output"
+            )
+        if (now := self.about["samples"]) != (begun := about["samples"]):
+            raise InputError(
+                f"--batch: a step of {now} samples, {path} was begun with {begun}; choose --batch, "
+                f"--accumulate and the mesh axis data so that their product is {begun}"
             )
         if about["data"] != self.about["data"] or about["dtype"] != self.about["dtype"]:
             raise InputError(
@@ -440,13 +443,20 @@ class Run:
         self,
         say: Callable[[str], None],
         on_step: Callable[[dict[str, Any]], None] = lambda row: None,
+        stopped: Sequence[Any] = (),
     ) -> Path:
-        """Train to the last step, and return the LoRA's file. Raises InputError, and NotWritten if a disk is full."""
+        """Train to the last step, or to the one in which `stopped` is no longer empty on any process, and return the
+        LoRA's file. Raises InputError, and NotWritten if a disk is full."""
         with locked(self.request.output) if self.session.backend.is_main else nullcontext():
-            return self._train(say, on_step)
+            return self._train(say, on_step, stopped)
 
-    def _train(self, say: Callable[[str], None], on_step: Callable[[dict[str, Any]], None]) -> Path:
-        r, main = self.request, self.session.backend.is_main
+    def _train(
+        self,
+        say: Callable[[str], None],
+        on_step: Callable[[dict[str, Any]], None],
+        stopped: Sequence[Any],
+    ) -> Path:
+        r, main, agree = self.request, self.session.backend.is_main, self.session.backend.agree
         assert r.steps is not None and r.lr is not None
         begun = states(r.output)
         about, arrays = read_state(begun[-1]) if begun else ({}, {})
@@ -460,7 +470,7 @@ class Run:
         rows = kept_metrics(r.output, first) if main else []
         weights = {f"{name}_loss": getattr(r, f"{name}_loss") for name in self.streams}
         lora = r.output / f"lora-{first:06d}.safetensors"
-        with stopping() as stopped, (r.output / METRICS).open("a") as metrics:
+        with (r.output / METRICS).open("a") if main else nullcontext() as metrics:
             for step in range(first, r.steps):
                 began = time.perf_counter()
                 losses, levels, names = self._accumulated(trainer, step, weights)
@@ -485,7 +495,7 @@ class Run:
                         for name, x in row.items()
                     }
                 rows.append(row)
-                if main:
+                if metrics:
                     metrics.write(json.dumps(row) + "\n")
                     metrics.flush()
                 on_step(row)
@@ -494,9 +504,10 @@ class Run:
                         f"step {step}: {broken} steps without a finite gradient, last of {names}; lower --lr"
                     )
                 self._require_gradients(norms, losses, silent)
-                if (step + 1) % r.save_every == 0 or step + 1 == r.steps or stopped:
+                last = agree(bool(stopped))
+                if (step + 1) % r.save_every == 0 or step + 1 == r.steps or last:
                     lora = self._save(trainer, step + 1, updates, rows)
-                if stopped:
+                if last:
                     say(f"stopped after step {step}; the same command continues")
                     break
         return lora
@@ -586,19 +597,6 @@ def _summary(
             if (quarters == q).any()
         }
     return found
-
-
-@contextmanager
-def stopping() -> Iterator[list[int]]:
-    """A list that is not empty once the process was asked to end."""
-    asked: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, lambda number, _: asked.append(number)) for kind in kinds}
-    try:
-        yield asked
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
 
 
 def start(session: Session, request: TrainRequest) -> Run:

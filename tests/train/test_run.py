@@ -2,16 +2,15 @@
 
 import json
 import shutil
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from train_runs import options, run_train, write_clips
 
 from ltx2rt import cli
 from ltx2rt.commands import train as command
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
 from ltx2rt.train.run import TrainRequest, start
 from ltx2rt.train.state import read_state, states
@@ -19,65 +18,7 @@ from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.random.make import make_checkpoint
 
-FPS, RATE = 24, 16000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_checkpoint("tiny-2.3", "official", folder)
-    return folder
-
-
-def write_clips(folder: Path, count: int = 3, sound: bool = True, frames: int = 9) -> Path:
-    folder.mkdir()
-    rng = np.random.default_rng(3)
-    for i in range(count):
-        shown = rng.integers(0, 255, (frames, 64, 64, 3), np.uint8)
-        heard = (
-            rng.uniform(-0.1, 0.1, (2, RATE * frames // FPS)).astype(np.float32) if sound else None
-        )
-        path = folder / f"{i}.mp4"
-        write_mp4(
-            path,
-            [shown],
-            num_frames=frames,
-            fps=Fraction(FPS),
-            waveform=heard,
-            sample_rate=RATE if sound else 0,
-        )
-        path.with_suffix(".txt").write_text(f"clip number {i}")
-    return folder
-
-
-def run_train(model: Path, *words: object) -> int:
-    where = ("--model", model, "--backend", "cuda", "--device", "cpu")
-    return cli.main(["train", *map(str, (words[0], *where, *words[1:]))])
-
-
-@pytest.fixture(scope="module")
-def cache(model, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    clips = write_clips(folder / "clips")
-    assert (
-        run_train(
-            model, "prepare", "--data", clips, "--output", folder / "cache", "--buckets", "64x64x9"
-        )
-        == 0
-    )
-    return folder / "cache"
-
-
-def options(cache: Path, output: Path, **more: object) -> list[object]:
-    fixed = {
-        "data": cache,
-        "output": output,
-        "rank": 2,
-        "steps": 4,
-        "save-every": 2,
-        "lr": 1e-2,
-    } | more
-    return [word for name, value in fixed.items() for word in (f"--{name}", value)]
+RATE = 16000
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +64,12 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(
         run = train(session, request)
         whole = run.train
 
-        def cut(say, on_step):
+        def cut(say, on_step, *more):
             def fail(row):
                 if row["step"] == 2:
                     raise RuntimeError("killed")
 
-            return whole(say, fail)
+            return whole(say, fail, *more)
 
         monkeypatch.setattr(run, "train", cut)
         return run
