@@ -310,18 +310,26 @@ class BackendFactory(Protocol):
         ...
 
     def as_run(
-        self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False
+        self,
+        graph: Graph,
+        device_kind: str,
+        steps: bool = False,
+        compile: bool = False,
+        train: bool = False,
     ) -> Graph:
         """What a device of `Backend.device_kind` runs of a placed graph: its nodes after the backend's own passes.
 
         `lower` and `lower_loop` lower it; times, memory and the choice of a mesh are read off it. steps: of a denoise
-        step, or of the loop over all. compile: as `lower` takes it.
+        step, or of the loop over all. compile: as `lower` takes it. train: of a training step, which is differentiated.
         """
         ...
 
-    def cost(self, graph: Graph, kind: Any, float8: bool = False) -> Any:
+    def cost(
+        self, graph: Graph, kind: Any, float8: bool = False, runs: Mapping[int, Any] | None = None
+    ) -> Any:
         """When a device of `kind` computes, exchanges and waits in one run of what `as_run` made: a
-        `placement.timeline.Timeline`. float8: linears are estimated as float8 ones.
+        `placement.timeline.Timeline`. float8: linears are estimated as float8 ones. runs: `placement.cost.Runs` by the
+        id of a node; there are some where a training step is estimated.
         """
         ...
 
@@ -358,8 +366,9 @@ class BackendFactory(Protocol):
         with `times_s`.
 
         Its second argument says how the graph runs: "each" on inputs of every device's own, as `Backend.each` does; of
-        the graph of a loop over steps, "before" is what runs once before it, "step" one of its steps. InputError if
-        the compiler is not installed, or does not know the topology.
+        the graph of a loop over steps, "before" is what runs once before it, "step" one of its steps; of a training
+        step, "rematerialised" or "kept" (how the values of its blocks are had) is one batch forward and backward.
+        InputError if the compiler is not installed, or does not know the topology.
         """
         ...
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
+    from ltx2rt.placement.cost import RunsById
     from ltx2rt.placement.devices import DeviceKind
     from ltx2rt.placement.timeline import Timeline
     from ltx2rt_cuda.backend import CudaBackend
@@ -36,22 +37,31 @@ class CudaFactory:
         return KINDS
 
     def as_run(
-        self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False
+        self,
+        graph: Graph,
+        device_kind: str,
+        steps: bool = False,
+        compile: bool = False,
+        train: bool = False,
     ) -> Graph:
         """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that have kernels are
-        fused, which saves passes over memory on a CPU, too."""
+        fused, which saves passes over memory on a CPU, too. Nothing of a training step: kernels have no gradient."""
         from ltx2rt.passes.fuse import fuse
         from ltx2rt.passes.interleave import in_token_halves
 
+        if train:
+            return graph
         return fuse(
             in_token_halves(graph) if steps and device_kind == "cuda" and not compile else graph
         )
 
-    def cost(self, graph: Graph, kind: DeviceKind, float8: bool = False) -> Timeline:
-        """The stream runs nodes in their order, and computes while an all-reduce travels."""
+    def cost(
+        self, graph: Graph, kind: DeviceKind, float8: bool = False, runs: RunsById | None = None
+    ) -> Timeline:
+        """The stream runs nodes in their order, and computes while an all-reduce travels; in training it waits."""
         from ltx2rt.placement.timeline import Timeline
 
-        return Timeline(kind, hidden=True, float8=float8).of(graph)
+        return Timeline(kind, hidden=not runs, float8=float8, runs=runs or {}).of(graph)
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return rank_and_size(environment)

@@ -18,6 +18,7 @@ from ltx2rt.backend import MOMENTS, AdamW
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.passes.quantise import trainable
+from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.lower import Repeat
 from ltx2rt_cuda.ops import OPS
 from ltx2rt_cuda.program import Program, Weights, upload
@@ -44,6 +45,7 @@ class Trainer:
         self, backend: CudaBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool
     ):
         trainable(graph)
+        graph = FACTORY.as_run(graph, backend.device_kind, train=True)
         self.graph, self.backend, self.weights, self.optimiser = graph, backend, weights, optimiser
         self.position = backend.position.on(graph.mesh)
         self.program = Program(graph, backend.torch_device, False, self.position, Counter())

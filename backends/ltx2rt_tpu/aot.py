@@ -32,6 +32,7 @@ from ltx2rt_tpu.distributed import device_mesh
 from ltx2rt_tpu.factory import ASSEMBLED
 from ltx2rt_tpu.hlo import COLLECTIVE, collectives
 from ltx2rt_tpu.program import Assembled, Loop, Program
+from ltx2rt_tpu.train import Gradients
 
 # What libtpu would ask Google Cloud's metadata server; without an answer it complains on stderr.
 ENVIRONMENT = {
@@ -68,7 +69,8 @@ class AheadCompiler:
 
     def __call__(self, graph: Graph, part: str | None = None) -> Compiled:
         """part: "each" for a graph that every device runs on inputs of its own, one after the other along the first
-        axis; of a loop over steps, "before" what runs once before it, "step" one of the steps.
+        axis; of a loop over steps, "before" what runs once before it, "step" one of the steps; of a training step,
+        "rematerialised" or "kept": how its backward pass comes by the values of the blocks.
         """
         place = self._place(graph)
         if part in ("before", "step"):
@@ -76,6 +78,10 @@ class AheadCompiler:
             if part == "before":
                 return compiled(loop.lowered_before(), code=self.code)
             return compiled(loop.lowered_steps(), 1, self.code)
+        if part in ("rematerialised", "kept"):
+            return compiled(
+                Gradients(graph, place, part == "rematerialised").lowered(), code=self.code
+            )
         assert part in (None, "each"), part
         each = part == "each" and isinstance(place, NamedSharding)
         if graph.name in ASSEMBLED and not each:

@@ -11,6 +11,7 @@ from ltx2rt_tpu.hosts import hosts
 if TYPE_CHECKING:
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
+    from ltx2rt.placement.cost import RunsById
     from ltx2rt.placement.devices import DeviceKind
     from ltx2rt.placement.timeline import Timeline
     from ltx2rt_tpu.backend import TpuBackend
@@ -36,22 +37,31 @@ class TpuFactory:
         return KINDS
 
     def as_run(
-        self, graph: Graph, device_kind: str, steps: bool = False, compile: bool = False
+        self,
+        graph: Graph,
+        device_kind: str,
+        steps: bool = False,
+        compile: bool = False,
+        train: bool = False,
     ) -> Graph:
         """Of steps halves of the samples side by side where that is possible, so that exchanges travel unseen; the
-        vocoder's activations fused, for XLA fuses the rest itself."""
+        vocoder's activations fused, for XLA fuses the rest itself. Nothing of a training step."""
         from ltx2rt.passes.fuse import fuse, snakes
         from ltx2rt.passes.interleave import interleave
 
+        if train:
+            return graph
         if steps:
             return interleave(graph, tied=LEAST_BYTES) if device_kind == "tpu" else graph
         return fuse(graph, (snakes,)) if device_kind == "tpu" or graph.name in ASSEMBLED else graph
 
-    def cost(self, graph: Graph, kind: DeviceKind, float8: bool = False) -> Timeline:
+    def cost(
+        self, graph: Graph, kind: DeviceKind, float8: bool = False, runs: RunsById | None = None
+    ) -> Timeline:
         """Nothing is assumed to hide an exchange: XLA orders the nodes."""
         from ltx2rt.placement.timeline import Timeline
 
-        return Timeline(kind, float8=float8).of(graph)
+        return Timeline(kind, float8=float8, runs=runs or {}).of(graph)
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return hosts(environment)

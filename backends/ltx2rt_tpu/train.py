@@ -14,52 +14,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Lowered
 
 from ltx2rt.backend import MOMENTS, AdamW
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.passes.quantise import trainable
+from ltx2rt_tpu.factory import FACTORY
 from ltx2rt_tpu.lower import run
-from ltx2rt_tpu.program import compiler_options, on_mesh, ops_for
-from ltx2rt_tpu.weights import Weights, weight_specs
+from ltx2rt_tpu.program import compiler_options, device_kind, on_mesh, ops_for
+from ltx2rt_tpu.weights import Weights, abstract_weights, weight_specs
 
 if TYPE_CHECKING:
     from ltx2rt_tpu.backend import TpuBackend
 
 
-class Trainer:
-    """A `ltx2rt.backend.Trainer`. Parameters of all blocks are one array each, the block its first axis."""
+class Gradients:
+    """Losses and gradients of one batch, a jitted function of (parameters, frozen, inputs, weights of the losses)."""
 
-    def __init__(
-        self, backend: TpuBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool
-    ):
+    def __init__(self, graph: Graph, place: Sharding, remat: bool):
         trainable(graph)
-        self.graph, self.place, self.remat, self.ops = graph, backend.place_of(graph), remat, {}
-        self.parameters = {name: x for name, x in weights.items() if MARK in name}
-        self.frozen = {name: weights[name] for name in graph.all_params() if MARK not in name}
-        self.counts = {
-            name: count for name, (_, count) in graph.all_params().items() if MARK in name
-        }
-        self.ops, self.optimiser = ops_for(self.place), optimiser
-        self.adam = optax.chain(
-            optax.scale_by_adam(*optimiser.betas, eps=optimiser.eps),
-            optax.add_decayed_weights(optimiser.weight_decay),
-        )
-        self.moments: Any = jax.jit(self.adam.init)(self.parameters)
-        self.gradients: Weights | None = None
-        options = compiler_options(graph, self.place)
-        self._losses: Any = jax.jit(self._global, compiler_options=options)
-        self._add: Any = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        self._step: Any = jax.jit(self._updated, donate_argnums=(0, 1))
+        self.graph = FACTORY.as_run(graph, device_kind(place), train=True)
+        self.place, self.remat, self.ops = place, remat, ops_for(place)
+        options = compiler_options(graph, place)
+        self.function: Any = jax.jit(self._global, compiler_options=options)
 
     @property
     def mesh(self) -> Mapping[str, int]:
         return self.place.mesh.shape if isinstance(self.place, NamedSharding) else {}
+
+    def lowered(self) -> Lowered:
+        """For arguments that are not there."""
+        weights = abstract_weights(self.graph, self.place)
+        trained = {name: x for name, x in weights.items() if MARK in name}
+        frozen = {name: x for name, x in weights.items() if MARK not in name}
+        number = ShapeDtypeStruct((), jnp.float32, sharding=self.place)
+        inputs = {}
+        for name, v in self.graph.inputs.items():
+            first, *others = v.type.shape  # of one device
+            samples = first * self.mesh["data"] if self._spec(name) else first
+            inputs[name] = ShapeDtypeStruct(
+                (samples, *others), v.type.dtype, sharding=self.sharding(name)
+            )
+        losses = dict.fromkeys(self.graph.outputs, number)
+        return self.function.lower(trained, frozen, inputs, losses)
+
+    def sharding(self, name: str) -> Sharding:
+        if not isinstance(self.place, NamedSharding):
+            return self.place
+        return NamedSharding(self.place.mesh, self._spec(name))
 
     def _spec(self, name: str) -> P:
         """How an input is cut: samples over `data`."""
@@ -98,29 +106,48 @@ class Trainer:
                 gradients[name] = lax.psum(gradient, whole)
         return losses, gradients
 
+
+class Trainer:
+    """A `ltx2rt.backend.Trainer`. Parameters of all blocks are one array each, the block its first axis."""
+
+    def __init__(
+        self, backend: TpuBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool
+    ):
+        self.graph, self.one_batch = graph, Gradients(graph, backend.place_of(graph), remat)
+        self.parameters = {name: x for name, x in weights.items() if MARK in name}
+        self.frozen = {name: weights[name] for name in graph.all_params() if MARK not in name}
+        self.counts = {
+            name: count for name, (_, count) in graph.all_params().items() if MARK in name
+        }
+        self.optimiser = optimiser
+        self.adam = optax.chain(
+            optax.scale_by_adam(*optimiser.betas, eps=optimiser.eps),
+            optax.add_decayed_weights(optimiser.weight_decay),
+        )
+        self.moments: Any = jax.jit(self.adam.init)(self.parameters)
+        self.gradients: Weights | None = None
+        self._add: Any = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        self._step: Any = jax.jit(self._updated, donate_argnums=(0, 1))
+
     def accumulate(
         self, inputs: Mapping[str, Any], weights: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
         fed = {
             n: self._uploaded(n, np.asarray(inputs[n], NUMPY_DTYPES[v.type.dtype]))
-            for n, v in self._inputs()
+            for n, v in self.graph.inputs.items()
         }
         scales = {name: np.float32(weight) for name, weight in weights.items()}
-        losses, gradients = self._losses(self.parameters, self.frozen, fed, scales)
+        losses, gradients = self.one_batch.function(self.parameters, self.frozen, fed, scales)
         self.gradients = (
             gradients if self.gradients is None else self._add(self.gradients, gradients)
         )
         return {name: _whole(loss) for name, loss in losses.items()}
 
-    def _inputs(self) -> Any:
-        return self.graph.inputs.items()
-
     def _uploaded(self, name: str, value: np.ndarray) -> Array:
-        if not isinstance(self.place, NamedSharding):
-            return jax.device_put(value, self.place)
-        return jax.make_array_from_callback(
-            value.shape, NamedSharding(self.place.mesh, self._spec(name)), value.__getitem__
-        )
+        sharding = self.one_batch.sharding(name)
+        if not isinstance(sharding, NamedSharding):
+            return jax.device_put(value, sharding)
+        return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
     def _updated(self, parameters: Weights, moments: Any, gradients: Weights, rate: Array) -> Any:
         squares = {name: jnp.sum(jnp.square(x)) for name, x in gradients.items()}

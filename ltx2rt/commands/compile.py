@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
-from ltx2rt.commands.options import json_flag, planned_flags, planned_options
+from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_flags
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags
 from ltx2rt.graph import Graph
@@ -25,13 +25,17 @@ from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import DEFAULT_FRAMES, Loras, Request, VideoRequest
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
+from ltx2rt.run import training
 from ltx2rt.run.estimate import datasheet_session
+from ltx2rt.run.training import Training, datasheet_step
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.suggest import hint
+from ltx2rt.train.data import Bucket
+from ltx2rt.train.run import TrainRequest
 
 PARTS = {
     "denoise-before": "before",
@@ -43,8 +47,9 @@ COMPILED = (
 )  # fmt: skip
 
 EPILOG = """\
-example:
+examples:
   ltx2rt compile --preset ltx-2.3 --topology v6e:2x4 --component denoise-step --stage 1
+  ltx2rt compile --preset ltx-2.3 --topology v6e:2x4 --train 768x512x49 --mesh data=4,tensor=2
 
 Figures are of the compiled programs, per device and call; nothing runs and no weight is read.
 Needs libtpu, best in a virtual environment of its own. XLA_FLAGS are honoured, dumps included.
@@ -152,6 +157,22 @@ def plan_job(
         loras = Loras(session.options.loras, LoraSpec(Path("distilled")))
         cells = tuple(_cells(session, request, loras, target))
         return Job(target.topology, kind, session.backend.mesh, cells, target.times)
+
+
+def plan_training(
+    options: ModelOptions,
+    bucket: Bucket,
+    flags: Mapping[str, Any],
+    target: Target,
+    preset: str | None = None,
+) -> Job:
+    """One batch forward and backward, of clips of that size. flags: of the training run. Raises InputError."""
+    kind, devices = topology(target.topology)
+    with datasheet_step(options, preset, kind, devices, bucket, flags) as step:
+        count = step.batch * step.session.backend.mesh.get("data", 1)
+        part = "rematerialised" if step.remat else "kept"
+        cell = Cell("train-step", step.graph, f"{count} x {bucket}, rank {step.rank}", part=part)
+        return Job(target.topology, kind, step.session.backend.mesh, (cell,), target.times)
 
 
 def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:
@@ -306,14 +327,19 @@ def flags(to: Any) -> None:
     to.epilog = EPILOG
     add_flags(to, Target)
     planned_flags(to, "text_encoder", "upsampler", "loras", "video_decoder", "vae_tiling")
+    add_flags(to, Training)
+    add_flags(to, TrainRequest, only=training.READ)
     json_flag(to)
 
 
 def job_of(args: argparse.Namespace) -> Job:
     """Raises InputError."""
     type_, options = pipeline(args.pipeline), replace(planned_options(args), dtype="bfloat16")
+    target = Target(**given_flags(args, Target))
+    if bucket := Training(**given_flags(args, Training)).train:
+        return plan_training(options, bucket, training_flags(args), target, args.preset)
     request = type_(prompt="compiled", seed=0, **given_flags(args, type_))
-    return plan_job(options, request, Target(**given_flags(args, Target)), args.preset)
+    return plan_job(options, request, target, args.preset)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -15,8 +15,10 @@ from ltx2rt.flags import add_flags, flagged, given_flags, groups
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
+from ltx2rt.run.training import READ
 from ltx2rt.session.open import located, with_mesh
 from ltx2rt.session.options import ModelOptions, parse_part
+from ltx2rt.train.run import TrainRequest
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 PLACED = ("profile", "mesh", "weights_dtype")
@@ -112,6 +114,11 @@ def planned_flags(to: Any, *models: str) -> None:
     model_or_preset(to)
     add_flags(to, ModelOptions, only=(*models, *PLACED), dtype="bfloat16")
     pipeline_flags(to, WORDS)
+
+
+def training_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of a training run that size its step, as far as they were given."""
+    return {name: x for name, x in given_flags(args, TrainRequest).items() if name in READ}
 
 
 def start_ranks(

@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.atomic_file import check_outputs
-from ltx2rt.commands.options import json_flag, planned_flags, planned_options
+from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_flags
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags, groups
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic
 from ltx2rt.placement.plan import peak
+from ltx2rt.run import training
 from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
 from ltx2rt.run.trace_events import write_trace
+from ltx2rt.run.training import Training, estimate_step
+from ltx2rt.train.run import TrainRequest
 
 EXAMPLE = """\
-example:
+examples:
   ltx2rt plan --preset ltx-2.3 --device-kind h100 --devices 2
+  ltx2rt plan --preset ltx-2.3 --device-kind h200 --train 768x512x49
 """
 
 
@@ -105,6 +109,8 @@ def flags(to: Any) -> None:
         "vae_tiling",
     )
     planned_flags(to, *parts, *how)
+    add_flags(to, Training)
+    add_flags(to, TrainRequest, only=training.READ)
     json_flag(to)
     groups(to)["output"].add_argument(
         "--trace",
@@ -119,13 +125,21 @@ def main(args: argparse.Namespace) -> None:
     options = replace(options, dtype=options.dtype or "bfloat16")
     if args.model:
         options.check()
+    devices = Devices(**given_flags(args, Devices))
+    if bucket := Training(**given_flags(args, Training)).train:
+        if args.trace:
+            raise InputError("--trace: a training step has no trace; leave the flag out")
+        of_step = estimate_step(options, bucket, training_flags(args), devices, args.preset)
+        shown = json.dumps(training.to_json(of_step), indent=1) if args.json else None
+        print(shown or training.to_text(of_step))
+        return
     request = type_(prompt="a plan", seed=0, **given_flags(args, type_))
     request.check()
     if args.trace:
         if args.trace.suffix != ".json":
             raise InputError(f"--trace: {args.trace}, expected a name that ends in .json")
         check_outputs([("--trace", args.trace)], [args.model] if args.model else [])
-    found = estimate(options, request, Devices(**given_flags(args, Devices)), args.preset)
+    found = estimate(options, request, devices, args.preset)
     if args.trace:
         write_trace(found, args.trace)
     print(json.dumps(to_json(found), indent=1) if args.json else to_text(found).rstrip())

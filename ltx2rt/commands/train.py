@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int | None:
         keep_compiled(options.backend, compiled_folder(os.environ))
     made = start(open_session(options), request)
     say = note if made.session.backend.is_main else lambda text: None
-    for group, count in made.groups().items():
+    for group, count in made.step.groups().items():
         say(f"trains {group}: {count:,} numbers")
-    r, g = made.request, made.geometry
+    r, g = made.request, made.step.geometry
     size = (
         f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames"
         if "video" in made.streams

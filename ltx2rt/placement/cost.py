@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.graph.ops import COLLECTIVES
@@ -48,7 +49,20 @@ class Traffic:
         return Traffic(self.count * times, self.bytes * times, self.received_bytes * times)
 
 
-def exchanges(graph: Graph) -> dict[tuple[str, int], Traffic]:
+@dataclass(frozen=True)
+class Runs:
+    """How often a node's products are computed and its exchange is made, where it is not once."""
+
+    work: float = 1.0
+    sends: int = 1
+
+
+ONCE = Runs()
+RunsById = Mapping[int, Runs]  # by the id of the node
+EACH_ONCE: RunsById = MappingProxyType({})
+
+
+def exchanges(graph: Graph, runs: RunsById = EACH_ONCE) -> dict[tuple[str, int], Traffic]:
     """What one run of a placed graph communicates, by kind of collective and number of devices that take part."""
     found: dict[tuple[str, int], Traffic] = {}
     for node, times in graph.walk():
@@ -56,6 +70,7 @@ def exchanges(graph: Graph) -> dict[tuple[str, int], Traffic]:
             devices = graph.mesh[node.attrs["mesh_axis"]]
             size = sum(v.type.nbytes for v in node.inputs)
             made = Traffic(1, size, round(size * RECEIVED[node.op](devices))) * times
+            made *= runs.get(id(node), ONCE).sends
             found[node.op, devices] = found.get((node.op, devices), Traffic()) + made
     return found
 
@@ -125,9 +140,12 @@ def activation_bytes(graph: Graph) -> int:
     return peak
 
 
-def flops(graph: Graph) -> int:
+def flops(graph: Graph, runs: RunsById = EACH_ONCE) -> int:
     """2 x multiply-adds of linears, convolutions and attention; everything else is bandwidth."""
-    return sum(node_flops(node) * times for node, times in graph.walk())
+    return sum(
+        round(node_flops(node) * runs.get(id(node), ONCE).work) * times
+        for node, times in graph.walk()
+    )
 
 
 def float8_flops(graph: Graph) -> int:

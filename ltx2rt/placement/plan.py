@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from ltx2rt.backend import get_factory
 from ltx2rt.graph.ir import Graph
 from ltx2rt.placement.cost import (
+    EACH_ONCE,
+    RunsById,
     Traffic,
     activation_bytes,
     by_kind,
@@ -50,7 +52,7 @@ class StageCost:
     weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive at once. For each
     step, without what runs before them all: flops (float8_flops of them in float8), read_bytes, the weights that it
     uses, streamed_bytes of them copied from the host, what is exchanged, by kind of collective and number of devices,
-    and its calls. float8: linears of the calls are estimated as float8 ones.
+    and its calls. float8: linears of the calls are estimated as float8 ones. runs: of their nodes.
     """
 
     name: str
@@ -65,6 +67,7 @@ class StageCost:
     loops: bool = False
     float8: bool = False
     calls: Calls = field(default=(), compare=False, repr=False)
+    runs: RunsById = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -79,7 +82,7 @@ class StageCost:
         of the copies from the host, each at its full rate."""
         factory, whole = get_factory(kind.backend), Timeline(kind)
         for graph, times in self.calls:
-            whole.then(factory.cost(graph, kind, self.float8), times)
+            whole.then(factory.cost(graph, kind, self.float8, self.runs), times)
         whole.beside(
             "memory",
             "weights",
@@ -115,11 +118,11 @@ class StageCost:
         return found.travelled_s - found.waited_s
 
 
-def cost(work: Work) -> StageCost:
-    """The cost of a stage on one device, read off its graphs."""
+def cost(work: Work, runs: RunsById = EACH_ONCE) -> StageCost:
+    """The cost of a stage on one device, read off its graphs. runs: of nodes that run more than once."""
     exchanged: dict[tuple[str, int], Traffic] = {}
     for graph, times in work.calls:
-        for by, found in exchanges(graph).items():
+        for by, found in exchanges(graph, runs).items():
             exchanged[by] = exchanged.get(by, Traffic()) + found * times
     alive = max((activation_bytes(graph) for graph, _ in work.calls), default=0)
     if work.before is not None:
@@ -131,11 +134,12 @@ def cost(work: Work) -> StageCost:
         weights_bytes=sum(work.resident.values()),
         activation_bytes=alive,
         read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
-        flops=sum(flops(graph) * times for graph, times in work.calls),
+        flops=sum(flops(graph, runs) * times for graph, times in work.calls),
         exchanged=exchanged,
         float8_flops=sum(float8_flops(graph) * times for graph, times in work.calls),
         loops=work.before is not None,
         calls=work.calls,
+        runs=runs,
     )
 
 

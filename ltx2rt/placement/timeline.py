@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.placement.cost import LINEARS, RECEIVED, VIEWS, is_float8, node_flops
+from ltx2rt.placement.cost import (
+    LINEARS,
+    ONCE,
+    RECEIVED,
+    VIEWS,
+    RunsById,
+    is_float8,
+    node_flops,
+)
 from ltx2rt.placement.devices import DeviceKind
 
 DEVICE = "device"  # the track of what computes and waits; the others are "link AXIS", "memory" and "host link"
@@ -45,12 +53,14 @@ class Timeline:
     """A device and its links. An exchange leaves when the one before it has arrived. An all-reduce is waited for by the
     first node that reads what it brings if exchanges are `hidden`; otherwise, and every other exchange, at once.
 
-    float8: linears are estimated as float8 ones. clock_s: the time so far; travelled_s, waited_s: of exchanges.
+    float8: linears are estimated as float8 ones. runs: of nodes that run more than once; all of them are one event.
+    clock_s: the time so far; travelled_s, waited_s: of exchanges.
     """
 
     kind: DeviceKind
     hidden: bool = False
     float8: bool = False
+    runs: RunsById = field(default_factory=dict)
     clock_s: float = 0.0
     link_s: float = 0.0
     travelled_s: float = 0.0
@@ -79,7 +89,7 @@ class Timeline:
                 self.compute(node)
 
     def compute(self, node: Node) -> None:
-        flops = node_flops(node)
+        flops = round(node_flops(node) * self.runs.get(id(node), ONCE).work)
         float8 = is_float8(node) or (self.float8 and node.op in LINEARS)
         rate = self.kind.float8_flops_per_s if float8 else self.kind.flops_per_s
         kind = "attention" if "attention" in node.op else "product" if flops else "kernel"
@@ -97,8 +107,11 @@ class Timeline:
         self.clock_s += length_s
 
     def exchange(self, node: Node, devices: int) -> None:
-        received = round(sum(v.type.nbytes for v in node.inputs) * RECEIVED[node.op](devices))
-        time_s = self.kind.exchange_s(node.op, devices, 1, received)
+        count = self.runs.get(id(node), ONCE).sends
+        received = count * round(
+            sum(v.type.nbytes for v in node.inputs) * RECEIVED[node.op](devices)
+        )
+        time_s = self.kind.exchange_s(node.op, devices, count, received)
         start_s = max(self.link_s, self.clock_s)
         track = f"link {node.attrs['mesh_axis']}"
         self.events.append(

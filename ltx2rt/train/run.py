@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, asdict, dataclass, replace
 from fractions import Fraction
@@ -20,21 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.backend import AdamW, TensorSource, Trainer
+from ltx2rt.backend import AdamW, Trainer
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.graph.ir import Cut, Graph
-from ltx2rt.models import train_step, transformer
-from ltx2rt.models.catalog import PROMPT_TOKENS
-from ltx2rt.models.geometry import (
-    Geometry,
-    audio_positions,
-    pack_audio,
-    pack_video,
-    video_positions,
-)
+from ltx2rt.models.geometry import Geometry, pack_audio, pack_video
 from ltx2rt.notes import note
-from ltx2rt.passes.adapters import MARK, Adapters, modules
 from ltx2rt.session.session import Session
 from ltx2rt.stages.noise import standard_normal, uniform
 from ltx2rt.train.data import parse_bucket
@@ -47,7 +37,7 @@ from ltx2rt.train.prepare import (
     sample_path,
     shared,
 )
-from ltx2rt.train.recipe import GROUPS, MODES, STREAM_OF, group_of, initial, rate, sigma, targeted
+from ltx2rt.train.recipe import GROUPS, MODES, STREAM_OF, group_of, rate, sigma
 from ltx2rt.train.state import (
     METRICS,
     PICTURE,
@@ -59,8 +49,7 @@ from ltx2rt.train.state import (
     write_lora,
     write_state,
 )
-from ltx2rt.weights.audit import audit
-from ltx2rt.weights.files import cut
+from ltx2rt.train.step import Step
 
 NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
 # Fields that may change when a run goes on: no step differs, but for where a schedule ends. Of the samples of a step
@@ -187,24 +176,6 @@ class TrainRequest:
     dry_run: bool = flag(False, "print groups and sizes, and train nothing", group="training")
 
 
-class WithAdapters:
-    """A tensor source and the initial values of adapters."""
-
-    def __init__(self, source: TensorSource, arrays: Mapping[str, np.ndarray]):
-        self.source, self.arrays = source, arrays
-
-    def names(self) -> Iterable[str]:
-        return [*self.source.names(), *self.arrays]
-
-    def info(self, name: str) -> Any:
-        return self.arrays[name] if name in self.arrays else self.source.info(name)
-
-    def read(self, name: str, *cuts: Cut) -> Any:
-        return (
-            cut(self.arrays[name], *cuts) if name in self.arrays else self.source.read(name, *cuts)
-        )
-
-
 class Run:
     """One run on a session: what is trained of what, by which graph."""
 
@@ -226,10 +197,6 @@ class Run:
         if session.options.loras:
             raise InputError(
                 "--lora: a LoRA beside the one that is trained is not taken yet; leave the flag out"
-            )
-        if session.backend.mesh.get("guidance", 1) > 1:
-            raise InputError(
-                "--mesh: a training step has no guidance branches; use data, tensor, sequence or fsdp"
             )
         if "distilled" in session.checkpoint.path.name:
             raise InputError(
@@ -273,70 +240,20 @@ class Run:
         return needed
 
     @cached_property
-    def geometry(self) -> Geometry:
+    def step(self) -> Step:
+        r, config = self.request, self.session.config
         bucket = parse_bucket(shared((s.bucket for s in self.samples), "bucket"))
         fps = Fraction(shared((s.fps for s in self.samples), "frame rate"))
-        return Geometry.of(self.session.config, bucket.width, bucket.height, bucket.frames, fps)
-
-    @cached_property
-    def tables(self) -> dict[str, np.ndarray]:
-        g = self.geometry
-        video = video_positions(g) if "video" in self.streams else None
-        audio = audio_positions(g) if "audio" in self.streams else None
-        return transformer.position_feeds(self.session.config.transformer, video, audio)
-
-    @cached_property
-    def adapters(self) -> Adapters:
-        r = self.request
+        geometry = Geometry.of(config, bucket.width, bucket.height, bucket.frames, fps)
         assert r.alpha is not None
-        return Adapters(
-            frozenset(targeted(r.targets, modules(self.plain))), r.rank, r.alpha / r.rank
-        )
-
-    @cached_property
-    def plain(self) -> Graph:
-        """The step of one device before placement, without adapters."""
-        g, session = self.geometry, self.session
-        shape = train_step.TrainShape(
-            self.request.batch,
-            g.num_video_tokens if "video" in self.streams else 0,
-            g.audio_latents if "audio" in self.streams else 0,
-            PROMPT_TOKENS,
-            transformer.coordinate_counts(self.tables),
-            self.streams,
-            session.options.cross_timestep_rule,
-        )
-        with session.checkpoint.tracing():
-            return train_step.trace(session.config.transformer, shape, session.dtype)
-
-    @cached_property
-    def graph(self) -> Graph:
-        return replace(self.session.placement, adapters=self.adapters).local(
-            self.plain, "transformer"
-        )
-
-    @cached_property
-    def initial(self) -> dict[str, np.ndarray]:
-        shapes = {
-            name: spec.shape for name, spec in self.graph.parameters().items() if MARK in name
-        }
-        return {name: initial(name, shape, self.request.seed) for name, shape in shapes.items()}
+        scale, remat = r.alpha / r.rank, r.remat == "block"
+        return Step(self.session, geometry, self.streams, r.batch, r.targets, r.rank, scale, remat)
 
     def trainer(self) -> Trainer:
-        """Raises InputError if the model does not fit the graph."""
-        source, r = self.session.checkpoint.source("transformer"), self.request
-        frozen = {name: spec for name, spec in self.graph.parameters().items() if MARK not in name}
-        audit(frozen, source, source.where, partial=len(self.streams) < 2)
-        weights = self.session.backend.load([self.graph], WithAdapters(source, self.initial))
+        """Raises InputError if the model does not fit the graph, or the step the memory."""
+        r = self.request
         optimiser = AdamW(weight_decay=r.weight_decay, max_norm=r.max_grad_norm)
-        return self.session.backend.trainer(self.graph, weights, optimiser, r.remat == "block")
-
-    def groups(self) -> dict[str, int]:
-        """How many numbers of each group are trained."""
-        found: Counter[str] = Counter()
-        for name, array in self.initial.items():
-            found[group_of(name)] += array.size
-        return dict(found)
+        return self.step.trainer(r.seed, optimiser)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -360,11 +277,11 @@ class Run:
     def feeds(self, drawn: list[tuple[Sample, str]]) -> dict[str, np.ndarray]:
         rows = [self._feed(sample, stream) for sample, stream in drawn]
         stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-        return {name: (self.tables | stacked)[name] for name in self.graph.inputs}
+        return {name: (self.step.tables | stacked)[name] for name in self.step.graph.inputs}
 
     def _feed(self, sample: Sample, stream: str) -> dict[str, np.ndarray]:
         """The inputs of one sample, without an axis B."""
-        r, g, found = self.request, self.geometry, {}
+        r, g, found = self.request, self.step.geometry, {}
         latents = read_arrays(sample_path(r.data, sample.sample))
         dropped = uniform(r.seed, f"{stream}.dropout", 1)[0] < r.caption_dropout
         contexts = read_arrays(context_path(r.data, self.empty if dropped else sample.context))
@@ -377,7 +294,7 @@ class Run:
                 if name == "video"
                 else (pack_audio, g.audio_latents)
             )
-            channels = self.plain.inputs[f"{name}_clean"].type.size("C")
+            channels = self.step.plain.inputs[f"{name}_clean"].type.size("C")
             there = name in latents
             clean = (
                 pack(latents[name][None])[0] if there else np.zeros((tokens, channels), np.float32)
@@ -395,7 +312,7 @@ class Run:
             found[f"{name}_context"] = (
                 contexts[f"{name}"] if name in contexts else contexts[f"{name}_context"]
             )
-        if "video_keyframes_mask" in self.plain.inputs:
+        if "video_keyframes_mask" in self.step.plain.inputs:
             found["video_keyframes_mask"] = np.zeros(g.num_video_tokens, np.float32)
         return found
 
@@ -558,7 +475,7 @@ class Run:
         if self.session.backend.is_main:
             about = {**self.about, "updates": updates}
             write_state(r.output, step, arrays, about, r.keep)
-            write_lora(path, arrays["parameters"], self.adapters.scale, described(self.about, step))
+            write_lora(path, arrays["parameters"], self.step.scale, described(self.about, step))
             draw_losses(r.output / PICTURE, rows)
         return path
 
@@ -602,7 +519,7 @@ def _summary(
 def start(session: Session, request: TrainRequest) -> Run:
     """A run whose flags fit data and model. Raises InputError before a weight is read."""
     run = Run(session, request)
-    _ = run.adapters
+    _ = run.step.adapters
     if not request.dry_run and session.backend.is_main:
         try:
             request.output.mkdir(parents=True, exist_ok=True)

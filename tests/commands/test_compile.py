@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ltx2rt.cli import parser
-from ltx2rt.commands.compile import COMPILED, Job, Target, job_of, plan_job
+from ltx2rt.commands.compile import COMPILED, Job, Target, compile_job, job_of, plan_job
 from ltx2rt.graph.show import show
 from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
@@ -316,3 +316,30 @@ def test_a_topology_that_does_not_exist_is_the_compilers_word():
         "compile", *flags(topology="v6e:2x3", mesh="tensor=2,sequence=3", component="upsampler")
     )
     assert ran.returncode == 2 and ran.stdout == "" and "refuses 'v6e:2x3'" in ran.stderr
+
+
+def training(**changes: object) -> Job:
+    words = {"train": "64x64x9", "mesh": "data=2,tensor=2", "mode": "t2v", "rank": 4} | changes
+    return job_of(parser().parse_args(["compile", *map(str, flags(**words))]))
+
+
+def test_a_training_step_is_compiled_as_train_run_would_run_it():
+    (cell,) = training(batch=3).cells
+    assert cell.component == "train-step" and cell.part == "rematerialised"
+    assert cell.graph.inputs["video_clean"].type.sizes["B"] == 3 and cell.size.startswith("6 x")
+    assert training(remat="none").cells[0].part == "kept"
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_compiler_makes_the_exchanges_of_the_plan_of_a_training_step(capsys):
+    """It may join some, and needs none of those behind the last adapters of a block anew."""
+    from ltx2rt import cli
+
+    job = training()
+    ((_, compiled),) = compile_job(job)
+    plan = ["plan", "--preset", "tiny-2.3", "--device-kind", "v6e", "--devices", "4", "--json"]
+    plan += ["--train", "64x64x9", "--mesh", "data=2,tensor=2", "--mode", "t2v", "--rank", "4"]
+    assert cli.main(plan) == 0
+    planned = json.loads(capsys.readouterr().out)["collectives"]["all_reduce"]["count"]
+    assert 0.8 * planned < compiled.collectives["all-reduce"] <= planned

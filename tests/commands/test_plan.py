@@ -264,3 +264,35 @@ def test_a_short_name_of_two_kinds_is_refused(command):
         "plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", "a100"
     )
     assert status == 2 and "a100-40gb or a100-80gb" in err
+
+
+TRAIN = ("plan", "--preset", "tiny-2.3", "--train", "64x64x17", "--rank", 4, "--mode", "t2v")
+
+
+def test_a_training_step_is_planned(command):
+    """Two clips on two GPUs: weights, work and LoRA of one, and one exchange, of all gradients."""
+    one, two = (
+        json.loads(command(*TRAIN, "--device-kind", "h200", "--devices", n, "--json")[1])
+        for n in (1, 2)
+    )
+    assert one["fits"] and one["collectives"] == {} and two["mesh"] == {"data": 2}
+    same = ("trained", "weights_bytes", "state_bytes", "kept_bytes", "block_bytes", "flops")
+    assert [one[name] for name in same] == [two[name] for name in same]
+    assert two["collectives"] == {"all_reduce": {"count": 1, "bytes": 4 * one["trained"]}}
+    assert one["state_bytes"] == 16 * one["trained"] and two["exchange_s"] > 0
+    kept = json.loads(command(*TRAIN, "--device-kind", "h200", "--remat", "none", "--json")[1])
+    assert kept["flops"] < one["flops"] and kept["kept_bytes"] > one["kept_bytes"]
+    text = command(*TRAIN, "--device-kind", "h200")[1]
+    assert "training step of 1 clip of 64x64x17 (video and audio), LoRA of rank 4" in text
+    assert "memory       fits" in text
+
+
+def test_a_training_step_that_is_not_planned(command):
+    for words, why in (
+        (("--weights-dtype", "float8"), "float8 weights have no gradient yet"),
+        (("--devices", 2, "--mesh", "guidance=2"), "a training step has no guidance branches"),
+        (("--trace", "x.json"), "a training step has no trace"),
+        (("--mode", "t2a", "--targets", "video-attn"), "video-attn is not part of this training"),
+    ):
+        status, _, err = command(*TRAIN, "--device-kind", "h200", *words)
+        assert status == 2 and why in err

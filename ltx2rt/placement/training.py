@@ -1,0 +1,103 @@
+"""What a training step runs of its forward graph, and what it keeps meanwhile; read off the graph of one device.
+
+Decides how often a node runs: forward, once more where its block is computed anew, and backward, as often as its
+operands depend on what is trained. A product has one more for each such operand (a frozen weight has no gradient), an
+attention the 2.5 of a flash kernel's backward pass, an exchange its transpose, which travels the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ltx2rt.graph.ir import Graph, Type
+from ltx2rt.graph.trace import emit
+from ltx2rt.passes.adapters import MARK
+from ltx2rt.placement.cost import VIEWS, Runs, activation_bytes, weight_bytes
+
+ATTENTION_BACKWARD = 2.5
+STATE_BYTES = 16  # of a trained number: itself, its gradient and both moments, float32
+
+
+def runs_of(graph: Graph, remat: bool) -> dict[int, Runs]:
+    """How often each node of a `train-step` graph with adapters runs in one step, by the node's id. remat: blocks are
+    computed anew in the backward pass."""
+    found: dict[int, Runs] = {}
+    _visit(graph, set(), 0, int(remat), found)
+    return found
+
+
+def _visit(graph: Graph, learnt: set[int], again: int, remat: int, found: dict[int, Runs]) -> None:
+    """Enter the runs of the graph's nodes. learnt: values that depend on what is trained, to which it adds."""
+    learnt |= {id(v) for name, v in graph.params.items() if MARK in name}
+    for node in graph.nodes:
+        if node.op == "repeat":
+            body, carries = node.repeat.body, node.repeat.num_carries
+            entering, leaving = list(body.inputs.values()), list(body.outputs.values())
+            within = {id(v) for v, x in zip(entering, node.inputs, strict=True) if id(x) in learnt}
+            for _ in range(carries + 1):  # a carry that one iteration makes the next one reads
+                _visit(body, within, remat, 0, found)
+                pairs = zip(leaving[:carries], entering[:carries], strict=True)
+                within |= {id(first) for last, first in pairs if id(last) in within}
+            learnt |= {id(v) for v, x in zip(node.outputs, leaving, strict=True) if id(x) in within}
+            continue
+        wanted = [id(v) in learnt for v in node.inputs]
+        if any(wanted):
+            learnt |= {id(v) for v in node.outputs}
+        backward = ATTENTION_BACKWARD * any(wanted) if node.op == "attention" else sum(wanted[:2])
+        found[id(node)] = Runs(1 + again + backward, 1 + again + any(wanted))
+
+
+def gradient_sums(graph: Graph, mesh: Mapping[str, int]) -> Graph:
+    """The exchanges of one step of the optimiser: gradients are added up over every axis of `mesh` that does not cut
+    their parameter, those of one axis at once."""
+    sums, layouts = Graph("gradient-sums", mesh=mesh), graph.all_layouts()
+    for axis in mesh:
+        whole = {
+            name
+            for name in layouts
+            if MARK in name and axis not in {of for _, of, _ in layouts[name].splits}
+        }
+        if count := _numbers(graph, whole):
+            v = sums.inputs.setdefault(axis, sums.fresh(Type(("D",), (count,), "float32")))
+            (sums.outputs[axis],) = emit(sums, "all_reduce", v, mesh_axis=axis)
+    return sums
+
+
+def _numbers(graph: Graph, names: Collection[str]) -> int:
+    """How many numbers a device has of these parameters."""
+    params = graph.all_params()
+    return sum(params[name][0].type.num_elements * params[name][1] for name in names)
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on one device. frozen: the model's weights; state: what is trained, its gradients and moments; kept: values
+    of the forward pass, of all blocks; block: the most that is alive while one block is gone through."""
+
+    frozen: int
+    state: int
+    kept: int
+    block: int
+
+    @property
+    def total(self) -> int:
+        return self.frozen + self.state + self.kept + self.block
+
+
+def training_memory(graph: Graph, remat: bool) -> TrainingMemory:
+    """remat: of each block its carries are kept, and its values and their gradients are alive in the backward pass."""
+    trained = [name for name in graph.all_params() if MARK in name]
+    adapters, state = 4 * _numbers(graph, trained), STATE_BYTES * _numbers(graph, trained)
+    kept, block = sum(v.type.nbytes for v in graph.inputs.values()), 0
+    for repeat in graph.repeats:
+        carries = list(repeat.body.inputs.values())[: repeat.num_carries]
+        values = _values_bytes(repeat.body)
+        kept += repeat.count * (sum(v.type.nbytes for v in carries) if remat else values)
+        block = max(block, 2 * values if remat else activation_bytes(repeat.body))
+    return TrainingMemory(weight_bytes([graph]) - adapters, state, kept, block)
+
+
+def _values_bytes(body: Graph) -> int:
+    """All that a block computes, but for views: at least what its backward pass reads."""
+    return sum(v.type.nbytes for node in body.nodes if node.op not in VIEWS for v in node.outputs)

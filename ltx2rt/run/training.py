@@ -1,0 +1,157 @@
+"""The cost of a training step on devices that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from ltx2rt.backend import get_factory
+from ltx2rt.errors import InputError
+from ltx2rt.flags import check_bounds, flag
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.placement.devices import DeviceKind, device_kind
+from ltx2rt.placement.plan import StageCost
+from ltx2rt.run.estimate import Devices, datasheet_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.train.data import Bucket, parse_bucket
+from ltx2rt.train.recipe import MODES
+from ltx2rt.train.run import TrainRequest
+from ltx2rt.train.step import Step
+
+READ = ("mode", "targets", "rank", "batch", "remat")  # flags of a training run that size its step
+FPS = Fraction(24)
+
+
+@dataclass(frozen=True)
+class Training:
+    """train: the size of the clips; None: a run is planned, not a training step."""
+
+    train: Bucket | None = flag(
+        None,
+        "a training step on clips of this size, in place of a run, in pixels and frames at 24 fps",
+        parse_bucket,
+        group="training",
+        metavar="WxHxF",
+    )
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """cost: one batch and the step of the optimiser, on one of the devices."""
+
+    devices: int
+    kind: DeviceKind
+    step: Step
+    cost: StageCost
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        return self.step.session.backend.mesh
+
+    @property
+    def fits(self) -> bool:
+        return self.cost.peak_bytes + self.kind.reserve_bytes <= self.kind.memory_bytes
+
+
+@contextmanager
+def datasheet_step(
+    options: ModelOptions,
+    preset: str | None,
+    kind: DeviceKind,
+    devices: int,
+    bucket: Bucket,
+    flags: Mapping[str, Any],
+) -> Iterator[Step]:
+    """The step that `train run` would make on these devices. flags: as given, those of READ. Raises InputError."""
+    if options.weights_dtype:
+        raise InputError("--weights-dtype: float8 weights have no gradient yet; leave the flag out")
+    if devices > 1 and not options.mesh and get_factory(kind.backend).process_per_device:
+        options = replace(options, mesh={"data": devices})
+    with datasheet_session(options, preset, kind, devices) as session:
+        yield step_of(session, bucket, flags)
+
+
+def step_of(session: Session, bucket: Bucket, flags: Mapping[str, Any]) -> Step:
+    """Raises InputError."""
+    fields = TrainRequest.__dataclass_fields__
+    given = {name: fields[name].default for name in READ} | dict(flags)
+    mode = MODES[given["mode"]]
+    size = (bucket.width, bucket.height, bucket.frames)
+    step = Step(
+        session, Geometry.of(session.config, *size, FPS), mode.streams, given["batch"],
+        given["targets"] or mode.targets, given["rank"], remat=given["remat"] == "block",
+    )  # fmt: skip
+    _ = step.adapters
+    return step
+
+
+def estimate_step(
+    options: ModelOptions,
+    bucket: Bucket,
+    flags: Mapping[str, Any],
+    devices: Devices,
+    preset: str | None = None,
+) -> StepEstimate:
+    """Raises InputError."""
+    kind = device_kind(devices.device_kind)
+    check_bounds(devices)
+    with datasheet_step(options, preset, kind, devices.devices, bucket, flags) as step:
+        return StepEstimate(devices.devices, kind, step, step.cost())
+
+
+def to_json(found: StepEstimate) -> dict[str, Any]:
+    """Bytes, flops, collectives and times are of one device and one step; steps of one batch each."""
+    c, m = found.cost, found.step.memory
+    return {
+        "fits": found.fits,
+        "devices": found.devices,
+        "mesh": dict(found.mesh),
+        "trained": sum(found.step.groups().values()),
+        "weights_bytes": m.frozen,
+        "state_bytes": m.state,
+        "kept_bytes": m.kept,
+        "block_bytes": m.block,
+        "flops": c.flops,
+        "collectives": {
+            name: {"count": t.count, "bytes": t.bytes} for name, t in c.collectives.items()
+        },
+        "exchange_s": c.exchange_s(found.kind),
+        "time_s": c.time_s(found.kind),
+    }
+
+
+def to_text(found: StepEstimate) -> str:
+    c, m, kind, step = found.cost, found.step.memory, found.kind, found.step
+    mesh, (height, width) = found.mesh, step.geometry.size_px
+    where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
+    frames = (step.geometry.frames - 1) * step.geometry.time_factor + 1
+    groups = ", ".join(f"{name} {count / 1e6:.3g} M" for name, count in step.groups().items())
+    remat = "each block anew" if step.remat else "all values kept"
+    count = step.batch * mesh.get("data", 1)
+    clips = f"{count} clip{'s' * (count > 1)} of {width}x{height}x{frames}"
+    lines = [
+        f"training step of {clips} ({' and '.join(step.streams)}), LoRA of rank {step.rank}, {step.session.dtype}, "
+        f"{remat}, on {found.devices} x {kind.name} ({where}, profile "
+        f"{step.session.placement.profile.name}); per device, estimated:",
+        "",
+        f"trained      {groups}",
+        f"weights      {m.frozen / 1e9:.2f} GB",
+        f"LoRA         {m.state / 1e9:.2f} GB with gradients and both moments",
+        f"kept         {m.kept / 1e9:.2f} GB for the backward pass",
+        f"one block    {m.block / 1e9:.2f} GB",
+        f"memory       {'fits' if found.fits else 'does NOT fit'}: {c.peak_bytes / 1e9:.1f} GB of "
+        f"{kind.memory_bytes / 1e9:.0f} GB, where {kind.reserve_bytes / 1e9:.1f} GB are kept in reserve",
+        f"work         {c.flops / 1e12:.4g} TFLOP",
+        f"exchanges    {_traffic(c)}",
+        f"time         {c.time_s(kind):.3f} s, a bound from below; {c.exchange_s(kind):.3f} s of it are exchanges",
+    ]
+    return "\n".join(lines)
+
+
+def _traffic(c: StageCost) -> str:
+    found = c.collectives.items()
+    return ", ".join(f"{t.count} {name}, {t.bytes / 1e9:.3g} GB" for name, t in found) or "none"

@@ -1,0 +1,154 @@
+"""The training step of a session: its graph with adapters, their first values, and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.backend import AdamW, TensorSource, Trainer
+from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import Cut, Graph
+from ltx2rt.models import train_step, transformer
+from ltx2rt.models.catalog import PROMPT_TOKENS
+from ltx2rt.models.geometry import Geometry, audio_positions, video_positions
+from ltx2rt.passes.adapters import MARK, Adapters, modules
+from ltx2rt.placement.plan import StageCost, Work, cost
+from ltx2rt.placement.training import TrainingMemory, gradient_sums, runs_of, training_memory
+from ltx2rt.session.session import Session
+from ltx2rt.train.recipe import group_of, initial, targeted
+from ltx2rt.weights.audit import audit
+from ltx2rt.weights.files import cut
+
+
+class WithAdapters:
+    """A tensor source and the initial values of adapters."""
+
+    def __init__(self, source: TensorSource, arrays: Mapping[str, np.ndarray]):
+        self.source, self.arrays = source, arrays
+
+    def names(self) -> Iterable[str]:
+        return [*self.source.names(), *self.arrays]
+
+    def info(self, name: str) -> Any:
+        return self.arrays[name] if name in self.arrays else self.source.info(name)
+
+    def read(self, name: str, *cuts: Cut) -> Any:
+        return (
+            cut(self.arrays[name], *cuts) if name in self.arrays else self.source.read(name, *cuts)
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """batch: samples of one device of the mesh axis `data`. streams: the present ones; targets: groups of linears.
+    scale: of the adapters, alpha / rank. remat: blocks are computed anew in the backward pass."""
+
+    session: Session
+    geometry: Geometry
+    streams: tuple[str, ...]
+    batch: int
+    targets: tuple[str, ...]
+    rank: int
+    scale: float = 1.0
+    remat: bool = True
+
+    def __post_init__(self) -> None:
+        if self.session.backend.mesh.get("guidance", 1) > 1:
+            raise InputError(
+                "--mesh: a training step has no guidance branches; use data, tensor, sequence or fsdp"
+            )
+
+    @cached_property
+    def tables(self) -> dict[str, np.ndarray]:
+        g = self.geometry
+        video = video_positions(g) if "video" in self.streams else None
+        audio = audio_positions(g) if "audio" in self.streams else None
+        return transformer.position_feeds(self.session.config.transformer, video, audio)
+
+    @cached_property
+    def plain(self) -> Graph:
+        """The step of one device before placement, without adapters."""
+        g, session = self.geometry, self.session
+        shape = train_step.TrainShape(
+            self.batch,
+            g.num_video_tokens if "video" in self.streams else 0,
+            g.audio_latents if "audio" in self.streams else 0,
+            PROMPT_TOKENS,
+            transformer.coordinate_counts(self.tables),
+            self.streams,
+            session.options.cross_timestep_rule,
+        )
+        with session.checkpoint.tracing():
+            return train_step.trace(session.config.transformer, shape, session.dtype)
+
+    @cached_property
+    def adapters(self) -> Adapters:
+        """Raises InputError for targets that the step lacks."""
+        names = targeted(self.targets, modules(self.plain))
+        return Adapters(frozenset(names), self.rank, self.scale)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What a device runs forward."""
+        placement = replace(self.session.placement, adapters=self.adapters)
+        return placement.local(self.plain, "transformer")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is trained, by its name in the checkpoint, and its size on all devices together."""
+        return {n: spec.shape for n, spec in self.graph.parameters().items() if MARK in n}
+
+    def groups(self) -> dict[str, int]:
+        """How many numbers of each group are trained."""
+        found: Counter[str] = Counter()
+        for name, (rows, columns) in self.shapes().items():
+            found[group_of(name)] += rows * columns
+        return dict(found)
+
+    def cost(self) -> StageCost:
+        """One batch and the step of the optimiser behind it, on one device."""
+        session, memory = self.session, self.memory
+        graph = session.factory.as_run(self.graph, session.backend.device_kind, train=True)
+        runs = runs_of(graph, self.remat)
+        calls = ((graph, 1), (gradient_sums(graph, session.backend.mesh), 1))
+        found = cost(Work("train-step", calls, {"": memory.frozen + memory.state}), runs)
+        passes = 3 if self.remat else 2  # through the weights
+        alive = memory.kept + memory.block
+        return replace(found, activation_bytes=alive, read_bytes=passes * memory.frozen)
+
+    @cached_property
+    def memory(self) -> TrainingMemory:
+        return training_memory(self.graph, self.remat)
+
+    def require_memory(self) -> None:
+        """Raises InputError if the step has no room on any process's device."""
+        device, m = self.session.backend.device(), self.memory
+        free = device.free_bytes - device.reserve_bytes
+        if self.session.backend.agree(m.total > free):
+            ways = ["a smaller bucket"]
+            ways += ["--remat block"] * (not self.remat) + ["--batch 1"] * (self.batch > 1)
+            raise InputError(
+                f"no room: a training step needs {m.total / 1e9:.3g} GB ({in_words(m)}), {free / 1e9:.3g} GB are "
+                f"free; try {', '.join(ways)}, or more devices that share the weights: --mesh tensor=N"
+            )
+
+    def trainer(self, seed: int, optimiser: AdamW) -> Trainer:
+        """Raises InputError if the model does not fit the graph, or the graph the memory."""
+        source = self.session.checkpoint.source("transformer")
+        frozen = {name: spec for name, spec in self.graph.parameters().items() if MARK not in name}
+        audit(frozen, source, source.where, partial=len(self.streams) < 2)
+        self.require_memory()
+        arrays = {name: initial(name, shape, seed) for name, shape in self.shapes().items()}
+        weights = self.session.backend.load([self.graph], WithAdapters(source, arrays))
+        return self.session.backend.trainer(self.graph, weights, optimiser, self.remat)
+
+
+def in_words(m: TrainingMemory) -> str:
+    return (
+        f"weights {m.frozen / 1e9:.3g}, LoRA with gradients and moments {m.state / 1e9:.3g}, kept for the backward "
+        f"pass {m.kept / 1e9:.3g}, one block {m.block / 1e9:.3g}"
+    )
