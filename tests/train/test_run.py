@@ -9,6 +9,7 @@ import pytest
 from train_runs import options, run_train, write_clips
 
 from ltx2rt import cli
+from ltx2rt.backend import DeviceInfo
 from ltx2rt.commands import train as command
 from ltx2rt.errors import InputError
 from ltx2rt.media.output import write_wav
@@ -249,6 +250,20 @@ def test_a_full_disk_leaves_the_last_state_whole(model, cache, tmp_path, capsys,
     assert "the state of step 2 is whole" in capsys.readouterr().err
     assert [path.name for path in (output / "state").iterdir()] == ["000002"]
     assert run_train(model, "run", *options(cache, output)) == 0
+
+
+def test_a_step_that_has_no_room_is_refused_before_a_weight_is_read(
+    model, cache, tmp_path, capsys, monkeypatch
+):
+    from ltx2rt_cuda.backend import CudaBackend
+
+    small = DeviceInfo("cpu", "CPU", 10**6, 10**6)
+    monkeypatch.setattr(CudaBackend, "device", lambda self: small)
+    monkeypatch.setattr(CudaBackend, "load", None)
+    words = options(cache, tmp_path / "run", remat="none", batch=2)
+    line = refused(capsys, model, "run", *words)
+    assert "no room: a training step needs" in line and "0.001 GB are free" in line
+    assert "--remat block, --batch 1, or more devices that share the weights" in line
 
 
 def test_sound_alone(model, tmp_path):
