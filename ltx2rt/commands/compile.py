@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
-from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_flags
+from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_step
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags
 from ltx2rt.graph import Graph
@@ -336,8 +336,8 @@ def job_of(args: argparse.Namespace) -> Job:
     """Raises InputError."""
     type_, options = pipeline(args.pipeline), replace(planned_options(args), dtype="bfloat16")
     target = Target(**given_flags(args, Target))
-    if bucket := Training(**given_flags(args, Training)).train:
-        return plan_training(options, bucket, training_flags(args), target, args.preset)
+    if step := training_step(args):
+        return plan_training(options, *step, target, args.preset)
     request = type_(prompt="compiled", seed=0, **given_flags(args, type_))
     return plan_job(options, request, target, args.preset)
 

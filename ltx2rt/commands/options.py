@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import chosen_backend, get_factory
-from ltx2rt.flags import add_flags, flagged, given_flags, groups
+from ltx2rt.errors import InputError
+from ltx2rt.flags import add_flags, flagged, given_flags, groups, spelling
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
-from ltx2rt.run.training import READ
+from ltx2rt.run.training import READ, Training
 from ltx2rt.session.open import located, with_mesh
 from ltx2rt.session.options import ModelOptions, parse_part
+from ltx2rt.train.data import Bucket
 from ltx2rt.train.run import TrainRequest
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
@@ -116,9 +118,23 @@ def planned_flags(to: Any, *models: str) -> None:
     pipeline_flags(to, WORDS)
 
 
-def training_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of a training run that size its step, as far as they were given."""
-    return {name: x for name, x in given_flags(args, TrainRequest).items() if name in READ}
+def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | None:
+    """The size of the clips and the flags of a training step, if one is asked for in place of a run.
+
+    Raises InputError for flags of one that are given with the other.
+    """
+    bucket = Training(**given_flags(args, Training)).train
+    flags = {name: x for name, x in given_flags(args, TrainRequest).items() if name in READ}
+    of_runs = flagged(*pipelines().values())
+    if bucket is None:
+        if flags:
+            raise InputError(f"--{next(iter(flags))}: sizes a training step; add --train WxHxF")
+        return None
+    unread = [spelling(f) for name, f in of_runs.items() if hasattr(args, name)]
+    if unread or hasattr(args, "loras"):
+        flag = unread[0] if unread else "--lora"
+        raise InputError(f"{flag}: a training step does not read it; leave the flag out")
+    return bucket, flags
 
 
 def start_ranks(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.atomic_file import check_outputs
-from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_flags
+from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_step
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags, groups
 from ltx2rt.pipelines import pipeline
@@ -126,10 +126,10 @@ def main(args: argparse.Namespace) -> None:
     if args.model:
         options.check()
     devices = Devices(**given_flags(args, Devices))
-    if bucket := Training(**given_flags(args, Training)).train:
+    if step := training_step(args):
         if args.trace:
             raise InputError("--trace: a training step has no trace; leave the flag out")
-        of_step = estimate_step(options, bucket, training_flags(args), devices, args.preset)
+        of_step = estimate_step(options, *step, devices, args.preset)
         shown = json.dumps(training.to_json(of_step), indent=1) if args.json else None
         print(shown or training.to_text(of_step))
         return

@@ -16,7 +16,6 @@ from ltx2rt.placement.devices import DeviceKind, device_kind
 from ltx2rt.placement.plan import StageCost
 from ltx2rt.run.estimate import Devices, datasheet_session
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.session.session import Session
 from ltx2rt.train.data import Bucket, parse_bucket
 from ltx2rt.train.recipe import MODES
 from ltx2rt.train.run import TrainRequest
@@ -33,7 +32,7 @@ class Training:
     train: Bucket | None = flag(
         None,
         "a training step on clips of this size, in place of a run, in pixels and frames at 24 fps",
-        parse_bucket,
+        lambda text: parse_bucket(text, "--train"),
         group="training",
         metavar="WxHxF",
     )
@@ -71,22 +70,14 @@ def datasheet_step(
         raise InputError("--weights-dtype: float8 weights have no gradient yet; leave the flag out")
     if devices > 1 and not options.mesh and get_factory(kind.backend).process_per_device:
         options = replace(options, mesh={"data": devices})
-    with datasheet_session(options, preset, kind, devices) as session:
-        yield step_of(session, bucket, flags)
-
-
-def step_of(session: Session, bucket: Bucket, flags: Mapping[str, Any]) -> Step:
-    """Raises InputError."""
     fields = TrainRequest.__dataclass_fields__
     given = {name: fields[name].default for name in READ} | dict(flags)
-    mode = MODES[given["mode"]]
-    size = (bucket.width, bucket.height, bucket.frames)
-    step = Step(
-        session, Geometry.of(session.config, *size, FPS), mode.streams, given["batch"],
-        given["targets"] or mode.targets, given["rank"], remat=given["remat"] == "block",
-    )  # fmt: skip
-    _ = step.adapters
-    return step
+    mode, size = MODES[given["mode"]], (bucket.width, bucket.height, bucket.frames)
+    with datasheet_session(options, preset, kind, devices) as session:
+        yield Step(
+            session, Geometry.of(session.config, *size, FPS), mode.streams, given["batch"],
+            given["targets"] or mode.targets, given["rank"], remat=given["remat"] == "block",
+        )  # fmt: skip
 
 
 def estimate_step(

@@ -48,17 +48,17 @@ class Bucket:
         return f"{self.width}x{self.height}x{self.frames}"
 
 
-def parse_bucket(text: str) -> Bucket:
+def parse_bucket(text: str, flag: str = "--buckets") -> Bucket:
     """WxHxF. Raises InputError for sizes that no model takes."""
     parts = text.lower().split("x")
     if len(parts) != 3 or not all(part.isdecimal() for part in parts):
-        raise InputError(f"--buckets: {text[:80]!r}, expected WxHxF, such as 768x512x49")
+        raise InputError(f"{flag}: {text[:80]!r}, expected WxHxF, such as 768x512x49")
     width, height, frames = map(int, parts)
     if width % 32 or height % 32 or not width or not height or frames % 8 != 1:
         sides = (max(32, round(side / 32) * 32) for side in (width, height))
         near = "x".join(map(str, (*sides, max(0, (frames - 1) // 8) * 8 + 1)))
         raise InputError(
-            f"--buckets: {text}, sides are multiples of 32 and frames 8 k + 1; the nearest is {near}"
+            f"{flag}: {text}, sides are multiples of 32 and frames 8 k + 1; the nearest is {near}"
         )
     return Bucket(width, height, frames)
 

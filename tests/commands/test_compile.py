@@ -319,8 +319,10 @@ def test_a_topology_that_does_not_exist_is_the_compilers_word():
 
 
 def training(**changes: object) -> Job:
-    words = {"train": "64x64x9", "mesh": "data=2,tensor=2", "mode": "t2v", "rank": 4} | changes
-    return job_of(parser().parse_args(["compile", *map(str, flags(**words))]))
+    words = ["--topology", "v6e:2x2", "--preset", "tiny-2.3", "--train", "64x64x9"]
+    words += ["--mesh", "data=2,tensor=2", "--mode", "t2v", "--rank", "4"]
+    words += [str(word) for name, x in changes.items() for word in (f"--{name}", x)]
+    return job_of(parser().parse_args(["compile", *words]))
 
 
 def test_a_training_step_is_compiled_as_train_run_would_run_it():

@@ -291,6 +291,8 @@ def test_a_training_step_that_is_not_planned(command):
     for words, why in (
         (("--weights-dtype", "float8"), "float8 weights have no gradient yet"),
         (("--devices", 2, "--mesh", "guidance=2"), "a training step has no guidance branches"),
+        (("--train", "60x64x9"), "--train: 60x64x9, sides are multiples of 32"),
+        (("--width", 64), "--width: a training step does not read it"),
         (("--trace", "x.json"), "a training step has no trace"),
         (("--mode", "t2a", "--targets", "video-attn"), "video-attn is not part of this training"),
     ):
