@@ -2,15 +2,18 @@
 
 Decides the vocabulary of sizes; leaves to `ltx2rt.weights.configs` how the two layouts spell them.
 No field that shapes a network has a default: an absent key in a checkpoint is that module's error to raise.
+Parts that only some releases have are configured by a dataclass in their model's file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil, prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ltx2rt.errors import InputError
 from ltx2rt.release import Release, of_config, of_version
 
 
@@ -192,31 +195,6 @@ class VideoVaeConfig:
 
 
 @dataclass(frozen=True)
-class DiffusionDecoderConfig:
-    """LTX-2.5's second video decoder: stages that upsample, then one that makes patches of pixels out of noise."""
-
-    latent_channels: int
-    patch_size: int
-    head_dim: int
-    channels: tuple[int, ...]  # of each stage
-    depths: tuple[int, ...]
-    windows: tuple[
-        tuple[int, int, int], ...
-    ]  # frames, rows and columns that attention of a stage sees
-    strides: tuple[tuple[int, int, int], ...]  # of the upsampling after each stage but the last
-    timestep_width: int
-    timestep_scale: float  # the timestep, 1, is multiplied by this
-
-    @property
-    def time_factor(self) -> int:
-        return prod(stride[0] for stride in self.strides)
-
-    @property
-    def space_factor(self) -> int:
-        return self.patch_size * prod(stride[1] for stride in self.strides)
-
-
-@dataclass(frozen=True)
 class AudioVaeConfig:
     base_channels: int
     channel_multipliers: tuple[int, ...]
@@ -293,18 +271,6 @@ class UpsamplerConfig:
 
 
 @dataclass(frozen=True)
-class DurationHeadConfig:
-    """2.5: text contexts to the seconds of a clip."""
-
-    width: int  # of the pooling attention
-    num_queries: int
-    num_heads: int
-    mlp_hidden: int
-    video_width: int  # of the contexts
-    audio_width: int
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """A checkpoint: its release decides defaults only, never an architecture."""
 
@@ -318,12 +284,22 @@ class ModelConfig:
     audio_vae: AudioVaeConfig
     vocoder: VocoderConfig
     upsampler: UpsamplerConfig | None
-    temporal_upsampler: UpsamplerConfig | None = None
-    diffusion_decoder: DiffusionDecoderConfig | None = None  # 2.5, if its file was found
-    duration_head: DurationHeadConfig | None = None
+    # configs of the parts that only some releases have, by name in the part table
+    parts: Mapping[str, Any] = field(default_factory=dict, hash=False)
     video_vae_version: tuple[int, ...] = field(
         default=(), compare=False
     )  # of the file that the video VAE is in
+
+    def part(self, name: str) -> Any:
+        """The config of a part of the checkpoint; None if it has none."""
+        return getattr(self, name, None) or self.parts.get(name)
+
+    def need(self, name: str) -> Any:
+        """The config of a part of the checkpoint. Raises InputError if it has none."""
+        if (config := self.part(name)) is None:
+            word = name.replace("_", " ")
+            raise InputError(f"the model has no {word}; pass a checkpoint that has its file")
+        return config
 
     @property
     def release(self) -> Release:

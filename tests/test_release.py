@@ -30,7 +30,7 @@ def test_a_new_release_is_a_row(rows, tmp_path):
         preset("tiny-2.5").config,
         version=(2, 6, 0),
         video_vae_version=(2, 6, 0),
-        duration_head=None,
+        parts={},
     )
     assert model.release is NEXT and preset("tiny-2.5").config.release.name == "2.5"
     full = TwoStage("a cat").resolved(model)

@@ -19,6 +19,7 @@ from ltx2rt.commands.options import json_flag, planned_flags, planned_options, t
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags
 from ltx2rt.graph import Graph
+from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines import pipeline
@@ -41,10 +42,7 @@ PARTS = {
     "denoise-before": "before",
     "denoise-step": "step",
 }  # components that are a part of the denoise loop
-COMPILED = (
-    "text-encoder", "duration-head", "audio-encoder", "video-encoder", "denoise-before", "denoise-step", "upsampler",
-    "temporal-upsampler", "audio-decoder", "vocoder", "video-decoder", "diffusion-features", "diffusion-decoder",
-)  # fmt: skip
+COMPILED = (*(name for name, row in CATALOG.items() if row.branches is None), *PARTS)
 
 EPILOG = """\
 examples:
@@ -226,18 +224,14 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
 
 def _size(session: Session, call: Call) -> str:
     """Width, height and frames of what the call works on, in pixels; of other networks the shape."""
-    vae = session.config.video_vae
-    if call.network == "video-encoder":
+    graph, vae = session.graph(call), session.config.video_vae
+    values = graph.inputs | graph.outputs
+    if "frames" in values:
+        frames, rows, columns = values["frames"].type.shape[2:]
+    elif len(call.sizes) == 5:  # latents
         frames, rows, columns = call.sizes[2:]
-    elif call.network == "diffusion-decoder":
-        frames, rows, columns = session.graph(call).outputs["frames"].type.shape[2:]
-    elif call.network in ("video-decoder", "diffusion-features", "upsampler", "temporal-upsampler"):
-        frames, rows, columns = call.sizes[2:]
-        frames, rows, columns = (
-            pixel_frames(frames, vae.time_factor),
-            rows * vae.space_factor,
-            columns * vae.space_factor,
-        )
+        frames = pixel_frames(frames, vae.time_factor)
+        rows, columns = rows * vae.space_factor, columns * vae.space_factor
     else:
         return "x".join(map(str, call.sizes))
     return f"{columns}x{rows}x{frames}"

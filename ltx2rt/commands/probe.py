@@ -20,7 +20,6 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.media.sound import check_rate
 from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, transformer
-from ltx2rt.models.catalog import diffusion
 from ltx2rt.models.diffusion_decoder import BORDERS
 from ltx2rt.pipelines.request import MAX_STEPS
 from ltx2rt.session.call import Call
@@ -370,7 +369,7 @@ def _tokenizer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
 
 
 def _diffusion_decoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
-    config = diffusion(session.config)
+    config = diffusion_decoder.config_of(session.config)
     batch, _, *sizes = x["latent"].shape
     grid = (sizes[0], sizes[1], sizes[2])
     shape = diffusion_decoder.whole(config, batch, grid, request.border_mode)

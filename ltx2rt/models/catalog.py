@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from ltx2rt.config import DiffusionDecoderConfig, ModelConfig
+from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.models import (
@@ -49,42 +49,12 @@ class Network:
     partial: Callable[[Any], str] = lambda sizes: ""
 
 
-def _trace_text(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
-    assert c.gemma is not None, "no Gemma"
-    return text_encoder.trace(c.gemma, c.text, *sizes, dtype)
-
-
-def _trace_duration(c: ModelConfig, sizes: tuple[int, int], dtype: str) -> Graph:
-    assert c.duration_head is not None, "no duration head"
-    return duration_head.trace(c.duration_head, *sizes, dtype)
-
-
 def _trace_upsampler(part: str) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
-    def trace(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
-        config = getattr(c, part)
-        assert config is not None, f"no {part}"
-        batch, _, *grid = latent
-        return upsampler.trace(config, batch, *grid, dtype)  # pyright: ignore[reportCallIssue]
-
-    return trace
-
-
-def diffusion(c: ModelConfig) -> DiffusionDecoderConfig:
-    """Raises InputError if the model has no diffusion decoder."""
-    if c.diffusion_decoder is None:
-        raise InputError(
-            "the model has no diffusion decoder; pass one of LTX-2.5 that has its file"
-        )
-    return c.diffusion_decoder
-
-
-def _trace_features(c: ModelConfig, latent: tuple[int, ...], dtype: str) -> Graph:
-    batch, _, frames, rows, columns = latent
-    return diffusion_decoder.trace_features(diffusion(c), batch, frames, rows, columns, dtype)
+    return lambda c, shape, dtype: upsampler.trace(c.need(part), shape[0], *shape[2:], dtype=dtype)
 
 
 def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
-    return lambda c, shape, dtype: trace(c.video_vae, shape[0], *shape[2:], dtype)
+    return lambda c, shape, dtype: trace(c.video_vae, shape[0], *shape[2:], dtype=dtype)
 
 
 def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.StepShape:
@@ -133,7 +103,11 @@ def _pixels(c: ModelConfig, g: Geometry, branches: int) -> tuple[int, ...]:
 CATALOG = {
     row.name: row
     for row in (
-        Network("text-encoder", ("gemma", "text"), _trace_text, lambda *_: (2, PROMPT_TOKENS), "text-encoder"),
+        Network(
+            "text-encoder", ("gemma", "text"),
+            lambda c, s, dtype: text_encoder.trace(c.need("gemma"), c.text, *s, dtype=dtype),
+            lambda *_: (2, PROMPT_TOKENS), "text-encoder",
+        ),
         Network(
             "transformer", ("transformer",), lambda c, s, dtype: transformer.trace(c.transformer, s, dtype), _forward,
             "transformer", lambda s: s.batch, partial=_streams,
@@ -162,13 +136,18 @@ CATALOG = {
             lambda c, g, branches: g.video_shape, "temporal-upsampler",
         ),
         Network(
-            "diffusion-features", ("diffusion_decoder",), _trace_features,
+            "diffusion-features", ("diffusion_decoder",),
+            lambda c, s, dtype: diffusion_decoder.trace_features(
+                diffusion_decoder.config_of(c), s[0], *s[2:], dtype=dtype
+            ),
             lambda c, g, branches: g.video_shape, "diffusion-features",
         ),
         Network(
             "diffusion-decoder", ("diffusion_decoder",),
-            lambda c, s, dtype: diffusion_decoder.trace(diffusion(c), s, dtype),
-            lambda c, g, branches: diffusion_decoder.whole(diffusion(c), 1, (g.frames, g.rows, g.columns)),
+            lambda c, s, dtype: diffusion_decoder.trace(diffusion_decoder.config_of(c), s, dtype),
+            lambda c, g, branches: diffusion_decoder.whole(
+                diffusion_decoder.config_of(c), 1, (g.frames, g.rows, g.columns)
+            ),
             "diffusion-decoder",
         ),
         Network(
@@ -186,8 +165,9 @@ CATALOG = {
             lambda c, g, branches: g.mel_shape(c.audio_vae), "vocoder", dtype="float32",
         ),
         Network(  # of the positive prompt's contexts
-            "duration-head", ("duration_head",), _trace_duration, lambda *_: (1, PROMPT_TOKENS), "duration-head",
-            dtype="float32",
+            "duration-head", ("duration_head",),
+            lambda c, s, dtype: duration_head.trace(c.need("duration_head"), *s, dtype=dtype),
+            lambda *_: (1, PROMPT_TOKENS), "duration-head", dtype="float32",
         ),
     )
 }  # fmt: skip

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ltx2rt.config import DiffusionDecoderConfig
+from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
@@ -34,6 +34,36 @@ MLP_RATIO, MLP_MULTIPLE = 4, 16
 MLP_TOKENS = (
     2**18
 )  # at once: of a clip of 3 million tokens the MLP's middle would be larger than all else together
+
+
+@dataclass(frozen=True)
+class DiffusionDecoderConfig:
+    """LTX-2.5's second video decoder: stages that upsample, then one that makes patches of pixels out of noise."""
+
+    latent_channels: int
+    patch_size: int
+    head_dim: int
+    channels: tuple[int, ...]  # of each stage
+    depths: tuple[int, ...]
+    windows: tuple[
+        tuple[int, int, int], ...
+    ]  # frames, rows and columns that attention of a stage sees
+    strides: tuple[tuple[int, int, int], ...]  # of the upsampling after each stage but the last
+    timestep_width: int
+    timestep_scale: float  # the timestep, 1, is multiplied by this
+
+    @property
+    def time_factor(self) -> int:
+        return math.prod(stride[0] for stride in self.strides)
+
+    @property
+    def space_factor(self) -> int:
+        return self.patch_size * math.prod(stride[1] for stride in self.strides)
+
+
+def config_of(model: ModelConfig) -> DiffusionDecoderConfig:
+    """Raises InputError if the model has no diffusion decoder."""
+    return model.need("diffusion_decoder")
 
 
 @dataclass(frozen=True)
@@ -99,6 +129,23 @@ def inside(
         slice(start, start + n) for start, n in zip(starts, sizes, strict=True)
     )
     return frames, rows, columns
+
+
+def overlap(config: DiffusionDecoderConfig) -> list[int]:
+    """Cells of the features that two tiles share along frames, rows and columns: as far as either of the last two
+    stages sees in all its blocks. Source: the official decoder."""
+    fourth, fifth = (
+        [depth * (n // 2) for n in window]
+        for depth, window in zip(config.depths[-2:], config.windows[-2:], strict=True)
+    )
+    strides = config.strides[-1]
+    return [max(a, -(-b // s)) for a, b, s in zip(fourth, fifth, strides, strict=True)]
+
+
+def cell(config: DiffusionDecoderConfig) -> tuple[int, int, int]:
+    """Frames, rows and columns of pixels that one cell of the features becomes."""
+    time, rows, columns = config.strides[-1]
+    return time, rows * config.patch_size, columns * config.patch_size
 
 
 def cells(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -6,15 +6,27 @@ positive prompt alone, and in float32: rounding of its logarithm to bfloat16 wou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 
-from ltx2rt.config import DurationHeadConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 PREFIX = "duration_head"
 DEFAULT_WINDOW_S = (1.0, 20.0)
+
+
+@dataclass(frozen=True)
+class DurationHeadConfig:
+    """Text contexts to the seconds of a clip."""
+
+    width: int  # of the pooling attention
+    num_queries: int
+    num_heads: int
+    mlp_hidden: int
+    video_width: int  # of the contexts
+    audio_width: int
 
 
 def trace(config: DurationHeadConfig, batch: int, tokens: int, dtype: str) -> Graph:

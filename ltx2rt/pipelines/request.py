@@ -282,7 +282,7 @@ class Request:
         if self.num_frames is not None:
             chosen = self.auto_duration is not None and self.num_frames == longest
             return replace(self, auto_duration=window if chosen else None)
-        if model.duration_head is not None:
+        if model.part("duration_head") is not None:
             return replace(self, num_frames=longest, auto_duration=window)
         if self.auto_duration is None and not model.release.chooses_length:
             return replace(self, num_frames=DEFAULT_FRAMES)

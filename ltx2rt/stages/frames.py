@@ -10,11 +10,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ltx2rt.config import DiffusionDecoderConfig, ModelConfig
+from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models import diffusion_decoder
-from ltx2rt.models.catalog import diffusion
-from ltx2rt.models.diffusion_decoder import BORDERS, TileShape
+from ltx2rt.models.diffusion_decoder import (
+    BORDERS,
+    DiffusionDecoderConfig,
+    TileShape,
+    config_of,
+)
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
@@ -49,7 +53,7 @@ def video_decoder(model: ModelConfig, asked: str | None) -> str:
     """
     found = {
         "conv": bool(model.video_vae.decoder),
-        "diffusion": model.diffusion_decoder is not None,
+        "diffusion": model.part("diffusion_decoder") is not None,
     }
     if asked is None:
         return "conv" if found["conv"] or not found["diffusion"] else "diffusion"
@@ -69,12 +73,14 @@ def decoding(
     """
     if decoder == "conv":
         return Frames(geometry, tiling(geometry, model, mode), len(noise.seeds))
-    cells = diffusion_decoder.cells(
-        diffusion(model), (geometry.frames, geometry.rows, geometry.columns)
+    config = config_of(model)
+    tiles = plan_feature_tiles(
+        mode,
+        diffusion_decoder.cells(config, (geometry.frames, geometry.rows, geometry.columns)),
+        diffusion_decoder.overlap(config),
+        diffusion_decoder.cell(config),
     )
-    return DiffusionFrames(
-        geometry, plan_feature_tiles(mode, cells, diffusion(model)), len(noise.seeds), noise=noise
-    )
+    return DiffusionFrames(geometry, tiles, len(noise.seeds), noise=noise)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ class DiffusionFrames(Frames):
         return self.geometry.frames, self.geometry.rows, self.geometry.columns
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        config = diffusion(model)
+        config = config_of(model)
         for _ in range(self.num_videos):
             yield Call("diffusion-features", self.geometry.video_shape)
             for frames, rows, columns in itertools.product(
@@ -164,11 +170,11 @@ class DiffusionFrames(Frames):
                 )
 
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        return {STREAM: (self.num_videos, 3, *self._pixels(diffusion(model)))}
+        return {STREAM: (self.num_videos, 3, *self._pixels(config_of(model)))}
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         if state.keep:
-            frames, *size = self._pixels(diffusion(session.config))
+            frames, *size = self._pixels(config_of(session.config))
             drawn = [self._drawn(number, range(frames), *size) for number in range(self.num_videos)]
             state.put(f"{STREAM}.noise", np.concatenate(drawn))
         super().run(session, state, watch)
@@ -192,7 +198,7 @@ class DiffusionFrames(Frames):
         )
 
     def _calls(self, session: Session, number: int, video: np.ndarray) -> Calls:
-        config = diffusion(session.config)
+        config = config_of(session.config)
         _, height, width = self._pixels(config)
         features = session.backend.to_host(
             session.run(Call("diffusion-features", video.shape), {"latent": video})["features"]
@@ -227,7 +233,7 @@ class DiffusionFrames(Frames):
             return np.stack(list(drawn), axis=1)[None]
 
     def _clip(self, model: ModelConfig, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        frames, rows, columns = diffusion_decoder.inside(diffusion(model), self.grid)
+        frames, rows, columns = diffusion_decoder.inside(config_of(model), self.grid)
         left = frames.stop
         for chunk in chunks:
             if left > 0:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.config import DiffusionDecoderConfig, VideoVaeConfig
+from ltx2rt.config import VideoVaeConfig
 from ltx2rt.errors import InputError
 
 # The official automatic layout.
@@ -34,7 +34,7 @@ TILE_PX, MIN_TILE_PX, OVERLAP_PX = (
     64,
 )  # the long side; the short one follows the aspect ratio
 TILE_FRAMES, OVERLAP_FRAMES = 80, 24
-# Of the diffusion decoder's features: a clip of 121 frames at 768x512 is one tile of 375 000 cells and needs 20 GB.
+# Cells of features in a tile: a clip of 121 frames at 768x512 is one tile of 375 000 cells and needs 20 GB.
 TILE_CELLS = 400_000
 BLEND_THREADS = 8  # frames at once
 
@@ -119,28 +119,20 @@ def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def plan_feature_tiles(
-    mode: str, cells: tuple[int, int, int], config: DiffusionDecoderConfig
+    mode: str,
+    cells: tuple[int, int, int],
+    overlap: Sequence[int],
+    scale: tuple[int, int, int],
 ) -> Tiling:
-    """The tiles of the diffusion decoder's features of (frames, rows, columns). mode: "auto", or "off" for one tile.
+    """The tiles of features of (frames, rows, columns). mode: "auto", or "off" for one tile.
 
-    Tiles overlap by as much as either of the last two stages sees in all its blocks. Of the layouts of at most
-    TILE_CELLS in a tile the one with the least work. Cells [a, b) of a factor 2 become frames [2a - 1, 2b - 1), frame
-    -1 left out. Source of overlaps and frames: the official decoder, which takes tiles as large as fit its memory.
+    overlap: cells that two tiles share. scale: frames, rows and columns of pixels to a cell. Of the
+    layouts of at most TILE_CELLS in a tile the one with the least work. Cells [a, b) of a factor 2
+    in time become frames [2a - 1, 2b - 1), frame -1 left out. Source of the frames: the official
+    decoder, which takes tiles as large as fit its memory.
     """
     if mode not in ("auto", "off"):
         raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
-    time, *space = config.strides[-1]
-    reach = [
-        [
-            depth * (window[i] // 2)
-            for depth, window in zip(config.depths[-2:], config.windows[-2:], strict=True)
-        ]
-        for i in range(3)
-    ]
-    overlap = [
-        max(fourth, -(-fifth // s))
-        for (fourth, fifth), s in zip(reach, config.strides[-1], strict=True)
-    ]
 
     def splits(n: int, shared: int) -> list[tuple[int, int]]:
         """(size of a tile, cells of all tiles) in one tile, two, three, ... of more than twice the overlap."""
@@ -159,12 +151,8 @@ def plan_feature_tiles(
             *(splits(n, shared) for n, shared in zip(cells, overlap, strict=True))
         )
         sizes = [size for size, _ in min(layouts, key=tile_and_work)]
-    pixels = [n * config.patch_size for n in space]
-    return Tiling(
-        space_spans(cells[0], sizes[0], overlap[0], time, time - 1),
-        space_spans(cells[1], sizes[1], overlap[1], pixels[0]),
-        space_spans(cells[2], sizes[2], overlap[2], pixels[1]),
-    )
+    early = (scale[0] - 1, 0, 0)
+    return Tiling(*map(space_spans, cells, sizes, overlap, scale, early))
 
 
 def space_spans(

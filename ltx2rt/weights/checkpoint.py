@@ -8,27 +8,22 @@ files that `parts` finds are taken; no tensor data is read. Leaves data, LoRA an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from ltx2rt.config import (
-    DurationHeadConfig,
-    Gemma4Config,
-    GemmaConfig,
-    ModelConfig,
-    TransformerConfig,
-    UpsamplerConfig,
-)
+from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.errors import GraphError, InputError
 from ltx2rt.notes import note
 from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
-from ltx2rt.weights.configs import Keys, parse_json
+from ltx2rt.weights.configs import Found, Keys, parse_json
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorSource, open_file, open_tensors
 from ltx2rt.weights.gguf import GgufFile, unread
 from ltx2rt.weights.lora import Lora, Pair, open_lora
@@ -41,8 +36,8 @@ from ltx2rt.weights.names import (
     official_names,
     to_official,
 )
-from ltx2rt.weights.near import find
-from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of
+from ltx2rt.weights.near import Given, find
+from ltx2rt.weights.part_table import FILES, PARTS, PROJECTION, Part, names_of
 from ltx2rt.weights.parts import (
     Parts,
     absent,
@@ -53,7 +48,6 @@ from ltx2rt.weights.parts import (
     only,
     read_json,
     refuse_ambiguous,
-    video_files,
 )
 from ltx2rt.weights.quantised import Packed, dequantised
 from ltx2rt.weights.sources import JoinedRows, RenamedSource, renamed
@@ -61,7 +55,6 @@ from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_to
 
 ENCODED = [np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, np.uint8)]
 COMPONENTS = names_of(lambda part: part.source)
-STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 BLOCK_MATRIX = re.compile(
     r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$"
 )
@@ -176,114 +169,98 @@ class Checkpoint:
         return self.tokenizer
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a part was found: its tensors, what holds its config, and the config if it is read."""
+
+    layout: str
+    source: RenamedSource
+    keys: Callable[[], Keys]
+    file: TensorFile | TensorFolder | None = None  # None: a folder
+    config: Any = None
+
+    def read(self, part: Part, configs: Mapping[str, Any]) -> Any:
+        """configs: of the parts before this one."""
+        if part.read is None:
+            return self.config
+        keys = self.keys()
+        if part.section and self.layout == "official":
+            keys = keys.inner(part.section)
+        return part.read(Found(self.layout, keys, self.source, configs))
+
+
+Places = dict[str, Place]
+
+
 def open_checkpoint(
-    model: str | Path,
-    text_encoder: str | Path | None = None,
-    upsampler: str | Path | None = None,
-    temporal_upsampler: str | Path | None = None,
-    *,
-    video_vae: str | Path | None = None,
-    audio_vae: str | Path | None = None,
-    duration_head: str | Path | None = None,
-    config_from: str | Path | None = None,
+    model: str | Path, *, config_from: str | Path | None = None, **files: str | Path | None
 ) -> Checkpoint:
     """Open a file or a folder; parts that are not given are looked for near it (`near.find`).
 
-    upsampler: of any kind, whether it fits is decided by the stage that runs it; x1.5 ones are not looked for.
-    config_from: a safetensors file whose config is meant where the main file has none.
-    Raises InputError for what is no checkpoint, an ambiguous part, a Gemma of the wrong size, and tensors of the main
-    file that belong to no component. A part that is missing is an error only when its source is asked for.
+    files: of parts, by option of the part table. An upsampler is of any kind, whether it fits is decided by the stage
+    that runs it; x1.5 ones are not looked for. config_from: a safetensors file whose config is meant where the main
+    file has none. Raises InputError for what is no checkpoint, an ambiguous part, parts that do not fit each other,
+    and tensors of the main file that belong to no component. A part that is missing is an error only when its source
+    is asked for.
     """
-    given = {
-        "text_encoder": text_encoder,
-        "upsampler": upsampler,
-        "temporal_upsampler": temporal_upsampler,
-        "video_vae": video_vae,
-        "audio_vae": audio_vae,
-        "duration_head": duration_head,
-    }
-    path, main, parts, index = find(Path(model), given, config_from)
-
-    def pick(part: str) -> Path | None:
-        return (
-            Path(chosen)
-            if (chosen := given[PARTS[part].option])
-            else only(part, listed(parts.files[part], index))
-        )
-
-    gemma_path = pick("gemma")
-    upsampler_paths = {part: pick(part) for part in ("upsampler", "temporal_upsampler")}
-
-    sources: dict[str, RenamedSource] = {}
-    gemma_config = None
-    if gemma_path is not None:
-        gemma_config, sources["gemma"] = open_gemma(gemma_path)
-    upsamplers: dict[str, UpsamplerConfig] = {}
-    for part, path_ in upsampler_paths.items():
-        if path_ is not None:
-            upsamplers[part], sources[part] = open_upsampler(path_, PARTS[part].flag)
-    if (temporal := upsamplers.get("temporal_upsampler")) and not temporal.temporal:
-        raise InputError(
-            f"--temporal-upsampler: {temporal_upsampler} is a {temporal.kind} upsampler, expected a temporal one; pass "
-            "this one with --upsampler"
-        )
-
+    if unknown := files.keys() - FILES.keys():
+        raise TypeError(f"no part has a file {', '.join(unknown)}; known: {', '.join(FILES)}")
+    path, main, near, index = find(Path(model), files, config_from)
+    places = {}
+    for part in PARTS.values():
+        if part.source and part.either:
+            given = files.get(part.option)
+            if where := given or only(part.name, listed(near.files[part.name], index)):
+                places[part.name] = _open_either(part, Path(where))
     if main is not None:
         main = dequantised(main)
-        layout = "official"
-        own = official_sources(main).keys()
-        files = {
-            part: pick(part)
-            for part in ("audio_vae", "duration_head")
-            if part not in own or given[part]
-        }
-        files |= video_files(video_vae, parts, own)
-        config, components = open_official(main, files, gemma_path, gemma_config, parts)
+        places |= _official(main, files, near, places)
     else:
-        layout = "diffusers"
-        if config_from:
-            raise InputError(f"--config-from: {path} has its own config; leave the flag out")
-        if named := [
-            PARTS[part].flag for part in ("video_vae", "audio_vae", "duration_head") if given[part]
-        ]:
-            raise InputError(
-                f"{named[0]}: {path} is a diffusers folder, which has its own; leave the flag out"
-            )
-        folders = {
-            part: only(part, listed(found, index)) for part, found in parts.diffusers.items()
-        }
-        config, components = open_diffusers(path, folders, gemma_config, parts.unreadable)
-    sources |= components
-    configs.check_connectors(config.text, config.transformer, str(sources["text"].where))
-    if gemma_config is not None:
-        configs.check_gemma(gemma_config, config.text, str(gemma_path))
-    if config.duration_head is not None:
-        configs.check_duration_head(
-            config.duration_head, config.text, str(sources["duration_head"].where)
-        )
-    config = replace(config, **upsamplers)
-    for part, found in upsamplers.items():
-        _check_upsampler(found, upsampler_paths[part], config, PARTS[part].flag)
-        sources[part] = sources[part].joined(sources["video_vae"], STATISTICS)
-    for source in sources.values():
+        places |= _diffusers(path, files, near, index, config_from)
+    read: dict[str, Any] = {}
+    for name in COMPONENTS:
+        if name in places:
+            read[name] = places[name].read(PARTS[name], read)
+    config = _config(read, main, places["video_vae"].file)
+    sources = {name: place.source for name, place in places.items()}
+    for name, source in sources.items():
+        part, file = PARTS[name], places[name].file
+        if part.own_release and file:
+            check_release(file, config.version, part.flag)
+        if part.check:
+            part.check(read[name], config, str(source.where))
+        sources[name] = source.joined(sources["video_vae"], part.borrowed)
         _refuse_encoded(source)
-    tokenizer, found_ = find_tokenizer(gemma_path, parts.tokenizer), tuple(parts.tokenizer)
-    unreadable = tuple(parts.unreadable)
+    gemma = places["gemma"].source.where if "gemma" in places else None
     return Checkpoint(
-        path, layout, config, sources, tokenizer, tuple(parts.files["lora"]), unreadable, found_
+        path,
+        "diffusers" if main is None else "official",
+        config,
+        sources,
+        find_tokenizer(gemma, near.tokenizer),
+        tuple(near.files["lora"]),
+        tuple(near.unreadable),
+        tuple(near.tokenizer),
     )
 
 
-def _check_upsampler(
-    found: UpsamplerConfig, path: Path | None, config: ModelConfig, flag: str
-) -> None:
-    """Raises InputError for an upsampler of another release, or of other latents."""
-    check_release(path, config.version, flag)
-    if found.in_channels != config.video_vae.latent_channels:
-        raise InputError(
-            f"{path}: an upsampler of {found.in_channels} channels, the checkpoint's latents "
-            f"have {config.video_vae.latent_channels}; pass that one with {flag}"
-        )
+def _config(
+    read: Mapping[str, Any],
+    main: TensorFile | TensorFolder | None,
+    video: TensorFile | TensorFolder | None,
+) -> ModelConfig:
+    """video: the file that the video VAE is in."""
+    names = {field.name for field in fields(ModelConfig)}
+    core: dict[str, Any] = {"gemma": None, "upsampler": None}
+    core |= {name: config for name, config in read.items() if name in names}
+    parts = {name: config for name, config in read.items() if name not in names}
+    return ModelConfig(
+        version=_version(main), video_vae_version=_version(video), parts=parts, **core
+    )
+
+
+def _version(file: TensorFile | TensorFolder | None) -> tuple[int, ...]:
+    return version_tuple(file.metadata.get("model_version")) if file else ()
 
 
 def _refuse_encoded(source: RenamedSource) -> None:
@@ -301,15 +278,13 @@ def _refuse_encoded(source: RenamedSource) -> None:
         )
 
 
-def check_release(path: Path | None, version: tuple[int, ...], flag: str) -> None:
+def check_release(file: TensorFile | TensorFolder, version: tuple[int, ...], flag: str) -> None:
     """Raises InputError for a file of another release, where either is one that goes with its own alone."""
-    if path is None or path.is_dir() or not version:
-        return
-    own = version_tuple(TensorFile(path).metadata.get("model_version"))
-    if not of_version(own).goes_with(of_version(version)):
+    own = _version(file)
+    if version and not of_version(own).goes_with(of_version(version)):
         said = f"of LTX-{'.'.join(map(str, own))}" if own else "that states no model_version"
         raise InputError(
-            f"{path}: a file {said} beside LTX-{'.'.join(map(str, version))}; pass that release's own with {flag}"
+            f"{file.path}: a file {said} beside LTX-{'.'.join(map(str, version))}; pass that release's own with {flag}"
         )
 
 
@@ -325,87 +300,90 @@ def official_metadata(file: TensorFile | TensorFolder) -> Keys:
     )
 
 
-def open_official(
-    main: TensorFile | TensorFolder,
-    paths: Mapping[str, Path | None],
-    gemma_path: Path | None,
-    gemma: GemmaConfig | Gemma4Config | None,
-    found: Parts,
-) -> tuple[ModelConfig, dict[str, RenamedSource]]:
-    """Without upsamplers. paths: by part, of files beside the main one, which take the place of what that one holds.
-    found: also the files with connectors or text projection, for a main file that lacks either.
+def _open_either(part: Part, path: Path) -> Place:
+    """A file, or a diffusers folder, of a part that goes with both layouts."""
+    if part.read is not None:
+        return open_part(part, path)[part.name]
+    config, source = open_gemma(path)
+    return Place("official", source, lambda: Keys({}, str(path)), config=config)
 
-    Raises InputError for what is missing, and for a text encoder of another release.
+
+def open_part(part: Part, path: Path) -> Places:
+    """What a file of the official layout, or a diffusers folder, holds; of any part that the flag of this one takes.
+
+    Raises InputError.
     """
-    sources = official_sources(main)
-    conv = "video_vae" in sources or paths.get("video_vae") is not None
-    files = {part: TensorFile(path) for part, path in paths.items() if path}
-    keys = {part: official_metadata(file) for part, file in files.items()}
-    for part, file in files.items():
-        sources |= component_sources(part, file)
-    if "video_vae" not in sources and "diffusion_decoder" in files:  # both files have the encoder
-        sources["video_vae"] = sources["diffusion_decoder"]
-    if missing := [part for part in ("video_vae", "audio_vae", "vocoder") if part not in sources]:
-        if {"audio_vae", "vocoder"} <= {*missing}:  # one file has both
-            missing.remove("vocoder")
-        more = {
-            "gemma": gemma_path,
-            "upsampler": found.files["upsampler"],
-            "lora": found.files["lora"],
-        }
-        also = [part for part, there in more.items() if not there]
-        raise absent(missing, main.path, found.unreadable, also)
-
-    def section(name: str, part: str) -> Keys:
-        return (keys[part] if part in keys else official_metadata(main)).inner(name)
-
-    version = version_tuple(main.metadata.get("model_version"))
-    if gemma_path is not None:
-        check_gemma_version(main, version, gemma_keys(gemma_path), gemma_path)
-    transformer, audio = (
-        section("transformer", ""),
-        configs.official_audio_vae(section("audio_vae", "audio_vae")),
-    )
-    network = configs.official_transformer(transformer)
-    text = _with_connectors(main, sources.get("text"), found.files["text"], network)
-    sources["text"], width = _text_source(main, text, gemma_path)
-    diffusion = files.get("diffusion_decoder")
-    if conv or diffusion is None:
-        video = configs.official_video_vae(section("vae", "video_vae"))
-    else:
-        shape = sources["video_vae"].info("vae.encoder.conv_in.conv.weight").shape
-        video = configs.official_diffusion_vae(section("vae", "diffusion_decoder"), shape)
-    video_file = files.get("video_vae") or (main if conv else diffusion) or main
-    config = ModelConfig(
-        version=version,
-        transformer=network,
-        text=configs.official_text(transformer, width),
-        gemma=gemma,
-        video_vae=video,
-        audio_vae=audio,
-        vocoder=configs.official_vocoder(section("vocoder", "audio_vae"), audio),
-        upsampler=None,
-        video_vae_version=version_tuple(video_file.metadata.get("model_version")),
-    )
-    if diffusion is not None:
-        decoder = configs.official_diffusion_decoder(section("vae", "diffusion_decoder"))
-        config = replace(config, diffusion_decoder=decoder)
-    if "duration_head" in sources:
-        head = keys["duration_head"]
-        head = head.inner("duration_head") if "duration_head" in head else Keys({}, head.where)
-        config = replace(
-            config, duration_head=_duration_head(head, sources["duration_head"], "official")
-        )
-    return config, sources
+    takes = [p for p in PARTS.values() if p.header and p.option == part.option and p.option]
+    takes += [p for p in PARTS.values() if p.kind and p.kind == part.kind and p not in takes]
+    word = part.kind or part.word
+    if path.is_dir():
+        if folder_kind(path) not in [p.name for p in takes]:
+            raise InputError(f"{path}: no {word} folder; pass one, or a file, with {part.flag}")
+        return {part.name: _open_folder(part, path)}
+    file = TensorFile(path)
+    kind = file_kind(file)
+    if kind not in [p.name for p in takes]:
+        raise InputError(f"{path}: no {word} ({contents(file)}); pass one with {part.flag}")
+    name = part.name if part.kind else kind
+    keys = partial(official_metadata, file)
+    sources = component_sources(name, file)
+    return {name: Place("official", source, keys, file) for name, source in sources.items()}
 
 
-def _duration_head(keys: Keys, source: RenamedSource, layout: str) -> DurationHeadConfig:
-    names = [f"duration_head.{m}_input_proj.weight" for m in ("video", "audio")]
-    if missing := [name for name in names if name not in set(source.names())]:
-        raise InputError(
-            f"{source.where}: no {missing[0]}; pass a complete duration head with --duration-head"
-        )
-    return configs.duration_head(keys, layout, *(source.info(name).shape[-1] for name in names))
+def _open_folder(part: Part, path: Path) -> Place:
+    """A folder of the diffusers layout; rows that are one tensor in the official one are joined."""
+    keys = read_json(path / "config.json")
+    stages = 0
+    if part.name == "video_vae":
+        stages = len(configs.diffusers_video_vae(keys).encoder)
+    source = renamed(open_tensors(path), path, lambda name: to_official(part.name, name, stages))
+    joined, names = fused_of(part.name, source.names()), set(source.names())
+    if missing := [row for rows in joined.values() for row in rows if row not in names]:
+        raise InputError(f"{path}: no {missing[0]}; pass a complete folder")
+    if joined:
+        source = renamed(JoinedRows(source, joined), path, lambda name: name)
+    return Place("diffusers", source, lambda: keys)
+
+
+def _official(main: TensorFile | TensorFolder, given: Given, near: Parts, either: Places) -> Places:
+    """The parts of the main file, and of files beside it, which take the place of what that one holds.
+
+    either: those that go with both layouts. Raises InputError for what is missing, and for a text encoder of another
+    release.
+    """
+    keys = partial(official_metadata, main)
+    own = official_sources(main)
+    places = {name: Place("official", source, keys, main) for name, source in own.items()}
+    for option, first in FILES.items():
+        if first.either:
+            continue
+        if named := given.get(option):
+            places |= open_part(first, Path(named))
+            continue
+        for name in names_of(lambda part: part.option == option and part.header):  # noqa: B023
+            if name not in own and (found := only(name, near.files[name])):
+                places |= open_part(first, found)
+    for part in PARTS.values():
+        if part.instead in places and part.name not in places:
+            places[part.name] = places[part.instead]
+    missing = [
+        name
+        for name in names_of(lambda part: part.every and part.read and not part.either)
+        if name not in places and name != "text"
+    ]
+    if {"audio_vae", "vocoder"} <= {*missing}:  # one file has both
+        missing.remove("vocoder")
+    if missing:
+        also = ("upsampler", "lora")
+        more = [part for part in ("gemma", *also) if part not in either and not near.files[part]]
+        raise absent(missing, main.path, near.unreadable, more)
+    gemma = either["gemma"].source.where if "gemma" in either else None
+    if gemma is not None:
+        check_gemma_version(main, _version(main), gemma_keys(gemma), gemma)
+    network = configs.official_transformer(keys().inner("transformer"))
+    text = _with_connectors(main, own.get("text"), near.files["text"], network)
+    places["text"] = Place("official", _text_source(main, text, gemma), keys, main)
+    return places
 
 
 def _with_connectors(
@@ -447,8 +425,8 @@ def _with_connectors(
 
 def _text_source(
     main: TensorFile | TensorFolder, text: RenamedSource | None, gemma_path: Path | None
-) -> tuple[RenamedSource, int]:
-    """Connectors and text projection, which is in the main file or in the text encoder's; the width that it takes."""
+) -> RenamedSource:
+    """Connectors and text projection, which is in the main file or in the text encoder's."""
     if text is None:
         raise InputError(
             f"{main.path}: no embeddings connectors; pass a complete checkpoint, or put the file "
@@ -456,11 +434,7 @@ def _text_source(
         )
 
     def projections(source: TensorSource) -> list[str]:
-        return [
-            name
-            for name in source.names()
-            if re.match(rf"{TEXT_PROJECTION}.*aggregate_embed\.weight$", name)
-        ]
+        return [name for name in source.names() if PROJECTION.match(name)]
 
     if not projections(text):
         tensors = open_tensors(gemma_path) if gemma_path is not None else None
@@ -481,12 +455,7 @@ def _text_source(
             tensors, gemma_path, lambda name: name if name.startswith(TEXT_PROJECTION) else None
         )
         text = text.joined(projection, projection.names())
-    widths = {text.info(name).shape[-1] for name in projections(text)}
-    if len(widths) != 1:
-        raise InputError(
-            f"{text.where}: the text projections take different widths: {sorted(widths)}"
-        )
-    return text, widths.pop()
+    return text
 
 
 def check_gemma_version(
@@ -532,87 +501,28 @@ def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource
 
 def component_sources(part: str, file: TensorFile) -> dict[str, RenamedSource]:
     """The sources of a file of its own, by component; prefixes that such a file leaves out are put back."""
-    if part == "audio_vae":
-        return official_sources(file)
+    if any(p.option and p.option == PARTS[part].option for p in PARTS.values() if not p.header):
+        return official_sources(file)  # of another part, too
     if part == "text":
         names = official_names(file.names())
         text = {name: ours for name, ours in names.items() if component_of(ours) == "text"}
         return {"text": renamed(file, file.path, text.get)}
-    if part == "duration_head":
-        return {part: renamed(file, file.path, lambda name: name)}
-    return {part: renamed(file, file.path, lambda name: f"vae.{name.removeprefix('vae.')}")}
+    prefix = PARTS[part].prefix
+    return {part: renamed(file, file.path, lambda name: prefix + name.removeprefix(prefix))}
 
 
-def open_upsampler(path: Path, flag: str = "--upsampler") -> tuple[UpsamplerConfig, RenamedSource]:
-    """An official upsampler file, or a diffusers folder, of any kind. flag: that names it."""
-    if path.is_dir():
-        if folder_kind(path) not in UPSAMPLERS:
-            raise InputError(
-                f"{path}: no latent upsampler folder; pass one, or a file, with {flag}"
-            )
-        tensors, keys = open_tensors(path), read_json(path / "config.json")
-    else:
-        tensors = TensorFile(path)
-        if file_kind(tensors) not in UPSAMPLERS:
-            raise InputError(
-                f"{path}: no latent upsampler ({contents(tensors)}); pass one with {flag}"
-            )
-        if "config" not in tensors.metadata:
-            raise InputError(
-                f"{path}: its metadata has no `config`; pass the original file, not a re-saved one"
-            )
-        keys = parse_json(tensors.metadata["config"], f"{path}: config")
-    rational = "upsampler.conv.weight" in set(tensors.names())
-    return configs.upsampler(keys, rational), renamed(tensors, path, lambda name: name)
-
-
-def open_diffusers(
-    path: Path,
-    folders: Mapping[str, Path | None],
-    gemma: GemmaConfig | Gemma4Config | None,
-    unreadable: Iterable[str],
-) -> tuple[ModelConfig, dict[str, RenamedSource]]:
-    """Without upsamplers."""
-
-    def keys(component: str) -> Keys:
-        folder = folders.get(component)
-        if folder is None:
-            raise absent(component, path, unreadable)
-        return read_json(folder / "config.json")
-
-    transformer = configs.diffusers_transformer(keys("transformer"))
-    config = ModelConfig(
-        version=(),
-        transformer=transformer,
-        text=configs.diffusers_text(keys("text"), transformer),
-        gemma=gemma,
-        video_vae=configs.diffusers_video_vae(keys("video_vae")),
-        audio_vae=configs.diffusers_audio_vae(keys("audio_vae")),
-        vocoder=configs.diffusers_vocoder(keys("vocoder")),
-        upsampler=None,
-    )
-    stages = len(config.video_vae.encoder)
-    sources = {}
-    for component, folder in folders.items():
-        assert folder is not None
-        tensors = open_tensors(folder)
-        source = renamed(tensors, folder, lambda name, c=component: to_official(c, name, stages))
-        sources[component] = _joined_rows(component, source)
-    if "diffusion_decoder" in folders:
-        config = replace(
-            config, diffusion_decoder=configs.diffusers_diffusion_decoder(keys("diffusion_decoder"))
+def _diffusers(
+    path: Path, given: Given, near: Parts, index: frozenset[str], config_from: str | Path | None
+) -> Places:
+    """The parts of a diffusers folder. Raises InputError for what is missing, and for a flag that it needs not."""
+    if config_from:
+        raise InputError(f"--config-from: {path} has its own config; leave the flag out")
+    if named := [part.flag for o, part in FILES.items() if given.get(o) and not part.either]:
+        raise InputError(
+            f"{named[0]}: {path} is a diffusers folder, which has its own; leave the flag out"
         )
-    if "duration_head" in folders:
-        head = _duration_head(keys("duration_head"), sources["duration_head"], "diffusers")
-        config = replace(config, duration_head=head)
-    return config, sources
-
-
-def _joined_rows(component: str, source: RenamedSource) -> RenamedSource:
-    """With tensors that are one in the official layout joined. Raises InputError where one of three is missing."""
-    joined, names = fused_of(component, source.names()), set(source.names())
-    if missing := [part for parts in joined.values() for part in parts if part not in names]:
-        raise InputError(f"{source.where}: no {missing[0]}; pass a complete folder")
-    return (
-        renamed(JoinedRows(source, joined), source.where, lambda name: name) if joined else source
-    )
+    folders = {name: only(name, listed(found, index)) for name, found in near.diffusers.items()}
+    for name in names_of(lambda part: part.every and part.read and not part.either):
+        if folders.get(name) is None:
+            raise absent(name, path, near.unreadable)
+    return {name: _open_folder(PARTS[name], folder) for name, folder in folders.items() if folder}

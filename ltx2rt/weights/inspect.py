@@ -23,7 +23,7 @@ from ltx2rt.weights.checkpoint import (
     component_sources,
     official_sources,
     open_checkpoint,
-    open_upsampler,
+    open_part,
 )
 from ltx2rt.weights.comfy import entries, models_folder
 from ltx2rt.weights.describe import gigabytes, mix, release_of, type_bytes
@@ -248,14 +248,13 @@ def _part(path: Path) -> dict[str, Any]:
     file = open_file(path)
     kind = str(file_kind(file))
     version = file.metadata.get("model_version")
-    found = {
-        component: _tensors(source) for component, source in component_sources(kind, file).items()
-    }
+    found = {name: _tensors(source) for name, source in component_sources(kind, file).items()}
     return {"kind": PARTS[kind].word, "version": version, "components": found}
 
 
 def _upsampler(path: Path) -> dict[str, Any]:
-    config, source = open_upsampler(path)
+    place = open_part(PARTS["upsampler"], path)["upsampler"]
+    config, source = place.read(PARTS["upsampler"], {}), place.source
     version = None if path.is_dir() else TensorFile(path).metadata.get("model_version")
     old = config.rational and config.scale == 2
     return {

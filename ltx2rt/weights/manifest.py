@@ -1,68 +1,39 @@
-"""Which tensors a checkpoint of a given config holds, read off the graphs.
+"""Which tensors a checkpoint of a given config holds, read off the graphs of the catalog.
 
 Decides nothing about values or files.
 """
 
 from __future__ import annotations
 
-from ltx2rt.config import DiffusionDecoderConfig, ModelConfig
-from ltx2rt.graph import Graph
-from ltx2rt.models import (
-    audio_vae,
-    connectors,
-    diffusion_decoder,
-    duration_head,
-    text_encoder,
-    transformer,
-    upsampler,
-    video_vae,
-    vocoder,
-)
+from dataclasses import replace
+from fractions import Fraction
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.models import connectors
+from ltx2rt.models.catalog import CATALOG
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.weights.names import component_of
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]  # component -> canonical name -> shape
 
 
 def networks(config: ModelConfig) -> Shapes:
-    """What the graphs read, traced at the smallest legal inputs; without Gemma or upsampler where there is none."""
-    c, space = config, config.video_vae.space_factor
-    tokens = max(c.text.video.num_registers, c.text.audio.num_registers)
-    structure = transformer.ForwardShape(1, 1, 1, tokens, (1,) * len(transformer.TABLES))
-    graphs = {
-        "transformer": [transformer.trace(c.transformer, structure, "float32")],
-        "text": [connectors.trace(c.text, 1, tokens, "float32")],
-        "gemma": [text_encoder.trace_states(c.gemma, 1, tokens, "float32")] if c.gemma else [],
-        "video_vae": [
-            video_vae.trace_encoder(c.video_vae, 1, 1, space, space, "float32"),
-            video_vae.trace_decoder(c.video_vae, 1, 2, 2, 2, "float32"),
-        ],
-        "diffusion_decoder": _diffusion_decoder(c.diffusion_decoder) if c.diffusion_decoder else [],
-        "audio_vae": [
-            audio_vae.trace_encoder(c.audio_vae, 1, c.audio_vae.time_factor + 1, "float32"),
-            audio_vae.trace_decoder(c.audio_vae, 1, 2, "float32"),
-        ],
-        "vocoder": [vocoder.trace(c.vocoder, 1, 5, "float32")],
-        "duration_head": [duration_head.trace(c.duration_head, 1, 2, "float32")]
-        if c.duration_head
-        else [],
-        "upsampler": [upsampler.trace(c.upsampler, 1, 1, 2, 2, "float32")] if c.upsampler else [],
-        "temporal_upsampler": (
-            [upsampler.trace(c.temporal_upsampler, 1, 1, 2, 2, "float32")]
-            if c.temporal_upsampler
-            else []
-        ),
-    }
-    return {
-        component: {
-            name: spec.shape for graph in traced for name, spec in graph.parameters().items()
-        }
-        for component, traced in graphs.items()
-        if traced
-    }
-
-
-def _diffusion_decoder(config: DiffusionDecoderConfig) -> list[Graph]:
-    shape = diffusion_decoder.whole(config, 1, (1, 1, 1))
-    return [
-        diffusion_decoder.trace_features(config, 1, 1, 1, 1, "float32"),
-        diffusion_decoder.trace(config, shape, "float32"),
+    """What the graphs read, each traced for a clip of 2x2x2 latents; without parts that the config has not."""
+    video, found = config.video_vae, Shapes()
+    size = 2 * video.space_factor
+    clip = Geometry.of(config, size, size, video.time_factor + 1, Fraction(24))
+    clip = replace(clip, audio_latents=2)
+    graphs = [
+        (row.parts, row.trace(config, row.sizes(config, clip, 1), "float32"))
+        for row in CATALOG.values()
+        if row.name == row.rules and all(config.part(part) for part in row.parts)
     ]
+    if config.gemma is None:
+        tokens = max(config.text.video.num_registers, config.text.audio.num_registers)
+        graphs.append((("text",), connectors.trace(config.text, 1, tokens, "float32")))
+    for (first, *more), graph in graphs:
+        for name, spec in graph.parameters().items():
+            component = component_of(name)
+            home = component if component in more else first
+            found.setdefault(home, {})[name] = spec.shape
+    return found

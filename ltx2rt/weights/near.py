@@ -144,7 +144,7 @@ def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None
     alone = not any(component_of(name) == "video_vae" for name in main.names())
     if (
         not alone
-        or given["video_vae"]
+        or given.get("video_vae")
         or any(parts.files[n] for n in names_of(lambda part: part.decoder))
     ):
         return

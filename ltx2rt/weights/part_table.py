@@ -1,8 +1,9 @@
-"""The parts of a checkpoint, one row each: how a part is recognised, what it is called, and which flag names its file.
+"""The parts of a checkpoint, one row each: how a part is recognised, named, read, checked and made.
 
 A row decides what headers and configs say, never names of files. The table is in the order of a
-run; a header is compared from its last row to its first, since a later row is the more particular one.
-Where files are looked for, and which of several are taken, other modules decide.
+run: a config may read those before it. A header is compared from its last row to its first, since
+a later row is the more particular one. Where files are looked for, and which of several are taken,
+other modules decide.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ltx2rt.weights.configs import Keys, upsampler_kind
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.weights import configs
+from ltx2rt.weights.configs import diffusion_decoder, duration_head
+from ltx2rt.weights.configs.keys import Found, Keys
 
 CONNECTORS = (
     "model.diffusion_model.video_embeddings_connector.",
@@ -28,11 +33,14 @@ GEMMA_KEYS = (
     "norm.weight",
 )
 GEMMA_GGUF = "gemma3"  # the architecture that a GGUF file of the text encoder names
+PROJECTION = re.compile(rf"{TEXT_PROJECTION}.*aggregate_embed\.weight$")
+DIFFUSION_KEY = "vae.decoder.det_stages."
 JOINT = b"audio_to_video_attn"  # a layer that only transformers with sound have, and LoRAs that change all of one
 STATISTICS = {
     "per_channel_statistics.mean-of-means": "latents_mean",
     "per_channel_statistics.std-of-means": "latents_std",
 }
+BORROWED = tuple(f"vae.{name}" for name in STATISTICS)
 NORMS = {"q_norm": "norm_q", "k_norm": "norm_k"}
 
 
@@ -56,13 +64,23 @@ class Header:
 class Part:
     """One part.
 
-    word: in messages. option: the field of the model options that names its file. header, config:
-    whether a file's header, or the config of a diffusers folder, is of it; no header: it has no
-    file of its own. prefix, renames: of its official names, and diffusers' words for theirs. fused:
-    an official tensor's name, and diffusers' of its three parts. mark: bytes in its file's header.
-    folder: where diffusers keeps it. every: each release has it. either: a file of one layout goes
-    with the other, too. source: it is a source of tensors. decoder: of video, its name for
-    `--video-decoder`. wanted: whether a pipeline needs it, None: each does.
+    How it is found. word: in messages; kind: the word that several share. option: the field of the
+    model options that names its file, help: of its flag. header, config: whether a file's header,
+    or the config of a diffusers folder, is of it; no header: it has no file of its own. mark: bytes
+    in its file's header. folder: where diffusers keeps it, library: where diffusers has its class.
+    every: each release has it. either: a file of one layout goes with the other, too; own_release:
+    but one of another release does not. source: it is a source of tensors. decoder: of video, its
+    name for `--video-decoder`. instead: the part whose file has this one's tensors, too. wanted:
+    whether a pipeline needs it, None: each does.
+
+    What it holds. prefix, renames: of its official names, and diffusers' words for theirs. fused:
+    an official tensor's name, and diffusers' of its three parts. borrowed: tensors of the video VAE
+    that its network reads. section: of the official config, empty for all of it. read: its config.
+    check: raises InputError if that does not fit the model's, for the file `where`.
+
+    How it is made at random. write: its official section or file's config, or its config.json.
+    unread: tensors of its files that no network reads, for its config and a layout. gains: of its last layers, by the
+    beginning of their names, so that what they make is of a usual size.
     """
 
     name: str
@@ -75,10 +93,22 @@ class Part:
     fused: tuple[str, str] | None = None
     mark: bytes = b""
     folder: str = ""
+    library: str = ""
     every: bool = True
     either: bool = False
+    own_release: bool = False
     source: bool = True
     decoder: str = ""
+    instead: str = ""
+    kind: str = ""
+    help: str = ""
+    borrowed: tuple[str, ...] = ()
+    section: str = ""
+    read: Callable[[Found], Any] | None = None
+    check: Callable[[Any, ModelConfig, str], None] | None = None
+    write: Callable[[ModelConfig, str], dict[str, Any]] | None = None
+    unread: Callable[[Any, str], Mapping[str, tuple[int, ...]]] = lambda config, layout: {}
+    gains: Mapping[str, float] = field(default_factory=dict)
     wanted: Callable[[Any], bool] | None = None
 
     @property
@@ -88,6 +118,31 @@ class Part:
 
 def _of_class(*classes: str) -> Callable[[Keys], bool]:
     return lambda keys: str(keys.get("_class_name", "")) in classes
+
+
+def _reads(official: Callable[[Keys], Any], diffusers: Callable[[Keys], Any]) -> Any:
+    return lambda found: (official if found.layout == "official" else diffusers)(found.keys)
+
+
+def _read_text(found: Found) -> Any:
+    if found.layout == "diffusers":
+        return configs.diffusers_text(found.keys, found.configs["transformer"])
+    names = [name for name in found.source.names() if PROJECTION.match(name)]
+    widths = {found.source.info(name).shape[-1] for name in names}
+    if len(widths) != 1:
+        where = found.source.where
+        raise InputError(f"{where}: the text projections take different widths: {sorted(widths)}")
+    return configs.official_text(found.keys, widths.pop())
+
+
+def _read_video_vae(found: Found) -> Any:
+    """Without the convolutional decoder, where the file is that of the other one."""
+    if found.layout == "diffusers":
+        return configs.diffusers_video_vae(found.keys)
+    if any(name.startswith(DIFFUSION_KEY) for name in found.source.names()):
+        shape = found.source.info("vae.encoder.conv_in.conv.weight").shape
+        return configs.official_diffusion_vae(found.keys, shape)
+    return configs.official_video_vae(found.keys)
 
 
 def _is_gemma(header: Header) -> bool:
@@ -114,13 +169,27 @@ def _is_upsampler(dims: int, ratio: int) -> Callable[[Header], bool]:
 
 
 def _upsampler(name: str, word: str, dims: int, ratio: int, **more: Any) -> Part:
-    def config(keys: Keys) -> bool:
-        return _of_class("LTX2LatentUpsamplerModel")(keys) and upsampler_kind(keys) == name
+    flag = "--" + name.replace("_", "-")
 
-    mark = b"initial_conv.weight"
+    def config(keys: Keys) -> bool:
+        return _of_class("LTX2LatentUpsamplerModel")(keys) and configs.upsampler_kind(keys) == name
+
+    def check(found: Any, model: ModelConfig, where: str) -> None:
+        if dims == 5 and not found.temporal:
+            raise InputError(
+                f"{flag}: {where} is a {found.kind} upsampler, expected a temporal one; pass this one with --upsampler"
+            )
+        configs.check_upsampler(found, model, where, flag)
+
+    def unread(found: Any, layout: str) -> dict[str, tuple[int, ...]]:
+        return {"upsampler.blur_down.kernel": (1, 1, 5, 5)} if found.rational else {}
+
     return Part(
-        name, word, header=_is_upsampler(dims, ratio), config=config, mark=mark, either=True, **more
-    )
+        name, word, header=_is_upsampler(dims, ratio), config=config, mark=b"initial_conv.weight",
+        either=True, own_release=True, kind="latent upsampler", borrowed=BORROWED,
+        read=configs.read_upsampler, check=check, unread=unread,
+        write=lambda model, layout: configs.upsampler_json(model.part(name), layout), **more,
+    )  # fmt: skip
 
 
 PARTS = {
@@ -128,7 +197,9 @@ PARTS = {
     for part in (
         Part(
             "transformer", "transformer", config=_of_class("LTX2VideoTransformer3DModel"),
-            prefix="model.diffusion_model.", folder="transformer",
+            prefix="model.diffusion_model.", folder="transformer", library="diffusers", section="transformer",
+            read=_reads(configs.official_transformer, configs.diffusers_transformer),
+            write=lambda model, layout: configs.diffusers_transformer_json(model.transformer),
             renames={
                 "patchify_proj": "proj_in",
                 "audio_patchify_proj": "audio_proj_in",
@@ -147,7 +218,10 @@ PARTS = {
         ),
         Part(  # connectors, or the text projection, or both; under two prefixes, which its words spell out
             "text", "embeddings connectors", header=lambda h: h.begins(*CONNECTORS, TEXT_PROJECTION),
-            config=_of_class("LTX2TextConnectors"), folder="connectors", mark=b"embeddings_connector",
+            config=_of_class("LTX2TextConnectors"), folder="connectors", library="ltx2", mark=b"embeddings_connector",
+            section="transformer", read=_read_text,
+            check=lambda text, model, where: configs.check_connectors(text, model.transformer, where),
+            write=lambda model, layout: configs.diffusers_text_json(model.text, model.transformer),
             renames={
                 "model.diffusion_model.video_embeddings_connector": "video_connector",
                 "model.diffusion_model.audio_embeddings_connector": "audio_connector",
@@ -161,16 +235,24 @@ PARTS = {
         Part(
             "gemma", "text encoder", "text_encoder", _is_gemma,
             lambda keys: str(keys.get("model_type", "")).startswith("gemma"), mark=b"post_feedforward_layernorm",
-            either=True,
+            either=True, check=lambda gemma, model, where: configs.check_gemma(gemma, model.text, where),
+            help="Gemma folder, or text-encoder file of LTX-2.5 (default: found near --model)",
         ),
         Part(  # with the convolutional decoder
             "video_vae", "video VAE", "video_vae", lambda h: h.vae("per_channel_statistics."),
             _of_class("AutoencoderKLLTX2Video"), "vae.", STATISTICS | {"res_blocks": "resnets"}, folder="vae",
-            mark=b"per_channel_statistics", decoder="conv",
+            library="diffusers", mark=b"per_channel_statistics", decoder="conv", instead="diffusion_decoder",
+            help="video VAE of LTX-2.5, of either decoder (default: found near --model)",
+            section="vae", read=_read_video_vae,
+            write=lambda model, layout: configs.diffusers_video_vae_json(model.video_vae),
+            gains={"vae.decoder.conv_out.conv.": 0.65},
         ),
         Part(
             "audio_vae", "audio VAE", "audio_vae", lambda h: h.begins("audio_vae.", "vocoder."),
-            _of_class("AutoencoderKLLTX2Audio"), "audio_vae.", STATISTICS, folder="audio_vae", mark=b"audio_vae.",
+            _of_class("AutoencoderKLLTX2Audio"), "audio_vae.", STATISTICS, folder="audio_vae", library="diffusers",
+            mark=b"audio_vae.", help="audio VAE of LTX-2.5 (default: found near --model)", section="audio_vae",
+            read=_reads(configs.official_audio_vae, configs.diffusers_audio_vae),
+            write=lambda model, layout: configs.diffusers_audio_vae_json(model.audio_vae),
         ),
         Part(
             "vocoder", "vocoder", "audio_vae", None, _of_class("LTX2Vocoder", "LTX2VocoderWithBWE"), "vocoder.",
@@ -182,10 +264,20 @@ PARTS = {
                 "resblocks": "resnets",
                 "downsample.lowpass": "downsample",
             },
-            folder="vocoder", mark=b"vocoder.",
+            folder="vocoder", library="ltx2", mark=b"vocoder.", section="vocoder",
+            read=lambda found: (
+                configs.official_vocoder(found.keys, found.configs["audio_vae"])
+                if found.layout == "official" else configs.diffusers_vocoder(found.keys)
+            ),
+            write=lambda model, layout: configs.diffusers_vocoder_json(model.vocoder),
+            gains={
+                "vocoder.conv_post.": 3.0, "vocoder.vocoder.conv_post.": 0.05,
+                "vocoder.bwe_generator.conv_post.": 0.02,
+            },
         ),
         _upsampler(
             "upsampler", "x2 spatial upsampler", 4, 4, option="upsampler", folder="latent_upsampler",
+            help="spatial upsampler, x2 or x1.5 (default: the x2 one found near --model)",
             wanted=lambda pipeline: pipeline.scale > 1,
         ),
         _upsampler(  # only used if it is named: sizes depend on it
@@ -194,11 +286,12 @@ PARTS = {
         _upsampler(
             "temporal_upsampler", "x2 temporal upsampler", 5, 2, option="temporal_upsampler",
             folder="latent_upsampler_temporal", every=False,
+            help="temporal upsampler, for --pipeline dfr (default: found near --model)",
             wanted=lambda pipeline: hasattr(pipeline, "temporal_upsample_rounds"),
         ),
         Part(
             "diffusion_decoder", "diffusion video decoder", "video_vae",
-            lambda h: h.vae("per_channel_statistics.") and h.vae("decoder.det_stages."),
+            lambda h: h.vae("per_channel_statistics.") and h.vae(DIFFUSION_KEY.removeprefix("vae.")),
             _of_class("LTX2VideoDiffusionDecoderModel"), "vae.",
             STATISTICS | {
                 "t_embedder.mlp.0": "t_embedder.timestep_embedder.linear_1",
@@ -207,11 +300,27 @@ PARTS = {
                 **NORMS,
             },
             ("attn.qkv.", "attn.{}."), folder="diffusion_decoder", every=False, decoder="diffusion",
+            section="vae",
+            read=_reads(
+                diffusion_decoder.official_diffusion_decoder, diffusion_decoder.diffusers_diffusion_decoder,
+            ),
+            write=lambda model, layout: (
+                diffusion_decoder.official_diffusion_decoder_json if layout == "official"
+                else diffusion_decoder.diffusers_diffusion_decoder_json
+            )(model.need("diffusion_decoder")),
+            unread=lambda config, layout: (  # of decoding with keyframes
+                {"vae.decoder.type_emb": (config.latent_channels,)} if layout == "official" else {}
+            ),
+            gains={"vae.decoder.conv_out.weight": 0.4},
         ),
         Part(
             "duration_head", "duration head", "duration_head", lambda h: h.begins("duration_head."),
             _of_class("LTX2DurationHead"), "duration_head.", {"cross_attn.out_proj": "to_out"},
-            ("cross_attn.in_proj_", "{}."), mark=b"duration_head.", folder="duration_head", every=False,
+            ("cross_attn.in_proj_", "{}."), mark=b"duration_head.", folder="duration_head", library="ltx2", every=False,
+            help="duration head of LTX-2.5, which chooses the clip's length (default: found near --model)",
+            read=duration_head.read_duration_head, check=duration_head.check_duration_head,
+            write=lambda model, layout: duration_head.duration_head_json(model.need("duration_head"), layout),
+            gains={"duration_head.mlp_out.": 0.3},  # prompts of one to two seconds
         ),
         Part(
             "lora", "LoRA", "distilled_lora",
@@ -223,12 +332,16 @@ PARTS = {
         ),
     )
 }  # fmt: skip
-UPSAMPLERS = tuple(name for name in PARTS if name.endswith("upsampler"))
 
 
 def names_of(chosen: Callable[[Part], Any]) -> tuple[str, ...]:
     """Names of the parts that are chosen, in the order of the table."""
     return tuple(part.name for part in PARTS.values() if chosen(part))
+
+
+UPSAMPLERS = names_of(lambda part: part.kind == "latent upsampler")
+# Parts whose files a flag names, by the field of the flag.
+FILES = {part.option: part for part in PARTS.values() if part.help}
 
 
 def of_header(header: Header) -> str | None:

@@ -7,7 +7,7 @@ Decides from headers and configs alone, never from names. Leaves opening what wa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from ltx2rt.weights.files import (
     read_index,
 )
 from ltx2rt.weights.names import official_names
-from ltx2rt.weights.part_table import JOINT, PARTS, Header, names_of, of_config, of_header, word_of
+from ltx2rt.weights.part_table import JOINT, PARTS, Header, of_config, of_header, word_of
 
 T = TypeVar("T")
 INDEX = "model_index.json"  # passed as the model, it means the diffusers folders beside it
@@ -210,17 +210,3 @@ def listed(found: list[Path], index: frozenset[str]) -> list[Path]:
     """Of several candidates those that the folder's index lists, if it does."""
     named = [path for path in found if path.name in index]
     return named if len(found) > 1 and named else found
-
-
-def video_files(
-    chosen: str | Path | None, parts: Parts, own: Container[str]
-) -> dict[str, Path | None]:
-    """The files with either decoder: the one that was chosen, of whichever kind, or what was found of each that the
-    main file has not of its own."""
-    kinds = names_of(lambda part: part.decoder)
-    if chosen is None:
-        return {kind: only(kind, parts.files[kind]) for kind in kinds if kind not in own}
-    kind = file_kind(file := TensorFile(chosen))
-    if kind not in kinds:
-        raise InputError(f"{chosen}: no video VAE ({contents(file)}); pass one with --video-vae")
-    return {kind: Path(chosen)}

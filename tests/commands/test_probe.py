@@ -9,9 +9,9 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from ltx2rt.commands import probe as commands_probe
-from ltx2rt.config import DiffusionDecoderConfig
 from ltx2rt.media.sound import resample
 from ltx2rt.models import diffusion_decoder
+from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.models.mel import log_mel
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -317,7 +317,7 @@ def diffusion_params(monkeypatch):
     def opened(options):
         found, source = opened_checkpoint(options), ArraySource(params)
         part = RenamedSource(found.path, {name: (source, name) for name in params})
-        config = replace(found.config, diffusion_decoder=DIFFUSION)
+        config = replace(found.config, parts={"diffusion_decoder": DIFFUSION})
         return replace(found, config=config, sources={**found.sources, "diffusion_decoder": part})
 
     monkeypatch.setattr(commands_probe, "opened_checkpoint", opened)

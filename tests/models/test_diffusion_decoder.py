@@ -10,9 +10,9 @@ import pytest
 import torch
 from diffusers import LTX2VideoDiffusionDecoderModel
 
-from ltx2rt.config import DiffusionDecoderConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models import diffusion_decoder
+from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.placement.cost import activation_bytes, flops
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.audit import audit

@@ -9,11 +9,12 @@ from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ltx2rt.config import DurationHeadConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models import duration_head
+from ltx2rt.models.duration_head import DurationHeadConfig
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights import configs
+from ltx2rt.weights.configs import duration_head as duration_head_config
 
 CONFIG = DurationHeadConfig(
     width=24, num_queries=2, num_heads=3, mlp_hidden=10, video_width=15, audio_width=9
@@ -22,7 +23,9 @@ BATCH, TOKENS = 3, 7
 
 
 def reference(params: dict[str, np.ndarray], video: np.ndarray, audio: np.ndarray) -> np.ndarray:
-    module = LTX2DurationHead.from_config(configs.duration_head_json(CONFIG, "diffusers")).eval()
+    module = LTX2DurationHead.from_config(
+        duration_head_config.duration_head_json(CONFIG, "diffusers")
+    ).eval()
     state = {}
     for name, array in params.items():
         name = name.removeprefix("duration_head.").replace("cross_attn.out_proj", "to_out")
@@ -51,7 +54,7 @@ def test_seconds_are_diffusers(kind):
 
 
 def test_the_released_head_has_15_tensors():
-    config = configs.duration_head(configs.Keys({}, "d"), "official", 4096, 2048)
+    config = duration_head_config.duration_head(configs.Keys({}, "d"), "official", 4096, 2048)
     specs = duration_head.trace(config, 1, 1024, "float32").parameters()
     assert len(specs) == 15
     assert specs["duration_head.attention_pooler.cross_attn.in_proj_weight"].shape == (768, 256)

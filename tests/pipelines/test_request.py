@@ -27,7 +27,7 @@ def model(generation="2.3", num_layers=48, version=()):
     return SimpleNamespace(
         release=named(generation),
         version=version or tuple(int(part) for part in generation.split(".")),
-        duration_head=None,
+        part=lambda name: None,
         upsampler=None,
         image_crf=33,
         transformer=SimpleNamespace(

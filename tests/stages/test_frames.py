@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ltx2rt.config import DiffusionDecoderConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models import diffusion_decoder
+from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
@@ -63,7 +63,7 @@ def opened(tiny):
         tensors = RenamedSource(checkpoint.path, {name: (source, name) for name in source.names()})
         made = replace(
             checkpoint,
-            config=replace(checkpoint.config, diffusion_decoder=CONFIG),
+            config=replace(checkpoint.config, parts={"diffusion_decoder": CONFIG}),
             sources={**checkpoint.sources, "diffusion_decoder": tensors},
         )
         return open_session(
@@ -153,10 +153,16 @@ def test_tiles_that_see_no_further_than_themselves_are_the_whole(
     }
     monkeypatch.setattr(tiling, "TILE_CELLS", cells)
     latents, session = normal(1, 128, 5, 3, 4), opened(backend, weights)
-    plan = tiling.plan_feature_tiles("auto", diffusion_decoder.cells(CONFIG, (5, 3, 4)), CONFIG)
+    plan = tiling.plan_feature_tiles("auto", *features(CONFIG, (5, 3, 4)))
     assert tuple(len(spans) for spans in (plan.frames, plan.rows, plan.columns)) == tiles
     found, _ = decoded(session, latents, Noise((4,)))
     assert relative_l2(found, whole(latents, drawn(4, 33, 96, 128), weights)) <= 1e-5
+
+
+def features(config, grid):
+    """Cells, overlap and scale of the features of a latent of `grid`."""
+    cells = diffusion_decoder.cells(config, grid)
+    return cells, diffusion_decoder.overlap(config), diffusion_decoder.cell(config)
 
 
 def ranges(spans):
@@ -172,8 +178,8 @@ def ranges(spans):
     ],
 )  # fmt: skip
 def test_tiles_of_121_frames(width, height, rows, columns, work):
-    cells = diffusion_decoder.cells(RELEASED, (16, height // 32, width // 32))
-    found = tiling.plan_feature_tiles("auto", cells, RELEASED)
+    released = features(RELEASED, (16, height // 32, width // 32))
+    found = tiling.plan_feature_tiles("auto", *released)
     assert (ranges(found.frames), ranges(found.rows), ranges(found.columns)) == (
         [(0, 61)],
         rows,
@@ -182,14 +188,14 @@ def test_tiles_of_121_frames(width, height, rows, columns, work):
     done = math.prod(
         sum(s.stop - s.start for s in spans) for spans in (found.frames, found.rows, found.columns)
     )
-    assert done / math.prod(cells) == pytest.approx(work, abs=1e-3)
-    off = tiling.plan_feature_tiles("off", cells, RELEASED)
+    assert done / math.prod(released[0]) == pytest.approx(work, abs=1e-3)
+    off = tiling.plan_feature_tiles("off", *released)
     assert [len(spans) for spans in (off.frames, off.rows, off.columns)] == [1, 1, 1]
 
 
 def test_a_long_clip_is_cut_in_time_too_and_ramps_are_the_official_ones():
-    cells = diffusion_decoder.cells(RELEASED, (61, 16, 24))
-    found = tiling.plan_feature_tiles("auto", cells, RELEASED)
+    released = features(RELEASED, (61, 16, 24))
+    found = tiling.plan_feature_tiles("auto", *released)
     first, second = found.frames[:2]
     assert (
         first.stop - second.start == 20
@@ -218,6 +224,6 @@ def test_the_plan_knows_every_call(opened):
     assert [call.network for call in conv.needs(session.config)] == [
         "video-decoder"
     ] * 2 and not conv.draws(session.config)
-    without = replace(session.config, diffusion_decoder=None)
+    without = replace(session.config, parts={})
     with pytest.raises(InputError, match="has no diffusion decoder"):
         decoding("diffusion", geometry, without, "auto", Noise((1,)))

@@ -49,7 +49,9 @@ def test_the_next_stages_latents(sessions, kind, stage, scale, after):
         state.record["upsampled_round1" if kind == "temporal" else "upsampled"], state.video
     )
     config = (
-        session.config.temporal_upsampler if stage is UpsampleTime else session.config.upsampler
+        session.config.part("temporal_upsampler")
+        if stage is UpsampleTime
+        else session.config.upsampler
     )
     assert config.scale == scale and config.output_grid(2, 4, 6) == expected.video_shape[2:]
 

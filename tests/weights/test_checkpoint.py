@@ -86,7 +86,7 @@ def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
         (folder / f"{kind}.safetensors").symlink_to(made)
     x15, temporal = (folder / f"{kind}.safetensors" for kind in ("x1.5", "temporal"))
     found = open_checkpoint(folder)
-    assert (found.config.upsampler.kind, found.config.temporal_upsampler.kind) == (
+    assert (found.config.upsampler.kind, found.config.part("temporal_upsampler").kind) == (
         "x2 spatial",
         "x2 temporal",
     )

@@ -258,7 +258,9 @@ def test_candidates_that_all_fit_are_named_with_their_flags(comfy):
     with pytest.raises(InputError, match=says):
         open_checkpoint(comfy)
     chosen = next((models / "latent_upscale_models").iterdir())
-    checkpoint = open_checkpoint(comfy, models / "text_encoders" / "gemma-3", chosen)
+    checkpoint = open_checkpoint(
+        comfy, text_encoder=models / "text_encoders" / "gemma-3", upsampler=chosen
+    )
     with pytest.raises(
         InputError, match=r"2 candidates for the LoRA: .*; choose with --distilled-lora"
     ):
@@ -364,7 +366,7 @@ def test_fp4_is_refused_by_name_or_passed_over(single, tmp_path):
     mixed = one_file(folder, tmp_path / "gemma_3_12B_it_fp4_mixed.safetensors", nvfp4)
     says = r"fp4_mixed\.safetensors: 6 of its matrices are fp4 .* take gemma_3_12B_it_fp8_scaled\.safetensors"
     with pytest.raises(InputError, match=says):
-        open_checkpoint(comfy, mixed)
+        open_checkpoint(comfy, text_encoder=mixed)
     place(mixed, comfy / "models" / "text_encoders")
     assert open_checkpoint(comfy).source("gemma").where.name == "gemma_3_12B_it.safetensors"
     (comfy / "models" / "text_encoders" / "gemma_3_12B_it.safetensors").unlink()

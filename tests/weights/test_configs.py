@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
 from ltx2rt.weights import configs
-from ltx2rt.weights.configs import Keys
+from ltx2rt.weights.configs import Keys, diffusion_decoder, duration_head
 from ltx2rt.weights.random.presets import SIZES, preset
 
 PRESETS = tuple(SIZES)
@@ -104,11 +104,13 @@ def test_diffusers_json_round_trips(name):
         )
         == config.upsampler
     )
-    if config.duration_head:
-        head = config.duration_head
-        data = configs.duration_head_json(head, "diffusers")
+    if config.part("duration_head"):
+        head = config.part("duration_head")
+        data = duration_head.duration_head_json(head, "diffusers")
         assert (
-            configs.duration_head(Keys(data, "d"), "diffusers", head.video_width, head.audio_width)
+            duration_head.duration_head(
+                Keys(data, "d"), "diffusers", head.video_width, head.audio_width
+            )
             == head
         )
         assert configs.gemma(Keys(configs.gemma4_json(config.gemma, {}), "g")) == config.gemma
@@ -383,11 +385,11 @@ DIFFUSION = {
 
 
 def test_the_diffusion_decoders_header_is_read_and_written():
-    config = configs.official_diffusion_decoder(Keys(DIFFUSION, "vae"))
+    config = diffusion_decoder.official_diffusion_decoder(Keys(DIFFUSION, "vae"))
     assert (config.time_factor, config.space_factor, config.timestep_width) == (8, 32, 384)
-    assert configs.official_diffusion_decoder_json(config) == DIFFUSION
-    diffusers = configs.diffusers_diffusion_decoder_json(config)
-    assert configs.diffusers_diffusion_decoder(Keys(diffusers, "d")) == config
+    assert diffusion_decoder.official_diffusion_decoder_json(config) == DIFFUSION
+    diffusers = diffusion_decoder.diffusers_diffusion_decoder_json(config)
+    assert diffusion_decoder.diffusers_diffusion_decoder(Keys(diffusers, "d")) == config
     with torch.device("meta"):
         defaults = json.loads(LTX2VideoDiffusionDecoderModel().to_json_string())
     assert diffusers == {
@@ -414,11 +416,13 @@ def test_the_diffusion_decoders_header_is_read_and_written():
 )
 def test_a_diffusion_decoder_that_no_release_has_is_refused(change, message):
     with pytest.raises(InputError, match=message):
-        configs.official_diffusion_decoder(
+        diffusion_decoder.official_diffusion_decoder(
             Keys({**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}, "vae")
         )
     with pytest.raises(InputError, match="model_output_type = 'v' is not supported, expected 'x0'"):
-        configs.official_diffusion_decoder(Keys(DIFFUSION | {"model_output_type": "v"}, "vae"))
+        diffusion_decoder.official_diffusion_decoder(
+            Keys(DIFFUSION | {"model_output_type": "v"}, "vae")
+        )
 
 
 def readers():
@@ -447,7 +451,7 @@ def readers():
             lambda keys: configs.upsampler(keys, False),
         ),
         "gemma": (configs.gemma_json(c.gemma, {}), configs.gemma),
-        "diffusion": (DIFFUSION, configs.official_diffusion_decoder),
+        "diffusion": (DIFFUSION, diffusion_decoder.official_diffusion_decoder),
     }
 
 

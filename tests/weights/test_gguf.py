@@ -709,7 +709,7 @@ def test_keys_of_gemma_that_do_not_fit_are_refused(apart, gemmas, tmp_path, chan
         tmp_path / "g.gguf", {name: file.read(name) for name in file.names()}, "gemma3", keys
     )
     with pytest.raises(InputError, match=re.escape(says)):
-        open_checkpoint(apart[0], tmp_path / "g.gguf")
+        open_checkpoint(apart[0], text_encoder=tmp_path / "g.gguf")
 
 
 def test_the_transformer_is_no_text_encoder(apart):
@@ -717,5 +717,5 @@ def test_the_transformer_is_no_text_encoder(apart):
         InputError,
         match=r"no text encoder \(it is a checkpoint\); pass a Gemma 3 folder or GGUF file",
     ):
-        open_checkpoint(apart[0], apart[0] / "transformer.gguf")
+        open_checkpoint(apart[0], text_encoder=apart[0] / "transformer.gguf")
     assert component_of(f"{PREFIX}proj_out.weight") == "transformer"

@@ -347,12 +347,12 @@ def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
         assert set(parted.fetched()) == expected
     config = open_checkpoint(out.strip()).config
     assert (
-        config.diffusion_decoder
+        config.part("diffusion_decoder")
         and config.video_vae.decoder
-        and config.duration_head
+        and config.part("duration_head")
         and config.gemma
     )
-    assert config.upsampler and config.temporal_upsampler is None
+    assert config.upsampler and config.part("temporal_upsampler") is None
 
 
 def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
@@ -405,7 +405,7 @@ def test_transformers_of_one_repository_are_chosen_by_name(run, parted):
         "text_encoder",
         "duration_head",
     }
-    assert found == parts and open_checkpoint(out.strip()).config.duration_head
+    assert found == parts and open_checkpoint(out.strip()).config.part("duration_head")
 
 
 def test_one_of_several_is_chosen_by_its_file(run, served):

@@ -22,21 +22,16 @@ from ltx2rt.weights.configs.audio import (
     official_vocoder,
     official_vocoder_json,
 )
-from ltx2rt.weights.configs.diffusion_decoder import (
-    diffusers_diffusion_decoder,
-    diffusers_diffusion_decoder_json,
-    official_diffusion_decoder,
-    official_diffusion_decoder_json,
-)
-from ltx2rt.weights.configs.duration_head import (
-    check_duration_head,
-    duration_head,
-    duration_head_json,
-)
 from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json, gguf_gemma3, plain_gemma3
 from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json, towers_json
-from ltx2rt.weights.configs.keys import Keys, parse_json
-from ltx2rt.weights.configs.latent_upsampler import upsampler, upsampler_json, upsampler_kind
+from ltx2rt.weights.configs.keys import Found, Keys, parse_json
+from ltx2rt.weights.configs.latent_upsampler import (
+    check_upsampler,
+    read_upsampler,
+    upsampler,
+    upsampler_json,
+    upsampler_kind,
+)
 from ltx2rt.weights.configs.transformer import (
     KEYFRAME_VECTOR,
     check_connectors,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from ltx2rt.config import DiffusionDecoderConfig
 from ltx2rt.errors import InputError
+from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.weights.configs.keys import MAX_COUNT, Keys
 
 NUM_STAGES = 5

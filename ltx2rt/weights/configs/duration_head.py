@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ltx2rt.config import DurationHeadConfig, TextConfig
+from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.models.duration_head import DurationHeadConfig
 from ltx2rt.weights.configs.keys import (
+    Found,
     Keys,
     Row,
     read_diffusers,
@@ -15,6 +17,7 @@ from ltx2rt.weights.configs.keys import (
     write_official,
 )
 
+SECTION = "duration_head"  # of an official config
 ROWS = [  # the released file's values, which it need not state
     Row("width", "pooler_hidden_dim", "pooler_hidden_dim", "int", 256, 256),
     Row("num_queries", "num_queries", "num_queries", "count", 1, 1),
@@ -39,7 +42,19 @@ def duration_head(
     return config
 
 
-def check_duration_head(config: DurationHeadConfig, text: TextConfig, where: str) -> None:
+def read_duration_head(found: Found) -> DurationHeadConfig:
+    keys, source = found.keys, found.source
+    if found.layout == "official":
+        keys = keys.inner(SECTION) if SECTION in keys else Keys({}, keys.where)
+    names = [f"duration_head.{m}_input_proj.weight" for m in ("video", "audio")]
+    if missing := [name for name in names if name not in set(source.names())]:
+        advice = "pass a complete duration head with --duration-head"
+        raise InputError(f"{source.where}: no {missing[0]}; {advice}")
+    return duration_head(keys, found.layout, *(source.info(n).shape[-1] for n in names))
+
+
+def check_duration_head(config: DurationHeadConfig, model: ModelConfig, where: str) -> None:
+    text = model.text
     found, taken = (text.video.width, text.audio.width), (config.video_width, config.audio_width)
     if found != taken:
         raise InputError(
@@ -50,7 +65,7 @@ def check_duration_head(config: DurationHeadConfig, text: TextConfig, where: str
 
 def duration_head_json(d: DurationHeadConfig, layout: str) -> dict[str, Any]:
     if layout == "official":
-        return {"duration_head": write_official(ROWS, d)}
+        return {SECTION: write_official(ROWS, d)}
     widths = {
         "video_cross_attention_dim": d.video_width,
         "audio_cross_attention_dim": d.audio_width,

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ltx2rt.errors import InputError
+
+if TYPE_CHECKING:
+    from ltx2rt.weights.sources import RenamedSource
 
 MISSING = object()
 MAX_SIZE = 2**20  # four times the largest released one, Gemma's vocabulary
@@ -109,6 +112,20 @@ class Keys:
     def may(self, **expected: Any) -> None:
         """Keys whose absence means this value."""
         self.must(**{key: value for key, value in expected.items() if key in self.data})
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part of a checkpoint, as its config is read from it.
+
+    layout: "official" or "diffusers". keys: its section of the official config, or its folder's
+    config.json. configs: those of the parts before it in the table, by name.
+    """
+
+    layout: str
+    keys: Keys
+    source: RenamedSource
+    configs: Mapping[str, Any]
 
 
 def parse_json(text: str | bytes, where: str) -> Keys:

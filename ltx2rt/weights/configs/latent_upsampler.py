@@ -5,9 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from ltx2rt.config import UpsamplerConfig
+from ltx2rt.config import ModelConfig, UpsamplerConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import Keys, Row, read_official, write_official
+from ltx2rt.weights.configs.keys import Found, Keys, Row, read_official, write_official
 
 ROWS = [
     Row("in_channels", "in_channels", "in_channels", "int"),
@@ -31,6 +31,19 @@ def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
     return UpsamplerConfig(
         **sizes, scale=spatial_scale(keys) if rational else Fraction(2), rational=rational
     )
+
+
+def read_upsampler(found: Found) -> UpsamplerConfig:
+    return upsampler(found.keys, "upsampler.conv.weight" in set(found.source.names()))
+
+
+def check_upsampler(config: UpsamplerConfig, model: ModelConfig, where: str, flag: str) -> None:
+    """Raises InputError for an upsampler of other latents."""
+    if config.in_channels != model.video_vae.latent_channels:
+        raise InputError(
+            f"{where}: an upsampler of {config.in_channels} channels, the checkpoint's latents "
+            f"have {model.video_vae.latent_channels}; pass that one with {flag}"
+        )
 
 
 def upsampler_kind(keys: Keys) -> str:

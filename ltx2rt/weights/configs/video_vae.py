@@ -56,7 +56,7 @@ def official_video_vae(keys: Keys) -> VideoVaeConfig:
 
 
 def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConfig:
-    """What the file of the diffusion decoder says of its encoder, which is that of the convolutional file; there is no
+    """The encoder of the file with the other decoder, which is that of the convolutional file; there is no
     decoder in it. conv_in: shape of the encoder's first convolution, which says what the config does not."""
     keys.must(_class_name="CausalDiffusionVAE")
     inner = keys.inner("encoder")
@@ -79,7 +79,7 @@ def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConf
 
 
 def official_diffusion_vae_json(v: VideoVaeConfig, decoder: dict[str, Any]) -> dict[str, Any]:
-    """decoder: what `official_diffusion_decoder_json` gives."""
+    """decoder: the section of the other decoder."""
     encoder = {
         "blocks": official_video_vae_json(v)["encoder_blocks"],
         "out_channels": v.latent_channels,

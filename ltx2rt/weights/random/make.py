@@ -25,11 +25,10 @@ from ltx2rt.graph.ops import quantise_rows
 from ltx2rt.models.mel import mel_basis
 from ltx2rt.version import VERSION
 from ltx2rt.weights import configs
-from ltx2rt.weights.checkpoint import STATISTICS
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
 from ltx2rt.weights.manifest import Shapes, networks
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, component_of, rows_of, to_diffusers
-from ltx2rt.weights.part_table import PARTS, names_of
+from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of
 from ltx2rt.weights.random import filters
 from ltx2rt.weights.random.presets import Preset, preset
 
@@ -42,20 +41,12 @@ BLOCK_WEIGHT = re.compile(r"model\.diffusion_model\.transformer_blocks\.(\d+)\..
 FORWARD_BASIS, INVERSE_BASIS = (
     f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse")
 )
-TYPE_EMBEDDING = "vae.decoder.type_emb"  # of decoding with keyframes, which no network of ours does
 # Parts that one official file holds.
 SINGLE_FILE = names_of(lambda part: part.source and part.every and not part.either)
 DELTA = 0.2  # standard deviation of a LoRA's change, in units of the weight's
-# Gains of the last convolutions. With them pixels have a standard deviation near 0.4, and of the waveforms a few
-# samples in a hundred pass 1, so that clamping is exercised and does not dominate. Measured at the tiny sizes.
-GAINS = {
-    "vae.decoder.conv_out.conv.": 0.65,
-    "vae.decoder.conv_out.weight": 0.4,  # of the diffusion decoder
-    "vocoder.conv_post.": 3.0,
-    "vocoder.vocoder.conv_post.": 0.05,
-    "vocoder.bwe_generator.conv_post.": 0.02,
-    "duration_head.mlp_out.": 0.3,  # prompts of one to two seconds
-}
+# Gains of the last layers. With them pixels have a standard deviation near 0.4, and of the waveforms a few samples
+# in a hundred pass 1, so that clamping is exercised and does not dominate. Measured at the tiny sizes.
+GAINS = {name: gain for part in PARTS.values() for name, gain in part.gains.items()}
 CORPUS = [
     "a robot dancing in the rain while a red fox walks through a snowy forest at dawn",
     "the camera remains static and a man says in an excited voice: 'so good.'",
@@ -207,22 +198,18 @@ def _check_room(directory: Path, needed: int) -> None:
 # ---- which tensors --------------------------------------------------------------------------------------------------
 
 
-def stored(config: ModelConfig) -> Shapes:
+def stored(config: ModelConfig, layout: str = "official") -> Shapes:
     """What the files hold: each tensor once, and those that are carried along unread."""
     shapes = networks(config)
-    for name in STATISTICS:  # the upsamplers' graphs read the autoencoder's
-        for part in ("upsampler", "temporal_upsampler"):
-            shapes.get(part, {}).pop(name, None)
-    if config.diffusion_decoder:
-        shapes["diffusion_decoder"][TYPE_EMBEDDING] = (config.diffusion_decoder.latent_channels,)
+    for component, held in shapes.items():
+        part = PARTS[component]
+        for name in part.borrowed:
+            held.pop(name, None)
+        held |= part.unread(config.part(component), layout)
     if config.transformer.keyframe_vector:
         shapes["transformer"][configs.KEYFRAME_VECTOR] = (1, config.transformer.width)
     if FORWARD_BASIS in shapes["vocoder"]:
         shapes["vocoder"][INVERSE_BASIS] = shapes["vocoder"][FORWARD_BASIS]
-    if (
-        config.upsampler and config.upsampler.rational
-    ):  # at x2 it blurs nothing, and no graph reads it
-        shapes["upsampler"]["upsampler.blur_down.kernel"] = (1, 1, 5, 5)
     return shapes
 
 
@@ -309,7 +296,7 @@ def tensors_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
 def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> Plan:
     config, plan = made.config, Plan()
     assert config.gemma is not None and config.upsampler is not None
-    shapes = stored(config)
+    shapes = stored(config, layout)
     version = {"model_version": ".".join(map(str, config.version))}
 
     def tensors(component: str) -> dict[str, Tensor]:
@@ -350,21 +337,10 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
         return plan
     stages = len(config.video_vae.encoder)
     texts = {
-        "transformer": configs.diffusers_transformer_json(config.transformer),
-        "text": configs.diffusers_text_json(config.text, config.transformer),
-        "video_vae": configs.diffusers_video_vae_json(config.video_vae),
-        "audio_vae": configs.diffusers_audio_vae_json(config.audio_vae),
-        "vocoder": configs.diffusers_vocoder_json(config.vocoder),
-        "upsampler": configs.upsampler_json(config.upsampler, "diffusers"),
+        part.name: part.write(config, layout)
+        for part in PARTS.values()
+        if part.write and config.part(part.name)
     }
-    if config.temporal_upsampler:
-        texts["temporal_upsampler"] = configs.upsampler_json(config.temporal_upsampler, "diffusers")
-    if config.diffusion_decoder:
-        texts["diffusion_decoder"] = configs.diffusers_diffusion_decoder_json(
-            config.diffusion_decoder
-        )
-    if config.duration_head:
-        texts["duration_head"] = configs.duration_head_json(config.duration_head, "diffusers")
     for component in texts:
         folder = PARTS[component].folder
         theirs = {
@@ -374,7 +350,7 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
         plan.add(f"{folder}/diffusion_pytorch_model.safetensors", theirs, {"format": "pt"})
         plan.add_json(f"{folder}/config.json", texts[component])
     plan.add_json("scheduler/scheduler_config.json", SCHEDULER_CONFIG)
-    plan.add_json("model_index.json", model_index(texts["vocoder"]["_class_name"], config))
+    plan.add_json("model_index.json", model_index(texts, config))
     return plan
 
 
@@ -386,8 +362,7 @@ def plan_component_files(
 ) -> Plan:
     """The official layout of LTX-2.5: a file for each part, the text encoder's with its tokenizer."""
     config, plan = made.config, Plan()
-    assert isinstance(config.gemma, Gemma4Config) and config.upsampler and config.temporal_upsampler
-    assert config.duration_head and config.diffusion_decoder
+    assert isinstance(config.gemma, Gemma4Config)
     whole, text = configs.official_json(config), tensors_of(shapes["text"])
     projection = {key: tensor for key, tensor in text.items() if key.startswith(TEXT_PROJECTION)}
     connectors = {key: tensor for key, tensor in text.items() if key not in projection}
@@ -423,29 +398,27 @@ def plan_component_files(
     plan.add(
         f"{name}-text-encoder.safetensors", language | projection | assets(config.gemma), metadata
     )
-    video = {
-        key.removeprefix("vae."): tensor for key, tensor in tensors_of(shapes["video_vae"]).items()
-    }
+    conv, diffusion = (PARTS[name] for name in names_of(lambda part: part.decoder))
+    video, decoder = (
+        {key.removeprefix(part.prefix): x for key, x in tensors_of(shapes[part.name]).items()}
+        for part in (conv, diffusion)
+    )
     add("video-vae-conv", video, {"vae": whole["vae"]})
     encoder = {key: tensor for key, tensor in video.items() if key.startswith("encoder.")}
-    decoder = tensors_of(shapes["diffusion_decoder"])
-    both = encoder | {key.removeprefix("vae."): tensor for key, tensor in decoder.items()}
-    section = configs.official_diffusion_decoder_json(config.diffusion_decoder)
-    add("video-vae", both, {"vae": configs.official_diffusion_vae_json(config.video_vae, section)})
+    assert diffusion.write is not None
+    section = configs.official_diffusion_vae_json(
+        config.video_vae, diffusion.write(config, "official")
+    )
+    add("video-vae", encoder | decoder, {"vae": section})
     sound = tensors_of(shapes["audio_vae"]) | tensors_of(shapes["vocoder"])
     add("audio-vae", sound, {key: whole[key] for key in ("audio_vae", "vocoder")})
-    for part, upsampler in (
-        ("upsampler", config.upsampler),
-        ("temporal_upsampler", config.temporal_upsampler),
-    ):
-        scale, kind = upsampler.kind.split()
-        tensors = tensors_of(shapes[part])
-        add(f"{kind}-upsampler-{scale}", tensors, configs.upsampler_json(upsampler, "official"))
-    add(
-        "duration-head",
-        tensors_of(shapes["duration_head"]),
-        configs.duration_head_json(config.duration_head, "official"),
-    )
+    for part in PARTS.values():
+        if part.write and not part.section and config.part(part.name):
+            suffix = part.name.replace("_", "-")
+            if part.name in UPSAMPLERS:
+                scale, kind = config.need(part.name).kind.split()
+                suffix = f"{kind}-upsampler-{scale}"
+            add(suffix, tensors_of(shapes[part.name]), part.write(config, "official"))
     rank = {"lora_rank": str(made.lora_rank), "lora_alpha": str(made.lora_rank)}
     plan.add(
         f"{name}-distilled-lora.safetensors",
@@ -513,7 +486,7 @@ def split_rows(component: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[
         yield from (
             (part, Tensor(tensor.name, info, part=(i, len(parts)))) for i, part in enumerate(parts)
         )
-        if not parts and name != TYPE_EMBEDDING:  # which diffusers does not know
+        if not parts:
             yield name, tensor
 
 
@@ -560,24 +533,22 @@ TOKENIZER_CONFIG = {
 }
 
 
-def model_index(vocoder_class: str, config: ModelConfig) -> dict[str, Any]:
+def model_index(texts: Mapping[str, Mapping[str, Any]], config: ModelConfig) -> dict[str, Any]:
+    """texts: config.json of each folder, by part."""
     newest = isinstance(config.gemma, Gemma4Config)
     text_encoder = (
         "Gemma4UnifiedForConditionalGeneration" if newest else "Gemma3ForConditionalGeneration"
     )
-    more = {"duration_head": ["ltx2", "LTX2DurationHead"]} if newest else {}
-    return {
-        "_class_name": "LTX2Pipeline",
-        "_ltx2rt_version": VERSION,
-        "audio_vae": ["diffusers", "AutoencoderKLLTX2Audio"],
-        "connectors": ["ltx2", "LTX2TextConnectors"],
+    classes = {
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
         "text_encoder": ["transformers", text_encoder],
         "tokenizer": ["transformers", "GemmaTokenizer"],
-        "transformer": ["diffusers", "LTX2VideoTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLLTX2Video"],
-        "vocoder": ["ltx2", vocoder_class],
-    } | more
+    }
+    listed = [PARTS[name] for name in texts if PARTS[name].library]
+    own = {part.folder: [part.library, texts[part.name]["_class_name"]] for part in listed}
+    classes |= {part.folder: own.pop(part.folder) for part in listed if part.every}
+    head = {"_class_name": "LTX2Pipeline", "_ltx2rt_version": VERSION}
+    return {**head, **dict(sorted(classes.items())), **own}
 
 
 def _vision(config: GemmaConfig) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from fractions import Fraction
 from ltx2rt.config import (
     AudioVaeConfig,
     ConnectorConfig,
-    DiffusionDecoderConfig,
-    DurationHeadConfig,
     Gemma4Config,
     GemmaConfig,
     GeneratorConfig,
@@ -26,6 +24,8 @@ from ltx2rt.config import (
     VocoderConfig,
 )
 from ltx2rt.errors import InputError
+from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
+from ltx2rt.models.duration_head import DurationHeadConfig
 
 SPACE, TIME, BOTH = (1, 2, 2), (2, 1, 1), (2, 2, 2)
 
@@ -209,9 +209,12 @@ def of_sizes(sizes: Sizes, name: str, upsampler: str = "x2") -> Preset:
         widths = transformer.width, transformer.audio_width
         head = DurationHeadConfig(2 * sizes.head_dim, 1, 4, 2 * sizes.head_dim, *widths)
         decoder = DIFFUSION_DECODERS[name]
-        config = replace(
-            config, temporal_upsampler=temporal, duration_head=head, diffusion_decoder=decoder
-        )
+        parts = {
+            "temporal_upsampler": temporal,
+            "duration_head": head,
+            "diffusion_decoder": decoder,
+        }
+        config = replace(config, parts=parts)
     return Preset(config, sizes.lora_rank)
 
 
