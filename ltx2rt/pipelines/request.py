@@ -21,7 +21,6 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag, spelling
-from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.models.step_plan import StepPlan
@@ -39,7 +38,7 @@ from ltx2rt.session.options import (
 )
 from ltx2rt.stages.conditioning import Conditioning, Image, ImageSpec, Slot, slot_frames
 from ltx2rt.stages.denoise import Denoise, Noise
-from ltx2rt.stages.duration import Duration
+from ltx2rt.stages.duration import NO_LENGTH, Duration, chooses_length, longest
 from ltx2rt.stages.frames import decoding, video_decoder
 from ltx2rt.stages.given import Given
 from ltx2rt.stages.sound import Sound
@@ -263,32 +262,28 @@ class Request:
         self, step = self._lasting(model), model.video_vae.time_factor
         limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
         if (self.num_frames - 1) / self.fps > limit_s:
-            longest = int(limit_s * self.fps) // step * step + 1
+            longest_clip = int(limit_s * self.fps) // step * step + 1
             length_s = float((self.num_frames - 1) / self.fps)
             raise InputError(
                 f"--num-frames: {self.num_frames} frames at {float(self.fps):g} fps are {length_s:.2f} s, the model's "
-                f"limit is {limit_s} s; at most {longest} frames at this rate"
+                f"limit is {limit_s} s; at most {longest_clip} frames at this rate"
             )
         return replace(self, seed=draw_seed() if self.seed is None else self.seed)
 
     def _lasting(self: R, model: ModelConfig) -> R:
-        """With a number of frames: the longest, and a window, where the model's duration head is to choose.
+        """With a number of frames: the longest, and a window, where the model is to choose.
 
         Of a request that has that number and a window already, the same. Raises InputError.
         """
-        low, high = self.auto_duration or DEFAULT_WINDOW_S
-        window = (low, high)
-        longest = frames_of(1e9, self.fps, window, model.video_vae.time_factor)
+        window, most = longest(self.auto_duration, self.fps, model)
         if self.num_frames is not None:
-            chosen = self.auto_duration is not None and self.num_frames == longest
+            chosen = self.auto_duration is not None and self.num_frames == most
             return replace(self, auto_duration=window if chosen else None)
-        if model.part("duration_head") is not None:
-            return replace(self, num_frames=longest, auto_duration=window)
+        if chooses_length(model):
+            return replace(self, num_frames=most, auto_duration=window)
         if self.auto_duration is None and not model.release.chooses_length:
             return replace(self, num_frames=DEFAULT_FRAMES)
-        raise InputError(
-            "--num-frames: none, and the checkpoint has no duration head; give one of both (--duration-head)"
-        )
+        raise InputError(NO_LENGTH)
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         """What its user should know before it runs. Of a resolved request."""

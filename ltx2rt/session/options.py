@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag
 from ltx2rt.placement.mesh import MESH_AXES, canonical
-from ltx2rt.weights.part_table import PARTS
+from ltx2rt.weights.part_table import FILES
 
 DISTILLED_STAGES = ("stage1", "stage2")
-# Parts whose files a flag names, by the field of the flag.
-FILES = {part.option: part for part in PARTS.values() if part.option and part.name != "lora"}
 MEMORY = "devices and memory"  # a group of flags
 
 
@@ -134,8 +132,8 @@ def parse_mesh(text: str | Mapping[str, int]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """The model flags of `generate`."""
+class Model:
+    """The model, and the backend that runs it."""
 
     backend: str = flag(
         MISSING,
@@ -150,27 +148,26 @@ class ModelOptions:
         group="model",
         metavar="PATH|ORG/NAME[@REVISION]",
     )
-    text_encoder: Path | None = flag(
-        None,
-        "Gemma folder, or text-encoder file of LTX-2.5 (default: found near --model)",
-        parse_part,
-        group="model",
-        metavar="PATH",
+
+
+if TYPE_CHECKING:
+    PartFiles = Model
+else:
+    PartFiles = make_dataclass(
+        "PartFiles",
+        [
+            (name, "Path | None", flag(None, part.help, parse_part, group="model", metavar=part.metavar))
+            for name, part in FILES.items()
+        ],
+        bases=(Model,),
+        frozen=True,
     )
-    upsampler: Path | None = flag(
-        None,
-        "spatial upsampler, x2 or x1.5 (default: the x2 one found near --model)",
-        parse_part,
-        group="model",
-        metavar="FILE",
-    )
-    temporal_upsampler: Path | None = flag(
-        None,
-        "temporal upsampler, for --pipeline dfr (default: found near --model)",
-        parse_part,
-        group="model",
-        metavar="FILE",
-    )
+
+
+@dataclass(frozen=True)
+class ModelOptions(PartFiles):
+    """The model flags of `generate`; those that name files of parts are of the part table."""
+
     distilled_lora: LoraSpec | None = flag(
         None,
         "distilled LoRA, strength 1.0 unless given; none: --model is already distilled "
@@ -288,27 +285,6 @@ class ModelOptions:
         int,
         group=MEMORY,
         least=1,
-    )
-    video_vae: Path | None = flag(
-        None,
-        "video VAE of LTX-2.5, of either decoder (default: found near --model)",
-        Path,
-        group="model",
-        metavar="FILE",
-    )
-    audio_vae: Path | None = flag(
-        None,
-        "audio VAE of LTX-2.5 (default: found near --model)",
-        Path,
-        group="model",
-        metavar="FILE",
-    )
-    duration_head: Path | None = flag(
-        None,
-        "duration head of LTX-2.5, which chooses the clip's length (default: found near --model)",
-        Path,
-        group="model",
-        metavar="FILE",
     )
     video_decoder: str | None = flag(
         None,

@@ -8,10 +8,24 @@ from fractions import Fraction
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.models.catalog import PROMPT_TOKENS
-from ltx2rt.models.duration_head import frames_of
+from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import LENGTH, Stage, State
+
+NO_LENGTH = "--num-frames: none, and the checkpoint has no duration head; give one of both (--duration-head)"
+
+
+def chooses_length(model: ModelConfig) -> bool:
+    return model.part("duration_head") is not None
+
+
+def longest(
+    window_s: tuple[float, ...] | None, fps: Fraction, model: ModelConfig
+) -> tuple[tuple[float, float], int]:
+    """The window, or the default one, and the number of frames of the longest clip in it."""
+    low, high = window_s or DEFAULT_WINDOW_S
+    return (low, high), frames_of(1e9, fps, (low, high), model.video_vae.time_factor)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,9 @@ KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
     r"(?:language_model\.)?lm_head\..*",
 ]
 _KNOWN_UNUSED = re.compile("|".join(f"(?:{pattern})" for pattern in KNOWN_UNUSED))
-_HALVES = (
-    re.compile(  # networks in one file, each used without the others; the diffusion decoder is two
-        r"(?:audio_)?vae\.(?:per_channel_statistics|encoder|decoder)\."
-        r"(?:(?:conv_in(?!\.conv)|(?:det_stages|upsamples)\.[0-2])\.)?"
-    )
+_HALVES = re.compile(  # networks in one file, each used without the others; the decoder that denoises is two
+    r"(?:audio_)?vae\.(?:per_channel_statistics|encoder|decoder)\."
+    r"(?:(?:conv_in(?!\.conv)|(?:det_stages|upsamples)\.[0-2])\.)?"
 )
 
 

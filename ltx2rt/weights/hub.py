@@ -78,7 +78,7 @@ def fetch(
 
     part: "main" for a checkpoint and what belongs to it, "gemma" for a repository that is a Gemma folder, anything else
     for one file. wanted: kinds of files that come with a checkpoint where the repository has them and it does not hold
-    them itself; of a video VAE and a diffusion decoder the other comes if there is but that. offline: look into the
+    them itself; of the two video decoders the other comes if there is but that. offline: look into the
     cache alone. Raises InputError.
     """
     with _hub(repo):

@@ -65,7 +65,7 @@ class Part:
     """One part.
 
     How it is found. word: in messages; kind: the word that several share. option: the field of the
-    model options that names its file, help: of its flag. header, config: whether a file's header,
+    model options that names its file, help, metavar: of its flag. header, config: whether a file's header,
     or the config of a diffusers folder, is of it; no header: it has no file of its own. mark: bytes
     in its file's header. folder: where diffusers keeps it, library: where diffusers has its class.
     every: each release has it. either: a file of one layout goes with the other, too; own_release:
@@ -102,6 +102,7 @@ class Part:
     instead: str = ""
     kind: str = ""
     help: str = ""
+    metavar: str = "FILE"
     borrowed: tuple[str, ...] = ()
     section: str = ""
     read: Callable[[Found], Any] | None = None
@@ -236,7 +237,7 @@ PARTS = {
             "gemma", "text encoder", "text_encoder", _is_gemma,
             lambda keys: str(keys.get("model_type", "")).startswith("gemma"), mark=b"post_feedforward_layernorm",
             either=True, check=lambda gemma, model, where: configs.check_gemma(gemma, model.text, where),
-            help="Gemma folder, or text-encoder file of LTX-2.5 (default: found near --model)",
+            metavar="PATH", help="Gemma folder, or text-encoder file of LTX-2.5 (default: found near --model)",
         ),
         Part(  # with the convolutional decoder
             "video_vae", "video VAE", "video_vae", lambda h: h.vae("per_channel_statistics."),
