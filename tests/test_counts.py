@@ -3,9 +3,9 @@
 from counts import NAMED, RELEASES, naming
 
 MOST = {
-    "duration head": 15,
-    "diffusion decoder": 17,
-    "temporal upsampler": 13,
+    "duration head": 7,
+    "diffusion decoder": 7,
+    "temporal upsampler": 7,
 }  # ceilings that only go down
 
 
