@@ -98,11 +98,11 @@ def test_every_flag_arrives():
         " --enhance-prompt --enhance-seed 6 --enhanced-prompt t --offline"
     )
     options = ModelOptions(
-        "cuda", Path("m"), Path("g"), Path("u"), Path("v"), LoraSpec(Path("d"), 0.5),
+        "cuda", Path("m"), Path("g"), Path("vv"), Path("av"), Path("u"), Path("v"), Path("dh"),
+        LoraSpec(Path("d"), 0.5),
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
         True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True,
-        max_memory=3.5, video_vae=Path("vv"), audio_vae=Path("av"), duration_head=Path("dh"),
-        video_decoder="diffusion", offline=True,
+        max_memory=3.5, video_decoder="diffusion", offline=True,
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
     request = OneStage(
