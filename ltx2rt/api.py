@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import RLock
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,7 @@ from ltx2rt.run.files import Files
 from ltx2rt.run.plan import make_enhanced_plan, usual_stages
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce, sample_rate, timed
+from ltx2rt.run.segments import claim, discard, seed_of
 from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
@@ -102,26 +104,36 @@ class Session:
         pipeline: str = FIRST,
         on_progress: Callable[[Progress], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
+        parts: str | Path | None = None,
         **clip: Any,
     ) -> Clip:
         """One clip. clip: the clip flags of `generate` but output, report and latents_out.
+
+        parts: of a clip in segments, the folder that they are kept in until the clip is made, and from which a later
+        call of the same goes on; a temporary one by default.
 
         on_progress(progress): after every step. cancelled(): asked after every step and before every tile of the
         decoder; if it says so in one of several processes, Cancelled is raised in all, and the session is as usable as
         before. Raises InputError.
         """
         with self._lock:
-            return self._generate(
-                make_request(pipeline, prompt=prompt, **clip), on_progress, cancelled
-            )
+            request = make_request(pipeline, prompt=prompt, **clip)
+            if not request.in_segments:
+                return self._generate(request, on_progress, cancelled)
+            with TemporaryDirectory() as folder:
+                return self._generate(request, on_progress, cancelled, Path(parts or folder))
 
     def _generate(
         self,
         request: Request,
         on_progress: Callable[[Progress], None] | None,
         cancelled: Callable[[], bool] | None,
+        parts: Path | None = None,
     ) -> Clip:
         session = self.resident
+        if parts and request.seed is None:
+            request = replace(request, seed=seed_of(parts))
+        request = request.kept_in(parts) if parts else request
         if request.num_videos != 1:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
         if (
@@ -133,9 +145,13 @@ class Session:
             )
         plan = make_enhanced_plan(session, request)
         session.require_memory(plan.stages)
+        if parts and session.backend.is_main:
+            claim(session, plan, parts)
         plan = timed(session, plan)
         state, _, report = produce(session, plan, on_progress=on_progress, cancelled=cancelled)
         chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
+        if parts and session.backend.is_main:
+            discard(parts)
         size = (*plan.request.size_px, 3)
         return Clip(
             frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),

@@ -175,7 +175,7 @@ def plan_training(
 
 def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:
     """In the order of a run; of the decoder's tiles the largest alone."""
-    stages = request.stages(session.config, session.options, loras)
+    stages = request.all_stages(session.config, session.options, loras)
     asked, seen = target.components or COMPILED, set()
     for stage in stages:
         calls = list({call.program: call for call in stage.needs(session.config)}.values())

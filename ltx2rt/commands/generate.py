@@ -42,6 +42,7 @@ from ltx2rt.run.plan import (
     with_enhanced_prompt,
 )
 from ltx2rt.run.run import produce, timed
+from ltx2rt.run.segments import check_files, claim, discard, folder_of, seed_of
 from ltx2rt.run.write import sizes, write_files
 from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import ModelOptions
@@ -81,6 +82,9 @@ def run(
         if unread:
             note(f"the {request.name} pipeline does not read {', '.join(unread)}")
         _announce(session, plan)
+    folder = folder_of(files.output) if plan.request.in_segments and files.output else None
+    if folder and main:
+        claim(session, plan, folder)
     plan = timed(session, plan, stream)
     state, watch, report = produce(
         session,
@@ -95,10 +99,11 @@ def run(
             for frames in state.frames:
                 deque(frames, maxlen=0)
         return
+    outputs = write_files(session, plan, state, files, report)
+    if folder:
+        discard(folder)
     # Latents alone are one output for all seeds.
-    for output, seed in zip(
-        write_files(session, plan, state, files, report), plan.request.seeds, strict=False
-    ):
+    for output, seed in zip(outputs, plan.request.seeds, strict=False):
         print(watch.closing_line(output, seed))
 
 
@@ -150,9 +155,14 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 def main(args: argparse.Namespace) -> int | None:
     options, request, written = asked(args)
+    folder = folder_of(written.output) if written.output else None
+    check_files(request, written)
     if request.seed is None:  # ranks that this one starts need the same
-        request = replace(request, seed=draw_seed())
+        kept = seed_of(folder) if folder and request.in_segments else None
+        request = replace(request, seed=draw_seed() if kept is None else kept)
         args.argv = [*args.argv, "--seed", str(request.seed)]
+    if folder:
+        request = request.kept_in(folder)
     request.check()
     options = located(options, wanted_by(type(request)))
     checkpoint, request = prepared(

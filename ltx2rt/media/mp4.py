@@ -58,7 +58,10 @@ BT709, LIMITED_RANGE = (
 
 @dataclass(frozen=True)
 class Container:
-    """A format of FFmpeg's, its encoders with their options, and its metadata key for the settings."""
+    """A format of FFmpeg's and its encoders with their options.
+
+    audio_rates: in Hz, empty where every rate is taken. pixels: the video encoder's format.
+    """
 
     format: str
     video: str
@@ -67,6 +70,7 @@ class Container:
     audio_options: dict[str, str]
     audio_bits_per_s: int
     audio_rates: tuple[int, ...]
+    pixels: str = "yuv420p"
 
     def options(self, fps: Fraction, sample_rate: int) -> dict[str, str]:
         if self.format == "webm":
@@ -80,6 +84,8 @@ class Container:
 MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S, AAC_RATES)
 MOV = replace(MP4, format="mov")
 WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER_S, OPUS_RATES)
+# Frames and float32 samples come back bit for bit: a clip that is continued later.
+EXACT = Container("mov", "png", {"compression_level": "3"}, "pcm_f32le", {}, 0, (), pixels="rgb24")
 
 
 @dataclass(frozen=True)
@@ -120,19 +126,21 @@ def write_mp4(
             if comment is not None:
                 file.metadata["comment"] = json.dumps(comment, ensure_ascii=False)
             video: Any = file.add_stream(kind.video, rate=fps, options=dict(kind.video_options))
-            video.pix_fmt = "yuv420p"
+            video.pix_fmt = kind.pixels
             codec = video.codec_context
             codec.thread_count = ENCODER_THREADS
             codec.time_base = 1 / fps
-            codec.color_range = LIMITED_RANGE
-            codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+            if kind.pixels == "yuv420p":
+                codec.color_range = LIMITED_RANGE
+                codec.colorspace = codec.color_primaries = codec.color_trc = BT709
             # both streams exist before the first packet: the header is written then
             audio: Any = None
             if waveform is not None:
                 audio = file.add_stream(
                     kind.audio, rate=sample_rate, layout="stereo", options=dict(kind.audio_options)
                 )
-                audio.bit_rate = kind.audio_bits_per_s
+                if kind.audio_bits_per_s:
+                    audio.bit_rate = kind.audio_bits_per_s
             _encode_video(file, video, chunks, num_frames)
             if audio is not None and waveform is not None:
                 _encode_audio(file, audio, waveform, sample_rate)
@@ -195,12 +203,16 @@ def _encode_video(
                 stream.width, stream.height = width, height
             elif (width, height) != (stream.width, stream.height):
                 raise ValueError(f"frames: {width}x{height} after {stream.width}x{stream.height}")
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
-                format="yuv420p",
-                dst_colorspace=Colorspace.ITU709,
-                dst_color_range=ColorRange.MPEG,
-                interpolation=conversion,
-            )
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if stream.pix_fmt == "yuv420p":
+                frame = frame.reformat(
+                    format="yuv420p",
+                    dst_colorspace=Colorspace.ITU709,
+                    dst_color_range=ColorRange.MPEG,
+                    interpolation=conversion,
+                )
+            else:
+                frame = frame.reformat(format=stream.pix_fmt)
             frame.pts, frame.time_base = written, stream.codec_context.time_base
             container.mux(stream.encode(frame))
             written += 1

@@ -71,13 +71,15 @@ class Seam:
     """The frames of a segment that joins clips: `before` frames that repeat the end of one clip (0:
     there is none), `new` ones, and `after` frames that repeat the beginning of another.
 
-    fade: whether up to FADE_FRAMES of the frames that both sides have are blended.
+    fade: whether up to FADE_FRAMES of the frames that both sides have are blended. heard_s: seconds
+    of the segment that repeat the sound of the one clip, where that ends before its frames do.
     """
 
     before: int
     new: int
     after: int
     fade: bool = True
+    heard_s: Fraction | None = None
 
     @property
     def stop(self) -> int:
@@ -94,9 +96,9 @@ class Seam:
 
     def cuts(self, fps: Fraction, rate: int) -> tuple[int, int, int]:
         """Samples at which the new part starts and stops, and at which the segment ends."""
-        start, stop, end = (
-            round(n / fps * rate) for n in (self.before, self.stop, self.num_frames)
-        )
+        heard_s = Fraction(self.before) / fps if self.heard_s is None else self.heard_s
+        times_s = heard_s, self.stop / fps, self.num_frames / fps
+        start, stop, end = (round(time_s * rate) for time_s in times_s)
         return start, stop, end
 
 
@@ -114,7 +116,7 @@ def join_frames(
     """
     frames, count = before
     left, right = seam.faded(seam.before), seam.faded(seam.after)
-    yield from _stacked(islice(frames, count - left))
+    yield from stacked(islice(frames, count - left))
     number = 0
     for chunk in chunks:
         kept = []
@@ -130,10 +132,11 @@ def join_frames(
             number += 1
         if kept:
             yield np.stack(kept)
-    yield from _stacked(after)
+    yield from stacked(after)
 
 
-def _stacked(frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+def stacked(frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """u8[H, W, 3] each -> u8[n, H, W, 3], a few at once."""
     while held := list(islice(frames, CHUNK_FRAMES)):
         yield np.stack(held)
 

@@ -74,6 +74,12 @@ class Geometry:
         """[1, channels, n, mel]"""
         return (1, self.audio_channels, self.audio_latents, self.audio_mel)
 
+    @property
+    def sound_s(self) -> Fraction:
+        """Seconds of the sound that the audio latents decode to: some 0.03 s less than the frames."""
+        mel_frames = (self.audio_latents - 1) * self.audio_time_factor + 1
+        return Fraction(mel_frames * self.mel_hop, self.mel_sample_rate)
+
     def mel_shape(self, audio: AudioVaeConfig) -> tuple[int, ...]:
         """[1, 2, T, 64] of the mel spectrogram that the audio latents decode to."""
         return (

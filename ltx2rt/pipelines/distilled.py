@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest
+from ltx2rt.pipelines.request import NEUTRAL, Loras
+from ltx2rt.pipelines.segments import Segmented
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
@@ -20,7 +21,7 @@ from ltx2rt.stages.upsample import Upsample
 
 
 @dataclass(frozen=True)
-class Distilled(VideoRequest):
+class Distilled(Segmented):
     name: ClassVar[str] = "distilled"
     summary: ClassVar[str] = "8 distilled steps at half size, then 3 at full size; no guidance"
     scale: ClassVar[int] = 2

@@ -8,13 +8,14 @@ from typing import ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.flags import flag
 from ltx2rt.pipelines.request import Guided, Loras
+from ltx2rt.pipelines.segments import Segmented
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.stage import Stage
 
 
 @dataclass(frozen=True)
-class OneStage(Guided):
+class OneStage(Segmented, Guided):
     name: ClassVar[str] = "one-stage"
     summary: ClassVar[str] = "guided at full size"
 

@@ -207,6 +207,19 @@ class Request:
         """What the pipeline does, in order. The request is resolved."""
         raise NotImplementedError(f"pipeline {self.name} has no stages")
 
+    def all_stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+        """Those of the run: the stages, or of a clip in segments those of each."""
+        return self.stages(model, options, loras)
+
+    @property
+    def in_segments(self) -> bool:
+        """Whether the clip is made in several, which are kept in a folder."""
+        return False
+
+    def kept_in(self: R, folder: Path) -> R:
+        """The request with the folder of its segments, where it has any."""
+        return self
+
     # --- checks -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -415,8 +428,8 @@ class VideoRequest(Request):
             check_step(side, value, unit, 0, "px", f"divisible by {unit} ({self.name})")
         full = super().resolved(model)
         for image in self.images:
-            if not 0 <= image.frame < full.num_frames:
-                last = full.num_frames - 1
+            if not 0 <= image.frame < full.image_frames:
+                last = full.image_frames - 1
                 raise InputError(
                     f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}"
                 )
@@ -437,6 +450,11 @@ class VideoRequest(Request):
     @property
     def size_px(self) -> tuple[int, int]:
         return self.height, self.width
+
+    @property
+    def image_frames(self) -> int:
+        """How many frames there are that an image can be given for."""
+        return self.num_frames
 
     @property
     def first_image(self) -> Path | None:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.flags import flag
 from ltx2rt.pipelines.request import NEUTRAL, Guided, Loras
+from ltx2rt.pipelines.segments import Segmented
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.stage import Stage
@@ -15,7 +16,7 @@ from ltx2rt.stages.upsample import Upsample
 
 
 @dataclass(frozen=True)
-class TwoStage(Guided):
+class TwoStage(Segmented, Guided):
     name: ClassVar[str] = "two-stage"
     summary: ClassVar[str] = "guided at half size, then 3 distilled steps at full size"
     scale: ClassVar[int] = 2

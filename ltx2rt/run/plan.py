@@ -96,7 +96,7 @@ def resolved(
     request = request.resolved(checkpoint.config)
     distilled = distilled_lora(request, options, checkpoint.distilled_lora)
     loras = Loras(tuple(map(_planned, options.loras)), distilled and _planned(distilled))
-    return request, loras, tuple(request.stages(checkpoint.config, options, loras))
+    return request, loras, tuple(request.all_stages(checkpoint.config, options, loras))
 
 
 def _planned(lora: LoraSpec) -> LoraSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, TextIO
 
 import numpy as np
@@ -77,11 +78,9 @@ def produce(
 
     report() is the dict of `--report`, once the frames are taken.
     """
-    work = (
-        {c.name: float(c.steps * c.flops) for c in session.costs(plan.stages)}
-        if on_progress
-        else {}
-    )
+    work: dict[str, list[float]] = {}
+    for c in session.costs(plan.stages) if on_progress else ():
+        work.setdefault(c.name, []).append(float(c.steps * c.flops))
     built, loaded = session.backend.num_built, session.weights.loaded_bytes
     watch = Stopwatch(
         stream,
@@ -89,7 +88,8 @@ def produce(
         observer=on_progress,
         cancelled=cancelled or (lambda: False),
         agree=session.backend.agree,
-        work=work,
+        work={name: fmean(each) for name, each in work.items()},
+        total_work=sum(map(sum, work.values())),
         verbose=verbose,
         look=look or (lambda latents: None),
     )

@@ -64,6 +64,9 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     samples = 2 * seconds * session.config.vocoder.sample_rate
     clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
+    if request.in_segments and files.output is not None:
+        kept = 4 * pixels + 8 * seconds * session.config.vocoder.sample_rate
+        sizes[files.output.with_name("segments")] = int(2 * kept)
     if (
         files.latents_out
     ):  # noise, start, result and what is made of it, each step's latents and x0; samplers' noise

@@ -44,6 +44,8 @@ from ltx2rt.session.session import Session
 OFFERED = (int, float, str, bool, parse_fps, parse_blocks)  # parsers of flags that name no file
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 MAX_VIDEOS = 8  # of one request
+MAX_PROMPTS = 64  # of segments
+MAX_SECONDS = 120  # of a clip in segments
 UPLOADS = {
     "audio_path": SOUND,
     "video_path": VIDEO,
@@ -223,6 +225,9 @@ class Admission:
             )
         request.check_options(self._session.options)
         request = request.resolved(self.checkpoint.config)
+        seconds = float(request.clip_frames / request.clip_fps)
+        if request.in_segments and seconds > MAX_SECONDS:
+            raise InputError(f"--length: {seconds:.4g} s, expected at most {MAX_SECONDS} s here")
         texts = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
         shape = repr(
             (
@@ -245,7 +250,7 @@ class Admission:
         height, width = request.size_px
         job = {
             "pipeline": name, "clip": resolved, "images": images, "loras": loras, "files": files, "n": n,
-            "size": f"{width}x{height}", "seconds": float(request.num_frames / request.fps),
+            "size": f"{width}x{height}", "seconds": seconds,
         }  # fmt: skip
         digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
         return Admitted(given, job, work, json.dumps(loras) if loras else "", digest)
@@ -451,13 +456,19 @@ def offered(type_: type[Request]) -> dict[str, Field]:
     return {
         name: f
         for name, (f, how) in found.items()
-        if how.parse in OFFERED and not how.repeat and name not in NOT_HERE
+        if how.parse in OFFERED and (not how.repeat or how.parse is str) and name not in NOT_HERE
     }
 
 
 def value(f: Field, given: Any) -> Any:
     """A field's value from JSON or from the text of a form. Raises InputError."""
     parse, name = f.metadata["flag"].parse, f"--{f.name.replace('_', '-')}"
+    if f.metadata["flag"].repeat:
+        texts = isinstance(given, list) and len(given) <= MAX_PROMPTS
+        if not texts or not all(isinstance(x, str) and len(x) <= MAX_PROMPT for x in given):
+            most = f"{MAX_PROMPTS} texts of at most {MAX_PROMPT} characters"
+            raise InputError(f"{name}: expected a list of at most {most}")
+        return convert(f, given)
     if parse is bool:
         if str(given).lower() not in ("true", "false"):
             raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
@@ -495,6 +506,8 @@ def schema(f: Field) -> dict[str, Any]:
     }
     negated = how.name is not None and how.name.startswith("--no-")
     found = {"type": types.get(how.parse, "string"), "description": "" if negated else how.help}
+    if how.repeat:
+        found |= {"type": "array", "items": {"type": "string"}}
     if how.choices:
         found["enum"] = list(how.choices)
     bounds = {"minimum": how.least, "maximum": how.most, "exclusiveMinimum": how.above}

@@ -24,12 +24,14 @@ from threading import Lock
 from typing import IO, Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.run.segments import discard
 from ltx2rt.serve.queue import JOB_ID, Job
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STORAGE = "storage"  # the code of a run that failed because its files could not be written
 MIN_FREE_BYTES = 2 * 10**9
 CLIP, THUMBNAIL, REPORT = ".mp4", ".webp", ".json"
+SEGMENTS = ".segments"  # a folder, of a job that is being made
 _RUN = rf"(?P<stem>(?P<job>{JOB_ID.pattern})\.[0-9]+)(\.[0-9]+)?"
 OUTPUT = re.compile(rf"{_RUN}(\.mp4|\.webp|\.json)")
 UNFINISHED_OUTPUT = re.compile(rf"\.\.?{_RUN}\.partial\.mp4(\.[0-9]+\.partial)?")
@@ -128,6 +130,7 @@ class Folder:
             return None
 
     def remove(self, job: Job) -> None:
+        discard(self.outputs / f"{job.id}{SEGMENTS}")
         beside = (job.stem + suffix for suffix in (THUMBNAIL, REPORT))
         for name in (*clip_names(job.stem, job.job.get("n", 1)), *beside):
             (self.outputs / name).unlink(missing_ok=True)
@@ -139,6 +142,8 @@ class Folder:
         an older copy; returns their names.
         """
         self._remove_unfinished()
+        kept = list(kept)
+        self._remove_segments(job.id for job in kept if not job.over)
         stems, unknown = {job.stem for job in kept}, []
         for path, match in list(_own(self.outputs, OUTPUT)):
             if match["stem"] in stems:
@@ -152,6 +157,7 @@ class Folder:
     def clear(self) -> None:
         """Remove every file that a server or batch made here."""
         self._remove_unfinished()
+        self._remove_segments()
         for folder, names in ((self.outputs, OUTPUT), (self.inputs, INPUT)):
             for path, _ in list(_own(folder, names)):
                 path.unlink(missing_ok=True)
@@ -160,6 +166,14 @@ class Folder:
         for folder, names in ((self.outputs, UNFINISHED_OUTPUT), (self.inputs, UNFINISHED_INPUT)):
             for path, _ in list(_own(folder, names)):
                 path.unlink(missing_ok=True)
+
+    def _remove_segments(self, kept: Iterable[str] = ()) -> None:
+        """Those of all jobs but the ones with these ids."""
+        ids = set(kept)
+        for path in self.outputs.glob(f"*{SEGMENTS}"):
+            job = path.name.removesuffix(SEGMENTS)
+            if JOB_ID.fullmatch(job) and job not in ids and not path.is_symlink():
+                discard(path)
 
     def remove_folder(self) -> None:
         """Remove the folder itself, unless it holds files that were not made here."""
@@ -239,6 +253,11 @@ def inputs_of(job: Mapping[str, Any]) -> Iterator[str]:
     """The names of the files among the inputs that a job reads."""
     yield from (image[0] for image in job["images"])
     yield from (file[0] for files in job.get("files", {}).values() for file in files)
+
+
+def segments_of(job: Mapping[str, Any]) -> Path:
+    """Where a worker keeps the segments of a job, from which a later run of it goes on."""
+    return Path(job["stem"]).with_name(job["id"] + SEGMENTS)
 
 
 def clip_names(stem: str, count: int) -> list[str]:

@@ -39,8 +39,9 @@ from ltx2rt.ranks.environment import FAILED
 from ltx2rt.run.plan import Plan, make_plan
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce, sample_rate, timed, warm_up
+from ltx2rt.run.segments import claim, discard
 from ltx2rt.run.write import save
-from ltx2rt.serve.folder import STORAGE, publish, writing_problem
+from ltx2rt.serve.folder import STORAGE, publish, segments_of, writing_problem
 from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.session.options import LoraSpec
@@ -107,6 +108,8 @@ def work(
         if crew is not None:
             job = json.loads(crew.handed_out("job", number, json.dumps(job)))
         event, facts = attempt(session, own, job, pipe if first else None, projection)
+        if first and facts.get("code") != STORAGE:  # else another run goes on from them
+            discard(segments_of(job))
         pipe.cancelled.discard(job["id"])
         pipe.watched.discard(job["id"])
         alone = ("out_of_memory", STORAGE)  # what one rank meets while the others wait for it
@@ -195,7 +198,10 @@ def run(
     look: Callable[[Callable[[], np.ndarray]], None],
 ) -> dict[str, Any]:
     """Make the job's files; its result. own: the LoRAs of every job."""
-    plan = timed(session, planned(session, own, job))
+    plan = planned(session, own, job)
+    if plan.request.in_segments and session.backend.is_main:
+        claim(session, plan, segments_of(job))
+    plan = timed(session, plan)
     state, _, report = produce(session, plan, on_progress=progress, cancelled=cancelled, look=look)
     if not session.backend.is_main:
         for frames in state.frames:
@@ -251,7 +257,10 @@ def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -
         images = [(Path(path), frame, strength) for path, frame, strength in job["images"]]
         more = {"images": images} if images else {}
         more |= {"num_videos": job.get("n", 1), **job.get("files", {})}
-        plan = make_plan(session, make_request(job["pipeline"], **job["clip"], **more))
+        request = make_request(job["pipeline"], **job["clip"], **more)
+        if request.in_segments:
+            request = request.kept_in(segments_of(job))
+        plan = make_plan(session, request)
         session.require_memory(plan.stages)
     except InputError as error:
         refused = error

@@ -47,10 +47,11 @@ class Stopwatch:
     """Times stages and shows them: on a terminal what is under way, with a bar for steps, and a line for what is done;
     elsewhere, and if `verbose`, a line when each begins, too.
 
-    stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told of each step.
-    cancelled: whether the caller wants the run to end; agree: whether a process says so, asked by all of them. work: of
-    each stage, in any unit, for the observer. look: given after every step what makes the step's x0 of the video, a
-    host array, f32[videos, C, frames, rows, columns].
+    stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told
+    of each step. cancelled: whether the caller wants the run to end; agree: whether a process
+    says so, asked by all of them. work: of each stage, in any unit, for the observer; total_work:
+    of the run, if stages run several times. look: given after every step what makes the step's x0
+    of the video, a host array, f32[videos, C, frames, rows, columns].
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Stopwatch:
         work: Mapping[str, float] | None = None,
         verbose: bool = False,
         look: Callable[[Callable[[], Any]], None] = lambda latents: None,
+        total_work: float | None = None,
     ):
         self.stream, self.clock, self.synchronize = stream, clock, synchronize
         self.observer, self.cancelled, self.agree, self.work = (
@@ -72,6 +74,7 @@ class Stopwatch:
             agree,
             dict(work or {}),
         )
+        self.total_work = sum(self.work.values()) if total_work is None else total_work
         self.look = look
         self._bars = stream is not None and stream.isatty()
         self.verbose = verbose
@@ -178,7 +181,7 @@ class Stopwatch:
         if self.observer is None:
             return
         done = self._done + self.work.get(stage.name, 0.0) * count / max(steps, 1)
-        fraction = min(1.0, done / (sum(self.work.values()) or 1.0))
+        fraction = min(1.0, done / (self.total_work or 1.0))
         spent = self._charged() - self._start
         eta_s = spent * (1 - fraction) / fraction if fraction else None
         self.observer(Progress(stage.name, count, steps, fraction, eta_s))
@@ -188,8 +191,10 @@ class Stopwatch:
         return self.clock() - sum(self.apart_s.values())
 
     def closing_line(self, output: Path, seed: int) -> str:
-        times = [f"{stage.name} {stage.time_s:.1f}" for stage in self.stages]
-        times += [f"{name} {seconds:.1f}" for name, seconds in self.apart_s.items()]
+        spent: dict[str, float] = {}
+        for stage in self.stages:  # of segments each has its own
+            spent[stage.name] = spent.get(stage.name, 0.0) + stage.time_s
+        times = [f"{name} {seconds:.1f}" for name, seconds in (spent | self.apart_s).items()]
         size = sum(path.stat().st_size for path in files_of(output)) / 1e6
         return f"{output}: {size:.2f} MB, seed {seed}, {self.total_s:.1f} s ({', '.join(times)})"
 

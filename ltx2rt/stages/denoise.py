@@ -181,7 +181,9 @@ class Denoise(Stage):
         for m in self.made:
             x, start = states[m], latents[m]
             noise = self.noise.draw(f"{self.name}.{m}", x.shape[1:])
-            start = None if start is None or m in self.masks else packing[m](start)
+            if start is not None:  # a start that is the source, too, is not one
+                remade = m in state.source or m not in self.masks
+                start = packing[m](start) if remade else None
             feeds[f"{m}_latent"] = x.initial(noise, float(self.sigmas[0]), start)
             feeds |= {f"{m}_{name}": np.zeros_like(noise) for name in CARRIED[self.stepping]}
             state.put(f"{self.name}.{m}.noise", noise)

@@ -33,6 +33,10 @@ class SourceClip:
     info: VideoInfo
     flag: str
 
+    @property
+    def num_frames(self) -> int:
+        return self.info.num_frames
+
     def frames(self) -> Iterator[np.ndarray]:
         return read_frames(self.path, self.flag, self.info.num_frames)
 
@@ -45,7 +49,7 @@ class SourceClip:
 
     def sound(self, rate: int) -> np.ndarray:
         """f32[2, N] at `rate` Hz, as long as the frames; silence if the file has none. Raises InputError."""
-        size = round(self.info.num_frames / self.info.fps * rate)
+        size = round(self.num_frames / self.info.fps * rate)
         if not self.info.has_sound:
             return np.zeros((2, size), np.float32)
         waveform, own_rate, _ = self._sound
@@ -144,9 +148,7 @@ class Join(Stage):
         state.put("waveform", state.waveforms if len(made) > 1 else state.waveforms[0])
 
     def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        before = (
-            (self.before.frames(), self.before.info.num_frames) if self.before else (iter(()), 0)
-        )
+        before = (self.before.frames(), self.before.num_frames) if self.before else (iter(()), 0)
         return join_frames(
             chunks, before, self.after.frames() if self.after else iter(()), self.seam
         )

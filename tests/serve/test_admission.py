@@ -1,6 +1,7 @@
 """What is offered and what is refused, in this process."""
 
 import hashlib
+import json
 
 import pytest
 from PIL import Image, ImageFile
@@ -49,6 +50,36 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
             Refusal, match="pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"
         ):
             found.admit({**CLIP, "pipeline": name})
+
+
+def test_clips_in_segments(admission):
+    found = admission("tiny-2.3", distilled_lora=NO_LORA)
+    given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "num_frames": 25}
+    job = found.admit({**given, "overlap": 9, "segments": 4, "segment_prompts": ["b", "c"]}).job
+    assert job["seconds"] == pytest.approx((25 + 3 * 16) / 24)
+    assert json.loads(json.dumps(job))["clip"]["segment_prompts"] == ["b", "c"]
+    fields = found.limits()["pipelines"]["one-stage"]["fields"]
+    assert fields["segment_prompts"]["items"] == {"type": "string"}
+    for more, message in (
+        ({"segments": 1}, "segments: 1, expected 2 to 1000"),
+        ({"segments": 3, "segment_prompts": "b"}, "segment_prompts: expected a list of at most 64"),
+        ({"segments": 3, "segment_prompts": ["b", 5]}, "segment_prompts: expected a list"),
+        (
+            {"segments": 3, "overlap": 9, "segment_prompts": ["b"] * 3},
+            "3 after --prompt, but the clip has 3",
+        ),
+        ({"segments": 3, "segment_prompts": [" "]}, "segment-prompt: one is empty"),
+        ({"length": 121, "overlap": 9}, "121 s, expected at most 120 s here"),
+        ({"length": 5, "segments": 3}, "given beside --segments"),
+        ({"length": "nan"}, "length"),
+        ({"length": 5, "n": 2}, "num-videos: does not go with a clip in segments"),
+        ({"length": 5, "overlap": 26}, "the nearest are 25 and 33"),
+        ({"length": 5, "parts_folder": "/tmp"}, "parts_folder"),
+    ):
+        with pytest.raises(Refusal) as refused:
+            found.admit({**given, **more})
+        text = str(refused.value).replace("_", "-")
+        assert message.replace("_", "-") in text, (more, text)
 
 
 def test_pixels_are_not_decoded_where_requests_are_planned(admission, tmp_path, monkeypatch):

@@ -76,7 +76,22 @@ def test_only_files_that_a_server_made_are_removed(folder):
     for partial in (f".{kept}.3.partial.mp4", f"..{kept}.3.1.partial.mp4.77.partial"):
         (folder.outputs / partial).write_bytes(b"half")
     (folder.inputs / f".{'a' * 64}.media.01234567").write_bytes(b"half")
-    assert folder.sweep([SimpleNamespace(stem=f"{kept}.2", job={"images": []})], {kept, gone}) == []
+    for job in (kept, gone):
+        (folder.outputs / f"{job}.segments").mkdir()
+        for name in (
+            "request.json",
+            "0000.mov",
+            ".0001.mov.7.partial",
+            "..0001.mov.7.partial.7.partial",
+        ):
+            (folder.outputs / f"{job}.segments" / name).write_bytes(b"part")
+    job = SimpleNamespace(id=kept, over=False, stem=f"{kept}.2", job={"images": []})
+    assert folder.sweep([job], {kept, gone}) == []
+    assert len(list((folder.outputs / f"{kept}.segments").iterdir())) == 4
+    assert not (folder.outputs / f"{gone}.segments").exists()
+    job.over = True
+    folder.sweep([job], {kept, gone})
+    assert not (folder.outputs / f"{kept}.segments").exists()
     assert names(folder.outputs) - foreign == {
         f"{kept}.2{end}" for end in (".mp4", ".1.mp4", ".webp", ".json")
     }

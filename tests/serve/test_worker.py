@@ -101,6 +101,33 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     worker.process.stdout.close(), worker.process.stderr.close()
 
 
+def test_a_killed_worker_leaves_its_segments_to_the_next_one(tiny, tmp_path):
+    """The clip is that of an undisturbed run, and nothing else is left."""
+    model = tiny("tiny-2.3", "official")
+    how = {"num_frames": 25, "overlap": 9, "segments": 4, "segment_prompts": ["a hare"]}
+    for number, kills in ((1, 0), (2, 1)):
+        for epoch in range(1, kills + 2):
+            worker = Worker(model)
+            worker.run(tmp_path, number, epoch=epoch, **how)
+            if epoch <= kills:
+                folder, until = tmp_path / "j2.segments", time.monotonic() + 120
+                while not (folder / "0001.mov").exists():
+                    assert worker.process.poll() is None and time.monotonic() < until
+                    time.sleep(0.01)
+                worker.process.kill()
+                worker.process.wait()
+                assert {"request.json", "0000.mov"} < {path.name for path in folder.iterdir()}
+        done = worker.events("done", "failed")[-1]
+        assert done["event"] == "done", done
+        worker.process.stdin.close()
+        worker.process.wait()
+    names = {f"j{job}.{suffix}" for job in ("1.1", "2.2") for suffix in ("json", "mp4", "webp")}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert (tmp_path / "j1.1.mp4").read_bytes() == (tmp_path / "j2.2.mp4").read_bytes()
+    stages = [s["name"] for s in done["result"]["report"]["stages"]]
+    assert 1 <= stages.count("stage1") <= 2  # two of four were there
+
+
 def test_a_replica_has_the_room_of_what_it_may_let_go():
     """Of weights, and of recorded steps, which the server's planner could not let go."""
     device = DeviceInfo("cuda", "a GPU", 100, 30, reserve_bytes=5, recorded_bytes=7)

@@ -1,0 +1,249 @@
+"""Clips of any length: a pipeline's clip made segment after segment, each a request like any other.
+
+A segment after the first repeats the last frames of the one before, and goes on from there. All but
+the first have one shape, so that a clip of any length needs two programs for a denoising stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.media.splice import Seam
+from ltx2rt.pipelines.request import DEFAULT_FRAMES, SEED_LIMIT, Loras, VideoRequest, check_step
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.clip_end import ends
+from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.given import Given
+from ltx2rt.stages.joined import Join, OverlapSound, kept_sound
+from ltx2rt.stages.segments import Keep, Part, Segments, segment_starts
+from ltx2rt.stages.stage import Stage
+
+MAX_SEGMENTS = 1000
+MAX_LENGTH_S = 3600
+
+
+@dataclass(frozen=True)
+class Segmented(VideoRequest):
+    """parts_folder: where the segments are kept; those that are there are not made again."""
+
+    segments: int | None = flag(
+        None,
+        "number of segments of --num-frames each that the clip is made in, one continuing the other",
+        int,
+        group="clip",
+        least=2,
+        most=MAX_SEGMENTS,
+    )
+    length: float | None = flag(
+        None,
+        "length of a clip that is made in segments, in seconds, in place of --segments",
+        float,
+        group="clip",
+        metavar="S",
+        above=0,
+        most=MAX_LENGTH_S,
+    )
+    segment_prompts: tuple[str, ...] = flag(
+        (),
+        "prompts of the second segment, the third, ...; the last one is that of all later ones",
+        str,
+        group="clip",
+        name="--segment-prompt",
+        repeat=True,
+        keyword="segment_prompt",
+    )
+    overlap: int = flag(
+        25,
+        "number of frames that a segment sees and repeats of the one before, 8k + 1",
+        group="conditioning",
+        least=9,
+        most=97,
+    )
+    parts_folder: Path | None = field(default=None, repr=False)
+
+    @property
+    def in_segments(self) -> bool:
+        return self.segments is not None or self.length is not None
+
+    @property
+    def clip_frames(self) -> int:
+        if not self.in_segments or self.num_frames is None:
+            return super().clip_frames
+        if self.segments is not None:
+            return self.num_frames + (self.segments - 1) * (self.num_frames - self.overlap)
+        step = 8  # frames of a latent, in every release
+        return max(ceil((Fraction(self.length or 0) * self.fps - 1) / step), 0) * step + 1
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The clip's frame at which each segment begins. Of a resolved request."""
+        return segment_starts(self.clip_frames, self.num_frames, self.overlap)
+
+    def settings(self, path: Any = str) -> dict[str, Any]:
+        found = super().settings(path)
+        return {name: value for name, value in found.items() if name != "parts_folder"}
+
+    @property
+    def image_frames(self) -> int:
+        return self.clip_frames
+
+    def kept_in(self, folder: Path) -> Any:
+        return replace(self, parts_folder=folder) if self.in_segments else self
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        super().check()
+        if self.segments is not None and self.length is not None:
+            raise InputError("--length: given beside --segments; leave one of the two out")
+        if not self.in_segments:
+            if self.segment_prompts:
+                raise InputError("--segment-prompt: the clip has one segment; give --segments")
+            return
+        for name, given in (
+            ("--num-videos", self.num_videos > 1),
+            ("--noise-in", self.noise_in),
+            ("--auto-duration", self.auto_duration),
+            ("--num-generated-keyframes", self.num_generated_keyframes),
+        ):
+            if given:
+                raise InputError(f"{name}: does not go with a clip in segments; leave it out")
+        for prompt in self.segment_prompts:
+            if not prompt.strip():
+                raise InputError("--segment-prompt: one is empty; say what the segment shows")
+            if prompt != prompt.encode(errors="ignore").decode():
+                raise InputError("--segment-prompt: holds characters that are no text")
+        if self.segment_prompts and (self.enhance_prompt or self.enhanced_prompt):
+            raise InputError(
+                "--enhance-prompt: writes one prompt out, but --segment-prompt gives several; "
+                "leave one of the two out"
+            )
+
+    def _lasting(self, model: ModelConfig) -> Any:
+        if self.in_segments and self.num_frames is None:
+            return replace(self, num_frames=DEFAULT_FRAMES)
+        return super()._lasting(model)
+
+    def resolved(self: Any, model: ModelConfig) -> Any:
+        full = super().resolved(model)
+        if not self.in_segments:
+            return full
+        step = model.video_vae.time_factor
+        check_step("--overlap", full.overlap, step, 1, "frames", f"{step}*k + 1")
+        if full.overlap >= full.num_frames:
+            raise InputError(
+                f"--overlap: {full.overlap}, but a segment has {full.num_frames} frames; give fewer"
+            )
+        if full.clip_frames <= full.num_frames:
+            raise InputError(
+                f"--length: {full.length:g} s are {full.clip_frames} frames, and one segment has "
+                f"{full.num_frames}; leave it out, or give a smaller --num-frames"
+            )
+        count = len(full.starts)
+        if count > MAX_SEGMENTS:
+            raise InputError(
+                f"--length: {count} segments, expected at most {MAX_SEGMENTS}; give more --num-frames"
+            )
+        if len(full.segment_prompts) >= count:
+            raise InputError(
+                f"--segment-prompt: {len(full.segment_prompts)} after --prompt, but the clip has "
+                f"{count} segments; give at most {count - 1}"
+            )
+        return full
+
+    # --- what is made -------------------------------------------------------------------------------------------
+
+    def remarks(self, model: ModelConfig) -> Iterator[str]:
+        yield from super().remarks(model)
+        if self.in_segments:
+            count, new = len(self.starts), self.num_frames - self.overlap
+            seconds = self.clip_frames / float(self.fps)
+            yield f"{count} segments: {self.num_frames} frames, then {new} new ones each; {seconds:.2f} s"
+            made = sum(part.path.exists() for part in self.parts) if self.parts_folder else 0
+            if made:
+                yield f"{made} of them are there already, in {self.parts_folder}"
+
+    @property
+    def parts(self) -> list[Part]:
+        folder = self.parts_folder or Path()
+        return [
+            Part.of(folder / f"{i:04d}.mov", self.num_frames, self.fps, self.audio, start)
+            for i, start in enumerate(self.starts)
+        ]
+
+    def all_stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+        """Those of the segments that are not there yet, and of the clip that they make."""
+        if not self.in_segments:
+            return super().all_stages(model, options, loras)
+        stages, parts = [], self.parts
+        for i, part in enumerate(parts):
+            if self.parts_folder and part.path.exists():
+                continue
+            made = self._segment(i).stages(model, options, loras)
+            if i:
+                first = part.start - parts[i - 1].start
+                made = list(continued(made, replace(parts[i - 1], first=first), options, model))
+            stages += [*made, Keep(part, i + 1, len(parts))]
+        return [*stages, Segments(parts)]
+
+    def _segment(self, i: int) -> Any:
+        """Segment i as a request; the clip's images are those of the segment that they are new in."""
+        start, prompts = self.starts[i], (self.prompt, *self.segment_prompts)
+        new = range(
+            start if i == 0 else self.starts[i - 1] + self.num_frames, start + self.num_frames
+        )
+        images = [
+            replace(image, frame=image.frame - start) for image in self.images if image.frame in new
+        ]
+        return replace(
+            self,
+            prompt=prompts[min(i, len(prompts) - 1)],
+            seed=segment_seed(self.seeds[0], i),
+            images=tuple(images),
+            segments=None,
+            length=None,
+            segment_prompts=(),
+        )
+
+
+def segment_seed(seed: int, i: int) -> int:
+    """The seed of segment i: the clip's for the first, so that this one is the plain clip's; of the
+    others a number that depends on both alone, not on how many segments there are."""
+    digest = hashlib.sha256(f"segment {i} of {seed}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") % SEED_LIMIT if i else seed
+
+
+def continued(
+    stages: list[Stage], before: Part, options: ModelOptions, model: ModelConfig
+) -> Iterator[Stage]:
+    """The stages of a clip, each of which continues the part before, in pictures and sound.
+
+    Every denoising stage is given the part's last frames at its own size, after what it is given
+    besides; the sound of these frames is kept, too.
+    """
+    denoising = [stage for stage in stages if isinstance(stage, Denoise)]
+    clip, overlap, fps = denoising[-1].geometry, before.num_frames, before.info.fps
+    before = replace(before, heard_s=min(clip.sound_s, before.info.num_frames / fps))
+    heard_s = before.heard_s - before.first / fps
+    seam, masks = Seam(overlap, before.info.num_frames - overlap, 0, heard_s=heard_s), {}
+    if before.info.has_sound:
+        yield OverlapSound(clip, seam, before, None)
+        masks = {"audio": kept_sound(clip, heard_s, None)}
+    file = before.path, before.info.num_frames
+    for stage in stages:
+        if isinstance(stage, Denoise):
+            tail = ends(stage.geometry, file, None, overlap, 0, 1.0, options.vae_tiling, model)
+            stage = replace(stage, given=(*stage.given, *tail), masks=masks)
+            yield Given(stage.name, stage.given)
+        if not isinstance(stage, Given):
+            yield stage
+    yield Join(seam, before, None, fps)

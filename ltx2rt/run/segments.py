@@ -1,0 +1,83 @@
+"""The folder of a clip that is made in segments: whose it is, and its end.
+
+Decides that a run goes on only from segments of the very same request, model and versions.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.atomic_file import replacing
+from ltx2rt.errors import InputError
+from ltx2rt.pipelines.request import Request
+from ltx2rt.run.files import Files
+from ltx2rt.run.plan import Plan
+from ltx2rt.run.report import comment
+from ltx2rt.session.session import Session
+
+REQUEST = "request.json"
+PART = "[0-9][0-9][0-9][0-9].mov"
+
+
+def folder_of(output: Path) -> Path:
+    """Where the segments of an output are kept until it is whole."""
+    return output.with_name(f"{output.name}.segments")
+
+
+def check_files(request: Request, files: Files) -> None:
+    """Refuse files that no clip in segments is written to. Raises InputError."""
+    if not request.in_segments:
+        return
+    for name, given in (("--latents-out", files.latents_out), ("--warmup", files.warmup)):
+        if given:
+            raise InputError(f"{name}: does not go with a clip in segments; leave it out")
+
+
+def seed_of(folder: Path) -> int | None:
+    """The seed of the run whose segments are there; None where there is none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((folder / REQUEST).read_text())["seed"])
+    return None
+
+
+def claim(session: Session, plan: Plan, folder: Path) -> None:
+    """Take the folder for the plan's clip. Raises InputError if it holds another one's segments."""
+    asked = json.loads(json.dumps(comment(session, plan.request, 0)))
+    path = folder / REQUEST
+    try:
+        folder.mkdir(exist_ok=True)
+        found = json.loads(path.read_text()) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise InputError(f"--output: {folder} cannot be read ({error}); remove it") from None
+    if found is None:
+        if other := next((p for p in folder.iterdir() if p.suffix != ".partial"), None):
+            raise InputError(f"--output: {other} is no segment; move it, or choose another name")
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(asked, ensure_ascii=False))
+    elif found != asked:
+        raise InputError(
+            f"--output: {folder} holds segments of another run ({_difference(found, asked)}); remove "
+            "the folder to begin anew, or choose another name"
+        )
+
+
+def _difference(found: Any, asked: Any, name: str = "") -> str:
+    """The first thing that differs, with both of its values."""
+    if isinstance(found, dict) and isinstance(asked, dict):
+        for key in {**found, **asked}:
+            if found.get(key) != asked.get(key):
+                return _difference(found.get(key), asked.get(key), key)
+    return f"{name}: {str(found)[:60]!r}, now {str(asked)[:60]!r}"
+
+
+def discard(folder: Path) -> None:
+    """Remove the segments, and the folder unless something else is in it."""
+    unfinished = folder.glob(f".*{PART}.*.partial"), folder.glob(f".{REQUEST}.*.partial")
+    for path in (*folder.glob(PART), *chain(*unfinished), folder / REQUEST):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,305 @@
+"""Clips in segments: where each begins, what it keeps of the one before, and that runs go on where they stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import ltx2rt
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import EXACT, write_mp4
+from ltx2rt.media.sound import read_sound
+from ltx2rt.media.video import read_frames
+from ltx2rt.models.geometry import pack_audio, pack_video
+from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.segments import segment_seed
+from ltx2rt.placement.plan import peak
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.run.segments import folder_of
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.joined import Join, kept_sound
+from ltx2rt.stages.segments import Keep, Segments, segment_starts
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2
+
+CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
+SIZE = {"width": 64, "height": 64, "num_frames": 25, "overlap": 9, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def opened(tiny):
+    how = {"device": "cpu", "distilled_lora": "none", "dtype": "float32"}
+    with ltx2rt.open(tiny("tiny-2.3", "official"), backend="cuda", **how) as session:
+        yield session
+
+
+def asked(folder, pipeline="one-stage", **more):
+    steps = {} if pipeline == "distilled" else {"steps": 2}
+    given = {"prompt": "a fox", **SIZE, **steps, "segments": 3} | more
+    return make_request(pipeline, **given).kept_in(folder)
+
+
+def made(session, request, **how):
+    """Frames and waveform of a run; its parts stay in their folder."""
+    state, *_ = produce(session, make_plan(session, request), **how)
+    frames = np.concatenate(list(next(state.frames)))
+    return frames, None if state.waveforms is None else state.waveforms[0]
+
+
+def part(folder, i, count=25):
+    path = folder / f"{i:04d}.mov"
+    return np.stack(list(read_frames(path, "", count))), read_sound(path)[0]
+
+
+def test_segments_begin_by_the_formula():
+    """A minute at 24 per second in segments of 121 frames that repeat 25: 15, of which the last repeats 49."""
+    starts = segment_starts(1441, 121, 25)
+    assert len(starts) == 15 and starts[13] == 13 * 96 and starts[14] == 1441 - 121
+    assert starts[13] + 121 - starts[14] == 49
+    assert segment_starts(121 + 96, 121, 25) == (0, 96)
+    for frames in range(129, 1000, 8):
+        starts = segment_starts(frames, 121, 25)
+        laps = [a + 121 - b for a, b in pairwise(starts)]
+        assert starts[-1] + 121 == frames and set(laps[:-1]) <= {25} and 25 <= laps[-1] < 121
+
+
+def test_a_part_comes_back_bit_for_bit(tmp_path):
+    rng = np.random.default_rng(0)
+    for fps, rate in ((Fraction(24), 24000), (Fraction(30000, 1001), 48000)):
+        frames = rng.integers(0, 256, (9, 64, 96, 3)).astype(np.uint8)
+        wave = rng.uniform(-1, 1, (2, round(9 / fps * rate))).astype(np.float32)
+        file = tmp_path / "part.mov"
+        sound = {"waveform": wave, "sample_rate": rate}
+        write_mp4(file, [frames], num_frames=9, fps=fps, **sound, container=EXACT)
+        np.testing.assert_array_equal(np.stack(list(read_frames(file, "", 9))), frames)
+        np.testing.assert_array_equal(read_sound(file)[0], wave)
+
+
+@pytest.mark.parametrize("pipeline", ["one-stage", "distilled"])
+def test_the_first_segment_is_the_plain_clip_and_each_goes_on(opened, tmp_path, pipeline):
+    session = opened.resident
+    frames, wave = made(session, asked(tmp_path, pipeline))
+    parts = [part(tmp_path, i) for i in range(3)]
+    steps = {} if pipeline == "distilled" else {"steps": 2}
+    size = {name: value for name, value in SIZE.items() if name != "overlap"}
+    plain = opened.generate("a fox", pipeline=pipeline, **size, **steps)
+    np.testing.assert_array_equal(parts[0][0], plain.frames)
+    heard = plain.waveform.shape[1]  # the model's sound ends 0.03 s before its frames
+    np.testing.assert_array_equal(parts[0][1][:, :heard], plain.waveform)
+    assert not parts[0][1][:, heard:].any() and parts[0][1].shape[1] - heard == 1520
+    assert len(frames) == 25 + 16 + 16
+    fade = round(0.02 * plain.sample_rate)
+    for (before, sound), (after, later) in pairwise(parts):
+        repeated = sound[:, round(Fraction(16, 24) * plain.sample_rate) : heard]
+        np.testing.assert_array_equal(later[:, : repeated.shape[1] - fade], repeated[:, :-fade])
+        assert np.abs(later[:, repeated.shape[1] :][:, :fade]).max() > 1e-3  # no silence between
+        np.testing.assert_array_equal(after[0], before[16])  # 8 of 9 are blended
+        assert (after[9:] != before[9:]).any()
+    np.testing.assert_array_equal(
+        frames, np.concatenate([x[:16] for x, _ in parts] + [parts[2][0][16:]])
+    )
+    samples = round(Fraction(16, 24) * plain.sample_rate)
+    joined = [x[:, :samples] for _, x in parts[:2]] + [parts[2][1]]
+    np.testing.assert_array_equal(wave, np.concatenate(joined, axis=1))
+
+
+def test_a_segment_is_an_extend_run(opened, tmp_path):
+    """Of the file before, with the segment's seed."""
+    more = {"segment_prompts": ("a hare",), "segments": 2, "audio": False}
+    made(opened.resident, asked(tmp_path, **more))
+    again = opened.generate(
+        "a hare",
+        pipeline="extend",
+        video_path=tmp_path / "0000.mov",
+        overlap=9,
+        new_frames=16,
+        seed=segment_seed(3, 1),
+        guided=True,
+        steps=2,
+    )
+    frames = np.stack(list(read_frames(tmp_path / "0001.mov", "", 25)))
+    np.testing.assert_array_equal(frames, again.frames[-25:])
+
+
+def test_both_stages_keep_the_frames_and_the_sound(opened, tmp_path, tiny):
+    """At their own size, after every step; stage 2 starts from the upscaled latents elsewhere."""
+    session = opened.resident
+    made(session, asked(tmp_path, "distilled", segments=2))
+    (tmp_path / "0001.mov").unlink()
+    plan = make_plan(session, asked(tmp_path, "distilled", segments=2))
+    stages = tuple(s for s in plan.stages if not isinstance(s, (Keep, Segments)))
+    record = produce(session, replace(plan, stages=stages), keep=True)[0].record
+    clips = [s for s in stages if s.name in ("stage1", "stage2")]
+    sound = pack_audio(record["source.audio"])[0]
+    for stage in clips:
+        grid = stage.geometry.rows * stage.geometry.columns
+        clean = 2 * grid  # latent frames of 9 pixel frames
+        video = record[f"{stage.name}.video.steps"]
+        for step in video[1:]:
+            np.testing.assert_array_equal(step[:clean], video[0][:clean])
+        mask = kept_sound(stage.geometry, stage.geometry.sound_s - Fraction(16, 24), None)
+        for step in record[f"{stage.name}.audio.steps"]:
+            np.testing.assert_array_equal(step[mask == 0], sound[mask == 0])
+        sigma = float(stage.sigmas[0])
+        starts = {"audio": (mask, sound)}
+        starts["video"] = (np.arange(len(video[0])) >= clean).astype(float), video[0]
+        for m, (new, kept) in starts.items():
+            noise = record[f"{stage.name}.{m}.noise"][0].astype(np.float64)
+            before = np.zeros_like(noise)
+            if stage.name == "stage2":
+                last = {"video": record["upsampled"], "audio": record["stage1.audio.steps"][-1:]}[m]
+                before = (pack_video(last) if m == "video" else last)[0]
+            fresh = (1 - sigma) * before + sigma * noise
+            expected = np.where(new[:, None] > 0, fresh, kept)
+            assert relative_l2(record[f"{stage.name}.{m}.start"][0], expected) < 1e-6, (
+                stage.name,
+                m,
+            )
+    last = record["source.tail"]  # at the size of stage 2
+    np.testing.assert_array_equal(pack_video(last)[0], record["stage2.video.steps"][-1][: 2 * 4])
+
+
+@pytest.mark.parametrize("pipeline", ["one-stage", "distilled"])
+def test_backends_agree(tiny, opened, tmp_path, pipeline):
+    """On the second segment, from the same first one."""
+    made(opened.resident, asked(tmp_path, pipeline, segments=2))
+    (tmp_path / "0001.mov").unlink()
+    records = []
+    for backend in ("cuda", "tpu"):
+        model = tiny("tiny-2.3", "official")
+        options = ModelOptions(backend, model, device="cpu", dtype="float32")
+        session = open_session(replace(options, distilled_lora=NO_LORA))
+        plan = make_plan(session, asked(tmp_path, pipeline, segments=2))
+        left_out = (Frames, Sound, Join, Keep, Segments)
+        stages = tuple(s for s in plan.stages if not isinstance(s, left_out))
+        records.append(produce(session, replace(plan, stages=stages), keep=True)[0].record)
+        session.close()
+    ours, theirs = records
+    assert ours.keys() == theirs.keys() and "stage1.video.steps" in ours
+    for key in ours:
+        assert relative_l2(theirs[key], ours[key]) <= CLOSE, key
+
+
+def test_a_long_clip_needs_two_programs_and_the_memory_of_one_segment(opened, tmp_path):
+    session = opened.resident
+    peaks = []
+    for segments in (2, 30):
+        plan = make_plan(session, asked(None, "one-stage", segments=segments))
+        steps = [
+            c for s in plan.stages for c in s.needs(session.config) if c.network == "guided-step"
+        ]
+        assert len(steps) == segments and len({call.program for call in steps}) == 2
+        peaks.append(peak(session.costs(plan.stages)).peak_bytes)
+    assert peaks[0] == peaks[1]
+    moments = []
+    made(session, asked(tmp_path), on_progress=moments.append)
+    assert [m.fraction for m in moments] == sorted(m.fraction for m in moments)
+    assert 0.9 < moments[-1].fraction <= 1 and moments[len(moments) // 2].fraction < 0.9
+
+
+def test_images_go_to_the_segment_that_they_are_new_in(opened, tmp_path):
+    for name in ("a", "b"):
+        Image.new("RGB", (64, 64), "red").save(tmp_path / f"{name}.png")
+    images = [(tmp_path / "a.png", 0), (tmp_path / "b.png", 41)]
+    full = asked(tmp_path, images=images).resolved(opened.resident.config)
+    assert [i.frame for i in full._segment(0).images] == [0]
+    assert [i.frame for i in full._segment(1).images] == []
+    assert [i.frame for i in full._segment(2).images] == [41 - 32]
+    last = asked(tmp_path, images=[(tmp_path / "a.png", 57)])
+    with pytest.raises(InputError, match=r"frame 57 of .*, but the clip has frames 0 to 56"):
+        last.resolved(opened.resident.config)
+
+
+def test_refusals(opened, tmp_path):
+    for more, message in (
+        ({"overlap": 10}, "--overlap: 10, expected 8*k + 1; the nearest are 9 and 17"),
+        ({"overlap": 25}, "--overlap: 25, but a segment has 25 frames; give fewer"),
+        ({"length": 2.0}, "--length: given beside --segments"),
+        ({"segments": None, "length": 1.0}, "--length: 1 s are 25 frames, and one segment has 25"),
+        ({"segments": 1}, "--segments: 1, expected 2 to 1000"),
+        (
+            {"segments": None, "segment_prompts": ("x",)},
+            "--segment-prompt: the clip has one segment",
+        ),
+        ({"segment_prompts": ("x", " ")}, "--segment-prompt: one is empty"),
+        ({"segment_prompts": ("x",) * 3}, "--segment-prompt: 3 after --prompt, but the clip has 3"),
+        (
+            {"segment_prompts": ("x",), "enhance_prompt": True},
+            "--enhance-prompt: writes one prompt",
+        ),
+        ({"num_frames": 801}, "the model's limit is 20 s"),
+        ({"noise_in": tmp_path / "x"}, "--noise-in: does not go with a clip in segments"),
+        ({"auto_duration": (1.0, 2.0)}, "--auto-duration: does not go with a clip in segments"),
+    ):
+        given = {
+            "pipeline": "one-stage",
+            "prompt": "a fox",
+            **SIZE,
+            "steps": 1,
+            "segments": 3,
+        } | more
+        with pytest.raises(InputError) as refused:
+            opened.generate(**given)
+        assert message in str(refused.value), more
+
+
+def arguments(tiny, output, *more):
+    size = ("--width", 64, "--height", 64, "--num-frames", 25, "--overlap", 9, "--steps", 2)
+    model = ("--model", tiny("tiny-2.3", "official"), "--backend", "cuda", "--device", "cpu")
+    words = ("--pipeline", "one-stage", "--prompt", "a fox", "--length", 2.5, "--output", output)
+    return [str(word) for word in ("generate", *model, *size, *words, *more)]
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
+    whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
+    status, _, err = command(*arguments(tiny, whole, "--seed", 5))
+    assert status == 0 and "4 segments: 25 frames, then 16 new ones each; 2.71 s" in err
+    assert not folder_of(whole).exists()
+    words = [sys.executable, "-m", "ltx2rt", *arguments(tiny, cut, "--seed", 5)]
+    for part_number in (0, 1):
+        # One thread, as in this process: sums of several have another order.
+        alone = os.environ | {"OMP_NUM_THREADS": "1"}
+        run = subprocess.Popen(words, stderr=subprocess.DEVNULL, env=alone)
+        until = time.monotonic() + 120
+        while not (folder_of(cut) / f"{part_number:04d}.mov").exists():
+            assert run.poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+    assert not cut.exists() and (folder_of(cut) / "0001.mov").exists()
+    status, _, err = command(*arguments(tiny, cut, "--seed", 6))
+    assert status == 2 and "holds segments of another run (seed: '5', now '6')" in err, err
+    status, _, err = command(*arguments(tiny, cut))  # the seed is that of the run
+    assert status == 0 and "of them are there already" in err, err
+    assert not folder_of(cut).exists() and cut.read_bytes() == whole.read_bytes()
+
+
+def test_another_folder_is_left_alone(tiny, command, tmp_path):
+    output = tmp_path / "a.mp4"
+    folder_of(output).mkdir()
+    (folder_of(output) / "mine.txt").write_text("mine")
+    status, _, err = command(*arguments(tiny, output))
+    assert status == 2 and "mine.txt is no segment" in err
+    assert (folder_of(output) / "mine.txt").read_text() == "mine"
+
+
+def test_it_is_planned(command):
+    words = ("--segments", 15, "--num-frames", 121, "--width", 768, "--height", 512)
+    where = ("--devices", 1, "--device-kind", "h200", "--distilled-lora", "none")
+    status, out, err = command(
+        "plan", "--preset", "ltx-2.3", "--pipeline", "distilled", *words, *where, "--json"
+    )
+    assert status == 0, err
+    assert json.loads(out)
