@@ -110,7 +110,7 @@ def test_a_killed_worker_leaves_its_segments_to_the_next_one(tiny, tmp_path):
             worker = Worker(model)
             worker.run(tmp_path, number, epoch=epoch, **how)
             if epoch <= kills:
-                folder, until = tmp_path / "j2.segments", time.monotonic() + 120
+                folder, until = tmp_path / "j2.segments", time.monotonic() + 300
                 while not (folder / "0001.mov").exists():
                     assert worker.process.poll() is None and time.monotonic() < until
                     time.sleep(0.01)
