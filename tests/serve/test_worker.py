@@ -115,12 +115,11 @@ def test_a_killed_worker_leaves_its_segments_to_the_next_one(tiny, tmp_path):
                     assert worker.process.poll() is None and time.monotonic() < until
                     time.sleep(0.01)
                 worker.process.kill()
-                worker.process.wait()
+                worker.process.communicate()
                 assert {"request.json", "0000.mov"} < {path.name for path in folder.iterdir()}
         done = worker.events("done", "failed")[-1]
         assert done["event"] == "done", done
-        worker.process.stdin.close()
-        worker.process.wait()
+        worker.process.communicate()
     names = {f"j{job}.{suffix}" for job in ("1.1", "2.2") for suffix in ("json", "mp4", "webp")}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert (tmp_path / "j1.1.mp4").read_bytes() == (tmp_path / "j2.2.mp4").read_bytes()
