@@ -156,7 +156,11 @@ else:
     PartFiles = make_dataclass(
         "PartFiles",
         [
-            (name, "Path | None", flag(None, part.help, parse_part, group="model", metavar=part.metavar))
+            (
+                name,
+                "Path | None",
+                flag(None, part.help, parse_part, group="model", metavar=part.metavar),
+            )
             for name, part in FILES.items()
         ],
         bases=(Model,),
