@@ -464,6 +464,7 @@ def value(f: Field, given: Any) -> Any:
     """A field's value from JSON or from the text of a form. Raises InputError."""
     parse, name = f.metadata["flag"].parse, f"--{f.name.replace('_', '-')}"
     if f.metadata["flag"].repeat:
+        given = given.splitlines() if isinstance(given, str) else given
         texts = isinstance(given, list) and len(given) <= MAX_PROMPTS
         if not texts or not all(isinstance(x, str) and len(x) <= MAX_PROMPT for x in given):
             most = f"{MAX_PROMPTS} texts of at most {MAX_PROMPT} characters"

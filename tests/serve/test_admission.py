@@ -58,11 +58,16 @@ def test_clips_in_segments(admission):
     job = found.admit({**given, "overlap": 9, "segments": 4, "segment_prompts": ["b", "c"]}).job
     assert job["seconds"] == pytest.approx((25 + 3 * 16) / 24)
     assert json.loads(json.dumps(job))["clip"]["segment_prompts"] == ["b", "c"]
+    lines = found.admit({**given, "overlap": 9, "segments": 4, "segment_prompts": "b\nc"}).job
+    assert lines["clip"] == job["clip"] | {"seed": lines["clip"]["seed"]}
     fields = found.limits()["pipelines"]["one-stage"]["fields"]
     assert fields["segment_prompts"]["items"] == {"type": "string"}
     for more, message in (
         ({"segments": 1}, "segments: 1, expected 2 to 1000"),
-        ({"segments": 3, "segment_prompts": "b"}, "segment_prompts: expected a list of at most 64"),
+        (
+            {"segments": 3, "segment_prompts": {"b": 1}},
+            "segment_prompts: expected a list of at most 64",
+        ),
         ({"segments": 3, "segment_prompts": ["b", 5]}, "segment_prompts: expected a list"),
         (
             {"segments": 3, "overlap": 9, "segment_prompts": ["b"] * 3},
