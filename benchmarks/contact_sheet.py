@@ -16,9 +16,9 @@ from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
 
 COLUMNS, CELL_PX, GAP_PX, LEFT_PX, TOP_PX, SOUND_PX = 7, 120, 4, 86, 34, 56
-GAIN = 16  # of the difference
+GAIN = 16  # factor for the difference
 PAPER, INK, WAVE = (250, 250, 248), (40, 40, 46), (58, 92, 168)
-COLOURS = 128  # of the PNG's palette: a sheet stays well below 300 kB
+COLOURS = 128  # colours in the PNG's palette: a sheet stays well below 300 kB
 
 
 def draw(path: Path, title: str, clips: Mapping[str, Path], apart: bool = True) -> None:

@@ -33,7 +33,7 @@ WORDS = {
     "brown": BACKGROUNDS,
 }  # the default's first
 CLIP = shlex.split(f"--width {SIZE} --height {SIZE} --steps 20 --seed 7 --image-crf 0")
-LENGTH = {"tiny-2.5": "--auto-duration 0.5 1.5"}  # of the models that choose it; of others:
+LENGTH = {"tiny-2.5": "--auto-duration 0.5 1.5"}  # for the models that choose it; for others:
 BACKENDS = {"cuda": "PyTorch", "tpu": "JAX"}
 
 

@@ -47,7 +47,7 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import ModelOptions
 
 CONTESTANTS = ("kernel", "eager", "compiled")
-COLD_BYTES = 256e6  # of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
+COLD_BYTES = 256e6  # bytes of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
 RUN_BYTES = 20e9  # that a measured run moves at least on a GPU: milliseconds, beside which its one wait is nothing
 
 

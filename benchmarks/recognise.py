@@ -14,7 +14,7 @@ import numpy as np
 from examples.clips import BACKGROUNDS, COLOURS, FPS, PITCHES, Clip
 
 APART = 0.25  # from the background, in RGB of [0, 1]: half as far as the nearest colours of `examples.clips` are
-LEAST_AREA = 0.004  # of the picture; the smallest shape there has 0.012
+LEAST_AREA = 0.004  # share of the picture; the smallest shape there has 0.012
 # How a shape leans to its tip, skewness of y, and how square it is, mean of r^4 cos(4 angle) by that of r^2, squared.
 MOMENTS = {"circle": (0.0, 0.0), "square": (0.0, -0.6), "triangle": (-0.566, 0.048)}
 SLIDE, GROWTH, BOUNCE = (
@@ -23,7 +23,7 @@ SLIDE, GROWTH, BOUNCE = (
     0.33,
 )  # a typical way in sides, growth of the radius, height in sides
 CLICK_HZ = (1.5 * max(PITCHES.values()), 2600.0)  # clicks are at 1800
-QUIETEST_CLICK = 0.02  # of full scale
+QUIETEST_CLICK = 0.02  # share of full scale
 SEMITONE = 2 ** (1 / 12)
 IN_TIME_S = 0.12  # beyond it a click does not belong to a bounce
 

@@ -80,13 +80,15 @@ HALF = SIZE // 2  # what stage 1 makes
 SHAPE_WEIGHT, AROUND = (
     12,
     9,
-)  # of a shape's pixels, which are few, and of those about it, or it would come out too big
+)  # weights of a shape's pixels, which are few, and of those about it, or it would come out too big
 MATRICES = 0.02  # the rate of Muon, which gets the video autoencoder as far as AdamW at 1e-3 in a third of the steps
 LATENT_NOISE = (
-    0.2  # of the latents' deviation, added in training: neighbours must decode to neighbours
+    0.2  # share of the latents' deviation, added in training: neighbours must decode to neighbours
 )
-AGAIN = 0.5  # of the rates, where a training goes on
-DROPPED = 0.1  # of the prompts are the empty or the negative one, for classifier-free guidance
+AGAIN = 0.5  # share of the rates, where a training goes on
+DROPPED = (
+    0.1  # share of prompts that are the empty or the negative one, for classifier-free guidance
+)
 LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
 WORDS, FIRST = (
     64,
@@ -94,9 +96,9 @@ WORDS, FIRST = (
 )  # tokens of a context in most of the training, of which the first are those of every prompt
 SIZES_OF_CLIPS = "half", "whole"
 STEPS_DRAWN = np.array([2, 1, 1, 1, 2, 3, 3, 3]) / 16  # how often each distilled step is trained
-GIVEN = 0.3, 0.1  # of the clips have a clean first frame, and of them all a clean sound or video
-GUIDANCE, SUBSTEPS = 3.0, 2  # of the teacher that is distilled
-MEL_SECONDS = 0.32  # of the pieces that the vocoder is trained on
+GIVEN = 0.3, 0.1  # shares of clips with a clean first frame, and with a clean sound or video
+GUIDANCE, SUBSTEPS = 3.0, 2  # guidance of the teacher that is distilled
+MEL_SECONDS = 0.32  # length of the pieces that the vocoder is trained on
 SHARD_BYTES = 1_900_000
 SAVE_SECONDS = 60  # what an interruption costs at most
 
@@ -132,7 +134,7 @@ def sizes() -> Preset:
         32,
         32,
         16,
-    )  # of the decoder, wider at the end than the released one's would be at this size
+    )  # channels of the decoder, more at the end than the released one's would be at this size
     pairs = zip(widths[:-1], widths[1:], ((2, 2, 2), (2, 2, 2), (2, 1, 1), (1, 2, 2)), strict=True)
     stages = [
         stage
@@ -875,7 +877,7 @@ def write_model(lab: Lab) -> None:
     shutil.rmtree(model, ignore_errors=True)
 
     def value(tensor: Tensor) -> np.ndarray:
-        if tensor.name not in lab.weights:  # of a tower that nothing reads
+        if tensor.name not in lab.weights:  # weights of a tower that nothing reads
             return values(tensor, lab.seed)
         return lab.weights[tensor.name].detach().numpy().astype(tensor.info.dtype)
 

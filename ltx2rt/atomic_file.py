@@ -41,7 +41,7 @@ def remove_partial(path: Path, pid: int) -> None:
         partial.unlink(missing_ok=True)
 
 
-_unfinished: set[Path] = set()  # of this process
+_unfinished: set[Path] = set()  # files of this process
 
 
 def remove_unfinished() -> None:

@@ -94,7 +94,7 @@ class Gemma4Config:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int  # of both kinds of layers
+    num_heads: int  # heads in both kinds of layers
     num_kv_heads: int  # sliding layers
     head_dim: int  # sliding layers
     full_num_kv_heads: int
@@ -111,7 +111,7 @@ class Gemma4Config:
     bos_token_id: int
     placeholder_ids: tuple[
         int, ...
-    ]  # of images, videos and sound; without these they embed as padding
+    ]  # tokens of images, videos and sound; without these they embed as padding
 
     @property
     def period(self) -> int:
@@ -241,8 +241,8 @@ class VocoderConfig:
     stft_size: int  # n_fft = window, bandwidth extension only
     stft_hop: int
     stft_mels: int
-    input_sample_rate: int  # of the first generator
-    sample_rate: int  # of the output
+    input_sample_rate: int  # rate of the first generator
+    sample_rate: int  # rate of the output
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class ModelConfig:
 
     version: tuple[
         int, ...
-    ]  # of the `model_version` metadata; () if absent. Of several files: of the transformer's
+    ]  # from the `model_version` metadata; () if absent. Of several files, the transformer's counts
     transformer: TransformerConfig
     text: TextConfig
     gemma: GemmaConfig | Gemma4Config | None  # None: none was found
@@ -288,7 +288,7 @@ class ModelConfig:
     parts: Mapping[str, Any] = field(default_factory=dict, hash=False)
     video_vae_version: tuple[int, ...] = field(
         default=(), compare=False
-    )  # of the file that the video VAE is in
+    )  # metadata of the file that the video VAE is in
 
     def part(self, name: str) -> Any:
         """The config of a part of the checkpoint; None if it has none."""

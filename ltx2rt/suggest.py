@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-LIKENESS = 0.75  # of 1, as difflib measures it
+LIKENESS = 0.75  # likeness out of 1, as difflib measures it
 PEERS = {  # words of other programs -> ours, all as `_key` gives them
     "cfg": ("videocfg", "audiocfg"),
     "cfgscale": ("videocfg", "audiocfg"),

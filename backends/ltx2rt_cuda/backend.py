@@ -167,7 +167,7 @@ class CudaBackend:
                 weights.ring.release()
                 return StreamedWeights(parked(weights), weights.ring)
             return parked(weights)
-        except RuntimeError as error:  # of what is pinned, torch has no exception of its own
+        except RuntimeError as error:  # torch has no exception of its own for what is pinned
             if "out of memory" not in str(error):
                 raise
             return None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 SLAB = 2**30  # bytes
 ALIGNMENT = 256  # bytes, at which a tensor begins in a slab
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # option of mallopt(3)
 LARGE = 2**30  # bytes from which an allocation is the system's own
 DECIDED = {
     "GLIBC_TUNABLES",

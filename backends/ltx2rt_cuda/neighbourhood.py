@@ -30,7 +30,7 @@ def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scal
         for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)
     ]
     begins, boxes, seen = zip(*plans, strict=True)
-    sizes = [mask.shape[1:] for mask in seen]  # of an axis: a block, a box
+    sizes = [mask.shape[1:] for mask in seen]  # sizes along an axis: a block, a box
     block, box = ([size[i] for size in sizes] for i in (0, 1))
     reads = [
         (start[2][:, None] + np.arange(size[2])).ravel()

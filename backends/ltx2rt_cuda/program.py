@@ -135,7 +135,7 @@ class Pool:
         self.id, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         # Without its last graph torch refuses a pool as long as anything is left in it.
         with self.recording(self.kept):
-            torch.zeros((), device="cuda")  # of an empty graph torch warns
+            torch.zeros((), device="cuda")  # torch warns about an empty graph
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

@@ -13,7 +13,7 @@ SLURM_VARIABLES = (
     "SLURM_LOCALID",
     "SLURM_NTASKS",
     "SLURM_PROCID",
-)  # of srun
+)  # variable of srun
 
 
 def hosts(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -279,7 +279,7 @@ def _transposed(x: Array, weight: Array, *, stride: int) -> Array:
     )
 
 
-LANES = 128  # of a TPU
+LANES = 128  # lanes of a TPU
 
 
 def _transposed_filter(x: Array, weight: Array, *, stride: int) -> Array:
@@ -435,7 +435,7 @@ def _scores(q: Array, k: Array, bias: Array | None, scale: float, bias_view) -> 
 
 SCORES_BYTES = (
     2**28
-)  # of weighed attention at once; with the bias of 12288 tokens all would take 19 GB
+)  # rows of weighed attention at once; with the bias of 12288 tokens all would take 19 GB
 
 
 @op

@@ -32,7 +32,9 @@ from ltx2rt_tpu.weights import Weights, abstract_weights, weight_specs, weights_
 ASYNC = {"xla_tpu_enable_async_all_to_all": True}  # or nothing else runs while heads travel
 EFFORT = 19  # O1 of XLA's `optimization_level`, of O0 to O3
 COMPILERS = 16  # at a time: each takes some hundred MB
-TRACING = Lock()  # of threads that compile ahead, one at a time: they are Python, and the first program shall be first
+TRACING = (
+    Lock()
+)  # threads that compile ahead take turns: they are Python, and the first program shall be first
 # On a CPU most of a first run is compiling: with these the demo's takes 20 s instead of 35, and runs as fast.
 LEVEL = "xla_backend_optimization_level"
 ON_CPU = {LEVEL: 1, "xla_cpu_use_fusion_emitters": False}

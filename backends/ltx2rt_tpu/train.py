@@ -56,7 +56,7 @@ class Gradients:
         number = ShapeDtypeStruct((), jnp.float32, sharding=self.place)
         inputs = {}
         for name, v in self.graph.inputs.items():
-            first, *others = v.type.shape  # of one device
+            first, *others = v.type.shape  # sizes on one device
             samples = first * self.mesh["data"] if self._spec(name) else first
             inputs[name] = ShapeDtypeStruct(
                 (samples, *others), v.type.dtype, sharding=self.sharding(name)

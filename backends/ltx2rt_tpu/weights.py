@@ -29,7 +29,7 @@ TILED_KIND = "TPU7x"
 TILED_ROWS, TILED_COLUMNS = (
     16,
     128,
-)  # of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
+)  # layout of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
 
 
 def weight_specs(graph: Graph) -> dict[str, P]:

@@ -30,7 +30,7 @@ example:
 UNREAD = (  # flags of a clip that have no meaning for many
     "prompt", "enhance_prompt", "enhance_seed", "enhanced_prompt", "noise_in", "num_videos",
 )  # fmt: skip
-SEED = 0  # of the first prompt
+SEED = 0  # seed of the first prompt
 MAX_PROMPTS, MAX_PROMPT_BYTES = 1000, 2**20
 PROMPTS = (  # speech, music, impacts, moving cameras, faces, still scenes: in both halves
     "A woman looks into the camera and says: good evening, and welcome to the show.",

@@ -32,7 +32,7 @@ CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
 SUFFIXES = (*CONTAINERS, ".png", ".wav")
 USUAL_RATE = 48000  # Hz; of sound whose own rate a container does not have
 NUMBER = re.compile(r"%(?:0[1-9])?d")
-PNG_LEVEL = 3  # of zlib: a third of the time of its usual 6, files a twentieth larger
+PNG_LEVEL = 3  # level of zlib: a third of the time of its usual 6, files a twentieth larger
 PNG_THREADS = 8
 FileState = tuple[int, int, int]  # device, inode and time of the last change
 
@@ -207,7 +207,7 @@ def _write_frames(
             raise ValueError(f"frames: {written} arrived, expected {num_frames}")
         if waveform is not None:
             write_wav(folder / sound_beside(path).name, waveform, sample_rate, comment)
-        _require_no_frames(path)  # of a run that has ended meanwhile
+        _require_no_frames(path)  # frames of a run that has ended meanwhile
         try:
             for file in sorted(folder.iterdir()):
                 _name_file(file, path.with_name(file.name))

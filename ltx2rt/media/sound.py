@@ -28,7 +28,7 @@ LEVELS = {
     "s32": (0, 2**31),
     "flt": (0, 1),
     "dbl": (0, 1),
-}  # of 0, of 1
+}  # words for 0 and 1
 MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
 # How far a sample may be from its time. Containers round times to 1 ms and recorders jitter by a
 # few, a lost packet of AAC or MP3 is 21 ms or more, and 45 ms are noticed (ITU-R BT.1359).
@@ -38,7 +38,7 @@ LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of
 ZERO_CROSSINGS, ROLLOFF = (
     6,
     0.99,
-)  # of the low-pass; torchaudio's defaults, which the reference takes
+)  # parameters of the low-pass; torchaudio's defaults, which the reference takes
 
 
 def read_sound(

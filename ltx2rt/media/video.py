@@ -101,7 +101,7 @@ def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bo
     """Whether frames end before their header says, of a file that counts no frames or hides some by an edit list."""
     slack_s = SOUND_LONGER_S if container.streams.audio else 2 / (stream.average_rate or 1)
     end_s = Fraction(container.duration or 0, 10**6)
-    if tag_s := tagged_s(stream):  # of the picture alone
+    if tag_s := tagged_s(stream):  # length of the picture alone
         end_s, slack_s = tag_s, 2 / (stream.average_rate or 1)
     last = times[-1] if times else None
     return last is not None and last + slack_s < end_s

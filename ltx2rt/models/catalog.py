@@ -164,7 +164,7 @@ CATALOG = {
             "vocoder", ("vocoder",), lambda c, s, dtype: vocoder.trace(c.vocoder, s[0], s[2], dtype),
             lambda c, g, branches: g.mel_shape(c.audio_vae), "vocoder", dtype="float32",
         ),
-        Network(  # of the positive prompt's contexts
+        Network(  # reads the positive prompt's contexts
             "duration-head", ("duration_head",),
             lambda c, s, dtype: duration_head.trace(c.need("duration_head"), *s, dtype=dtype),
             lambda *_: (1, PROMPT_TOKENS), "duration-head", dtype="float32",

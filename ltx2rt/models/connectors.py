@@ -20,7 +20,7 @@ from ltx2rt.models.gemma import check_mask
 from ltx2rt.models.positions import axis_angles, frequency_grid
 
 RANGE = 8.0  # 2.0: features span this after normalisation
-EPS = 1e-6  # of both feature normalisations
+EPS = 1e-6  # epsilon of both feature normalisations
 BEYOND = 1e30  # further from zero than any state
 
 

@@ -28,8 +28,8 @@ GRID = ("frames", "rows", "columns")
 LAST = ("B", *GRID, "channels")
 BORDERS = ("chunked", "plain")
 NORM_EPS, ROPE_THETA = 1e-6, 10000.0
-TIMESTEP = 1.0  # of the only step: pure noise
-NUM_ROWS = 7  # of the modulation: scale, shift and gate of attention and of the MLP, and the context's gate
+TIMESTEP = 1.0  # level of the only step: pure noise
+NUM_ROWS = 7  # rows of the modulation: scale, shift and gate of attention and of the MLP, and the context's gate
 MLP_RATIO, MLP_MULTIPLE = 4, 16
 MLP_TOKENS = (
     2**18
@@ -43,12 +43,14 @@ class DiffusionDecoderConfig:
     latent_channels: int
     patch_size: int
     head_dim: int
-    channels: tuple[int, ...]  # of each stage
+    channels: tuple[int, ...]  # channels of each stage
     depths: tuple[int, ...]
     windows: tuple[
         tuple[int, int, int], ...
     ]  # frames, rows and columns that attention of a stage sees
-    strides: tuple[tuple[int, int, int], ...]  # of the upsampling after each stage but the last
+    strides: tuple[
+        tuple[int, int, int], ...
+    ]  # factors of the upsampling after each stage but the last
     timestep_width: int
     timestep_scale: float  # the timestep, 1, is multiplied by this
 

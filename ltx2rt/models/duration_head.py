@@ -21,11 +21,11 @@ DEFAULT_WINDOW_S = (1.0, 20.0)
 class DurationHeadConfig:
     """Text contexts to the seconds of a clip."""
 
-    width: int  # of the pooling attention
+    width: int  # width of the pooling attention
     num_queries: int
     num_heads: int
     mlp_hidden: int
-    video_width: int  # of the contexts
+    video_width: int  # width of the contexts
     audio_width: int
 
 

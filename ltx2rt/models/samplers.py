@@ -30,7 +30,7 @@ PER_STEP = (
     "audio_noise",
 )  # inputs of which every evaluation has its own
 LAST_SIGMA = 0.0011  # where res2s evaluates in place of 0
-ETA = 0.5  # of the noise that res2s injects
+ETA = 0.5  # share of the noise that res2s injects
 MIN_REFINED_SIGMA, MAX_REFINED_H = (
     0.03,
     0.5,

@@ -25,7 +25,7 @@ FINAL_LEAKY_SLOPE = (
     0.01  # the activation before conv_post has the framework's default, in every released file
 )
 SNAKE_EPS = 1e-9
-FILTER_TAPS = 12  # of both anti-aliasing filters
+FILTER_TAPS = 12  # taps of both anti-aliasing filters
 LOG_FLOOR = 1e-5
 RESAMPLER_ZEROS, RESAMPLER_ROLLOFF = 6, 0.99  # Hann-windowed sinc
 

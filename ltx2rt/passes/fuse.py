@@ -49,7 +49,7 @@ class _Uses:
         self.kept = {id(v) for v in graph.outputs.values()}
         self.order = {
             id(node): i for i, node in enumerate(graph.nodes)
-        }  # of a reader never less than of a maker
+        }  # a reader's number is never less than a maker's
         for node in graph.nodes:
             self._add(node)
 

@@ -31,7 +31,7 @@ SAMPLES, TOKENS, HALVES = "B", "tokens", 2
 # Samples times tokens of a half at the least. Not measured: below, a half's narrow products leave most of a GPU's
 # multiprocessors without a tile, and there is less to hide an exchange under than more launches cost.
 HALF_ROWS = 1024
-Parts = Sequence[Value]  # of a value: itself, or its halves
+Parts = Sequence[Value]  # what a value became: itself, or its halves
 QUERIES = (
     0,
     3,
@@ -175,7 +175,7 @@ class _Halves:
         )
         self.parts: dict[int, Parts] = {
             id(v): [v] for v in old.params.values()
-        }  # of the old body's values
+        }  # by id of the old body's values
         self.joined: dict[int, Value] = {}
         self.second: set[int] = set()  # nodes of the second half; what is whole goes with the first
 
@@ -282,7 +282,7 @@ class _Halves:
         def big(values: Sequence[Value]) -> list[Value]:
             return [v for v in values if v.type.nbytes >= least]
 
-        stages: dict[int, int] = {}  # of nodes and values: how many big exchanges lead to them
+        stages: dict[int, int] = {}  # by node and value: how many big exchanges lead to it
         received: set[int] = set()
         for node in self.body.nodes:
             stage = max(

@@ -16,7 +16,7 @@ from ltx2rt.passes.adapters import MARK
 from ltx2rt.placement.cost import VIEWS, Runs, activation_bytes, weight_bytes
 
 ATTENTION_BACKWARD = 2.5
-STATE_BYTES = 16  # of a trained number: itself, its gradient and both moments, float32
+STATE_BYTES = 16  # bytes for a trained number: itself, its gradient and both moments, float32
 
 
 def runs_of(graph: Graph, remat: bool) -> dict[int, Runs]:

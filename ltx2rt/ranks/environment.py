@@ -13,10 +13,8 @@ from ltx2rt.errors import InputError
 LAUNCHER = (
     "LTX2RT_LAUNCHER"  # pid of the `start` that launched this rank: it reports what no rank can
 )
-TOKEN = (
-    "LTX2RT_TOKEN"  # of that launch, drawn: who does not know it finds nothing of it in the store
-)
-STORE = "LTX2RT_STORE"  # of rank 0: the descriptor of the socket on which its store listens
+TOKEN = "LTX2RT_TOKEN"  # drawn for that launch: a process that does not know it finds nothing of it in the store
+STORE = "LTX2RT_STORE"  # rank 0's descriptor of the socket on which its store listens
 SLEEPING = ("OMP_WAIT_POLICY", "PASSIVE")  # idle threads of OpenMP sleep instead of spinning
 FAILED, SIGNALLED = 1, 128  # exit statuses; a signal's is 128 + its number
 GRACE_S = 5.0  # for ranks to end by themselves, then again after SIGTERM

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ltx2rt.version import VERSION
 
-HEAD_BYTES = 1 << 20  # of a file without a header, what its digest covers besides the size
+HEAD_BYTES = 1 << 20  # what the digest of a file without a header covers besides the size
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

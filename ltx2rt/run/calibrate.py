@@ -38,7 +38,10 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
 
 ABOUT, MEASURES = "about.json", "measures.json"
-SOUND_WEIGHTS = (1.0, 4.0)  # of sound's error in a search; each gives candidates of both orders
+SOUND_WEIGHTS = (
+    1.0,
+    4.0,
+)  # weights of sound's error in a search; each gives candidates of both orders
 LEAST = 1e-9  # distance below which clips are equal
 Measures = Mapping[str, float]
 

@@ -43,9 +43,9 @@ from ltx2rt.session.session import Session
 
 OFFERED = (int, float, str, bool, parse_fps, parse_blocks)  # parsers of flags that name no file
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
-MAX_VIDEOS = 8  # of one request
-MAX_PROMPTS = 64  # of segments
-MAX_SECONDS = 120  # of a clip in segments
+MAX_VIDEOS = 8  # limit for one request
+MAX_PROMPTS = 64  # limit for segments
+MAX_SECONDS = 120  # limit for a clip in segments
 UPLOADS = {
     "audio_path": SOUND,
     "video_path": VIDEO,
@@ -68,7 +68,7 @@ OURS = (
 MAX_DIGITS, MAX_USER = 40, 512  # characters: of a number, of a user's name
 NOT_HERE = {"num_videos", "enhance_prompt", "enhance_seed", "enhanced_prompt"}
 MAX_SHAPES = 256  # whose plans are remembered
-UNKNOWN_BYTES = 10**15  # of a device that no replica has told of yet
+UNKNOWN_BYTES = 10**15  # memory of a device that no replica has reported yet
 SHA = re.compile(r"[0-9a-f]{64}")
 KEPT = re.compile(rf"\b{SHA.pattern}(\.media)?\b")
 
@@ -137,7 +137,7 @@ class Admission:
         if isinstance(before, Elsewhere) and (before.device_kind, before.mesh) == (info.kind, mesh):
             if before.info == info:
                 return
-            before.info = info  # of the same kind: graphs and costs hold, room may have changed
+            before.info = info  # the same kind: graphs and costs hold, room may have changed
         else:
             self._session = Session(
                 self.checkpoint, Elsewhere(self.options, info, mesh), self.options

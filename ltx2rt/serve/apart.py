@@ -85,7 +85,7 @@ def main() -> None:
     """Plan what comes in lines on stdin, until it ends."""
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    words, more = pickle.loads(bytes.fromhex(sys.stdin.readline()))  # of the server itself
+    words, more = pickle.loads(bytes.fromhex(sys.stdin.readline()))  # sent by the server itself
     admission = Admission(*words, **more)
     for line in sys.stdin:
         given, device = json.loads(line)

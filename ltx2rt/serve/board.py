@@ -65,7 +65,7 @@ class Board:
         self._latest: OrderedDict[str, tuple[int, str, str]] = (
             OrderedDict()
         )  # number, user, kind by job
-        self._number = 0  # of the latest event
+        self._number = 0  # number of the latest event
         self.live: dict[str, Progress] = {}
         self.previews: dict[str, tuple[int, bytes]] = {}
         self.watchers: set[Watcher] = set()

@@ -37,7 +37,7 @@ STATUSES = (QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED)
 MAX_DEATHS, MAX_ATTEMPTS = (
     3,
     10,
-)  # of replicas under one job; of runs, those counted that a dying server ended
+)  # deaths of replicas under one job; runs, with those that a dying server ended
 LAST = 10**12  # added to the place of a job that goes after the others
 MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
 QUOTA_S = 86400.0  # the time for which `most_sent` counts

@@ -74,7 +74,7 @@ class Replica:
     since: float = field(default_factory=time.monotonic)
     restarts: int = 0
     process: asyncio.subprocess.Process | None = None
-    claim: asyncio.Future[Job | None] | None = None  # of the job it runs, or will
+    claim: asyncio.Future[Job | None] | None = None  # claim of the job it runs, or will run
     free: asyncio.Event = field(default_factory=asyncio.Event)
     heard: float = 0.0
     step: int = 0

@@ -21,7 +21,11 @@ from ltx2rt.serve.refusal import Refusal
 IMAGE, SOUND, VIDEO = "image", "sound", "video"
 MAX_BYTES = {IMAGE: 16 * 2**20, SOUND: 16 * 2**20, VIDEO: 64 * 2**20}
 MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
-MAX_S, MAX_FRAMES, MAX_STREAMS = 60, 2000, 8  # of sound and video; the models make at most 20 s
+MAX_S, MAX_FRAMES, MAX_STREAMS = (
+    60,
+    2000,
+    8,
+)  # limits for sound and video; the models make at most 20 s
 MEMORY_BYTES, TIME_S = {IMAGE: 2**30, SOUND: 2**31, VIDEO: 2**31}, {IMAGE: 20, SOUND: 60, VIDEO: 60}
 IMAGES = ("PNG", "JPEG", "WEBP")
 MEDIA = (

@@ -193,7 +193,7 @@ class Estimator:
             strict = "transformer" in on.profile.strict
             placed = coalesce(place(graph, on.rules("transformer", weights=False), on.mesh, strict))
             found = cost(Work(call.network, ((self.session.as_run(placed, steps=True), 1),), {}))
-            if self.session.options.weights_dtype == "float8":  # of almost all linears
+            if self.session.options.weights_dtype == "float8":  # almost all linears are
                 linear = sum(
                     node_flops(node) * times for node, times in placed.walk() if node.op in LINEARS
                 )

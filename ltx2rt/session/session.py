@@ -38,7 +38,7 @@ from ltx2rt.weights.lora import Merge
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 MAX_PROGRAMS = 64  # a request of two stages with images and tiles of eight shapes has fewer than 20
-MAX_CONTEXTS = 8  # of prompts, 50 MB each at full size
+MAX_CONTEXTS = 8  # contexts of prompts, 50 MB each at full size
 
 
 Way = tuple[ModelOptions, Residence]  # how weights are kept

@@ -81,7 +81,7 @@ class Stopwatch:
         self.stages: list[StageTime] = []
         self.apart_s: dict[str, float] = {}
         self._start = clock()
-        self._done = 0.0  # of `work`, by stages that have ended
+        self._done = 0.0  # part of `work` that is done, by stages that have ended
 
     @property
     def total_s(self) -> float:
@@ -192,7 +192,7 @@ class Stopwatch:
 
     def closing_line(self, output: Path, seed: int) -> str:
         spent: dict[str, float] = {}
-        for stage in self.stages:  # of segments each has its own
+        for stage in self.stages:  # each segment has its own
             spent[stage.name] = spent.get(stage.name, 0.0) + stage.time_s
         times = [f"{name} {seconds:.1f}" for name, seconds in (spent | self.apart_s).items()]
         size = sum(path.stat().st_size for path in files_of(output)) / 1e6

@@ -29,7 +29,7 @@ from ltx2rt.weights.files import check_opened, identity
 from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
 from ltx2rt.weights.quantised import stored_float8
 
-HOST_SHARE = 0.1  # of the host's memory that is left alone
+HOST_SHARE = 0.1  # share of the host's memory that is left alone
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class WeightStore:
         self._loads = 0
         self._loaded_at: dict[
             WeightsKey, tuple[int, int]
-        ] = {}  # of how many loads which was the one before, the last
+        ] = {}  # number of loads, the one before and the last
         self._parks = True  # until the backend cannot
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:

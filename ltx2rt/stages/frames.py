@@ -36,7 +36,7 @@ from ltx2rt.stages.tiling import (
 from ltx2rt.weights.files import TensorFile
 
 DECODERS = ("conv", "diffusion")
-STREAM = "decoder"  # of the diffusion decoder's noise, [videos, 3, F, H, W] in --noise-in
+STREAM = "decoder"  # name of the diffusion decoder's noise, [videos, 3, F, H, W] in --noise-in
 DRAWING_THREADS = 8  # frames of noise at once
 Calls = Iterator[tuple[Call, dict[str, np.ndarray]]]
 

@@ -20,7 +20,7 @@ def standard_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarra
     """
     size = math.prod(shape)
     drawn = uniform(seed, stream, 2 * -(-size // 2)).reshape(-1, 2)
-    radius = np.sqrt(-2.0 * np.log1p(-drawn[:, 0]))  # of 1 - u in (0, 1]: never log(0)
+    radius = np.sqrt(-2.0 * np.log1p(-drawn[:, 0]))  # 1 - u in (0, 1]: never log(0)
     angle = 2.0 * np.pi * drawn[:, 1]
     pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
     return pairs.reshape(-1)[:size].reshape(shape).astype(np.float32)

@@ -13,7 +13,7 @@ from ltx2rt.weights.files import TensorSource
 from ltx2rt.weights.names import collapse
 
 KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
-    r"vae\.decoder\.type_emb",  # of decoding with keyframes, which the first release of 2.5 does not do
+    r"vae\.decoder\.type_emb",  # tensors for decoding with keyframes, which the first release of 2.5 does not do
     r"(?:audio_)?vae\.per_channel_statistics\.(?:channel|mean-of-stds|mean-of-stds_over_std-of-means)",
     r"vocoder\.mel_stft\.stft_fn\.inverse_basis",
     r"upsampler\.blur_down\.kernel",

@@ -502,7 +502,7 @@ def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource
 def component_sources(part: str, file: TensorFile) -> dict[str, RenamedSource]:
     """The sources of a file of its own, by component; prefixes that such a file leaves out are put back."""
     if any(p.option and p.option == PARTS[part].option for p in PARTS.values() if not p.header):
-        return official_sources(file)  # of another part, too
+        return official_sources(file)  # another part's, too
     if part == "text":
         names = official_names(file.names())
         text = {name: ours for name, ours in names.items() if component_of(ours) == "text"}

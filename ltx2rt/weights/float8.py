@@ -9,7 +9,7 @@ from ltx2rt.backend import TensorSource
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.quantised import stored_float8
 
-Piece = tuple[str, *tuple[Cut, ...]]  # of a tensor, as `Layout.pieces` names it
+Piece = tuple[str, *tuple[Cut, ...]]  # slice of a tensor, as `Layout.pieces` names it
 
 
 class EncodedSource:

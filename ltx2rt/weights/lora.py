@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 Factors = tuple[
     np.ndarray, np.ndarray, float
-]  # of one Delta W: up[out, rank], down[rank, in], scale
+]  # factors of one Delta W: up[out, rank], down[rank, in], scale
 Merging = Callable[
     [np.ndarray, Sequence[Factors], bool], Any
 ]  # as `merge`; where its result lies is its own
 MAX_SCALE = 1000.0  # beyond any use; float32 overflows far above it
-NUM_CHUNKS = 16  # of a weight's rows; more are less memory and slower products
+NUM_CHUNKS = 16  # chunks of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
 STORED = (BF16, F32, np.dtype(np.float16), np.dtype(np.float64))

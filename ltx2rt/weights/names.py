@@ -12,7 +12,11 @@ from functools import cache
 
 from ltx2rt.weights.part_table import CONNECTORS, PARTS, TEXT_PROJECTION
 
-QKV = ("to_q", "to_k", "to_v")  # of diffusers, for the rows of one official tensor in this order
+QKV = (
+    "to_q",
+    "to_k",
+    "to_v",
+)  # names in diffusers, for the rows of one official tensor in this order
 GEMMA = "language_model.model."
 LLAMA_CPP = {  # llama.cpp's words for Gemma 3. Source: gguf-py's tensor_mapping.py
     "token_embd": "embed_tokens",

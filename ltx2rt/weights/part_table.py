@@ -309,7 +309,7 @@ PARTS = {
                 diffusion_decoder.official_diffusion_decoder_json if layout == "official"
                 else diffusion_decoder.diffusers_diffusion_decoder_json
             )(model.need("diffusion_decoder")),
-            unread=lambda config, layout: (  # of decoding with keyframes
+            unread=lambda config, layout: (  # tensors for decoding with keyframes
                 {"vae.decoder.type_emb": (config.latent_channels,)} if layout == "official" else {}
             ),
             gains={"vae.decoder.conv_out.weight": 0.4},

@@ -58,7 +58,7 @@ def modulate(x: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x, the rows, and the index if there is one."""
     x, *rows = shapes
-    if op == "norm_scale":  # of a float32 weight
+    if op == "norm_scale":  # scale by a float32 weight
         return Bytes(
             size([x, x], dtype) + size([x], "float32"), size([x, x], dtype) + size(rows, "float32")
         )

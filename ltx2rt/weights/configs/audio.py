@@ -32,7 +32,10 @@ RATES = [
 ]
 VAE_FIXED = {"double_z": True, "norm_type": "pixel", "causality_axis": "height"}
 VAE_USUAL = {"mid_block_add_attention": False, "dropout": 0.0, "in_channels": STEREO}
-KERNELS, DILATIONS = (3, 7, 11), ((1, 3, 5),) * 3  # of every HiFi-GAN and BigVGAN released here
+KERNELS, DILATIONS = (
+    (3, 7, 11),
+    ((1, 3, 5),) * 3,
+)  # value in every HiFi-GAN and BigVGAN released here
 GENERATOR = [
     Row("hidden_channels", "upsample_initial_channel", "hidden_channels", "int"),
     Row("upsample_rates", "upsample_rates", "upsample_factors", "sizes"),

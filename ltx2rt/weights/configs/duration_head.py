@@ -17,7 +17,7 @@ from ltx2rt.weights.configs.keys import (
     write_official,
 )
 
-SECTION = "duration_head"  # of an official config
+SECTION = "duration_head"  # section of an official config
 ROWS = [  # the released file's values, which it need not state
     Row("width", "pooler_hidden_dim", "pooler_hidden_dim", "int", 256, 256),
     Row("num_queries", "num_queries", "num_queries", "count", 1, 1),

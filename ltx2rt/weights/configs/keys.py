@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 MISSING = object()
 MAX_SIZE = 2**20  # four times the largest released one, Gemma's vocabulary
-MAX_COUNT = (
-    256  # of layers, blocks, registers, bins: what is looped over and what tables are made of
-)
+MAX_COUNT = 256  # counts of layers, blocks, registers, bins: what is looped over and what tables are made of
 
 
 class Keys:

@@ -49,7 +49,7 @@ class Sizes:
     encoder_layers: tuple[int, ...]
     encoder_widths: tuple[int, ...]
     decoder_layers: tuple[int, ...]
-    decoder_width: int  # of the last decoder stage
+    decoder_width: int  # channels of the last decoder stage
     audio_multipliers: tuple[int, ...]
     audio_blocks: int
     vocoder_hidden: int
