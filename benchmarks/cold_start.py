@@ -173,7 +173,7 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(recording: Callable, seconds: list[float]) -> Callable:
-    """The same context, which leaves the seconds from its beginning (when the device is idle) to its end."""
+    """A context that is `context` and leaves the seconds from its beginning (when the device is idle) to its end."""
 
     @contextmanager
     def context(graph: Any) -> Iterator[None]:

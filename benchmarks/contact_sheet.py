@@ -69,7 +69,7 @@ def _strip(frames: np.ndarray) -> Image.Image:
 
 
 def _wave(clip: Path, frames_per_cell: int) -> Image.Image:
-    """Of the mean of both channels; full scale is the height."""
+    """The mean of both channels; full scale is the height."""
     waveform, rate = read_sound(clip)
     per_s = (CELL_PX + GAP_PX) / frames_per_cell * float(video_info(clip, "contact sheet").fps)
     wave = Image.new("RGB", (COLUMNS * (CELL_PX + GAP_PX) - GAP_PX, SOUND_PX), PAPER)

@@ -138,7 +138,8 @@ def phases(watch: Stopwatch, request_s: float) -> dict[str, float]:
 
 
 def distance(a: Clip, b: Clip) -> dict[str, float | None]:
-    """Of `b` from `a`: PSNR in dB over all 8-bit samples (200: identical), mean SSIM of luma, audio correlation."""
+    """Distance of `b` from `a`: PSNR in dB over all 8-bit samples (200: identical), mean SSIM of
+    luma, audio correlation."""
     squared = sum(
         int(((x.astype(np.int32) - y) ** 2).sum()) for x, y in zip(a.frames, b.frames, strict=True)
     )
@@ -151,7 +152,7 @@ def distance(a: Clip, b: Clip) -> dict[str, float | None]:
 
 
 def summary(runs: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """Of every phase: mean, spread (largest less smallest) and every run, in seconds."""
+    """For every phase: mean, spread (largest less smallest) and every run, in seconds."""
     columns = {name: [run[name] for run in runs] for name in runs[0]}
     return {
         n: {"mean": float(np.mean(c)), "spread": max(c) - min(c), "runs": c}

@@ -83,7 +83,7 @@ def request_graphs(
     mesh: Mapping[str, int] = MappingProxyType({}),
     parts: Sequence[str] = ("text", "stage1", "stage2", "decode", "audio"),
 ) -> dict[str, Graph]:
-    """Of one H200, or one of a mesh: a step of each stage, and one call of the text encoder and of the decoders.
+    """Graphs on one H200, or one of a mesh: a step of each stage, and one call of the text encoder and of the decoders.
     levels: timesteps among the video tokens; an image adds one. weights_dtype: of the transformer's blocks. parts: what
     of the request to build."""
     options = ModelOptions("", Path(), weights_dtype=weights_dtype, mesh=mesh)

@@ -119,7 +119,7 @@ class Counts:
         self.waited_s = waited_s + count * (self.waited_s - waited_s)
 
     def time_s(self, kind: DeviceKind) -> float:
-        """Of one device, without exchanges: products and attention at its full rate, then all other bytes at its
+        """Time of one device without exchanges: products and attention at its full rate, then all other bytes at its
         memory's."""
         return self.flops.total() / kind.flops_per_s + self.bytes.total() / kind.memory_bytes_per_s
 

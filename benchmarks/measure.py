@@ -60,7 +60,7 @@ def interleaved(
 
 
 def ratios(seconds: Mapping[str, list[float]], name: str, reference: str) -> Spread:
-    """Of `name` to `reference`, round by round."""
+    """Ratios of `name` to `reference`, round by round."""
     return Spread.of([a / b for a, b in zip(seconds[name], seconds[reference], strict=True)])
 
 

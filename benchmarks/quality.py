@@ -214,7 +214,7 @@ def options(row: Row, model: Path) -> dict[str, Any]:
 
 
 def keywords(row: Row, clip: Clip, path: Path) -> dict[str, Any]:
-    """Of `Session.generate`. path: without an ending, for what the clip is given."""
+    """Keywords of `Session.generate`. path: without an ending, for what the clip is given."""
     size = {"width": SIZE, "height": SIZE, "num_frames": FRAMES} if row.sized else {}
     return {"prompt": clip.prompt, **size, **row.clip, **GIVEN[row.given](clip, path)}
 
@@ -238,7 +238,7 @@ def _distance(
 
 
 def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of every mark the mean over clips of combinations that were trained and that were held out; medians of what has
+    """For every mark the mean over clips of combinations that were trained and that were held out; medians of what has
     a unit, the lowest PSNR too."""
     found: dict[str, Any] = {"clips": len(clips), "repeats": clips[0].get("repeats")}
     for name in ("colour", "shape", "motion", "background", "pitch", "clicked", "silent"):

@@ -185,6 +185,6 @@ def marks(
 
 
 def psnr_db(a: np.ndarray, b: np.ndarray) -> float:
-    """Of pictures of 8-bit samples; 200 where they are equal."""
+    """PSNR of pictures of 8-bit samples; 200 where they are equal."""
     squared = float(((a.astype(np.float64) - b) ** 2).mean())
     return 10 * np.log10(255**2 / squared) if squared else 200.0

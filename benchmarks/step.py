@@ -307,7 +307,7 @@ class Guided:
         def velocities(
             x: dict, rows: slice, timestep: torch.Tensor, **branch: Any
         ) -> list[torch.Tensor]:
-            """Of the contexts `rows`, in one batch."""
+            """The contexts `rows` in one batch."""
             batch = context["video"][rows].shape[0]
             video, audio = (x[m].to(self.dtype).expand(batch, -1, -1) for m in ("video", "audio"))
             arguments = {

@@ -104,8 +104,8 @@ SAVE_SECONDS = 60  # what an interruption costs at most
 
 
 def sizes() -> Preset:
-    """Of a checkpoint of at most 12 MB in bfloat16. Fewer, larger steps from mel to sound than the released vocoder's:
-    a generator halves its channels at each."""
+    """Sizes of a checkpoint of at most 12 MB in bfloat16. Fewer, larger steps from mel to sound
+    than the released vocoder's: a generator halves its channels at each."""
     text = gemma_sizes(
         vocab=480, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=64, window=16
     )
@@ -300,7 +300,7 @@ class Lab:
 
     @cached_property
     def latents(self) -> dict[str, torch.Tensor]:
-        """Of many clips, tokens as the transformer reads them: `half` and `whole` (clips, tokens, C), `sound`; `prompt`
+        """Many clips: tokens as the transformer reads them: `half` and `whole` (clips, tokens, C), `sound`; `prompt`
         (clips) numbers `prompts()`."""
         path = self.folder / "latents.safetensors"
         if path.exists():
@@ -385,7 +385,7 @@ class Lab:
 
     @cached_property
     def contexts(self) -> dict[str, torch.Tensor]:
-        """Of every prompt, by the connectors as they are now: video and audio (prompts, text, D)."""
+        """Contexts of every prompt, by the connectors as they are now: video and audio (prompts, text, D)."""
         network, found = self.connectors(1), []
         with torch.no_grad():
             for i in range(len(prompts())):
@@ -422,7 +422,8 @@ class Lab:
         sigmas: torch.Tensor, contexts: Mapping[str, torch.Tensor], keep: torch.Tensor,
         sound_sigmas: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Of both streams, at the sigmas (B) of video and sound; keep (B, tokens): 1 where a token is clean."""
+        """Velocities of both streams, at the sigmas (B) of video and sound; keep (B, tokens): 1
+        where a token is clean."""
         network, tables = forward
         sounding = sigmas if sound_sigmas is None else sound_sigmas
         found = network(
@@ -609,7 +610,7 @@ def train_vocoder(lab: Lab) -> None:
     frames = round(MEL_SECONDS * a.sample_rate / hop)
 
     def begin(clip: Clip, rng: np.random.Generator) -> int:
-        """Of a piece, which has a click where the clip has one."""
+        """The mel of a piece, which has a click where the clip has one."""
         hits, latest = clip.hits(), lab.mel_frames - frames
         if not len(hits):
             return int(rng.integers(latest))

@@ -115,7 +115,7 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
 
 
 def _identity(path: Path) -> tuple[int, int, str]:
-    """The same for every spelling of a file: what it is, or, before it exists, where it will be."""
+    """One identity for every spelling of a file: what it is, or, before it exists, where it will be."""
     try:
         status = path.stat()
         return status.st_dev, status.st_ino, ""

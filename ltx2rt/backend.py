@@ -216,7 +216,7 @@ class Backend(Protocol):
         ...
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
-        """The same for a graph that ends in a loop over steps."""
+        """As `lower`, for a graph that ends in a loop over steps."""
         ...
 
     def trainer(self, graph: Graph, weights: Any, optimiser: AdamW, remat: bool = True) -> Trainer:

@@ -694,7 +694,7 @@ def snake_beta(
 def _snake_beta_by_phase(
     x: Tensor, up: Tensor, down: Tensor, snake, pad: int, start: int, edge: int
 ) -> Tensor:
-    """The same in whole-signal multiply-adds: a CPU runs a convolution of one channel several times as slowly.
+    """As `snake_beta`, in whole-signal multiply-adds: a CPU runs a convolution of one channel several times as slowly.
 
     The signal at twice the rate is held as its even and its odd samples.
     """

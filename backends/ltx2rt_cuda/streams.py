@@ -114,8 +114,9 @@ def _numbered(values: Iterable[Value]) -> dict[str, Value]:
 
 
 def _next(nodes: Sequence[Node]) -> tuple[list[Node], list[Part], list[Node]]:
-    """Of nodes in an order in which they may run: those that may run first and stand alone, the parts that may run at
-    once then, and the rest, of which each needs two parts or stands alone behind one."""
+    """Splits nodes, given in an order in which they may run: those that may run first and stand
+    alone, the parts that may run at once then, and the rest, of which each needs two parts or
+    stands alone behind one."""
     ready: list[Node] = []
     later: list[Node] = []
     of: dict[int, Part] = {}  # value -> the part that makes it

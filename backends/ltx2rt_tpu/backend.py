@@ -121,7 +121,7 @@ class TpuBackend:
         return weights
 
     def park(self, weights: Weights) -> Any:
-        """Of arrays that are tiled as the host's memory cannot be: None."""
+        """None for arrays that are tiled as the host's memory cannot be."""
         if self.jax_device.device_kind == TILED_KIND:
             return None
         host = {

@@ -203,7 +203,7 @@ class _Replay:
         return _class(one), max(found * max(1, iterations), one.flops / FLOP_PER_CYCLE)
 
     def _kernel(self, one: _Instruction) -> float:
-        """Of attention: its bundles times its heads and blocks of queries and keys."""
+        """Cycles of attention: its bundles times its heads and blocks of queries and keys."""
         stem = one.name.rsplit(".", 1)[0]
         alike = [n for name, n in self.code.items() if name.rsplit(".", 1)[0] == stem]
         found = self.code.get(one.name, max(alike, default=None))

@@ -44,7 +44,7 @@ class TpuFactory:
         compile: bool = False,
         train: bool = False,
     ) -> Graph:
-        """Of steps halves of the samples side by side where that is possible, so that exchanges travel unseen; the
+        """Halves of the samples of a step side by side where that is possible, so that exchanges travel unseen; the
         vocoder's activations fused, for XLA fuses the rest itself. Nothing of a training step."""
         from ltx2rt.passes.fuse import fuse, snakes
         from ltx2rt.passes.interleave import interleave

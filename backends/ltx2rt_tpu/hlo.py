@@ -79,7 +79,7 @@ def flops(hlo: str, steps: int | None = None) -> int:
 
 
 def product_flops(line: str, shapes: Mapping[str, list[int]]) -> int:
-    """Of one execution of one instruction; 0 of what is no convolution."""
+    """FLOP of one execution of one instruction; 0 for what is no convolution."""
     if (match := CONVOLUTION.match(line)) is None:
         return 0
     return 2 * _multiply_adds(line, dims(match[2]), *(shapes[name] for name in match.groups()[2:]))
@@ -181,7 +181,7 @@ def dims(text: str) -> list[int]:
 
 
 def _multiply_adds(line: str, out: list[int], x: list[int], kernel: list[int]) -> int:
-    """Of a convolution: along each window axis the pairs of an output and a tap that meet a value and no zero."""
+    """Pairs of an output and a tap, along each window axis of a convolution, that meet a value and no zero."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
     assert labels is not None, line
     sizes = [

@@ -40,7 +40,7 @@ def zeros_around(x: Array, widths) -> Array:
 
 
 def _mean(x: Array, axes: tuple[int, ...]) -> Array:
-    """Of float32, with axes of size 1 where it was taken."""
+    """The result in float32, with axes of size 1 where it was taken."""
     total = lax.reduce_sum(x, axes)
     return lax.expand_dims(lax.div(total, _like(math.prod(x.shape[i] for i in axes), total)), axes)
 
@@ -199,7 +199,7 @@ def _conv(x: Array, weight: Array, *, stride, dilation, channels_last=False) -> 
 
 
 def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
-    """The same over (frames, rows, columns), a loop over the frames of the result: for all of them at once the TPU
+    """Convolution over (frames, rows, columns) as a loop over the frames of the result: for all of them at once the TPU
     compiler takes several times as long, and twice the memory (README has both)."""
     depth = weight.shape[2]
 
@@ -218,7 +218,7 @@ def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
     jax.jit, static_argnames=("stride", "dilation")
 )  # a trace for each shape, not for each of a vocoder's 200
 def _conv_by_taps(x: Array, weight: Array, *, stride: int = 1, dilation: int = 1) -> Array:
-    """The same over time by a loop of matrix products: the TPU compiler takes seconds for every float32 convolution,
+    """Convolution over time by a loop of matrix products: the TPU compiler takes seconds for every float32 convolution,
     and a minute for the STFT's. The samples of one stride count as channels, the taps with them."""
     if stride > 1:
         assert dilation == 1, f"stride {stride} with dilation {dilation}"
@@ -283,8 +283,9 @@ LANES = 128  # lanes of a TPU
 
 
 def _transposed_filter(x: Array, weight: Array, *, stride: int) -> Array:
-    """The same of one channel: every LANES samples, and those before that still count, times a band of the filter. Its
-    convolution keeps the TPU compiler busy for a minute, sums of shifted signals for 20 s."""
+    """Convolution of one channel: every LANES samples, and those before that still count, times a
+    band of the filter. Its convolution keeps the TPU compiler busy for a minute, sums of shifted
+    signals for 20 s."""
     (b, c, time), taps = x.shape, weight.shape[2]
     reads = -(-taps // stride)  # samples that go into one
     rows = -(-(time + reads - 1) // LANES)

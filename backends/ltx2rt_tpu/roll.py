@@ -99,7 +99,7 @@ def _rolled(blocks: Sequence[Sequence[Unit]]) -> list[Node]:
 def res_blocks(
     x: Array, *operands: Array, activation: str, args, blocks: int, dilations: tuple[int, ...]
 ):
-    """Of every block its result. operands: of every half the activation's, the weight and the bias."""
+    """The result of every block. operands: for every half the activation's, the weight and the bias."""
     halves = len(dilations)
     each = [operands[i :: len(operands) // halves] for i in range(len(operands) // halves)]
     *of_activation, weights, biases = each

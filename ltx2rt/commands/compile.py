@@ -37,6 +37,7 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.suggest import hint
 from ltx2rt.train.data import Bucket
 from ltx2rt.train.run import TrainRequest
+from ltx2rt.weights.part_table import FILES
 
 PARTS = {
     "denoise-before": "before",
@@ -320,7 +321,7 @@ def in_words(times_s: Mapping[str, float] | None) -> str:
 def flags(to: Any) -> None:
     to.epilog = EPILOG
     add_flags(to, Target)
-    planned_flags(to, "text_encoder", "upsampler", "loras", "video_decoder", "vae_tiling")
+    planned_flags(to, *FILES, "loras", "video_decoder", "vae_tiling")
     add_flags(to, Training)
     add_flags(to, TrainRequest, only=training.READ)
     json_flag(to)

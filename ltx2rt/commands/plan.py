@@ -21,6 +21,7 @@ from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
 from ltx2rt.run.trace_events import write_trace
 from ltx2rt.run.training import Training, estimate_step
 from ltx2rt.train.run import TrainRequest
+from ltx2rt.weights.part_table import FILES
 
 EXAMPLE = """\
 examples:
@@ -99,7 +100,7 @@ def _traffic(collectives: Mapping[str, Traffic]) -> str:
 def flags(to: Any) -> None:
     to.epilog = EXAMPLE
     add_flags(to, Devices)
-    parts = ("text_encoder", "upsampler", "temporal_upsampler", "distilled_lora", "loras", "dtype")
+    parts = (*FILES, "distilled_lora", "loras", "dtype")
     how = (
         "memory",
         "max_memory",

@@ -810,7 +810,7 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
 
 @op(lambda *xs: xs)
 def barrier(*xs: Type):
-    """The same values, none of them there before all are: an order for compilers that choose their own."""
+    """Its operands, none of them there before all are: an order for compilers that choose their own."""
     if len(xs) < 2:
         raise GraphError("barrier: nothing to wait for")
     return xs, {}

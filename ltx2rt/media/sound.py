@@ -233,5 +233,5 @@ def write_wav(
 
 
 def _chunk(name: bytes, body: bytes) -> bytes:
-    """Of a RIFF file: its name, its size, itself, up to an even number of bytes."""
+    """A chunk of a RIFF file: its name, its size, itself, up to an even number of bytes."""
     return name + struct.pack("<I", len(body)) + body + b"\0" * (len(body) % 2)

@@ -58,7 +58,7 @@ class StepPlan:
 
     @property
     def sampler(self) -> str:
-        """Of `models.samplers`."""
+        """The sampler, a name of `models.samplers`."""
         return "euler" if self.order == 1 and self.due.video == self.due.audio else "planned"
 
     def only(self, made: Sequence[str]) -> StepPlan:
@@ -104,7 +104,8 @@ class StepPlan:
 
     @classmethod
     def parse(cls, text: str) -> StepPlan | None:
-        """Of ORDER:STEP,STEP,... or STEP,STEP,... (order 2); None for any other text. Unchecked."""
+        """The plan that ORDER:STEP,STEP,... stands for, or STEP,STEP,... (order 2); None for any
+        other text. Unchecked."""
         order, colon, rest = text.partition(":")
         if not colon:
             order, rest = "2", text

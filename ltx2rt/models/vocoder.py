@@ -90,7 +90,7 @@ def reach(config: VocoderConfig) -> tuple[int, int] | None:
 
 
 def _generator_reach(config: GeneratorConfig) -> tuple[Fraction, Fraction]:
-    """The same of one generator, in its own frames; what is padded at either end counts."""
+    """As `reach` for one generator, in its own frames; what is padded at either end counts."""
     snake = FILTER_TAPS // 2 - 1 if config.activation == "snakebeta" else 0
     blocks = zip(config.resblock_kernels, config.resblock_dilations, strict=True)
     block = max(

@@ -339,7 +339,7 @@ class Request:
 
     @property
     def clip_frames(self) -> int:
-        """Of the clip that is written."""
+        """Number of frames of the clip that is written."""
         return self.num_frames
 
     @property

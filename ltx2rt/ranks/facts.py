@@ -13,7 +13,7 @@ HEAD_BYTES = 1 << 20  # what the digest of a file without a header covers beside
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of ltx2rt, and of those of the packages that are installed."""
+    """Versions of ltx2rt, and of those of the packages that are installed."""
     found = {"ltx2rt": VERSION}
     for name in packages:
         try:

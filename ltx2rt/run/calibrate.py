@@ -94,7 +94,7 @@ class Runs:
             )
 
     def exact(self, number: int) -> Mapping[str, np.ndarray]:
-        """Of a prompt: latents and x0 by stream, `frames` uint8 and `waveform`, if they are made."""
+        """A prompt's exact run: latents and x0 by stream, `frames` uint8 and `waveform`, if they are made."""
         path = self.folder / f"exact-{number}.npz"
         if not path.exists():
             made = self._make(replace(self.request), number, keep=True)
@@ -233,7 +233,7 @@ def distance(exact: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]) ->
 
 
 def prices(measures: Sequence[Measures]) -> dict[str, list[float]]:
-    """Of each measure the median and the worst."""
+    """The median and the worst of each measure."""
     worst = {"psnr_db": min, "audio_corr": min, "mel_l1": max}
     names = [name for name in worst if all(name in found for found in measures)]
     return {

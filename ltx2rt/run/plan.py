@@ -113,7 +113,7 @@ def resolved_stages(
 
 
 def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, ...]:
-    """Of a clip of default size, by the first pipeline that makes one of this model from a prompt alone."""
+    """Stages of a clip of default size, by the first pipeline that makes one of this model from a prompt alone."""
     for name in pipelines():
         with suppress(InputError):
             return resolved_stages(checkpoint, options, make_request(name, prompt="a clip", seed=0))

@@ -112,5 +112,5 @@ def produce(
 
 
 def sample_rate(session: Session, state: State) -> int:
-    """Of the state's waveforms in Hz, or of those that the model would make."""
+    """Rate of the state's waveforms in Hz, or of those that the model would make."""
     return state.sample_rate or session.config.vocoder.sample_rate

@@ -350,7 +350,7 @@ class Admission:
         return files
 
     def _number(self, given: Mapping[str, Any]) -> int:
-        """Of videos: where a mesh shares them out, as many as it has places, unless the request says."""
+        """Number of videos: where a mesh shares them out, as many as it has places, unless the request says."""
         n = number(given.get("n", self.options.mesh.get("data", 1)))
         if n is None or n not in range(1, MAX_VIDEOS + 1):
             raise Refusal(

@@ -374,7 +374,7 @@ class App:
         return await self._add(request, given)
 
     async def remix(self, request: Request) -> Response:
-        """The same settings and seed with another prompt."""
+        """A new video of the settings and the seed of another, with another prompt."""
         self._require_accepting()
         job = await self._job(request)
         given = await fields_of(request, self.settings.max_upload_bytes)
@@ -605,7 +605,8 @@ class App:
     # --- events -------------------------------------------------------------------------------------------------
 
     async def events(self, request: Request) -> Response:
-        """Of one job until it is over, or of all of the user's; with `previews=1` pictures are made of what runs."""
+        """Events of one job until it is over, or of all of the user's; with `previews=1` pictures
+        are made of what runs."""
         job = await self._job(request) if "id" in request.path_params else None
         return StreamingResponse(
             self._stream(
@@ -621,7 +622,7 @@ class App:
     async def _stream(
         self, me: str, only: Job | None, previews: bool, after: str | None
     ) -> AsyncIterator[str]:
-        """Of each job only its latest event is sent, with the id of the latest of all."""
+        """Only the latest event of each job is sent, with the id of the latest of all."""
 
         def wants(id: str, user: str) -> bool:
             return user == me if only is None else id == only.id

@@ -109,7 +109,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def digest_of(given: Mapping[str, Any]) -> str:
-    """Of all that a job asks for, as admission has it."""
+    """Digest of all that a job asks for, as admission has it."""
     found = {name: value for name, value in given.items() if value is not None}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
@@ -225,7 +225,7 @@ class Results:
 
     @staticmethod
     def names(id: str, seed: int, count: int) -> list[str]:
-        """Of a job's clips, as `generate` names them."""
+        """Names of a job's clips, as `generate` names them."""
         return (
             [f"{id}.mp4"]
             if count <= 1

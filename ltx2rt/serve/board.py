@@ -58,7 +58,7 @@ class Watcher:
 
 
 class Board:
-    """Of the jobs that run, live: their progress; previews: the number of the latest picture, and its JPEG."""
+    """live: the progress of the jobs that run; previews: the number of the latest picture, and its JPEG."""
 
     def __init__(self, log: Callable[..., None] = log):
         self.run = f"{time.time_ns():x}"  # begins the ids of this board's events

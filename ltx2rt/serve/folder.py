@@ -261,7 +261,7 @@ def segments_of(job: Mapping[str, Any]) -> Path:
 
 
 def clip_names(stem: str, count: int) -> list[str]:
-    """Of the videos of one job: `JOB.EPOCH.mp4`, `JOB.EPOCH.1.mp4` ..."""
+    """Names of the videos of one job: `JOB.EPOCH.mp4`, `JOB.EPOCH.1.mp4` ..."""
     return [stem + (f".{number}" if number else "") + CLIP for number in range(count)]
 
 
@@ -295,7 +295,7 @@ def publish(
 
 
 def result(clip: Path, count: int = 1) -> dict[str, Any]:
-    """Of a job's first clip."""
+    """Path of a job's first clip."""
     report: Mapping[str, Any] = json.loads(clip.with_suffix(REPORT).read_text())
     files = clip_names(clip.stem, count)
     size = sum((clip.parent / name).stat().st_size for name in files)

@@ -230,6 +230,6 @@ def _bytes_of(item: dict[str, Any], name: str, kind: str, files: dict[str, bytes
 
 
 def close_unread(response: Response) -> Response:
-    """Of a body that was not read whole: the connection ends with the answer."""
+    """For a body that was not read whole: the connection ends with the answer."""
     response.headers["connection"] = "close"
     return response

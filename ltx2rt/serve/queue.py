@@ -71,7 +71,7 @@ class QueueFull(Exception):
 
 
 class Conflict(Exception):
-    """The same idempotency key came with another body."""
+    """An idempotency key came again with another body."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def stem(self) -> str:
-        """Of the files of this epoch."""
+        """Stem of the files of this epoch."""
         return f"{self.id}.{self.epoch}"
 
     @property

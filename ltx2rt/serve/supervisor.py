@@ -52,7 +52,7 @@ class Store:
         )
 
     async def insist(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The same, again and again while the disk is full."""
+        """As `__call__`, again and again while the disk is full."""
         while True:
             try:
                 return await self(call, *args, **kwargs)

@@ -464,7 +464,7 @@ class Session:
         held: Mapping[WeightsKey, int] | None = None,
         recorded_bytes: int = 0,
     ) -> list[StageCost]:
-        """Of a second run in a row: what the first has left on the device is there from the start on."""
+        """For a second run in a row: what the first has left on the device is there from the start on."""
         after = dict(held or {})
         for stage in stages:
             for call in stage.needs(self.config):

@@ -233,7 +233,7 @@ class Denoise(Stage):
             state.put("audio_latent", state.sound)
 
     def _video(self, states: Mapping[str, ModalityState], tokens: np.ndarray) -> np.ndarray:
-        """Of the stage's tokens the clip's own, as [videos, C, frames, rows, columns]."""
+        """The clip's own of the stage's tokens, as [videos, C, frames, rows, columns]."""
         return unpack_video(states["video"].clear(tokens), self.geometry)
 
     def _per_step(self, state: State) -> dict[str, np.ndarray]:

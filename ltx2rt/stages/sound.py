@@ -134,12 +134,12 @@ class Chunks:
 
 
 def latent_chunks(model: ModelConfig, latents: int) -> Chunks:
-    """Of a clip of so many audio latents."""
+    """Samples of a clip of so many audio latents."""
     return chunks(latents, CHUNK, audio_vae.reach(model.audio_vae))
 
 
 def mel_chunks(model: ModelConfig, frames: int) -> Chunks:
-    """Of a clip of so many mel frames."""
+    """Samples of a clip of so many mel frames."""
     return chunks(frames, CHUNK * model.audio_vae.time_factor, vocoder.reach(model.vocoder))
 
 

@@ -41,7 +41,7 @@ class SourceVideo(Stage):
 
     @property
     def num_frames(self) -> int:
-        """Of the file, up to the last one that is encoded."""
+        """Frames of the file, up to the last one that is encoded."""
         return span_frames(
             pixel_frames(self.geometry.frames, self.geometry.time_factor), self.stride
         )

@@ -76,8 +76,8 @@ MODES = {  # configs/*.yaml of the official trainer
 
 
 def targeted(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """Of the modules `known` (with `*` for the block) those of the groups. Raises InputError for an unknown group, and
-    for one that the graph lacks, as one without sound has no sound's."""
+    """Those of the modules `known` (with `*` for the block) that the groups name. Raises InputError
+    for an unknown group, and for one that the graph lacks, as one without sound has no sound's."""
     found: list[str] = []
     for word in words:
         if word not in GROUPS:

@@ -207,6 +207,6 @@ def model_index(folder: Path) -> frozenset[str]:
 
 
 def listed(found: list[Path], index: frozenset[str]) -> list[Path]:
-    """Of several candidates those that the folder's index lists, if it does."""
+    """Those of several candidates that the folder's index lists, if it does."""
     named = [path for path in found if path.name in index]
     return named if len(found) > 1 and named else found

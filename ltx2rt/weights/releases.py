@@ -29,7 +29,7 @@ FLAG = "pass a safetensors file of its release with --config-from FILE"
 
 
 def with_config(main: Main, config_from: str | Path | None) -> Main:
-    """The same file, with `config` and `model_version` in its metadata.
+    """The file with `config` and `model_version` in its metadata.
 
     A safetensors file without a config that holds more than a transformer is only helped by
     config_from: no release is known by names and shapes of the rest. Raises InputError.

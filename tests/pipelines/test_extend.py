@@ -94,7 +94,15 @@ def expected_state(session, first, second, way, overlap=17, new=16):
 
 @pytest.mark.parametrize(
     ("generation", "way"),
-    [*(("2.3", way) for way in WAYS), ("2.0", "join"), ("2.5", "join")],
+    [
+        ("2.3", "forward"),
+        ("2.3", "loop"),
+        ("2.5", "join"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("2.3", "backward"), ("2.3", "join"), ("2.0", "join"))
+        ),
+    ],
     indirect=["generation"],
 )
 def test_what_is_kept_is_the_clips_and_stays_bit_for_bit(opened, files, way):
@@ -141,7 +149,10 @@ def test_kept_sound_is_what_ends_in_the_overlap(opened, fps, overlap):
     assert not mask[:count].any() and mask[count:].all() and len(mask) == geometry.audio_latents
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.slow] * (way in ("forward", "loop"))) for way in WAYS],
+)
 def test_the_files_frames_and_sound_are_copied(opened, files, way):
     """All of them without a crossfade, all but eight at a seam with one; the new part is between them."""
     for fade in (0, 8):
@@ -191,8 +202,19 @@ def test_seams_are_blended_by_their_formulas():
     np.testing.assert_array_equal(out[:, 4700:], sound[2][:, 200:])
 
 
-@pytest.mark.parametrize("generation", ["2.3", "2.0", "2.5"], indirect=True)
-@pytest.mark.parametrize("way", ["forward", "join"])
+@pytest.mark.parametrize(
+    ("generation", "way"),
+    [
+        ("2.3", "forward"),
+        ("2.0", "join"),
+        ("2.5", "join"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("2.0", "forward"), ("2.5", "forward"), ("2.3", "join"))
+        ),
+    ],
+    indirect=["generation"],
+)
 def test_backends_agree(tiny, files, way, generation):
     records = []
     for backend in ("cuda", "tpu"):

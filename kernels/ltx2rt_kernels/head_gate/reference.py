@@ -16,7 +16,7 @@ def head_gate(y: np.ndarray, logits: np.ndarray, *choice: np.ndarray) -> np.ndar
 
 
 def head_gate_rows(*operands: np.ndarray) -> list[np.ndarray]:
-    """The same as values (rows, n) and scales (rows, 1), a row each token's heads."""
+    """The result of `head_gate` as values (rows, n) and scales (rows, 1), a row each token's heads."""
     y = head_gate(*operands)
     return list(quantise_rows(y.reshape(y.shape[0] * y.shape[1], -1)))
 

@@ -73,7 +73,8 @@ def rows_bytes(
     num_results: int,
     dtype: str,
 ) -> Bytes:
-    """Of tensors like x, of which some are read and some are results, of rows, and of an index if there is one."""
+    """Bytes of tensors like x, of which some are read and some are results, of rows, and of an
+    index if there is one."""
     x, results = read[0], [read[0]] * num_results
     moved = size([*read, *[x] * len(rows), *results], dtype) + size(
         [x[:2]] if index else [], "int32"

@@ -27,7 +27,7 @@ def qk_scale_rope(*operands: np.ndarray, count: int, eps: float) -> list[np.ndar
 
 
 def qk_norm_rope(*operands: np.ndarray, eps: float) -> list[np.ndarray]:
-    """The same without the sum, which is of x itself."""
+    """`qk_scale_rope` with the sum of x itself."""
     found = []
     for x, *others in zip(*[iter(operands)] * 4, strict=True):
         found += qk_scale_rope(x, sum_squares(x), *others, count=math.prod(x.shape[-2:]), eps=eps)

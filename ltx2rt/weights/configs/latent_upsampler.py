@@ -47,7 +47,7 @@ def check_upsampler(config: UpsamplerConfig, model: ModelConfig, where: str, fla
 
 
 def upsampler_kind(keys: Keys) -> str:
-    """Of a diffusers folder, as `ltx2rt.weights.parts` names the kinds."""
+    """Kind of file in a diffusers folder, as `ltx2rt.weights.parts` names the kinds."""
     if is_temporal(keys):
         return "temporal_upsampler"
     x15 = (
@@ -61,7 +61,7 @@ def is_temporal(keys: Keys) -> bool:
 
 
 def spatial_scale(keys: Keys) -> Fraction:
-    """Of a rational one."""
+    """Scale of a rational upsampler."""
     return keys.choice(
         "spatial_scale" if "spatial_scale" in keys else "rational_spatial_scale",
         SCALES,

@@ -434,7 +434,7 @@ def gemma4_tensors(
     prefix: str,
     towers: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """Of the text branch under `prefix`, and the image and sound towers that no network reads."""
+    """Tensors of the text branch under `prefix`, and the image and sound towers that no network reads."""
     vision, sound = configs.towers_json(gemma).values()
     width, patch = (
         gemma.hidden_size,
