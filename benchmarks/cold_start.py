@@ -14,7 +14,7 @@ that its own bytes take at that rate. Before each process the files are dropped 
 system lets them go (not from a file system in memory), or with --warm-cache read into it.
 
 Without --model, a checkpoint of the preset's sizes is written first: slices of one random block, whose values matter
-to nobody here. `--preset ltx-2.3 --no-text` needs 46 GB of disk.
+to nothing here. `--preset ltx-2.3 --no-text` needs 46 GB of disk.
 
     python -m benchmarks.cold_start --device cuda --model MODEL_DIR --output benchmarks/results/cold-start.json
     python -m benchmarks.cold_start --device cpu --preset tiny-2.3 --width 128 --height 64 --num-frames 17

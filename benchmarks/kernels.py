@@ -5,7 +5,7 @@ largest tile of the video decoder, the vocoder), with the operands that it has t
 do there: slices of packed rows, videos channels last, what has several readers once. Of a float8 linear
 (`--weights-dtype float8`) it is the quantisation of its operand.
 
-Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the reason is told;
+Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the reason is printed;
 `eager` is those plain ops; `compiled` is what Inductor makes of them. The floor is the op's least traffic, every
 operand read once and every result written once, at the measured bandwidth of a large copy; of a linear layer with GELU
 its FLOPs at the measured rate of large products, if that takes longer.

@@ -70,7 +70,7 @@ def trace(sizes: Sizes, dtype: str) -> Graph:
 
 
 def write_checkpoint(folder: Path, sizes: Sizes) -> None:
-    """model.safetensors and lora.safetensors: slices of one random block, whose values matter to nobody here."""
+    """model.safetensors and lora.safetensors: slices of one random block, whose values do not matter here."""
     shapes = {name: spec.shape for name, spec in trace(sizes, "float32").parameters().items()}
     model = {
         name: TensorInfo(shape, F32 if TABLE.search(name) else BF16)

@@ -120,7 +120,7 @@ KEPT = (REFERENCE, ONE_STAGE)  # rows whose clips others are compared with
 
 
 def place(name: str) -> int:
-    """Where a row stands in the table, which names its files."""
+    """Where a row is in the table, which names its files."""
     return [DRAWN, *ROWS, *FEWER].index(name)
 
 

@@ -260,7 +260,7 @@ def served(server: Server, ids: list[str], jobs: int) -> list[list[dict[str, Any
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """In which the median lies with 95 %, by drawing again from the values."""
+    """The interval that holds the median with 95 %, by drawing again from the values."""
     drawn = np.random.default_rng(0).choice(values, (BOOTSTRAPS, len(values)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return float(low), float(high)

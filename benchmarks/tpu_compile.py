@@ -32,7 +32,7 @@ from ltx2rt.commands.compile import in_words
 
 @dataclass(frozen=True)
 class Figures:
-    """Executed collectives, bytes received, bytes of weights + temporaries, seconds; None: nothing is said of it."""
+    """Executed collectives, bytes received, bytes of weights + temporaries, seconds; None: not checked."""
 
     executed: int | None = None
     received_bytes: float | None = None

@@ -1,8 +1,7 @@
 """Synthetic clips with sound: one coloured shape that moves, and the sentence that describes it.
 
-Decides what the tiny trained model can know. A clip is drawn from its description, so whoever measures a generated one
-can ask what it should have shown (`Clip.centre`, `Clip.hits`).
-"""
+Decides what the tiny trained model can know. A clip is drawn from its description, so a program
+that measures a generated one can ask what it should have shown (`Clip.centre`, `Clip.hits`)."""
 
 from __future__ import annotations
 

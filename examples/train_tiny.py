@@ -2,12 +2,12 @@
 
     python -m examples.train_tiny FOLDER             # goes on where it was stopped
 
-Every network is trained by itself, in the order of `PARTS`; what is done lies in FOLDER and is not done again. The
+Every network is trained by itself, in the order of `PARTS`; what is done is in FOLDER and is not done again. The
 seed decides every clip and every noise. At the end FOLDER/model is a checkpoint that `ltx2rt generate` takes, and
 FOLDER/losses.png shows how the losses fell.
 
 The text encoder stays random: it only has to tell words apart. So does the second half of the vocoder, which adds what
-lies above 8 kHz: its last convolution is zero, for the clips have nothing there.
+is above 8 kHz: its last convolution is zero, for the clips have nothing there.
 """
 
 from __future__ import annotations

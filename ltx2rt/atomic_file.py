@@ -1,6 +1,6 @@
 """Files that appear under their name only when complete, and what must hold of them before a run begins.
 
-Decides the name of the unfinished file: it follows from the writing process alone, so that whoever outlives that
+Decides the name of the unfinished file: it follows from the writing process alone, so that a process that outlives that
 process can remove it. Decides, too, which outputs are refused: those that replace an input or each other, and those
 that could not be written in the end.
 """
@@ -109,7 +109,7 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
         where = (path.resolve(), path.parent.resolve() / path.name)
         if inside := [folder for folder in folders if any(w.is_relative_to(folder) for w in where)]:
             raise InputError(
-                f"{flag}: {path} lies in {inside[0]}, which the run reads; write it elsewhere"
+                f"{flag}: {path} is in {inside[0]}, which the run reads; write it elsewhere"
             )
         taken[identity] = f"{flag} {path}"
 

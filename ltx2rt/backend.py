@@ -292,7 +292,7 @@ def overlapped(started: Iterable[T], later: int) -> Iterator[T]:
 
 
 class BackendFactory(Protocol):
-    """What a backend tells before it exists. To make one, and to ask it anything but what is said to, imports no
+    """What a backend tells before it exists. To make one, and to ask it anything but what says so, imports no
     framework; where that is missing, the others raise ImportError.
     """
 
@@ -353,7 +353,7 @@ class BackendFactory(Protocol):
         ...
 
     def keep_compiled(self, root: Path) -> None:
-        """Let this process keep what it compiles under `root`, and start from what lies there. Imports the framework.
+        """Let this process keep what it compiles under `root`, and start from what is there. Imports the framework.
 
         Nothing, if the framework does so by itself or compiles nothing.
         """

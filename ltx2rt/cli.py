@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED if crew is None else crew.fail("nobody reads its output", FAILED)
+        return FAILED if crew is None else crew.fail("no process reads its output", FAILED)
     except KeyboardInterrupt:
         status = _fail("interrupted", INTERRUPTED, crew)
         return status if argv is not None else _leave(status)

@@ -77,7 +77,7 @@ def why_not_cudnn(q: Tensor, mask: Tensor | None) -> str | None:
     if mask is not None and (
         torch.compiler.is_compiling() or _operands(q, mask) in refused_by_cudnn
     ):
-        return "it has no plan for this mask, or nobody has tried"
+        return "it has no plan for this mask, or none was tried"
     if q.shape[3] > 128:
         return f"heads of {q.shape[3]}, all its releases have plans up to 128"
     if (version := torch.backends.cudnn.version()) is not None and version < CUDNN:

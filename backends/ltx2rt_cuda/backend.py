@@ -156,7 +156,7 @@ class CudaBackend:
         return joined
 
     def memory_format(self, ndim: int) -> torch.memory_format:
-        """How a weight lies on the device: that of a 3-D convolution as `ops.conv` wants it."""
+        """Layout of a weight on the device: that of a 3-D convolution as `ops.conv` wants it."""
         convolution = ndim == 5 and self.device_kind == "cuda"
         return torch.channels_last_3d if convolution else torch.contiguous_format
 

@@ -1,4 +1,4 @@
-"""Where this process stands on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on a CPU.
+"""Where this process is on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on a CPU.
 
 Decides how ranks find each other and how a result gets to the main one and to its host. Which rank works on what is the
 caller's.

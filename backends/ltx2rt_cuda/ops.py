@@ -349,7 +349,7 @@ def shard(x: Tensor, dim: int, parts: int, index: int) -> Tensor:
 @op
 def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor, ...]:
     """One communication for all operands, which `arrived` waits for. in_place: nothing else reads them, or memory that
-    they lie in."""
+    they are in."""
     if differentiated(xs):
         summed = partial(_summed, group=group)
         return with_transpose(summed, summed, *xs)

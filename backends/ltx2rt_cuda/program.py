@@ -187,7 +187,7 @@ class Captured:
         self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Pool
     ):
         self.program, self.key = program, _key(pool, arguments)
-        self.serves: object = None  # a mark of the request whose constants lie in the buffers
+        self.serves: object = None  # a mark of the request whose constants are in the buffers
         self.inputs = {name: value.clone() for name, value in values.items()}
         ordered = [self.inputs[name] for name in program.graph.inputs]
         pool.stream.wait_stream(torch.cuda.current_stream())

@@ -27,9 +27,9 @@ ALONE = ("together", "repeat")  # these read from all parts
 class Beside(torch.nn.Module):
     """Calls own(*operands[:n]) here and beside(*operands[n:]) on the stream `side`, at once; the results of both.
 
-    What a stream frees is its own to take again at once, whoever still reads it. `operands` holds what both parts read
-    until they have met; what `beside` makes is freed behind that, and taken again behind the next parting.
-    """
+    What a stream frees is its own to take again at once, even if another stream still reads it.
+    `operands` holds what both parts read until they have met; what `beside` makes is freed behind
+    that, and taken again behind the next parting."""
 
     def __init__(
         self, own: torch.nn.Module, beside: torch.nn.Module, num_own: int, side: torch.cuda.Stream
@@ -65,7 +65,7 @@ class Part:
 
 def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:
     """`graph.nodes` in an order of their own; in the place of nodes that may run at once two graphs, the costlier one
-    first, whose inputs and outputs are values of `graph`. Where devices exchange something, nodes stand in the order in
+    first, whose inputs and outputs are values of `graph`. Where devices exchange something, nodes are in the order in
     which that travels unseen, and stay there."""
     if any(node.op in COLLECTIVES for node in graph.nodes):
         return list(graph.nodes)

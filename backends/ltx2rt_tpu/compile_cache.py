@@ -2,7 +2,7 @@
 
 The files are JAX's persistent compilation cache: every program of a process, under a key of its HLO (sources, shapes,
 mesh, layouts), compiler options and flags, device topology and compiler build; nothing else is ever used. What is
-decided here is the folder, one for each set of versions, and that whatever cannot be used is said and replaced.
+decided here is the folder, one for each set of versions, and that a note says what cannot be used, which is replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNREADABLE = re.compile(
 
 
 def keep_compiled(root: Path) -> None:
-    """Keep what this process compiles under `root`, and start from what lies there. For a process of its own: it sets
+    """Keep what this process compiles under `root`, and start from what is there. For a process of its own: it sets
     JAX's configuration and where warnings go."""
     folder = root / versions()
     others = sorted(path.name for path in root.glob("ltx2rt-*") if path != folder)
@@ -76,7 +76,7 @@ def versions() -> str:
 
 
 def _open_to_others(path: Path) -> str | None:
-    """Why somebody else could put an executable there, which runs as it is; None if nobody can."""
+    """Why somebody else could put an executable there, which runs as it is; None if no other user can."""
     found = path.stat()
     if found.st_uid not in (os.getuid(), 0):
         return f"{path} belongs to another user"

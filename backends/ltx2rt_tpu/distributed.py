@@ -122,7 +122,8 @@ def join() -> tuple[int, int]:
 
 
 def _check(address: str, here: bool) -> None:
-    """Raise InputError where JAX would abort the process: no port to listen on here, or nobody who answers there."""
+    """Raise InputError where JAX would abort the process: no port to listen on here, or no process
+    that answers there."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         raise InputError(

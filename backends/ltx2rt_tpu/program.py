@@ -251,7 +251,7 @@ class Assembled(Ahead):
         kept = {id(v) for v in self.graph.outputs.values()}
         self.dropped: list[list[int]] = [
             [] for _ in self.parts
-        ]  # values that nobody reads after a part
+        ]  # values that nothing reads after a part
         for key, i in last.items():
             if key not in kept:
                 self.dropped[i].append(key)

@@ -1,4 +1,4 @@
-"""Weights of a placed graph on JAX devices: how each is cut, how it lies in memory, how it gets there."""
+"""Weights of a placed graph on JAX devices: how each is cut, its layout in memory, how it gets there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def weight_specs(graph: Graph) -> dict[str, P]:
 
 
 def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLayout | None:
-    """How a weight lies in the memory of a device, None for the default tiling.
+    """Layout of a weight in the memory of a device, None for the default tiling.
 
     A loop over layers on a TPU7x reads stacked bfloat16 matrices in tiles of 16 rows; in the default tiles of 8 the
     executable would begin with a copy of them all. The compiler fails on fewer rows than a tile has, and takes an
@@ -59,7 +59,7 @@ def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLay
 
 def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruct]:
     """Every weight by declared name: the shape of all devices together, `*` ones with their layers in front, and the
-    format that an executable for `place` reads without a copy: how it is cut, how it lies in memory.
+    format that an executable for `place` reads without a copy: how it is cut, its layout in memory.
     """
     kind, specs, found = next(iter(place.device_set)).device_kind, weight_specs(graph), {}
     for name, (v, count) in graph.all_params().items():

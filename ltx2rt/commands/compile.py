@@ -239,7 +239,7 @@ def _size(session: Session, call: Call) -> str:
 
 
 def compile_job(job: Job) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
-    """Each program as soon as it is compiled; which one is at work is said on stderr. InputError before the first."""
+    """Each program as soon as it is compiled; stderr shows which one is at work. InputError before the first."""
     compiler = get_ahead_compiler(job.kind.backend, job.topology, job.mesh, job.times)
 
     def compile_cell(cell: Cell) -> tuple[Cell, Compiled | DoesNotFit]:

@@ -1,6 +1,6 @@
 """The intermediate representation: values with named axes, nodes in execution order, graphs.
 
-Decides what a graph *is*. What an op means stands in `ops`, how model text becomes a graph in `trace`,
+Decides what a graph *is*. What an op means is in `ops`, how model text becomes a graph in `trace`,
 which graphs are legal in `verify`.
 """
 

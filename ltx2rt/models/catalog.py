@@ -1,6 +1,6 @@
 """The networks of the family, one row each: which parts of a checkpoint it reads, how it is traced, from which sizes.
 
-Decides nothing about devices: which axes of a network are split where stands in the placement's profiles, under the
+Decides nothing about devices: which axes of a network are split where is in the placement's profiles, under the
 name in `rules`.
 """
 

@@ -362,7 +362,7 @@ def _spread(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     ]
 
 
-SPREAD = 8  # samples at most; the kernel is told theirs in 4 bits each
+SPREAD = 8  # samples at most; the kernel gets theirs in 4 bits each
 
 
 def _gathered(uses: _Uses, value: Value) -> tuple[Value, tuple[int, ...], list[Node]] | None:

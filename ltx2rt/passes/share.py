@@ -280,7 +280,7 @@ class _Analysis:
         ] = []  # first iteration, its carries, its signature
         carry = [self._renumbered((id(node), j), x) for j, x in enumerate(carry)]
         for i in range(repeat.count):
-            while True:  # until what enters is told apart wherever what leaves is
+            while True:  # until entries differ wherever exits do
                 found = body(carry, (n[i] for n in data))
                 results = (found.numbers[id(v)] for v in repeat.body.outputs.values())
                 finer = [
@@ -305,7 +305,7 @@ class _Analysis:
         ]
 
     def _renumbered(self, key: Hashable, *numbers: np.ndarray) -> np.ndarray:
-        """New numbers for entries that are told apart by any of these, perhaps another analysis's."""
+        """New numbers for entries that differ in any of these, perhaps another analysis's."""
         entries = zip(*(n.ravel().tolist() for n in numbers), strict=True)
         return np.array([self._number(key, entry) for entry in entries]).reshape(numbers[0].shape)
 

@@ -209,7 +209,7 @@ class DFR(VideoRequest):
         return [Remade("stage1", half, space)]
 
     def guides(self, geometry: Geometry, start: int = 0, times: int = 1) -> list[Conditioning]:
-        """The request's images that lie in a part of the clip, which begins at pixel frame `start` and has `times` as
+        """The request's images that are in a part of the clip, which begins at pixel frame `start` and has `times` as
         many frames for one of the request's."""
         last = pixel_frames(geometry.frames, geometry.time_factor) - 1
         here = [replace(spec, frame=spec.frame * times - start) for spec in self.images]

@@ -691,6 +691,6 @@ def distilled_lora(
     except InputError:  # none that has a distilled one's header
         return None
     raise InputError(
-        f"--distilled-lora: {beside} lies beside the checkpoint; pass it to merge it (dev weights), or "
+        f"--distilled-lora: {beside} is beside the checkpoint; pass it to merge it (dev weights), or "
         "--distilled-lora none for weights that are distilled already"
     )

@@ -1,6 +1,6 @@
 """Where a run's graphs live, and the passes that take each of them there.
 
-Decides the mesh of each stage and the order of the passes. What a profile splits stands in `profiles`, how in `passes`.
+Decides the mesh of each stage and the order of the passes. What a profile splits is in `profiles`, how in `passes`.
 """
 
 from __future__ import annotations

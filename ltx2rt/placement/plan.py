@@ -1,6 +1,6 @@
 """What a run is estimated to cost: per stage and device, the memory, the work, the traffic and the time.
 
-Decides how these follow from placed graphs and a device's figures. Which graphs a stage runs, and which weights lie on
+Decides how these follow from placed graphs and a device's figures. Which graphs a stage runs, and which weights are on
 the device meanwhile, is the pipeline's knowledge.
 """
 

@@ -1,4 +1,4 @@
-"""One rank's view of the others, whoever launched it.
+"""One rank's view of the others, however it was launched.
 
 A thread of every rank watches the others' processes (through pidfds, so Linux only, and on this host only), the
 launcher's, signals and the store that all ranks share: the main thread may be inside a collective that never returns.
@@ -164,7 +164,7 @@ class Crew:
         with self._ending:
             first, status = self._claim(status)
             if first and not (by_signal and self._launched):
-                self._say(message, "\n" * by_signal)  # below a progress bar that nobody closes
+                self._say(message, "\n" * by_signal)  # below a progress bar that is still open
             self._remove_partials()
             with suppress(RuntimeError):  # the store may be what went down
                 self._watched.set(f"ended/{self.rank}", "")

@@ -67,7 +67,7 @@ def start(
                 return FAILED
         return next(iter(ended.values()))
     except BaseException:
-        print(file=sys.stderr)  # below a progress bar that nobody closes
+        print(file=sys.stderr)  # below a progress bar that is still open
         raise
     finally:
         _end(ranks)

@@ -256,7 +256,7 @@ class Admission:
         return Admitted(given, job, work, json.dumps(loras) if loras else "", digest)
 
     def _without_folders(self, message: str) -> str:
-        """Sentences name files; where they lie is nobody's business, and what they are named here."""
+        """Sentences name files; their folder and their names here stay private."""
         for folder in (
             self.inputs,
             self.lora_folder,
@@ -437,7 +437,7 @@ def uploads(type_: type[Request]) -> dict[str, str]:
 
 
 def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
-    """The files of a job, which lie in the folder, as keywords of its pipeline."""
+    """The files of a job, which are in the folder, as keywords of its pipeline."""
     found = {
         field: [(str(folder / file), *rest) for file, *rest in several]
         for field, several in files.items()

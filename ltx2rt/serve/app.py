@@ -499,7 +499,7 @@ class App:
         return self._answer(await self._video(job), 202)
 
     async def _cancelled(self, job: Job) -> Job:
-        """The job once its wish to end is on the disk; its replica is told."""
+        """The job once its wish to end is on the disk; its replica gets the message."""
         after = await self.store(self.queue.cancel, job.id)
         if after is None:
             raise Refusal(404, "not_found", "the video was deleted", "video_id")

@@ -1,8 +1,7 @@
 """What runs now, and who wants to hear of it.
 
-Progress lives in memory: a reader is sent the state of a job, never its history, so that whoever comes late or reads
-slowly gets the latest one and nothing piles up.
-"""
+Progress lives in memory: a reader is sent the state of a job, never its history, so that a reader
+that comes late or reads slowly gets the latest one and nothing piles up."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-REMEMBERED = 10_000  # jobs whose latest event a reader that comes back is told
+REMEMBERED = 10_000  # jobs whose latest event is sent to a reader that comes back
 Progress = Mapping[
     str, Any
 ]  # stage, step, of, fraction, eta_s: `session.stopwatch.Progress` as JSON has it
@@ -75,8 +74,8 @@ class Board:
     def watch(
         self, wants: Callable[[str, str], bool], previews: bool = False, after: str | None = None
     ):
-        """wants(job, user): whether the reader is told of it. after: the id of the latest event that it had; what
-        happened since is told first."""
+        """wants(job, user): whether the reader gets its events. after: the id of the latest event that it had; what
+        happened since is sent first."""
         watcher = Watcher(wants, previews)
         self.watchers.add(watcher)
         if after is not None:

@@ -41,7 +41,7 @@ async def fields_of(
 ) -> dict[str, Any]:
     """The fields of a body; the files that it holds are kept, and stand where they are named by their `file_id`.
 
-    folder: where; none: their bytes stand there. uploads: kinds of files by the field that takes them, besides images.
+    folder: where; none: their bytes are there. uploads: kinds of files by the field that takes them, besides images.
     Raises Refusal.
     """
     if (
@@ -170,7 +170,7 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
 async def _with_files(
     given: dict[str, Any], files: dict[str, bytes], folder: Folder, uploads: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Every file that a field holds or names is kept, and stands there by the digest of its bytes."""
+    """Every file that a field holds or names is kept, and is there by the digest of its bytes."""
     images = given.pop("images", None)
     if (reference := given.pop("input_reference", None)) is not None:
         url = reference.get("image_url") if isinstance(reference, dict) else reference

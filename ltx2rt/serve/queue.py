@@ -4,7 +4,7 @@
        ^-----------'  its replica or the server died
 
 Decides what is durable and when: a call that returns has reached the disk (WAL, synchronous FULL). A move is one
-compare-and-set on status and epoch; each claim begins an epoch, so that whoever worked on an earlier one changes
+compare-and-set on status and epoch; each claim begins an epoch, so that work on an earlier one changes
 nothing. One process has the file open, one thread at a time uses it.
 
 How long jobs run and results are kept is counted in the seconds that servers have had this file open,

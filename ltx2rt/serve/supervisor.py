@@ -40,7 +40,7 @@ STORAGE_WAITS = (
 
 
 class Store:
-    """The queue in a thread of its own, so that nobody waits for the disk but who asked."""
+    """The queue in a thread of its own, so that only the caller waits for the disk."""
 
     def __init__(self, queue: Queue):
         self.queue, self._thread = queue, ThreadPoolExecutor(1, thread_name_prefix="queue")

@@ -61,7 +61,7 @@ class Users:
         self._tokens: Mapping[str, User] = read_tokens(path)
 
     def of(self, token: str) -> User | None:
-        """The user who has the token; None if nobody has."""
+        """The user who has the token; None for an unknown token."""
         if (changed := self._identity()) != self._changed:
             self._changed = changed
             try:

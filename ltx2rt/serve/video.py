@@ -1,7 +1,7 @@
 """A job as OpenAI's `Video`.
 
-Decides what a client is told of it. Four statuses are known to OpenAI's client, so a cancelled job is `failed` with the
-code `cancelled`; what OpenAI has no field for stands in `x`.
+Decides what a client sees of it. Four statuses are known to OpenAI's client, so a cancelled job is `failed` with the
+code `cancelled`; what OpenAI has no field for is in `x`.
 """
 
 from __future__ import annotations

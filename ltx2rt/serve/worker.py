@@ -6,7 +6,7 @@ writes `{"event": "ready", "device", "mesh"}` when it is warm; of each job `prog
 watched `preview` after every fourth, then `done` with its result, `cancelled`, or `failed` with code and message. After
 a failure that may have left the device in disorder it ends, as `"ends"` says, to be started anew.
 
-Of several ranks the first is the one that is told and tells; it hands each job out, and all run it. A failure on one of
+The first of several ranks talks to the server; it hands each job out, and all run it. A failure on one of
 them ends them all, for the others may wait for it in a collective; who fails says so.
 """
 
@@ -72,7 +72,7 @@ class Pipe:
                 self.jobs.put(message)
             else:
                 {"cancel": self.cancelled, "watch": self.watched}[message["do"]].add(message["id"])
-        os._exit(0)  # the server is gone, and with it whoever waits for this run
+        os._exit(0)  # the server is gone, and with it every reader of this run
 
     def tell(self, event: str, **facts: Any) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Which mesh a run takes if nobody names one: of those that fit the memory, the one of the least estimated time.
+"""The mesh of a run for which none is named: of those that fit the memory, the one of the least estimated time.
 
 Decides by data sheets and the run's own sizes alone, so that every process of a launch decides alike. Estimates of the
 denoise steps are read off graphs that are shared, placed, and changed as the backend does.

@@ -1,4 +1,4 @@
-"""Time, progress and cancelling of a run: what a person sees on stderr, what an observer is told, what a report holds.
+"""Time, progress and cancelling of a run: what a person sees on stderr, what an observer gets, what a report holds.
 
 Decides how time is charged: a stage ends when the device has finished it; loading and warm-up are kept apart from the
 stages they happen in.

@@ -203,7 +203,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Reference:
-    """A video whose tokens lie beside the clip's (IC-LoRA), each over `downscale` times its rows and columns of pixels.
+    """A video whose tokens are beside the clip's (IC-LoRA), each over `downscale` times its rows and columns of pixels.
 
     source: what reads it, with a geometry of its own at the clip's rate, and a stride in time. clip: the stage's
     geometry. attention: how much its tokens and the clip's see of each other, 0 to 1; mask: a video by whose brightness

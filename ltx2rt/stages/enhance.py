@@ -1,6 +1,6 @@
 """Prompt enhancement: the checkpoint's own Gemma 3 writes a prompt out before it is encoded.
 
-Decides what Gemma is told, how its words are sampled and what is made of its answer. transformers runs the model and
+Decides what Gemma reads, how its words are sampled and what is made of its answer. transformers runs the model and
 accelerate places it, on a GPU where torch has one, else on the CPU; it is freed before anything else is loaded. The
 same seed writes another text on other hardware, so the text itself is kept with the clip.
 """

@@ -116,7 +116,7 @@ class Checkpoint:
         def fits(path: Path) -> bool:
             try:
                 lora = open_lora(path)
-            except InputError:  # such as one of int8, which may lie there for others
+            except InputError:  # such as one of int8, which may be there for others
                 return False
             ranks = [lora.file.info(pair.down).shape[0] for pair in lora.pairs.values()]
             return (

@@ -184,7 +184,7 @@ def test_clips_are_not_written_into_the_model(command, tiny_model, tmp_path, ins
     words = ["--output-dir", tiny_model / inside, "--model", model, "--backend", "cuda"]
     status, _, said = command("batch", tmp_path / "jobs.jsonl", *words, "--device", "cpu")
     assert status == 2 and said.count("\n") == 1
-    assert f"--output-dir: {tiny_model / inside / 'results.jsonl'} lies in" in said, said
+    assert f"--output-dir: {tiny_model / inside / 'results.jsonl'} is in" in said, said
     assert sorted(tiny_model.rglob("*")) == before
 
 
