@@ -1,1 +1,1 @@
-"""What ltx2rt costs, and what it looks like: each module is run as `python -m benchmarks.NAME`."""
+"""Costs and looks of ltx2rt: each module is run as `python -m benchmarks.NAME`."""

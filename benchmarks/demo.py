@@ -47,7 +47,7 @@ def ltx2rt(*arguments: str | Path) -> None:
 
 
 def described(prompt: str) -> Clip:
-    """What a prompt asks for; where none of its words is known, the default's."""
+    """The shape that a prompt asks for; where none of its words is known, the default's."""
     said = re.findall(r"\w+", prompt.lower())
     return Clip(
         *(next((name for name in names if name in said), word) for word, names in WORDS.items()),

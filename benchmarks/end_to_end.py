@@ -62,7 +62,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Clip:
-    """What one repetition produced: u8[F, H, W, 3] and f32[2, N]; frames are empty where this rank has none."""
+    """The product of one repetition: u8[F, H, W, 3] and f32[2, N]; frames are empty where this rank has none."""
 
     frames: np.ndarray
     waveform: np.ndarray

@@ -230,7 +230,7 @@ def copy_bandwidth(device: torch.device, rounds: int) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device reaches: bytes/s of a copy, FLOP/s of a product."""
+    """Rates that the device reaches: bytes/s of a copy, FLOP/s of a product."""
 
     bytes_per_s: float
     flops_per_s: float

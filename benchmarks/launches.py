@@ -1,4 +1,4 @@
-"""What a recorded denoise step, and the text encoder, launch and move on a GPU, counted without one.
+"""Launches and bytes of a recorded denoise step, and of the text encoder, on a GPU, counted without one.
 
 Decides what counts. The lowered step runs on torch's fake tensors on a CUDA device: shapes, strides and dtypes without
 data, so that every choice that the runtime makes (kernel or plain ops, copies for alignment, layouts) is made here. A

@@ -1,4 +1,4 @@
-"""What each way of making a clip costs in quality, on clips whose every property can be measured.
+"""The cost in quality of each way of making a clip, on clips whose every property can be measured.
 
 The tiny trained checkpoint is asked for clips of `examples.clips`, each with a seed of its own; a quarter of them show
 a combination of shape, colour and motion that it was never trained on. `benchmarks.recognise` says whether what was

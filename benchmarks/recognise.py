@@ -1,4 +1,4 @@
-"""What a clip shows and sounds like, in the words of `examples.clips`.
+"""Picture and sound of a clip in the words of `examples.clips`.
 
 Decides the measures, by image moments and one spectrum: nothing here has learnt anything. A shape is what differs from
 the background of its row; `None` stands for what is not there or fits no word.
@@ -40,7 +40,7 @@ class Seen:
 
 
 def see(frames: np.ndarray, fps: float = FPS) -> Seen:
-    """What u8[F, H, W, 3] shows."""
+    """The clip that u8[F, H, W, 3] shows."""
     picture = frames / np.float32(255)
     side = frames.shape[2] // 16
     rim = np.concatenate([picture[:, :, :side], picture[:, :, -side:]], 2)
@@ -123,7 +123,7 @@ class Heard:
 
 
 def hear(waveform: np.ndarray, rate: int) -> Heard:
-    """What f32[channels, N] sounds like."""
+    """The sounds in f32[channels, N]."""
     wave = waveform.mean(0)
     spectrum = np.fft.rfft(wave * np.hanning(len(wave)), 4 * len(wave))
     hertz = np.fft.rfftfreq(4 * len(wave), 1 / rate)

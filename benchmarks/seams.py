@@ -179,7 +179,7 @@ def seams(row: Row, frames: np.ndarray, wave: np.ndarray, rate: int, heard_s: fl
 
 
 def look(frames: np.ndarray, wave: np.ndarray, rate: int) -> dict[str, float]:
-    """What a second of a clip looks and sounds like: levels of 255, dB, Hz."""
+    """Looks and sound of a second of a clip: levels of 255, dB, Hz."""
     x, y = frames.astype(np.float64), np.stack([luma(f) for f in frames])
     around = (
         4 * y[:, 1:-1, 1:-1] - y[:, :-2, 1:-1] - y[:, 2:, 1:-1] - y[:, 1:-1, :-2] - y[:, 1:-1, 2:]

@@ -1,4 +1,4 @@
-"""What a server adds to its model: per job, between jobs, per request, after a death, after a cancel.
+"""Time that a server adds to its model: per job, between jobs, per request, after a death, after a cancel.
 
 job      the same jobs by `ltx2rt serve` and by a loop over one session in this process, in turns: from the start of the
          first to the end of the last, and a gap; their ratio with a 95 % interval of its median

@@ -159,7 +159,7 @@ def prompts() -> list[str]:
 
 
 class Lab:
-    """What the parts share: the weights so far, by their official names, and where they lie.
+    """State that the parts share: the weights so far, by their official names, and where they lie.
 
     scale: of every part's number of steps.
     """

@@ -33,7 +33,7 @@ def partial_path(path: Path, pid: int) -> Path:
 
 
 def remove_partial(path: Path, pid: int) -> None:
-    """What process `pid` left unfinished of `path`, a file or a folder of files."""
+    """Remove the parts of `path`, a file or a folder of files, that process `pid` left unfinished."""
     partial = partial_path(path, pid)
     if partial.is_dir() and not partial.is_symlink():
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a backend is to the rest of the program, and how one is found by name.
+"""The interface of a backend, and how one is found by name.
 
 The pipeline speaks these protocols only. Implementations are found through the entry-point group `ltx2rt.backends`, so
 that the core never imports torch or jax, and names none of them.
@@ -292,7 +292,7 @@ def overlapped(started: Iterable[T], later: int) -> Iterator[T]:
 
 
 class BackendFactory(Protocol):
-    """What a backend tells before it exists. To make one, and to ask it anything but what says so, imports no
+    """Facts of a backend before it exists. To make one, and to ask it anything but what says so, imports no
     framework; where that is missing, the others raise ImportError.
     """
 
@@ -317,7 +317,8 @@ class BackendFactory(Protocol):
         compile: bool = False,
         train: bool = False,
     ) -> Graph:
-        """What a device of `Backend.device_kind` runs of a placed graph: its nodes after the backend's own passes.
+        """The graph that a device of `Backend.device_kind` runs for a placed one: its nodes after
+        the backend's own passes.
 
         `lower` and `lower_loop` lower it; times, memory and the choice of a mesh are read off it. steps: of a denoise
         step, or of the loop over all. compile: as `lower` takes it. train: of a training step, which is differentiated.
@@ -342,7 +343,7 @@ class BackendFactory(Protocol):
         ...
 
     def one_device(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """What to change in the environment of a process that shall see one device of this host alone.
+        """Changes to the environment of a process that shall see one device of this host alone.
 
         Of factories whose `most_processes` is above 1.
         """
@@ -423,7 +424,7 @@ def _has_device(factory: BackendFactory, devices: Path) -> bool:
 
 
 def get_factory(name: str) -> BackendFactory:
-    """What the entry point `name` of the group `ltx2rt.backends` names. InputError if there is none."""
+    """The object that the entry point `name` of the group `ltx2rt.backends` names. InputError if there is none."""
     found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
     if not found:
         known = backend_names()

@@ -1,4 +1,4 @@
-"""What each network of a checkpoint looks like, independent of the layout it was read from.
+"""The configuration of each network of a checkpoint, independent of the layout it was read from.
 
 Decides the vocabulary of sizes; leaves to `ltx2rt.weights.configs` how the two layouts spell them.
 No field that shapes a network has a default: an absent key in a checkpoint is that module's error to raise.

@@ -12,7 +12,7 @@ COLLECTIVE_S = 10e-6  # what a collective takes beside its bytes; assumed, not m
 
 
 def reserve_bytes(total_bytes: int) -> int:
-    """What PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take of a GPU: 3 GB and 2 %."""
+    """Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take: 3 GB and 2 %."""
     return int(3e9 + 0.02 * total_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What the backend `cuda` tells before it exists; torch is imported by what needs it."""
+"""Facts of the backend `cuda` before it exists; torch is imported by what needs it."""
 
 from __future__ import annotations
 

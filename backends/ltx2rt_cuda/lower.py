@@ -177,7 +177,7 @@ class Sums(torch.nn.Module):
 
 
 def _views(body: Graph, values: Sequence[Value]) -> Graph:
-    """What makes `values`, without the inputs and parameters that it reads."""
+    """The nodes that make `values`, without the inputs and parameters that it reads."""
     graph = Graph(body.name, outputs={str(i): v for i, v in enumerate(values)})
     for node in reversed(body.nodes):
         if _read(graph) & set(map(id, node.outputs)):
@@ -241,7 +241,7 @@ def lower(
     }
 
     def read(v: Value) -> fx.Node:
-        """What an exchange brings is waited for by the first that reads it."""
+        """The first reader of an exchange's result waits for it."""
         if id(v) in travelling:
             arrive(id(v))
         return env[id(v)]

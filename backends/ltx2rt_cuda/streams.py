@@ -1,4 +1,4 @@
-"""What runs at once on two streams of a GPU: parts of a graph that need nothing of each other.
+"""Work that runs at once on two streams of a GPU: parts of a graph that need nothing of each other.
 
 Decides which parts these are: between two kernels that take from both, such as the norms of video and of sound in one
 launch, the products and the attention of the one stream and those of the other. The costlier part stays on the stream

@@ -1,4 +1,4 @@
-"""What the backend `tpu` tells before it exists; JAX is imported by what needs it."""
+"""Facts of the backend `tpu` before it exists; JAX is imported by what needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled program communicates and multiplies, counted in its scheduled HLO.
+"""Communication and products of a compiled program, counted in its scheduled HLO.
 
 Decides how often each instruction runs, through the loops and computations it is in, how many bytes a collective brings
 to one device, and what a convolution multiplies. The text is the compiler's own, of any TPU generation.

@@ -601,7 +601,7 @@ def barrier(*xs: Array) -> tuple[Array, ...]:
 
 
 def _all_reduce_by_pairs(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:
-    """What is small comes first: behind something big it would keep waiting those who read it."""
+    """Small exchanges come first: behind a big one they would keep their readers waiting."""
     if lax.axis_size(mesh_axis) > 2 or sum(x.nbytes for x in xs) < LEAST_BYTES:
         return all_reduce(*xs, mesh_axis=mesh_axis)
 

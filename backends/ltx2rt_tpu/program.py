@@ -112,7 +112,7 @@ def own(place: Sharding) -> P:
 
 
 class Ahead(ABC):
-    """What another thread may compile before it is called."""
+    """A program that another thread may compile before it is called."""
 
     _compiling: Future[None] | None = None
 

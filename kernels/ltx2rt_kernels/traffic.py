@@ -1,4 +1,4 @@
-"""What a kernel moves, in bytes."""
+"""Bytes that a kernel moves."""
 
 from __future__ import annotations
 

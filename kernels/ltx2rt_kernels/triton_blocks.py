@@ -1,5 +1,5 @@
-"""What the kernels' launches share: block sizes, tensors seen by strides, so that views are read in place, and one
-launch for two nodes."""
+"""Parts that the kernels' launches share: block sizes, tensors seen by strides, so that views are
+read in place, and one launch for two nodes."""
 
 from __future__ import annotations
 

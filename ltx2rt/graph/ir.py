@@ -103,7 +103,7 @@ class Node:
 
     @property
     def repeat(self) -> Repeat:
-        """What a `repeat` node repeats."""
+        """The body of a `repeat` node, and how often it runs."""
         return self.args["repeat"]
 
 

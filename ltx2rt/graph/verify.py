@@ -1,4 +1,4 @@
-"""What a legal graph is: operands are defined before use, in the same graph, and every type follows its rule."""
+"""The rules of a legal graph: operands are defined before use, in the same graph, and every type follows its rule."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class VideoInfo:
 
 
 def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
-    """What a file holds; its frames are decoded, the first `most` of them or all, so that none fails later.
+    """Facts of a video file; its frames are decoded, the first `most` of them or all, so that none fails later.
 
     flag: that names the file, for messages. Raises InputError for what is no video, is truncated or damaged, changes
     its size, or tells no frame rate.

@@ -72,7 +72,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What shapes a guided-step graph besides its config: the key under which programs are kept.
+    """The sizes of a guided-step graph besides its config: the key under which programs are kept.
 
     streams: what the clip has, of video and audio; frozen: those of them that are given. A stream that is absent has 0
     tokens. masked: video self-attention is weighted by an input. stg_blocks: those that the perturbed branch perturbs.

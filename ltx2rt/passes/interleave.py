@@ -56,7 +56,7 @@ def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0, tied: int | Non
 
 
 def in_token_halves(graph: Graph, rows: int = HALF_ROWS) -> Graph:
-    """What a GPU runs of a placed graph: `rotate`, then halves of the tokens, in turns."""
+    """The graph that a GPU runs for a placed one: `rotate`, then halves of the tokens, in turns."""
     return interleave(rotate(graph), TOKENS, rows)
 
 

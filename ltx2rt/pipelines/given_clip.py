@@ -134,7 +134,7 @@ class GivenClip(Guided):
 
 
 def read_clip(path: Path, flag: str, model: ModelConfig) -> VideoInfo:
-    """What a file holds, read whole once. Raises InputError for one whose rate varies or whose sides are not the
+    """Facts of a file, read whole once. Raises InputError for one whose rate varies or whose sides are not the
     model's."""
     unit = model.video_vae.space_factor
     info = video_info(path, flag)

@@ -204,7 +204,7 @@ class Request:
     )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """What the pipeline does, in order. The request is resolved."""
+        """The stages of the pipeline, in order. The request is resolved."""
         raise NotImplementedError(f"pipeline {self.name} has no stages")
 
     def all_stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
@@ -299,7 +299,7 @@ class Request:
         raise InputError(NO_LENGTH)
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
-        """What its user should know before it runs. Of a resolved request."""
+        """Sentences for its user before a resolved request runs."""
         return iter(())
 
     # --- what stages are made from ------------------------------------------------------------------------------
@@ -312,12 +312,12 @@ class Request:
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """What the text encoder reads, in one batch: the prompt, then the negative one if a branch uses it."""
+        """The texts for the text encoder, in one batch: the prompt, then the negative one if a branch uses it."""
         return (self.enhanced_prompt or self.prompt,)
 
     @property
     def text(self) -> list[Stage]:
-        """What reads the prompts, and chooses the clip's length where the model is to."""
+        """The stages that read the prompts, and choose the clip's length where the model is to."""
         return [
             Text(self.prompts),
             *([Duration(self.auto_duration, self.fps)] if self.auto_duration else []),
@@ -348,7 +348,7 @@ class Request:
 
     @property
     def first_image(self) -> Path | None:
-        """What a prompt is written out by, besides itself."""
+        """The image that prompt enhancement sees, if any."""
         return None
 
     def settings(self, path: Any = str) -> dict[str, Any]:
@@ -494,7 +494,7 @@ class VideoRequest(Request):
         ]
 
     def decoded(self, geometry: Geometry, model: ModelConfig, options: ModelOptions) -> list[Stage]:
-        """What makes the clip of the last latents, and of the sound that a stage kept."""
+        """The stages that make the clip of the last latents, and of the sound that a stage kept."""
         sound: list[Stage] = [Sound(geometry, self.num_videos)] if self.audio else []
         decoder = video_decoder(model, options.video_decoder)
         return [*sound, decoding(decoder, geometry, model, options.vae_tiling, self.noise)]

@@ -1,4 +1,4 @@
-"""What a graph costs: bytes of weights, bytes alive at once, floating-point operations, traffic. Read off the graph."""
+"""Costs of a graph: bytes of weights, bytes alive at once, floating-point operations, traffic. Read off the graph."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EACH_ONCE: RunsById = MappingProxyType({})
 
 
 def exchanges(graph: Graph, runs: RunsById = EACH_ONCE) -> dict[tuple[str, int], Traffic]:
-    """What one run of a placed graph communicates, by kind of collective and number of devices that take part."""
+    """Communication of one run of a placed graph, by kind of collective and number of devices that take part."""
     found: dict[tuple[str, int], Traffic] = {}
     for node, times in graph.walk():
         if node.op in COLLECTIVES:
@@ -76,7 +76,7 @@ def exchanges(graph: Graph, runs: RunsById = EACH_ONCE) -> dict[tuple[str, int],
 
 
 def traffic(graph: Graph) -> dict[str, Traffic]:
-    """What one run of a placed graph communicates, by kind of collective."""
+    """Communication of one run of a placed graph, by kind of collective."""
     return by_kind(exchanges(graph))
 
 

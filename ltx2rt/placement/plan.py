@@ -1,4 +1,4 @@
-"""What a run is estimated to cost: per stage and device, the memory, the work, the traffic and the time.
+"""Estimated costs of a run: per stage and device, the memory, the work, the traffic and the time.
 
 Decides how these follow from placed graphs and a device's figures. Which graphs a stage runs, and which weights are on
 the device meanwhile, is the pipeline's knowledge.
@@ -47,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs one device.
+    """Costs of a stage on one device.
 
     weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive at once. For each
     step, without what runs before them all: flops (float8_flops of them in float8), read_bytes, the weights that it
@@ -97,7 +97,7 @@ class StageCost:
         return self.timeline(kind).clock_s
 
     def waits_s(self, kind: DeviceKind) -> float:
-        """What one step waits for weights from the host, beyond its work."""
+        """Seconds that one step waits for weights from the host, beyond its work."""
         return (
             self.time_s(kind) - replace(self, streamed_bytes=0).time_s(kind)
             if self.streamed_bytes
@@ -109,11 +109,11 @@ class StageCost:
         return self.streamed_bytes / kind.host_bytes_per_s
 
     def exchange_s(self, kind: DeviceKind) -> float:
-        """What one step waits for exchanges."""
+        """Seconds that one step waits for exchanges."""
         return self.timeline(kind).waited_s
 
     def hidden_s(self, kind: DeviceKind) -> float:
-        """What of the exchanges of one step passes while the device computes."""
+        """Seconds of the exchanges of one step that pass while the device computes."""
         found = self.timeline(kind)
         return found.travelled_s - found.waited_s
 

@@ -1,4 +1,5 @@
-"""What a training step runs of its forward graph, and what it keeps meanwhile; read off the graph of one device.
+"""The work of a training step on its forward graph, and the values it keeps meanwhile; read off the
+graph of one device.
 
 Decides how often a node runs: forward, once more where its block is computed anew, and backward, as often as its
 operands depend on what is trained. A product has one more for each such operand (a frozen weight has no gradient), an

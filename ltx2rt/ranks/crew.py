@@ -30,7 +30,7 @@ HANDED_S = 0.01  # between two looks for what rank 0 hands out
 
 
 class Store(Protocol):
-    """What all ranks see: text by key. torch.distributed.Store is one."""
+    """Storage that all ranks see: text by key. torch.distributed.Store is one."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes:

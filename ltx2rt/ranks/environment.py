@@ -1,4 +1,4 @@
-"""What a rank reads in its environment, and the statuses and times that it and its launcher share."""
+"""Variables that a rank reads, and the statuses and times that it and its launcher share."""
 
 from __future__ import annotations
 

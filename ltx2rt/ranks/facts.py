@@ -1,4 +1,4 @@
-"""What ranks compare before they work together: versions, and the files that they read."""
+"""Facts that ranks compare before they work together: versions, and the files that they read."""
 
 from __future__ import annotations
 

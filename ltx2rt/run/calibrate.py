@@ -258,7 +258,7 @@ def score(ours: Sequence[Measures], theirs: Sequence[Measures]) -> float:
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """What the plans cost, as text: a line for each plan and for its rival."""
+    """Prices of the plans as text: a line for each plan and for its rival."""
     lines = []
     for plan in document["plans"]:
         steps = ",".join(map(str, plan["evaluate"]))

@@ -1,4 +1,4 @@
-"""What runs now, and who wants to hear of it.
+"""The jobs that run now, and the readers of their events.
 
 Progress lives in memory: a reader is sent the state of a job, never its history, so that a reader
 that comes late or reads slowly gets the latest one and nothing piles up."""
@@ -28,7 +28,7 @@ def log(event: str, **facts: Any) -> None:
 
 
 class Watcher:
-    """What happened to the jobs that a reader may see since he last looked: one kind of event for each, the latest.
+    """Events of the jobs that a reader may see since the last look: one kind of event for each, the latest.
 
     previews: whether he wants pictures of those that run.
     """

@@ -52,7 +52,7 @@ class Worker:
 
 
 def resources(kind: str, count: int) -> dict[str, Any]:
-    """What an actor asks of its node: `count` devices that Ray calls `kind`, GPU or TPU."""
+    """Resources that an actor asks of its node: `count` devices that Ray calls `kind`, GPU or TPU."""
     devices = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
     return {"num_cpus": 1, **(devices if count else {})}
 

@@ -1,4 +1,4 @@
-"""What a stage needs of a session: a network, at which sizes, how often."""
+"""A stage's need of a session: a network, at which sizes, how often."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ class Call:
 
     @property
     def program(self) -> tuple[str, Any, int | None]:
-        """What programs are kept by: calls that differ in times, LoRAs or who makes them share one."""
+        """The key of kept programs: calls that differ in times, LoRAs or who makes them share one."""
         return self.network, self.sizes, None if self.slots is None else step_slots(self.slots)

@@ -45,7 +45,7 @@ Way = tuple[ModelOptions, Residence]  # how weights are kept
 
 
 class Needing(Protocol):
-    """What a session must know of a stage to say what it costs."""
+    """The part of a stage that a session needs to say what it costs."""
 
     name: str
 
@@ -186,7 +186,7 @@ class Session:
         return loop(weights, {**feeds, **filled}, min(steps, num_steps or steps))
 
     def remember(self, prompts: Hashable, encode: Callable[[], T]) -> T:
-        """What `encode` gives for these prompts, encoded once."""
+        """The result of `encode` for these prompts, encoded once."""
         return _kept(self._contexts, prompts, encode, MAX_CONTEXTS)
 
     def leave(self, stage: Needing) -> None:
@@ -230,7 +230,7 @@ class Session:
         held: Mapping[WeightsKey, int] | None = None,
         recorded_bytes: int = 0,
     ) -> list[StageCost]:
-        """What each stage that calls networks costs the busiest device. held: sets of weights that are there before,
+        """Costs of each stage that calls networks on the busiest device. held: sets of weights that are there before,
         with their bytes; recorded_bytes: what recorded steps keep there, which is not counted."""
         found, here = [], dict(held or {})
         for stage in stages:

@@ -199,7 +199,7 @@ class Stopwatch:
         return f"{output}: {size:.2f} MB, seed {seed}, {self.total_s:.1f} s ({', '.join(times)})"
 
     def report(self, **facts: Any) -> dict[str, Any]:
-        """What `--report` holds: stage times, warm-up and load apart, and the given facts."""
+        """The dict of `--report`: stage times, warm-up and load apart, and the given facts."""
         return {
             "stages": [
                 {"name": s.name, "time_s": s.time_s, "steps_s": s.steps_s} for s in self.stages

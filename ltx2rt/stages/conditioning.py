@@ -1,4 +1,4 @@
-"""What is given and what is generated: the state of one modality in one stage.
+"""Given and generated tokens: the state of one modality in one stage.
 
 Decides clean latents, denoise masks, appended keyframe tokens and the initial latent. Leaves encoding images to the
 video encoder and per-token timesteps (mask * sigma) to the guided step. Everything is float32 numpy.
@@ -52,7 +52,7 @@ class VideoSpec:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one conditioning gives a stage.
+    """The tokens that one conditioning gives a stage.
 
     clean: f32[1, T, C]. mask: of all of them, 1 = generate, 0 = keep. positions: f32[3, T, 2] of tokens that are
     appended, None: they take the place of the target's tokens from `offset` on. attention: f32[T] in [0, 1], how much
@@ -75,7 +75,7 @@ class Conditioning(Protocol):
     def needs(self, model: ModelConfig) -> Iterator[Call]: ...
 
     def check(self, session: Session) -> list[str]:
-        """What of a file is left out, in sentences. Raises InputError if it cannot be read."""
+        """Sentences about parts of a file that are left out. Raises InputError if it cannot be read."""
         ...
 
     def blank(self) -> Tokens:

@@ -37,7 +37,7 @@ RECORDED = re.compile(
 
 
 def noise_name(file: TensorFile, stream: str) -> str | None:
-    """What the stream's noise is called in the file: as it is drawn, or as a run has recorded it."""
+    """Name of the stream's noise in the file: as it is drawn, or as a run has recorded it."""
     names = set(file.names())
     return next((name for name in (stream, f"{stream}.noise") if name in names), None)
 
@@ -144,7 +144,7 @@ class Denoise(Stage):
     def shape(
         self, model: ModelConfig, states: Mapping[str, ModalityState]
     ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
-        """What shapes its guided step, and the feeds that positions, masks and clean latents decide."""
+        """The sizes of its guided step, and the feeds that positions, masks and clean latents decide."""
         shape, feeds = step_shape(
             model, states, self.branches, self.num_videos, self.rule, self.frozen
         )
@@ -268,7 +268,7 @@ class Denoise(Stage):
     def _recorded(
         self, trail: Mapping[str, list[np.ndarray]]
     ) -> Iterator[tuple[str, list[np.ndarray]]]:
-        """What `--latents-out` is to hold of all evaluations, by name."""
+        """Tensors of all evaluations for `--latents-out`, by name."""
         for name, values in trail.items():
             if self.sampler != "res2s":
                 yield name, values
@@ -299,7 +299,7 @@ def step_shape(
     rule: str = "C",
     frozen: tuple[str, ...] = (),
 ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
-    """What shapes the guided step of these states, and the feeds that positions, masks and clean latents decide.
+    """The sizes of the guided step of these states, and the feeds that positions, masks and clean latents decide.
 
     Not among these is `video_attention_mask`, which is large and is no part of a plan.
     """

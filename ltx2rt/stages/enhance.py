@@ -140,7 +140,7 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
 
 
 def feeds(tokenizer: Any, config: Any, prompt: str, pixels: np.ndarray | None) -> Any:
-    """What `generate` takes, as torch tensors: ids and mask [1, N], N a multiple of 8, and of a picture uint8[H, W, 3]
+    """Arguments of `generate` as torch tensors: ids and mask [1, N], N a multiple of 8, and of a picture uint8[H, W, 3]
     its pixels f32[1, 3, S, S] and which tokens stand for it."""
     from transformers import BatchFeature
 

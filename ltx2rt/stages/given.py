@@ -1,4 +1,4 @@
-"""What a denoising stage is given besides text, encoded at that stage's size."""
+"""Conditionings of a denoising stage besides text, encoded at that stage's size."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class SourceClip:
 
     @property
     def said(self) -> list[str]:
-        """What of its sound is missing, in sentences. Raises InputError if it cannot be read."""
+        """Sentences about parts of its sound that are missing. Raises InputError if it cannot be read."""
         return self._sound[2] if self.info.has_sound else []
 
 

@@ -118,7 +118,8 @@ class Chunks:
         factor: int,
         early: int = 0,
     ):
-        """What `network` makes of x. Position i becomes [factor i, factor (i + 1)) - early, those below 0 left out."""
+        """The result of `network` for x. Position i becomes [factor i, factor (i + 1)) - early,
+        those below 0 left out."""
         pieces = []
         for chunk in self.parts:
             start, stop = max(chunk.start, 0), min(chunk.start + self.size, x.shape[2])

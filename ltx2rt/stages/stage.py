@@ -1,4 +1,4 @@
-"""What a stage of a run is: it says which networks it calls, at which sizes, and runs itself.
+"""The interface of a run's stages: a stage says which networks it calls, at which sizes, and runs itself.
 
 `needs` has many readers (audit, memory check, `plan`, `compile`), `run` has one.
 """
@@ -21,7 +21,7 @@ FRAMES, SOUND, LENGTH = "frames", "sound", "length"  # what a stage can make for
 
 @dataclass
 class State:
-    """What stages hand on.
+    """Values that stages hand on.
 
     contexts: by modality [prompts, text, D]. video [videos, C, f, h, w] and audio [videos, 8, n, 16]: the latest
     latents, normalised. latents: video latents that later stages come back to, by the stage that made them. keyframes:

@@ -44,7 +44,7 @@ FPS = Fraction(24)  # rate that sound without a picture counts by
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """What is prepared, and where it is kept."""
+    """Clips to prepare, and the folder that keeps them."""
 
     data: Path = flag(
         MISSING,

@@ -1,4 +1,4 @@
-"""What is drawn for a training step, and which linears a mode trains: the official trainer's recipe.
+"""Draws for a training step, and which linears a mode trains: the official trainer's recipe.
 
 Everything that is drawn is a function of the seed, the step and the sample's place in it, so that neither the backend,
 the number of devices nor an interruption changes it.

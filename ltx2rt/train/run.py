@@ -320,7 +320,7 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a state carries, and a run that continues must agree with."""
+        """Facts of a state that a run which continues must agree with."""
         r = {name: str(x) if isinstance(x, Path) else x for name, x in asdict(self.request).items()}
         data = [(s.sample, s.context) for s in self.samples]
         return {
@@ -481,7 +481,7 @@ class Run:
 
 
 def described(about: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """What a LoRA's file says about itself."""
+    """Metadata of a LoRA's file."""
     request = about["request"]
     kept = {name: request[name] for name in ("mode", "targets", "rank", "seed")}
     return {"base": about["base"], "data": about["data"], "step": step, **kept}

@@ -65,7 +65,7 @@ def write_state(
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
-    """What `write_state` was given: about, arrays by kind. Raises InputError if it is damaged."""
+    """The arguments of `write_state`: about, arrays by kind. Raises InputError if it is damaged."""
     arrays = {}
     try:
         about = json.loads((folder / "state.json").read_text())

@@ -94,12 +94,12 @@ class Step:
 
     @cached_property
     def graph(self) -> Graph:
-        """What a device runs forward."""
+        """The forward graph of a device."""
         placement = replace(self.session.placement, adapters=self.adapters)
         return placement.local(self.plain, "transformer")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What is trained, by its name in the checkpoint, and its size on all devices together."""
+        """Shapes of the trained tensors on all devices together, by their names in the checkpoint."""
         return {n: spec.shape for n, spec in self.graph.parameters().items() if MARK in n}
 
     def groups(self) -> dict[str, int]:

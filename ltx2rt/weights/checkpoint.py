@@ -309,7 +309,7 @@ def _open_either(part: Part, path: Path) -> Place:
 
 
 def open_part(part: Part, path: Path) -> Places:
-    """What a file of the official layout, or a diffusers folder, holds; of any part that the flag of this one takes.
+    """Contents of a file of the official layout, or of a diffusers folder; of any part that the flag of this one takes.
 
     Raises InputError.
     """

@@ -1,4 +1,4 @@
-"""What a layout's encoding makes of the checkpoint's tensors while they are read."""
+"""Encodings of the checkpoint's tensors, made while they are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EncodedSource:
         return self.scales[piece] if encoding == "scale" else values
 
     def _float8(self, piece: Piece) -> tuple[Any, Any]:
-        """What is stored in float8 is kept, and stays with one scale where LoRAs have changed it."""
+        """Tensors stored in float8 are kept, and stay with one scale where LoRAs have changed it."""
         kept = stored_float8(self.source, *piece)
         if kept is None:
             return self.quantise(self.source.read(*piece))

@@ -230,7 +230,7 @@ def _download(repo: Repo, sizes: dict[str, int], names: list[str]) -> Path:
 
 
 def _cached(repo: Repo, cache_folder: Path) -> Path:
-    """What is in the cache, complete or not: opening it says what is missing."""
+    """The part of the cache that is there, complete or not: opening it says what is missing."""
     root = cache_folder / f"models--{repo.name.replace('/', '--')}"
     ref = root / "refs" / repo.revision
     folder = root / "snapshots" / (ref.read_text().strip() if ref.is_file() else repo.revision)

@@ -1,4 +1,4 @@
-"""What a file or folder is: `ltx2rt weights inspect`.
+"""A description of a file or folder: `ltx2rt weights inspect`.
 
 Headers and configs only. Data first (`inspect_path`), words second (`format_inspection`).
 """

@@ -65,7 +65,7 @@ def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> 
 
 
 def rows_of(component: str, official: str) -> tuple[str, ...]:
-    """What diffusers calls the three parts of an official tensor's rows, but for other renaming; () if it is one."""
+    """Diffusers' names of the three parts of an official tensor's rows, but for other renaming; () if it is one."""
     pattern = PARTS[component].fused
     if pattern is None or pattern[0] not in official:
         return ()

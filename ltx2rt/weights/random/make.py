@@ -199,7 +199,7 @@ def _check_room(directory: Path, needed: int) -> None:
 
 
 def stored(config: ModelConfig, layout: str = "official") -> Shapes:
-    """What the files hold: each tensor once, and those that are carried along unread."""
+    """Contents of the files: each tensor once, and those that are carried along unread."""
     shapes = networks(config)
     for component, held in shapes.items():
         part = PARTS[component]

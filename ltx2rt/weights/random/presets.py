@@ -38,7 +38,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What differs between a released model and its tiny copy."""
+    """Differences between a released model and its tiny copy."""
 
     layers: int
     heads: int
