@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -58,9 +59,10 @@ def to_text(found: Estimate) -> str:
         )
     total = sum(c.steps * c.time_s(kind) for c in found.costs)
     verdict = "fits" if found.fits else "does NOT fit"
+    memory_gb = min(kind.memory_bytes / 1e9, session.asked.max_memory or math.inf)
     lines += [
         "",
-        f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {kind.memory_bytes / 1e9:.0f} GB"
+        f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {memory_gb:.0f} GB"
         + f", where {kind.reserve_bytes / 1e9:.1f} GB are kept in reserve"
         * bool(kind.reserve_bytes)
         + f"; try {found.advice}" * (not found.fits),

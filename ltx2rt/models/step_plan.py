@@ -90,14 +90,22 @@ class StepPlan:
             raise InputError(
                 f"{flag}: steps {','.join(map(str, found))[:80]}, expected 0 first, then ascending ones below {steps}"
             )
-        rows = self.coefficients(sigmas)
-        far = np.abs(rows[:, 2]) > MAX_GAIN * (1 - rows[:, 0]) + 1e-12
+        far = self._far(sigmas)
         if far.any():
             step = found[int(far.argmax())]
             raise InputError(
                 f"{flag}: the jump from step {step} reaches too far for a line through the two evaluations before it; "
                 "evaluate a step in between, or take order 1"
             )
+
+    def reaches(self, sigmas: np.ndarray) -> bool:
+        """Whether each of its jumps is within MAX_GAIN on the schedule f32[steps + 1]."""
+        return not self._far(sigmas).any()
+
+    def _far(self, sigmas: np.ndarray) -> np.ndarray:
+        """bool[evaluations]: the jumps that reach too far."""
+        rows = self.coefficients(sigmas)
+        return np.abs(rows[:, 2]) > MAX_GAIN * (1 - rows[:, 0]) + 1e-12
 
     def __str__(self) -> str:
         return f"{self.order}:{','.join(map(str, self.evaluate))}"

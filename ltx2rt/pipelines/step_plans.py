@@ -115,7 +115,9 @@ def _named(given: str | PlanFile, steps: int) -> StepPlan:
     found = np.rint(at * (steps - 1) / (NAMED_STEPS - 1)).astype(int)
     for n in range(count - 2, -1, -1):  # distinct, from the end, where steps lie closest
         found[n] = min(found[n], found[n + 1] - 1)
-    return StepPlan.of([int(i) for i in found], 2)
+    plan = StepPlan.of([int(i) for i in found], 2)
+    # Scaled to a short schedule, a jump may reach too far for a line.
+    return plan if plan.reaches(shifted_sigmas(steps)) else replace(plan, order=1)
 
 
 def read(given: PlanFile, steps: int) -> StepPlan:

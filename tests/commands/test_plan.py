@@ -111,8 +111,17 @@ def test_plan_streams_what_does_not_fit(command):
     assert stages["stage2"]["copy_s"] == pytest.approx(stages["stage2"]["streamed_bytes"] / 24e9)
     assert stages["stage2"]["waits_s"] == 0 and stages["upsample"]["streamed_bytes"] == 0
     status, out, _ = command(
-        "plan", "--preset", "ltx-2.5", "--device-kind", "3060", "--num-frames", 121
+        "plan",
+        "--preset",
+        "ltx-2.5",
+        "--device-kind",
+        "3060",
+        "--num-frames",
+        121,
+        "--max-memory",
+        9,
     )
+    assert "text needs 7.7 GB of 9 GB" in out
     advice = out.partition("try ")[2].split("\n")[0]
     assert "does NOT fit: text needs" in out and "more devices" in advice and "frames" not in advice
 

@@ -343,7 +343,9 @@ def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, 
 
 @pytest.mark.parametrize("code", ["out_of_memory", "internal"])
 @pytest.mark.parametrize("ranks", [True, False])
-def test_a_failure_that_others_may_wait_for_ends_the_ranks(session, monkeypatch, code, ranks):
+def test_a_failure_that_others_may_wait_for_ends_the_ranks(
+    session, monkeypatch, tmp_path, code, ranks
+):
     """And on one device only one that may have left it in disorder: after the other the worker goes on."""
     failures, failed, out = iter([(code, "first"), ("internal", "second")]), [], io.BytesIO()
     crew = SimpleNamespace(
@@ -355,7 +357,9 @@ def test_a_failure_that_others_may_wait_for_ends_the_ranks(session, monkeypatch,
     )
     pipe = Pipe(None, out)
     for number in range(2):
-        pipe.jobs.put({"id": f"j{number}", "epoch": 1})
+        pipe.jobs.put(
+            {"id": f"j{number}", "epoch": 1, "stem": str(tmp_path / "out" / f"j{number}.1")}
+        )
     assert work(session, (), pipe, crew if ranks else None) == FAILED
     ends = [json.loads(line).get("ends", False) for line in out.getvalue().splitlines()[1:]]
     assert ends == ([True] if ranks or code == "internal" else [False, True])
