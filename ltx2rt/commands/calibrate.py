@@ -27,8 +27,9 @@ example:
   ltx2rt calibrate --model MODEL_DIR --pipeline two-stage --output plans.json
   ltx2rt generate --model MODEL_DIR --step-plan plans.json:15 --prompt "a red fox" --output fox.mp4
 """
-UNREAD = (  # flags of a clip that have no meaning for many
+UNREAD = (  # flags of one clip, which have no meaning here
     "prompt", "enhance_prompt", "enhance_seed", "enhanced_prompt", "noise_in", "num_videos",
+    "segments", "length", "segment_prompts",
 )  # fmt: skip
 SEED = 0  # seed of the first prompt
 MAX_PROMPTS, MAX_PROMPT_BYTES = 1000, 2**20

@@ -101,6 +101,7 @@ def test_what_is_refused(calibrated, tmp_path):
         (("--prompts", tmp_path / "none.txt"), "none.txt"),
         (("--pipeline", "distilled"), "no guided stage"),
         (("--pipeline", "hq"), "res_2s"),
+        (("--segments", 2), "unrecognized flag --segments"),
         (("--output", tmp_path / "none" / "plans.json"), "does not exist"),
     ):
         status, _, err = calibrated(*flags)
