@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -70,9 +71,13 @@ class Runs:
         }
         self._open()
         path = folder / MEASURES
-        self.measures: dict[str, dict[str, float]] = (
-            json.loads(path.read_text()) if path.exists() else {}
-        )
+        try:
+            text = path.read_text() if path.exists() else "{}"
+            self.measures: dict[str, dict[str, float]] = json.loads(text)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"--output: {path} is damaged ({error}); remove it, and it is made again"
+            ) from error
 
     def _open(self) -> None:
         path, text = self.folder / ABOUT, json.dumps(self.about, sort_keys=True)
@@ -101,8 +106,13 @@ class Runs:
             with replacing(path) as partial, partial.open("wb") as file:
                 np.savez(file, allow_pickle=False, **made)
             self.say(f"exact run {number + 1} of {len(self.prompts)}")
-        with np.load(path) as kept:
-            return dict(kept)
+        try:
+            with path.open("rb") as file, np.load(file) as kept:
+                return dict(kept)
+        except (OSError, ValueError, BadZipFile) as error:
+            raise InputError(
+                f"--output: {path} is damaged ({error}); remove it, and it is made again"
+            ) from error
 
     def recorded(self, number: int) -> Recorded:
         """The trajectory of an exact run."""

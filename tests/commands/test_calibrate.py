@@ -80,6 +80,11 @@ def test_what_was_cut_off_goes_on_to_the_same_file(calibrated, tmp_path, monkeyp
     monkeypatch.setattr(calibrate.Runs, "_make", make)
     status, _, err = calibrated("--evaluations", 3, "--video-cfg", 2)
     assert status == 2 and "other flags" in err
+    kept = (folder / "exact-0.npz").read_bytes()
+    (folder / "exact-0.npz").write_bytes(kept[:1000])
+    status, _, err = calibrated("--evaluations", 3)
+    assert status == 2 and "exact-0.npz is damaged" in err and err.count("\n") == 1
+    (folder / "exact-0.npz").write_bytes(kept)
     status, _, err = calibrated("--evaluations", 3)
     assert status == 0 and "exact run 1" not in err
     assert (tmp_path / "plans.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
