@@ -84,7 +84,10 @@ class Runs:
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise InputError(f"--output: {self.folder}: {error.strerror}") from error
+            raise InputError(
+                f"--output: the folder {self.folder}, which keeps the runs, cannot be made "
+                f"({error.strerror}); move what is there, or choose another name"
+            ) from error
         if not path.exists():
             if any(self.folder.iterdir()):
                 raise InputError(

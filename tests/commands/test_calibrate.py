@@ -97,6 +97,10 @@ def test_other_files_stay(calibrated, tmp_path):
     status, _, err = calibrated("--quick", "--evaluations", 3)
     assert status == 2 and "something else" in err
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+    (tmp_path / "other.json.runs").write_text("keep me")
+    status, _, err = calibrated("--quick", "--evaluations", 3, output="other.json")
+    assert status == 2 and "cannot be made" in err
+    assert (tmp_path / "other.json.runs").read_text() == "keep me"
 
 
 def test_what_is_refused(calibrated, tmp_path):
