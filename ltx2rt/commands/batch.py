@@ -93,8 +93,6 @@ def main(args: argparse.Namespace) -> int:
     options = None if own.server else checked_options(args)
     try:
         from ltx2rt.serve import batch
-        from ltx2rt.serve.admission import Admission
-        from ltx2rt.serve.folder import Folder
     except ImportError as error:
         raise InputError(
             f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'"
@@ -104,11 +102,26 @@ def main(args: argparse.Namespace) -> int:
     if not own.output_dir.is_dir():
         raise InputError(f"--output-dir: {own.output_dir} is no folder; create it first")
     results = batch.Results(own.output_dir, shard)
-    outputs = [("--output-dir", results.path)]
-    check_outputs(outputs, options.files if options else ())
-    done = results.done()
+    check_outputs([("--output-dir", results.path)], options.files if options else ())
     if options is None:
         return on_server(own, lines, shard, results, args.jobs.parent)
+    return here(own, args, options, lines, shard, results)
+
+
+def here(
+    own: BatchOptions,
+    args: argparse.Namespace,
+    options: ModelOptions,
+    lines: list[Line],
+    shard: Shard,
+    results: Results,
+) -> int:
+    """The jobs on this machine's devices; exit status. Raises InputError."""
+    from ltx2rt.serve import batch
+    from ltx2rt.serve.admission import Admission
+    from ltx2rt.serve.folder import Folder
+
+    done = results.done()
     folder = Folder(
         own.output_dir / f".{Path(shard.results).stem}", "--output-dir", batch.MIN_FREE_BYTES
     )
@@ -117,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
         admission = Admission(
             options, folder.inputs, default=own.pipeline, lora_folder=own.lora_folder
         )
-        check_outputs(outputs, admission.checkpoint.files)
+        check_outputs([("--output-dir", results.path)], admission.checkpoint.files)
         admitted = batch.admit(lines, admission, folder, args.jobs.parent)
         jobs = [
             (line, a)

@@ -6,8 +6,8 @@ Decides the names, shapes and axes of the tensors of every component (a table), 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,7 @@ from ltx2rt.suggest import hint
 from ltx2rt.weights.files import TensorFile, write_arrays
 
 Arrays = dict[str, np.ndarray]
-COMPONENTS = (
-    "transformer",
-    "text-encoder",
-    "tokenizer",
-    "video-decoder",
-    "diffusion-decoder",
-    "video-encoder",
-    "audio-decoder",
-    "audio-encoder",
-    "upsampler",
-    "duration-head",
-    "guided-step",
-    "schedule",
-)
-
+FRAMES = ("B", 3, "F", "H", "W")
 EXAMPLE = """\
 example:
   ltx2rt probe --model MODEL_DIR --component schedule --inputs in.safetensors \\
@@ -56,88 +42,18 @@ example:
 """
 
 
-@dataclass(frozen=True)
-class ProbeRequest:
-    """One network run on given tensors. `inputs` is None for the tokenizer, which reads `prompts`."""
-
-    component: str = flag(
-        MISSING,
-        f"network to run: {', '.join(COMPONENTS)}",
-        group="network",
-        metavar="NAME",
-    )
-    outputs: Path = flag(
-        MISSING,
-        "safetensors file for the outputs, in float32",
-        Path,
-        group="output",
-        metavar="FILE",
-    )
-    inputs: Path | None = flag(
-        None,
-        "safetensors file with the network's inputs (required, but for the tokenizer)",
-        Path,
-        group="network",
-        metavar="FILE",
-    )
-    prompts: tuple[str, ...] = flag(
-        (),
-        "texts for the tokenizer",
-        group="network",
-        name="--prompt",
-        metavar="TEXT",
-        repeat=True,
-    )
-    border_mode: str = flag(
-        BORDERS[0],
-        "treatment of tile borders by the diffusion decoder",
-        group="network",
-        choices=BORDERS,
-    )
-
-    def check(self) -> None:
-        """Raises InputError; reads no file."""
-        if self.component not in COMPONENTS:
-            known = f"known components: {', '.join(COMPONENTS)}{hint(self.component, COMPONENTS)}"
-            raise InputError(f"unknown component {self.component!r}; {known}")
-        if self.component == "tokenizer":
-            if not self.prompts:
-                raise InputError("probe tokenizer reads --prompt TEXT ..., none was given")
-            if any("\ud800" <= letter <= "\udfff" for letter in "".join(self.prompts)):
-                raise InputError(
-                    "--prompt: holds characters that are no text (lone surrogates); type it again"
-                )
-        elif self.inputs is None:
-            raise InputError(f"probe {self.component} reads --inputs FILE, none was given")
-        else:
-            existing_file("--inputs", self.inputs)
+Axes = Mapping[str, tuple[str | int, ...]]
 
 
 @dataclass(frozen=True)
 class Component:
-    """One row of the table. inputs, optional: name -> axes; an int is a size, a word takes the first size it meets.
-    together: inputs whose names begin so are all there or all absent."""
+    """One row of the table. inputs, optional: name -> axes, for a model; an int is a size, a word takes the first
+    size it meets. together: inputs whose names begin so are all there or all absent."""
 
-    inputs: Mapping[str, tuple[str | int, ...]]
     run: Callable[[Session, ProbeRequest, Arrays], Arrays]
-    optional: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    inputs: Callable[[ModelConfig], Axes] = lambda config: {}
+    optional: Callable[[ModelConfig], Axes] = lambda config: {}
     together: str | None = None
-
-
-def run(options: ModelOptions, request: ProbeRequest) -> None:
-    """Read the inputs, run the component, write the outputs as float32. Raises InputError before any weight is read."""
-    request.check()
-    checkpoint = opened_checkpoint(options)
-    inputs = [path for path in (request.inputs,) if path]
-    check_outputs([("--outputs", request.outputs)], [*options.files, *checkpoint.files, *inputs])
-    session = open_session(options, "float32", checkpoint)
-    component = components(session.config)[request.component]
-    inputs = (
-        {} if request.inputs is None else read_inputs(request.inputs, request.component, component)
-    )
-    outputs = component.run(session, request, inputs)
-    if session.backend.is_main:
-        write_arrays(request.outputs, outputs)
 
 
 def audited(session: Session, call: Call, feeds: Mapping[str, np.ndarray]) -> Arrays:
@@ -146,28 +62,28 @@ def audited(session: Session, call: Call, feeds: Mapping[str, np.ndarray]) -> Ar
     return {name: session.backend.to_host(x) for name, x in session.run(call, feeds).items()}
 
 
-def read_inputs(path: Path, name: str, component: Component) -> Arrays:
-    """The file's tensors, checked by name and shape against the table, and by their values.
+def read_inputs(request: ProbeRequest, config: ModelConfig) -> Arrays:
+    """The request's tensors, checked by name and shape against the table, and by their values.
 
     Whole numbers become int32, all others float32. Raises InputError for those that do not fit.
     """
+    path, name = request.inputs or Path(), request.component
+    component = COMPONENTS[name]
+    needed, optional = component.inputs(config), component.optional(config)
+    known = {**needed, **optional}
     file = TensorFile(path)
-    known = {**component.inputs, **component.optional}
     found = set(file.names())
     if unknown := sorted(found - known.keys()):
         raise InputError(
             f"{path}: probe {name} has no input {', '.join(unknown)}; it reads {', '.join(known)}"
         )
-    absent = (
-        component.together
-        if not any(n.startswith(component.together or "\0") for n in found)
-        else None
-    )
-    if missing := [
-        n for n in component.inputs if n not in found and not (absent and n.startswith(absent))
-    ]:
+    missing = [n for n in needed if n not in found]
+    group = component.together
+    if group and not any(n.startswith(group) for n in found):
+        missing = [n for n in missing if not n.startswith(group)]
+    if missing:
         raise InputError(
-            f"{path}: probe {name} misses {', '.join(missing)}; it reads {', '.join(component.inputs)}"
+            f"{path}: probe {name} misses {', '.join(missing)}; it reads {', '.join(needed)}"
         )
     sizes: dict[str, int] = {}
     for tensor, axes in known.items():
@@ -196,73 +112,6 @@ def read_inputs(path: Path, name: str, component: Component) -> Arrays:
         if arrays[tensor].dtype == np.float32 and not np.isfinite(arrays[tensor]).all():
             raise InputError(f"{path}: {tensor} holds values that are not finite")
     return arrays
-
-
-def components(config: ModelConfig) -> dict[str, Component]:
-    """The table for one model; C, Ca are the widths of the text contexts."""
-    t = config.transformer
-    video, audio = transformer.streams(t)
-    widths = {
-        s.name: t.caption_channels if t.caption_projection else s.width for s in (video, audio)
-    }
-    latent = {"video": ("T", t.video_channels), "audio": ("Ta", t.audio_channels)}
-    vae, sound = config.video_vae, config.audio_vae
-    step = {}
-    for m, (tokens, channels) in latent.items():
-        step |= {
-            f"{m}_latent": (1, tokens, channels),
-            f"{m}_clean": (1, tokens, channels),
-            f"{m}_mask": (1, tokens, 1),
-        }
-        step |= {
-            f"{m}_positions": (1, 3 if m == "video" else 1, tokens, 2),
-            f"{m}_context": (2, "S", widths[m]),
-        }
-    step |= {"sigmas": (2,), "guidance": (2, 4), "stg_blocks": (t.num_layers,)}
-    forward = {}
-    for m, (tokens, channels) in latent.items():
-        forward |= {
-            f"{m}_latent": ("B", tokens, channels),
-            f"{m}_timesteps": ("B", tokens, 1),
-            f"{m}_sigma": ("B",),
-        }
-        forward |= {
-            f"{m}_positions": ("B", 3 if m == "video" else 1, tokens, 2),
-            f"{m}_context": ("B", "S", widths[m]),
-        }
-    keeps = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
-    video_latent = ("B", vae.latent_channels, "f", "h", "w")
-    return {
-        "transformer": Component(
-            forward,
-            _transformer,
-            {n: ("B", t.num_layers) for n in keeps}
-            | {"video_attention_mask": ("B", "T", "T")}
-            | ({"video_keyframes_mask": ("B", "T", 1)} if t.keyframe_vector else {}),
-            together="video_",
-        ),
-        "guided-step": Component(
-            step, _guided_step, {"video_keyframes_mask": (1, "T", 1)} if t.keyframe_vector else {}
-        ),
-        "text-encoder": Component({"token_ids": ("B", "S"), "mask": ("B", "S")}, _text_encoder),
-        "tokenizer": Component({}, _tokenizer),
-        "video-decoder": Component({"latent": video_latent}, _network("latent")),
-        "diffusion-decoder": Component(
-            {"latent": video_latent, "noise": ("B", 3, "F", "H", "W")}, _diffusion_decoder
-        ),
-        "video-encoder": Component({"frames": ("B", 3, "F", "H", "W")}, _video_encoder),
-        "audio-decoder": Component(
-            {"latent": ("B", sound.latent_channels, "n", sound.latent_mel_bins)}, _audio_decoder
-        ),
-        "audio-encoder": Component(
-            {"waveform": ("B", sound.out_channels, "N"), "sample_rate": (1,)}, _audio_encoder
-        ),
-        "upsampler": Component({"latent": video_latent}, _network("latent")),
-        "schedule": Component({"steps": (1,)}, _schedule),
-        "duration-head": Component(
-            {f"{m}_context": ("B", "S", widths[m]) for m in widths}, _duration_head
-        ),
-    }
 
 
 def _network(name: str) -> Callable[[Session, ProbeRequest, Arrays], Arrays]:
@@ -427,6 +276,169 @@ def _schedule(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
         expected = f"expected a whole number from 1 to {MAX_STEPS}"
         raise InputError(f"{request.inputs}: steps is {steps:g}, {expected}")
     return {"sigmas": shifted_sigmas(int(steps))}
+
+
+def _streams(config: ModelConfig) -> Iterator[tuple[str, str, int, int, int]]:
+    """Both streams: name, axis of tokens, channels of a latent token, axes of a position, width C of a text context."""
+    t = config.transformer
+    for stream, tokens, channels, axes in zip(
+        transformer.streams(t),
+        ("T", "Ta"),
+        (t.video_channels, t.audio_channels),
+        (3, 1),
+        strict=True,
+    ):
+        width = t.caption_channels if t.caption_projection else stream.width
+        yield stream.name, tokens, channels, axes, width
+
+
+def _contexts(config: ModelConfig) -> Axes:
+    return {f"{name}_context": ("B", "S", width) for name, *_, width in _streams(config)}
+
+
+def _forward_inputs(config: ModelConfig) -> Axes:
+    inputs: dict[str, tuple[str | int, ...]] = {}
+    for name, tokens, channels, axes, width in _streams(config):
+        inputs |= {
+            f"{name}_latent": ("B", tokens, channels),
+            f"{name}_timesteps": ("B", tokens, 1),
+            f"{name}_sigma": ("B",),
+            f"{name}_positions": ("B", axes, tokens, 2),
+            f"{name}_context": ("B", "S", width),
+        }
+    return inputs
+
+
+def _forward_options(config: ModelConfig) -> Axes:
+    keeps = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
+    inputs: dict[str, tuple[str | int, ...]] = {
+        name: ("B", config.transformer.num_layers) for name in keeps
+    }
+    return inputs | {"video_attention_mask": ("B", "T", "T")} | _keyframes(config, "B")
+
+
+def _step_inputs(config: ModelConfig) -> Axes:
+    inputs: dict[str, tuple[str | int, ...]] = {}
+    for name, tokens, channels, axes, width in _streams(config):
+        inputs |= {
+            f"{name}_latent": (1, tokens, channels),
+            f"{name}_clean": (1, tokens, channels),
+            f"{name}_mask": (1, tokens, 1),
+            f"{name}_positions": (1, axes, tokens, 2),
+            f"{name}_context": (2, "S", width),
+        }
+    return inputs | {
+        "sigmas": (2,),
+        "guidance": (2, 4),
+        "stg_blocks": (config.transformer.num_layers,),
+    }
+
+
+def _keyframes(config: ModelConfig, batch: str | int) -> dict[str, tuple[str | int, ...]]:
+    given = config.transformer.keyframe_vector
+    return {"video_keyframes_mask": (batch, "T", 1)} if given else {}
+
+
+def _video_latent(config: ModelConfig) -> Axes:
+    return {"latent": ("B", config.video_vae.latent_channels, "f", "h", "w")}
+
+
+def _audio_latent(config: ModelConfig) -> Axes:
+    sound = config.audio_vae
+    return {"latent": ("B", sound.latent_channels, "n", sound.latent_mel_bins)}
+
+
+COMPONENTS = {
+    "transformer": Component(_transformer, _forward_inputs, _forward_options, together="video_"),
+    "text-encoder": Component(
+        _text_encoder, lambda config: {"token_ids": ("B", "S"), "mask": ("B", "S")}
+    ),
+    "tokenizer": Component(_tokenizer),
+    "video-decoder": Component(_network("latent"), _video_latent),
+    "diffusion-decoder": Component(
+        _diffusion_decoder, lambda config: {**_video_latent(config), "noise": FRAMES}
+    ),
+    "video-encoder": Component(_video_encoder, lambda config: {"frames": FRAMES}),
+    "audio-decoder": Component(_audio_decoder, _audio_latent),
+    "audio-encoder": Component(
+        _audio_encoder,
+        lambda config: {"waveform": ("B", config.audio_vae.out_channels, "N"), "sample_rate": (1,)},
+    ),
+    "upsampler": Component(_network("latent"), _video_latent),
+    "duration-head": Component(_duration_head, _contexts),
+    "guided-step": Component(_guided_step, _step_inputs, lambda config: _keyframes(config, 1)),
+    "schedule": Component(_schedule, lambda config: {"steps": (1,)}),
+}
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """One network run on given tensors. `inputs` is None for the tokenizer, which reads `prompts`."""
+
+    component: str = flag(
+        MISSING,
+        f"network to run: {', '.join(COMPONENTS)}",
+        group="network",
+        metavar="NAME",
+    )
+    outputs: Path = flag(
+        MISSING,
+        "safetensors file for the outputs, in float32",
+        Path,
+        group="output",
+        metavar="FILE",
+    )
+    inputs: Path | None = flag(
+        None,
+        "safetensors file with the network's inputs (required, but for the tokenizer)",
+        Path,
+        group="network",
+        metavar="FILE",
+    )
+    prompts: tuple[str, ...] = flag(
+        (),
+        "texts for the tokenizer",
+        group="network",
+        name="--prompt",
+        metavar="TEXT",
+        repeat=True,
+    )
+    border_mode: str = flag(
+        BORDERS[0],
+        "treatment of tile borders by the diffusion decoder",
+        group="network",
+        choices=BORDERS,
+    )
+
+    def check(self) -> None:
+        """Raises InputError; reads no file."""
+        if self.component not in COMPONENTS:
+            known = f"known components: {', '.join(COMPONENTS)}{hint(self.component, COMPONENTS)}"
+            raise InputError(f"unknown component {self.component!r}; {known}")
+        if self.component == "tokenizer":
+            if not self.prompts:
+                raise InputError("probe tokenizer reads --prompt TEXT ..., none was given")
+            if any("\ud800" <= letter <= "\udfff" for letter in "".join(self.prompts)):
+                raise InputError(
+                    "--prompt: holds characters that are no text (lone surrogates); type it again"
+                )
+        elif self.inputs is None:
+            raise InputError(f"probe {self.component} reads --inputs FILE, none was given")
+        else:
+            existing_file("--inputs", self.inputs)
+
+
+def run(options: ModelOptions, request: ProbeRequest) -> None:
+    """Read the inputs, run the component, write the outputs as float32. Raises InputError before any weight is read."""
+    request.check()
+    checkpoint = opened_checkpoint(options)
+    inputs = [path for path in (request.inputs,) if path]
+    check_outputs([("--outputs", request.outputs)], [*options.files, *checkpoint.files, *inputs])
+    session = open_session(options, "float32", checkpoint)
+    inputs = {} if request.inputs is None else read_inputs(request, session.config)
+    outputs = COMPONENTS[request.component].run(session, request, inputs)
+    if session.backend.is_main:
+        write_arrays(request.outputs, outputs)
 
 
 def flags(to: Any) -> None:

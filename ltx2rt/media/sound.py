@@ -11,6 +11,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,8 @@ MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
 SYNC_S = 0.02
 COUNTED = ("mov,mp4,m4a,3gp,3g2,mj2", "wav", "flac")  # FFmpeg's readers whose headers count samples
 LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of 8 bits as floats do
-ZERO_CROSSINGS, ROLLOFF = (
-    6,
-    0.99,
-)  # parameters of the low-pass; torchaudio's defaults, which the reference takes
+# Parameters of the low-pass: torchaudio's defaults, which the reference takes.
+ZERO_CROSSINGS, ROLLOFF = 6, 0.99
 
 
 def read_sound(
@@ -63,71 +62,110 @@ def read_sound(
     Raises InputError if there is no sound, it cannot be decoded, is not of one or two channels, has
     times that go back, or is far beyond full scale.
     """
-    from av.error import FFmpegError
-
-    pieces: list[tuple[int, np.ndarray]] = []  # by the number of their first sample
-    lost: list[tuple[float, float]] = []  # when, and how many seconds
-    found, position, skip, end, longest = None, 0, 0, sys.maxsize, 0
-    first_s = promised_s = 0.0
-    try:
-        with opened(path) as container:
-            if not container.streams.audio:
-                raise InputError(f"{path}: holds no sound; pass a file with an audio stream")
-            for frame in container.decode(audio=0):
-                this = (
-                    frame.format.name.removesuffix("p"),
-                    frame.layout.nb_channels,
-                    frame.sample_rate,
-                )
-                rate = frame.sample_rate
-                if found is None:
-                    found, first_s = this, frame.time or 0.0
-                    _check_stream(path, *this)
-                    skip = round((start_s - first_s) * rate)
-                    skip = skip if on_time else max(skip, 0)
-                    end = skip + round(max_duration_s * rate) if max_duration_s is not None else end
-                if this != found:
-                    raise InputError(
-                        f"{path}: its sound changes from {found} to {this}; save it again as WAV"
-                    )
-                gap = round(_late_s(path, frame, first_s + position / rate) * rate)
-                if (missing := min(position + gap, end) - max(position, skip)) > 0:
-                    lost.append((first_s + max(position, skip) / rate, missing / rate))
-                position += gap
-                pieces.append((position, _numbers(frame, skip - position, end - position)))
-                position, longest = position + frame.samples, max(longest, frame.samples)
-                if position >= end:
-                    break
-            promised_s = _promised_s(container)
-    except (FFmpegError, OSError) as error:
-        raise InputError(f"{path}: no readable sound ({error}); save it again as WAV") from error
-    num_channels, rate = found[1:] if found else (1, 1)
-    waveform = np.zeros((num_channels, max(min(position, end) - skip, 0)), np.float32)
-    for at, samples in pieces:
-        start = max(at - skip, 0)
+    track = _decoded(path, start_s, max_duration_s, on_time)
+    waveform = np.zeros((track.channels, max(track.end - track.skip, 0)), np.float32)
+    for at, samples in track.pieces:
+        start = max(at - track.skip, 0)
         waveform[:, start : start + samples.shape[1]] = samples
     if not waveform.size:
-        where = (
-            f"ends before {start_s:g} s; start earlier"
-            if position
-            else "is empty; pass another file"
-        )
+        late = f"ends before {start_s:g} s; start earlier"
+        where = late if track.position else "is empty; pass another file"
         raise InputError(f"{path}: its sound {where}")
     if not np.isfinite(waveform).all():
         raise InputError(f"{path}: its sound holds NaN or infinite samples; save it again")
     if (peak := max(waveform.max(), -waveform.min())) > LOUDEST:
         advice = "divide them by their full scale, which is 32768 for numbers of 16 bits"
         raise InputError(f"{path}: its samples reach {peak:.3g}, expected -1 to 1; {advice}")
-    if lost:
-        lost_s, where = sum(missing_s for _, missing_s in lost), f"at {lost[0][0]:.4g} s"
-        if len(lost) > 1:
-            where = f"in {len(lost)} places, the first {where}"
+    if track.lost:
+        lost_s, where = sum(s for _, s in track.lost), f"at {track.lost[0][0]:.4g} s"
+        if len(track.lost) > 1:
+            where = f"in {len(track.lost)} places, the first {where}"
         say(f"{path}: {lost_s:.3g} s of its sound are missing {where}; silence is put there")
-    ends_s = first_s + position / rate
-    if position < end and promised_s - ends_s > 2 * longest / rate:  # a codec adds a frame or less
-        promise = f"its header says {promised_s:.4g} s"
-        say(f"{path}: its sound ends at {ends_s:.4g} s, {promise}; if it is cut, copy it again")
-    return waveform, rate
+    if track.ends_early:
+        promise = f"its header says {track.promised_s:.4g} s"
+        say(
+            f"{path}: its sound ends at {track.ends_s:.4g} s, {promise}; if it is cut, copy it again"
+        )
+    return waveform, track.rate
+
+
+@dataclass
+class _Track:
+    """Decoded samples in pieces, by the number of their first sample from the stream's start.
+
+    Samples `skip` to `stop` are wanted, `position` is behind the last one decoded. lost: when the
+    file has lost sound, and for how many seconds. longest: samples of its longest frame.
+    """
+
+    channels: int = 1
+    rate: int = 1
+    first_s: float = 0.0
+    skip: int = 0
+    stop: int = sys.maxsize
+    position: int = 0
+    longest: int = 0
+    promised_s: float = 0.0
+    pieces: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    lost: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return min(self.position, self.stop)
+
+    @property
+    def ends_s(self) -> float:
+        return self.first_s + self.position / self.rate
+
+    @property
+    def ends_early(self) -> bool:
+        """Before its header says; a codec adds a frame or less."""
+        late_s = 2 * self.longest / self.rate
+        return self.position < self.stop and self.promised_s - self.ends_s > late_s
+
+    def add(self, path: Path, frame: Any) -> None:
+        """The next frame, behind silence for what was lost before it."""
+        gap = round(_late_s(path, frame, self.ends_s) * self.rate)
+        start = max(self.position, self.skip)
+        if (missing := min(self.position + gap, self.stop) - start) > 0:
+            self.lost.append((self.first_s + start / self.rate, missing / self.rate))
+        self.position += gap
+        wanted = _numbers(frame, self.skip - self.position, self.stop - self.position)
+        self.pieces.append((self.position, wanted))
+        self.position += frame.samples
+        self.longest = max(self.longest, frame.samples)
+
+
+def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: bool) -> _Track:
+    """As `read_sound` is given. Raises InputError if nothing can be decoded, or its format changes."""
+    from av.error import FFmpegError
+
+    track, form = _Track(), None
+    try:
+        with opened(path) as container:
+            if not container.streams.audio:
+                raise InputError(f"{path}: holds no sound; pass a file with an audio stream")
+            for frame in container.decode(audio=0):
+                kind, channels = frame.format.name.removesuffix("p"), frame.layout.nb_channels
+                this = (kind, channels, frame.sample_rate)
+                if form is None:
+                    form = this
+                    _check_stream(path, *this)
+                    track = _Track(channels, frame.sample_rate, frame.time or 0.0)
+                    skip = round((start_s - track.first_s) * track.rate)
+                    track.skip = skip if on_time else max(skip, 0)
+                    if max_duration_s is not None:
+                        track.stop = track.skip + round(max_duration_s * track.rate)
+                if this != form:
+                    raise InputError(
+                        f"{path}: its sound changes from {form} to {this}; save it again as WAV"
+                    )
+                track.add(path, frame)
+                if track.position >= track.stop:
+                    break
+            track.promised_s = _promised_s(container)
+    except (FFmpegError, OSError) as error:
+        raise InputError(f"{path}: no readable sound ({error}); save it again as WAV") from error
+    return track
 
 
 def _late_s(path: Path, frame: Any, due_s: float) -> float:

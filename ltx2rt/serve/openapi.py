@@ -9,43 +9,39 @@ from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, U
 from ltx2rt.serve.queue import JOB_ID
 
 
-def openapi(admission: Admission) -> dict[str, Any]:
-    """The fields that a client may send, from the flags themselves."""
+def _body(admission: Admission) -> dict[str, Any]:
+    """The schema of a request's body: the fields that a client may send, from the flags themselves."""
     properties: dict[str, Any] = {}
     limits = admission.limits()
     for pipeline in limits["pipelines"].values():
         for name, found in pipeline["fields"].items():
             properties.setdefault(name, found)
     objects = {"type": "array", "items": {"type": "object"}}
-    ours = (
-        {name: {"type": "string"} for name in OURS}
-        | {
-            "images": objects,
-            "loras": objects,
-            "metadata": {"type": "object"},
-            "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
-            "n": {
-                "type": "integer",
-                "minimum": 1,
-                "maximum": MAX_VIDEOS,
-                "default": limits["videos"]["multiple_of"],
-            },
-        }
-        | {
-            name: {
-                "type": "string",
-                "description": f"a {kind}: a file of the form with this name, or a data: URL",
-            }
-            for name, kind in UPLOADS.items()
-        }
-    )
-    properties |= ours | {"prompt": {"type": "string", "maxLength": MAX_PROMPT}}
-    body = {
+    videos = {"minimum": 1, "maximum": MAX_VIDEOS, "default": limits["videos"]["multiple_of"]}
+    properties |= {name: {"type": "string"} for name in OURS}
+    properties |= {
+        "images": objects,
+        "loras": objects,
+        "metadata": {"type": "object"},
+        "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
+        "n": {"type": "integer", **videos},
+    }
+    for name, kind in UPLOADS.items():
+        about = f"a {kind}: a file of the form with this name, or a data: URL"
+        properties[name] = {"type": "string", "description": about}
+    properties["prompt"] = {"type": "string", "maxLength": MAX_PROMPT}
+    return {
         "type": "object",
         "required": ["prompt"],
         "properties": properties,
         "additionalProperties": False,
     }
+
+
+def openapi(admission: Admission) -> dict[str, Any]:
+    """The routes, and what a request may hold."""
+    body = _body(admission)
+    properties = body["properties"]
     file = {"input_reference": {"type": "string", "format": "binary"}}
     form = {**body, "properties": properties | file}
     content = {"application/json": {"schema": body}, "multipart/form-data": {"schema": form}}

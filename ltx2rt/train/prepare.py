@@ -119,29 +119,13 @@ def _digest(*what: Any) -> str:
 def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None]) -> list[Sample]:
     """Fill the cache and return its samples. Raises InputError for a fault of any clip before one is encoded."""
     jobs = [_job(clip, request) for clip in read_clips(request.data)]
-    if request.audio == "required" and (
-        silent := [job.clip.name for job in jobs if job.sound is None]
-    ):
+    silent = [job.clip.name for job in jobs if job.sound is None]
+    if request.audio == "required" and silent:
         raise InputError(
             f"--audio required: {len(silent)} clips have no sound, such as {silent[0]}; leave them out"
         )
-    captions = {
-        job.clip.name: " ".join(filter(None, (request.trigger, job.clip.caption))) for job in jobs
-    }
-    tokenizer = session.checkpoint.require_tokenizer()
-    for name, caption in captions.items():
-        if (count := count_tokens(tokenizer, caption)) > PROMPT_TOKENS:
-            raise InputError(
-                f"{name}: its caption has {count} tokens, the model reads {PROMPT_TOKENS}; shorten it"
-            )
-    _own_folder(request.output)
-    try:
-        for folder in (SAMPLES, CONTEXTS):
-            request.output.joinpath(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--output: {request.output} cannot be created ({error.strerror}); choose another folder"
-        ) from None
+    captions = _captions(session, request, jobs)
+    _make_folders(request.output)
     base, watch = model_digest(session.checkpoint), Stopwatch()
     contexts = {caption: _digest("context", caption, base) for caption in {*captions.values(), ""}}
     made: Counter[str] = Counter()
@@ -167,17 +151,8 @@ def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None
         fill(sample_path(request.output, key), lambda j=job: _latents(session, j, watch), "clips")
         caption = captions[job.clip.name]
         streams = ("video",) * (job.clip.video is not None) + ("audio",) * (job.sound is not None)
-        samples.append(
-            Sample(
-                job.clip.name,
-                caption,
-                str(job.bucket),
-                str(job.fps),
-                streams,
-                key,
-                contexts[caption],
-            )
-        )
+        size, fps = str(job.bucket), str(job.fps)
+        samples.append(Sample(job.clip.name, caption, size, fps, streams, key, contexts[caption]))
         if number % 10 == 0:
             say(f"{number} of {len(jobs)} clips")
     lines = [json.dumps({"model": base, "captions": len(contexts), "empty": contexts[""]})]
@@ -191,6 +166,31 @@ def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None
         f"and {made['captions']} captions anew"
     )
     return samples
+
+
+def _captions(session: Session, request: PrepareRequest, jobs: list[Job]) -> dict[str, str]:
+    """The text of each clip, by its name. Raises InputError for one that the model cannot read whole."""
+    tokenizer = session.checkpoint.require_tokenizer()
+    captions = {}
+    for job in jobs:
+        name, caption = job.clip.name, job.clip.caption
+        captions[name] = " ".join(filter(None, (request.trigger, caption)))
+        if (count := count_tokens(tokenizer, captions[name])) > PROMPT_TOKENS:
+            raise InputError(
+                f"{name}: its caption has {count} tokens, the model reads {PROMPT_TOKENS}; shorten it"
+            )
+    return captions
+
+
+def _make_folders(output: Path) -> None:
+    _own_folder(output)
+    try:
+        for folder in (SAMPLES, CONTEXTS):
+            output.joinpath(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--output: {output} cannot be created ({error.strerror}); choose another folder"
+        ) from None
 
 
 def _own_folder(path: Path) -> Path:

@@ -394,23 +394,15 @@ class Run:
                 waited = time.perf_counter()
                 now = rate(r.lr, step, r.steps, r.schedule, r.warmup)
                 norms = _by_group(trainer.update(now))
-                total = math.sqrt(sum(norms.values()))
-                fine = math.isfinite(total)
+                row = {"step": step, "lr": now, **_summary(losses, levels)}
+                row |= self._norms_row(norms) | {"samples": names}
+                row["seconds"] = time.perf_counter() - began
+                row["update_seconds"] = time.perf_counter() - waited
+                fine = math.isfinite(row["grad_norm"])
                 updates += fine
                 broken = 0 if fine else broken + 1
-                row = {"step": step, "lr": now, **_summary(losses, levels), "grad_norm": total}
-                row |= {f"grad_norm_{group}": math.sqrt(x) for group, x in norms.items()}
-                row |= {
-                    "clipped": total > r.max_grad_norm,
-                    "samples": names,
-                    "seconds": time.perf_counter() - began,
-                }
-                row["update_seconds"] = time.perf_counter() - waited
                 if not fine:
-                    row = {
-                        name: x if not isinstance(x, float) or math.isfinite(x) else None
-                        for name, x in row.items()
-                    }
+                    row = {name: _finite(value) for name, value in row.items()}
                 rows.append(row)
                 if metrics:
                     metrics.write(json.dumps(row) + "\n")
@@ -428,6 +420,12 @@ class Run:
                     say(f"stopped after step {step}; the same command continues")
                     break
         return lora
+
+    def _norms_row(self, squares: Mapping[str, float]) -> dict[str, Any]:
+        """Gradient norms of a step, of all and by group, from their squares."""
+        total = math.sqrt(sum(squares.values()))
+        by_group = {f"grad_norm_{group}": math.sqrt(x) for group, x in squares.items()}
+        return {"grad_norm": total, **by_group, "clipped": total > self.request.max_grad_norm}
 
     def _accumulated(
         self, trainer: Trainer, step: int, weights: Mapping[str, float]
@@ -491,6 +489,11 @@ def hash_of(data: Any) -> str:
     from hashlib import sha256
 
     return sha256(json.dumps(data).encode()).hexdigest()[:16]
+
+
+def _finite(value: Any) -> Any:
+    """The value, or None for a number that JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _by_group(squares: Mapping[str, float]) -> dict[str, float]:

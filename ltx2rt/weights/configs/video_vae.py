@@ -181,57 +181,77 @@ def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
     keys.may(**DIFFUSERS_VAE_USUAL)
     keys.must(timestep_conditioning=False)
     latent = keys.number("latent_channels")
-
-    def per_stage(key: str, count: int, default: Any) -> list[Any]:
-        value = keys.get(key, default)
-        value = value if isinstance(value, list | tuple) else [value] * count
-        if len(value) != count:
-            raise InputError(f"{keys.where}: {key} has {len(value)} entries, expected {count}")
-        return list(value)
-
-    def strides(key: str, count: int) -> list[tuple[int, int, int]]:
-        words = per_stage(
-            key, count, "spatiotemporal" if key == "upsample_type" else keys.need(key)
-        )
-        return [Keys({key: word}, keys.where).choice(key, DIFFUSERS_STRIDES) for word in words]
-
-    widths, layers = (
-        keys.sizes("block_out_channels"),
-        keys.sizes("layers_per_block", most=MAX_COUNT),
+    encoder = _diffusers_encoder(keys, latent)
+    return VideoVaeConfig(
+        latent_channels=latent,
+        patch_size=keys.number("patch_size"),
+        encoder=tuple(encoder),
+        decoder=tuple(_diffusers_decoder(keys)),
+        encoder_padding=keys.choice("encoder_spatial_padding_mode", PADDINGS),
+        decoder_padding=keys.choice("decoder_spatial_padding_mode", PADDINGS),
+        encoder_causal=keys.flag("encoder_causal"),
+        decoder_causal=keys.flag("decoder_causal"),
     )
+
+
+def _per_stage(keys: Keys, key: str, count: int, default: Any) -> list[Any]:
+    """An entry for each stage, from a list or from one value for all."""
+    value = keys.get(key, default)
+    value = value if isinstance(value, list | tuple) else [value] * count
+    if len(value) != count:
+        raise InputError(f"{keys.where}: {key} has {len(value)} entries, expected {count}")
+    return list(value)
+
+
+def _strides(keys: Keys, key: str, count: int) -> list[tuple[int, int, int]]:
+    default = "spatiotemporal" if key == "upsample_type" else keys.need(key)
+    words = _per_stage(keys, key, count, default)
+    return [Keys({key: word}, keys.where).choice(key, DIFFUSERS_STRIDES) for word in words]
+
+
+def _scales_all_axes(keys: Keys, key: str, count: int) -> None:
+    if not all(_per_stage(keys, key, count, True)):
+        raise InputError(
+            f"{keys.where}: {key} = {keys.data[key]!r} is not supported, expected all true"
+        )
+
+
+def _diffusers_encoder(keys: Keys, latent: int) -> list[VaeStage]:
+    widths = keys.sizes("block_out_channels")
+    layers = keys.sizes("layers_per_block", most=MAX_COUNT)
     if len(layers) != len(widths) + 1:
         raise InputError(
             f"{keys.where}: layers_per_block has {len(layers)} entries, expected {len(widths) + 1}: "
             "one for each of block_out_channels and one for the middle; pass the original config.json"
         )
     encoder, channels = [], latent
-    for width, num_layers, stride in zip(
-        widths, layers[:-1], strides("downsample_type", len(widths)), strict=True
-    ):
+    strides = _strides(keys, "downsample_type", len(widths))
+    for width, num_layers, stride in zip(widths, layers[:-1], strides, strict=True):
         encoder.append(VaeStage("res", channels, channels, num_layers=num_layers))
         encoder.append(VaeStage("sample", channels, width, stride=stride))
         channels = width
     encoder.append(VaeStage("res", channels, channels, num_layers=layers[-1]))
+    _scales_all_axes(keys, "spatio_temporal_scaling", len(widths))
+    return encoder
 
+
+def _diffusers_decoder(keys: Keys) -> list[VaeStage]:
     widths = keys.sizes("decoder_block_out_channels")[::-1]
     count = len(widths)
-    decoder_layers = keys.sizes("decoder_layers_per_block", most=MAX_COUNT)[::-1]
-    factors = per_stage("upsample_factor", count, keys.sizes("upsample_factor"))[::-1]
-    residuals = per_stage("upsample_residual", count, keys.need("upsample_residual"))[::-1]
-    if len(layers) != len(encoder) // 2 + 1 or len(decoder_layers) != count + 1:
+    layers = keys.sizes("decoder_layers_per_block", most=MAX_COUNT)[::-1]
+    factors = _per_stage(keys, "upsample_factor", count, keys.sizes("upsample_factor"))[::-1]
+    residuals = _per_stage(keys, "upsample_residual", count, keys.need("upsample_residual"))[::-1]
+    if len(layers) != count + 1:
         raise InputError(
-            f"{keys.where}: layers_per_block must have one entry more than block_out_channels"
+            f"{keys.where}: decoder_layers_per_block has {len(layers)} entries, expected {count + 1}: "
+            "one for each of decoder_block_out_channels and one for the middle"
         )
-    for key in ("spatio_temporal_scaling", "decoder_spatio_temporal_scaling"):
-        if not all(per_stage(key, count if key.startswith("decoder") else len(encoder) // 2, True)):
-            raise InputError(
-                f"{keys.where}: {key} = {keys.data[key]!r} is not supported, expected all true"
-            )
-    if any(per_stage("decoder_inject_noise", count + 1, False)):
+    _scales_all_axes(keys, "decoder_spatio_temporal_scaling", count)
+    if any(_per_stage(keys, "decoder_inject_noise", count + 1, False)):
         raise InputError(f"{keys.where}: decoder_inject_noise is not supported, expected all false")
     channels = widths[0]
-    decoder = [VaeStage("res", channels, channels, num_layers=decoder_layers[0])]
-    for i, stride in enumerate(strides("upsample_type", count)):
+    decoder = [VaeStage("res", channels, channels, num_layers=layers[0])]
+    for i, stride in enumerate(_strides(keys, "upsample_type", count)):
         out = widths[i] // factors[i]
         if channels != out * factors[i]:
             raise InputError(
@@ -240,18 +260,9 @@ def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
         decoder.append(
             VaeStage("sample", channels, out, stride=stride, residual=bool(residuals[i]))
         )
-        decoder.append(VaeStage("res", out, out, num_layers=decoder_layers[i + 1]))
+        decoder.append(VaeStage("res", out, out, num_layers=layers[i + 1]))
         channels = out
-    return VideoVaeConfig(
-        latent_channels=latent,
-        patch_size=keys.number("patch_size"),
-        encoder=tuple(encoder),
-        decoder=tuple(decoder),
-        encoder_padding=keys.choice("encoder_spatial_padding_mode", PADDINGS),
-        decoder_padding=keys.choice("decoder_spatial_padding_mode", PADDINGS),
-        encoder_causal=keys.flag("encoder_causal"),
-        decoder_causal=keys.flag("decoder_causal"),
-    )
+    return decoder
 
 
 def diffusers_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:

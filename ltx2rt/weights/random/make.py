@@ -146,17 +146,7 @@ def make_checkpoint(
     if dry_run:
         return plan.manifest()
     directory = Path(directory)
-    if not empty:
-        _check_room(
-            directory,
-            sum(tensor.info.nbytes for file in plan.tensors.values() for tensor in file.values()),
-        )
-    if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
-        raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
-    if others := sorted(directory.glob("*.safetensors*")):
-        raise InputError(
-            f"{directory} holds files of another model, such as {others[0].name}; pass an empty folder"
-        )
+    _check_folder(directory, plan, room=not empty)
     for path in (*plan.tensors, *plan.texts):
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
     for path, tensors in plan.tensors.items():
@@ -179,6 +169,22 @@ def make_checkpoint(
     return "\n".join(
         f"{directory / line}" if not line.startswith(" ") else line for line in plan.summary()
     )
+
+
+def _check_folder(directory: Path, plan: Plan, room: bool) -> None:
+    """Raises InputError for a folder that holds one of the plan's files or another model's, and,
+    where `room` is asked for, for a disk without it."""
+    if room:
+        files = plan.tensors.values()
+        _check_room(
+            directory, sum(tensor.info.nbytes for file in files for tensor in file.values())
+        )
+    if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
+        raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
+    if others := sorted(directory.glob("*.safetensors*")):
+        raise InputError(
+            f"{directory} holds files of another model, such as {others[0].name}; pass an empty folder"
+        )
 
 
 def _check_room(directory: Path, needed: int) -> None:
@@ -398,18 +404,8 @@ def plan_component_files(
     plan.add(
         f"{name}-text-encoder.safetensors", language | projection | assets(config.gemma), metadata
     )
-    conv, diffusion = (PARTS[name] for name in names_of(lambda part: part.decoder))
-    video, decoder = (
-        {key.removeprefix(part.prefix): x for key, x in tensors_of(shapes[part.name]).items()}
-        for part in (conv, diffusion)
-    )
-    add("video-vae-conv", video, {"vae": whole["vae"]})
-    encoder = {key: tensor for key, tensor in video.items() if key.startswith("encoder.")}
-    assert diffusion.write is not None
-    section = configs.official_diffusion_vae_json(
-        config.video_vae, diffusion.write(config, "official")
-    )
-    add("video-vae", encoder | decoder, {"vae": section})
+    for suffix, tensors, section in _video_vae_files(config, shapes, whole["vae"]):
+        add(suffix, tensors, {"vae": section})
     sound = tensors_of(shapes["audio_vae"]) | tensors_of(shapes["vocoder"])
     add("audio-vae", sound, {key: whole[key] for key in ("audio_vae", "vocoder")})
     for part in PARTS.values():
@@ -426,6 +422,23 @@ def plan_component_files(
         {**rank, **version},
     )
     return plan
+
+
+def _video_vae_files(
+    config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], section: Any
+) -> Iterator[tuple[str, dict[str, Tensor], Any]]:
+    """The files of both decoders, each with the encoder: suffix, tensors, section of the config."""
+    conv, diffusion = (PARTS[name] for name in names_of(lambda part: part.decoder))
+    video, decoder = (
+        {key.removeprefix(part.prefix): x for key, x in tensors_of(shapes[part.name]).items()}
+        for part in (conv, diffusion)
+    )
+    yield "video-vae-conv", video, section
+    encoder = {key: tensor for key, tensor in video.items() if key.startswith("encoder.")}
+    assert diffusion.write is not None
+    written = diffusion.write(config, "official")
+    section = configs.official_diffusion_vae_json(config.video_vae, written)
+    yield "video-vae", encoder | decoder, section
 
 
 def gemma4_tensors(
