@@ -150,9 +150,8 @@ def test_parameters_have_the_checkpoints_names(tiny, generation):
     assert expanded == state.keys() and set(weights) == graph.all_params().keys()
 
 
-@pytest.mark.parametrize(
-    "name", ["transformer", pytest.param("video-decoder", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformer", "video-decoder"])
 def test_gradients_reach_every_parameter_alike_in_both(name):
     """JAX's under `nnx.jit`, beside the outputs."""
     outputs, theirs = jax_results(jax_module(name), name)

@@ -270,6 +270,7 @@ def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
     assert len(runs) == LAYERS * 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.script_method:DeprecationWarning"
 )  # torch's own import of inductor

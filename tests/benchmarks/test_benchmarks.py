@@ -560,10 +560,11 @@ def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedP
             },
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "cold-start",
             "--preset tiny-2.3 --device cpu --width 128 --height 64 --num-frames 9",
             {"cold-start.json": "cold_start"},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "peer",

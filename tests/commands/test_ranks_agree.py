@@ -113,10 +113,10 @@ def alone(generate, words):
 @pytest.mark.parametrize(
     ("profile", "mesh", "flags"),
     [
-        ("trillium", "guidance=2,sequence=2,tensor=2", SILENT),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("trillium", "guidance=2,sequence=2,tensor=2", SILENT),
                 ("trillium-2d", "fsdp=2,tensor=4", SILENT),
                 ("ironwood", "sequence=8", SILENT),
                 ("ironwood-1d", "tensor=8", SILENT),

@@ -89,10 +89,10 @@ def test_no_failure_has_status_0_whatever_stands_in_the_store(found, status):
         pytest.param(1, signal.SIGKILL, 1, "rank 1 was ended by SIGKILL", marks=pytest.mark.slow),
         (0, signal.SIGKILL, 1, "rank 0 was ended by SIGKILL"),
         (None, signal.SIGINT, 130, "interrupted"),
-        (1, signal.SIGHUP, 1, "rank 1 was ended by SIGHUP"),
-        (0, signal.SIGINT, 1, "rank 0 was ended by SIGINT"),
+        pytest.param(1, signal.SIGHUP, 1, "rank 1 was ended by SIGHUP", marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGINT, 1, "rank 0 was ended by SIGINT", marks=pytest.mark.slow),
         (None, signal.SIGHUP, 143, "ended by SIGHUP"),
-        (None, signal.SIGQUIT, 143, "ended by SIGQUIT"),
+        pytest.param(None, signal.SIGQUIT, 143, "ended by SIGQUIT", marks=pytest.mark.slow),
         pytest.param(None, signal.SIGKILL, -9, None, marks=pytest.mark.slow),
     ],
 )

@@ -576,7 +576,7 @@ def test_a_lora_on_a_gguf_matrix_is_added_in_float32(apart, tmp_path, rng):
 FLAGS = ("--num-frames", 9, "--steps", 2, "--seed", 3, "--width", 64, "--height", 64)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
     """Bit for bit on both backends, the distilled LoRA of stage 2 included."""
     for backend in ("cuda", "tpu"):
@@ -589,6 +589,7 @@ def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
             np.testing.assert_array_equal(runs[0].latents[name], latent)
 
 
+@pytest.mark.slow
 def test_processes_read_their_slices_of_a_gguf_model(apart, generate_on_ranks):
     """Two ranks on gloo, split along rows and along columns."""
     runs = [generate_on_ranks(2, folder, *FLAGS) for folder in apart]
