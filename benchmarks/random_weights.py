@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from ltx2rt_cuda import CudaBackend
-from ltx2rt_cuda.ops import DTYPES, quantise_rows
+from ltx2rt_cuda.ops import DTYPES, encode
 
 from ltx2rt.backend import TensorSource
 from ltx2rt.config import TransformerConfig
@@ -60,9 +60,7 @@ class RandomBackend(CudaBackend):
                         weights[name] = base[name]
                         continue
                     drawn = [
-                        self._piece_of(
-                            piece, shape, cuts, layout.encoding, DTYPES[value.type.dtype]
-                        )
+                        self._piece_of(piece, shape, cuts, layout, DTYPES[value.type.dtype])
                         for (piece, *cuts), shape in zip(pieces, shapes, strict=True)
                     ]
                     weights[name] = drawn[0] if len(drawn) == 1 else self._joined(drawn, value.type)
@@ -78,14 +76,13 @@ class RandomBackend(CudaBackend):
         name: str,
         shape: tuple[int, ...],
         cuts: Sequence[Cut],
-        encoding: str | None,
+        layout: Layout,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        if encoding is None:
+        if layout.encoding is None:
             return self._draw(name, shape, cuts, dtype)
-        return quantise_rows(self._draw(name, shape, cuts, torch.bfloat16))[
-            ("float8", "scale").index(encoding)
-        ]
+        fields = encode(layout.encoding, self._draw(name, shape, cuts, torch.bfloat16))
+        return fields[layout.field or 0]
 
     def _draw(
         self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut], dtype: torch.dtype

@@ -30,7 +30,7 @@ HALVES = {  # bytes of a block where a float16 is
     },
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
-NAMES = [block.name for block in BLOCKS.values() if block.decode]
+NAMES = [block.name for block in BLOCKS.values() if block.read]
 
 
 def package() -> Any:

@@ -16,18 +16,19 @@ import torch.distributed as dist
 
 from ltx2rt.backend import AdamW, DeviceInfo, TensorSource
 from ltx2rt.errors import InputError
+from ltx2rt.graph.encodings import has_products
 from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.stream import Piece, moves, stack_of
 from ltx2rt.placement.stream import pieces as pieces_of
-from ltx2rt.weights.float8 import EncodedSource
-from ltx2rt.weights.float8 import Piece as Cuts
+from ltx2rt.weights.encoded import EncodedSource
+from ltx2rt.weights.encoded import Piece as Cuts
 from ltx2rt.weights.lora import Factors, row_chunks
 from ltx2rt_cuda.devices import reserve_bytes
 from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.host import give_back_freed, keep_freed, parked, unparked
-from ltx2rt_cuda.ops import DTYPES, joined_rows, quantise_rows, tried_road
+from ltx2rt_cuda.ops import DTYPES, encode, joined_rows, tried_road
 from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
 from ltx2rt_cuda.stream import Ring, StreamedWeights
 
@@ -80,12 +81,10 @@ class CudaBackend:
         weights: dict[str, Any] = {}
         ring = Ring(self.torch_device)
         encoded = EncodedSource(
-            source, lambda array: quantise_rows(to_torch(array).to(self.torch_device))
+            source, lambda name, array: encode(name, to_torch(array).to(self.torch_device))
         )
         for graph in graphs:
-            if self.device_kind == "cuda" and any(
-                x.encoding == "float8" for x in graph.all_layouts().values()
-            ):
+            if self.device_kind == "cuda" and has_products(graph):
                 tried_road(self.torch_device)  # before anything is recorded
             layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
             made = partial(
@@ -124,15 +123,15 @@ class CudaBackend:
         pieces = list(layout.pieces(coordinates, layer))
         if name in base and changed.isdisjoint(piece for piece, *_ in pieces):
             return base[name]
-        return self._tensor(source, pieces, layout.encoding, type)
+        return self._tensor(source, pieces, layout, type)
 
     def _tensor(
-        self, source: EncodedSource, pieces: list[Cuts], encoding: str | None, type: Type
+        self, source: EncodedSource, pieces: list[Cuts], layout: Layout, type: Type
     ) -> torch.Tensor:
         """One parameter on the device, cast once on the way; several pieces are joined in place."""
         dtype = DTYPES[type.dtype]
         if len(pieces) == 1:
-            read = source.read(pieces[0], encoding)
+            read = source.read(pieces[0], layout)
             tensor, borrowed = to_torch(read), isinstance(read, np.ndarray)
             return tensor.to(
                 self.torch_device,
@@ -143,7 +142,7 @@ class CudaBackend:
         joined = self.empty_joined(type.shape, dtype)
         row = 0
         for piece in pieces:
-            tensor = to_torch(source.read(piece, encoding))
+            tensor = to_torch(source.read(piece, layout))
             joined[row : row + len(tensor)] = tensor
             row += len(tensor)
         return joined

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial, wraps
 from itertools import islice
 from math import prod
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from ltx2rt_kernels.choose import kernel, launched, why_not
 from torch import Tensor
 
+from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt.graph.fused import divided, grouped, pairs, rows_per_token, snake_windows
-from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt_cuda.attention import attention as attend
 from ltx2rt_cuda.attention import attention_part as attend_part
 from ltx2rt_cuda.collectives import differentiated, with_transpose
@@ -25,10 +25,13 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "int32": torch.int32,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
 }
 # cuBLASLt has no product of float8 rows of M <= 256 and K = 9216, of M = 257, or of K = 3072 it has (pytorch/ao#4582):
 # shorter ones are filled up with rows of zeros. LTX-2's sound has 126 tokens and a feed-forward of K = 8192.
 FEW_ROWS, LONG_ROWS = 272, 4096
+DECODED = 2**24  # bytes of a stored matrix that are decoded at once
 ROW_GRID, ROW_TILE = (
     16,
     64,
@@ -732,3 +735,59 @@ def quantise_rows(x: Tensor, *, gelu: bool = False) -> tuple[Tensor, Tensor]:
     x = (F.gelu(x, approximate="tanh") if gelu else x).float()
     scale = x.abs().amax(1, keepdim=True).clamp(min=FLOAT8_TINY) * FLOAT8_STEP
     return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+# --- encodings of weights ----------------------------------------------------------------------------------------
+
+
+class TorchOps:
+    """The namespace of `graph.encodings`."""
+
+    quantise_rows = staticmethod(quantise_rows)
+
+    @staticmethod
+    def cast(x: Tensor, dtype: str) -> Tensor:
+        return x.to(DTYPES[dtype])
+
+    @staticmethod
+    def bits(x: Tensor, dtype: str) -> Tensor:
+        return x.view(torch.float16 if dtype == "float16" else DTYPES[dtype])
+
+    @staticmethod
+    def stack(tensors: Sequence[Tensor], axis: int) -> Tensor:
+        return torch.stack(list(tensors), axis)
+
+    @staticmethod
+    def lookup(table: tuple[float, ...], index: Tensor) -> Tensor:
+        return _table(table, index.device)[index.int()]
+
+    @staticmethod
+    def largest(x: Tensor) -> Tensor:
+        return x.amax(1, keepdim=True)
+
+    @staticmethod
+    def rint(x: Tensor) -> Tensor:
+        return x.round()
+
+
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def encode(encoding: str, x: Tensor) -> tuple[Tensor, ...]:
+    """The fields of a matrix [rows, n]."""
+    function = ENCODINGS[encoding].encode
+    assert function is not None, f"{encoding} is only read from files"
+    return function(TorchOps, x)
+
+
+@op
+def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
+    """Some rows at a time: what is computed in passing, in float32, stays small beside the matrix."""
+    decode, parts = ENCODINGS[encoding].decode, []
+    rows = max(1, DECODED // fields[0].shape[1])
+    for start in range(0, len(fields[0]), rows):
+        part = decode(TorchOps, *(field[start : start + rows] for field in fields))
+        parts.append(part.to(DTYPES[dtype]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

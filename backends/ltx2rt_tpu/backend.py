@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 from ltx2rt.backend import AdamW, DeviceInfo, TensorSource, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
-from ltx2rt.weights.float8 import EncodedSource
+from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.lora import Factors, merge
 from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
 from ltx2rt_tpu.factory import ASSEMBLED
 from ltx2rt_tpu.hosts import HOST_VARIABLES
-from ltx2rt_tpu.ops import quantise_rows
+from ltx2rt_tpu.ops import encode
 from ltx2rt_tpu.program import COMPILERS, Assembled, Loop, Program, compilations
 from ltx2rt_tpu.weights import TILED_KIND, Weights, abstract_weights, laid_out, merged, stacked
 
@@ -59,7 +59,7 @@ class TpuBackend:
         if self.mesh:
             self._place(self.mesh)  # refuses what does not fit
         self.device_kind = "tpu" if self.jax_device.platform == "tpu" else "cpu"
-        self.quantise = jax.jit(quantise_rows)
+        self.encode = jax.jit(encode, static_argnums=0)
         self.versions = {"jax": jax.__version__}
         self._compiled_before = len(compilations())
 
@@ -105,7 +105,7 @@ class TpuBackend:
         changed: Set[str] = frozenset(),
     ) -> Weights:
         weights: Weights = {}
-        encoded = EncodedSource(source, self._quantise)
+        encoded = EncodedSource(source, self._encode)
         for graph in graphs:
             layouts, place = graph.all_layouts(), self.place_of(graph)
             abstract = abstract_weights(graph, place)
@@ -149,10 +149,10 @@ class TpuBackend:
             )
         return self._place(graph.mesh)
 
-    def _quantise(self, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """On the device, and back: numpy casts to float8 at a fraction of any disk's speed."""
-        values, scale = self.quantise(jax.device_put(array, self.jax_device))
-        return np.asarray(values), np.asarray(scale)
+    def _encode(self, encoding: str, array: np.ndarray) -> tuple[np.ndarray, ...]:
+        """On the device, and back: numpy casts to 8 bits at a fraction of any disk's speed."""
+        fields = self.encode(encoding, jax.device_put(array, self.jax_device))
+        return tuple(map(np.asarray, fields))
 
     def lower(
         self, graph: Graph, layers: str = "scan", compile: bool = False

@@ -7,7 +7,7 @@ are multiplied in float32 (precision HIGHEST): a TPU's default rounds them to bf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -17,8 +17,9 @@ import numpy as np
 from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
 
+from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt.graph.fused import snake_windows
-from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY, window_blocks
+from ltx2rt.graph.ops import window_blocks
 from ltx2rt_tpu.factory import LEAST_BYTES
 
 
@@ -138,6 +139,57 @@ def quantise_rows(x: Array) -> tuple[Array, Array]:
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), FLOAT8_TINY) * FLOAT8_STEP
     return (x / scale).astype(jnp.float8_e4m3fn), scale
+
+
+class JaxOps:
+    """The namespace of `graph.encodings`."""
+
+    quantise_rows = staticmethod(quantise_rows)
+
+    @staticmethod
+    def cast(x: Array, dtype: str) -> Array:
+        return lax.convert_element_type(x, dtype)
+
+    @staticmethod
+    def bits(x: Array, dtype: str) -> Array:
+        array = lax.bitcast_convert_type(x, dtype)
+        return array if array.ndim == x.ndim else lax.expand_dims(array, (array.ndim,))
+
+    @staticmethod
+    def stack(arrays: Sequence[Array], axis: int) -> Array:
+        return jnp.stack(arrays, axis)
+
+    @staticmethod
+    def lookup(table: tuple[float, ...], index: Array) -> Array:
+        """By comparing: TPUs have no fast gather."""
+        found = jnp.full(index.shape, table[0], jnp.float32)
+        for i, value in enumerate(table[1:], 1):
+            found = jnp.where(index == i, jnp.float32(value), found)
+        return found
+
+    @staticmethod
+    def largest(x: Array) -> Array:
+        return x.max(axis=1, keepdims=True)
+
+    @staticmethod
+    def rint(x: Array) -> Array:
+        return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def encode(encoding: str, x: Array) -> tuple[Array, ...]:
+    """The fields of a matrix [rows, n]."""
+    function = ENCODINGS[encoding].encode
+    assert function is not None, f"{encoding} is only read from files"
+    return function(JaxOps, x)
+
+
+@op
+def unpack(*fields: Array, encoding: str, dtype: str) -> Array:
+    """XLA decodes where the product reads its operand. It may drop a cast to bfloat16 and back, this rounding it
+    keeps."""
+    matrix = ENCODINGS[encoding].decode(JaxOps, *fields)
+    matrix = lax.reduce_precision(matrix, 8, 7) if dtype == "bfloat16" else matrix
+    return lax.convert_element_type(matrix, dtype)
 
 
 @op

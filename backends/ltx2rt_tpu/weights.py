@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Layout, Type
-from ltx2rt.weights.float8 import EncodedSource
+from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.lora import BF16, F32, Factors, row_chunks
 
 Weights = dict[str, Array]
@@ -132,7 +132,7 @@ def stacked(
         for i in range(count):
             row, target = 0, host[i] if layers else host
             for piece in layout.pieces(coordinates, i):
-                array = source.read(piece, layout.encoding)
+                array = source.read(piece, layout)
                 rows = array.shape[0] if len(layout.parts) > 1 else None
                 _copy(target if rows is None else target[row : row + rows], array)
                 row += rows or 0

@@ -28,6 +28,7 @@ from ltx2rt.commands.options import (
 )
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
+from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
@@ -110,7 +111,8 @@ def run(
 def _announce(session: Session, plan: Plan) -> None:
     """Print on stderr what will run."""
     options, backend = session.options, session.backend
-    weights = ", weights in float8" if options.weights_dtype == "float8" else ""
+    encoded = options.weights_dtype in QUANTISED
+    weights = f", weights in {options.weights_dtype}" if encoded else ""
     lines = [f"seed {plan.request.seed}; {session.dtype}{weights} on {backend.device().name}"]
     if backend.num_processes > 1:
         lines[0] += f", {backend.num_processes} processes"

@@ -14,6 +14,7 @@ from ltx2rt.atomic_file import check_outputs
 from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_step
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags, groups
+from ltx2rt.graph.encodings import ENCODINGS
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic
 from ltx2rt.placement.plan import peak
@@ -33,11 +34,11 @@ examples:
 
 def to_text(found: Estimate) -> str:
     clip, session, kind, worst = found.plan.request, found.session, found.kind, peak(found.costs)
-    float8 = session.options.weights_dtype == "float8"
-    weights, rates = (
-        ", weights in float8" * float8,
-        f", in float8 / {kind.float8_flops_per_s / 1e12:g} T/s" * float8,
-    )
+    encoding = ENCODINGS.get(session.options.weights_dtype or "")
+    weights = f", weights in {encoding.name}" if encoding else ""
+    rates = ""
+    if encoding and encoding.product:
+        rates = f", in {encoding.name} / {kind.float8_flops_per_s / 1e12:g} T/s"
     mesh = session.backend.mesh
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     height, width = clip.size_px

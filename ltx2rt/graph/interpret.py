@@ -12,14 +12,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ltx2rt.graph.encodings import encoded
 from ltx2rt.graph.ir import Graph, Layout, Node
-from ltx2rt.graph.ops import COLLECTIVES, OPS, quantise_rows
+from ltx2rt.graph.ops import COLLECTIVES, OPS
 
 NUMPY_DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "int32": np.dtype(np.int32),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
 }
 GROUP_OPS = {"shard", *COLLECTIVES}  # defined over all devices of a group at once
 Devices = list[np.ndarray]  # one array per device, the last mesh axis fastest
@@ -76,7 +79,8 @@ def _parameter(
         for dim, start, stop in cuts:
             array = array.take(range(start, stop), axis=dim)
         if layout.encoding is not None:
-            array = quantise_rows(array)[("float8", "scale").index(layout.encoding)]
+            assert layout.field is not None, f"{name} was not unpacked"
+            array = encoded(layout.encoding, array)[layout.field]
         parts.append(array)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

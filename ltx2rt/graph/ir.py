@@ -15,8 +15,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1}
-SHORT = {"float32": "f32", "bfloat16": "bf16", "int32": "i32", "float8_e4m3fn": "f8"}
+DTYPE_BYTES = {
+    "float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1, "int8": 1, "uint8": 1,
+}  # fmt: skip
+SHORT = {
+    "float32": "f32", "bfloat16": "bf16", "int32": "i32", "float8_e4m3fn": "f8", "int8": "i8",
+    "uint8": "u8",
+}  # fmt: skip
 Cut = tuple[int, int, int]  # (dim, start, stop): a slice of a tensor along one dimension
 
 
@@ -177,14 +182,16 @@ class Layout:
 
     parts: the tensors, in the file's shapes, joined along their first dimension. splits: (dim, mesh axis, its size) for
     each dimension along which every part is cut into equal slices; a device holds the one at its mesh coordinate.
-    first: the layer that iteration 0 of a repeat reads. encoding: what becomes of each part (or its slice) [rows, n]:
-    None: it is cast; "float8": each row over its scale, in e4m3; "scale": the rows' scales [rows, 1].
+    first: the layer that iteration 0 of a repeat reads. encoding: a row of `encodings.ENCODINGS`, of which the
+    parameter is the field `field` of each part (or its slice) [rows, n]; if `field` is None, the matrix, which the pass
+    `unpack` makes of the fields. Without an encoding each part is cast.
     """
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     splits: tuple[tuple[int, str, int], ...] = ()
     first: int = 0
     encoding: str | None = None
+    field: int | None = None
 
     def names(self, layer: int) -> Iterator[str]:
         """Concrete names of the tensors that iteration `layer` of a repeat reads."""

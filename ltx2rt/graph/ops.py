@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ltx2rt.errors import GraphError
+from ltx2rt.graph.encodings import ENCODINGS, decoded, quantise_rows
 from ltx2rt.graph.ir import Type
 
 
@@ -365,21 +365,6 @@ def linear(
     return result, {"num_contracted": n, "out_shape": tuple(out.values())}
 
 
-FLOAT8_STEP = float(
-    np.float32(1 / 448)
-)  # 448 is the largest e4m3 number; compilers make division a product anyway
-FLOAT8_TINY = 1e-30  # the largest number of a row is taken to be no smaller
-
-
-def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x [rows, n] as e4m3 [rows, n] times a float32 scale [rows, 1], which takes a row's largest number to 448."""
-    x = x.astype(np.float32)
-    scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(FLOAT8_TINY)) * np.float32(
-        FLOAT8_STEP
-    )
-    return (x / scale).astype(ml_dtypes.float8_e4m3fn), scale
-
-
 def _numpy_linear_float8(x, weight, scale, bias=None, *, num_contracted, out_shape):
     lead = x.shape[: x.ndim - num_contracted]
     values, row_scale = quantise_rows(x.reshape(-1, weight.shape[1]))
@@ -408,6 +393,22 @@ def linear_float8(
     if scale != Type(scale.axes, (weight.shape[0], 1), "float32"):
         raise GraphError(f"linear_float8: scale {scale} of {weight}")
     return OPS["linear"].rule(x, replace(weight, dtype=x.dtype), bias, contract=contract, out=out)
+
+
+@op(lambda *fields, encoding, dtype: decoded(encoding, fields))
+def unpack(*fields: Type, encoding: str, axis: str, size: int, dtype: str):
+    """The matrix (rows, axis=size) that the fields of an encoding stand for, rounded once to dtype."""
+    rows, own = fields[0].axes[0], ENCODINGS[encoding].fields
+    expected = [
+        Type((rows, t.axes[1]), (fields[0].shape[0], field.columns(size)), field.dtype)
+        for field, t in zip(own, fields, strict=False)
+    ]
+    if list(fields) != expected or len(fields) != len(own):
+        raise GraphError(
+            f"unpack: {encoding} of {axis}={size} is not {', '.join(map(str, fields))}"
+        )
+    result = Type((rows, axis), (fields[0].shape[0], size), dtype)
+    return result, {"encoding": encoding, "dtype": dtype}
 
 
 def _windows(x, kernel, stride, dilation):

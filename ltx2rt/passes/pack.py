@@ -66,6 +66,7 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
             node.attrs["contract"],
             splits,
             weight.type.dtype,
+            layouts[weight.name].encoding,
             len(others),
             "*" in weight.name,
         )

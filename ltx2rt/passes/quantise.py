@@ -1,10 +1,11 @@
-"""quantise: the large linears of a stack of blocks in float8, all but its first and last block's.
+"""quantise: the large linears of a stack of blocks in an encoding of 8 bits, all but its first and last block's.
 
 Requires a legal graph, placed or not, not yet packed, with a repeat of at least three iterations whose parameters are
 stacked (the blocks). Ensures the same inputs, outputs, communication and checkpoint tensors. The first and the last
-block are written out before and after the repeat and stay as they are; in between every linear becomes a
-`linear_float8`, its weight e4m3 with one scale for each row, but for the head gates (one number a head). Norms,
-attention, modulation and everything outside the blocks stay in the graph's dtype.
+block are written out before and after the repeat and stay as they are; in between every linear's weight is encoded, but
+for the head gates (one number a head). An encoding with a product of its own, such as float8, takes the place of
+`linear`; of any other the weight is marked, for `unpack`. Norms, attention, modulation and everything outside the
+blocks stay in the graph's dtype.
 
 The scales are those of the rows that a device holds: where a placed weight is split along its rows (row-parallel), each
 device scales its own slices of the weight and of the activations, and undoes both before the partial sums are added up.
@@ -17,23 +18,28 @@ from collections import Counter
 from dataclasses import replace
 
 from ltx2rt.errors import GraphError, InputError
-from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value
+from ltx2rt.graph.encodings import ENCODINGS
+from ltx2rt.graph.ir import Graph, Layout, Node, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
+from ltx2rt.passes.unpack import declared_fields
 from ltx2rt.passes.unroll import iteration
 
 GATE = ("heads",)  # the result axes of a head gate
 
 
-def quantise(graph: Graph) -> Graph:
-    """Raises GraphError if there are no blocks, InputError if there are fewer than three."""
+def quantise(graph: Graph, encoding: str) -> Graph:
+    """encoding: of `encodings.QUANTISED`.
+
+    Raises GraphError if there are no blocks, InputError if there are fewer than three.
+    """
     result = replace(graph, nodes=[], params=dict(graph.params), layouts=dict(graph.layouts))
     env: dict[int, Value] = {}
     found = 0
     for node in graph.nodes:
         node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
         if node.op == "repeat" and any("*" in name for name in node.repeat.body.params):
-            env.update(zip(map(id, node.outputs), _blocks(result, node), strict=True))
+            env.update(zip(map(id, node.outputs), _blocks(result, node, encoding), strict=True))
             found += 1
         else:
             result.nodes.append(node)
@@ -48,17 +54,17 @@ def trainable(graph: Graph) -> None:
     """Raise GraphError if the graph is quantised: its parameters are not the checkpoint's and have no gradient."""
     if any(layout.encoding for layout in graph.all_layouts().values()):
         raise GraphError(
-            f"{graph.name}: its weights are in float8; pass the graph before quantisation"
+            f"{graph.name}: its weights are kept in 8 bits or less; pass the graph before quantisation"
         )
 
 
-def _blocks(out: Graph, node: Node) -> list[Value]:
+def _blocks(out: Graph, node: Node, encoding: str) -> list[Value]:
     """The first block, a repeat of the quantised ones, the last block; returns the results of `node`."""
     repeat = node.repeat
     count, axis, carries = repeat.count, repeat.axis, repeat.num_carries
     if count < 3:
         raise InputError(
-            f"{out.name}: {count} blocks, of which the first and the last stay as they are: float8 is for none; "
+            f"{out.name}: {count} blocks, of which the first and the last stay as they are: {encoding} is for none; "
             "leave --weights-dtype out"
         )
     carry, invariant, data = repeat.divide(node.inputs)
@@ -68,7 +74,7 @@ def _blocks(out: Graph, node: Node) -> list[Value]:
         v.type.stacked(axis, count - 2) for v in first[carries:]
     ]
     middle = tuple(out.fresh(t) for t in types)
-    rest = {"repeat": replace(repeat, body=_float8(repeat.body), count=count - 2)}
+    rest = {"repeat": replace(repeat, body=_encoded(repeat.body, encoding), count=count - 2)}
     operands = (*first[:carries], *invariant, *rows)
     out.nodes.append(Node("repeat", operands, middle, {"count": count - 2}, rest))
     last = iteration(repeat, out, [*middle[:carries], *invariant], data, count - 1)
@@ -83,37 +89,40 @@ def _blocks(out: Graph, node: Node) -> list[Value]:
     return [*last[:carries], *joined]
 
 
-def _float8(body: Graph) -> Graph:
-    """The body for the blocks from the second on, its linears quantised."""
+def _encoded(body: Graph, encoding: str) -> Graph:
+    """The body for the blocks from the second on, the weights of its linears encoded."""
     result = Graph(body.name, dict(body.inputs), mesh=body.mesh, serial=body.serial)
-    layouts = body.all_layouts()
+    layouts, product = body.all_layouts(), ENCODINGS[encoding].product
     readers = Counter(id(v) for node in body.nodes for v in node.inputs)
     env: dict[int, Value] = {}
 
-    def declare(v: Value, type: Type, suffix: str = "", encoding: str | None = None) -> Value:
+    def placed(v: Value, encoding: str | None = None) -> tuple[str, Layout]:
         # Iteration i reads layer i + 1, and the written-out blocks have the names of layers already.
-        layout: Layout = layouts[v.name]
-        name = v.name.replace("*", "1+*") + suffix
-        result.layouts[name] = replace(layout, first=layout.first + 1, encoding=encoding)
-        return result.parameter(name, type)
+        layout = layouts[v.name]
+        return v.name.replace("*", "1+*"), replace(
+            layout, first=layout.first + 1, encoding=encoding
+        )
+
+    def declare(v: Value, encoding: str | None = None) -> Value:
+        name, layout = placed(v, encoding)
+        result.layouts[name] = layout
+        return result.parameter(name, v.type)
 
     def operand(v: Value) -> Value:
         if v.name in body.params and id(v) not in env:
-            env[id(v)] = declare(v, v.type)
+            env[id(v)] = declare(v)
         return env.get(id(v), v)
 
     for node in body.nodes:
-        if (
-            node.op == "linear"
-            and tuple(node.attrs["out"]) != GATE
-            and readers[id(node.inputs[1])] == 1
-        ):
+        large = node.op == "linear" and tuple(node.attrs["out"]) != GATE
+        if large and readers[id(node.inputs[1])] == 1:
             x, weight, *bias = node.inputs
-            values = declare(weight, replace(weight.type, dtype="float8_e4m3fn"), encoding="float8")
-            rows = Type((weight.type.axes[0], "scales"), (weight.type.shape[0], 1), "float32")
-            scale = declare(weight, rows, " scale", encoding="scale")
-            inputs = (operand(x), values, scale, *map(operand, bias))
-            env[id(node.outputs[0])] = emit(result, "linear_float8", *inputs, **node.attrs)
+            if product:
+                own = declared_fields(result, weight, *placed(weight, encoding))
+            else:
+                own = (declare(weight, encoding),)
+            inputs = (operand(x), *own, *map(operand, bias))
+            env[id(node.outputs[0])] = emit(result, product or "linear", *inputs, **node.attrs)
         else:
             result.nodes.append(replace(node, inputs=tuple(map(operand, node.inputs))))
     result.outputs = {name: env.get(id(v), v) for name, v in body.outputs.items()}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from ltx2rt.errors import InputError
+from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.graph.ir import Graph
 from ltx2rt.models.samplers import PER_STEP
 from ltx2rt.passes.adapters import Adapters, adapted
@@ -22,6 +23,7 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.passes.quantise import quantise
 from ltx2rt.passes.share import share
+from ltx2rt.passes.unpack import keep, unpack
 from ltx2rt.placement.mesh import FSDP, stage_mesh, text_mesh
 from ltx2rt.placement.profiles import Profile, Rules
 
@@ -30,7 +32,8 @@ from ltx2rt.placement.profiles import Profile, Rules
 class Placement:
     """How a run is split: a profile over a mesh of all devices, or of a stage.
 
-    weights_dtype: "float8" quantises the transformer's blocks; anything else leaves weights in the graph's dtype.
+    weights_dtype: "float8" or "int8" quantises the transformer's blocks; anything else leaves weights in the graph's
+    dtype, but those that are kept as they are stored: encodings by the names of tensors.
     adapters: what is trained beside the transformer's linears.
     """
 
@@ -38,6 +41,7 @@ class Placement:
     mesh: Mapping[str, int] = field(default_factory=dict)
     weights_dtype: str | None = None
     adapters: Adapters | None = None
+    stored: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, branches: int) -> Placement:
         """The placement of a stage with so many guidance branches."""
@@ -51,7 +55,7 @@ class Placement:
     def local(self, graph: Graph, network: str) -> Graph:
         """`graph` as one device runs it, by the profile's rules for `network`.
 
-        Raises InputError if a size of a strict network does not divide, or float8 weights would be cut for `fsdp`.
+        Raises InputError if a size of a strict network does not divide, or quantised weights would be cut for `fsdp`.
         """
         return self._passed(graph, network, None)
 
@@ -72,14 +76,15 @@ class Placement:
 
 
 def _quantised(graph: Graph, on: Placement, network: str, steps: int | None) -> Graph:
-    if on.weights_dtype != "float8" or network != "transformer":
-        return graph
-    if on.mesh.get(FSDP, 1) > 1:
+    gathered = on.mesh.get(FSDP, 1) > 1
+    if on.weights_dtype not in QUANTISED or network != "transformer":
+        return graph if gathered else keep(graph, on.stored)
+    if gathered:
         raise InputError(
-            f"--weights-dtype: a float8 row and its scale stay together, {FSDP}={on.mesh[FSDP]} cuts weights along D; "
-            "leave one of the two out"
+            f"--weights-dtype: a row of {on.weights_dtype} and its scale stay together, {FSDP}={on.mesh[FSDP]} cuts "
+            "weights along D; leave one of the two out"
         )
-    return quantise(graph)
+    return quantise(graph, on.weights_dtype)
 
 
 def _shared(graph: Graph, on: Placement, network: str, steps: int | None) -> Graph:
@@ -115,5 +120,7 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     lambda g, on, net, steps: gather_weights(
         g, on.rules(net, weights=True), on.mesh, net in on.profile.strict
     ),
+    # Last: until here a weight is one parameter, however it is kept.
+    lambda g, on, net, steps: unpack(g),
     # Then `rotate`, `interleave` and `fuse`, in a backend: it alone knows its streams and kernels.
 )

@@ -1,7 +1,8 @@
 """When one device computes, exchanges and waits: a graph in time, at the figures of a data sheet.
 
-Decides how long a node takes: a product or an attention its FLOP at the full rate, everything else nothing, which is
-why the whole is a bound from below. Whether exchanges travel while the device computes is the backend's knowledge.
+Decides how long a node takes: a product or an attention its FLOP at the full rate, a weight that is decoded the bytes
+that it moves, everything else nothing, which is why the whole is a bound from below. Whether exchanges travel while the
+device computes is the backend's knowledge.
 """
 
 from __future__ import annotations
@@ -93,8 +94,12 @@ class Timeline:
         float8 = is_float8(node) or (self.float8 and node.op in LINEARS)
         rate = self.kind.float8_flops_per_s if float8 else self.kind.flops_per_s
         kind = "attention" if "attention" in node.op else "product" if flops else "kernel"
-        self.events.append(Event(DEVICE, kind, node.op, self.clock_s, flops / rate, flops))
-        self.clock_s += flops / rate
+        moved = (
+            sum(v.type.nbytes for v in (*node.inputs, *node.outputs)) if node.op == "unpack" else 0
+        )
+        length_s = flops / rate + moved / self.kind.memory_bytes_per_s
+        self.events.append(Event(DEVICE, kind, node.op, self.clock_s, length_s, flops))
+        self.clock_s += length_s
 
     def read(self, value: int) -> None:
         missing_s = self.arrivals.pop(value, 0.0) - self.clock_s

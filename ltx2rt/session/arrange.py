@@ -13,6 +13,7 @@ from typing import Any
 
 from ltx2rt.backend import DeviceInfo, get_factory
 from ltx2rt.errors import InputError
+from ltx2rt.graph.encodings import ENCODINGS
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.place import place
@@ -193,7 +194,8 @@ class Estimator:
             strict = "transformer" in on.profile.strict
             placed = coalesce(place(graph, on.rules("transformer", weights=False), on.mesh, strict))
             found = cost(Work(call.network, ((self.session.as_run(placed, steps=True), 1),), {}))
-            if self.session.options.weights_dtype == "float8":  # almost all linears are
+            encoding = ENCODINGS.get(self.session.options.weights_dtype or "")
+            if encoding and encoding.product:  # almost all linears are
                 linear = sum(
                     node_flops(node) * times for node, times in placed.walk() if node.op in LINEARS
                 )

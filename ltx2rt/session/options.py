@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag
+from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.placement.mesh import MESH_AXES, canonical
 from ltx2rt.weights.part_table import FILES
 
@@ -203,9 +204,10 @@ class ModelOptions(PartFiles):
     )
     weights_dtype: str | None = flag(
         None,
-        "dtype of the transformer blocks' weights; float8 halves their memory (default: --dtype)",
+        "dtype of the transformer blocks' weights; int8 and float8 halve their memory, float8 "
+        "rounds what they are multiplied by, too (default: --dtype)",
         group=MEMORY,
-        choices=("bfloat16", "float8"),
+        choices=("bfloat16", *QUANTISED),
     )
     device: str = flag(
         "auto",

@@ -27,7 +27,7 @@ from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import check_opened, identity
 from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
-from ltx2rt.weights.quantised import stored_float8
+from ltx2rt.weights.quantised import stored_fields
 
 HOST_SHARE = 0.1  # share of the host's memory that is left alone
 
@@ -91,8 +91,8 @@ class Counted:
         self.bytes += tensor.nbytes
         return tensor
 
-    def float8(self, name: str, *cuts: Any) -> Any:
-        kept = stored_float8(self.source, name, *cuts)
+    def stored(self, format: str, name: str, *cuts: Any) -> Any:
+        kept = stored_fields(self.source, format, name, *cuts)
         self.bytes += kept[0].nbytes if kept else 0
         return kept
 

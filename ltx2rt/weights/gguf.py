@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.graph.encodings import ENCODINGS, decoded
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.configs import KEYFRAME_VECTOR
 from ltx2rt.weights.files import (
@@ -38,7 +39,7 @@ from ltx2rt.weights.files import (
 )
 from ltx2rt.weights.gguf_blocks import BLOCKS, F32, PLAIN, Block
 from ltx2rt.weights.names import official_names
-from ltx2rt.weights.quantised import Packed
+from ltx2rt.weights.quantised import Fields, Packed, stored_fields
 
 VERSIONS = (2, 3)
 SCALARS = dict(zip(range(8), ("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"), strict=True))
@@ -49,7 +50,7 @@ MAX_KEYS, MAX_TENSORS, MAX_DIMS = 10_000, 100_000, 4
 MAX_STRINGS = 4_000_000  # in arrays: a vocabulary and its merges have less than a million
 CHUNK = CACHED_BYTES // 4  # weights that are decoded at once, so that later passes find them cached
 BY_NAME = {block.name: block for block in BLOCKS.values()}
-READ_TYPES = ", ".join(block.name for block in BLOCKS.values() if block.decode)
+READ_TYPES = ", ".join(block.name for block in BLOCKS.values() if block.read)
 UNREAD = np.dtype(np.uint8)  # the dtype of tensors whose type is not read: their bytes
 
 
@@ -96,37 +97,65 @@ class GgufFile(TensorFile):
         if not isinstance(info, Packed):
             return super().read(name, *cuts)
         block = BY_NAME[info.format]
-        if block.decode is None:
+        if not block.read:
             raise InputError(f"{self.path}: {name} is {unread(info.format)}")
-        self.check()
         if 0 in info.shape:
+            self.check()
             return cut(np.empty(info.shape, F32), *cuts)
-        stored = np.frombuffer(self._map, np.uint8, info.nbytes, begin).reshape(-1, block.size)
-        *rest, size = info.shape
+        size = info.shape[-1]
         if size % block.weights:  # rows that share blocks, as ORIGINAL_SHAPE makes them
-            return cut(self._decoded(name, block, stored).reshape(info.shape), *cuts)
-        columns = selected(size, len(rest), cuts)
-        first, last = columns.start // block.weights, -(-columns.stop // block.weights)
-        stored = stored.reshape(*rest, size // block.weights, block.size)
-        stored = cut(stored, *(c for c in cuts if c[0] < len(rest)), (len(rest), first, last))
+            self.check()
+            stored = np.frombuffer(self._map, np.uint8, info.nbytes, begin)
+            rows = stored.reshape(-1, block.size)
+            return cut(self._decoded(name, block, rows).reshape(info.shape), *cuts)
+        stored, columns = self._blocks(name, *cuts)
         rows = stored.reshape(math.prod(stored.shape[:-2]), -1 if stored.size else 0)
         array = self._decoded(name, block, rows)
-        array = array.reshape(*stored.shape[:-2], (last - first) * block.weights)
-        begin = columns.start - first * block.weights
+        array = array.reshape(*stored.shape[:-2], stored.shape[-2] * block.weights)
+        begin = columns.start % block.weights
         return array[..., begin : begin + len(columns)]
+
+    def _blocks(self, name: str, *cuts: Cut) -> tuple[np.ndarray, range]:
+        """The blocks that a slice touches, uint8 [..., blocks of a row, bytes], and its columns."""
+        self.check()
+        info, begin = self._tensors[name]
+        assert isinstance(info, Packed)
+        block, (*rest, size) = BY_NAME[info.format], info.shape
+        columns = selected(size, len(rest), cuts)
+        first, last = columns.start // block.weights, -(-columns.stop // block.weights)
+        stored = np.frombuffer(self._map, np.uint8, info.nbytes, begin)
+        stored = stored.reshape(*rest, size // block.weights, block.size)
+        above = (c for c in cuts if c[0] < len(rest))
+        return cut(stored, *above, (len(rest), first, last)), columns
+
+    def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
+        """The bytes of a matrix, or of a slice that whole blocks make up, uint8 [rows, bytes of a
+        row]; None for what is not stored in the format.
+
+        Raises InputError if the file has changed since it was opened, and for blocks whose scales
+        are NaN or infinite: all others are of finite numbers.
+        """
+        info = self.info(name)
+        if not isinstance(info, Packed) or info.format != format:
+            return None
+        blocks, _ = self._blocks(name, *cuts)
+        for at in ENCODINGS[format].halves:
+            if not finite(blocks[..., at : at + 2].view(np.float16)):
+                raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
+        self.requested_bytes += blocks.nbytes
+        return (blocks.reshape(len(blocks), -1),)
 
     def _decoded(self, name: str, block: Block, rows: np.ndarray) -> np.ndarray:
         """float32 [n, weights of a row]. rows: uint8 [n, bytes]; some are decoded at a time."""
-        assert block.decode is not None
         width = rows.shape[1] // block.size * block.weights
         array = np.empty((len(rows), width), F32)
         step = max(1, CHUNK // max(1, width))
         for row in range(0, len(rows) if width else 0, step):
             with np.errstate(invalid="ignore"):  # what comes of an infinite scale is refused below
-                part = block.decode(rows[row : row + step].reshape(-1, block.size))
+                part = decoded(block.name, (rows[row : row + step],))
             if not finite(part):
                 raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
-            array[row : row + step] = part.reshape(-1, width)
+            array[row : row + step] = part
         self.requested_bytes += rows.nbytes
         return array
 
@@ -157,6 +186,10 @@ class CenteredNorms:
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         array = self._source.read(name, *cuts)
         return array.astype(F32) - np.float32(1) if name.endswith("norm.weight") else array
+
+    def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
+        norm = name.endswith("norm.weight")
+        return None if norm else stored_fields(self._source, format, name, *cuts)
 
 
 class Header:
@@ -298,7 +331,7 @@ class Header:
             expected = f"rows of {block.name} are of whole blocks of {block.weights}"
             raise self.damaged(f"tensor {name} has the sizes {list(shape)}, {expected}")
         size = math.prod(shape) // block.weights * block.size
-        dtype = F32 if block.decode else UNREAD
+        dtype = F32 if block.read else UNREAD
         return name, Packed(shape, dtype, block.name, size, block.weights), offset
 
     def check_places(self, tensors: dict[str, tuple[TensorInfo, int]]) -> None:

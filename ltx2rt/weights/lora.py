@@ -22,7 +22,7 @@ from ltx2rt.graph.ir import Cut
 from ltx2rt.release import of_version, version_tuple
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
 from ltx2rt.weights.names import collapse, component_of, to_official
-from ltx2rt.weights.quantised import Float8, stored_float8
+from ltx2rt.weights.quantised import Fields, stored_fields
 
 if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Checkpoint
@@ -302,9 +302,9 @@ class MergedSource:
             else info
         )
 
-    def float8(self, name: str, *cuts: Cut) -> Float8 | None:
-        """As it is stored, or merged and to be quantised anew: None for what is not stored in float8."""
-        kept = stored_float8(self._source, name, *cuts)
+    def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
+        """As it is stored, or merged and to be encoded anew: None for what is not stored in the format."""
+        kept = stored_fields(self._source, format, name, *cuts)
         return (self.read(name, *cuts), None) if kept and name in self._pairs else kept
 
     def read(self, name: str, *cuts: Cut) -> Any:

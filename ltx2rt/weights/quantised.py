@@ -41,9 +41,8 @@ COMPANIONS = (
 MARK = "scaled_fp8"
 BLOCK = 16  # inputs that share a scale in nvfp4
 HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
-Float8 = tuple[
-    Any, Any
-]  # e4m3 [rows, n] and its scale f32[rows, 1]; or numbers [rows, n] and None: to be quantised
+# Fields of an encoding (`graph.encodings`), or numbers [rows, n] and None: to be encoded with one scale.
+Fields = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,13 @@ class Dequantised:
         array = decode(self.file, name, packed, (0, rows.start, rows.stop), (start, stop))
         return array[:, columns.start - start : columns.stop - start]
 
-    def float8(self, name: str, *cuts: Cut) -> Float8 | None:
-        """Values and scale as they are stored; None for what is not stored in float8."""
-        if name not in self._packed or self._packed[name].format != "float8":
+    def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
+        """The fields as they are stored; None for what is not stored in the format."""
+        packed = self._packed.get(name)
+        if packed is None or packed.format != format or packed.group > 1:
             return None
         values = self.file.read(name, *cuts)
-        return values, _scale(self.file, self._packed[name].scale, len(values), cuts)
+        return values, _scale(self.file, packed.scale, len(values), cuts)
 
 
 def dequantised(file: Any) -> Any:
@@ -108,10 +108,10 @@ def dequantised(file: Any) -> Any:
     return found if found._packed else file
 
 
-def stored_float8(source: TensorSource, name: str, *cuts: Cut) -> Float8 | None:
-    """`source.float8`, for the sources that have it."""
-    read = getattr(source, "float8", None)
-    return read(name, *cuts) if read else None
+def stored_fields(source: TensorSource, format: str, name: str, *cuts: Cut) -> Fields | None:
+    """`source.stored`, for the sources that have it."""
+    read = getattr(source, "stored", None)
+    return read(format, name, *cuts) if read else None
 
 
 # ---- recognising ----------------------------------------------------------------------------------------------------

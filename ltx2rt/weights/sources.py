@@ -10,7 +10,7 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.files import TensorInfo, TensorSource, cut
-from ltx2rt.weights.quantised import Float8, dequantised, stored_float8
+from ltx2rt.weights.quantised import Fields, dequantised, stored_fields
 
 
 class RenamedSource:
@@ -30,9 +30,9 @@ class RenamedSource:
         source, stored = self._home[name]
         return source.read(stored, *cuts)
 
-    def float8(self, name: str, *cuts: Cut) -> Float8 | None:
+    def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         source, stored = self._home[name]
-        return stored_float8(source, stored, *cuts)
+        return stored_fields(source, format, stored, *cuts)
 
     def joined(self, other: RenamedSource, names: Iterable[str]) -> RenamedSource:
         return RenamedSource(self.where, self._home | {name: other._home[name] for name in names})

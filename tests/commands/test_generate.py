@@ -341,12 +341,23 @@ def test_a_warm_up_runs_the_programs_of_the_run_itself(run, monkeypatch):
     assert [graph.inputs["sigmas"].type.shape for graph in lowered] == [(16, 2), (8, 2)]
 
 
-@pytest.mark.parametrize("generation", (pytest.param("2.0", marks=pytest.mark.slow), "2.3"))
-def test_float8_weights_make_almost_the_same_clip(generation, generate, tiny, command):
-    """One block of three is quantised. `compare` puts a number on it; the bound is a step of e4m3, 2^-4."""
+@pytest.mark.parametrize(
+    "encoding, backend, generation, least, most",
+    [
+        pytest.param("float8", "cuda", "2.0", 2**-8, 2**-4, marks=pytest.mark.slow),
+        ("float8", "cuda", "2.3", 2**-8, 2**-4),
+        ("int8", "cuda", "2.3", 2**-9, 2**-5),
+        pytest.param("int8", "tpu", "2.3", 2**-9, 2**-5, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_of_8_bits_make_almost_the_same_clip(
+    encoding, backend, generation, least, most, generate, tiny, command
+):
+    """One block of three is quantised. `compare` puts a number on it; the bound is a step of e4m3, 2^-4, and half of it
+    for int8, which rounds weights alone."""
     runs = [
         generate(
-            "cuda",
+            backend,
             tiny(f"tiny-{generation}", "official"),
             "--seed",
             7,
@@ -354,12 +365,12 @@ def test_float8_weights_make_almost_the_same_clip(generation, generate, tiny, co
             "--weights-dtype",
             dtype,
         )
-        for dtype in ("bfloat16", "float8")
+        for dtype in ("bfloat16", encoding)
     ]
     assert [found.status for found in runs] == [0, 0]
-    assert ["weights in float8" in found.stderr for found in runs] == [False, True]
+    assert [f"weights in {encoding}" in found.stderr for found in runs] == [False, True]
     a, b = (found.latents["video_latent"] for found in runs)
-    assert 2**-8 < relative_l2(b, a) <= 2**-4  # more than bfloat16's own rounding
+    assert least < relative_l2(b, a) <= most
     status, out, _ = command("compare", *(found.clip for found in runs), "--json")
     assert status == 0 and 20 < json.loads(out)["psnr_db"] < 60
 

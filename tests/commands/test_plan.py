@@ -126,7 +126,8 @@ def test_plan_streams_what_does_not_fit(command):
     assert "does NOT fit: text needs" in out and "more devices" in advice and "frames" not in advice
 
 
-def test_float8_weights_are_planned_at_half_the_bytes(command):
+@pytest.mark.parametrize("encoding, faster", (("float8", (0.5, 0.7)), ("int8", (1.0, 1.1))))
+def test_weights_of_8_bits_are_planned_at_half_the_bytes(command, encoding, faster):
     """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of 37.9 GB."""
     flags = [
         "plan",
@@ -140,7 +141,7 @@ def test_float8_weights_are_planned_at_half_the_bytes(command):
         "one-stage",
     ]
     found = []
-    for dtype in ("bfloat16", "float8"):
+    for dtype in ("bfloat16", encoding):
         status, out, _ = command(*flags, "--weights-dtype", dtype, "--json")
         assert status == 0
         found.append({stage["name"]: stage for stage in json.loads(out)["stages"]}["stage1"])
@@ -154,9 +155,8 @@ def test_float8_weights_are_planned_at_half_the_bytes(command):
     assert 0.995 * 46 * block <= saved <= 46 * block  # a scale of 4 bytes for each row
     # The first and last block stand alone, and branches that part inside a block share the rest of it only there.
     assert found[1]["flops"] <= found[0]["flops"] <= 1.01 * found[1]["flops"]
-    assert (
-        0.5 <= found[1]["time_s"] / found[0]["time_s"] < 0.7
-    )  # attention and the outer blocks at bfloat16's rate
+    # float8: attention and the outer blocks at bfloat16's rate; int8: and what decoding moves.
+    assert faster[0] <= found[1]["time_s"] / found[0]["time_s"] < faster[1]
 
 
 def test_graph_prints_float8_linears(command):

@@ -143,6 +143,14 @@ CASES = {
         contract=("heads", "head_dim"),
         out={"D": 6, "n": 2},
     ),
+    "unpack": lambda o: o.unpack(
+        o.param("w", dtype="float8_e4m3fn", out=12, D=24),
+        o.param("s", dtype="float32", out=12, scales=1),
+        encoding="float8",
+        axis="D",
+        size=24,
+        dtype="float32",
+    ),
     "conv": lambda o: _conv(o, (7, 6, 5), (3, 2, 3), stride=(2, 1, 1)),
     "conv_transpose": lambda o: o.conv_transpose(
         o.input("x", B=2, channels=4, time=9), "c", 3, kernel=7, stride=3

@@ -16,7 +16,8 @@ from ltx2rt_cuda.ops import OPS as TORCH_OPS
 from ltx2rt_cuda.ops import channels_last
 from ltx2rt_kernels.choose import FOLDERS, why_not
 
-from ltx2rt.graph.ops import OPS, quantise_rows
+from ltx2rt.graph.encodings import quantise_rows
+from ltx2rt.graph.ops import OPS
 from ltx2rt.models import video_vae
 from ltx2rt.passes.fuse import JOINED, fuse
 from ltx2rt.testing import relative_l2

@@ -65,6 +65,7 @@ def assert_same(a, b):
     [
         ("tiny-2.3", None),
         ("tiny-2.3", "float8"),
+        ("tiny-2.3", "int8"),
         ("tiny-2.5", None),
         *[
             pytest.param(*case, marks=SLOW)

@@ -12,7 +12,7 @@ import pytest
 from gguf_files import package, take_apart, write_gguf
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ops import quantise_rows
+from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.weights import files
 from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
 from ltx2rt.weights.comfy import models_folder, tree_around

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ltx2rt.graph.ops import FLOAT8_STEP, FLOAT8_TINY
+from ltx2rt.graph.encodings import FLOAT8_STEP, FLOAT8_TINY
 from ltx2rt_kernels.triton_blocks import MAX_BLOCK, Part, block, dtype_reason, jit
 from ltx2rt_kernels.triton_blocks import launch as launch_parts
 

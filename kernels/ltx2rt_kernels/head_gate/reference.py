@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ltx2rt.graph.ops import quantise_rows
+from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt_kernels.traffic import Bytes, size
 
 

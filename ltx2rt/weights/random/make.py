@@ -21,7 +21,7 @@ import numpy as np
 
 from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ops import quantise_rows
+from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.models.mel import mel_basis
 from ltx2rt.version import VERSION
 from ltx2rt.weights import configs

@@ -1,0 +1,290 @@
+"""Encodings of a weight that a device keeps as it is stored: what is stored, and the numbers that it stands for.
+
+A matrix [rows, n] of an encoding is stored as one or more fields, each with one row for each of its
+rows: a cut of the matrix's rows is a cut of theirs. Definitions are written once, over a namespace `o`
+of the few functions in which numpy, torch and jax.numpy differ (`NumpyOps`; each backend has its own).
+They agree bit for bit: every product but the last is exact in float32, whatever its order, so that
+none is rounded twice or not at all where a compiler makes one instruction of a product and a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    from ltx2rt.graph.ir import Graph
+
+E4M3 = "float8_e4m3fn"
+FLOAT8_STEP = float(
+    np.float32(1 / 448)
+)  # 448 is the largest e4m3 number; compilers make division a product anyway
+FLOAT8_TINY = 1e-30  # the largest number of a row is taken to be no smaller
+INT8_STEP = float(np.float32(1 / 127))
+
+
+@dataclass(frozen=True)
+class Field:
+    """An array that is stored for a matrix. suffix: what its name adds to the matrix's. `size` of its
+    numbers are for `weights` numbers of a row, for all of them if `weights` is 0."""
+
+    suffix: str
+    dtype: str
+    size: int = 1
+    weights: int = 1
+
+    def columns(self, n: int) -> int:
+        return n // self.weights * self.size if self.weights else self.size
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """decode(o, *fields): the matrix, float32 [rows, n]. encode(o, matrix): its fields; None for what
+    is only read from files. group: numbers of a row that are decoded together. product: the op that
+    multiplies by the fields as they are; without one they are decoded where a `linear` reads them.
+    format: what stored matrices that have these fields are called; the name, if nothing else.
+    halves: the bytes of a block of GGUF at which its float16 scales begin.
+    """
+
+    name: str
+    fields: tuple[Field, ...]
+    decode: Callable[..., Any]
+    encode: Callable[..., tuple[Any, ...]] | None = None
+    group: int = 1
+    product: str = ""
+    format: str = ""
+    halves: tuple[int, ...] = ()
+
+
+def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [rows, n] as e4m3 [rows, n] times a float32 scale [rows, 1], which takes a row's largest number to 448."""
+    x = x.astype(np.float32)
+    scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(FLOAT8_TINY)) * np.float32(
+        FLOAT8_STEP
+    )
+    return (x / scale).astype(ml_dtypes.float8_e4m3fn), scale
+
+
+class NumpyOps:
+    """The namespace of the definitions, in numpy."""
+
+    quantise_rows = staticmethod(quantise_rows)
+
+    @staticmethod
+    def cast(x: np.ndarray, dtype: str) -> np.ndarray:
+        return x.astype(dtype)
+
+    @staticmethod
+    def bits(x: np.ndarray, dtype: str) -> np.ndarray:
+        """The same bytes as numbers of another dtype, along the last axis."""
+        return x.view(dtype)
+
+    @staticmethod
+    def stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
+        return np.stack(arrays, axis)
+
+    @staticmethod
+    def lookup(table: tuple[float, ...], index: np.ndarray) -> np.ndarray:
+        """The float32 at each place of a table of 16."""
+        return np.array(table, np.float32)[index]
+
+    @staticmethod
+    def largest(x: np.ndarray) -> np.ndarray:
+        """The largest number of each row, [rows, 1]."""
+        return x.max(axis=1, keepdims=True)
+
+    @staticmethod
+    def rint(x: np.ndarray) -> np.ndarray:
+        """The nearest whole numbers, of two the even one."""
+        return np.rint(x)
+
+
+def _scaled_rows(o: Any, values: Any, scale: Any) -> Any:
+    return o.cast(values, "float32") * scale
+
+
+def _int8_rows(o: Any, x: Any) -> tuple[Any, Any]:
+    """Each row as whole numbers from -127 to 127 times a float32, which takes its largest number to 127."""
+    x = o.cast(x, "float32")
+    largest = o.largest(abs(x))
+    scale = (
+        largest + o.cast(largest == 0, "float32")
+    ) * INT8_STEP  # a row of zeros is over 1 / 127
+    return o.cast(o.rint(x / scale), "int8"), scale
+
+
+# ---- GGUF's block types. A block holds consecutive weights of one row and their scales. Each function takes blocks
+# uint8[n, bytes] and gives float32[n, groups, weights of a group]: scales are float16 widened to float32, products are
+# taken in the order of ggml's `dequantize_row_*`, and each is rounded once. Source: ggml-quants.c.
+
+# What four bits of IQ4_NL and IQ4_XS stand for.
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _half(o: Any, b: Any, at: int) -> Any:
+    """The float16 at a byte of each block, as float32[n, 1]."""
+    return o.cast(o.bits(b[:, at : at + 2], "float16"), "float32")
+
+
+def _nibbles(o: Any, x: Any, width: int = 16) -> Any:
+    """uint8[n, m] -> uint8[n, m / width, 2, width]: low halves of `width` bytes, then high ones."""
+    x = x.reshape(x.shape[0], x.shape[1] // width, width)
+    return o.stack([x & 15, x >> 4], 2)
+
+
+def _parts(o: Any, x: Any, bits: int, axis: int) -> Any:
+    """Numbers of so many bits out of each byte, the lowest first, along a new axis."""
+    return o.stack([x >> at for at in range(0, 8, bits)], axis) & (1 << bits) - 1
+
+
+def _signed(o: Any, q: Any, zero: int) -> Any:
+    return o.cast(q, "int8") - zero
+
+
+def _scaled(o: Any, q: Any, scale: Any) -> Any:
+    """scale * q as float32[n, groups, size]. q: numbers [n, ...]; scale: float32[n, groups]."""
+    n, groups = scale.shape
+    size = 1
+    for length in q.shape[1:]:
+        size *= length
+    return o.cast(q.reshape(n, groups, size // groups), "float32") * scale[:, :, None]
+
+
+def _q8_0(o: Any, b: Any) -> Any:
+    return _scaled(o, o.bits(b[:, 2:], "int8"), _half(o, b, 0))
+
+
+def _q4_0(o: Any, b: Any) -> Any:
+    return _scaled(o, _signed(o, _nibbles(o, b[:, 2:]), 8), _half(o, b, 0))
+
+
+def _q4_1(o: Any, b: Any) -> Any:
+    return _scaled(o, _nibbles(o, b[:, 4:]), _half(o, b, 0)) + _half(o, b, 2)[:, :, None]
+
+
+def _five_bits(o: Any, high: Any, low: Any) -> Any:
+    """uint8[n, 32] of uint8[n, 4], the fifth bits, and uint8[n, 16]."""
+    n = low.shape[0]
+    return _nibbles(o, low).reshape(n, 32) | _parts(o, high, 1, 2).reshape(n, 32) << 4
+
+
+def _q5_0(o: Any, b: Any) -> Any:
+    return _scaled(o, _signed(o, _five_bits(o, b[:, 2:6], b[:, 6:]), 16), _half(o, b, 0))
+
+
+def _q5_1(o: Any, b: Any) -> Any:
+    q = _five_bits(o, b[:, 4:8], b[:, 8:])
+    return _scaled(o, q, _half(o, b, 0)) + _half(o, b, 2)[:, :, None]
+
+
+def _k(o: Any, b: Any, q: Any) -> Any:
+    """(d * scale) * q - (dmin * minimum), both of 6 bits: Q4_K and Q5_K."""
+    first, second, third = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scales = o.stack([first & 63, (third & 15) | (first >> 6) << 4], 1)
+    minima = o.stack([second & 63, third >> 4 | (second >> 6) << 4], 1)
+    scales, minima = (o.cast(x.reshape(b.shape[0], 8), "float32") for x in (scales, minima))
+    return _scaled(o, q, _half(o, b, 0) * scales) - (_half(o, b, 2) * minima)[:, :, None]
+
+
+def _q4_k(o: Any, b: Any) -> Any:
+    return _k(o, b, _nibbles(o, b[:, 16:], 32))
+
+
+def _q5_k(o: Any, b: Any) -> Any:
+    low = _nibbles(o, b[:, 48:], 32).reshape(b.shape[0], 8, 32)
+    return _k(o, b, low | _parts(o, b[:, 16:48], 1, 1) << 4)
+
+
+def _q6_k(o: Any, b: Any) -> Any:
+    n = b.shape[0]
+    low = _nibbles(o, b[:, :128], 64).reshape(n, 2, 4, 32)
+    q = low | _parts(o, b[:, 128:192].reshape(n, 2, 32), 2, 2) << 4
+    scales = o.cast(o.bits(b[:, 192:208], "int8"), "float32")
+    return _scaled(o, _signed(o, q, 32), _half(o, b, 208) * scales)
+
+
+def _q3_k(o: Any, b: Any) -> Any:
+    n = b.shape[0]
+    high = _parts(o, b[:, :32], 1, 1).reshape(n, 2, 4, 32)
+    q = _parts(o, b[:, 32:96].reshape(n, 2, 32), 2, 2) | high << 2
+    low = _nibbles(o, b[:, 96:104], 8).reshape(n, 16)
+    scales = _signed(o, low | _parts(o, b[:, 104:108], 2, 1).reshape(n, 16) << 4, 32)
+    return _scaled(o, _signed(o, q, 4), _half(o, b, 108) * o.cast(scales, "float32"))
+
+
+def _q2_k(o: Any, b: Any) -> Any:
+    q = _parts(o, b[:, 16:80].reshape(b.shape[0], 2, 32), 2, 2)
+    scales, minima = (o.cast(x, "float32") for x in (b[:, :16] & 15, b[:, :16] >> 4))
+    return _scaled(o, q, _half(o, b, 80) * scales) - (_half(o, b, 82) * minima)[:, :, None]
+
+
+def _iq4_nl(o: Any, b: Any) -> Any:
+    return _scaled(o, o.lookup(IQ4, _nibbles(o, b[:, 2:])), _half(o, b, 0))
+
+
+def _iq4_xs(o: Any, b: Any) -> Any:
+    n = b.shape[0]
+    low, high = _parts(o, b[:, 4:8], 4, 2), _parts(o, b[:, 2:4], 2, 2)
+    scales = _signed(o, low.reshape(n, 8) | high.reshape(n, 8) << 4, 32)
+    q = o.lookup(IQ4, _nibbles(o, b[:, 8:]))
+    return _scaled(o, q, _half(o, b, 0) * o.cast(scales, "float32"))
+
+
+def _gguf(name: str, weights: int, size: int, blocks: Callable[..., Any], *halves: int) -> Encoding:
+    def decode(o: Any, stored: Any) -> Any:
+        rows, width = stored.shape
+        count = width // size
+        return blocks(o, stored.reshape(rows * count, size)).reshape(rows, count * weights)
+
+    fields = (Field("", "uint8", size, weights),)
+    return Encoding(name, fields, decode, group=weights, halves=halves)
+
+
+ROW_SCALE = Field(" scale", "float32", weights=0)
+_E4M3_ROWS = (Field("", E4M3), ROW_SCALE)
+
+ENCODINGS = {
+    row.name: row
+    for row in (
+        Encoding(
+            "float8", _E4M3_ROWS, _scaled_rows, lambda o, x: o.quantise_rows(x),
+            product="linear_float8",
+        ),
+        Encoding("int8", (Field("", "int8"), ROW_SCALE), _scaled_rows, _int8_rows),
+        _gguf("Q4_0", 32, 18, _q4_0, 0),
+        _gguf("Q4_1", 32, 20, _q4_1, 0, 2),
+        _gguf("Q5_0", 32, 22, _q5_0, 0),
+        _gguf("Q5_1", 32, 24, _q5_1, 0, 2),
+        _gguf("Q8_0", 32, 34, _q8_0, 0),
+        _gguf("Q2_K", 256, 84, _q2_k, 80, 82),
+        _gguf("Q3_K", 256, 110, _q3_k, 108),
+        _gguf("Q4_K", 256, 144, _q4_k, 0, 2),
+        _gguf("Q5_K", 256, 176, _q5_k, 0, 2),
+        _gguf("Q6_K", 256, 210, _q6_k, 208),
+        _gguf("IQ4_NL", 32, 18, _iq4_nl, 0),
+        _gguf("IQ4_XS", 256, 136, _iq4_xs, 0),
+    )
+}  # fmt: skip
+QUANTISED = tuple(name for name, row in ENCODINGS.items() if row.encode)  # `--weights-dtype`
+
+
+def has_products(graph: Graph) -> bool:
+    """Whether a graph multiplies by fields as they are."""
+    products = {row.product for row in ENCODINGS.values() if row.product}
+    return any(node.op in products for node, _ in graph.walk())
+
+
+def decoded(encoding: str, fields: Sequence[np.ndarray]) -> np.ndarray:
+    """The matrix, float32 [rows, n]."""
+    return ENCODINGS[encoding].decode(NumpyOps, *fields)
+
+
+def encoded(encoding: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The fields of a matrix [rows, n]."""
+    encode = ENCODINGS[encoding].encode
+    assert encode is not None, f"{encoding} is only read from files"
+    return encode(NumpyOps, x)

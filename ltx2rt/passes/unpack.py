@@ -1,0 +1,116 @@
+"""keep, unpack: matrices that a device holds as they are stored, decoded where a product reads them.
+
+Two passes, because all that lies between them is the same for every encoding.
+
+keep requires the graph of one device, placed or not. Weights of linears that are stored in one encoding, on every
+layer, are marked with it, if a slice of the rows of a device ends where numbers are decoded together; all others are
+decoded while they are loaded. Nothing else changes.
+
+unpack ends what marks: a marked parameter becomes the parameters of its fields, and an `unpack` in front of its first
+reader makes the matrix of them. So one matrix at a time takes the memory of its decoded numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ltx2rt.graph.encodings import ENCODINGS
+from ltx2rt.graph.ir import Graph, Layout, Type, Value, rewrite
+from ltx2rt.graph.trace import emit
+from ltx2rt.graph.verify import verify
+
+
+def keep(graph: Graph, stored: Mapping[str, str]) -> Graph:
+    """stored: encodings by the names of tensors."""
+    if not stored:
+        return graph
+    layouts, params = graph.all_layouts(), graph.all_params()
+    marked = {
+        name: replace(layouts[name], encoding=encoding)
+        for name in _weights(graph)
+        if (encoding := _common(layouts[name], params[name][1], stored)) is not None
+    }
+    return _marked(graph, marked)
+
+
+def _weights(graph: Graph) -> set[str]:
+    """Parameters that linears alone read, as their weights."""
+    read = {v.name for node, _ in graph.walk() if node.op == "linear" for v in node.inputs[1:2]}
+    other = {
+        v.name
+        for node, _ in graph.walk()
+        for i, v in enumerate(node.inputs)
+        if node.op != "linear" or i != 1
+    }
+    return (read - other) & graph.all_params().keys()
+
+
+def _common(layout: Layout, count: int, stored: Mapping[str, str]) -> str | None:
+    """The encoding of all tensors of a parameter, None if they differ or a device's slices cut what is decoded
+    together."""
+    found = {stored.get(name) for layer in range(count) for name in layout.names(layer)}
+    encoding = found.pop()
+    if found or encoding is None:
+        return None
+    parts = [count for dim, _, count in layout.splits if dim == 1]
+    whole = all(
+        shape[1] % (n * ENCODINGS[encoding].group) == 0 for _, shape in layout.parts for n in parts
+    )
+    return encoding if whole else None
+
+
+def _marked(graph: Graph, marked: Mapping[str, Layout]) -> Graph:
+    own = {name: marked[name] for name in graph.params if name in marked}
+    nodes = [rewrite(node, lambda body: _marked(body, marked)) for node in graph.nodes]
+    return replace(graph, nodes=nodes, layouts=graph.layouts | own)
+
+
+def unpack(graph: Graph) -> Graph:
+    """`graph` itself if nothing is marked."""
+    marks = (x.encoding and x.field is None for x in graph.all_layouts().values())
+    if not any(marks):
+        return graph
+    result = _unpacked(graph)
+    verify(result)
+    return result
+
+
+def _unpacked(graph: Graph) -> Graph:
+    result = replace(graph, params={}, nodes=[], layouts={})
+    fields: dict[int, tuple[Value, ...]] = {}
+    for name, v in graph.params.items():
+        layout = graph.layouts.get(name)
+        if layout is not None and layout.encoding and layout.field is None:
+            fields[id(v)] = declared_fields(result, v, name, layout)
+            continue
+        result.params[name] = v
+        if layout is not None:
+            result.layouts[name] = layout
+    matrices: dict[int, Value] = {}
+    for node in graph.nodes:
+        for v in node.inputs:
+            if id(v) in fields and id(v) not in matrices:
+                encoding, (axis, size) = (
+                    graph.layouts[v.name].encoding,
+                    list(v.type.sizes.items())[1],
+                )
+                plan = {"encoding": encoding, "axis": axis, "size": size, "dtype": v.type.dtype}
+                matrices[id(v)] = emit(result, "unpack", *fields[id(v)], **plan)
+        inputs = tuple(matrices.get(id(v), v) for v in node.inputs)
+        changed = inputs != node.inputs
+        result.nodes.append(rewrite(replace(node, inputs=inputs) if changed else node, _unpacked))
+    return result
+
+
+def declared_fields(out: Graph, v: Value, name: str, layout: Layout) -> tuple[Value, ...]:
+    """The parameters of `out` that hold the matrix `v` in the encoding of `layout`: `name` is that of the first."""
+    (rows, axis), (height, width) = v.type.axes, v.type.shape
+    found = []
+    for number, field in enumerate(ENCODINGS[layout.encoding or ""].fields):
+        type = Type(
+            (rows, "scales" if number else axis), (height, field.columns(width)), field.dtype
+        )
+        out.layouts[name + field.suffix] = replace(layout, field=number)
+        found.append(out.parameter(name + field.suffix, type))
+    return tuple(found)

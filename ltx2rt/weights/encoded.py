@@ -1,0 +1,51 @@
+"""Fields of the checkpoint's matrices in their encodings, as they are stored or made while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ltx2rt.backend import TensorSource
+from ltx2rt.graph.encodings import ENCODINGS
+from ltx2rt.graph.ir import Cut, Layout
+from ltx2rt.weights.quantised import stored_fields
+
+Piece = tuple[str, *tuple[Cut, ...]]  # slice of a tensor, as `Layout.pieces` names it
+
+
+class EncodedSource:
+    """Reads pieces of tensors and encodes them; a piece is read once for all of its fields."""
+
+    def __init__(self, source: TensorSource, encode: Callable[[str, Any], tuple[Any, ...]]):
+        """encode: what makes the fields of an array [rows, n] in the encoding of that name (`Encoding.encode`), on the
+        host or on the device.
+        """
+        self.source, self.encode = source, encode
+        self._rest: dict[
+            tuple[Piece, str], dict[int, Any]
+        ] = {}  # fields that were not asked for yet
+
+    def read(self, piece: Piece, layout: Layout) -> Any:
+        """The source's array if there is no encoding, else the field of the layout."""
+        if layout.encoding is None:
+            return self.source.read(*piece)
+        assert layout.field is not None, f"{piece[0]} was not unpacked"
+        key = piece, layout.encoding
+        if key not in self._rest:
+            self._rest[key] = dict(enumerate(self._fields(piece, layout.encoding)))
+        field = self._rest[key].pop(layout.field)
+        if not self._rest[key]:
+            del self._rest[key]
+        return field
+
+    def _fields(self, piece: Piece, encoding: str) -> tuple[Any, ...]:
+        """Matrices stored in the encoding are kept, and stay with one scale where LoRAs have changed them."""
+        row = ENCODINGS[encoding]
+        kept = stored_fields(self.source, row.format or row.name, *piece)
+        if kept is None:
+            return self.encode(encoding, self.source.read(*piece))
+        array, *scales = kept
+        if scales == [None]:
+            values, whole = self.encode(encoding, array.reshape(1, -1))
+            return values.reshape(array.shape), whole[[0] * len(array)]
+        return kept

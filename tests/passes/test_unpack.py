@@ -1,0 +1,192 @@
+"""Matrices that a device keeps as they are stored: the numbers are those of matrices decoded at load, bit for bit."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import ltx2rt_cuda.ops
+import ltx2rt_tpu.ops
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from gguf_files import random_blocks
+from stack_cases import LAYERS, MESH, inputs, ops, params, stack
+from virtual import xla_flags
+
+from ltx2rt.backend import get_backend
+from ltx2rt.graph.encodings import ENCODINGS, QUANTISED, decoded, encoded
+from ltx2rt.graph.ir import Graph, rewrite
+from ltx2rt.passes.fuse import fuse
+from ltx2rt.passes.pack import pack
+from ltx2rt.passes.place import place
+from ltx2rt.passes.quantise import quantise
+from ltx2rt.passes.unpack import unpack
+from ltx2rt.placement.cost import activation_bytes, weight_bytes
+from ltx2rt.placement.profiles import PROFILES
+from ltx2rt.testing import ArraySource, run_graph
+
+BF16 = ml_dtypes.bfloat16
+
+
+def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert np.array_equal(found[key], value), key
+
+
+# --- definitions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", QUANTISED)
+def test_a_row_errs_by_no_more_than_half_a_step_of_its_largest_number(encoding):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 96), np.float32) * np.float32(10) ** np.arange(-32, 32)[:, None]
+    x[3] = 0
+    found = decoded(encoding, encoded(encoding, x))
+    # int8 has 127 steps below the largest number, e4m3 an error of 2^-4 of each number.
+    step = np.abs(x).max(axis=1, keepdims=True) / 127 / 2 if encoding == "int8" else np.abs(x) / 16
+    assert np.isfinite(found).all() and not found[3].any()
+    assert (np.abs(found - x) <= step * 1.001 + 1e-30).all()
+
+
+@pytest.mark.parametrize("encoding", QUANTISED)
+def test_backends_encode_and_decode_to_the_same_bits(encoding):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 96), np.float32) * np.float32(10) ** np.arange(-32, 32)[:, None]
+    expected = encoded(encoding, x)
+    in_torch = ltx2rt_cuda.ops.encode(encoding, torch.from_numpy(x))
+    in_jax = ltx2rt_tpu.ops.encode(encoding, x)
+    for array, by_torch, by_jax in zip(expected, in_torch, in_jax, strict=True):
+        assert by_torch.untyped_storage().tolist() == list(array.tobytes())
+        assert np.asarray(by_jax).tobytes() == array.tobytes()
+    check_decoders(encoding, in_torch, in_jax, decoded(encoding, expected))
+
+
+GGUF = [name for name, row in ENCODINGS.items() if row.halves]
+
+
+@pytest.mark.parametrize("kind", GGUF)
+def test_backends_decode_blocks_of_gguf_to_the_same_bits(kind):
+    block = ENCODINGS[kind].group
+    stored = random_blocks(kind, np.random.default_rng(0), (8, 5 * block))
+    check_decoders(kind, [torch.from_numpy(stored)], [stored], decoded(kind, (stored,)))
+
+
+def check_decoders(encoding, in_torch, in_jax, expected) -> None:
+    for dtype in ("float32", "bfloat16"):
+        rounded = expected if dtype == "float32" else expected.astype(BF16).astype(np.float32)
+        plan = {"encoding": encoding, "dtype": dtype}
+        for found in (
+            ltx2rt_cuda.ops.unpack(*in_torch, **plan).float().numpy(),
+            np.asarray(ltx2rt_tpu.ops.unpack(*in_jax, **plan)).astype(np.float32),
+        ):
+            assert np.array_equal(found, rounded)
+
+
+# --- the passes --------------------------------------------------------------------------------------------------
+
+
+def unmarked(graph: Graph) -> Graph:
+    """The graph of the same products, whose weights are decoded before they are loaded."""
+    layouts = {name: replace(x, encoding=None) for name, x in graph.layouts.items()}
+    return replace(graph, nodes=[rewrite(n, unmarked) for n in graph.nodes], layouts=layouts)
+
+
+def decoded_params(encoding: str) -> dict[str, np.ndarray]:
+    """The checkpoint's tensors, those of the middle blocks' linears as they are once they are decoded."""
+    middle = {f"blocks.{i}." for i in range(1, LAYERS - 1)}
+    return {
+        name: decoded(encoding, encoded(encoding, x))
+        if x.ndim == 2 and "gate" not in name and any(map(name.startswith, middle))
+        else x
+        for name, x in params().items()
+    }
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("kind", ("numpy", "cuda", "tpu"))
+def test_kept_is_decoded_at_load_bit_for_bit(kind, dtype):
+    marked = pack(quantise(stack(dtype=dtype), "int8"))
+    kept = unpack(marked)
+    assert ops(kept)["unpack"] == 3 * (LAYERS - 2)  # up and to_q are one product
+    for layers in ("scan",) if kind == "numpy" else ("scan", "unrolled"):
+        found = run_graph(kind, kept, params(), inputs(), layers)
+        same(found, run_graph(kind, unmarked(marked), decoded_params("int8"), inputs(), layers))
+
+
+def test_kept_weights_leave_fusing_as_it_is():
+    kept, whole = unpack(quantise(stack(), "int8")), stack()
+    more = Counter({op: n for op, n in ops(fuse(kept)).items() if op in ops(fuse(whole))})
+    assert more["linear_gelu"] == ops(fuse(whole))["linear_gelu"] > 0
+    same(
+        run_graph("cuda", fuse(kept), params(), inputs()),
+        run_graph("cuda", fuse(unmarked(quantise(stack(), "int8"))), decoded_params("int8"), inputs()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ("cuda", "tpu"))
+def test_costs_are_those_of_the_bytes_that_are_loaded(kind):
+    marked = pack(quantise(stack(dtype="bfloat16"), "int8"))
+    plain, kept = unmarked(marked), unpack(marked)
+    weights = get_backend(kind, "cpu").load([kept], ArraySource(params()))
+    assert weight_bytes([kept]) == sum(x.nbytes for x in weights.values())
+    numbers, rows = 48 * 32 + 32 * 32 + 32 * 48 + 32 * 32, 48 + 32 + 32 + 32
+    assert weight_bytes([plain]) - weight_bytes([kept]) == (numbers - 4 * rows) * (LAYERS - 2)
+    largest = (48 + 32) * 32 * 2  # one matrix at a time takes its decoded size
+    assert activation_bytes(plain) < activation_bytes(kept) <= activation_bytes(plain) + largest
+
+
+def split() -> tuple[Graph, Graph]:
+    """The kept graph of two devices, and the one of decoded weights."""
+    marked = pack(quantise(place(stack(), PROFILES["hopper"].rules["transformer"], MESH), "int8"))
+    return unpack(marked), unmarked(marked)
+
+
+def sliced_params() -> dict[str, np.ndarray]:
+    """As `decoded_params`: where two devices hold slices of a row, each has a scale of its own."""
+    found = decoded_params("int8")
+    for name in found:
+        if name.endswith(("down.weight", "out.weight")) and name[7] in "123":
+            halves = np.split(params()[name], 2, axis=1)
+            found[name] = np.hstack([decoded("int8", encoded("int8", x)) for x in halves])
+    return found
+
+
+def test_slices_of_two_devices_are_kept():
+    kept, plain = split()
+    same(
+        run_graph("numpy", kept, params(), inputs()),
+        run_graph("numpy", plain, sliced_params(), inputs()),
+    )
+
+
+def test_jax_devices_keep_their_own_slices():
+    """In a process of its own, because JAX fixes the number of host devices at its start."""
+    env = os.environ | {
+        "XLA_FLAGS": xla_flags(2),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+    }
+    ran = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.strip() == "equal"
+
+
+def check_jax_devices() -> None:
+    backend, (kept, plain) = get_backend("tpu", "cpu", MESH), split()
+    found = []
+    for graph, arrays in ((kept, params()), (plain, sliced_params())):
+        weights = backend.load([graph], ArraySource(arrays))
+        made = backend.lower(graph)(weights, inputs())
+        found.append({key: backend.to_host(x) for key, x in made.items()})
+    same(*found)
+    print("equal")
+
+
+if __name__ == "__main__":
+    check_jax_devices()
