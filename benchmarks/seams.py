@@ -56,6 +56,16 @@ class Row:
         """The first new frame of each segment but the first."""
         return [start + self.segment for start in self.starts[:-1]]
 
+    @property
+    def cuts_s(self) -> list[float]:
+        """When the new sound of each of them begins, after whole audio latents of the one before."""
+        places = [round(start / FPS * 100) for start in self.starts]  # mel frames of 10 ms
+        frames = round(self.segment / FPS * 25) * 4 - 3
+        known = [frames - (b - a) for a, b in pairwise(places)]
+        return [
+            (place + (n - 1) // 4 * 4 + 1) / 100 for place, n in zip(places[1:], known, strict=True)
+        ]
+
 
 ROWS = {
     "25 frames, overlap 9": Row(25, 9),
@@ -153,18 +163,14 @@ def phase_error(wave: np.ndarray, rate: int, at_s: float) -> float:
     return float(np.sqrt((rest**2).mean() / ((mono[heard] ** 2).mean() + FLOOR)))
 
 
-def seams(row: Row, frames: np.ndarray, wave: np.ndarray, rate: int, heard_s: float) -> list[dict]:
-    """The measures of each seam with those of other places; of one clip, those of the first row's places.
-
-    heard_s: seconds of a segment's sound; the next one's begins there.
-    """
+def seams(row: Row, frames: np.ndarray, wave: np.ndarray, rate: int) -> list[dict]:
+    """The measures of each seam with those of other places; of one clip, those of the first row's places."""
     measured = row if row.seams else next(iter(ROWS.values()))
     inside = [i for i in range(len(frames)) if all(not s - 9 <= i <= s + 2 for s in measured.seams)]
     pictures = {"jump": jumps(frames), "bend": bends(frames), "leap": leaps(centres(frames))}
     power, found = high_power(wave, rate), []
-    for start, seam in zip(measured.starts[:-1], measured.seams, strict=True):
+    for at_s, seam in zip(measured.cuts_s, measured.seams, strict=True):
         one = {name: against(values, seam, inside) for name, values in pictures.items()}
-        at_s = start / FPS + heard_s
         near = [i / FPS for i in inside if 0 < abs(i - seam) <= NEAR and 8 < i < len(frames) - 8]
         for name, measure in (
             ("click", lambda t: click(power, rate, t)),
@@ -201,7 +207,6 @@ def run_row(row: Row, model: Path, count: int) -> dict[str, Any]:
     """Medians over all seams of all clips, and means of the clips' first and last second."""
     at_seams, ends, began = [], [], time.process_time()
     with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
-        sound = (round(row.segment / FPS * 25) * 4 - 3) / 100  # seconds that audio latents last
         size = {"width": SIZE, "height": SIZE, "num_frames": row.segment, "steps": STEPS}
         if row.seams:
             size |= {"length": SECONDS, "overlap": row.overlap}
@@ -210,8 +215,7 @@ def run_row(row: Row, model: Path, count: int) -> dict[str, Any]:
             made = session.generate(clip.prompt, pipeline="one-stage", seed=number, **size)
             assert made.waveform is not None and len(made.frames) == FRAMES, made
             rate, wave = made.sample_rate, made.waveform
-            heard_s = sound if row.seams else next(iter(ROWS.values())).segment / FPS
-            at_seams += seams(row, made.frames, wave, rate, heard_s)
+            at_seams += seams(row, made.frames, wave, rate)
             parts = (made.frames[:25], wave[:, :rate]), (made.frames[-25:], wave[:, -rate:])
             ends.append([look(*part, rate) | marks(clip, *part, rate) for part in parts])
     found: dict[str, Any] = {"clips": count, "seams": len(at_seams) if row.seams else 0}

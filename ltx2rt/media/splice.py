@@ -18,6 +18,8 @@ from ltx2rt.media.mp4 import to_rgb8
 
 FADE_S = 0.005  # from the source's sound to the new one, within the part: a jump would click
 SEAM_S = 0.02  # from one sound to the next at a seam, where both are of the same moment
+LAG_S = 0.01  # by how much a new sound may move to fit: half a period of 50 Hz, and no one sees it
+COMPARED_S = 0.08  # of two sounds, from which the lag between them is found
 FADE_FRAMES = 8  # blended at a seam, which hides what a pass through the VAE changes
 CHUNK_FRAMES = 16  # frames of a source at once
 
@@ -154,15 +156,51 @@ def join_sound(
 
     made, before, after: f32[2, n] at one rate, an empty one where no clip is. A raised cosine goes
     from one sound to the next in the last 20 ms before the first cut and the first 20 ms after the
-    second, where both are of the same moments.
+    second, where both are of the same moments. A vocoder chooses its own phase, so the segment's
+    sound is moved by up to LAG_S to where it fits best; between two clips it is stretched.
     """
+    fade, compared = (round(seconds * sample_rate) for seconds in (SEAM_S, COMPARED_S))
+    left, right = (min(compared, n) for n in (before.shape[1], after.shape[1]))
+    lags = [
+        _lag(made, clip, at, round(LAG_S * sample_rate))
+        for clip, at in (
+            (before[:, before.shape[1] - left :], start - left),
+            (after[:, :right], stop),
+        )
+        if clip.size
+    ]
+    made = _moved(made, [start, stop], lags)
     out = np.concatenate([before, made[:, start:stop], after], axis=1).astype(np.float32)
-    fade, end = round(SEAM_S * sample_rate), before.shape[1]
+    end = before.shape[1]
     left, right = min(fade, end, start), min(fade, after.shape[1], made.shape[1] - stop)
     last, first = slice(end - left, end), slice(end + stop - start, end + stop - start + right)
     out[:, last] += _rise(left) * (made[:, start - left : start] - out[:, last])
     out[:, first] += _rise(right)[::-1] * (made[:, stop : stop + right] - out[:, first])
     return out
+
+
+def _lag(made: np.ndarray, clip: np.ndarray, at: int, most: int) -> int:
+    """By how many samples, up to `most`, `made` is late against a clip that begins at its sample `at`."""
+    size = clip.shape[1]
+    heard = np.pad(made.astype(np.float64), ((0, 0), (most, most)))[:, at : at + size + 2 * most]
+    heard = np.pad(heard, ((0, 0), (0, size + 2 * most - heard.shape[1])))
+    found = sum(
+        np.correlate(x, y, "valid") for x, y in zip(heard, clip.astype(np.float64), strict=True)
+    )
+    total = np.cumsum(np.pad((heard**2).sum(0), (1, 0)))
+    likeness = found / np.sqrt(np.maximum(total[size:] - total[:-size], 1e-12))
+    lags = np.arange(-most, most + 1)
+    near = 1 - 0.1 * np.abs(lags) / most  # of two that fit equally well, the shorter one
+    return int(lags[(likeness * near).argmax()]) if likeness.max() > 0 else 0
+
+
+def _moved(wave: np.ndarray, at: list[int], lags: list[int]) -> np.ndarray:
+    """The wave taken later by the lags at two places, evenly stretched between them; one lag moves it whole."""
+    if not any(lags):
+        return wave
+    samples = np.arange(wave.shape[1])
+    places = samples + np.interp(samples, at[: len(lags)], lags)
+    return np.stack([np.interp(places, samples, x, 0, 0) for x in wave]).astype(np.float32)
 
 
 def _rise(size: int) -> np.ndarray:

@@ -191,6 +191,9 @@ class Extend(GivenClip):
         before, after = self.clips
         heard = [clip if clip and clip.info.has_sound else None for clip in (before, after)]
         until, since = Fraction(seam.before) / self.fps, Fraction(seam.stop) / self.fps
+        if before:  # its sound may end a little before its frames do
+            until -= before.num_frames / self.fps - before.heard_s
+        seam = replace(seam, heard_s=until)
         mask = kept_sound(full, until if heard[0] else Fraction(0), since if heard[1] else None)
         sides = (
             (before.path, before.info.num_frames) if before else None,
@@ -206,7 +209,12 @@ class Extend(GivenClip):
                 full, options, loras, tuple(given), masks={"audio": mask} if any(heard) else {}
             ),
             *self.decoded(full, model, options),
-            Join(replace(seam, after=0) if self.loop else seam, *self.written, self.fps),
+            Join(
+                replace(seam, after=0) if self.loop else seam,
+                before,
+                None if self.loop else after,
+                self.fps,
+            ),
         ]
 
 

@@ -23,8 +23,17 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.given import Given
-from ltx2rt.stages.joined import Join, OverlapSound, kept_sound
-from ltx2rt.stages.segments import Keep, Part, Segments, segment_starts
+from ltx2rt.stages.joined import JoinFrames
+from ltx2rt.stages.segments import (
+    ContinuedSound,
+    Keep,
+    Part,
+    Past,
+    PastSound,
+    Segments,
+    segment_starts,
+)
+from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
 
 MAX_SEGMENTS = 1000
@@ -231,19 +240,20 @@ def continued(
     besides; the sound of these frames is kept, too.
     """
     denoising = [stage for stage in stages if isinstance(stage, Denoise)]
-    clip, overlap, fps = denoising[-1].geometry, before.num_frames, before.info.fps
-    before = replace(before, heard_s=min(clip.sound_s, before.info.num_frames / fps))
-    heard_s = before.heard_s - before.first / fps
-    seam, masks = Seam(overlap, before.info.num_frames - overlap, 0, heard_s=heard_s), {}
+    overlap = before.num_frames
+    past = Past(denoising[-1].geometry, before, before.start + before.first)
+    seam, masks = Seam(overlap, before.first, 0), {}
     if before.info.has_sound:
-        yield OverlapSound(clip, seam, before, None)
-        masks = {"audio": kept_sound(clip, heard_s, None)}
+        yield PastSound(past)
+        masks = {"audio": past.mask}
     file = before.path, before.info.num_frames
     for stage in stages:
         if isinstance(stage, Denoise):
             tail = ends(stage.geometry, file, None, overlap, 0, 1.0, options.vae_tiling, model)
             stage = replace(stage, given=(*stage.given, *tail), masks=masks)
             yield Given(stage.name, stage.given)
+        if isinstance(stage, Sound):
+            stage = ContinuedSound(stage.geometry, past=past)
         if not isinstance(stage, Given):
             yield stage
-    yield Join(seam, before, None, fps)
+    yield JoinFrames(seam, before, None)

@@ -20,7 +20,7 @@ from ltx2rt.run.report import comment
 from ltx2rt.session.session import Session
 
 REQUEST = "request.json"
-PART = "[0-9][0-9][0-9][0-9].mov"
+PART = "[0-9][0-9][0-9][0-9].*"  # frames and samples, and the mel that these were made of
 
 
 def folder_of(output: Path) -> Path:

@@ -18,11 +18,15 @@ from ltx2rt.media.sound import read_sound, resample
 from ltx2rt.media.splice import Seam, join_frames, join_sound
 from ltx2rt.media.video import VideoInfo, read_frames
 from ltx2rt.models.geometry import Geometry
+from ltx2rt.models.mel import WINDOW
 from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_sound import encode_sound
 from ltx2rt.stages.stage import Stage, State, finite
+
+BLOCK_S, QUIET_S = 0.005, 0.1  # what the end of a sound is tried by, and how much of it at most
+QUIET = 1e-4  # of the power before, below which it is silent: AAC leaves as much of it there
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,23 @@ class SourceClip:
         found = stereo if own_rate == rate else resample(stereo[None], own_rate, rate)[0]
         return np.pad(found, ((0, 0), (0, max(size - found.shape[1], 0))))[:, :size]
 
+    @cached_property
+    def heard_s(self) -> Fraction:
+        """Seconds until which there is sound: a model's clip ends with some 0.03 s of silence, to
+        which new sound is not joined. Raises InputError."""
+        whole_s = self.num_frames / self.info.fps
+        if not self.info.has_sound:
+            return whole_s
+        wave, rate = self.sound(self.rate).astype(np.float64), self.rate
+        block, most = round(BLOCK_S * rate), round(QUIET_S * rate)
+        level = (wave[:, -3 * most : -most] ** 2).mean() if wave.shape[1] > 3 * most else 0.0
+        end = wave.shape[1]
+        while (
+            wave.shape[1] - end < most and (wave[:, end - block : end] ** 2).mean() < QUIET * level
+        ):
+            end -= block
+        return whole_s - Fraction(wave.shape[1] - end, rate)
+
     @property
     def rate(self) -> int:
         return self._sound[1]
@@ -68,14 +89,15 @@ class SourceClip:
 
 
 def kept_sound(geometry: Geometry, before_s: Fraction, after_s: Fraction | None) -> np.ndarray:
-    """f32[audio latents]: 0 where a token ends by `before_s` or begins at `after_s` or later, 1 elsewhere.
+    """f32[audio latents]: 0 where a token hears nothing after `before_s`, or nothing before `after_s`; 1 elsewhere.
 
-    Token i lasts from max(4i - 3, 0) to 4i + 1 mel frames of 10 ms.
+    Token i is of the mel frames max(4i - 3, 0) to 4i, each of half a window around its 10 ms.
     """
     hop_s, factor = Fraction(geometry.mel_hop, geometry.mel_sample_rate), geometry.audio_time_factor
+    half_s = Fraction(WINDOW // 2, geometry.mel_sample_rate)
     mask = np.ones(geometry.audio_latents, np.float32)
     for i in range(geometry.audio_latents):
-        begins, ends = max(factor * (i - 1) + 1, 0) * hop_s, (factor * i + 1) * hop_s
+        begins, ends = max(factor * (i - 1) + 1, 0) * hop_s - half_s, factor * i * hop_s + half_s
         if ends <= before_s or (after_s is not None and begins >= after_s):
             mask[i] = 0
     return mask
@@ -107,7 +129,8 @@ class OverlapSound(Stage):
         with watch.stage(self.name):
             waveform = np.zeros((2, end), np.float32)
             if self.before:
-                waveform[:, :start] = self.before.sound(rate)[:, -start:]
+                heard = self.before.sound(rate)[:, : round(self.before.heard_s * rate)]
+                waveform[:, :start] = heard[:, -start:]
             if self.after:
                 waveform[:, stop:] = self.after.sound(rate)[:, : end - stop]
             latent = encode_sound(session, call, waveform[None], rate)
@@ -117,13 +140,12 @@ class OverlapSound(Stage):
 
 
 @dataclass(frozen=True)
-class Join(Stage):
-    """The clip before, the new part of the segment, the clip after. The clip gets the rate of a given sound."""
+class JoinFrames(Stage):
+    """The frames of the clip before, the new part of the segment, the clip after."""
 
     seam: Seam
     before: SourceClip | None
     after: SourceClip | None
-    fps: Fraction
     name = "join"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
@@ -131,6 +153,22 @@ class Join(Stage):
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         state.frames = map(self._frames, state.frames)
+
+    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        before = (self.before.frames(), self.before.num_frames) if self.before else (iter(()), 0)
+        return join_frames(
+            chunks, before, self.after.frames() if self.after else iter(()), self.seam
+        )
+
+
+@dataclass(frozen=True)
+class Join(JoinFrames):
+    """Their sound, too. The clip gets the rate of a given sound."""
+
+    fps: Fraction = Fraction(24)
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        super().run(session, state, watch)
         if state.waveforms is None or state.sample_rate is None:
             return
         with watch.stage(self.name):
@@ -141,14 +179,10 @@ class Join(Stage):
             made = np.pad(made, ((0, 0), (0, 0), (0, max(end - made.shape[2], 0))))[..., :end]
             none = np.zeros((2, 0), np.float32)
             sides = [clip.sound(rate) if clip else none for clip in (self.before, self.after)]
+            if self.before:
+                sides[0] = sides[0][:, : round(self.before.heard_s * rate)]
             state.waveforms = np.stack(
                 [join_sound(one, sides[0], sides[1], start, stop, rate) for one in made]
             )
             state.sample_rate = rate
         state.put("waveform", state.waveforms if len(made) > 1 else state.waveforms[0])
-
-    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        before = (self.before.frames(), self.before.num_frames) if self.before else (iter(()), 0)
-        return join_frames(
-            chunks, before, self.after.frames() if self.after else iter(()), self.seam
-        )

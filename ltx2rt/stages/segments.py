@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from itertools import islice, pairwise
@@ -20,13 +20,19 @@ import numpy as np
 from ltx2rt.atomic_file import replacing
 from ltx2rt.config import ModelConfig
 from ltx2rt.media.mp4 import EXACT, write_mp4
-from ltx2rt.media.sound import read_sound, resample
-from ltx2rt.media.splice import stacked
+from ltx2rt.media.sound import read_sound
+from ltx2rt.media.splice import join_sound, stacked
 from ltx2rt.media.video import VideoInfo, read_frames
+from ltx2rt.models import vocoder
+from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.joined import SourceClip
-from ltx2rt.stages.stage import Stage, State
+from ltx2rt.stages.sound import Sound, decode_mel, vocode
+from ltx2rt.stages.source_sound import encode_mel
+from ltx2rt.stages.stage import Stage, State, finite
+
+MEL = ".npy"  # beside a segment's file
 
 
 def segment_starts(num_frames: int, segment: int, overlap: int) -> tuple[int, ...]:
@@ -41,13 +47,12 @@ def segment_starts(num_frames: int, segment: int, overlap: int) -> tuple[int, ..
 class Part(SourceClip):
     """The file of a segment, which need not be there yet, from its frame `first` on.
 
-    start: the clip's frame that is the segment's first. heard_s: seconds of the segment until which
-    it has sound that was made, not filled up. Sound is cut at the clip's samples.
+    start: the clip's frame that is the segment's first. Sound is cut at the clip's samples; the mel
+    spectrogram that it was made of is in a file beside.
     """
 
     start: int = 0
     first: int = 0
-    heard_s: Fraction = Fraction(0)
 
     @classmethod
     def of(cls, path: Path, num_frames: int, fps: Fraction, has_sound: bool, start: int) -> Part:
@@ -62,30 +67,132 @@ class Part(SourceClip):
         return islice(read_frames(self.path, self.flag, self.info.num_frames), self.first, None)
 
     @property
-    def _sound(self) -> tuple[np.ndarray, int, list[str]]:
-        """Read anew each time: a long clip has many."""
-        waveform, rate = read_sound(self.path)
-        return waveform[:, self._sample(self.first, rate) :], rate, []
+    def mel_path(self) -> Path:
+        return self.path.with_suffix(MEL)
 
-    def sound(self, rate: int) -> np.ndarray:
-        """f32[2, N] at `rate` Hz of what was made."""
-        waveform, own_rate, _ = self._sound
-        made = waveform if own_rate == rate else resample(waveform[None], own_rate, rate)[0]
-        return made[:, : round((self.heard_s - self.first / self.info.fps) * rate)]
+    def mel(self) -> np.ndarray:
+        """f32[1, 2, T, mel bins], from the segment's first frame on."""
+        return np.load(self.mel_path)
+
+    def sample(self, frame: int, rate: int) -> int:
+        """The clip's sample at one of its frames."""
+        return round(frame / self.info.fps * rate)
+
+    def samples(self, start: int, stop: int) -> np.ndarray:
+        """f32[2, stop - start] of the clip's samples."""
+        waveform, rate = read_sound(self.path)
+        first = self.sample(self.start, rate)
+        return waveform[:, start - first : stop - first]
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a segment hears of the part before: mel frames of one grid for the whole clip.
+
+    geometry: of the segment; start: the clip's frame that is its first. A segment begins at the mel
+    frame that is nearest to its first frame, at most half a mel frame of 10 ms away.
+    """
+
+    geometry: Geometry
+    before: Part
+    start: int
+
+    def _place(self, frame: int) -> int:
+        """The clip's mel frame at a pixel frame."""
+        g = self.geometry
+        return round(frame / g.fps * g.mel_sample_rate / g.mel_hop)
 
     @property
-    def said(self) -> list[str]:
-        return []
+    def place(self) -> int:
+        """The clip's mel frame that is the segment's first."""
+        return self._place(self.start)
 
-    def heard(self, stop: int) -> tuple[np.ndarray, int]:
-        """f32[2, N] up to the clip's frame `stop`, and the rate in Hz."""
-        waveform, rate, _ = self._sound
-        return waveform[:, : self._sample(stop - self.start, rate)], rate
+    @property
+    def passed(self) -> int:
+        """How many mel frames of the part before come before the segment."""
+        return self.place - self._place(self.before.start)
 
-    def _sample(self, frame: int, rate: int) -> int:
-        """The clip's sample at a frame of the segment, counted from the segment's first sample."""
-        fps = self.info.fps
-        return round((self.start + frame) / fps * rate) - round(self.start / fps * rate)
+    @property
+    def latents(self) -> int:
+        """How many of the segment's audio latents hold the part's sound alone."""
+        g = self.geometry
+        known = (g.audio_latents - 1) * g.audio_time_factor + 1 - self.passed
+        return max((known - 1) // g.audio_time_factor + 1, 0)
+
+    @property
+    def cut(self) -> int:
+        """The segment's first mel frame that is new."""
+        return max((self.latents - 1) * self.geometry.audio_time_factor + 1, 0)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """f32[audio latents]: 0 where the part's sound is kept, 1 elsewhere."""
+        return (np.arange(self.geometry.audio_latents) >= self.latents).astype(np.float32)
+
+    def mel(self) -> np.ndarray:
+        """f32[1, 2, T, mel bins] of the part, up to the segment's first new frame."""
+        found, end = self.before.mel(), self.passed + self.cut
+        return np.pad(
+            found[:, :, :end], ((0, 0), (0, 0), (0, max(end - found.shape[2], 0)), (0, 0)), "edge"
+        )
+
+
+@dataclass(frozen=True)
+class PastSound(Stage):
+    """The latents of the sound that a segment repeats of the part before."""
+
+    past: Past
+    name = "source sound"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        yield Call("audio-encoder", self.past.geometry.mel_shape(model.audio_vae))
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        (call,) = self.needs(session.config)
+        with watch.stage(self.name):
+            latent = encode_mel(session, call, self.past.mel()[:, :, self.past.passed :])
+        finite(self.name, latent=latent)
+        state.source["audio"] = latent
+        state.put("source.audio", latent)
+
+
+@dataclass(frozen=True)
+class ContinuedSound(Sound):
+    """The sound of a segment that goes on where the part before ends.
+
+    The vocoder is given the part's mel frames and the new ones in one, with all that samples near
+    the seam depend on, so that the clip's sound is that of one run of the vocoder over the whole clip.
+    """
+
+    past: Past | None = None
+
+    def vocoded(self, model: ModelConfig) -> int:
+        assert self.past is not None
+        return self._lead(model)[0] + super().vocoded(model) - self.past.cut
+
+    def _lead(self, model: ModelConfig) -> tuple[int, int]:
+        """Mel frames of the part that the vocoder is given, and the last of them whose samples are new."""
+        assert self.past is not None
+        most = self.past.passed + self.past.cut
+        back, ahead = vocoder.reach(model.vocoder) or (most, 0)
+        ahead = min(ahead, max(self.past.cut - 1, 0))
+        return min(back + ahead, most), ahead
+
+    def decode(
+        self, session: Session, latent: np.ndarray, finished: Callable[[], None]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The mel of the segment, and the waveform from its first frame on."""
+        past, config = self.past, session.config
+        assert past is not None
+        old, new = past.mel(), decode_mel(session, latent, finished)[:, :, past.cut :]
+        lead, ahead = self._lead(config)
+        waveform = vocode(session, np.concatenate([old[:, :, -lead:], new], 2), finished)[0]
+        size = vocoder.frame_samples(config.vocoder)  # of a mel frame
+        rate, stop = config.vocoder.sample_rate, size * (past.place + past.cut - ahead)
+        before = past.before.samples(past.before.sample(past.start, rate), stop)
+        start, end = size * (lead - ahead), waveform.shape[1]
+        joined = join_sound(waveform, before, waveform[:, :0], start, end, rate)
+        return np.concatenate([old[:, :, past.passed :], new], 2), joined[None]
 
 
 @dataclass(frozen=True)
@@ -115,7 +222,13 @@ class Keep(Stage):
             setattr(state, f.name, getattr(empty, f.name))
 
     def _write(self, frames: Iterator[np.ndarray], state: State) -> None:
+        """The frames come last: with them the segment is there."""
         info = self.part.info
+        if state.mel is not None:
+            with replacing(self.part.mel_path) as partial, partial.open("wb") as file:
+                np.save(file, state.mel)
+                file.flush()
+                os.fsync(file.fileno())
         with replacing(self.part.path) as partial:
             write_mp4(
                 partial,
@@ -145,9 +258,12 @@ class Segments(Stage):
             return
         state.frames = iter([self._frames()])
         if self.parts[0].info.has_sound:
-            heard = [part.heard(stop) for part, stop in self._stops()]
-            state.waveforms = np.concatenate([waveform for waveform, _ in heard], axis=1)[None]
-            state.sample_rate = heard[0][1]
+            rate = session.config.vocoder.sample_rate
+            heard = [
+                part.samples(part.sample(part.start, rate), part.sample(stop, rate))
+                for part, stop in self._stops()
+            ]
+            state.waveforms, state.sample_rate = np.concatenate(heard, axis=1)[None], rate
 
     def _stops(self) -> Iterator[tuple[Part, int]]:
         for part, following in pairwise(self.parts):

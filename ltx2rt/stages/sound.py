@@ -6,7 +6,7 @@ that its kept part depends on, and ends where the clip ends, so that the result 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,9 +36,13 @@ class Sound(Stage):
                 self.geometry.audio_shape,
                 latent_chunks(model, self.geometry.audio_latents),
             ),
-            ("vocoder", mel, mel_chunks(model, mel[2])),
+            ("vocoder", mel, mel_chunks(model, self.vocoded(model))),
         ):
             yield Call(network, chunks.shape(shape), times=len(chunks.parts) * self.num_videos)
+
+    def vocoded(self, model: ModelConfig) -> int:
+        """Mel frames that the vocoder is given."""
+        return self.geometry.mel_shape(model.audio_vae)[2]
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         num_chunks = sum(call.times for call in self.needs(session.config))
@@ -53,12 +57,17 @@ class Sound(Stage):
                 done()
                 watch.check()
 
-            state.waveforms = np.concatenate(
-                [decode_sound(session, x, finished)[1] for x in videos_of(state.sound)]
-            )
+            made = [self.decode(session, x, finished) for x in videos_of(state.sound)]
+            state.mel, state.waveforms = map(np.concatenate, zip(*made, strict=True))
         state.sample_rate = session.config.vocoder.sample_rate
         finite(self.name, waveforms=state.waveforms)
         state.put("waveform", state.waveforms if self.num_videos > 1 else state.waveforms[0])
+
+    def decode(
+        self, session: Session, latent: np.ndarray, finished: Callable[[], None]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `decode_sound`."""
+        return decode_sound(session, latent, finished)
 
 
 def decode_sound(
@@ -68,25 +77,40 @@ def decode_sound(
 
     finished: called after every chunk.
     """
-    config = session.config
+    mel = decode_mel(session, latent, finished)
+    return mel, vocode(session, mel, finished)
 
-    def run(network: str, feeds: Mapping[str, np.ndarray], name: str, output: str) -> np.ndarray:
-        outputs = session.run(Call(network, feeds[name].shape), feeds)
-        y = session.backend.to_host(outputs[output])
-        finished()
-        return y
+
+def decode_mel(
+    session: Session, latent: np.ndarray, finished: Callable[[], None] = lambda: None
+) -> np.ndarray:
+    """Normalised latent [B,8,n,16] -> mel [B,2,T,64], the natural logarithm."""
 
     def to_mel(part: np.ndarray) -> np.ndarray:
-        return run("audio-decoder", {"latent": part}, "latent", "mel")
+        outputs = session.run(Call("audio-decoder", part.shape), {"latent": part})
+        mel = session.backend.to_host(outputs["mel"])
+        finished()
+        return mel
+
+    factor = session.config.audio_vae.time_factor
+    parts = latent_chunks(session.config, latent.shape[2])
+    return parts.run(latent, to_mel, factor, early=factor - 1)
+
+
+def vocode(
+    session: Session, mel: np.ndarray, finished: Callable[[], None] = lambda: None
+) -> np.ndarray:
+    """mel [B,2,T,64] -> waveform [B,2,N] at config.vocoder.sample_rate."""
+    config = session.config.vocoder
 
     def to_waveform(part: np.ndarray) -> np.ndarray:
-        return run("vocoder", vocoder.feeds(config.vocoder, part), "mel", "waveform")
+        outputs = session.run(Call("vocoder", part.shape), vocoder.feeds(config, part))
+        waveform = session.backend.to_host(outputs["waveform"])
+        finished()
+        return waveform
 
-    factor = config.audio_vae.time_factor
-    mel = latent_chunks(config, latent.shape[2]).run(latent, to_mel, factor, early=factor - 1)
-    return mel, mel_chunks(config, mel.shape[2]).run(
-        mel, to_waveform, vocoder.frame_samples(config.vocoder)
-    )
+    parts = mel_chunks(session.config, mel.shape[2])
+    return parts.run(mel, to_waveform, vocoder.frame_samples(config))
 
 
 @dataclass(frozen=True)

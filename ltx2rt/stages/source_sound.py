@@ -118,9 +118,13 @@ class SourceSound(Stage):
 
 def encode_sound(session: Session, call: Call, waveform: np.ndarray, rate: int) -> np.ndarray:
     """f32[1, 2, N] at `rate` Hz -> normalised latents, f32[1, 8, n, 16] of the call; zeros after the sound's end."""
-    config = session.config.audio_vae
-    mel = spectrogram(waveform, rate, config)[:, :, : call.sizes[2]]  # no latent hears later
-    heard = -(-mel.shape[2] // config.time_factor)
+    return encode_mel(session, call, spectrogram(waveform, rate, session.config.audio_vae))
+
+
+def encode_mel(session: Session, call: Call, mel: np.ndarray) -> np.ndarray:
+    """f32[1, 2, T, mel bins] -> normalised latents, f32[1, 8, n, 16] of the call; zeros after the last frame."""
+    mel = mel[:, :, : call.sizes[2]]  # no latent hears later
+    heard = -(-mel.shape[2] // session.config.audio_vae.time_factor)
     mel = np.pad(mel, ((0, 0), (0, 0), (0, call.sizes[2] - mel.shape[2]), (0, 0)))
     latent = session.backend.to_host(session.run(call, {"mel": mel})["latent"])
     return np.where(np.arange(latent.shape[2])[:, None] < heard, latent, np.float32(0))

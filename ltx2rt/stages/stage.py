@@ -27,7 +27,8 @@ class State:
     latents, normalised. latents: video latents that later stages come back to, by the stage that made them. keyframes:
     those that were generated beside the clip, [videos, C, 1, h, w], by pixel frame. source: by modality the latents of
     a given file, normalised. sound: the audio latents that are
-    decoded. given: by stage what its conditionings were encoded to. waveforms [videos, 2, N] at sample_rate in Hz;
+    decoded. given: by stage what its conditionings were encoded to. mel [videos, 2, T, mel bins]: the natural logarithm
+    of what `waveforms` [videos, 2, N] at sample_rate in Hz were made of, where they were made;
     frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a process that is not the main one,
     nothing. record: what `--latents-out` writes, if `keep`. seconds, num_frames: the length that the model chose.
     max_steps: how many steps of each denoising stage run, None: all.
@@ -41,6 +42,7 @@ class State:
     source: dict[str, np.ndarray] = field(default_factory=dict)
     sound: np.ndarray | None = None
     given: dict[str, list[Any]] = field(default_factory=dict)
+    mel: np.ndarray | None = None
     waveforms: np.ndarray | None = None
     sample_rate: int | None = None
     frames: Iterator[Iterator[np.ndarray]] = field(default_factory=lambda: iter(()))
