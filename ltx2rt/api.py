@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -35,7 +36,7 @@ from ltx2rt.run.files import Files
 from ltx2rt.run.plan import make_enhanced_plan, usual_stages
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce, sample_rate, timed
-from ltx2rt.run.segments import claim, discard, seed_of
+from ltx2rt.run.segments import claimed, discard, seed_of
 from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
@@ -145,13 +146,13 @@ class Session:
             )
         plan = make_enhanced_plan(session, request)
         session.require_memory(plan.stages)
-        if parts and session.backend.is_main:
-            claim(session, plan, parts)
-        plan = timed(session, plan)
-        state, _, report = produce(session, plan, on_progress=on_progress, cancelled=cancelled)
-        chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
-        if parts and session.backend.is_main:
-            discard(parts)
+        main = session.backend.is_main
+        with claimed(session, plan, parts) if parts and main else nullcontext():
+            plan = timed(session, plan)
+            state, _, report = produce(session, plan, on_progress=on_progress, cancelled=cancelled)
+            chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
+            if parts and main:
+                discard(parts)
         size = (*plan.request.size_px, 3)
         return Clip(
             frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),

@@ -8,6 +8,7 @@ that could not be written in the end.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections import Counter
@@ -89,6 +90,21 @@ def replacing(path: Path) -> Iterator[Path]:
     with unfinished(path) as partial:
         yield partial
         os.replace(partial, path)
+
+
+@contextmanager
+def alone_in(folder: Path, flag: str) -> Iterator[None]:
+    """Keep other runs out of a folder meanwhile; it may be removed. Raises InputError if another run
+    is in it, OSError if it cannot be opened."""
+    found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        text = f"{flag}: another run is writing {folder}; wait for it, or choose another name"
+        raise InputError(text) from None
+    finally:
+        os.close(found)
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -135,10 +136,11 @@ def main(args: argparse.Namespace) -> None:
     from ltx2rt.run import calibrate
 
     folder = own.output.with_name(f"{own.output.name}.runs")
-    runs = calibrate.Runs(session, request, prompts, folder, partial(note, prefix=""))
-    document = calibrate.calibrate(runs, sorted(set(counts), reverse=True), own.quick)
-    with replacing(own.output) as partial_file:
-        partial_file.write_text(json.dumps(document, sort_keys=True) + "\n")
-    runs.remove()
+    say = partial(note, prefix="")
+    with closing(calibrate.Runs(session, request, prompts, folder, say)) as runs:
+        document = calibrate.calibrate(runs, sorted(set(counts), reverse=True), own.quick)
+        with replacing(own.output) as partial_file:
+            partial_file.write_text(json.dumps(document, sort_keys=True) + "\n")
+        runs.remove()
     print(calibrate.table(document))
     print(own.output)

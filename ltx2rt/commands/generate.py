@@ -12,6 +12,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -43,7 +44,7 @@ from ltx2rt.run.plan import (
     with_enhanced_prompt,
 )
 from ltx2rt.run.run import produce, timed
-from ltx2rt.run.segments import check_files, claim, discard, folder_of, seed_of
+from ltx2rt.run.segments import check_files, claimed, discard, folder_of, seed_of
 from ltx2rt.run.write import sizes, write_files
 from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import ModelOptions
@@ -84,25 +85,24 @@ def run(
             note(f"the {request.name} pipeline does not read {', '.join(unread)}")
         _announce(session, plan)
     folder = folder_of(files.output) if plan.request.in_segments and files.output else None
-    if folder and main:
-        claim(session, plan, folder)
-    plan = timed(session, plan, stream)
-    state, watch, report = produce(
-        session,
-        plan,
-        keep=main and files.latents_out is not None,
-        warmup=files.warmup,
-        stream=stream,
-        verbose=files.verbose,
-    )
-    if not main:
-        if files.output is not None:  # else the main process decodes no frames either
-            for frames in state.frames:
-                deque(frames, maxlen=0)
-        return
-    outputs = write_files(session, plan, state, files, report)
-    if folder:
-        discard(folder)
+    with claimed(session, plan, folder) if folder and main else nullcontext():
+        plan = timed(session, plan, stream)
+        state, watch, report = produce(
+            session,
+            plan,
+            keep=main and files.latents_out is not None,
+            warmup=files.warmup,
+            stream=stream,
+            verbose=files.verbose,
+        )
+        if not main:
+            if files.output is not None:  # else the main process decodes no frames either
+                for frames in state.frames:
+                    deque(frames, maxlen=0)
+            return
+        outputs = write_files(session, plan, state, files, report)
+        if folder:
+            discard(folder)
     # Latents alone are one output for all seeds.
     for output, seed in zip(outputs, plan.request.seeds, strict=False):
         print(watch.closing_line(output, seed))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ltx2rt.atomic_file import replacing
+from ltx2rt.atomic_file import alone_in, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.media.compare import PSNR_CAP_DB, RATE, compare_sound
 from ltx2rt.media.mp4 import to_rgb8
@@ -69,6 +70,7 @@ class Runs:
             "settings": _settings(request) | {"options": plain(session.asked, named)},
             "prompts": [*self.prompts],
         }
+        self._alone = ExitStack()
         self._open()
         path = folder / MEASURES
         try:
@@ -83,6 +85,7 @@ class Runs:
         path, text = self.folder / ABOUT, json.dumps(self.about, sort_keys=True)
         try:
             self.folder.mkdir(exist_ok=True)
+            self._alone.enter_context(alone_in(self.folder, "--output"))
         except OSError as error:
             raise InputError(
                 f"--output: the folder {self.folder}, which keeps the runs, cannot be made "
@@ -161,6 +164,10 @@ class Runs:
                 )
                 made |= {f"{name}.latents": np.concatenate([start, steps]), f"{name}.x0": x0}
         return made
+
+    def close(self) -> None:
+        """Let another calibration have the folder."""
+        self._alone.close()
 
     def remove(self) -> None:
         """Remove the files of these runs, and the folder if nothing else is in it."""

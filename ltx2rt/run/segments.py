@@ -6,12 +6,13 @@ Decides that a run goes on only from segments of the very same request, model an
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.atomic_file import replacing
+from ltx2rt.atomic_file import alone_in, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files
@@ -44,12 +45,25 @@ def seed_of(folder: Path) -> int | None:
     return None
 
 
-def claim(session: Session, plan: Plan, folder: Path) -> None:
-    """Take the folder for the plan's clip. Raises InputError if it holds another one's segments."""
-    asked = json.loads(json.dumps(comment(session, plan.request, 0)))
-    path = folder / REQUEST
+@contextmanager
+def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
+    """Have the folder for the plan's clip alone. Raises InputError if it holds another one's segments,
+    or another run is at it."""
     try:
         folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--output: the folder {folder}, which keeps the segments, cannot be made "
+            f"({error.strerror}); move what is there, or choose another name"
+        ) from error
+    with alone_in(folder, "--output"):
+        _check(json.loads(json.dumps(comment(session, plan.request, 0))), folder)
+        yield
+
+
+def _check(asked: Any, folder: Path) -> None:
+    path = folder / REQUEST
+    try:
         found = json.loads(path.read_text()) if path.exists() else None
     except (OSError, ValueError) as error:
         raise InputError(f"--output: {folder} cannot be read ({error}); remove it") from None

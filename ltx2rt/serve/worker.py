@@ -21,7 +21,7 @@ import time
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -39,7 +39,7 @@ from ltx2rt.ranks.environment import FAILED
 from ltx2rt.run.plan import Plan, make_plan
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce, sample_rate, timed, warm_up
-from ltx2rt.run.segments import claim, discard
+from ltx2rt.run.segments import claimed, discard
 from ltx2rt.run.write import save
 from ltx2rt.serve.folder import STORAGE, publish, segments_of, writing_problem
 from ltx2rt.serve.preview import fitted, picture_of
@@ -199,8 +199,19 @@ def run(
 ) -> dict[str, Any]:
     """Make the job's files; its result. own: the LoRAs of every job."""
     plan = planned(session, own, job)
-    if plan.request.in_segments and session.backend.is_main:
-        claim(session, plan, segments_of(job))
+    in_segments = plan.request.in_segments and session.backend.is_main
+    with claimed(session, plan, segments_of(job)) if in_segments else nullcontext():
+        return _made(session, plan, job, progress, cancelled, look)
+
+
+def _made(
+    session: Session,
+    plan: Plan,
+    job: dict[str, Any],
+    progress: Callable[[Progress], None],
+    cancelled: Callable[[], bool],
+    look: Callable[[Callable[[], np.ndarray]], None],
+) -> dict[str, Any]:
     plan = timed(session, plan)
     state, _, report = produce(session, plan, on_progress=progress, cancelled=cancelled, look=look)
     if not session.backend.is_main:

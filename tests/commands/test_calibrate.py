@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from ltx2rt.atomic_file import alone_in
 from ltx2rt.run import calibrate
 
 CLIP = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 5)
@@ -88,6 +89,16 @@ def test_what_was_cut_off_goes_on_to_the_same_file(calibrated, tmp_path, monkeyp
     status, _, err = calibrated("--evaluations", 3)
     assert status == 0 and "exact run 1" not in err
     assert (tmp_path / "plans.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
+
+
+def test_two_at_once_are_one(calibrated, tmp_path):
+    folder = tmp_path / "plans.json.runs"
+    folder.mkdir()
+    with alone_in(folder, "--output"):
+        status, _, err = calibrated("--quick", "--evaluations", 3)
+    assert status == 2 and f"--output: another run is writing {folder}" in err
+    assert err.count("\n") == 1 and not any(folder.iterdir())
+    assert calibrated("--quick", "--evaluations", 3)[0] == 0
 
 
 def test_other_files_stay(calibrated, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -284,23 +285,36 @@ def arguments(tiny, output, *more):
     return [str(word) for word in ("generate", *model, *size, *words, *more)]
 
 
+def started(words):
+    """One thread, as in this process: sums of several have another order."""
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "ltx2rt", *words]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=alone)
+
+
 def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
+    """One that is killed, one that found the disk full; a second at once is refused."""
     whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
     status, _, err = command(*arguments(tiny, whole, "--seed", 5))
     assert status == 0 and "4 segments: 25 frames, then 16 new ones each; 2.71 s" in err
     assert not folder_of(whole).exists()
-    words = [sys.executable, "-m", "ltx2rt", *arguments(tiny, cut, "--seed", 5)]
-    for part_number in (0, 1):
-        # One thread, as in this process: sums of several have another order.
-        alone = os.environ | {"OMP_NUM_THREADS": "1"}
-        run = subprocess.Popen(words, stderr=subprocess.DEVNULL, env=alone)
-        until = time.monotonic() + 300
-        while not (folder_of(cut) / f"{part_number:04d}.mov").exists():
-            assert run.poll() is None and time.monotonic() < until
-            time.sleep(0.01)
-        os.kill(run.pid, signal.SIGKILL)
-        run.wait()
-    assert not cut.exists() and (folder_of(cut) / "0001.mov").exists()
+    run, until = started(arguments(tiny, cut, "--seed", 5)), time.monotonic() + 300
+    while not (folder_of(cut) / "0000.mov").exists():
+        assert run.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    run.send_signal(signal.SIGSTOP)
+    status, _, err = command(*arguments(tiny, cut, "--seed", 5))
+    assert status == 2 and f"another run is writing {folder_of(cut)}" in err, err
+    run.kill()
+    run.communicate()
+    small = started(arguments(tiny, cut, "--seed", 5))
+    resource.prlimit(small.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    _, err = small.communicate(timeout=300)
+    assert small.returncode == 1 and "0001.mov could not be written: File too large" in err, err
+    assert err.count("ltx2rt: error: ") == 1 and "Traceback" not in err
+    names = {path.name for path in folder_of(cut).iterdir()}
+    assert not cut.exists() and {"0000.mov", "request.json"} <= names
+    assert "0001.mov" not in names and not any(name.endswith(".partial") for name in names)
     status, _, err = command(*arguments(tiny, cut, "--seed", 6))
     assert status == 2 and "holds segments of another run (seed: '5', now '6')" in err, err
     status, _, err = command(*arguments(tiny, cut))  # the seed is that of the run
