@@ -103,7 +103,7 @@ def _traffic(collectives: Mapping[str, Traffic]) -> str:
 def flags(to: Any) -> None:
     to.epilog = EXAMPLE
     add_flags(to, Devices)
-    parts = (*FILES, "distilled_lora", "loras", "dtype")
+    parts = (*FILES, "distilled_lora", "assume", "loras", "dtype")
     how = (
         "memory",
         "max_memory",

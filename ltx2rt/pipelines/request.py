@@ -44,6 +44,8 @@ from ltx2rt.stages.given import Given
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.text import Text
+from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.distilled import sign
 
 SEED_LIMIT = 2**63
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
@@ -670,24 +672,33 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
 
 
 def distilled_lora(
-    request: Request | type[Request], options: ModelOptions, found: Any
+    request: Request | type[Request], options: ModelOptions, checkpoint: Checkpoint
 ) -> LoraSpec | None:
-    """The distilled LoRA of a run whose options are checked. found: gives the one beside the checkpoint, or raises
-    InputError.
+    """The distilled LoRA of a run whose options are checked.
 
-    Raises InputError where the pipeline needs one and has none, or may merge one and was not told whether to.
+    Raises InputError where the pipeline needs one and has none, may merge one and was not told
+    whether to, or samples dev weights and the checkpoint is distilled.
     """
-    asked = options.distilled_lora
+    asked, known = options.distilled_lora, sign(checkpoint, options.assume)
+    if known and known.kind == "distilled" and request.distilled in ("needed", "unused"):
+        guided = getattr(request, "guided", None) is True
+        advice = "leave --guided out" if guided else "use --pipeline distilled"
+        raise InputError(
+            f"--model: {checkpoint.source('transformer').where} is distilled ({known.how}); {request.name} samples dev "
+            f"weights and would leave grain; {advice}, or pass --assume dev"
+        )
     if request.distilled == "unused":
         return None
-    if request.distilled == "default" and asked == NO_LORA:
-        return None
+    if request.distilled in ("optional", "default"):
+        distilled = known and known.kind == "distilled"
+        if asked == NO_LORA or (asked is None and distilled):
+            return None
     if request.distilled in ("needed", "default"):
-        return asked or LoraSpec(found())
+        return asked or LoraSpec(checkpoint.distilled_lora())
     if asked is not None:
-        return None if asked == NO_LORA else asked
+        return asked
     try:
-        beside = found()
+        beside = checkpoint.distilled_lora()
     except InputError:  # none that has a distilled one's header
         return None
     raise InputError(

@@ -28,18 +28,23 @@ from ltx2rt.stages.enhance import check as check_enhancer
 from ltx2rt.stages.enhance import enhance
 from ltx2rt.stages.stage import Stage
 from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.distilled import sign
 from ltx2rt.weights.files import TensorFile, identity
 from ltx2rt.weights.lora import STORED, Merge
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved request, its stages, the LoRAs, and what they merge by stage."""
+    """A resolved request, its stages, the LoRAs, and what they merge by stage.
+
+    weights: how it is known that the model's weights are distilled, where no LoRA makes them so.
+    """
 
     request: Request
     stages: tuple[Stage, ...]
     loras: Loras
     merges: dict[str, list[Merge]]
+    weights: str = ""
 
     @property
     def all_merges(self) -> list[Merge]:
@@ -61,7 +66,8 @@ class Plan:
                 for merge in merges
             )
         if self.request.distilled in ("optional", "default") and not distilled:
-            yield f"{self.request.name}: on the weights as they are, with no distilled LoRA"
+            as_they_are = f"{self.request.name}: on the weights as they are, with no distilled LoRA"
+            yield f"{as_they_are}{self.weights and f'; {self.weights}'}"
 
 
 def prepared(
@@ -82,6 +88,7 @@ def prepared(
         files.check(request.seeds, checkpoint.files)
     check_enhancing(request, checkpoint)
     request = request.resolved(checkpoint.config)
+    distilled_lora(request, options, checkpoint)
     if files is not None and files.output is not None:
         check_encoders(files.output)  # last: its import takes as long as all the rest
     return checkpoint, request
@@ -94,7 +101,7 @@ def resolved(
     request.check_options(options)
     request.check_files()
     request = request.resolved(checkpoint.config)
-    distilled = distilled_lora(request, options, checkpoint.distilled_lora)
+    distilled = distilled_lora(request, options, checkpoint)
     loras = Loras(tuple(map(_planned, options.loras)), distilled and _planned(distilled))
     return request, loras, tuple(request.all_stages(checkpoint.config, options, loras))
 
@@ -129,7 +136,20 @@ def make_plan(session: Session, request: Request) -> Plan:
     _check_noise(
         request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()]
     )
-    return Plan(request, stages, loras, merges)
+    return Plan(request, stages, loras, merges, _known_as(session))
+
+
+def _known_as(session: Session) -> str:
+    """Empty where a flag says what the weights are."""
+    if session.options.assume or session.options.distilled_lora:
+        return ""
+    known = sign(session.checkpoint, session.options.assume)
+    if known and known.kind == "distilled":
+        return f"they are distilled ({known.how})"
+    because = (
+        f"they are dev weights ({known.how})" if known else "nothing says that they are distilled"
+    )
+    return f"{because}, and dev weights need --distilled-lora FILE"
 
 
 def make_enhanced_plan(session: Session, request: Request) -> Plan:

@@ -389,7 +389,7 @@ class Admission:
             type_.check_model(self.checkpoint.config)
             lora = None
             if isinstance(type_.distilled, str):  # else each request's settings tell
-                lora = distilled_lora(type_, self.options, self.checkpoint.distilled_lora)
+                lora = distilled_lora(type_, self.options, self.checkpoint)
         except InputError:
             return False
         return type_.distilled != "needed" or lora != NO_LORA

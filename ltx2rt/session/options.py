@@ -16,6 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.placement.mesh import MESH_AXES, canonical
+from ltx2rt.weights.distilled import KINDS
 from ltx2rt.weights.part_table import FILES
 
 DISTILLED_STAGES = ("stage1", "stage2")
@@ -306,6 +307,13 @@ class ModelOptions(PartFiles):
         metavar="FILE",
     )
     offline: bool = flag(False, "use only files already in the Hugging Face cache", group="model")
+    assume: str | None = flag(
+        None,
+        "kind of the weights of --model, which decides the pipelines that take it (default: by its "
+        "files' headers and names)",
+        group="model",
+        choices=KINDS,
+    )
 
     def compute_dtype(self, default: str) -> str:
         """The dtype asked for; weights of another one than float32 are multiplied in bfloat16."""

@@ -50,6 +50,7 @@ from ltx2rt.train.state import (
     write_state,
 )
 from ltx2rt.train.step import Step
+from ltx2rt.weights.distilled import sign
 
 NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
 # Fields that may change when a run goes on: no step differs, but for where a schedule ends. Of the samples of a step
@@ -198,9 +199,11 @@ class Run:
             raise InputError(
                 "--lora: a LoRA beside the one that is trained is not taken yet; leave the flag out"
             )
-        if "distilled" in session.checkpoint.path.name:
+        known = sign(session.checkpoint, session.options.assume)
+        if known and known.kind == "distilled":
             raise InputError(
-                f"--model: {session.checkpoint.path.name} is distilled; train on the model it was made from"
+                f"--model: {session.checkpoint.path.name} is distilled ({known.how}); train on the model it was made "
+                "from, or pass --assume dev"
             )
         self.base = model_digest(session.checkpoint)
         self.samples = self._usable(read_manifest(r.data, self.base))

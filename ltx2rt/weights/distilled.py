@@ -1,0 +1,67 @@
+"""Signs of whether a transformer is distilled, which its tensors and its config do not say.
+
+Dev and distilled transformers of a release have the same names, shapes and config. What is left are
+the scheduler of a diffusers folder, the number of float8 matrices of the released files, and names.
+Which pipelines ask for which, `pipelines.request` decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ltx2rt.weights.parts import read_json
+from ltx2rt.weights.quantised import Packed
+
+if TYPE_CHECKING:
+    from ltx2rt.weights.checkpoint import Checkpoint
+
+KINDS = ("dev", "distilled")
+SCHEDULER = "scheduler/scheduler_config.json"
+# Float8 matrices of LTX-2.3's released float8 files: 43 and 44 blocks of 34.
+FLOAT8 = {1462: "dev", 1496: "distilled"}
+_WORD = re.compile(r"(?<![a-z])(?:(?P<distilled>distilled)|dev)(?![a-z])", re.IGNORECASE)
+
+
+class Sign(NamedTuple):
+    """kind: of KINDS. how: the sign, such as "its name"."""
+
+    kind: str
+    how: str
+
+
+def sign(checkpoint: Checkpoint, assume: str | None = None) -> Sign | None:
+    """The flag, where it says what the weights are, else the strongest sign of the files; None if there is none."""
+    return Sign(assume, f"--assume {assume}") if assume else next(_signs(checkpoint), None)
+
+
+def _signs(checkpoint: Checkpoint) -> Iterator[Sign]:
+    if checkpoint.layout == "diffusers" and (path := checkpoint.path / SCHEDULER).is_file():
+        keys = read_json(path)
+        shift = [keys.get(name, "") for name in ("use_dynamic_shifting", "shift_terminal")]
+        if shift == [False, None]:
+            yield Sign("distilled", f"its {SCHEDULER} shifts no noise level")
+        if shift[0] is True:
+            yield Sign("dev", f"its {SCHEDULER} shifts noise levels")
+    source = checkpoint.source("transformer")
+    for word, name in _names(checkpoint.path, source.where):
+        if match := _WORD.search(name):
+            yield Sign("distilled" if match["distilled"] else "dev", f"its {word}")
+    infos = [source.info(name) for name in source.names()]
+    count = sum(isinstance(info, Packed) and info.format == "float8" for info in infos)
+    if checkpoint.config.release.name == "2.3" and count in FLOAT8:
+        yield Sign(FLOAT8[count], f"its {count} float8 matrices")
+
+
+def _names(model: Path, file: Path) -> Iterator[tuple[str, str]]:
+    """What is called so, and the name, from the file outwards: its folder, if that is the model, and
+    the repository of the hub whose cache it is in."""
+    if not file.is_dir():
+        yield "name", file.name
+    model = model.absolute()
+    if model.is_dir():
+        yield "folder's name", model.name
+    if repo := [part for part in model.parts if part.startswith("models--")]:
+        yield "repository's name", repo[-1]

@@ -1,0 +1,160 @@
+"""Signs of distilled weights, each on a checkpoint that has only headers, and what pipelines do with them."""
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.request import distilled_lora
+from ltx2rt.run.plan import _known_as
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
+from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.distilled import SCHEDULER, Sign, sign
+from ltx2rt.weights.files import TensorInfo
+from ltx2rt.weights.quantised import Packed
+from ltx2rt.weights.random.make import make_checkpoint
+
+MAIN = "tiny-2.3.safetensors"
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("official")
+    make_checkpoint("tiny-2.3", "official", folder, empty=True)
+    return folder
+
+
+@pytest.fixture
+def model(official, tmp_path):
+    """Makes a folder, or the name of a hub's cache, with the main file under another name and no LoRA."""
+
+    def make(name=MAIN, folder="model", keep_lora=False):
+        to = tmp_path / folder
+        shutil.copytree(
+            official, to, ignore=None if keep_lora else shutil.ignore_patterns("*lora*")
+        )
+        (to / MAIN).rename(to / name)
+        return to
+
+    return make
+
+
+@pytest.mark.parametrize("name, folder, found", [
+    ("ltx-2.3-22b-distilled.safetensors", "m", Sign("distilled", "its name")),
+    ("ltx-2.3-22b-distilled-1.1_fp8.safetensors", "dev", Sign("distilled", "its name")),
+    ("ltx-2.3-22b-dev.safetensors", "distilled", Sign("dev", "its name")),
+    ("model.safetensors", "ltx-2.3-distilled", Sign("distilled", "its folder's name")),
+    ("undistilled-devil.safetensors", "m", None),
+    (MAIN, "m", None),
+])  # fmt: skip
+def test_names(model, name, folder, found):
+    assert sign(open_checkpoint(model(name, folder))) == found
+
+
+def test_name_of_the_repository_that_the_hub_keeps_it_under(model):
+    folder = model("model.safetensors", "models--org--LTX-2.3-Distilled/snapshots/0")
+    expected = Sign("distilled", "its repository's name")
+    assert sign(open_checkpoint(folder)) == sign(open_checkpoint(folder / "model.safetensors"))
+    assert sign(open_checkpoint(folder)) == expected
+
+
+@pytest.mark.parametrize("shifting, terminal, kind", [
+    (True, 0.1, "dev"), (False, None, "distilled"), (False, 0.1, None),
+])  # fmt: skip
+def test_the_scheduler_of_a_diffusers_folder(tmp_path, shifting, terminal, kind):
+    make_checkpoint("tiny-2.3", "diffusers", tmp_path / "model", empty=True)
+    path = tmp_path / "model" / SCHEDULER
+    config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(config | {"use_dynamic_shifting": shifting, "shift_terminal": terminal})
+    )
+    found = sign(open_checkpoint(tmp_path / "model"))
+    assert (found and found.kind) == kind
+    path.unlink()
+    assert sign(open_checkpoint(tmp_path / "model")) is None
+
+
+@pytest.mark.parametrize("count, kind", [(1462, "dev"), (1496, "distilled"), (1495, None)])
+def test_the_number_of_float8_matrices(official, count, kind):
+    class Counted:
+        where = official / MAIN
+
+        def names(self):
+            return map(str, range(1500))
+
+        def info(self, name):
+            float8 = int(name) < count
+            packed = Packed((2, 2), np.dtype("f4"), "float8", 8)
+            return packed if float8 else TensorInfo((2, 2), np.dtype("f4"))
+
+    opened = open_checkpoint(official)
+    found = sign(replace(opened, sources={**opened.sources, "transformer": Counted()}))
+    assert (found and found.kind) == kind
+
+
+def options(folder, **more):
+    return ModelOptions("cuda", folder, **more)
+
+
+@pytest.mark.parametrize("name, more, advice", [
+    ("one-stage", {}, "use --pipeline distilled"), ("t2a", {}, "use --pipeline distilled"),
+    ("hq", {}, "use --pipeline distilled"),
+    ("a2v", {"audio_path": "a.wav"}, "use --pipeline distilled"),
+    ("extend", {"guided": True, "video_path": "a.mp4"}, "leave --guided out"),
+])  # fmt: skip
+def test_pipelines_of_dev_weights_refuse_distilled_ones(model, name, more, advice):
+    file = "ltx-distilled.safetensors"
+    found = open_checkpoint(model(file, keep_lora=True))
+    request = make_request(name, prompt="fox", **more)
+    with pytest.raises(InputError) as refused:
+        distilled_lora(request, options(found.path), found)
+    expected = (
+        f"--model: {found.path / file} is distilled (its name); {name} samples dev weights and would leave grain; "
+        f"{advice}, or pass --assume dev"
+    )
+    assert str(refused.value) == expected
+    lora = distilled_lora(request, options(found.path, assume="dev"), found)
+    assert (lora is None) == (request.distilled == "unused")
+
+
+def test_distilled_weights_are_not_distilled_once_more(model):
+    """A LoRA beside them is neither merged nor asked about; one that is named is merged."""
+    found = open_checkpoint(model("ltx-distilled.safetensors", keep_lora=True))
+    for name, more in (("distilled", {}), ("dfr", {}), ("extend", {"video_path": "a.mp4"})):
+        request = make_request(name, prompt="fox", **more)
+        assert distilled_lora(request, options(found.path), found) is None
+    given = LoraSpec(found.distilled_lora())
+    request = make_request("distilled", prompt="fox")
+    assert distilled_lora(request, options(found.path, distilled_lora=given), found) == given
+
+
+def test_without_a_sign_everything_is_as_before(model):
+    found = open_checkpoint(model(keep_lora=True))
+    beside = LoraSpec(found.distilled_lora())
+    assert (
+        distilled_lora(make_request("two-stage", prompt="fox"), options(found.path), found)
+        == beside
+    )
+    request = make_request("distilled", prompt="fox")
+    with pytest.raises(InputError, match=r"--distilled-lora: .* is beside the checkpoint"):
+        distilled_lora(request, options(found.path), found)
+    assert distilled_lora(request, options(found.path, assume="distilled"), found) is None
+    assert distilled_lora(request, options(found.path, distilled_lora=NO_LORA), found) is None
+
+
+def test_a_run_on_the_weights_as_they_are_says_what_they_are(model):
+    def said(name, **more):
+        found = open_checkpoint(model(name, folder=name))
+        return _known_as(SimpleNamespace(options=options(found.path, **more), checkpoint=found))
+
+    assert said("a-distilled.safetensors") == "they are distilled (its name)"
+    needed = "and dev weights need --distilled-lora FILE"
+    assert said("a-dev.safetensors") == f"they are dev weights (its name), {needed}"
+    assert said(MAIN) == f"nothing says that they are distilled, {needed}"
+    assert said("b-dev.safetensors", assume="distilled") == ""
+    assert said("c-dev.safetensors", distilled_lora=NO_LORA) == ""
