@@ -234,12 +234,7 @@ class Backend(Protocol):
         """
         ...
 
-    def merge(
-        self,
-        weight: np.ndarray,
-        factors: Sequence[tuple[np.ndarray, np.ndarray, float]],
-        rounded: bool,
-    ) -> Any:
+    def merge(self, weight: np.ndarray, factors: Sequence[Any], rounded: bool) -> Any:
         """`weights.lora.merge` on the device, products summed in another order; what `load` takes from a source."""
         ...
 

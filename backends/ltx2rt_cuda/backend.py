@@ -6,7 +6,8 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, reduce
+from operator import mul
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,10 @@ from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.stream import Piece, moves, stack_of
 from ltx2rt.placement.stream import pieces as pieces_of
+from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.encoded import Piece as Cuts
-from ltx2rt.weights.lora import Factors, row_chunks
+from ltx2rt.weights.lora import row_chunks
 from ltx2rt_cuda.devices import reserve_bytes
 from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
 from ltx2rt_cuda.factory import FACTORY
@@ -218,16 +220,23 @@ class CudaBackend:
 
     def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> torch.Tensor:
         device, dtype = self.torch_device, torch.bfloat16 if rounded else torch.float32
-        wide = [[to_torch(x).to(device, dtype).float() for x in halves] for *halves, _ in factors]
+
+        def wide(term: Sequence[np.ndarray], terms: Sequence[Any]) -> list[torch.Tensor]:
+            kept = dtype if len(terms) == 1 else torch.float32
+            return [to_torch(half).to(device, kept).float() for half in term]
+
+        changes = [([wide(term, terms) for term in terms], scale) for terms, scale in factors]
         kept = torch.float32 if weight.dtype == np.float32 else dtype
         merged = torch.empty(weight.shape, dtype=kept, device=device)
         for rows in row_chunks(len(weight)):
             delta = None
-            for (up, down), (*_, scale) in zip(wide, factors, strict=True):
-                if delta is None:
+            for terms, scale in changes:
+                if delta is None and len(terms) == 1:
+                    ((up, down),) = terms
                     delta = ((up[rows] * scale).to(dtype).float() @ down).to(dtype)
-                else:
-                    delta = (delta + scale * (up[rows] @ down)).to(dtype)
+                    continue
+                change = scale * reduce(mul, (up[rows] @ down for up, down in terms))
+                delta = (change if delta is None else delta + change).to(dtype)
             assert delta is not None
             merged[rows] = delta + to_torch(weight[rows]).to(
                 device

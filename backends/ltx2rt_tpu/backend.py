@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 from ltx2rt.backend import AdamW, DeviceInfo, TensorSource, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
+from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
-from ltx2rt.weights.lora import Factors, merge
+from ltx2rt.weights.lora import merge
 from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
 from ltx2rt_tpu.factory import ASSEMBLED
 from ltx2rt_tpu.hosts import HOST_VARIABLES

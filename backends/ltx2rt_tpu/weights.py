@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import zip_longest
+from operator import mul
 from threading import Thread
 from typing import Any
 
@@ -20,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Layout, Type
+from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
-from ltx2rt.weights.lora import BF16, F32, Factors, row_chunks
+from ltx2rt.weights.lora import BF16, F32, row_chunks
 
 Weights = dict[str, Array]
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
@@ -185,13 +187,12 @@ def merged(
     """`weights.lora.merge` on the device, and back."""
     dtype = BF16 if rounded else F32
     result = np.empty(weight.shape, F32 if weight.dtype == F32 else dtype)
-    downs = [jax.device_put(down, device) for _, down, _ in factors]
+    downs = [[jax.device_put(down, device) for _, down in terms] for terms, _ in factors]
     for rows in row_chunks(len(weight)):
         delta = None
-        for (up, _, scale), down in zip(factors, downs, strict=True):
-            change = _change(
-                jax.device_put(up[rows], device), down, np.float32(scale), dtype, delta is None
-            )
+        for (terms, scale), below in zip(factors, downs, strict=True):
+            ups = [jax.device_put(up[rows], device) for up, _ in terms]
+            change = _change(ups, below, np.float32(scale), dtype, delta is None)
             delta = change if delta is None else _sum(delta, change, dtype)
         result[rows] = _sum(delta, jax.device_put(weight[rows], device), result.dtype)
     return result
@@ -199,15 +200,21 @@ def merged(
 
 # Two programs: in one, XLA makes a single instruction of `scale * product` and the sum, which rounds once less.
 @partial(jax.jit, static_argnames=("dtype", "first"))
-def _change(up: Array, down: Array, scale: Any, dtype: np.dtype, first: bool) -> Array:
-    """s * (B @ A) in float32; the first of a weight is Delta itself, scaled before the product."""
-    up, down = _floats(up, dtype), _floats(down, dtype)
+def _change(
+    ups: Sequence[Array], downs: Sequence[Array], scale: Any, dtype: np.dtype, first: bool
+) -> Array:
+    """s * (B @ A) in float32; the first of a weight is Delta itself, scaled before the product if that is one."""
+    single = len(ups) == 1
+    pairs = [
+        [_floats(half, dtype if single else F32) for half in pair]
+        for pair in zip(ups, downs, strict=True)
+    ]
     product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    return (
-        product(_floats(up * scale, dtype), down).astype(dtype)
-        if first
-        else scale * product(up, down)
-    )
+    if first and single:
+        ((up, down),) = pairs
+        return product(_floats(up * scale, dtype), down).astype(dtype)
+    change = scale * reduce(mul, (product(up, down) for up, down in pairs))
+    return change.astype(dtype) if first else change
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -27,10 +27,11 @@ from ltx2rt.stages.denoise import RECORDED, noise_name
 from ltx2rt.stages.enhance import check as check_enhancer
 from ltx2rt.stages.enhance import enhance
 from ltx2rt.stages.stage import Stage
+from ltx2rt.weights.changes import STORED
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.distilled import sign
 from ltx2rt.weights.files import TensorFile, identity
-from ltx2rt.weights.lora import STORED, Merge
+from ltx2rt.weights.lora import Merge
 
 
 @dataclass(frozen=True)

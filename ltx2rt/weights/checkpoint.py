@@ -23,10 +23,11 @@ from ltx2rt.errors import GraphError, InputError
 from ltx2rt.notes import note
 from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
+from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.configs import Found, Keys, parse_json
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorSource, open_file, open_tensors
 from ltx2rt.weights.gguf import GgufFile, unread
-from ltx2rt.weights.lora import Lora, Pair, open_lora
+from ltx2rt.weights.lora import Lora, open_lora
 from ltx2rt.weights.names import (
     CONNECTORS,
     TEXT_PROJECTION,
@@ -118,10 +119,9 @@ class Checkpoint:
                 lora = open_lora(path)
             except InputError:  # such as one of int8, which may be there for others
                 return False
-            ranks = [lora.file.info(pair.down).shape[0] for pair in lora.pairs.values()]
-            return (
-                matrices <= lora.pairs.keys() and 16 * max(ranks) >= self.config.transformer.width
-            )
+            ranks = [change.rank for change in lora.changes.values() if isinstance(change, Pair)]
+            wide = 16 * max(ranks, default=0) >= self.config.transformer.width
+            return matrices <= lora.changes.keys() and wide
 
         def of_another_release(path: Path) -> bool:
             return stated(TensorFile(path).metadata) not in ("", self.config.release.name)
@@ -143,11 +143,10 @@ class Checkpoint:
         source = self.source("transformer")
         names = set(source.names())
 
-        def fits(name: str, pair: Pair) -> bool:
-            shape = lora.file.info(pair.up).shape[0], lora.file.info(pair.down).shape[1]
-            return name in names and source.info(name).shape == shape
-
-        return all(fits(name, pair) for name, pair in lora.pairs.items())
+        return all(
+            name in names and source.info(name).shape == change.shape
+            for name, change in lora.changes.items()
+        )
 
     @contextmanager
     def tracing(self) -> Iterator[None]:

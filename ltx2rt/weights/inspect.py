@@ -201,13 +201,13 @@ def _audits(checkpoint: Checkpoint) -> list[str]:
 
 def _lora(path: Path) -> dict[str, Any]:
     lora = open_lora(path)
-    ranks = Counter(lora.file.info(pair.down).shape[0] for pair in lora.pairs.values())
+    ranks = Counter(change.rank for change in lora.changes.values())
     return {
-        "kind": "LoRA",
+        "kind": lora.kind,
         "version": lora.file.metadata.get("model_version"),
-        "modules": len(lora.pairs),
+        "modules": len(lora.changes),
         "ranks": {str(rank): count for rank, count in sorted(ranks.items(), reverse=True)},
-        "scaled_by_alpha": sum(pair.scale != 1 for pair in lora.pairs.values()),
+        "scaled_by_alpha": sum(change.scale != 1 for change in lora.changes.values()),
         "skipped": list(lora.skipped),
         "components": {"lora": _tensors(lora.file)},
         "problems": [f"no LoRA key: {key}" for key in lora.unknown],

@@ -1,7 +1,8 @@
-"""LoRA files, and a tensor source that merges them while its tensors are read.
+"""LoRA, LoHa and LoKr files, and a tensor source that merges them while its tensors are read.
 
-Decides which weight each pair belongs to, its scale and the order of rounding. Which LoRAs a stage takes, and in what
-order, is the pipeline's decision. One tensor is in memory at a time; a backend merges it on its own device.
+Decides which weight each change belongs to and the order of rounding; its numbers are in `changes`.
+Which LoRAs a stage takes, and in what order, is the pipeline's decision. One tensor is in memory at
+a time; a backend merges it on its own device.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +23,15 @@ from ltx2rt.atomic_file import check_outputs
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.release import of_version, version_tuple
+from ltx2rt.weights.changes import Change, Factors, change_of
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
 from ltx2rt.weights.names import collapse, component_of, to_official
+from ltx2rt.weights.part_table import PARTS
 from ltx2rt.weights.quantised import Fields, stored_fields
 
 if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Checkpoint
 
-Factors = tuple[
-    np.ndarray, np.ndarray, float
-]  # factors of one Delta W: up[out, rank], down[rank, in], scale
 Merging = Callable[
     [np.ndarray, Sequence[Factors], bool], Any
 ]  # as `merge`; where its result lies is its own
@@ -37,27 +39,25 @@ MAX_SCALE = 1000.0  # beyond any use; float32 overflows far above it
 NUM_CHUNKS = 16  # chunks of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
-STORED = (BF16, F32, np.dtype(np.float16), np.dtype(np.float64))
 FACTORS = (
     "reference_downscale_factor",
     "reference_temporal_scale_factor",
 )  # in the header of an IC-LoRA
 _KEY = re.compile(
-    r"(?P<module>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight"
+    r"(?P<module>.+)\.(?:(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight"
+    r"|(?P<part>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|alpha))"
 )
-_TRANSFORMER = re.compile(r"^(?:model\.)?(?:diffusion_model|transformer)\.")
+# Parts of changes that are more than a product: of convolutions, and of DoRA.
+_REFUSED = re.compile(
+    r".+\.(?:hada_t[12]|lokr_t2|lora_mid\.weight|dora_scale|lora_magnitude_vector.*)"
+)
+_FLAT = ("lycoris_", "lora_unet_")  # before module names with "_" in place of "."
+_TRANSFORMER = re.compile(
+    r"^(?:base_model\.model\.)?(?:(?:model\.)?(?:diffusion_model|transformer)\.)?"
+)
 _TEXT_PROJECTION = re.compile(
     r"^(?:model\.)?(?:text_embedding_projection\.|connectors\.(?:\w+_)?text_proj_in$)"
 )
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Delta W = up[out, rank] @ down[rank, in] x scale; keys of the LoRA file."""
-
-    down: str
-    up: str
-    scale: float  # strength x (alpha / rank if the file carries an alpha tensor for this module, else 1)
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,21 @@ class Lora:
     path: Path
     strength: float
     file: TensorFile
-    pairs: dict[str, Pair]  # by the official name of the weight
+    changes: dict[str, Change]  # by the official name of the weight, or one that `on` knows
     skipped: tuple[
         str, ...
     ]  # modules of the text projection, which the official code does not merge either
     unknown: tuple[str, ...]  # keys that are no LoRA pair
+
+    @property
+    def kind(self) -> str:
+        """Such as "LoRA"."""
+        return " and ".join(sorted({change.kind for change in self.changes.values()})) or "LoRA"
+
+    def on(self, names: Iterable[str]) -> dict[str, Change]:
+        """The changes by name of the weight, of a model with these; those of other models under their own."""
+        flat = {prefix + _flat(name): name for name in names for prefix in _FLAT}
+        return {flat.get(name, name): change for name, change in self.changes.items()}
 
 
 @dataclass(frozen=True)
@@ -81,62 +91,72 @@ class Merge:
     matched: int
     total: int
     skipped: int
+    kind: str = "LoRA"
 
     def line(self, stage: str = "", role: str = "") -> str:
         """Such as "stage2, distilled: merged 130/130 modules of FILE at strength 1"; without a stage: "merged ..."."""
         where = ", ".join(filter(None, (stage, role)))
         skipped = f", skipped {self.skipped} of the text projection" if self.skipped else ""
-        merged = f"merged {self.matched}/{self.total} modules of {self.file} at strength {self.strength:g}{skipped}"
+        modules = "modules" if self.kind == "LoRA" else f"{self.kind} modules"
+        merged = f"merged {self.matched}/{self.total} {modules} of {self.file} at strength {self.strength:g}{skipped}"
         return f"{where}: {merged}" if where else merged
 
 
 def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
-    """Read the header (and the alpha scalars). Keys: official, diffusers/PEFT, and lora_down/lora_up with alpha."""
+    """Read the header (and the alpha scalars). Keys: official, diffusers/PEFT, LyCORIS, and lora_down/lora_up."""
     file = TensorFile(path)
-    down: dict[str, str] = {}
-    up: dict[str, str] = {}
-    alpha: dict[str, str] = {}
+    modules: dict[str, dict[str, str]] = {}
     unknown = []
     for key in file.names():
-        if match := _KEY.fullmatch(key):
-            side = down if match["down"] else up
-            if match["module"] in side:
-                raise InputError(
-                    f"{path}: {side[match['module']]} and {key} are the same half of one module"
-                )
-            side[match["module"]] = key
-        elif key.endswith(".alpha"):
-            alpha[key.removesuffix(".alpha")] = key
-        else:
+        if _REFUSED.fullmatch(key):
+            raise InputError(
+                f"{path}: {key} is of a convolution or of DoRA, which is not merged; pass a LoRA, LoHa or LoKr without"
+            )
+        match = _KEY.fullmatch(key)
+        if match is None:
             unknown.append(key)
-    if not down and not up:
+            continue
+        part = match["part"] or ("down" if match["down"] else "up")
+        other = modules.setdefault(match["module"], {}).setdefault(part, key)
+        if other != key:
+            raise InputError(f"{path}: {other} and {key} are the same half of one module")
+    lone = [module for module, parts in modules.items() if parts.keys() == {"alpha"}]
+    unknown += [modules.pop(module)["alpha"] for module in sorted(lone)]
+    if not modules:
         raise InputError(
-            f"{path}: no LoRA: none of its {len(list(file.names()))} keys ends in lora_A.weight or lora_down.weight"
+            f"{path}: no LoRA: none of its {len(list(file.names()))} keys ends in lora_A.weight, lora_down.weight, "
+            "hada_w1_a or lokr_w1"
         )
-    if halves := sorted(down.keys() ^ up.keys()):
+    halves = [m for m, parts in modules.items() if len({"up", "down"} & parts.keys()) == 1]
+    if halves := sorted(halves):
         raise InputError(
             f"{path}: {len(halves)} modules have only one half of their pair: {collapse(halves)}"
         )
-    unknown += [alpha[module] for module in sorted(alpha.keys() - down.keys())]
-    pairs: dict[str, Pair] = {}
-    skipped = []
-    for module in down:
+    changes: dict[str, Change] = {}
+    skipped, keys = [], {}
+    for module, parts in modules.items():
         if _TEXT_PROJECTION.match(module):
             skipped.append(module)
             continue
-        target = to_official("transformer", _TRANSFORMER.sub("", module) + ".weight")
-        rank = _rank(file, down[module], up[module])
-        scale = strength * (_alpha(file, alpha[module]) / rank if module in alpha else 1.0)
-        if not abs(scale) <= MAX_SCALE:  # nan is not
+        target = module
+        if not module.startswith(_FLAT):
+            target = to_official("transformer", _TRANSFORMER.sub("", module) + ".weight")
+        change = change_of(file, module, parts, strength)
+        if not abs(change.scale) <= MAX_SCALE:  # nan is not
             raise InputError(
-                f"{path}: scaled by {scale:g} at {module}, expected at most {MAX_SCALE:g}; lower its strength"
+                f"{path}: scaled by {change.scale:g} at {module}, expected at most {MAX_SCALE:g}; lower its strength"
             )
-        if target in pairs:
-            raise InputError(
-                f"{path}: {pairs[target].down} and {down[module]} both belong to {target}"
-            )
-        pairs[target] = Pair(down[module], up[module], scale)
-    return Lora(Path(path), strength, file, pairs, tuple(skipped), tuple(unknown))
+        first = min(parts.values())
+        if (other := keys.setdefault(target, first)) != first:
+            raise InputError(f"{path}: {other} and {first} both belong to {target}")
+        changes[target] = change
+    return Lora(Path(path), strength, file, changes, tuple(skipped), tuple(unknown))
+
+
+def _flat(name: str) -> str:
+    """The module of an official name as LyCORIS and kohya write it, behind a prefix."""
+    prefix, module = PARTS["transformer"].prefix, name.removesuffix(".weight")
+    return module.removeprefix(prefix).replace(".", "_")
 
 
 def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
@@ -170,48 +190,31 @@ def check_lora(lora: Lora, version: tuple[int, ...]) -> None:
         )
 
 
-def _rank(file: TensorFile, down: str, up: str) -> int:
-    a, b = file.info(down).shape, file.info(up).shape
-    for key in (down, up):
-        if file.info(key).dtype not in STORED:
-            raise InputError(
-                f"{file.path}: {key} is {file.info(key).dtype}, expected {', '.join(map(str, STORED))}"
-            )
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
-        raise InputError(
-            f"{file.path}: {down} {list(a)} and {up} {list(b)} are no pair [rank, in], [out, rank]"
-        )
-    return a[0]
-
-
-def _alpha(file: TensorFile, key: str) -> float:
-    value = file.read(key).astype(np.float32)
-    if value.size != 1 or not np.isfinite(value).all():
-        raise InputError(
-            f"{file.path}: {key} has shape {list(value.shape)}, expected one finite number"
-        )
-    return float(value.reshape(()))
-
-
 def merge(weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.ndarray:
     """W' = W[out, in] + the sum of all s * (B @ A), every product accumulated in float32: the definition.
 
     rounded: as the official code in bfloat16, the first Delta = bf16(bf16(B*s) @ A), each further
     Delta = bf16(Delta + s*(B @ A)), and W' = bf16(Delta + W), which stays float32 if W is (it was dequantised, and its
-    reader rounds). Otherwise float32 throughout.
+    reader rounds). Otherwise float32 throughout. A change of several terms is a product in float32 in any case; where
+    it is the first, Delta = bf16(s * product).
     """
-    wide = [
-        (_floats(up, rounded), _floats(down, rounded), np.float32(scale))
-        for up, down, scale in factors
+
+    def wide(term: Iterable[np.ndarray], terms: Sequence) -> list[np.ndarray]:
+        return [_floats(half, rounded and len(terms) == 1) for half in term]
+
+    changes = [
+        ([wide(term, terms) for term in terms], np.float32(scale)) for terms, scale in factors
     ]
     merged = np.empty(weight.shape, F32 if weight.dtype == F32 or not rounded else BF16)
     for rows in row_chunks(len(weight)):
         delta = None  # f32, holding bf16 values where rounded
-        for up, down, scale in wide:
-            if delta is None:
+        for terms, scale in changes:
+            if delta is None and len(terms) == 1:
+                ((up, down),) = terms
                 delta = _floats(_floats(up[rows] * scale, rounded) @ down, rounded)
-            else:
-                delta = _floats(delta + scale * (up[rows] @ down), rounded)
+                continue
+            change = scale * reduce(mul, (up[rows] @ down for up, down in terms))
+            delta = _floats(change if delta is None else delta + change, rounded)
         assert delta is not None
         merged[rows] = delta + weight[rows].astype(np.float32)
     return merged
@@ -255,36 +258,36 @@ class MergedSource:
             raise InputError(
                 f"{twice[-1]}: the same LoRA twice ({' and '.join(twice)}); give it once, with its strength"
             )
-        self._pairs: dict[str, list[tuple[Lora, Pair]]] = {}
+        self._changes: dict[str, list[tuple[Lora, Change]]] = {}
         self.merges = [self._match(lora, allow_partial) for lora in loras]
 
     def _match(self, lora: Lora, allow_partial: bool) -> Merge:
         names = set(self._source.names())
-        matched = [name for name in lora.pairs if name in names]
-        lost = [*(name for name in lora.pairs if name not in names), *lora.unknown]
+        changes = lora.on(names)
+        matched = [name for name in changes if name in names]
+        lost = [*(name for name in changes if name not in names), *lora.unknown]
         if not matched:
             raise InputError(
-                f"{lora.path}: a LoRA of another model: none of its {len(lora.pairs)} modules is in this one; "
+                f"{lora.path}: a LoRA of another model: none of its {len(changes)} modules is in this one; "
                 "pass one that was trained for it"
             )
         for name in matched:
-            pair, shape = lora.pairs[name], self._source.info(name).shape
-            out, into = lora.file.info(pair.up).shape[0], lora.file.info(pair.down).shape[1]
-            if (out, into) != tuple(shape):
+            own, shape = changes[name].shape, self._source.info(name).shape
+            if own != tuple(shape):
                 raise InputError(
-                    f"{lora.path}: a LoRA of another model: it changes {name} as {[out, into]}, this one has "
+                    f"{lora.path}: a LoRA of another model: it changes {name} as {list(own)}, this one has "
                     f"{list(shape)}; pass one that was trained for it"
                 )
         if lost and not allow_partial:
             raise InputError(
                 f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)}; "
-                f"pass --lora-allow-partial to merge the other {len(matched)}/{len(lora.pairs)} modules"
+                f"pass --lora-allow-partial to merge the other {len(matched)}/{len(changes)} modules"
             )
         for name in matched:
-            if lora.pairs[name].scale != 0:
-                self._pairs.setdefault(name, []).append((lora, lora.pairs[name]))
+            if changes[name].scale != 0:
+                self._changes.setdefault(name, []).append((lora, changes[name]))
         return Merge(
-            str(lora.path), lora.strength, len(matched), len(lora.pairs), len(lora.skipped)
+            str(lora.path), lora.strength, len(matched), len(changes), len(lora.skipped), lora.kind
         )
 
     def names(self) -> Iterable[str]:
@@ -292,20 +295,20 @@ class MergedSource:
 
     def touched(self) -> set[str]:
         """Names whose values differ from the source's."""
-        return set(self._pairs)
+        return set(self._changes)
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
         return (
             TensorInfo(info.shape, F32 if info.dtype == F32 else self._dtype)
-            if name in self._pairs
+            if name in self._changes
             else info
         )
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         """As it is stored, or merged and to be encoded anew: None for what is not stored in the format."""
         kept = stored_fields(self._source, format, name, *cuts)
-        return (self.read(name, *cuts), None) if kept and name in self._pairs else kept
+        return (self.read(name, *cuts), None) if kept and name in self._changes else kept
 
     def read(self, name: str, *cuts: Cut) -> Any:
         """The merged tensor, or a slice of it, for which only the slices of the LoRAs that reach it are multiplied.
@@ -313,13 +316,9 @@ class MergedSource:
         What `merge` gives if LoRAs touch it, else the source's numpy view.
         """
         weight = self._source.read(name, *cuts)
-        if name not in self._pairs:
+        if name not in self._changes:
             return weight
-        rows, columns = ([c for c in cuts if c[0] == dim] for dim in (0, 1))
-        factors = [
-            (lora.file.read(pair.up, *rows), lora.file.read(pair.down, *columns), pair.scale)
-            for lora, pair in self._pairs[name]
-        ]
+        factors = [change.factors(lora.file, cuts) for lora, change in self._changes[name]]
         return self._merge(weight, factors, self._dtype == BF16)
 
 

@@ -25,7 +25,9 @@ CONNECTORS = (
 )
 TEXT_PROJECTION = "text_embedding_projection."
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
-LORA_KEY = re.compile(r"\.(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight$|\.alpha$")
+LORA_KEY = re.compile(
+    r"\.(?:(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight|alpha|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)$"
+)
 GEMMA_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 GEMMA_KEYS = (
     "layers.0.post_feedforward_layernorm.weight",

@@ -58,9 +58,9 @@ def test_diffusers_gives_the_same_velocities(model, run, exported, kind):
     LTX2LoraLoaderMixin.load_lora_into_transformer(found, module, adapter_name="trained")
     lora = open_lora(path)
     adapted = {name for name, part in module.named_modules() if hasattr(part, "lora_A")}
-    assert {to_official("transformer", f"{name}.weight") for name in adapted} == set(lora.pairs)
+    assert {to_official("transformer", f"{name}.weight") for name in adapted} == set(lora.changes)
     merged = MergedSource(source, [lora], "float32")
-    changed = params | {name: merged.read(name) for name in lora.pairs}
+    changed = params | {name: merged.read(name) for name in lora.changes}
     mine, theirs = ours("cuda", config, feeds, params=changed), reference(module, feeds)
     for name, velocity in theirs.items():
         assert relative_l2(mine[name], velocity) < CLOSE

@@ -109,7 +109,7 @@ def test_the_lora_has_official_keys_and_says_what_it_is(model, undisturbed, tmp_
     assert "diffusion_model.transformer_blocks.0.attn1.to_q.lora_A.weight" in names
     assert not any(name.endswith("alpha") for name in names)
     lora = open_lora(file.path)
-    assert len(lora.pairs) == len(names) / 2 and not lora.unknown
+    assert len(lora.changes) == len(names) / 2 and not lora.unknown
     exported = tmp_path / "lora.safetensors"
     assert (
         cli.main(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ltx2rt.backend import get_backend
 from ltx2rt.errors import InputError
 from ltx2rt.graph import trace
+from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, cut, write_arrays
 from ltx2rt.weights.lora import (
@@ -67,6 +68,7 @@ def saved(path, arrays, strength=1.0):
         ("diffusion_model.transformer_blocks.0.attn1.to_q", Q, ("lora_A", "lora_B")),
         ("transformer.transformer_blocks.0.attn1.to_q", Q, ("lora_A", "lora_B")),
         ("transformer_blocks.0.attn1.to_q", Q, ("lora_down", "lora_up")),
+        ("lora_unet_transformer_blocks_0_attn1_to_q", Q, ("lora_down", "lora_up")),
         ("diffusion_model.av_ca_a2v_gate_adaln_single.linear", ADALN, ("lora_A", "lora_B")),
         (
             "transformer.av_cross_attn_video_a2v_gate.linear",
@@ -95,8 +97,8 @@ def test_scale_is_the_tensors_own_alpha_over_its_own_rank(tmp_path):
     arrays["diffusion_model.transformer_blocks.0.attn1.to_q.alpha"] = np.array(2.0, np.float32)
     write_arrays(tmp_path / "l.safetensors", arrays, {"lora_alpha": "384", "lora_rank": "384"})
     lora = open_lora(tmp_path / "l.safetensors", 0.5)
-    assert lora.pairs[Q].scale == 0.5 * 2 / 4
-    assert lora.pairs[ADALN].scale == 0.5
+    assert lora.changes[Q].scale == 0.5 * 2 / 4
+    assert lora.changes[ADALN].scale == 0.5
 
 
 @settings(max_examples=25, deadline=None)
@@ -116,7 +118,7 @@ def test_bf16_merge_equals_the_official_order_bit_for_bit(tmp_path_factory, stre
     for lora in loras:
         a, b = (
             torch.from_numpy(lora.file.read(key).astype(np.float32)).bfloat16()
-            for key in (lora.pairs[Q].down, lora.pairs[Q].up)
+            for key in (lora.changes[Q].down, lora.changes[Q].up)
         )
         if delta is None:
             delta = ((b * lora.strength).float() @ a.float()).bfloat16()
@@ -304,21 +306,22 @@ def test_merged_tensors_are_written_under_their_official_names(tiny, tmp_path):
 
 @pytest.mark.parametrize("stored", [BF16, np.float32])
 @pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize("terms", [(1, 1, 1), (2, 1, 2)])
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
-def test_devices_merge_as_numpy_does_bit_for_bit(kind, rounded, stored):
+def test_devices_merge_as_numpy_does_bit_for_bit(kind, terms, rounded, stored):
     """Whole numbers and short scales make every product exact in float32, however it is summed; nothing else is exact.
 
     The last chunk of rows is short.
     """
     rng, (rows, width, rank) = np.random.default_rng(3), (131, 96, 16)
     weight = rng.standard_normal((rows, width), np.float32).astype(stored)
+
+    def whole(*shape):
+        return rng.integers(-8, 9, shape).astype(stored)
+
     factors = [
-        (
-            rng.integers(-8, 9, (rows, rank)).astype(stored),
-            rng.integers(-8, 9, (rank, width)).astype(BF16),
-            scale,
-        )
-        for scale in (0.8 if rounded else 0.75, 1.3, -0.7)
+        Factors(tuple((whole(rows, rank), whole(rank, width)) for _ in range(terms)), scale)
+        for scale, terms in zip((0.8 if rounded else 0.75, 1.3, -0.7), terms, strict=True)
     ]
     backend = get_backend(kind, "cpu")
     if kind == "cuda":

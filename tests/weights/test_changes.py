@@ -1,0 +1,158 @@
+"""LoHa and LoKr: every key style, their scales, slices, and PEFT's own merge as the reference."""
+
+import ml_dtypes
+import numpy as np
+import peft
+import pytest
+import torch
+
+from ltx2rt.errors import InputError
+from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.quantised import dequantised
+
+MODULE = "transformer_blocks.0.attn1.to_q"
+Q = f"model.diffusion_model.{MODULE}.weight"
+OUT, IN = 12, 10
+WEIGHT = np.random.default_rng(7).standard_normal((OUT, IN)).astype(np.float32)
+
+
+@pytest.fixture
+def merged(tmp_path):
+    """The source of a file with one weight, and a file's changes merged into it."""
+
+    def make(given, strength=1.0, weight=WEIGHT):
+        write_arrays(tmp_path / "l.safetensors", given)
+        write_arrays(tmp_path / "base.safetensors", {Q: weight})
+        dtype = "float32" if weight.dtype == np.float32 else "bfloat16"
+        loras = [open_lora(tmp_path / "l.safetensors", strength)]
+        return MergedSource(TensorFile(tmp_path / "base.safetensors"), loras, dtype)
+
+    return make
+
+
+def arrays(shapes, module=f"diffusion_model.{MODULE}", dtype=np.float32, **alpha):
+    rng = np.random.default_rng(1)
+    found = {f"{module}.{part}": rng.standard_normal(s).astype(dtype) for part, s in shapes.items()}
+    return found | {f"{module}.alpha": np.array(a, np.float32) for a in alpha.values()}
+
+
+LOHA = {"hada_w1_a": (OUT, 3), "hada_w1_b": (3, IN), "hada_w2_a": (OUT, 4), "hada_w2_b": (4, IN)}
+WHOLE = {"lokr_w1": (3, 2), "lokr_w2": (4, 5)}
+FIRST = {"lokr_w1_a": (3, 2), "lokr_w1_b": (2, 2), "lokr_w2": (4, 5)}
+SECOND = {"lokr_w1": (3, 2), "lokr_w2_a": (4, 3), "lokr_w2_b": (3, 5)}
+BOTH = {"lokr_w1_a": (3, 2), "lokr_w1_b": (2, 2), "lokr_w2_a": (4, 3), "lokr_w2_b": (3, 5)}
+
+
+def delta(found):
+    """Delta W without its scale, in float64."""
+    x = {key.rpartition(".")[2]: value.astype(np.float64) for key, value in found.items()}
+    if "hada_w1_a" in x:
+        return (x["hada_w1_a"] @ x["hada_w1_b"]) * (x["hada_w2_a"] @ x["hada_w2_b"])
+    w1, w2 = (x[w] if w in x else x[f"{w}_a"] @ x[f"{w}_b"] for w in ("lokr_w1", "lokr_w2"))
+    return np.kron(w1, w2)
+
+
+@pytest.mark.parametrize("shapes, kind, scale", [
+    (LOHA, "LoHa", 2 / 3), (WHOLE, "LoKr", 1), (FIRST, "LoKr", 2 / 2),
+    (SECOND, "LoKr", 2 / 3), (BOTH, "LoKr", 2 / 3),
+])  # fmt: skip
+def test_merged_as_numpy_has_it_whole_and_in_slices(merged, shapes, kind, scale):
+    """Slices do not meet the borders of the Kronecker product. Float32 sums of three terms: 1e-6 of what is added."""
+    given = arrays(shapes, alpha=2.0)
+    source = merged(given, 0.5)
+    expected = WEIGHT + 0.5 * scale * delta(given)
+    np.testing.assert_allclose(source.read(Q), expected, atol=2e-6, rtol=0)
+    for rows, columns in ((slice(3, 9), slice(0, IN)), (slice(5, 12), slice(3, 8))):
+        cuts = ((0, rows.start, rows.stop), (1, columns.start, columns.stop))
+        found = source.read(Q, *cuts)
+        np.testing.assert_allclose(found, expected[rows, columns], atol=2e-6, rtol=0)
+    assert source.merges[0].line().startswith(f"merged 1/1 {kind + ' modules'} of ")
+
+
+def test_any_alpha_of_a_lokr_of_whole_factors_is_unread(tmp_path):
+    """Trainers write 1e10 there."""
+    write_arrays(tmp_path / "l.safetensors", arrays(WHOLE, alpha=1e10))
+    assert open_lora(tmp_path / "l.safetensors").changes[Q].scale == 1
+
+
+@pytest.mark.parametrize(
+    "prefix", ["diffusion_model.", "transformer.", "base_model.model.", "", "lycoris_"]
+)
+@pytest.mark.parametrize("shapes", [LOHA, BOTH])
+def test_every_key_style_finds_its_weight(merged, prefix, shapes):
+    module = prefix + (MODULE.replace(".", "_") if prefix == "lycoris_" else MODULE)
+    source = merged(arrays(shapes, module))
+    assert source.touched() == {Q}
+    expected = WEIGHT + delta(arrays(shapes, module))
+    np.testing.assert_allclose(source.read(Q), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("config", [
+    peft.LoHaConfig(r=3, alpha=2, target_modules=["to_q"], init_weights=False),
+    peft.LoKrConfig(r=2, alpha=2, target_modules=["to_q"], init_weights=False, decompose_factor=3),
+    peft.LoKrConfig(r=2, alpha=2, target_modules=["to_q"], init_weights=False, decompose_both=True),
+    peft.LoKrConfig(r=64, alpha=64, target_modules=["to_q"], init_weights=False),
+], ids=["loha", "lokr", "both", "whole"])  # fmt: skip
+def test_merged_as_peft_merges_it(merged, config):
+    """Its files have no alpha, it is in their config: added here as LyCORIS has it."""
+    torch.manual_seed(0)
+    attn = torch.nn.ModuleDict({"to_q": torch.nn.Linear(36, 48, bias=False)})
+    model = torch.nn.ModuleDict(
+        {"transformer_blocks": torch.nn.ModuleList([torch.nn.ModuleDict({"attn1": attn})])}
+    )
+    base = attn["to_q"].weight.detach().clone()
+    wrapped = peft.inject_adapter_in_model(config, model)
+    state = {k: v.contiguous() for k, v in peft.get_peft_model_state_dict(wrapped).items()}
+    key = f"{next(iter(state)).rpartition('.')[0]}.alpha"
+    given = {k: v.numpy() for k, v in state.items()} | {key: np.float32(config.alpha)}
+    layer = wrapped["transformer_blocks"][0]["attn1"]["to_q"]
+    layer.merge()
+    found = merged(given, weight=base.numpy()).read(Q)
+    np.testing.assert_allclose(found, layer.weight.detach().numpy(), atol=2e-6, rtol=0)
+    assert np.abs(found - base.numpy()).max() > 0.01
+
+
+def test_bfloat16_is_rounded_once_behind_the_product(merged):
+    given, base = arrays(LOHA, dtype=ml_dtypes.bfloat16), WEIGHT.astype(ml_dtypes.bfloat16)
+    x = [value.astype(np.float32) for value in given.values()]
+    change = (np.float32(0.7) * ((x[0] @ x[1]) * (x[2] @ x[3]))).astype(base.dtype)
+    expected = (change.astype(np.float32) + base.astype(np.float32)).astype(base.dtype)
+    np.testing.assert_array_equal(merged(given, 0.7, base).read(Q), expected)
+
+
+@pytest.mark.parametrize("more, says", [
+    ({"hada_t1": np.zeros((3, 3, 1, 1))}, "hada_t1 is of a convolution or of DoRA"),
+    ({"lokr_t2": np.zeros((3, 3, 1, 1))}, "lokr_t2 is of a convolution or of DoRA"),
+    ({"dora_scale": np.zeros((OUT, 1))}, "dora_scale is of a convolution or of DoRA"),
+    ({"hada_w2_b": np.zeros((5, IN))}, r"\[5, 10\] and .*hada_w2_a \[12, 4\] are no pair"),
+    ({"hada_w2_b": np.zeros((4, 9))}, r"are \[12, 10\] and \[12, 9\], expected one shape"),
+    ({"lokr_w1": np.zeros((3, 2))}, "is no whole LoRA, LoHa or LoKr"),
+    ({"hada_w1_a": np.zeros((OUT, 3), ml_dtypes.float8_e4m3fn)}, "hada_w1_a is float8_e4m3fn, expected"),
+])  # fmt: skip
+def test_broken_files_are_refused(tmp_path, more, says):
+    given = arrays(LOHA)
+    given |= {f"diffusion_model.{MODULE}.{part}": array for part, array in more.items()}
+    write_arrays(tmp_path / "l.safetensors", given)
+    with pytest.raises(InputError, match=says):
+        open_lora(tmp_path / "l.safetensors")
+
+
+def test_one_of_another_model_is_refused(merged):
+    with pytest.raises(InputError, match=r"another model: it changes .*to_q.weight as \[15, 10\]"):
+        merged(arrays(WHOLE | {"lokr_w2": (5, 5)}))
+
+
+def test_a_float8_base_is_merged_as_the_numbers_that_it_stands_for(merged, tmp_path):
+    """And is to be quantised anew."""
+    values, scale = WEIGHT.astype(ml_dtypes.float8_e4m3fn), np.float32(0.5)
+    write_arrays(tmp_path / "fp8.safetensors", {Q: values, f"{Q}_scale": scale})
+    merged(given := arrays(BOTH))
+    lora = open_lora(tmp_path / "l.safetensors")
+    base = dequantised(TensorFile(tmp_path / "fp8.safetensors"))
+    source = MergedSource(base, [lora], "bfloat16")
+    exact = values.astype(np.float32) * scale + delta(given)
+    found, kept = source.float8(Q) or (None, None)
+    assert kept is None and found is not None
+    # the change is rounded to bfloat16 once: 2^-9 of it
+    np.testing.assert_allclose(found, exact, atol=2**-8 * np.abs(delta(given)).max(), rtol=0)
