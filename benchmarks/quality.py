@@ -93,6 +93,12 @@ ROWS = {
         pipeline="one-stage", video_modality=1, audio_modality=1
     ),
     "`one-stage`, without any guidance": _torch(pipeline="one-stage", **NONE),
+    **{
+        f"`one-stage`, guidance in {interval}": _torch(
+            pipeline="one-stage", guidance_interval=interval
+        )
+        for interval in ("0.9:1", "0.5:0.95", "0:0.9")
+    },
     "`distilled`": _torch(pipeline="distilled", lora=True),
     "`hq`": _torch(pipeline="hq"),
     "with an image": _torch(given="image"),

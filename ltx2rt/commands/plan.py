@@ -44,7 +44,7 @@ def to_text(found: Estimate) -> str:
     height, width = clip.size_px
     size = f"{width}x{height}, " if width else ""
     size += "at most " if clip.auto_duration else ""
-    wide = max(14, *(len(c.name) for c in found.costs))
+    wide = max(14, *(len(c.label) for c in found.costs))
     lines = [
         f"{clip.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); per device, estimated:",
@@ -54,7 +54,7 @@ def to_text(found: Estimate) -> str:
     ]
     for c in found.costs:
         lines.append(
-            f"{c.name:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB {c.activation_bytes / 1e9:>8.2f} GB "
+            f"{c.label:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB {c.activation_bytes / 1e9:>8.2f} GB "
             f"{c.streamed_bytes / 1e9:>6.2f} GB {c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s "
             f"{c.waits_s(kind):>6.3f} s  {_traffic(c.collectives)}"
         )

@@ -97,6 +97,7 @@ class AudioToVideo(Guided):
         guided = {
             "guidance": self.guidance,
             "plan": self.plan,
+            "interval": self.guidance_interval,
             "stg_blocks": self.stg_blocks,
             "frozen": ("audio",),
         }

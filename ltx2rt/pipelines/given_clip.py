@@ -126,6 +126,7 @@ class GivenClip(Guided):
         plan = self.plan if guided else None
         how = {
             "plan": plan,
+            "interval": self.guidance_interval,
             "guidance": self.guidance,
             "stg_blocks": self.stg_blocks or (),
             "sound": True,

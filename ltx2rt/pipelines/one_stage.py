@@ -32,6 +32,7 @@ class OneStage(Segmented, Guided):
         guided = {
             "guidance": self.guidance,
             "plan": self.plan,
+            "interval": self.guidance_interval,
             "stg_blocks": self.stg_blocks,
             "sound": True,
         }

@@ -25,7 +25,7 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.pipelines import step_plans
-from ltx2rt.pipelines.step_plans import PlanFile, parse_step_plan
+from ltx2rt.pipelines.step_plans import PlanFile, parse_interval, parse_step_plan
 from ltx2rt.session.options import (
     NO_LORA,
     LoraSpec,
@@ -547,6 +547,13 @@ class Guided(VideoRequest):
         group="sampling",
         least=0,
         most=MAX_STEPS,
+    )
+    guidance_interval: tuple[float, float] | None = flag(
+        None,
+        "noise levels in which guidance is on, above LOW and up to HIGH (default: 0:1, all)",
+        parse_interval,
+        group="guidance",
+        metavar="LOW:HIGH",
     )
     video_cfg: float = flag(
         3.0,

@@ -1,9 +1,10 @@
-"""The flags of steps that are left out: what they may hold, and the plan that they make of a schedule."""
+"""The flags of steps that are left out or not guided: what they may hold, and the plan that they make of a schedule."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.session.options import existing_file
+from ltx2rt.stages.denoise import within
 from ltx2rt.stages.schedule import shifted_sigmas
 
 FORMAT = 1  # version of a file of plans
@@ -22,6 +24,7 @@ PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = (
     "video_skip_step",
     "audio_skip_step",
 )
+INTERVAL = "guidance_interval"
 # Half and a third of 30 steps, as `ltx2rt calibrate` found them for one-stage on examples/tiny-trained;
 # scaled to other numbers of steps.
 NAMED = {
@@ -50,6 +53,20 @@ def parse_step_plan(text: str | Path | PlanFile) -> str | PlanFile:
     return PlanFile(Path(match[1]), int(match[2])) if match else PlanFile(Path(text))
 
 
+def parse_interval(text: str | Sequence[float]) -> tuple[float, float]:
+    """LOW:HIGH, or the two numbers. Raises InputError."""
+    parts = text.split(":") if isinstance(text, str) else text
+    try:
+        low, high = (float(part) for part in parts)
+        if not 0 <= low < high <= 1:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{spelled(INTERVAL)}: {str(text)[:80]!r}, expected LOW:HIGH, two noise levels with 0 <= LOW < HIGH <= 1"
+        ) from None
+    return low, high
+
+
 def spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -57,8 +74,14 @@ def spelled(name: str) -> str:
 def check(request: Any, refused: str = "") -> None:
     """One way to leave steps out at a time. refused: why the pipeline has none. Raises InputError."""
     given = [name for name in FIELDS if getattr(request, name, None) is not None]
-    if given and refused:
-        raise InputError(f"{spelled(given[0])}: {refused}")
+    interval = getattr(request, INTERVAL, None) is not None
+    if refused and (given or interval):
+        raise InputError(f"{spelled(given[0] if given else INTERVAL)}: {refused}")
+    if given and interval:
+        raise InputError(
+            f"{spelled(INTERVAL)}: given beside {spelled(given[0])}, whose steps go on from guided ones; leave one "
+            "of the two out"
+        )
     if len(given) > 1 and given != [VIDEO_SKIP, AUDIO_SKIP]:
         raise InputError(
             f"{spelled(given[1])}: given beside {spelled(given[0])}, which says for all steps which are left out; "
@@ -81,6 +104,13 @@ def resolved(request: Any) -> Any:
     if request.step_plan is not None:
         request = replace(request, step_plan=str(_named(request.step_plan, request.steps)))
     plan_of(request)
+    if (interval := getattr(request, INTERVAL)) is not None:
+        levels = shifted_sigmas(request.steps)[:-1]
+        if not within(levels, interval).any():
+            raise InputError(
+                f"{spelled(INTERVAL)}: {interval[0]:g}:{interval[1]:g} has none of the {request.steps} noise levels, "
+                f"which go from {levels[0]:g} to {levels[-1]:.3g}; widen it"
+            )
     return request
 
 

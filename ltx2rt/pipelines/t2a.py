@@ -48,6 +48,7 @@ class TextToAudio(Request):
     step_plan: str | PlanFile | None = flag_like(Guided, "step_plan")
     skip_step: int | None = flag_like(Guided, "skip_step")
     audio_skip_step: int | None = flag_like(Guided, "audio_skip_step")
+    guidance_interval: tuple[float, float] | None = flag_like(Guided, "guidance_interval")
     audio_cfg: float = flag_like(Guided, "audio_cfg")
     audio_stg: float = flag_like(Guided, "audio_stg")
     audio_rescale: float = flag_like(Guided, "audio_rescale")
@@ -101,6 +102,7 @@ class TextToAudio(Request):
         stage = Denoise(
             "stage1", sound, shifted_sigmas(self.steps), loras.of("stage1"), self.noise, self.guidance,
             self.stg_blocks, sound=True, streams=("audio",), plan=step_plans.plan_of(self),
+            interval=self.guidance_interval,
         )  # fmt: skip
         return [*self.text, stage, Sound(sound, self.num_videos)]
 

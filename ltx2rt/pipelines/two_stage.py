@@ -40,6 +40,7 @@ class TwoStage(Segmented, Guided):
         guided = {
             "guidance": self.guidance,
             "plan": self.plan,
+            "interval": self.guidance_interval,
             "stg_blocks": self.stg_blocks,
             "sound": self.audio_from == "stage1",
         }

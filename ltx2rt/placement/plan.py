@@ -52,7 +52,8 @@ class StageCost:
     weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive at once. For each
     step, without what runs before them all: flops (float8_flops of them in float8), read_bytes, the weights that it
     uses, streamed_bytes of them copied from the host, what is exchanged, by kind of collective and number of devices,
-    and its calls. float8: linears of the calls are estimated as float8 ones. runs: of their nodes.
+    and its calls. part: of a stage with several loops, which one it is. float8: linears of the calls are estimated as
+    float8 ones. runs: of their nodes.
     """
 
     name: str
@@ -66,8 +67,13 @@ class StageCost:
     streamed_bytes: int = 0
     loops: bool = False
     float8: bool = False
+    part: str = ""
     calls: Calls = field(default=(), compare=False, repr=False)
     runs: RunsById = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.part}" if self.part else self.name
 
     @property
     def peak_bytes(self) -> int:

@@ -192,7 +192,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "mesh": dict(found.session.backend.mesh),
         "stages": [
             {
-                "name": c.name,
+                "name": c.label,
                 "steps": c.steps,
                 "weights_bytes": c.weights_bytes,
                 "resident_bytes": c.weights_bytes,

@@ -79,8 +79,10 @@ def produce(
     report() is the dict of `--report`, once the frames are taken.
     """
     work: dict[str, list[float]] = {}
-    for c in session.costs(plan.stages) if on_progress else ():
-        work.setdefault(c.name, []).append(float(c.steps * c.flops))
+    for stage in plan.stages if on_progress else ():
+        if costs := session.costs([stage]):
+            flops = sum(float(c.steps * c.flops) for c in costs)
+            work.setdefault(stage.name, []).append(flops)
     built, loaded = session.backend.num_built, session.weights.loaded_bytes
     watch = Stopwatch(
         stream,

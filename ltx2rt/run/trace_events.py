@@ -40,12 +40,12 @@ def stage_events(stage: StageCost, kind: DeviceKind, process: int) -> Iterator[d
     step = Event(
         DEVICE,
         "step",
-        f"{stage.name}, one of {stage.steps} steps",
+        f"{stage.label}, one of {stage.steps} steps",
         0.0,
         timeline.clock_s,
         stage.flops,
     )
-    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": stage.name}}
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": stage.label}}
     for event in (step, *timeline.flat()):
         if event.track not in threads:
             threads[event.track] = len(threads)

@@ -31,7 +31,7 @@ from ltx2rt.pipelines.request import (
     parse_blocks,
     parse_fps,
 )
-from ltx2rt.pipelines.step_plans import PlanFile
+from ltx2rt.pipelines.step_plans import PlanFile, parse_interval, parse_step_plan
 from ltx2rt.run.plan import make_plan
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
@@ -41,7 +41,8 @@ from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, plain
 from ltx2rt.session.session import Session
 
-OFFERED = (int, float, str, bool, parse_fps, parse_blocks)  # parsers of flags that name no file
+# Parsers of flags that name no file.
+OFFERED = (int, float, str, bool, parse_fps, parse_blocks, parse_interval, parse_step_plan)
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 MAX_VIDEOS = 8  # limit for one request
 MAX_PROMPTS = 64  # limit for segments

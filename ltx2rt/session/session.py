@@ -233,9 +233,7 @@ class Session:
         """Costs of each stage that calls networks on the busiest device. held: sets of weights that are there before,
         with their bytes; recorded_bytes: what recorded steps keep there, which is not counted."""
         found, here = [], dict(held or {})
-        for stage in stages:
-            if not (calls := list(stage.needs(self.config))):
-                continue
+        for stage, part, calls in self._rows(stages):
             spread = [
                 call for call in calls if call.each
             ]  # as if one device had the largest, and no fewer than others
@@ -248,11 +246,23 @@ class Session:
             made = _kept(
                 self._costs, key, lambda s=stage, c=calls: self._cost(s.name, c), 2 * MAX_PROGRAMS
             )
-            found.append(replace(made, weights_bytes=sum(here.values()), streamed_bytes=copied))
+            made = replace(made, part=part, streamed_bytes=copied)
+            found.append(replace(made, weights_bytes=sum(here.values())))
             for left in self._left(stage):
                 here.pop(left, None)
         recorded = self.backend.device_kind in self.factory.recorded
         return beside_recorded(found, recorded_bytes) if recorded else found
+
+    def _rows(self, stages: Sequence[Needing]) -> Iterator[tuple[Needing, str, list[Call]]]:
+        """Stages that call networks, each with its calls; of a stage with several loops each loop, by its branches."""
+        for stage in stages:
+            calls = list(stage.needs(self.config))
+            if len([call for call in calls if call.steps is not None]) < 2:
+                yield from [(stage, "", calls)] if calls else []
+                continue
+            for call in calls:
+                count = call.row.branches(call.sizes) if call.row.branches else 1
+                yield stage, f"{count} branches" if count > 1 else "one branch", [call]
 
     def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
         """Enter the call's set: whole, or what it does not share with another set of its network."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,8 @@ class Denoise(Stage):
     state's latents.
 
     sampler: of `models.samplers`, eta its share of fresh noise. plan: which of Euler's steps are
-    evaluated. streams: the modalities that the clip has; frozen: those of them that are kept whole.
+    evaluated. interval: noise levels (low, high] in which guidance is on, None: all; elsewhere the
+    conditional branch runs alone. streams: the modalities that the clip has; frozen: those of them that are kept whole.
     masks: by modality f32[targets], 1 = generate, where a part is kept. What is kept is the state's
     source, or where there is none its latents.
     """
@@ -88,6 +90,7 @@ class Denoise(Stage):
     frozen: tuple[str, ...] = ()
     masks: Mapping[str, np.ndarray] = field(default_factory=dict)
     plan: StepPlan | None = None
+    interval: tuple[float, float] | None = None
 
     @property
     def branches(self) -> Branches:
@@ -118,6 +121,18 @@ class Denoise(Stage):
         """Evaluations."""
         return len(self.trajectory)
 
+    @cached_property
+    def parts(self) -> list[tuple[Branches, slice]]:
+        """The evaluations in order, in parts that run the same branches: one, or of an interval up to three."""
+        if self.interval is None or self.branches == Branches():
+            return [(self.branches, slice(0, self.steps()))]
+        guided = within(self.trajectory.sigmas[:, 0], self.interval)
+        starts = [0, *(np.flatnonzero(np.diff(guided)) + 1).tolist()]
+        return [
+            (self.branches if guided[start] else Branches(), slice(start, stop))
+            for start, stop in pairwise([*starts, len(guided)])
+        ]
+
     @property
     def made(self) -> tuple[str, ...]:
         return tuple(m for m in self.streams if m not in self.frozen)
@@ -137,9 +152,14 @@ class Denoise(Stage):
         return self._states([conditioning.blank() for conditioning in self.given], {})
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
+        """A loop for each part; with room for all steps, so that other plans and intervals use its program."""
         shape, _ = self.shape(model, self.blank)
-        room = len(self.sigmas) - 1 if self.plan else 0
-        yield Call("guided-step", shape, steps=self.steps(), loras=self.loras, room=room)
+        room = len(self.sigmas) - 1 if self.plan or self.interval else 0
+        for branches, part in self.parts:
+            blocks = shape.stg_blocks if branches.perturbed else ()
+            sizes = replace(shape, branches=branches, stg_blocks=blocks)
+            steps = part.stop - part.start
+            yield Call("guided-step", sizes, steps=steps, loras=self.loras, room=room)
 
     def shape(
         self, model: ModelConfig, states: Mapping[str, ModalityState]
@@ -170,14 +190,10 @@ class Denoise(Stage):
         states = self._states(
             state.given.get(self.name, []), {m: x for m, x in kept.items() if x is not None}
         )
-        (call,) = self.needs(session.config)
         shape, feeds = self.shape(session.config, states)
         if shape.masked:
             feeds["video_attention_mask"] = states["video"].attention()
         packing = {"video": pack_video, "audio": pack_audio}
-        uncond = self.branches.uncond
-        for m in self.streams:
-            feeds[f"{m}_context"] = state.contexts[m][: 2 if uncond and m in self.made else 1]
         for m in self.made:
             x, start = states[m], latents[m]
             noise = self.noise.draw(f"{self.name}.{m}", x.shape[1:])
@@ -188,13 +204,22 @@ class Denoise(Stage):
             feeds |= {f"{m}_{name}": np.zeros_like(noise) for name in CARRIED[self.stepping]}
             state.put(f"{self.name}.{m}.noise", noise)
             state.put(f"{self.name}.{m}.start", feeds[f"{m}_latent"])
-        feeds["guidance"] = self.guidance
-        per_step = self._per_step(state)
-        session.load(call)
+        per_step, calls = self._per_step(state), list(self.needs(session.config))
+        session.load(calls[0])
         trail: dict[str, list[np.ndarray]] = {}
-        last: dict = {}
-        with watch.stage(self.name, min(self.steps(), state.max_steps or self.steps())) as done:
-            for last in session.denoise(call, feeds, per_step, state.max_steps):
+        carried = [f"{m}_{name}" for m in self.made for name in ("latent", *CARRIED[self.stepping])]
+        counts = [min(call.steps or 0, state.max_steps or self.steps()) for call in calls]
+
+        def run() -> Iterator[dict]:
+            for call, count, (branches, part) in zip(calls, counts, self.parts, strict=True):
+                rows, last = {name: values[part] for name, values in per_step.items()}, {}
+                given = feeds | self._guided(branches, state)
+                for last in session.denoise(call, given, rows, count):
+                    yield last
+                feeds.update({name: session.backend.to_host(last[name]) for name in carried})
+
+        with watch.stage(self.name, sum(counts)) as done:
+            for last in run():
                 if state.keep:
                     for m in self.made:
                         trail.setdefault(f"{m}.steps", []).append(
@@ -209,7 +234,7 @@ class Denoise(Stage):
                         lambda x=last: self._video(states, session.backend.to_host(x["video_x0"]))
                     )
                 watch.check()
-            found = {m: session.backend.to_host(last[f"{m}_latent"]) for m in self.made}
+            found = {m: feeds[f"{m}_latent"] for m in self.made}
         found |= {m: np.repeat(states[m].clean, self.num_videos, axis=0) for m in self.frozen}
         if "video" in found:
             frame = replace(self.geometry, frames=1)
@@ -231,6 +256,15 @@ class Denoise(Stage):
         if self.sound:
             state.sound = state.audio
             state.put("audio_latent", state.sound)
+
+    def _guided(self, branches: Branches, state: State) -> dict[str, np.ndarray]:
+        """The inputs that the branches of a part decide."""
+        found = {"guidance": self.guidance}
+        for m in self.streams:
+            found[f"{m}_context"] = state.contexts[m][
+                : 2 if branches.uncond and m in self.made else 1
+            ]
+        return found
 
     def _video(self, states: Mapping[str, ModalityState], tokens: np.ndarray) -> np.ndarray:
         """The clip's own of the stage's tokens, as [videos, C, frames, rows, columns]."""
@@ -283,6 +317,12 @@ class Denoise(Stage):
                 if kind == "steps"
                 else ((name, even), (f"{m}.{middle}", odd))
             )
+
+
+def within(sigmas: np.ndarray, interval: tuple[float, float]) -> np.ndarray:
+    """bool[n]: the noise levels that are above the interval's lower end and at most its upper one."""
+    low, high = map(np.float32, interval)
+    return (sigmas > low) & (sigmas <= high)
 
 
 def standardised(noise: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import json
 import pytest
 from PIL import Image, ImageFile
 
+from ltx2rt.pipelines import make_request
 from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
@@ -102,3 +103,26 @@ def test_pixels_are_not_decoded_where_requests_are_planned(admission, tmp_path, 
     (tmp_path / digest).write_bytes(b"no image")
     with pytest.raises(Refusal, match="no readable image"):
         found.admit({**CLIP, "images": images})
+
+
+def test_steps_that_are_left_out_or_not_guided(admission):
+    """The worker reads the job as the client meant it."""
+    found = admission("tiny-2.3", distilled_lora=NO_LORA)
+    given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "num_frames": 9}
+    exact = found.admit(given)
+    for more, kept in (
+        ({"guidance_interval": "0.3:0.9"}, [0.3, 0.9]),
+        ({"step_plan": "1:0,4,8"}, "1:0,4,8"),
+    ):
+        ((name, _),) = more.items()
+        one = found.admit({**given, **more})
+        job = json.loads(json.dumps(one.job))["clip"]
+        assert job[name] == kept and one.work < exact.work
+        assert make_request("one-stage", **job).settings()[name] == kept
+    for more, says in (
+        ({"guidance_interval": "1"}, "expected LOW:HIGH"),
+        ({"guidance_interval": "0:0.01"}, "has none of the 30 noise levels"),
+        ({"step_plan": "/etc/passwd"}, "a file cannot be sent"),
+    ):
+        with pytest.raises(Refusal, match=says):
+            found.admit({**given, **more})
