@@ -23,7 +23,7 @@ from ltx2rt_cuda.ops import DTYPES, encode
 from ltx2rt.backend import TensorSource
 from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import Graph
-from ltx2rt.graph.ir import Cut, Type, numbered
+from ltx2rt.graph.ir import Cut, Layout, Type, numbered
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
