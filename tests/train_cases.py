@@ -45,11 +45,11 @@ def step(generation: str, batch: int = BATCH) -> tuple[Graph, dict[str, np.ndarr
     return graph, feeds
 
 
-def placed(generation: str, mesh: dict[str, int]) -> Graph:
+def placed(generation: str, mesh: dict[str, int], weights_dtype: str | None = None) -> Graph:
     graph, _ = step(generation, BATCH // mesh.get("data", 1))
     adapters = Adapters(frozenset(modules(graph)), RANK, SCALE)
     return Placement(
-        PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"], mesh, adapters=adapters
+        PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"], mesh, weights_dtype, adapters
     ).local(graph, "transformer")
 
 

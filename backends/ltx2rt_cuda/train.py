@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ltx2rt.backend import MOMENTS, AdamW
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.adapters import MARK
-from ltx2rt.passes.quantise import trainable
+from ltx2rt.passes.quantise import differentiable
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.lower import Repeat
 from ltx2rt_cuda.ops import OPS
@@ -44,7 +44,7 @@ class Trainer:
     def __init__(
         self, backend: CudaBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool
     ):
-        trainable(graph)
+        differentiable(graph)
         graph = FACTORY.as_run(graph, backend.device_kind, train=True)
         self.graph, self.backend, self.weights, self.optimiser = graph, backend, weights, optimiser
         self.position = backend.position.on(graph.mesh)

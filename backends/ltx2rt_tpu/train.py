@@ -24,7 +24,7 @@ from ltx2rt.backend import MOMENTS, AdamW
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.adapters import MARK
-from ltx2rt.passes.quantise import trainable
+from ltx2rt.passes.quantise import differentiable
 from ltx2rt_tpu.factory import FACTORY
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.program import compiler_options, device_kind, on_mesh, ops_for
@@ -38,7 +38,7 @@ class Gradients:
     """Losses and gradients of one batch, a jitted function of (parameters, frozen, inputs, weights of the losses)."""
 
     def __init__(self, graph: Graph, place: Sharding, remat: bool):
-        trainable(graph)
+        differentiable(graph)
         self.graph = FACTORY.as_run(graph, device_kind(place), train=True)
         self.place, self.remat, self.ops = place, remat, ops_for(place)
         options = compiler_options(graph, place)

@@ -53,7 +53,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 def run_flags(to: Any) -> None:
     to.epilog = EXAMPLE
-    add_flags(to, ModelOptions, backend="auto", only=(*READ, "assume", "num_gpus"))
+    add_flags(to, ModelOptions, backend="auto", only=(*READ, "weights_dtype", "assume", "num_gpus"))
     add_flags(to, TrainRequest)
 
 

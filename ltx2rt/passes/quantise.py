@@ -18,14 +18,12 @@ from collections import Counter
 from dataclasses import replace
 
 from ltx2rt.errors import GraphError, InputError
-from ltx2rt.graph.encodings import ENCODINGS
+from ltx2rt.graph.encodings import ENCODINGS, has_products
 from ltx2rt.graph.ir import Graph, Layout, Node, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
-from ltx2rt.passes.unpack import declared_fields
+from ltx2rt.passes.unpack import GATE, declared_fields
 from ltx2rt.passes.unroll import iteration
-
-GATE = ("heads",)  # the result axes of a head gate
 
 
 def quantise(graph: Graph, encoding: str) -> Graph:
@@ -55,6 +53,14 @@ def trainable(graph: Graph) -> None:
     if any(layout.encoding for layout in graph.all_layouts().values()):
         raise GraphError(
             f"{graph.name}: its weights are kept in 8 bits or less; pass the graph before quantisation"
+        )
+
+
+def differentiable(graph: Graph) -> None:
+    """Raise GraphError if products of the graph have no gradient with respect to their activations."""
+    if has_products(graph):
+        raise GraphError(
+            f"{graph.name}: it multiplies in 8 bits, which has no gradient; decode the weights, as `kept_as` does"
         )
 
 

@@ -4,7 +4,8 @@ Two passes, because all that lies between them is the same for every encoding.
 
 keep requires the graph of one device, placed or not. Weights of linears that are stored in one encoding, on every
 layer, are marked with it, if a slice of the rows of a device ends where numbers are decoded together; all others are
-decoded while they are loaded. Nothing else changes.
+decoded while they are loaded. Nothing else changes. kept_as marks the large linears of all blocks with one encoding,
+whatever they are stored in: for training beside them, where every product needs the numbers and none their gradient.
 
 unpack ends what marks: a marked parameter becomes the parameters of its fields, and an `unpack` in front of its first
 reader makes the matrix of them. So one matrix at a time takes the memory of its decoded numbers.
@@ -20,6 +21,8 @@ from ltx2rt.graph.ir import Graph, Layout, Type, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
+GATE = ("heads",)  # the result axes of a head gate, a linear of one number a head
+
 
 def keep(graph: Graph, stored: Mapping[str, str]) -> Graph:
     """stored: encodings by the names of tensors."""
@@ -32,6 +35,19 @@ def keep(graph: Graph, stored: Mapping[str, str]) -> Graph:
         if (encoding := _common(layouts[name], params[name][1], stored)) is not None
     }
     return _marked(graph, marked)
+
+
+def kept_as(graph: Graph, encoding: str) -> Graph:
+    """encoding: of `encodings.QUANTISED`."""
+    layouts = graph.all_layouts()
+    blocks = {name for repeat in graph.repeats for name in repeat.body.params if "*" in name}
+    small = {
+        node.inputs[1].name
+        for node, _ in graph.walk()
+        if node.op == "linear" and tuple(node.attrs["out"]) == GATE
+    }
+    chosen = (_weights(graph) & blocks) - small
+    return _marked(graph, {name: replace(layouts[name], encoding=encoding) for name in chosen})
 
 
 def _weights(graph: Graph) -> set[str]:

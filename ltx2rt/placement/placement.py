@@ -23,7 +23,7 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.passes.quantise import quantise
 from ltx2rt.passes.share import share
-from ltx2rt.passes.unpack import keep, unpack
+from ltx2rt.passes.unpack import keep, kept_as, unpack
 from ltx2rt.placement.mesh import FSDP, stage_mesh, text_mesh
 from ltx2rt.placement.profiles import Profile, Rules
 
@@ -84,7 +84,7 @@ def _quantised(graph: Graph, on: Placement, network: str, steps: int | None) -> 
             f"--weights-dtype: a row of {on.weights_dtype} and its scale stay together, {FSDP}={on.mesh[FSDP]} cuts "
             "weights along D; leave one of the two out"
         )
-    return quantise(graph, on.weights_dtype)
+    return (kept_as if on.adapters else quantise)(graph, on.weights_dtype)
 
 
 def _shared(graph: Graph, on: Placement, network: str, steps: int | None) -> Graph:

@@ -8,6 +8,7 @@ attention the 2.5 of a flash kernel's backward pass, an exchange its transpose, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -93,12 +94,17 @@ def training_memory(graph: Graph, remat: bool) -> TrainingMemory:
     kept, block = sum(v.type.nbytes for v in graph.inputs.values()), 0
     for repeat in graph.repeats:
         carries = list(repeat.body.inputs.values())[: repeat.num_carries]
-        values = _values_bytes(repeat.body)
-        kept += repeat.count * (sum(v.type.nbytes for v in carries) if remat else values)
-        block = max(block, 2 * values if remat else activation_bytes(repeat.body))
+        values, decoded = _values_bytes(repeat.body)
+        kept += repeat.count * (sum(v.type.nbytes for v in carries) if remat else values + decoded)
+        block = max(block, 2 * values + decoded if remat else activation_bytes(repeat.body))
     return TrainingMemory(weight_bytes([graph]) - adapters, state, kept, block)
 
 
-def _values_bytes(body: Graph) -> int:
-    """All that a block computes, but for views: at least what its backward pass reads."""
-    return sum(v.type.nbytes for node in body.nodes if node.op not in VIEWS for v in node.outputs)
+def _values_bytes(body: Graph) -> tuple[int, int]:
+    """Bytes of all that a block computes, but for views: at least what its backward pass reads. Then
+    those of the weights that it decodes, which have no gradient."""
+    sizes = Counter[bool]()
+    for node in body.nodes:
+        if node.op not in VIEWS:
+            sizes[node.op == "unpack"] += sum(v.type.nbytes for v in node.outputs)
+    return sizes[False], sizes[True]

@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import Any
 
 from ltx2rt.backend import get_factory
-from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.placement.devices import DeviceKind, device_kind
@@ -66,8 +65,6 @@ def datasheet_step(
     flags: Mapping[str, Any],
 ) -> Iterator[Step]:
     """The step that `train run` would make on these devices. flags: as given, those of READ. Raises InputError."""
-    if options.weights_dtype:
-        raise InputError("--weights-dtype: float8 weights have no gradient yet; leave the flag out")
     if devices > 1 and not options.mesh and get_factory(kind.backend).process_per_device:
         options = replace(options, mesh={"data": devices})
     fields = TrainRequest.__dataclass_fields__

@@ -191,10 +191,6 @@ class Run:
             targets=request.targets or mode.targets,
             first_frame=mode.first_frame if request.first_frame is None else request.first_frame,
         )
-        if session.options.weights_dtype:
-            raise InputError(
-                "--weights-dtype: float8 weights have no gradient yet; leave the flag out"
-            )
         if session.options.loras:
             raise InputError(
                 "--lora: a LoRA beside the one that is trained is not taken yet; leave the flag out"
@@ -330,6 +326,7 @@ class Run:
             "base": self.base,
             "data": str(hash_of(data)),
             "dtype": self.session.dtype,
+            "weights_dtype": self.session.options.weights_dtype,
             "samples": self.batch * self.request.accumulate,
             "request": r,
         }
@@ -353,6 +350,12 @@ class Run:
             raise InputError(
                 f"--batch: a step of {now} samples, {path} was begun with {begun}; choose --batch, "
                 f"--accumulate and the mesh axis data so that their product is {begun}"
+            )
+        ours, theirs = (x.get("weights_dtype") or "none" for x in (self.about, about))
+        if ours != theirs:
+            raise InputError(
+                f"--weights-dtype: {ours}, {path} was begun with {theirs}; give the same to continue it, "
+                "or another --output"
             )
         if about["data"] != self.about["data"] or about["dtype"] != self.about["dtype"]:
             raise InputError(

@@ -23,6 +23,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.train.recipe import group_of, initial, targeted
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.files import cut
+from ltx2rt.weights.quantised import Fields, stored_fields
 
 
 class WithAdapters:
@@ -41,6 +42,9 @@ class WithAdapters:
         return (
             cut(self.arrays[name], *cuts) if name in self.arrays else self.source.read(name, *cuts)
         )
+
+    def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
+        return stored_fields(self.source, format, name, *cuts)
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class Step:
         if self.session.backend.agree(m.total > free):
             ways = ["a smaller bucket"]
             ways += ["--remat block"] * (not self.remat) + ["--batch 1"] * (self.batch > 1)
+            ways += ["--weights-dtype int8"] * (not self.session.options.weights_dtype)
             raise InputError(
                 f"no room: a training step needs {m.total / 1e9:.3g} GB ({in_words(m)}), {free / 1e9:.3g} GB are "
                 f"free; try {', '.join(ways)}, or more devices that share the weights: --mesh tensor=N"

@@ -4,15 +4,19 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from train_cases import OPTIMISER, WEIGHTS, parameters, placed, step, trained, trainer
 from train_ranks import MESHES, label
 from virtual import xla_flags
 
 from ltx2rt.backend import MOMENTS, get_backend
+from ltx2rt.graph.encodings import QUANTISED, decoded
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.testing import ArraySource
 
@@ -75,6 +79,46 @@ def test_gradients_are_the_slopes_of_the_interpreter():
 def test_a_rematerialised_step_is_a_kept_one(generation):
     kept, anew = once("cuda", generation, False), once("cuda", generation)
     assert all(np.array_equal(kept[name], x) for name, x in anew.items())
+
+
+def _numpy(field) -> np.ndarray:
+    """torch gives no float8 to numpy."""
+    if isinstance(field, torch.Tensor) and field.dtype == torch.float8_e4m3fn:
+        return field.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    return np.asarray(field)
+
+
+@pytest.mark.parametrize("encoding", QUANTISED)
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_a_base_in_8_bits_trains_as_its_decoded_copy(kind, encoding):
+    """All blocks are encoded, from the first to the last, and each matrix is decoded anew in the backward pass."""
+    graph, plain, backend = (
+        placed("2.3", {}, encoding),
+        placed("2.3", {}),
+        get_backend(kind, "cpu", {}),
+    )
+    kept = {
+        name
+        for parameter, layout in graph.all_layouts().items()
+        if layout.encoding == encoding
+        for layer in range(graph.all_params()[parameter][1])
+        for name in layout.names(layer)
+    }
+    assert len(kept) > 20 and kept < parameters("2.3").keys()
+    encode = import_module(f"ltx2rt_{kind}.ops").encode
+    ends = dict(parameters("2.3"))
+    for name in kept:
+        fields = encode(encoding, torch.tensor(ends[name]) if kind == "cuda" else ends[name])
+        ends[name] = decoded(encoding, [_numpy(x) for x in fields])
+    runs = []
+    for each, source in ((graph, parameters("2.3")), (plain, ends)):
+        weights = backend.load([each], ArraySource(source))
+        made = backend.trainer(each, weights, OPTIMISER, True)
+        runs.append(trained(made, step("2.3")[1]))
+    found, expected = map(gradients, runs)
+    assert {
+        name: d for name, x in expected.items() if (d := distance(found[name], x)) > CLOSE
+    } == {}
 
 
 def case(mesh: dict[str, int]):

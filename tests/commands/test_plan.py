@@ -294,11 +294,15 @@ def test_a_training_step_is_planned(command):
     text = command(*TRAIN, "--device-kind", "h200")[1]
     assert "training step of 1 clip of 64x64x17 (video and audio), LoRA of rank 4" in text
     assert "memory       fits" in text
+    eight = json.loads(
+        command(*TRAIN, "--device-kind", "h200", "--weights-dtype", "int8", "--json")[1]
+    )
+    assert eight["weights_bytes"] < 0.8 * one["weights_bytes"]  # not only blocks have weights here
+    assert eight["flops"] == one["flops"] and eight["block_bytes"] > one["block_bytes"]
 
 
 def test_a_training_step_that_is_not_planned(command):
     for words, why in (
-        (("--weights-dtype", "float8"), "float8 weights have no gradient yet"),
         (("--devices", 2, "--mesh", "guidance=2"), "a training step has no guidance branches"),
         (("--train", "60x64x9"), "--train: 60x64x9, sides are multiples of 32"),
         (("--width", 64), "--width: a training step does not read it"),

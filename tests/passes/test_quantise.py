@@ -27,6 +27,7 @@ from ltx2rt.models import transformer
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
+from ltx2rt.passes.quantise import differentiable
 from ltx2rt.passes.quantise import quantise as quantised
 from ltx2rt.placement.cost import float8_flops, flops, touched_bytes, weight_bytes
 from ltx2rt.placement.placement import Placement
@@ -244,6 +245,12 @@ def test_quantised_graph_is_no_module_to_train():
         match="its weights are kept in 8 bits or less; pass the graph before quantisation",
     ):
         as_module(quantise(stack()))
+
+
+def test_products_in_8_bits_have_no_gradient():
+    differentiable(stack())
+    with pytest.raises(GraphError, match="multiplies in 8 bits, which has no gradient"):
+        differentiable(quantise(stack()))
 
 
 def test_costs_are_read_off_the_graph():

@@ -192,6 +192,9 @@ def test_data_that_is_refused(model, cache, tmp_path, capsys):
 
 def test_runs_that_are_not_continued(model, cache, undisturbed, tmp_path, capsys):
     assert "--rank: 3" in refused(capsys, model, "run", *options(cache, undisturbed, rank=3))
+    words = (*options(cache, undisturbed), "--weights-dtype", "int8")
+    line = refused(capsys, model, "run", *words)
+    assert f"--weights-dtype: int8, {undisturbed} was begun with none" in line
     other = tmp_path / "other"
     make_checkpoint("tiny-2.3", "official", other, seed=1)
     about = undisturbed / "state" / "000004" / "state.json"
@@ -263,7 +266,7 @@ def test_a_step_that_has_no_room_is_refused_before_a_weight_is_read(
     words = options(cache, tmp_path / "run", remat="none", batch=2)
     line = refused(capsys, model, "run", *words)
     assert "no room: a training step needs" in line and "0.001 GB are free" in line
-    assert "--remat block, --batch 1, or more devices that share the weights" in line
+    assert "--remat block, --batch 1, --weights-dtype int8, or more devices that share" in line
 
 
 def test_sound_alone(model, tmp_path):
@@ -295,6 +298,18 @@ def test_sound_alone(model, tmp_path):
     )
     names = list(TensorFile(tmp_path / "run" / "lora-000002.safetensors").names())
     assert names and all("audio_" in name for name in names)
+
+
+def test_a_base_in_8_bits_is_trained_on(model, cache, tmp_path):
+    """Its losses are near those of the base as it is, and another."""
+    rows = []
+    for name, words in (("plain", ()), ("int8", ("--weights-dtype", "int8"))):
+        output = tmp_path / name
+        assert run_train(model, "run", *options(cache, output, steps=2), *words) == 0
+        rows.append(json.loads((output / "metrics.jsonl").read_text().splitlines()[0]))
+    plain, eight = (row["video_loss"] for row in rows)
+    # a weight is off by 1 / 254 of its row's largest at most, the loss by less than that in the mean
+    assert plain != eight == pytest.approx(plain, rel=0.02)
 
 
 def test_states_name_unknown_runs():

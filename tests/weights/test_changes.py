@@ -152,7 +152,7 @@ def test_a_float8_base_is_merged_as_the_numbers_that_it_stands_for(merged, tmp_p
     base = dequantised(TensorFile(tmp_path / "fp8.safetensors"))
     source = MergedSource(base, [lora], "bfloat16")
     exact = values.astype(np.float32) * scale + delta(given)
-    found, kept = source.float8(Q) or (None, None)
+    found, kept = source.stored("float8", Q) or (None, None)
     assert kept is None and found is not None
     # the change is rounded to bfloat16 once: 2^-9 of it
     np.testing.assert_allclose(found, exact, atol=2**-8 * np.abs(delta(given)).max(), rtol=0)

@@ -568,7 +568,7 @@ def test_a_lora_on_a_gguf_matrix_is_added_in_float32(apart, tmp_path, rng):
         [open_lora(tmp_path / "l.safetensors")],
         "bfloat16",
     )
-    expected = merge(file.read(name), [(up, down, 1.0)], True)
+    expected = merge(file.read(name), [([(up, down)], 1.0)], True)
     assert expected.dtype == np.float32
     np.testing.assert_array_equal(merged.read(name), expected)
 

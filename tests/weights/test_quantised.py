@@ -297,8 +297,8 @@ def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blo
         source, [open_lora(tmp_path / "l.safetensors", 8.0)], "bfloat16", backend.merge
     )
     weight = arrays[f"{Q}weight"].astype(np.float32) * arrays[f"{Q}weight_scale"]
-    exact = merge(weight, [(up, down, 8.0)], True)
-    delta = merge(np.zeros((32, 32), BF16), [(up, down, 8.0)], True)
+    exact = merge(weight, [([(up, down)], 8.0)], True)
+    delta = merge(np.zeros((32, 32), BF16), [([(up, down)], 8.0)], True)
     np.testing.assert_array_equal(exact, weight + delta.astype(np.float32))
 
     name = f"{Q.replace('.1.', '.1+*.')}weight"
