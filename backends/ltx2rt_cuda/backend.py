@@ -123,7 +123,8 @@ class CudaBackend:
         """One parameter on the device: that of `base`, unless it is made from changed tensors, else a new one."""
         layout, name = layouts[declared], numbered(declared, layer)
         pieces = list(layout.pieces(coordinates, layer))
-        if name in base and changed.isdisjoint(piece for piece, *_ in pieces):
+        same = name in base and base[name].dtype == DTYPES[type.dtype]  # not kept in one set alone
+        if same and changed.isdisjoint(piece for piece, *_ in pieces):
             return base[name]
         return self._tensor(source, pieces, layout, type)
 

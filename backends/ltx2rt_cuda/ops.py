@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ltx2rt_kernels.choose import kernel, launched, why_not
 from torch import Tensor
 
-from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY
+from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
 from ltx2rt.graph.fused import divided, grouped, pairs, rows_per_token, snake_windows
 from ltx2rt_cuda.attention import attention as attend
 from ltx2rt_cuda.attention import attention_part as attend_part
@@ -762,6 +762,10 @@ class TorchOps:
         return _table(table, index.device)[index.int()]
 
     @staticmethod
+    def rotate(x: Tensor, size: int) -> Tensor:
+        return x @ _rotation(size, x.device)
+
+    @staticmethod
     def largest(x: Tensor) -> Tensor:
         return x.amax(1, keepdim=True)
 
@@ -773,6 +777,11 @@ class TorchOps:
 @cache
 def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@cache
+def _rotation(size: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(rotation(size)).to(device)
 
 
 def encode(encoding: str, x: Tensor) -> tuple[Tensor, ...]:

@@ -114,8 +114,13 @@ class TpuBackend:
                 if name in weights:
                     continue
                 touched = (part for i in range(count) for part in layouts[name].names(i))
-                if base is not None and name in base and changed.isdisjoint(touched):
-                    weights[name] = base[name]
+                other = (base or {}).get(name)
+                if (
+                    other is not None
+                    and other.dtype == value.type.dtype
+                    and changed.isdisjoint(touched)
+                ):
+                    weights[name] = other
                 else:
                     array = stacked(encoded, name, layouts[name], value.type, count, place)
                     weights[name] = laid_out(array, abstract[name].format)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
 
-from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY
+from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
 from ltx2rt.graph.fused import snake_windows
 from ltx2rt.graph.ops import window_blocks
 from ltx2rt_tpu.factory import LEAST_BYTES
@@ -166,6 +166,10 @@ class JaxOps:
         for i, value in enumerate(table[1:], 1):
             found = jnp.where(index == i, jnp.float32(value), found)
         return found
+
+    @staticmethod
+    def rotate(x: Array, size: int) -> Array:
+        return jnp.matmul(x, rotation(size), precision=lax.Precision.HIGHEST)
 
     @staticmethod
     def largest(x: Array) -> Array:

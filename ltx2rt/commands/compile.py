@@ -179,7 +179,7 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
     stages = request.all_stages(session.config, session.options, loras)
     asked, seen = target.components or COMPILED, set()
     for stage in stages:
-        calls = list({call.program: call for call in stage.needs(session.config)}.values())
+        calls = list({session.key(call): call for call in stage.needs(session.config)}.values())
         if any(call.each for call in calls):
             largest = max(
                 (c for c in calls if c.each),
@@ -190,9 +190,9 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
         if number is not None and target.stage not in (None, number):
             continue
         for call in calls:
-            if number is None and call.program in seen:  # another window of the same size
+            if number is None and session.key(call) in seen:  # another window of the same size
                 continue
-            seen.add(call.program)
+            seen.add(session.key(call))
             if call.steps is None:
                 if call.network in asked:
                     part = "each" if call.each else None

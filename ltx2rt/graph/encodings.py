@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -24,6 +25,9 @@ FLOAT8_STEP = float(
     np.float32(1 / 448)
 )  # 448 is the largest e4m3 number; compilers make division a product anyway
 FLOAT8_TINY = 1e-30  # the largest number of a row is taken to be no smaller
+HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
+# What four bits of nvfp4 stand for; the highest is the sign.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT8_STEP = float(np.float32(1 / 127))
 
 
@@ -69,6 +73,19 @@ def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (x / scale).astype(ml_dtypes.float8_e4m3fn), scale
 
 
+@cache
+def rotation(size: int) -> np.ndarray:
+    """The regular Hadamard matrix of a power of 4 as f32[size, size]: symmetric, its own inverse."""
+    power = next(power for power in range(1, 7) if 4**power == size)
+    return reduce(np.kron, [HADAMARD / 2] * power)
+
+
+@cache
+def _e4m3_numbers() -> np.ndarray:
+    """f32[256]: what each byte stands for."""
+    return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
 class NumpyOps:
     """The namespace of the definitions, in numpy."""
 
@@ -76,6 +93,8 @@ class NumpyOps:
 
     @staticmethod
     def cast(x: np.ndarray, dtype: str) -> np.ndarray:
+        if x.dtype == ml_dtypes.float8_e4m3fn:  # numpy's own cast is several times slower
+            return _e4m3_numbers()[x.view(np.uint8)]
         return x.astype(dtype)
 
     @staticmethod
@@ -91,6 +110,11 @@ class NumpyOps:
     def lookup(table: tuple[float, ...], index: np.ndarray) -> np.ndarray:
         """The float32 at each place of a table of 16."""
         return np.array(table, np.float32)[index]
+
+    @staticmethod
+    def rotate(x: np.ndarray, size: int) -> np.ndarray:
+        """float32 [n, size] times `rotation(size)`."""
+        return x @ rotation(size)
 
     @staticmethod
     def largest(x: np.ndarray) -> np.ndarray:
@@ -244,8 +268,30 @@ def _gguf(name: str, weights: int, size: int, blocks: Callable[..., Any], *halve
     return Encoding(name, fields, decode, group=weights, halves=halves)
 
 
+def _rotated(size: int) -> Encoding:
+    """Whole numbers that were rotated `size` at a time. They are turned back before they are scaled:
+    their sums are exact, so that one rounding is all."""
+
+    def decode(o: Any, values: Any, scale: Any) -> Any:
+        rows, n = values.shape
+        turned = o.rotate(o.cast(values, "float32").reshape(rows * n // size, size), size)
+        return turned.reshape(rows, n) * scale
+
+    return Encoding(f"int8 rotated by {size}", _INT8_ROWS, decode, group=size)
+
+
+def _nvfp4(o: Any, halves: Any, scales: Any, scale: Any) -> Any:
+    """Two e2m1 numbers a byte, the high half first, an e4m3 scale for 16, and a float32 for all."""
+    rows, half = halves.shape
+    numbers = o.lookup(E2M1, o.stack([halves >> 4, halves & 15], 2))
+    numbers = numbers.reshape(rows, half // 8, 16) * o.cast(scales, "float32")[:, :, None]
+    return numbers.reshape(rows, 2 * half) * scale
+
+
 ROW_SCALE = Field(" scale", "float32", weights=0)
 _E4M3_ROWS = (Field("", E4M3), ROW_SCALE)
+_NVFP4 = (Field("", "uint8", 1, 2), Field(" scales", E4M3, 1, 16), ROW_SCALE)
+_INT8_ROWS = (Field("", "int8"), ROW_SCALE)
 
 ENCODINGS = {
     row.name: row
@@ -254,7 +300,11 @@ ENCODINGS = {
             "float8", _E4M3_ROWS, _scaled_rows, lambda o, x: o.quantise_rows(x),
             product="linear_float8",
         ),
-        Encoding("int8", (Field("", "int8"), ROW_SCALE), _scaled_rows, _int8_rows),
+        Encoding("int8", _INT8_ROWS, _scaled_rows, _int8_rows),
+        Encoding("stored float8", _E4M3_ROWS, _scaled_rows, format="float8"),
+        Encoding("stored int8", _INT8_ROWS, _scaled_rows, format="int8"),
+        *(_rotated(4**power) for power in range(1, 7)),
+        Encoding("nvfp4", _NVFP4, _nvfp4, group=16),
         _gguf("Q4_0", 32, 18, _q4_0, 0),
         _gguf("Q4_1", 32, 20, _q4_1, 0, 2),
         _gguf("Q5_0", 32, 22, _q5_0, 0),
@@ -270,6 +320,8 @@ ENCODINGS = {
     )
 }  # fmt: skip
 QUANTISED = tuple(name for name, row in ENCODINGS.items() if row.encode)  # `--weights-dtype`
+# Encodings in which files are kept, by what stored matrices are called.
+KEPT = {row.format or row.name: row.name for row in ENCODINGS.values() if not row.encode}
 
 
 def has_products(graph: Graph) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import groupby
 
+from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.graph.ir import Graph, Layout, Node, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
@@ -45,6 +47,15 @@ def pack(graph: Graph) -> Graph:
     return result
 
 
+def _joined(out: Graph, values: list[Value], layouts: dict[str, Layout]) -> Value:
+    """One parameter for those of one encoding, joined along their rows."""
+    name = " | ".join(v.name for v in values)
+    rows = sum(v.type.shape[0] for v in values)
+    parts = tuple(part for v in values for part in layouts[v.name].parts)
+    out.layouts[name] = replace(layouts[values[0].name], parts=parts)
+    return out.parameter(name, values[0].type.replaced(0, 1, {"packed": rows}))
+
+
 def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
     """Linears to pack, each group in execution order. A parameter that two nodes read is left alone."""
     readers = Counter(id(v) for node in graph.nodes for v in node.inputs)
@@ -66,12 +77,18 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
             node.attrs["contract"],
             splits,
             weight.type.dtype,
-            layouts[weight.name].encoding,
+            _quantised(layouts[weight.name]),
             len(others),
             "*" in weight.name,
         )
         found.setdefault(key, []).append(node)
     return [nodes for nodes in found.values() if len(nodes) > 1]
+
+
+def _quantised(layout: Layout) -> str | None:
+    """Weights that are kept as they are stored are joined with any others, once they are decoded: so that the product
+    is the one of decoded weights, bit for bit."""
+    return layout.encoding if layout.encoding in QUANTISED else None
 
 
 def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[str, Layout]) -> None:
@@ -80,11 +97,11 @@ def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[st
     params = []
     for position in range(1, len(nodes[0].inputs)):
         values = [node.inputs[position] for node in nodes]
-        name = " | ".join(v.name for v in values)
-        rows = sum(v.type.shape[0] for v in values)
-        parts = tuple(part for v in values for part in layouts[v.name].parts)
-        out.layouts[name] = replace(layouts[values[0].name], parts=parts)
-        params.append(out.parameter(name, values[0].type.replaced(0, 1, {"packed": rows})))
+        runs = groupby(values, lambda v: layouts[v.name].encoding)
+        joined = [_joined(out, list(run), layouts) for _, run in runs]
+        params.append(
+            joined[0] if len(joined) == 1 else emit(out, "concat", *joined, axis="packed")
+        )
     sizes = [math.prod(node.attrs["out"].values()) for node in nodes]
     y = emit(
         out,

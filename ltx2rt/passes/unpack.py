@@ -107,11 +107,8 @@ def _unpacked(graph: Graph) -> Graph:
     for node in graph.nodes:
         for v in node.inputs:
             if id(v) in fields and id(v) not in matrices:
-                encoding, (axis, size) = (
-                    graph.layouts[v.name].encoding,
-                    list(v.type.sizes.items())[1],
-                )
-                plan = {"encoding": encoding, "axis": axis, "size": size, "dtype": v.type.dtype}
+                plan = {"encoding": graph.layouts[v.name].encoding, "axis": v.type.axes[1]}
+                plan |= {"size": v.type.shape[1], "dtype": v.type.dtype}
                 matrices[id(v)] = emit(result, "unpack", *fields[id(v)], **plan)
         inputs = tuple(matrices.get(id(v), v) for v in node.inputs)
         changed = inputs != node.inputs

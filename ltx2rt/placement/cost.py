@@ -93,12 +93,16 @@ def weight_bytes(graphs: Iterable[Graph]) -> int:
     return sum(value.type.nbytes * count for value, count in params.values())
 
 
-def touched_bytes(graph: Graph, changed: Set[str]) -> int:
-    """Bytes that one device holds of the parameters made, wholly or in part, from the tensors `changed`."""
+def touched_bytes(graph: Graph, changed: Set[str], other: Graph | None = None) -> int:
+    """Bytes that one device holds of the parameters made, wholly or in part, from the tensors `changed`, or that the
+    graph of the other set does not have, or has in another encoding."""
     layouts, total = graph.all_layouts(), 0
+    theirs = (other or graph).all_params()
     for name, (value, count) in graph.all_params().items():
+        same = name in theirs and theirs[name][0].type == value.type
         for layer in range(count):
-            total += 0 if changed.isdisjoint(layouts[name].names(layer)) else value.type.nbytes
+            shared = same and changed.isdisjoint(layouts[name].names(layer))
+            total += 0 if shared else value.type.nbytes
     return total
 
 

@@ -205,8 +205,9 @@ class ModelOptions(PartFiles):
     )
     weights_dtype: str | None = flag(
         None,
-        "dtype of the transformer blocks' weights; int8 and float8 halve their memory, float8 "
-        "rounds what they are multiplied by, too (default: --dtype)",
+        "dtype of the transformer blocks' weights: int8 and float8 halve their memory, float8 "
+        "rounds what they are multiplied by, too; bfloat16 decodes files of fewer bits while they "
+        "are loaded (default: as stored)",
         group=MEMORY,
         choices=("bfloat16", *QUANTISED),
     )

@@ -77,10 +77,11 @@ class Session:
         self.building: Callable[[str], None] = lambda network: (
             None
         )  # told of every program that is made
-        self._graphs: OrderedDict[tuple[str, Any, int | None], Graph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Any, ...], Graph] = OrderedDict()
         self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program | Loop] = OrderedDict()
         self._contexts: OrderedDict[Hashable, Any] = OrderedDict()
+        self._sets: dict[WeightsKey, Graph] = {}  # a graph that reads each set
 
     def adopt(self, planned: Session) -> None:
         """Take over the graphs and costs of a session of the same checkpoint and options on as many devices, of another
@@ -103,15 +104,21 @@ class Session:
 
     # --- graphs, programs, weights ------------------------------------------------------------------------------
 
+    def key(self, call: Call) -> tuple[Any, ...]:
+        """The key of the call's graph and program: calls that differ in times or who makes them share one, and those
+        that differ in LoRAs unless these change what is kept as it is stored."""
+        return *call.program, frozenset(self.weights.stored(call))
+
     def graph(self, call: Call) -> Graph:
         """The call's graph as one device runs it; with steps, the loop over them."""
-        return _kept(self._graphs, call.program, lambda: self._graph(call), 2 * MAX_PROGRAMS)
+        return _kept(self._graphs, self.key(call), lambda: self._graph(call), 2 * MAX_PROGRAMS)
 
     def _graph(self, call: Call) -> Graph:
         row, sizes = call.row, call.sizes
         for part in row.parts:
             self.checkpoint.source(part)  # raises if it is absent, naming the flag that gives it
         placement = self.placement.of(row.branches(sizes)) if row.branches else self.placement.text
+        placement = replace(placement, stored=self.weights.stored(call))
         if call.steps is not None:
             sizes = replace(sizes, videos=sizes.videos // placement.mesh.get("data", 1))
         with self.checkpoint.tracing():
@@ -129,14 +136,16 @@ class Session:
             return lower(self.graph(call), self.options.layers, self.options.compile)
 
         return _kept(
-            self._programs, call.program, make, MAX_PROGRAMS, lambda program: program.release()
+            self._programs, self.key(call), make, MAX_PROGRAMS, lambda program: program.release()
         )
 
     @contextmanager
     def compiling_ahead(self, stages: Sequence[Needing]) -> Iterator[None]:
         """Programs that the stages call are compiled while earlier ones run; no more are begun after an exception."""
         calls = {
-            (call.program, call.each): call for stage in stages for call in stage.needs(self.config)
+            (self.key(call), call.each): call
+            for stage in stages
+            for call in stage.needs(self.config)
         }
         started = self.backend.compile_ahead(
             (self.program(call), call.each) for call in calls.values()
@@ -242,7 +251,7 @@ class Session:
             for call in calls:
                 self._hold(here, call)
             copied = sum(self._streamed_bytes(call) * call.times for call in calls)
-            key = (stage.name, tuple((call.program, call.times, call.steps) for call in calls))
+            key = (stage.name, tuple((self.key(call), call.times, call.steps) for call in calls))
             made = _kept(
                 self._costs, key, lambda s=stage, c=calls: self._cost(s.name, c), 2 * MAX_PROGRAMS
             )
@@ -278,11 +287,14 @@ class Session:
             here[call.weights] = weight_bytes([graph]) - saved_bytes(pieces(graph), number)
             return
         siblings = [key for key in siblings if self.weights.comparable(key, call.weights)]
-        changed = [self.weights.changed(call, key[1]) for key in siblings]
-        shared = min(changed, key=len) if changed else None
+        changed = {key: self.weights.changed(call, key[1]) for key in siblings}
+        near = min(siblings, key=lambda key: len(changed[key]), default=None)
         here[call.weights] = (
-            weight_bytes([graph]) if shared is None else touched_bytes(graph, shared)
+            weight_bytes([graph])
+            if near is None
+            else touched_bytes(graph, changed[near], self._sets.get(near))
         )
+        self._sets[call.weights] = graph
 
     def _streamed_bytes(self, call: Call) -> int:
         """Bytes that one run of the call, or one of its steps, copies to the device."""
@@ -302,7 +314,7 @@ class Session:
                 self.as_run(self.graph(call)) if call.steps is None else loops[0].body,
                 call.times,
             )
-            runs[call.program] = (graph, runs.get(call.program, (graph, 0))[1] + times)
+            runs[self.key(call)] = (graph, runs.get(self.key(call), (graph, 0))[1] + times)
         steps = max((call.steps or 1 for call in calls), default=1)
         return cost(Work(name, tuple(runs.values()), {}, steps, loops[0].before if loops else None))
 

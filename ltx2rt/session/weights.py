@@ -27,7 +27,7 @@ from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import check_opened, identity
 from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
-from ltx2rt.weights.quantised import stored_fields
+from ltx2rt.weights.quantised import Packed, stored_fields
 
 HOST_SHARE = 0.1  # share of the host's memory that is left alone
 
@@ -115,6 +115,7 @@ class WeightStore:
         self.held: OrderedDict[WeightsKey, Held] = OrderedDict()  # least recently used first
         self.parked: dict[WeightsKey, Any] = {}  # in the host's memory
         self._parked_as: dict[WeightsKey, frozenset[Piece]] = {}  # what of each was streamed
+        self._stored: dict[tuple[str, ...], dict[str, str]] = {}
         self._loads = 0
         self._loaded_at: dict[
             WeightsKey, tuple[int, int]
@@ -144,6 +145,24 @@ class WeightStore:
             self.backend.merge,
             allow_partial=self.options.lora_allow_partial,
         )
+
+    def stored(self, call: Call) -> Mapping[str, str]:
+        """Encodings by tensor of the matrices that the call's set keeps on the device as they are stored: not of those
+        that LoRAs change, nor where the weights' dtype is asked for."""
+        if self.options.weights_dtype == "bfloat16":
+            return {}
+        parts = call.row.parts
+        if parts not in self._stored:
+            source = self.source(call)
+            infos = {name: source.info(name) for name in source.names()}
+            self._stored[parts] = {
+                name: info.encoding
+                for name, info in infos.items()
+                if isinstance(info, Packed) and info.encoding
+            }
+        found = self._stored[parts]
+        touched = self.source(call, call.loras).touched() if found and call.loras else set()
+        return {name: encoding for name, encoding in found.items() if name not in touched}
 
     def audit(self, call: Call, graph: Graph) -> list[Merge]:
         """Compare the graph's parameters with the checkpoint, and the LoRAs' keys with both. Headers only.

@@ -45,7 +45,7 @@ class EncodedSource:
         if kept is None:
             return self.encode(encoding, self.source.read(*piece))
         array, *scales = kept
-        if scales == [None]:
+        if scales and scales[0] is None:
             values, whole = self.encode(encoding, array.reshape(1, -1))
             return values.reshape(array.shape), whole[[0] * len(array)]
         return kept

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, reduce
 from math import prod
 from typing import Any
 
@@ -25,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.graph.encodings import KEPT, decoded
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource, selected
 
@@ -40,7 +40,6 @@ COMPANIONS = (
 )
 MARK = "scaled_fp8"
 BLOCK = 16  # inputs that share a scale in nvfp4
-HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
 # Fields of an encoding (`graph.encodings`), or numbers [rows, n] and None: to be encoded with one scale.
 Fields = tuple[Any, ...]
 
@@ -57,6 +56,23 @@ class Packed(TensorInfo):
     @property
     def nbytes(self) -> int:
         return self.stored_bytes
+
+    @property
+    def stored_as(self) -> str:
+        """`Encoding.format` of the encoding that has its fields."""
+        rotated = self.format == "int8" and self.group > 1
+        return f"int8 rotated by {self.group}" if rotated else self.format
+
+    @property
+    def kept(self) -> str:
+        """The encoding in which it is decoded, or kept."""
+        return KEPT[self.stored_as]
+
+    @property
+    def encoding(self) -> str | None:
+        """The encoding in which a device can keep the matrix as it is stored."""
+        whole = len(self.shape) == 2 and self.shape[1] % self.group == 0
+        return KEPT.get(self.stored_as) if whole else None
 
 
 class Dequantised:
@@ -87,17 +103,18 @@ class Dequantised:
         rows, columns = (selected(size, dim, cuts) for dim, size in enumerate(packed.shape))
         start = columns.start // packed.group * packed.group
         stop = -(-columns.stop // packed.group) * packed.group
-        decode = _nvfp4 if packed.format == "nvfp4" else _scaled
-        array = decode(self.file, name, packed, (0, rows.start, rows.stop), (start, stop))
+        whole = (0, rows.start, rows.stop), (1, start, stop)
+        array = decoded(packed.kept, _fields(self.file, name, packed, *whole))
         return array[:, columns.start - start : columns.stop - start]
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         """The fields as they are stored; None for what is not stored in the format."""
         packed = self._packed.get(name)
-        if packed is None or packed.format != format or packed.group > 1:
+        if packed is None or packed.stored_as != format:
             return None
-        values = self.file.read(name, *cuts)
-        return values, _scale(self.file, packed.scale, len(values), cuts)
+        rows, columns = (selected(size, dim, cuts) for dim, size in enumerate(packed.shape))
+        whole = (0, rows.start, rows.stop), (1, columns.start, columns.stop)
+        return _fields(self.file, name, packed, *whole)
 
 
 def dequantised(file: Any) -> Any:
@@ -183,45 +200,26 @@ def _expect(file: TensorFile | TensorFolder, name: str, fits: bool, expected: st
 # ---- decoding -------------------------------------------------------------------------------------------------------
 
 
-def _scale(file: TensorSource, stored: str, num_rows: int, cuts: Iterable[Cut]) -> np.ndarray:
-    """f32[num_rows, 1], those of the rows that are read. stored: the name of the scales."""
-    scale = file.read(stored).astype(np.float32)
-    if scale.size == 1:
-        return np.full((num_rows, 1), scale.reshape(()))
-    rows = selected(len(scale), 0, cuts)
-    return scale[rows.start : rows.stop]
-
-
-def _scaled(
-    file: TensorSource, name: str, packed: Packed, rows: Cut, columns: tuple[int, int]
-) -> np.ndarray:
-    """Integers are rotated before they are scaled: their sums are exact, so that one rounding is all."""
-    values = file.read(name, rows, (1, *columns))
-    float8 = packed.format == "float8"
-    array = e4m3_numbers()[values.view(np.uint8)] if float8 else values.astype(np.float32)
-    if packed.group > 1:
-        array = (array.reshape(-1, packed.group) @ rotation(packed.group)).reshape(array.shape)
-    array *= _scale(file, packed.scale, len(array), [rows])
-    return array
-
-
-def _nvfp4(
-    file: TensorSource, name: str, packed: Packed, rows: Cut, columns: tuple[int, int]
-) -> np.ndarray:
-    start, stop = columns
+def _fields(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: Cut) -> Fields:
+    """Those of whole groups of a slice."""
+    _, start, stop = columns
+    if packed.format != "nvfp4":
+        values = file.read(name, rows, columns)
+        return values, _scale(file, packed.scale, rows)
     halves = file.read(name, rows, (1, start // 2, stop // 2))
-    array = np.empty((*halves.shape, 2), np.float32)
-    array[..., 0], array[..., 1] = e2m1_numbers()[halves >> 4], e2m1_numbers()[halves & 15]
     scales = swizzled(
         file.read(f"{name}_scale").view(E4M3), packed.shape[0], packed.shape[1] // BLOCK
     )
-    scales = e4m3_numbers()[
-        scales[rows[1] : rows[2], start // BLOCK : stop // BLOCK].view(np.uint8)
-    ]
-    array = array.reshape(len(halves), -1, BLOCK) * scales[:, :, None]  # exact: 2 bits by 4
-    return (array * file.read(f"{name}_scale_2").astype(np.float32).reshape(())).reshape(
-        len(halves), -1
-    )
+    scales = scales[rows[1] : rows[2], start // BLOCK : stop // BLOCK]
+    return halves, scales, _scale(file, f"{name}_scale_2", rows)
+
+
+def _scale(file: TensorSource, stored: str, rows: Cut) -> np.ndarray:
+    """f32[rows, 1], those of the rows that are read. stored: the name of the scales."""
+    scale, (_, start, stop) = file.read(stored).astype(np.float32), rows
+    if scale.size == 1:
+        return np.full((stop - start, 1), scale.reshape(()))
+    return scale[start:stop]
 
 
 def swizzled(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
@@ -231,22 +229,3 @@ def swizzled(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
     down, right = -(-rows // 128), -(-columns // 4)
     tiles = stored.reshape(down, right, 32, 4, 4).transpose(0, 3, 2, 1, 4)
     return tiles.reshape(128 * down, 4 * right)[:rows, :columns]
-
-
-@cache
-def rotation(size: int) -> np.ndarray:
-    """The regular Hadamard matrix of a power of 4 as f32[size, size]: symmetric, its own inverse."""
-    power = next(power for power in range(1, 7) if 4**power == size)
-    return reduce(np.kron, [HADAMARD / 2] * power)
-
-
-@cache
-def e4m3_numbers() -> np.ndarray:
-    """f32[256]: what each byte stands for."""
-    return np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
-
-
-@cache
-def e2m1_numbers() -> np.ndarray:
-    """f32[16]: what each half of a byte stands for; the highest bit is the sign."""
-    return np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

@@ -191,7 +191,7 @@ def test_a_placed_step_communicates_no_more(mesh, generation):
 def test_quantised_blocks_are_shared_too():
     """Float8 rounds equal rows alike. The first block is written out, and computed once up to its text."""
     graph, params, inputs = step()
-    quantised = quantise(graph)
+    quantised = quantise(graph, "float8")
     shared = share(quantised)
     assert flops(shared) < flops(share(graph))
     expected = interpret(quantised, params, inputs)

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import random_blocks
+from ltx2rt_cuda.program import to_torch
 from stack_cases import LAYERS, MESH, inputs, ops, params, stack
 from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
-from ltx2rt.graph.encodings import ENCODINGS, QUANTISED, decoded, encoded
+from ltx2rt.graph.encodings import ENCODINGS, KEPT, QUANTISED, decoded, encoded
+from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, rewrite
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.pack import pack
@@ -69,11 +71,22 @@ def test_backends_encode_and_decode_to_the_same_bits(encoding):
 GGUF = [name for name, row in ENCODINGS.items() if row.halves]
 
 
-@pytest.mark.parametrize("kind", GGUF)
-def test_backends_decode_blocks_of_gguf_to_the_same_bits(kind):
-    block = ENCODINGS[kind].group
-    stored = random_blocks(kind, np.random.default_rng(0), (8, 5 * block))
-    check_decoders(kind, [torch.from_numpy(stored)], [stored], decoded(kind, (stored,)))
+@pytest.mark.parametrize("kind", KEPT)
+def test_backends_decode_what_files_hold_to_the_same_bits(kind):
+    rng = np.random.default_rng(0)
+    if (encoding := KEPT[kind]) in GGUF:
+        fields = [random_blocks(kind, rng, (8, 5 * ENCODINGS[kind].group))]
+    else:
+        width, fields = max(64, ENCODINGS[encoding].group), []
+        for field in ENCODINGS[encoding].fields:
+            size = (8, field.columns(width))
+            numbers = rng.integers(0, 127, size, np.uint8)  # of e4m3, 127 is NaN
+            numbers |= rng.integers(0, 2, size, np.uint8) << 7
+            if field.dtype == "float32":
+                fields.append(rng.random(size, np.float32))
+            else:
+                fields.append(numbers.view(NUMPY_DTYPES[field.dtype]))
+    check_decoders(encoding, [to_torch(x) for x in fields], fields, decoded(encoding, fields))
 
 
 def check_decoders(encoding, in_torch, in_jax, expected) -> None:

@@ -356,8 +356,8 @@ def test_scaled_float8_is_read_under_its_older_names(single, tmp_path):
     np.testing.assert_array_equal(
         source.read(name), (values / scale).astype(E4M3).astype(np.float32) * scale
     )
-    assert source.float8(name) is not None
-    numbers, scales = source.float8(name, (0, 3, 7))
+    assert source.stored("float8", name) is not None
+    numbers, scales = source.stored("float8", name, (0, 3, 7))
     np.testing.assert_array_equal(numbers.astype(np.float32) * scales, source.read(name)[3:7])
 
 

@@ -14,12 +14,13 @@ import torch
 from ltx2rt.backend import get_backend
 from ltx2rt.errors import InputError
 from ltx2rt.graph import trace
+from ltx2rt.graph.encodings import rotation
 from ltx2rt.passes.quantise import quantise
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.names import gemma_to_canonical
-from ltx2rt.weights.quantised import dequantised, rotation
+from ltx2rt.weights.quantised import dequantised
 from ltx2rt.weights.random.make import make_checkpoint, plan_checkpoint
 from ltx2rt.weights.random.presets import preset
 
@@ -270,7 +271,7 @@ def three_blocks(tmp_path):
 def test_float8_is_kept_where_asked_for_and_dequantised_elsewhere(kind, three_blocks):
     """The pass leaves the first block in bfloat16, whatever the file has there."""
     source, arrays = three_blocks
-    weights = get_backend(kind, "cpu").load([quantise(blocks_graph())], source)
+    weights = get_backend(kind, "cpu").load([quantise(blocks_graph(), "float8")], source)
     name = f"{Q.replace('.1.', '.1+*.')}weight"
     name = name.replace("*", "0") if kind == "cuda" else name
     assert np.array_equal(
@@ -303,7 +304,7 @@ def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blo
 
     name = f"{Q.replace('.1.', '.1+*.')}weight"
     name = name.replace("*", "0") if kind == "cuda" else name
-    weights = backend.load([quantise(blocks_graph())], merged)
+    weights = backend.load([quantise(blocks_graph(), "float8")], merged)
     scale = np.asarray(weights[f"{name} scale"]).ravel()
     # A product with 1/448 for the division: one rounding more.
     np.testing.assert_allclose(scale, np.full(32, np.abs(exact).max() / 448), rtol=2.0**-23)
