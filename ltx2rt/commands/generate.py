@@ -12,7 +12,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -43,6 +43,7 @@ from ltx2rt.run.plan import (
     to_enhance,
     with_enhanced_prompt,
 )
+from ltx2rt.run.recording import recording
 from ltx2rt.run.run import produce, timed
 from ltx2rt.run.segments import check_files, claimed, discard, folder_of, seed_of
 from ltx2rt.run.write import sizes, write_files
@@ -85,7 +86,13 @@ def run(
             note(f"the {request.name} pipeline does not read {', '.join(unread)}")
         _announce(session, plan)
     folder = folder_of(files.output) if plan.request.in_segments and files.output else None
-    with claimed(session, plan, folder) if folder and main else nullcontext():
+    with ExitStack() as during:
+        recorded = None
+        if folder and files.output and main:
+            during.enter_context(claimed(session, plan, folder))
+            recorded = during.enter_context(
+                recording(session, plan, folder, files.output, files.metadata)
+            )
         plan = timed(session, plan, stream)
         state, watch, report = produce(
             session,
@@ -100,7 +107,7 @@ def run(
                 for frames in state.frames:
                     deque(frames, maxlen=0)
             return
-        outputs = write_files(session, plan, state, files, report)
+        outputs = write_files(session, plan, state, files, report, recorded)
         if folder:
             discard(folder)
     # Latents alone are one output for all seeds.

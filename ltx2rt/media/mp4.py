@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import struct
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,6 +83,13 @@ class Container:
         }
 
 
+# Each fragment plays on what came before; the header, which knows the encoders' delays, comes with the first.
+FRAGMENTS = {
+    "movflags": "+delay_moov+default_base_moof+skip_trailer",
+    "frag_duration": "500000",  # microseconds
+    "flush_packets": "1",
+}
+
 MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S, AAC_RATES)
 MOV = replace(MP4, format="mov")
 WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER_S, OPUS_RATES)
@@ -125,26 +134,138 @@ def write_mp4(
         ) as file:
             if comment is not None:
                 file.metadata["comment"] = json.dumps(comment, ensure_ascii=False)
-            video: Any = file.add_stream(kind.video, rate=fps, options=dict(kind.video_options))
-            video.pix_fmt = kind.pixels
-            codec = video.codec_context
-            codec.thread_count = ENCODER_THREADS
-            codec.time_base = 1 / fps
-            if kind.pixels == "yuv420p":
-                codec.color_range = LIMITED_RANGE
-                codec.colorspace = codec.color_primaries = codec.color_trc = BT709
             # both streams exist before the first packet: the header is written then
-            audio: Any = None
-            if waveform is not None:
-                audio = file.add_stream(
-                    kind.audio, rate=sample_rate, layout="stereo", options=dict(kind.audio_options)
-                )
-                if kind.audio_bits_per_s:
-                    audio.bit_rate = kind.audio_bits_per_s
+            video, audio = _streams(file, kind, fps, sample_rate if waveform is not None else None)
             _encode_video(file, video, chunks, num_frames)
             if audio is not None and waveform is not None:
                 _encode_audio(file, audio, waveform, sample_rate)
         return _verify(partial, num_frames, fps, sample_rate, audio is not None)
+
+
+def _streams(file: Any, kind: Container, fps: Fraction, sample_rate: int | None) -> tuple[Any, Any]:
+    """A video stream and, at a rate in Hz, one of sound, with their encoders."""
+    video: Any = file.add_stream(kind.video, rate=fps, options=dict(kind.video_options))
+    video.pix_fmt = kind.pixels
+    codec = video.codec_context
+    codec.thread_count = ENCODER_THREADS
+    codec.time_base = 1 / fps
+    if kind.pixels == "yuv420p":
+        codec.color_range = LIMITED_RANGE
+        codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+    audio: Any = None
+    if sample_rate is not None:
+        audio = file.add_stream(
+            kind.audio, rate=sample_rate, layout="stereo", options=dict(kind.audio_options)
+        )
+        if kind.audio_bits_per_s:
+            audio.bit_rate = kind.audio_bits_per_s
+    return video, audio
+
+
+class FollowedClip:
+    """A clip encoded once, as it comes, into a file and into a stream of fragments that is played meanwhile.
+
+    path: of the file, whole after `close`; stream: of the fragmented MP4, which is written over from its beginning,
+    to the same bytes if it is there. sample_rate: None without sound.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        stream: Path,
+        container: Container,
+        *,
+        fps: Fraction,
+        sample_rate: int | None,
+        comment: dict[str, Any] | None,
+    ):
+        import av
+
+        self.path, self.fps, self.rate = path, fps, sample_rate
+        self._held = np.zeros((2, 0), np.float32)  # sound that is not yet a frame of AAC
+        self._written, self._heard = 0, 0
+        descriptor = os.open(stream, os.O_CREAT | os.O_WRONLY, 0o666)
+        self._stream = os.fdopen(descriptor, "wb", buffering=0)
+        options = container.options(fps, sample_rate or 0)
+        files = (
+            av.open(str(path), "w", format=container.format, options=options),
+            av.open(Sink(self._stream), "w", format="mp4", options=options | FRAGMENTS),
+        )
+        if comment is not None:
+            files[0].metadata["comment"] = json.dumps(comment, ensure_ascii=False)
+        self._files = [(file, *_streams(file, container, fps, sample_rate)) for file in files]
+
+    def add(self, frames: np.ndarray, waveform: np.ndarray | None) -> None:
+        """frames: u8[n, H, W, 3]. waveform: f32[2, N], the sound of as many seconds, to a sample."""
+        video = self._files[0][1]
+        for pixels in frames:
+            if self._written == 0:
+                for _, each, _ in self._files:
+                    each.height, each.width = pixels.shape[:2]
+            self._mux(video.encode(_video_frame(video, pixels, self._written)), 1)
+            self._written += 1
+        if waveform is not None:
+            self._held = np.concatenate([self._held, waveform.clip(-1, 1)], axis=1)
+            self._hear(AAC_FRAME)
+
+    def close(self) -> Durations:
+        """Raises as `write_mp4` does."""
+        self._mux(self._files[0][1].encode(), 1)
+        if self.rate is not None:
+            self._hear(1)
+            self._mux(self._files[0][2].encode(), 2)
+        self.abandon()
+        return _verify(self.path, self._written, self.fps, self.rate or 0, self.rate is not None)
+
+    def abandon(self) -> None:
+        """Close the files as they are."""
+        for file, _, _ in self._files:
+            file.close()
+        self._stream.close()
+
+    def _hear(self, least: int) -> None:
+        """Encode frames of AAC while there are so many samples."""
+        audio = self._files[0][2]
+        while self._held.shape[1] >= least:
+            samples, self._held = self._held[:, :AAC_FRAME], self._held[:, AAC_FRAME:]
+            self._mux(audio.encode(_audio_frame(samples, self._heard, self.rate or 0)), 2)
+            self._heard += samples.shape[1]
+
+    def _mux(self, packets: list[Any], stream: int) -> None:
+        for packet in packets:
+            for streams in self._files:
+                packet.stream = streams[stream]
+                streams[0].mux(packet)
+
+
+class Sink:
+    """A file that FFmpeg can write to and not seek in."""
+
+    def __init__(self, file: Any):
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+        return len(data)
+
+
+def whole_fragments(data: Any, start: int, size: int) -> int:
+    """The end of the last fragment of a fragmented MP4 that is there whole, from the border `start` on.
+
+    data: a file, opened to read bytes, of `size` bytes. What follows is still being written.
+    """
+    found = at = start
+    while at + 8 <= size:
+        data.seek(at)
+        length, kind = struct.unpack(">I4s", data.read(8))
+        if length < 8 or at + length > size:
+            break
+        at += length
+        if kind == b"mdat":
+            found = at
+    return found
 
 
 def fit_audio(waveform: np.ndarray, num_frames: int, fps: Fraction, sample_rate: int) -> np.ndarray:
@@ -188,11 +309,6 @@ def _frame_to_rgb8(frame: np.ndarray, out: np.ndarray) -> None:
 def _encode_video(
     container: Any, stream: Any, chunks: Iterable[np.ndarray], num_frames: int
 ) -> None:
-    import av
-    from av.video.reformatter import ColorRange, Colorspace, Interpolation
-
-    # without accurate rounding swscale darkens chroma by a fraction of a level
-    conversion = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
     written = 0
 
     def encode(chunk: np.ndarray) -> None:
@@ -203,18 +319,7 @@ def _encode_video(
                 stream.width, stream.height = width, height
             elif (width, height) != (stream.width, stream.height):
                 raise ValueError(f"frames: {width}x{height} after {stream.width}x{stream.height}")
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-            if stream.pix_fmt == "yuv420p":
-                frame = frame.reformat(
-                    format="yuv420p",
-                    dst_colorspace=Colorspace.ITU709,
-                    dst_color_range=ColorRange.MPEG,
-                    interpolation=conversion,
-                )
-            else:
-                frame = frame.reformat(format=stream.pix_fmt)
-            frame.pts, frame.time_base = written, stream.codec_context.time_base
-            container.mux(stream.encode(frame))
+            container.mux(stream.encode(_video_frame(stream, pixels, written)))
             written += 1
 
     with ThreadPoolExecutor(1, thread_name_prefix="mp4") as encoder:
@@ -230,14 +335,41 @@ def _encode_video(
     container.mux(stream.encode())
 
 
-def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate: int) -> None:
+def _video_frame(stream: Any, pixels: np.ndarray, number: int) -> Any:
+    """Frame `number` of the stream, in its pixel format."""
+    import av
+    from av.video.reformatter import ColorRange, Colorspace, Interpolation
+
+    # without accurate rounding swscale darkens chroma by a fraction of a level
+    conversion = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
+    frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+    if stream.pix_fmt == "yuv420p":
+        frame = frame.reformat(
+            format="yuv420p",
+            dst_colorspace=Colorspace.ITU709,
+            dst_color_range=ColorRange.MPEG,
+            interpolation=conversion,
+        )
+    else:
+        frame = frame.reformat(format=stream.pix_fmt)
+    frame.pts, frame.time_base = number, stream.codec_context.time_base
+    return frame
+
+
+def _audio_frame(samples: np.ndarray, first: int, sample_rate: int) -> Any:
     import av
 
+    frame = av.AudioFrame.from_ndarray(
+        np.ascontiguousarray(samples), format="fltp", layout="stereo"
+    )
+    frame.sample_rate, frame.pts, frame.time_base = sample_rate, first, Fraction(1, sample_rate)
+    return frame
+
+
+def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate: int) -> None:
     for start in range(0, waveform.shape[1], AAC_FRAME):
-        samples = np.ascontiguousarray(waveform[:, start : start + AAC_FRAME])
-        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
-        frame.sample_rate, frame.pts, frame.time_base = sample_rate, start, Fraction(1, sample_rate)
-        container.mux(stream.encode(frame))
+        samples = waveform[:, start : start + AAC_FRAME]
+        container.mux(stream.encode(_audio_frame(samples, start, sample_rate)))
     container.mux(stream.encode())
 
 

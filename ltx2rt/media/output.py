@@ -133,19 +133,20 @@ def write_clip(
         write_wav(path, waveform, sample_rate, comment)
     else:
         files = _write_frames(path, chunks, num_frames, waveform, sample_rate, comment)
-        return {file: _state(file) for file in files}
-    return {path: _state(path)}
+        return {file: state_of(file) for file in files}
+    return {path: state_of(path)}
 
 
 def remove_made(made: Mapping[Path, FileState]) -> None:
     """Remove the files that a `write_clip` made, unless another run has replaced them since."""
     for path, state in made.items():
         with suppress(FileNotFoundError):
-            if _state(path) == state:
+            if state_of(path) == state:
                 path.unlink()
 
 
-def _state(path: Path) -> FileState:
+def state_of(path: Path) -> FileState:
+    """What tells a file from one that replaced it."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_mtime_ns
 

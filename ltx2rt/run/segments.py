@@ -17,6 +17,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import Plan
+from ltx2rt.run.recording import CLIP, STREAM
 from ltx2rt.run.report import comment
 from ltx2rt.session.session import Session
 
@@ -91,7 +92,8 @@ def _difference(found: Any, asked: Any, name: str = "") -> str:
 def discard(folder: Path) -> None:
     """Remove the segments, and the folder unless something else is in it."""
     unfinished = folder.glob(f".*{PART}.*.partial"), folder.glob(f".{REQUEST}.*.partial")
-    for path in (*folder.glob(PART), *chain(*unfinished), folder / REQUEST):
+    recorded = (folder / STREAM, *folder.glob(f"{CLIP}.m??"))
+    for path in (*folder.glob(PART), *chain(*unfinished), *recorded, folder / REQUEST):
         path.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()

@@ -16,6 +16,7 @@ from ltx2rt.media.output import FileState, remove_made, write_clip
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files, video_files, write_report
 from ltx2rt.run.plan import Plan
+from ltx2rt.run.recording import Recording
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import sample_rate
 from ltx2rt.session.session import Session
@@ -27,9 +28,16 @@ PNG_BYTES_PER_PIXEL = 3.1  # at most: uncompressed
 
 
 def write_files(
-    session: Session, plan: Plan, state: State, files: Files, report: Callable[[], dict[str, Any]]
+    session: Session,
+    plan: Plan,
+    state: State,
+    files: Files,
+    report: Callable[[], dict[str, Any]],
+    recorded: Recording | None = None,
 ) -> list[Path]:
     """Write the clips, which decodes their frames, and what else was asked for. A run that fails leaves no file.
+
+    recorded: the clip, if it was encoded meanwhile.
 
     Returns the names of the clips; without any, that of the latents.
     """
@@ -39,9 +47,12 @@ def write_files(
         for i, output in enumerate(outputs):
             waveform = None if state.waveforms is None else state.waveforms[i]
             rate = sample_rate(session, state)
-            made = save(
-                session, plan.request, i, output, next(videos), waveform, rate, files.metadata
-            )
+            if recorded is not None:
+                made = recorded.finish(output)
+            else:
+                made = save(
+                    session, plan.request, i, output, next(videos), waveform, rate, files.metadata
+                )
             undo.callback(remove_made, made)
         if files.latents_out:
             write_arrays(files.latents_out, state.record)
@@ -66,7 +77,7 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
     if request.in_segments and files.output is not None:
         kept = 4 * pixels + 8 * seconds * session.config.vocoder.sample_rate
-        sizes[files.output.with_name("segments")] = int(2 * kept)
+        sizes[files.output.with_name("segments")] = int(2 * kept) + clip  # and the stream
     if (
         files.latents_out
     ):  # noise, start, result and what is made of it, each step's latents and x0; samplers' noise

@@ -21,7 +21,7 @@ import time
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -37,11 +37,12 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.run.plan import Plan, make_plan
+from ltx2rt.run.recording import Recording, recording
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce, sample_rate, timed, warm_up
 from ltx2rt.run.segments import claimed, discard
 from ltx2rt.run.write import save
-from ltx2rt.serve.folder import STORAGE, publish, segments_of, writing_problem
+from ltx2rt.serve.folder import CLIP, STORAGE, publish, segments_of, writing_problem
 from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.session.options import LoraSpec
@@ -200,14 +201,22 @@ def run(
     """Make the job's files; its result. own: the LoRAs of every job."""
     plan = planned(session, own, job)
     in_segments = plan.request.in_segments and session.backend.is_main
-    with claimed(session, plan, segments_of(job)) if in_segments else nullcontext():
-        return _made(session, plan, job, progress, cancelled, look)
+    with ExitStack() as during:
+        recorded = None
+        if in_segments:
+            folder = segments_of(job)
+            during.enter_context(claimed(session, plan, folder))
+            recorded = during.enter_context(
+                recording(session, plan, folder, Path(job["stem"] + CLIP))
+            )
+        return _made(session, plan, job, recorded, progress, cancelled, look)
 
 
 def _made(
     session: Session,
     plan: Plan,
     job: dict[str, Any],
+    recorded: Recording | None,
     progress: Callable[[Progress], None],
     cancelled: Callable[[], bool],
     look: Callable[[Callable[[], np.ndarray]], None],
@@ -227,6 +236,10 @@ def _made(
             yield chunk
 
     def write(number: int, path: Path) -> None:
+        if recorded is not None:
+            recorded.finish(path)
+            first.append(next(recorded.parts[0].frames()))
+            return
         waveform = None if state.waveforms is None else state.waveforms[number]
         frames = noted(next(state.frames))
         save(session, plan.request, number, path, frames, waveform, sample_rate(session, state))

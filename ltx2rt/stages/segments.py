@@ -66,6 +66,10 @@ class Part(SourceClip):
     def frames(self) -> Iterator[np.ndarray]:
         return islice(read_frames(self.path, self.flag, self.info.num_frames), self.first, None)
 
+    def chunks(self, stop: int) -> Iterator[np.ndarray]:
+        """u8[n, H, W, 3], up to the clip's frame `stop`."""
+        return stacked(islice(self.frames(), stop - self.start))
+
     @property
     def mel_path(self) -> Path:
         return self.path.with_suffix(MEL)
@@ -261,15 +265,17 @@ class Segments(Stage):
             rate = session.config.vocoder.sample_rate
             heard = [
                 part.samples(part.sample(part.start, rate), part.sample(stop, rate))
-                for part, stop in self._stops()
+                for part, stop in stops(self.parts)
             ]
             state.waveforms, state.sample_rate = np.concatenate(heard, axis=1)[None], rate
 
-    def _stops(self) -> Iterator[tuple[Part, int]]:
-        for part, following in pairwise(self.parts):
-            yield part, following.start
-        yield self.parts[-1], self.parts[-1].start + self.parts[-1].info.num_frames
-
     def _frames(self) -> Iterator[np.ndarray]:
-        for part, stop in self._stops():
-            yield from stacked(islice(part.frames(), stop - part.start))
+        for part, stop in stops(self.parts):
+            yield from part.chunks(stop)
+
+
+def stops(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+    """Each part with the clip's frame up to which it is shown: where the next one begins."""
+    for part, following in pairwise(parts):
+        yield part, following.start
+    yield parts[-1], parts[-1].start + parts[-1].info.num_frames

@@ -10,7 +10,15 @@ import av
 import numpy as np
 import pytest
 
-from ltx2rt.media.mp4 import fit_audio, to_rgb8, write_mp4
+from ltx2rt.media.mp4 import (
+    MOV,
+    MP4,
+    FollowedClip,
+    fit_audio,
+    to_rgb8,
+    whole_fragments,
+    write_mp4,
+)
 
 NTSC = Fraction(24000, 1001)
 
@@ -195,3 +203,78 @@ def test_two_processes_write_the_same_bytes(tmp_path):
         subprocess.run([sys.executable, "-c", code, str(tmp_path / name), here], check=True)
         digests.add(hashlib.sha256((tmp_path / name).read_bytes()).hexdigest())
     assert len(digests) == 1
+
+
+def packets(path):
+    with av.open(str(path)) as container:
+        return sorted(
+            (p.stream.type, p.pts * p.time_base, p.dts * p.time_base, bytes(p))
+            for p in container.demux()
+            if p.size
+        )
+
+
+def followed(folder, frames, wave, fps, rate, sizes, container=MP4, stop=None):
+    """The clip's file and its stream, from parts of so many frames; the stream as it was after `stop` parts."""
+    names = folder / f"clip.{container.format}", folder / "stream.mp4"
+    made = FollowedClip(
+        *names, container, fps=fps, sample_rate=None if wave is None else rate, comment={"a": 1}
+    )
+    at = 0
+    for size in sizes[:stop]:
+        cuts = [round(n / fps * rate) for n in (at, at + size)]
+        made.add(frames[at : at + size], None if wave is None else wave[:, slice(*cuts)])
+        at += size
+    if stop is None:
+        made.close()
+    return names
+
+
+@pytest.mark.parametrize("container", [MP4, MOV])
+@pytest.mark.parametrize("fps,rate", [(Fraction(24), 48000), (NTSC, 24000), (Fraction(25), None)])
+def test_a_clip_that_is_followed_is_the_same_clip(tmp_path, fps, rate, container):
+    """Packet for packet; and every prefix of the stream at a fragment's end plays."""
+    frames, sizes = to_rgb8(clip(121)), [16, 16, 41, 1, 47]
+    wave = tone(121 / fps, rate) if rate else None
+    path, stream = followed(tmp_path, frames, wave, fps, rate or 1, sizes, container)
+    at_once = tmp_path / "once"
+    sound = {"waveform": wave, "sample_rate": rate or 0}
+    write_mp4(
+        at_once, [frames], num_frames=121, fps=fps, comment={"a": 1}, container=container, **sound
+    )
+    assert packets(path) == packets(at_once) == packets(stream)
+    assert path.read_bytes() == at_once.read_bytes()
+    whole, heard = decode(path)
+    data, ends = stream.read_bytes(), [0]
+    with stream.open("rb") as file:
+        for size in range(len(data) + 1):
+            if (end := whole_fragments(file, ends[-1], size)) > ends[-1]:
+                ends.append(end)
+    assert ends[-1] == len(data) and len(ends) > 8
+    counts = []
+    for end in ends[1:]:
+        (tmp_path / "prefix.mp4").write_bytes(data[:end])
+        shown, sound = decode(tmp_path / "prefix.mp4")
+        with av.open(str(tmp_path / "prefix.mp4")) as prefix:
+            numbers = [round(frame.time * fps) for frame in prefix.decode(video=0)]
+        counts.append(len(shown))
+        # The last frame may be shown ahead of up to three between it and the one before.
+        assert numbers[:-3] == [*range(len(shown))][:-3] and numbers[-1] <= len(shown) + 2
+        np.testing.assert_array_equal(shown, whole[numbers])
+        if sound is not None:
+            assert sound.shape[1] >= (len(shown) / fps - 0.5) * rate
+            some = sound.shape[1] - 2048  # the decoder ends the last frame
+            np.testing.assert_allclose(sound[:, :some], heard[:, :some], atol=1e-6)
+    assert counts == sorted(counts) and counts[-1] == 121 and counts[0] <= 24
+
+
+def test_a_stream_that_was_cut_is_written_over_to_the_same_bytes(tmp_path):
+    frames, wave, sizes = to_rgb8(clip(73)), tone(73 / 24, 48000), [24, 24, 25]
+    given = frames, wave, Fraction(24), 48000, sizes
+    _, stream = followed(tmp_path, *given)
+    whole = stream.read_bytes()
+    _, stream = followed(tmp_path, *given, stop=2)
+    assert stream.read_bytes() == whole  # a reader may be anywhere in it
+    stream.write_bytes(whole[: len(whole) // 2])  # torn within a fragment
+    _, stream = followed(tmp_path, *given)
+    assert stream.read_bytes() == whole

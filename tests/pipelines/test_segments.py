@@ -17,7 +17,7 @@ from PIL import Image
 
 import ltx2rt
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import EXACT, write_mp4
+from ltx2rt.media.mp4 import EXACT, whole_fragments, write_mp4
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames
 from ltx2rt.models import vocoder
@@ -26,8 +26,10 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.segments import segment_seed
 from ltx2rt.placement.plan import peak
 from ltx2rt.run.plan import make_plan
+from ltx2rt.run.recording import STREAM, recording
+from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce
-from ltx2rt.run.segments import folder_of
+from ltx2rt.run.segments import claimed, discard, folder_of
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.stages.frames import Frames
@@ -307,6 +309,9 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
     assert status == 2 and f"another run is writing {folder_of(cut)}" in err, err
     run.kill()
     run.communicate()
+    with (folder_of(cut) / STREAM).open("rb") as file:
+        size = (folder_of(cut) / STREAM).stat().st_size
+        streamed = (folder_of(cut) / STREAM).read_bytes()[: whole_fragments(file, 0, size)]
     small = started(arguments(tiny, cut, "--seed", 5))
     resource.prlimit(small.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     _, err = small.communicate(timeout=300)
@@ -320,6 +325,40 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
     status, _, err = command(*arguments(tiny, cut))  # the seed is that of the run
     assert status == 0 and "of them are there already" in err, err
     assert not folder_of(cut).exists() and cut.read_bytes() == whole.read_bytes()
+    if streamed:  # what was there at the kill plays, and is of this clip
+        (tmp_path / "streamed.mp4").write_bytes(streamed)
+        shown = list(read_frames(tmp_path / "streamed.mp4", "", 8))
+        np.testing.assert_array_equal(shown, list(read_frames(cut, "", 8)))
+
+
+@pytest.mark.parametrize("audio", [True, False])
+def test_a_clip_plays_while_it_is_made(opened, tmp_path, audio):
+    """Its stream has what a segment adds once it is there; the file is what its segments make at once."""
+    folder, output = tmp_path / "folder", tmp_path / "a.mp4"
+    session, plan = opened.resident, None
+    request = asked(folder, num_frames=33, overlap=9, steps=1, audio=audio)
+    sizes = {}
+    plan = make_plan(session, request)
+    with claimed(session, plan, folder), recording(session, plan, folder, output) as recorded:
+
+        def look(moment):
+            stream, count = folder / STREAM, len([*folder.glob("*.mov")])
+            with stream.open("rb") as file:
+                sizes.setdefault(count, []).append(whole_fragments(file, 0, stream.stat().st_size))
+
+        state, *_ = produce(session, plan, on_progress=look)
+        frames = np.concatenate(list(next(state.frames)))
+        assert recorded is not None
+        recorded.finish(output)
+        assert (folder / STREAM).stat().st_size > max(sizes[2])
+    assert max(sizes[0]) == 0 and 0 < max(sizes[1]) < max(sizes[2])
+    sound = {} if not audio else {"waveform": state.waveforms[0], "sample_rate": state.sample_rate}
+    again = tmp_path / "again.mp4"
+    note = comment(session, plan.request, 0)
+    write_mp4(again, [frames], num_frames=81, fps=Fraction(24), comment=note, **sound)
+    assert output.read_bytes() == again.read_bytes()
+    discard(folder)
+    assert not folder.exists()
 
 
 def test_another_folder_is_left_alone(tiny, command, tmp_path):

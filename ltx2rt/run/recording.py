@@ -1,0 +1,100 @@
+"""A clip in segments, encoded while it is made: a stream of fragments to play meanwhile, and the file that it becomes.
+
+Decides when a segment is encoded: as soon as its file is there. The file is encoded once, for both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from ltx2rt.media.mp4 import FollowedClip
+from ltx2rt.media.output import CONTAINERS, FileState, state_of
+from ltx2rt.run.plan import Plan
+from ltx2rt.run.report import comment
+from ltx2rt.session.session import Session
+from ltx2rt.stages.segments import Part, stops
+
+STREAM, CLIP = "stream.mp4", "clip"  # beside the segments
+POLL_S = 0.1
+
+
+class Recording:
+    """The clip of the parts, as far as they are there."""
+
+    def __init__(self, parts: Sequence[Part], clip: FollowedClip):
+        self.parts, self._clip = parts, clip
+        self._over = Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="recording")
+        self._done = self._pool.submit(self._encode)
+
+    def _encode(self) -> None:
+        try:
+            for part, stop in stops(self.parts):
+                while not part.path.exists():
+                    if self._over.wait(POLL_S):
+                        return self._clip.abandon()
+                self._add(part, stop)
+        except BaseException:
+            self._clip.abandon()
+            raise
+        self._clip.close()
+
+    def _add(self, part: Part, stop: int) -> None:
+        frame, rate = part.start, self._clip.rate
+        sound = part.samples(*(part.sample(n, rate) for n in (frame, stop))) if rate else None
+        first = part.sample(frame, rate) if rate else 0
+        for chunk in part.chunks(stop):
+            heard = None
+            if rate and sound is not None:
+                start, end = (part.sample(n, rate) - first for n in (frame, frame + len(chunk)))
+                heard = sound[:, start:end]
+            self._clip.add(chunk, heard)
+            frame += len(chunk)
+            if self._over.is_set():
+                break
+
+    def finish(self, path: Path) -> dict[Path, FileState]:
+        """Give the clip its name, once all segments are encoded; as `write_clip` returns it."""
+        self._done.result()
+        os.replace(self._clip.path, path)
+        return {path: state_of(path)}
+
+    def stop(self) -> None:
+        self._over.set()
+        self._pool.shutdown()
+
+
+@contextmanager
+def recording(
+    session: Session, plan: Plan, folder: Path, output: Path, metadata: bool = True
+) -> Iterator[Recording | None]:
+    """Encode the plan's clip in segments meanwhile; None where its file is of another form than MP4 and MOV."""
+    request: Any = plan.request
+    container = CONTAINERS.get(output.suffix.lower())
+    rate = session.config.vocoder.sample_rate if request.audio else None
+    if (
+        container is None
+        or container.format == "webm"
+        or (rate is not None and rate not in container.audio_rates)
+    ):
+        yield None
+        return
+    clip = FollowedClip(
+        folder / f"{CLIP}{output.suffix}",
+        folder / STREAM,
+        container,
+        fps=request.clip_fps,
+        sample_rate=rate,
+        comment=comment(session, request, 0) if metadata else None,
+    )
+    made = Recording(request.parts, clip)
+    try:
+        yield made
+    finally:
+        made.stop()
